@@ -1,0 +1,236 @@
+#include "allocator.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <utility>
+
+#include "driver.h"
+
+namespace cumem_sleep {
+
+namespace {
+
+thread_local std::string current_tag = "default";
+
+std::atomic<void (*)()> free_listener{nullptr};
+
+size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
+
+}  // namespace
+
+Segment::Segment(uint64_t segment_id, int device, size_t bytes, std::string segment_tag)
+    : id(segment_id), tag(std::move(segment_tag)), mapping(device, bytes) {}
+
+SegmentTable& SegmentTable::get() {
+    static SegmentTable* table = new SegmentTable;
+    return *table;
+}
+
+SegmentPtr SegmentTable::allocate(size_t bytes, int device, const std::string& tag) {
+    ContextScope context(device);
+    const size_t whole = round_up(std::max<size_t>(bytes, 1), granularity(device));
+    if (whole < bytes) throw InvalidState("cannot allocate " + std::to_string(bytes) + " bytes: more than addresses go");
+    SegmentPtr segment;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        segment = std::make_shared<Segment>(next_id_++, device, whole, tag);
+    }
+    try {
+        segment->mapping.reserve();
+        try {
+            segment->mapping.map();
+        } catch (const OutOfDeviceMemory&) {
+            reclaim();  // what the driver held back may be had now
+            segment->mapping.map();
+        }
+    } catch (...) {
+        destroy_or_defer(segment);
+        throw;
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    by_address_.emplace(segment->mapping.address(), segment);
+    return segment;
+}
+
+void SegmentTable::free(CUdeviceptr address) {
+    SegmentPtr segment;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const auto found = by_address_.find(address);
+        if (found == by_address_.end()) {
+            char text[128];
+            snprintf(text, sizeof text, "0x%llx is not the address of an allocation (freed before, or never made here)",
+                     static_cast<unsigned long long>(address));
+            throw InvalidState(text);
+        }
+        segment = found->second;
+        by_address_.erase(found);
+        segment->freed = true;
+        if (segment->pins > 0) return;  // unpin gives it back
+    }
+    try {
+        destroy(*segment);
+    } catch (const DriverError& error) {
+        // At exit the driver may be gone before us: the memory went with its context.
+        if (error.error == "CUDA_ERROR_DEINITIALIZED" || error.error == "CUDA_ERROR_CONTEXT_IS_DESTROYED") return;
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (segment->mapping.state() == Mapping::State::kMapped) {
+            segment->freed = false;
+            by_address_.emplace(address, segment);
+            throw;
+        }
+        deferred_.push_back(segment);  // half taken down, so out of use; the rest is tried again later
+    }
+}
+
+std::vector<SegmentPtr> SegmentTable::segments() const {
+    std::vector<SegmentPtr> all;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        all.reserve(by_address_.size());
+        for (const auto& [address, segment] : by_address_) all.push_back(segment);
+    }
+    std::sort(all.begin(), all.end(), [](const SegmentPtr& a, const SegmentPtr& b) { return a->id < b->id; });
+    return all;
+}
+
+void SegmentTable::pin(const std::vector<SegmentPtr>& segments) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const SegmentPtr& segment : segments) ++segment->pins;
+}
+
+void SegmentTable::unpin(const std::vector<SegmentPtr>& segments) noexcept {
+    std::vector<SegmentPtr> freed;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        for (const SegmentPtr& segment : segments)
+            if (--segment->pins == 0 && segment->freed) freed.push_back(segment);
+    }
+    for (const SegmentPtr& segment : freed) destroy_or_defer(segment);
+}
+
+size_t SegmentTable::put_to_sleep(const std::vector<SegmentPtr>& backed_up, const std::vector<SegmentPtr>& dropped,
+                                  const std::function<void()>& last_check) {
+    std::vector<SegmentPtr> all = backed_up;
+    all.insert(all.end(), dropped.begin(), dropped.end());
+    // If undoing a step fails too, what the driver left unmapped counts as asleep: a wake maps it, its bytes are there.
+    const auto detached_sleep = [&](size_t i) {
+        return i < backed_up.size() ? Segment::Sleep::kBackedUp : Segment::Sleep::kDropped;
+    };
+    size_t done = 0;
+    try {
+        for (; done < all.size(); ++done) all[done]->mapping.detach();
+        last_check();
+    } catch (...) {
+        while (done > 0) {
+            --done;
+            const bool undone = try_twice([&] {
+                all[done]->mapping.map();
+                return true;
+            });
+            if (!undone) all[done]->sleep = detached_sleep(done);
+        }
+        throw;
+    }
+    for (size_t i = 0; i < all.size(); ++i) all[i]->sleep = detached_sleep(i);
+    return release_all(all);
+}
+
+size_t SegmentTable::release_all(const std::vector<SegmentPtr>& segments) noexcept {
+    size_t bytes = 0;
+    for (const SegmentPtr& segment : segments) {
+        if (segment->mapping.state() != Mapping::State::kDetached) continue;
+        // Tried twice and then left for later, never undone: the bytes of what was released before cannot be had back.
+        const bool released = try_twice([&] {
+            segment->mapping.release();
+            return true;
+        });
+        if (released) {
+            bytes += segment->mapping.bytes();
+        } else {
+            std::lock_guard<std::mutex> lock(mutex_);
+            unreleased_.push_back(segment);
+        }
+    }
+    return bytes;
+}
+
+void SegmentTable::finish_wake(const std::vector<SegmentPtr>& segments) noexcept {
+    for (const SegmentPtr& segment : segments) segment->sleep = Segment::Sleep::kAwake;
+}
+
+void SegmentTable::undo_wake(const std::vector<SegmentPtr>& segments) noexcept {
+    for (const SegmentPtr& segment : segments) {
+        // What stays mapped because the driver refuses is asleep as far as anyone is told: the next wake fills it again.
+        try_twice([&] {
+            segment->mapping.detach();
+            return true;
+        });
+    }
+    release_all(segments);
+}
+
+size_t SegmentTable::reclaim() noexcept {
+    if (!Driver::is_open() || Driver::is_forked()) return 0;
+    std::vector<SegmentPtr> deferred;
+    std::vector<SegmentPtr> unreleased;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        deferred.swap(deferred_);
+        for (const SegmentPtr& segment : std::exchange(unreleased_, {}))
+            (segment->pins ? unreleased_ : unreleased).push_back(segment);
+    }
+    for (const SegmentPtr& segment : deferred) destroy_or_defer(segment);
+    release_all(unreleased);
+    std::lock_guard<std::mutex> lock(mutex_);
+    return deferred_.size() + unreleased_.size();
+}
+
+void SegmentTable::destroy(Segment& segment) {
+    ContextScope context(segment.mapping.device());
+    if (segment.mapping.state() == Mapping::State::kMapped) wait_for_running_work(segment.mapping.device());
+    segment.mapping.destroy();
+}
+
+void SegmentTable::destroy_or_defer(const SegmentPtr& segment) noexcept {
+    const bool destroyed = try_twice([&] {
+        destroy(*segment);
+        return true;
+    });
+    if (destroyed) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    deferred_.push_back(segment);
+}
+
+std::string exchange_thread_tag(std::string tag) { return std::exchange(current_tag, std::move(tag)); }
+
+const std::string& thread_tag() { return current_tag; }
+
+void set_free_listener(void (*listener)()) { free_listener = listener; }
+
+}  // namespace cumem_sleep
+
+using namespace cumem_sleep;
+
+void* cumem_sleep_malloc(size_t bytes, int device, CUstream) {
+    try {
+        RelaxedCaptureScope relaxed;
+        return reinterpret_cast<void*>(SegmentTable::get().allocate(bytes, device, thread_tag())->mapping.address());
+    } catch (const OutOfDeviceMemory&) {
+        return nullptr;  // expected: PyTorch frees its cache, retries, and says it in its own words
+    } catch (const std::exception& error) {
+        fprintf(stderr, "cumem-sleep: allocation of %zu bytes on device %d: %s\n", bytes, device, error.what());
+        return nullptr;
+    }
+}
+
+void cumem_sleep_free(void* address, size_t, int, CUstream) {
+    if (!address || Driver::is_forked()) return;
+    try {
+        SegmentTable::get().free(reinterpret_cast<CUdeviceptr>(address));
+    } catch (const std::exception& error) {
+        fprintf(stderr, "cumem-sleep: free: %s\n", error.what());
+    }
+    if (void (*listener)() = free_listener) listener();
+}

@@ -1,0 +1,110 @@
+// The malloc and free hooks that PyTorch's caching allocator calls, the tag of each thread, and the table of segments.
+//
+// Nothing here takes the Python interpreter lock: the hooks run on whichever thread PyTorch calls them from, with or
+// without it, and holding a lock of ours while waiting for the interpreter would deadlock.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "vmm.h"
+
+namespace cumem_sleep {
+
+// One allocation that was handed out. Everything but `mapping`, `sleep`, `pins` and `freed` stays as it was made.
+struct Segment {
+    // What the layer promises about the bytes. Physical state is the mapping's; a segment that is kAwake is mapped.
+    enum class Sleep {
+        kAwake,    // in use
+        kBackedUp, // asleep; the backup store holds its bytes
+        kDropped,  // asleep; its bytes are gone
+    };
+
+    Segment(uint64_t segment_id, int device, size_t bytes, std::string segment_tag);
+
+    const uint64_t id;  // never used twice in a process, unlike addresses
+    const std::string tag;
+    Mapping mapping;
+    Sleep sleep = Sleep::kAwake;
+
+    // Guarded by the table's mutex.
+    int pins = 0;
+    bool freed = false;
+};
+
+using SegmentPtr = std::shared_ptr<Segment>;
+
+// All segments of the process. The table is never destroyed: PyTorch may free memory while the process exits.
+class SegmentTable {
+  public:
+    static SegmentTable& get();
+
+    // Maps new memory of at least `bytes` (rounded up to the granularity). Throws DriverError, OutOfDeviceMemory or
+    // InvalidState, having undone every step.
+    SegmentPtr allocate(size_t bytes, int device, const std::string& tag);
+
+    // Gives the segment at `address` back, asleep or awake, after waiting for the work that runs on its device; may be
+    // called beside a graph capture. If an operation has the segment pinned, the memory goes when the operation ends.
+    // Throws InvalidState for an address that is not handed out (never was, or freed before); DriverError if the driver
+    // refuses (the segment is then still there and can be freed again).
+    void free(CUdeviceptr address);
+
+    // Segments that are handed out, oldest first.
+    std::vector<SegmentPtr> segments() const;
+
+    // A pinned segment keeps its address and memory; freeing it is put off until the last unpin.
+    void pin(const std::vector<SegmentPtr>& segments);
+    void unpin(const std::vector<SegmentPtr>& segments) noexcept;
+
+    // Takes physical memory away from all `backed_up` and `dropped` segments, or from none: first every mapping is
+    // detached, which can be undone with the bytes intact, then `last_check` may still throw, then memory is released.
+    // Throws what the driver or `last_check` threw, with everything mapped as before. Segments must be pinned, awake, and
+    // no work that uses them in flight. Returns the bytes released; memory that the driver would not release stays with
+    // its segment and is tried again by `reclaim`.
+    size_t put_to_sleep(const std::vector<SegmentPtr>& backed_up, const std::vector<SegmentPtr>& dropped,
+                        const std::function<void()>& last_check);
+
+    // The end of a wake: segments that were mapped (Mapping::map) and filled are in use again. Or its undoing: the memory
+    // that the wake had taken goes back, and the segments sleep as before.
+    void finish_wake(const std::vector<SegmentPtr>& segments) noexcept;
+    void undo_wake(const std::vector<SegmentPtr>& segments) noexcept;
+
+    // Tries again what the driver refused earlier. Never throws; returns the number of segments that still hold memory
+    // which nobody uses.
+    size_t reclaim() noexcept;
+
+  private:
+    void destroy(Segment& segment);
+    void destroy_or_defer(const SegmentPtr& segment) noexcept;
+    size_t release_all(const std::vector<SegmentPtr>& segments) noexcept;
+
+    mutable std::mutex mutex_;
+    std::map<CUdeviceptr, SegmentPtr> by_address_;
+    std::vector<SegmentPtr> deferred_;    // no longer handed out, but the driver would not take them back
+    std::vector<SegmentPtr> unreleased_;  // asleep, but the driver would not release their memory
+    uint64_t next_id_ = 1;
+};
+
+// The tag that the calling thread's allocations get; "default" until set. Returns what it was.
+std::string exchange_thread_tag(std::string tag);
+const std::string& thread_tag();
+
+// Called, without the interpreter lock, after a hook freed a segment: host memory of its backup may go.
+void set_free_listener(void (*listener)());
+
+}  // namespace cumem_sleep
+
+// What torch.cuda.memory.CUDAPluggableAllocator is given. Null on failure: PyTorch then retries and raises its own
+// out-of-memory error.
+extern "C" {
+__attribute__((visibility("default"))) void* cumem_sleep_malloc(size_t bytes, int device, CUstream stream);
+__attribute__((visibility("default"))) void cumem_sleep_free(void* address, size_t bytes, int device, CUstream stream);
+}

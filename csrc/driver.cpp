@@ -1,0 +1,230 @@
+#include "driver.h"
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace cumem_sleep {
+
+namespace {
+
+// Virtual memory management came with CUDA 10.2; what PyTorch 2.8 and newer run on starts at 12.
+constexpr int kOldestDriver = 12000;
+
+std::atomic<const Driver*> open_driver{nullptr};
+std::atomic<int> open_pid{0};
+
+std::string sentence(const std::string& call, const std::string& error, const std::string& detail,
+                     const std::string& segment) {
+    std::string text = call + " failed with " + error;
+    if (!segment.empty()) text += ": for " + segment;
+    if (!detail.empty()) text += ": " + detail;
+    return text;
+}
+
+// Retained once per device and kept: a context that holds our memory must not go away under it.
+CUcontext primary_context(int device) {
+    static std::mutex mutex;
+    static std::map<int, CUcontext> contexts;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (const auto found = contexts.find(device); found != contexts.end()) return found->second;
+    check_device(device);
+    CUcontext context = nullptr;
+    Driver::get().primary_ctx_retain(&context, device);
+    contexts.emplace(device, context);
+    return context;
+}
+
+}  // namespace
+
+DriverError::DriverError(std::string call_name, std::string error_name, std::string detail_text,
+                         std::string segment_text)
+    : std::runtime_error(sentence(call_name, error_name, detail_text, segment_text)),
+      call(std::move(call_name)),
+      error(std::move(error_name)),
+      detail(std::move(detail_text)),
+      segment(std::move(segment_text)) {}
+
+OutOfDeviceMemory::OutOfDeviceMemory(int device_ordinal, size_t needed, size_t free, std::string segment_text)
+    : DriverError("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY", "", std::move(segment_text)),
+      device(device_ordinal),
+      needed_bytes(needed),
+      free_bytes(free) {}
+
+void Driver::open(const std::string& path) {
+    static std::mutex mutex;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (const Driver* driver = open_driver) {
+        if (driver->path() != path)
+            throw InvalidState("this process already runs on " + driver->path() + "; it cannot change to " + path);
+        get();  // a forked child is told so
+        return;
+    }
+    open_driver = new Driver(path);
+    open_pid = getpid();
+}
+
+const Driver& Driver::get() {
+    const Driver* driver = open_driver;
+    if (!driver) throw InvalidState("no CUDA driver was opened yet");
+    if (is_forked())
+        throw InvalidState(
+            "this process was forked after its parent first used the GPU: CUDA does not survive a fork; fork before the "
+            "first use, or start the process with the spawn method");
+    return *driver;
+}
+
+bool Driver::is_open() noexcept { return open_driver != nullptr; }
+
+bool Driver::is_forked() noexcept { return open_driver != nullptr && open_pid != getpid(); }
+
+Driver::Driver(const std::string& path) : path_(path) {
+    library_ = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (!library_) throw DriverError("dlopen", "CUDA_ERROR_NO_DRIVER", dlerror());
+    simulated_ = dlsym(library_, "cumemSimStats") != nullptr;
+
+    // The calls that say how old the driver is come first: an old driver lacks some of the others.
+    resolve(driver_get_version);
+    resolve(get_error_name);
+    resolve(get_error_string);
+    resolve(init);
+    const auto check = [this](const char* call, CUresult result) {
+        if (result != CUDA_SUCCESS) fail(call, result);
+    };
+    check("cuDriverGetVersion", driver_get_version.attempt(&version_));
+    if (version_ < kOldestDriver)
+        throw DriverError("cuDriverGetVersion", "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+                          "the driver supports CUDA " + std::to_string(version_ / 1000) + "." +
+                              std::to_string(version_ % 1000 / 10) +
+                              "; 12.0 is needed for virtual memory management: update the NVIDIA driver");
+    resolve(device_get_count);
+    resolve(device_get_name);
+    resolve(device_get_attribute);
+    resolve(device_total_mem);
+    resolve(device_get_pci_bus_id);
+    resolve(primary_ctx_retain);
+    resolve(primary_ctx_get_state);
+    resolve(ctx_get_current);
+    resolve(ctx_push_current);
+    resolve(ctx_pop_current);
+    resolve(ctx_synchronize);
+    resolve(mem_alloc);
+    resolve(mem_free);
+    resolve(mem_get_info);
+    resolve(mem_get_allocation_granularity);
+    resolve(mem_address_reserve);
+    resolve(mem_address_free);
+    resolve(mem_create);
+    resolve(mem_release);
+    resolve(mem_map);
+    resolve(mem_unmap);
+    resolve(mem_set_access);
+    resolve(mem_get_access);
+    resolve(mem_host_register);
+    resolve(mem_host_unregister);
+    resolve(stream_create);
+    resolve(stream_destroy);
+    resolve(stream_synchronize);
+    resolve(memcpy_htod_async);
+    resolve(memcpy_dtoh_async);
+    resolve(memset_d32_async);
+    resolve(exchange_capture_mode);
+    check("cuInit", init.attempt(0));
+}
+
+template <typename Function>
+void Driver::resolve(Call<Function>& call) {
+    void* symbol = dlsym(library_, call.symbol);
+    if (!symbol)
+        throw DriverError("dlsym", "CUDA_ERROR_NOT_FOUND",
+                          path_ + " has no " + call.symbol + ": update the NVIDIA driver (CUDA 12.0 is needed)");
+    call.function_ = reinterpret_cast<decltype(call.function_)>(symbol);
+}
+
+std::string Driver::error_name(CUresult result) const {
+    const char* text = nullptr;
+    if (get_error_name.attempt(result, &text) != CUDA_SUCCESS || !text)
+        return "CUresult " + std::to_string(static_cast<int>(result));
+    return text;
+}
+
+void Driver::fail(const char* call, CUresult result, const std::string& segment) const {
+    const char* text = nullptr;
+    get_error_string.attempt(result, &text);
+    throw DriverError(call, error_name(result), text ? text : "", segment);
+}
+
+ContextScope::ContextScope(int device) {
+    const CUcontext context = primary_context(device);
+    const Driver& driver = Driver::get();
+    CUcontext current = nullptr;
+    driver.ctx_get_current(&current);
+    if (current == context) return;
+    driver.ctx_push_current(context);
+    pushed_ = true;
+}
+
+ContextScope::~ContextScope() {
+    if (!pushed_) return;
+    try_twice([] {
+        CUcontext popped = nullptr;
+        return Driver::get().ctx_pop_current.attempt(&popped) == CUDA_SUCCESS;
+    });
+}
+
+RelaxedCaptureScope::RelaxedCaptureScope() { Driver::get().exchange_capture_mode(&mode_); }
+
+RelaxedCaptureScope::~RelaxedCaptureScope() {
+    try_twice([this] { return Driver::get().exchange_capture_mode.attempt(&mode_) == CUDA_SUCCESS; });
+}
+
+int device_count() {
+    int count = 0;
+    Driver::get().device_get_count(&count);
+    return count;
+}
+
+void check_device(int device) {
+    const int count = device_count();
+    if (device < 0 || device >= count)
+        throw InvalidState("device " + std::to_string(device) + " does not exist: there are " + std::to_string(count));
+}
+
+MemoryInfo memory_info(int device) {
+    ContextScope scope(device);
+    MemoryInfo info{};
+    Driver::get().mem_get_info(&info.free_bytes, &info.total_bytes);
+    return info;
+}
+
+void synchronize(int device) {
+    ContextScope scope(device);
+    Driver::get().ctx_synchronize();
+}
+
+void wait_for_running_work(int device) {
+    ContextScope scope(device);
+    RelaxedCaptureScope relaxed;
+    const Driver& driver = Driver::get();
+    CUdeviceptr waiter = 0;
+    const CUresult result = driver.mem_alloc.attempt(&waiter, 1);
+    if (result == CUDA_SUCCESS) {
+        driver.mem_free(waiter);
+        return;
+    }
+    if (result != CUDA_ERROR_OUT_OF_MEMORY) driver.fail(driver.mem_alloc.name, result);
+    // A full device: unregistering host memory waits alike and needs none of it, but costs 100 us.
+    static constexpr size_t kPage = 4096;
+    alignas(kPage) static uint8_t page[kPage];
+    static std::mutex mutex;
+    std::lock_guard<std::mutex> lock(mutex);
+    driver.mem_host_register(page, kPage, CU_MEMHOSTREGISTER_PORTABLE);
+    driver.mem_host_unregister(page);
+}
+
+}  // namespace cumem_sleep

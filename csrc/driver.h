@@ -1,0 +1,215 @@
+// Every call that this project makes into the CUDA driver, in one table, with its preconditions; typed errors.
+//
+// libcuda is opened at run time (nothing links against it), so the package builds and imports anywhere, and the
+// simulated driver of csrc/sim can stand in for it.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+
+namespace cumem_sleep {
+
+// A driver call failed. `call` and `error` are CUDA's own names; `segment` says which memory it was about, or is empty.
+class DriverError : public std::runtime_error {
+  public:
+    DriverError(std::string call, std::string error, std::string detail = {}, std::string segment = {});
+
+    std::string call, error, detail, segment;
+};
+
+// cuMemCreate found too little free device memory.
+class OutOfDeviceMemory : public DriverError {
+  public:
+    OutOfDeviceMemory(int device, size_t needed_bytes, size_t free_bytes, std::string segment);
+
+    int device;
+    size_t needed_bytes, free_bytes;
+};
+
+// What was asked cannot be done in the present state: no driver opened, a forked child, an address that is not ours.
+class InvalidState : public std::runtime_error {
+  public:
+    using std::runtime_error::runtime_error;
+};
+
+// One driver call. Calling it throws DriverError unless CUDA_SUCCESS comes back; `attempt` is for destructors and for
+// callers that handle the result. `symbol` is the exported name, `name` the one that people know.
+template <typename Function>
+class Call;
+
+template <typename... Args>
+class Call<CUresult(Args...)> {
+  public:
+    constexpr Call(const char* call_name, const char* call_symbol) : name(call_name), symbol(call_symbol) {}
+    constexpr explicit Call(const char* call_name) : Call(call_name, call_name) {}
+
+    void operator()(Args... args) const;
+    CUresult attempt(Args... args) const { return function_(args...); }
+
+    const char* const name;
+    const char* const symbol;
+
+  private:
+    friend class Driver;
+    CUresult (*function_)(Args...) = nullptr;
+};
+
+// The driver of this process. Opened once; never closed, because memory may be freed while the process exits.
+class Driver {
+  public:
+    // Opens the shared object `path` (e.g. "libcuda.so.1") and initialises it. Opening the same path again does nothing;
+    // another path throws InvalidState. Throws DriverError: not found, a call is missing, too old, cuInit failed.
+    static void open(const std::string& path);
+    // The open driver. Throws InvalidState when none was opened, or in a forked child (CUDA does not survive a fork).
+    static const Driver& get();
+    // True once `open` succeeded, in this process or in the parent that it was forked from.
+    static bool is_open() noexcept;
+    // True in a child forked after `open`: no driver call may be made, no memory of the parent given back.
+    static bool is_forked() noexcept;
+
+    const std::string& path() const { return path_; }
+    int version() const { return version_; }
+    // True if the library says that it is the simulated driver, whatever it is called.
+    bool simulated() const { return simulated_; }
+    std::string error_name(CUresult result) const;
+    [[noreturn]] void fail(const char* call, CUresult result, const std::string& segment = {}) const;
+
+    // Once per process, before everything else.
+    Call<decltype(cuInit)> init{"cuInit"};
+    Call<decltype(cuDriverGetVersion)> driver_get_version{"cuDriverGetVersion"};
+    Call<decltype(cuGetErrorName)> get_error_name{"cuGetErrorName"};
+    Call<decltype(cuGetErrorString)> get_error_string{"cuGetErrorString"};
+
+    // Devices: an ordinal below cuDeviceGetCount is also the CUdevice handle.
+    Call<decltype(cuDeviceGetCount)> device_get_count{"cuDeviceGetCount"};
+    Call<decltype(cuDeviceGetName)> device_get_name{"cuDeviceGetName"};
+    Call<decltype(cuDeviceGetAttribute)> device_get_attribute{"cuDeviceGetAttribute"};
+    Call<decltype(cuDeviceTotalMem)> device_total_mem{"cuDeviceTotalMem", "cuDeviceTotalMem_v2"};
+    Call<decltype(cuDeviceGetPCIBusId)> device_get_pci_bus_id{"cuDeviceGetPCIBusId"};
+
+    // Contexts. Retaining the primary context creates it if need be (0.5 GiB of device memory on an H200). Push and pop
+    // must pair up on one thread.
+    Call<decltype(cuDevicePrimaryCtxRetain)> primary_ctx_retain{"cuDevicePrimaryCtxRetain"};
+    Call<decltype(cuDevicePrimaryCtxGetState)> primary_ctx_get_state{"cuDevicePrimaryCtxGetState"};
+    Call<decltype(cuCtxGetCurrent)> ctx_get_current{"cuCtxGetCurrent"};
+    Call<decltype(cuCtxPushCurrent)> ctx_push_current{"cuCtxPushCurrent", "cuCtxPushCurrent_v2"};
+    Call<decltype(cuCtxPopCurrent)> ctx_pop_current{"cuCtxPopCurrent", "cuCtxPopCurrent_v2"};
+    // Current context required. Invalidates any graph capture in that context, whatever the thread's capture mode.
+    Call<decltype(cuCtxSynchronize)> ctx_synchronize{"cuCtxSynchronize"};
+    // Current context required. Freeing waits for all running work of the context and, in a thread of relaxed capture mode,
+    // leaves captures alone (measured: `wait_for_running_work`).
+    Call<decltype(cuMemAlloc)> mem_alloc{"cuMemAlloc", "cuMemAlloc_v2"};
+    Call<decltype(cuMemFree)> mem_free{"cuMemFree", "cuMemFree_v2"};
+    Call<decltype(cuMemGetInfo)> mem_get_info{"cuMemGetInfo", "cuMemGetInfo_v2"};
+
+    // Virtual memory management. Sizes and addresses are multiples of the granularity. A handle counts as live from
+    // create to release; its memory is given back once it is released and mapped nowhere. Unmap takes whole mappings,
+    // does not wait for kernels that use them, and is needed before the range may be freed. Access is lost at unmap.
+    Call<decltype(cuMemGetAllocationGranularity)> mem_get_allocation_granularity{"cuMemGetAllocationGranularity"};
+    Call<decltype(cuMemAddressReserve)> mem_address_reserve{"cuMemAddressReserve"};
+    Call<decltype(cuMemAddressFree)> mem_address_free{"cuMemAddressFree"};
+    Call<decltype(cuMemCreate)> mem_create{"cuMemCreate"};
+    Call<decltype(cuMemRelease)> mem_release{"cuMemRelease"};
+    Call<decltype(cuMemMap)> mem_map{"cuMemMap"};
+    Call<decltype(cuMemUnmap)> mem_unmap{"cuMemUnmap"};
+    Call<decltype(cuMemSetAccess)> mem_set_access{"cuMemSetAccess"};
+    Call<decltype(cuMemGetAccess)> mem_get_access{"cuMemGetAccess"};
+
+    // Host memory. Register: current context required, memory mapped and not registered yet; whole ranges only are
+    // unregistered, by their base, and no copy may be in flight in them.
+    Call<decltype(cuMemHostRegister)> mem_host_register{"cuMemHostRegister", "cuMemHostRegister_v2"};
+    Call<decltype(cuMemHostUnregister)> mem_host_unregister{"cuMemHostUnregister"};
+
+    // Streams and copies. Current context required, the stream's own. Copies of registered host memory return at once;
+    // both sides must stay mapped and registered until the stream was synchronised.
+    Call<decltype(cuStreamCreate)> stream_create{"cuStreamCreate"};
+    Call<decltype(cuStreamDestroy)> stream_destroy{"cuStreamDestroy", "cuStreamDestroy_v2"};
+    Call<decltype(cuStreamSynchronize)> stream_synchronize{"cuStreamSynchronize"};
+    Call<decltype(cuMemcpyHtoDAsync)> memcpy_htod_async{"cuMemcpyHtoDAsync", "cuMemcpyHtoDAsync_v2"};
+    Call<decltype(cuMemcpyDtoHAsync)> memcpy_dtoh_async{"cuMemcpyDtoHAsync", "cuMemcpyDtoHAsync_v2"};
+    Call<decltype(cuMemsetD32Async)> memset_d32_async{"cuMemsetD32Async"};
+
+    // Swaps the calling thread's capture mode. In CU_STREAM_CAPTURE_MODE_RELAXED a thread may make calls that another
+    // thread's capture would otherwise forbid (and be invalidated by).
+    Call<decltype(cuThreadExchangeStreamCaptureMode)> exchange_capture_mode{"cuThreadExchangeStreamCaptureMode"};
+
+  private:
+    explicit Driver(const std::string& path);
+
+    template <typename Function>
+    void resolve(Call<Function>& call);
+
+    std::string path_;
+    void* library_ = nullptr;
+    int version_ = 0;
+    bool simulated_ = false;
+    int pid_ = 0;
+};
+
+template <typename... Args>
+void Call<CUresult(Args...)>::operator()(Args... args) const {
+    if (CUresult result = function_(args...); result != CUDA_SUCCESS) Driver::get().fail(name, result);
+}
+
+// For destructors and undoing: runs `step` once more if it throws or returns false, because one refused call (another
+// thread's capture, a passing fault) must not leave memory behind. Returns whether it succeeded.
+template <typename Step>
+bool try_twice(Step&& step) noexcept {
+    for (int attempt = 0; attempt < 2; ++attempt) {
+        try {
+            if (step()) return true;
+        } catch (const std::exception&) {
+            // Asked again, and reported by the caller if that fails too.
+        }
+    }
+    return false;
+}
+
+// Makes the device's primary context current on this thread, and puts back what was current before.
+class ContextScope {
+  public:
+    explicit ContextScope(int device);
+    ~ContextScope();
+    ContextScope(const ContextScope&) = delete;
+    ContextScope& operator=(const ContextScope&) = delete;
+
+  private:
+    bool pushed_ = false;
+};
+
+// Lets this thread make calls that a graph capture on another thread would forbid.
+class RelaxedCaptureScope {
+  public:
+    RelaxedCaptureScope();
+    ~RelaxedCaptureScope();
+    RelaxedCaptureScope(const RelaxedCaptureScope&) = delete;
+    RelaxedCaptureScope& operator=(const RelaxedCaptureScope&) = delete;
+
+  private:
+    CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+};
+
+int device_count();
+// Throws InvalidState unless 0 <= device < device_count().
+void check_device(int device);
+
+struct MemoryInfo {
+    size_t free_bytes, total_bytes;
+};
+MemoryInfo memory_info(int device);
+
+// Waits for all work on the device, as CUDA documents it. Fails if a graph is being captured there, and breaks that
+// capture.
+void synchronize(int device);
+
+// Waits for all work that runs on the device, also beside a graph capture, on this thread or another, which it leaves
+// intact. The driver offers no such call: every one that waits for a context invalidates captures (cuCtxSynchronize,
+// cuCtxRecordEvent), and which streams exist is not known here. But cuMemFree waits for all running work of its context,
+// and a thread in relaxed mode may call it beside a capture; cuMemUnmap and cuMemRelease wait for nothing. Measured with
+// driver 580 for kernels on several streams, copies both ways, graph replays and host functions.
+void wait_for_running_work(int device);
+
+}  // namespace cumem_sleep

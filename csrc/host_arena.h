@@ -1,0 +1,49 @@
+// Pinned host memory that backups live in: exact size, huge pages where the system has them, on the GPU's NUMA node,
+// touched ahead by threads, then registered with the driver.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace cumem_sleep {
+
+// The system gave no host memory, or would not pin it. `call` is what refused, `error` its own word for why.
+class HostMemoryError : public std::runtime_error {
+  public:
+    HostMemoryError(std::string call, std::string error, size_t bytes);
+
+    std::string call, error;
+    size_t bytes;
+};
+
+// One block of host memory. Steps in order: construct (address space only), `touch` every part (any threads, disjoint
+// parts at once), `pin`, and it may be copied to and from. The destructor takes all of it back; no copy may be in flight.
+class HostBlock {
+  public:
+    // `numa_node` < 0: wherever. Throws HostMemoryError.
+    HostBlock(size_t bytes, int numa_node);
+    ~HostBlock();
+    HostBlock(const HostBlock&) = delete;
+    HostBlock& operator=(const HostBlock&) = delete;
+
+    // Puts physical pages under [offset, offset + bytes). Needs no lock and no context. Throws HostMemoryError.
+    void touch(size_t offset, size_t bytes);
+    // Registers all of it, for every device. Throws HostMemoryError if the driver cannot pin so much, DriverError.
+    void pin(int device);
+
+    uint8_t* data() const { return data_; }
+    size_t bytes() const { return bytes_; }
+    bool pinned() const { return pinned_device_ >= 0; }
+
+  private:
+    uint8_t* data_ = nullptr;
+    const size_t bytes_;
+    int pinned_device_ = -1;
+};
+
+// The NUMA node that a PCI device hangs on, from sysfs; -1 if the system does not say.
+int numa_node(const std::string& pci_bus_id);
+
+}  // namespace cumem_sleep

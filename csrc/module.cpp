@@ -1,0 +1,253 @@
+// Python bindings. Every function that calls the driver, or may wait, runs without the interpreter lock.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <atomic>
+#include <mutex>
+
+#include "allocator.h"
+#include "driver.h"
+#include "host_arena.h"
+#include "transfer.h"
+#include "vmm.h"
+
+namespace py = pybind11;
+using namespace cumem_sleep;
+
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+struct DeviceInfo {
+    std::string name, pci_bus_id;
+    size_t total_bytes = 0, granularity_bytes = 0;
+    int capability_major = 0, capability_minor = 0, numa = -1;
+    bool virtual_memory = false, posix_fd = false, fabric = false, gpu_direct_rdma = false;
+};
+
+DeviceInfo device_info(int device) {
+    check_device(device);
+    const Driver& driver = Driver::get();
+    const auto attribute = [&](CUdevice_attribute which) {
+        int value = 0;
+        driver.device_get_attribute(&value, which, device);
+        return value;
+    };
+    DeviceInfo info;
+    char text[128] = "";
+    driver.device_get_name(text, sizeof text, device);
+    info.name = text;
+    driver.device_get_pci_bus_id(text, sizeof text, device);
+    info.pci_bus_id = text;
+    info.numa = numa_node(info.pci_bus_id);
+    driver.device_total_mem(&info.total_bytes, device);
+    info.capability_major = attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+    info.capability_minor = attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+    info.virtual_memory = attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
+    if (!info.virtual_memory) return info;
+    info.granularity_bytes = granularity(device);
+    const HandleSupport support = handle_support(device);
+    info.posix_fd = support.handle_types & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    info.fabric = support.handle_types & CU_MEM_HANDLE_TYPE_FABRIC;
+    info.gpu_direct_rdma = support.gpu_direct_rdma;
+    return info;
+}
+
+// After the driver detached everything and before anything is lost: the last moment at which Ctrl-C can stop a sleep.
+void raise_pending_signal() {
+    py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+// Holds segments for one operation. An object rather than two calls, so that an interrupt between them loses no unpin.
+class Pinned {
+  public:
+    explicit Pinned(std::vector<SegmentPtr> segments) : segments_(std::move(segments)) {
+        SegmentTable::get().pin(segments_);
+    }
+    ~Pinned() { release(); }
+    Pinned(const Pinned&) = delete;
+    Pinned& operator=(const Pinned&) = delete;
+
+    void release() noexcept {
+        SegmentTable::get().unpin(segments_);
+        segments_.clear();
+    }
+
+  private:
+    std::vector<SegmentPtr> segments_;
+};
+
+// The hooks run without the interpreter; what Python does about a freed segment is put off to the main thread.
+std::atomic<bool> notification_pending{false};
+PyObject* on_free_callback = nullptr;
+
+int notify_python(void*) {
+    notification_pending = false;
+    if (!on_free_callback) return 0;
+    PyObject* result = PyObject_CallNoArgs(on_free_callback);
+    if (!result) PyErr_WriteUnraisable(on_free_callback);
+    Py_XDECREF(result);
+    return 0;
+}
+
+void on_free(py::object callback) {
+    Py_XDECREF(on_free_callback);
+    on_free_callback = callback.is_none() ? nullptr : callback.release().ptr();
+    set_free_listener(on_free_callback ? +[] {
+        if (!notification_pending.exchange(true) && Py_AddPendingCall(notify_python, nullptr) != 0)
+            notification_pending = false;
+    } : nullptr);
+}
+
+void raise(const char* type, const py::tuple& arguments) {
+    const py::object error_type = py::module_::import("cumem_sleep.errors").attr(type);
+    PyErr_SetObject(error_type.ptr(), error_type(*arguments).ptr());
+}
+
+void translate(std::exception_ptr pointer) {
+    try {
+        std::rethrow_exception(pointer);
+    } catch (const OutOfDeviceMemory& error) {
+        raise("OutOfDeviceMemory",
+              py::make_tuple(error.needed_bytes, error.free_bytes, error.device, error.call, error.segment));
+    } catch (const DriverError& error) {
+        raise("DriverError", py::make_tuple(error.call, error.error, error.detail, error.segment));
+    } catch (const HostMemoryError& error) {
+        raise("OutOfHostMemory", py::make_tuple(error.bytes, 0, error.call, error.what()));
+    } catch (const InvalidState& error) {
+        raise("InvalidState", py::make_tuple(error.what()));
+    }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, module) {
+    module.doc() = "Segments, host memory and copies: what cumem_sleep.allocator orders. Not a public interface.";
+    py::register_exception_translator(&translate);
+
+    module.def("open_driver", &Driver::open, py::arg("path"), NoGil(),
+               "Open libcuda (or a simulated driver) from `path` and initialise it; once per process.");
+    module.def("driver_is_open", &Driver::is_open);
+    module.def("driver_is_forked", &Driver::is_forked);
+    module.def("driver_path", []() -> py::object {
+        if (!Driver::is_open() || Driver::is_forked()) return py::none();
+        return py::str(Driver::get().path());
+    });
+    module.def("driver_is_simulated",
+               [] { return Driver::is_open() && !Driver::is_forked() && Driver::get().simulated(); });
+    module.def("driver_version", [] { return Driver::get().version(); });
+
+    module.def("device_count", &device_count, NoGil());
+    module.def("device_info", &device_info, py::arg("device"), NoGil());
+    module.def(
+        "memory_info",
+        [](int device) {
+            const MemoryInfo info = memory_info(device);
+            return std::make_pair(info.free_bytes, info.total_bytes);
+        },
+        py::arg("device"), NoGil(), "(free, total) bytes of the device. Creates its primary context if need be.");
+    module.def("synchronize", &synchronize, py::arg("device"), NoGil());
+    module.def("numa_node", &numa_node, py::arg("pci_bus_id"));
+
+    py::class_<DeviceInfo>(module, "DeviceInfo")
+        .def_readonly("name", &DeviceInfo::name)
+        .def_readonly("pci_bus_id", &DeviceInfo::pci_bus_id)
+        .def_readonly("total_bytes", &DeviceInfo::total_bytes)
+        .def_readonly("granularity_bytes", &DeviceInfo::granularity_bytes)
+        .def_readonly("capability_major", &DeviceInfo::capability_major)
+        .def_readonly("capability_minor", &DeviceInfo::capability_minor)
+        .def_readonly("numa_node", &DeviceInfo::numa)
+        .def_readonly("virtual_memory", &DeviceInfo::virtual_memory)
+        .def_readonly("posix_fd", &DeviceInfo::posix_fd)
+        .def_readonly("fabric", &DeviceInfo::fabric)
+        .def_readonly("gpu_direct_rdma", &DeviceInfo::gpu_direct_rdma);
+
+    py::class_<Segment, SegmentPtr> segment(module, "Segment");
+    py::enum_<Segment::Sleep>(segment, "Sleep")
+        .value("AWAKE", Segment::Sleep::kAwake)
+        .value("BACKED_UP", Segment::Sleep::kBackedUp)
+        .value("DROPPED", Segment::Sleep::kDropped);
+    segment.def_readonly("id", &Segment::id)
+        .def_readonly("tag", &Segment::tag)
+        .def_readonly("sleep", &Segment::sleep)
+        .def_readonly("freed", &Segment::freed)
+        .def_property_readonly("address", [](const Segment& self) { return self.mapping.address(); })
+        .def_property_readonly("bytes", [](const Segment& self) { return self.mapping.bytes(); })
+        .def_property_readonly("device", [](const Segment& self) { return self.mapping.device(); })
+        .def_property_readonly("has_memory", [](const Segment& self) { return self.mapping.has_memory(); })
+        .def(
+            "map",
+            [](Segment& self) {
+                ContextScope context(self.mapping.device());
+                self.mapping.map();
+            },
+            NoGil(), "Physical memory under the address again; the segment must be pinned.");
+
+    module.def("segments", [] { return SegmentTable::get().segments(); }, NoGil(), "Handed out, oldest first.");
+    module.def(
+        "malloc",
+        [](size_t bytes, const std::string& tag, int device) {
+            return SegmentTable::get().allocate(bytes, device, tag)->mapping.address();
+        },
+        py::arg("bytes"), py::arg("tag"), py::arg("device"), NoGil());
+    module.def(
+        "free", [](CUdeviceptr address) { SegmentTable::get().free(address); },
+        py::arg("address"), NoGil());
+    py::class_<Pinned>(module, "Pinned")
+        .def(py::init<std::vector<SegmentPtr>>(), py::arg("segments"), NoGil())
+        .def("__enter__", [](Pinned&) {})
+        .def("__exit__", [](Pinned& self, const py::args&) {
+            py::gil_scoped_release nogil;
+            self.release();
+        });
+    module.def(
+        "put_to_sleep",
+        [](const std::vector<SegmentPtr>& backed_up, const std::vector<SegmentPtr>& dropped) {
+            return SegmentTable::get().put_to_sleep(backed_up, dropped, &raise_pending_signal);
+        },
+        py::arg("backed_up"), py::arg("dropped"), NoGil(), "All or none; returns the bytes that were released.");
+    module.def("finish_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().finish_wake(all); });
+    module.def("undo_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().undo_wake(all); }, NoGil());
+    module.def("reclaim", [] { return SegmentTable::get().reclaim(); }, NoGil());
+
+    module.def("exchange_thread_tag", &exchange_thread_tag, py::arg("tag"), "Set this thread's tag; returns the old one.");
+    module.def("thread_tag", [] { return thread_tag(); });
+    module.def("on_free", &on_free, py::arg("callback").none(true),
+               "Call `callback` on the main thread, soon, after the free hook gave memory back; None stops that.");
+
+    py::class_<HostBlock, std::shared_ptr<HostBlock>>(module, "HostBlock", py::buffer_protocol())
+        .def(py::init<size_t, int>(), py::arg("bytes"), py::arg("numa_node"))
+        .def("touch", &HostBlock::touch, py::arg("offset"), py::arg("bytes"), NoGil())
+        .def("pin", &HostBlock::pin, py::arg("device"), NoGil())
+        .def_property_readonly("bytes", &HostBlock::bytes)
+        .def_property_readonly("pinned", &HostBlock::pinned)
+        .def_property_readonly("address", [](const HostBlock& self) { return reinterpret_cast<uintptr_t>(self.data()); })
+        .def_buffer([](HostBlock& self) {
+            return py::buffer_info(self.data(), 1, py::format_descriptor<uint8_t>::format(),
+                                   static_cast<py::ssize_t>(self.bytes()));
+        });
+
+    // Destructors of host blocks and streams call the driver while Python holds its lock; both are short or at an end.
+    py::class_<CopyStream, std::shared_ptr<CopyStream>>(module, "CopyStream")
+        .def(py::init<int>(), py::arg("device"), NoGil())
+        .def(
+            "to_host",
+            [](CopyStream& self, const HostBlock& block, size_t offset, CUdeviceptr address, size_t bytes) {
+                if (offset > block.bytes() || bytes > block.bytes() - offset) throw std::out_of_range("beyond the block");
+                self.to_host(block.data() + offset, address, bytes);
+            },
+            py::arg("block"), py::arg("offset"), py::arg("address"), py::arg("bytes"), NoGil())
+        .def(
+            "to_device",
+            [](CopyStream& self, CUdeviceptr address, const HostBlock& block, size_t offset, size_t bytes) {
+                if (offset > block.bytes() || bytes > block.bytes() - offset) throw std::out_of_range("beyond the block");
+                self.to_device(address, block.data() + offset, bytes);
+            },
+            py::arg("address"), py::arg("block"), py::arg("offset"), py::arg("bytes"), NoGil())
+        .def("poison", &CopyStream::poison, py::arg("address"), py::arg("bytes"), NoGil())
+        .def("synchronize", &CopyStream::synchronize, NoGil())
+        .def_property_readonly("device", &CopyStream::device)
+        .def_property_readonly("handle", [](const CopyStream& self) { return reinterpret_cast<uintptr_t>(self.handle()); });
+}

@@ -1,0 +1,164 @@
+// Copies and fills: checked when they are enqueued, checked again when the stream reaches them.
+//
+// Each takes a little longer than the bytes need (CUMEM_SLEEP_SIM_COPY_DELAY_US), so that a program that does not wait
+// finds the old bytes. Memory that was taken away in between fails the context, as on a GPU. Registered host memory is
+// copied while the program goes on; pageable memory before the call returns.
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "registration.h"
+#include "simulation.h"
+#include "streams.h"
+#include "vmm.h"
+
+using namespace cumem_sim;
+
+namespace {
+
+enum class Access { kRead, kWrite };
+
+// The memory that one piece of work touches, held by those who own it.
+class Footprint {
+  public:
+    explicit Footprint(const Context& context) : device_(context.device) {}
+
+    void add_device_memory(const Simulation& sim, CUdeviceptr address, std::size_t size, Access access) {
+        for (auto& mapping : mappings_of(sim, address, size)) {
+            require(allows(*mapping, access), CUDA_ERROR_INVALID_VALUE);
+            device_memory_.emplace_back(std::move(mapping), access);
+        }
+    }
+
+    // Under unified addressing, a host address may be a device address.
+    void add_host_memory(const Simulation& sim, const void* address, std::size_t size, Access access) {
+        const auto device_address = reinterpret_cast<CUdeviceptr>(address);
+        if (overlaps_reservation(sim, device_address, size)) {
+            add_device_memory(sim, device_address, size, access);
+        } else if (auto registration = find_registration(sim, address, size)) {
+            host_memory_.push_back(std::move(registration));
+        } else {
+            pageable_ = true;
+        }
+    }
+
+    bool pageable() const { return pageable_; }
+
+    bool intact() const {
+        return std::all_of(device_memory_.begin(), device_memory_.end(),
+                           [&](const auto& used) { return used.first->alive && allows(*used.first, used.second); }) &&
+               std::all_of(host_memory_.begin(), host_memory_.end(), [](const auto& used) { return used->alive; });
+    }
+
+    void add_users(int count) const {
+        for (const auto& used : device_memory_) used.first->users += count;
+        for (const auto& used : host_memory_) used->users += count;
+    }
+
+  private:
+    bool allows(const Mapping& mapping, Access access) const {
+        const CUmemAccess_flags flags = mapping.access_of(device_);
+        return flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE ||
+               (flags == CU_MEM_ACCESS_FLAGS_PROT_READ && access == Access::kRead);
+    }
+
+    int device_;
+    std::vector<std::pair<std::shared_ptr<Mapping>, Access>> device_memory_;
+    std::vector<std::shared_ptr<Registration>> host_memory_;
+    bool pageable_ = false;
+};
+
+template <typename Action>
+CUresult touch_memory(Simulation& sim, Lock& lock, const Footprint& footprint, const Action& action) {
+    const auto delay = std::chrono::microseconds(sim.settings.copy_delay_us);
+    {
+        const Unlocked unlocked(lock);
+        std::this_thread::sleep_for(delay);
+    }
+    if (!footprint.intact()) return CUDA_ERROR_ILLEGAL_ADDRESS;
+    footprint.add_users(1);
+    {
+        const Unlocked unlocked(lock);
+        action();
+    }
+    footprint.add_users(-1);
+    sim.progress.notify_all();
+    return footprint.intact() ? CUDA_SUCCESS : CUDA_ERROR_ILLEGAL_ADDRESS;
+}
+
+template <typename Action>
+void enqueue_touching(Call& call, const std::shared_ptr<Stream>& stream, Footprint footprint, Action action) {
+    const bool wait = footprint.pageable() && !stream->capture;
+    Work work;
+    work.run = [&sim = call.sim, footprint = std::move(footprint), action](Lock& lock) {
+        return touch_memory(sim, lock, footprint, action);
+    };
+    enqueue(call, stream, std::move(work));
+    if (wait) synchronize(call, *stream);
+}
+
+// `add_memory` says what the copy touches; it is not asked when there is nothing to copy.
+template <typename AddMemory>
+CUresult copy(const char* name, void* to, const void* from, std::size_t size, CUstream handle, AddMemory add_memory) {
+    return driver_call(name, Needs::kContext, [&](Call& call) {
+        const auto stream = stream_for_work(call, handle);
+        if (size == 0) return CUDA_SUCCESS;
+        Footprint footprint(*call.context);
+        add_memory(footprint, call.sim);
+        enqueue_touching(call, stream, std::move(footprint), [to, from, size] { std::memmove(to, from, size); });
+        return CUDA_SUCCESS;
+    });
+}
+
+template <typename Value>
+CUresult fill(const char* name, CUdeviceptr address, Value value, std::size_t count, CUstream handle) {
+    return driver_call(name, Needs::kContext, [&](Call& call) {
+        const auto stream = stream_for_work(call, handle);
+        require(address % sizeof(Value) == 0, CUDA_ERROR_INVALID_VALUE);
+        require(count <= SIZE_MAX / sizeof(Value), CUDA_ERROR_INVALID_VALUE);
+        if (count == 0) return CUDA_SUCCESS;
+        Footprint footprint(*call.context);
+        footprint.add_device_memory(call.sim, address, count * sizeof(Value), Access::kWrite);
+        auto* const values = reinterpret_cast<Value*>(address);
+        enqueue_touching(call, stream, std::move(footprint), [=] { std::fill_n(values, count, value); });
+        return CUDA_SUCCESS;
+    });
+}
+
+}  // namespace
+
+CUresult CUDAAPI cuMemcpyHtoDAsync(CUdeviceptr dstDevice, const void* srcHost, std::size_t ByteCount,
+                                   CUstream hStream) {
+    auto* const to = reinterpret_cast<void*>(dstDevice);
+    return copy("cuMemcpyHtoDAsync", to, srcHost, ByteCount, hStream, [&](Footprint& footprint, Simulation& sim) {
+        footprint.add_device_memory(sim, dstDevice, ByteCount, Access::kWrite);
+        footprint.add_host_memory(sim, srcHost, ByteCount, Access::kRead);
+    });
+}
+
+CUresult CUDAAPI cuMemcpyDtoHAsync(void* dstHost, CUdeviceptr srcDevice, std::size_t ByteCount, CUstream hStream) {
+    const auto* const from = reinterpret_cast<const void*>(srcDevice);
+    return copy("cuMemcpyDtoHAsync", dstHost, from, ByteCount, hStream, [&](Footprint& footprint, Simulation& sim) {
+        footprint.add_device_memory(sim, srcDevice, ByteCount, Access::kRead);
+        footprint.add_host_memory(sim, dstHost, ByteCount, Access::kWrite);
+    });
+}
+
+CUresult CUDAAPI cuMemcpyDtoDAsync(CUdeviceptr dstDevice, CUdeviceptr srcDevice, std::size_t ByteCount,
+                                   CUstream hStream) {
+    auto* const to = reinterpret_cast<void*>(dstDevice);
+    const auto* const from = reinterpret_cast<const void*>(srcDevice);
+    return copy("cuMemcpyDtoDAsync", to, from, ByteCount, hStream, [&](Footprint& footprint, Simulation& sim) {
+        footprint.add_device_memory(sim, dstDevice, ByteCount, Access::kWrite);
+        footprint.add_device_memory(sim, srcDevice, ByteCount, Access::kRead);
+    });
+}
+
+CUresult CUDAAPI cuMemsetD8Async(CUdeviceptr dstDevice, unsigned char uc, std::size_t N, CUstream hStream) {
+    return fill("cuMemsetD8Async", dstDevice, uc, N, hStream);
+}
+
+CUresult CUDAAPI cuMemsetD32Async(CUdeviceptr dstDevice, unsigned int ui, std::size_t N, CUstream hStream) {
+    return fill("cuMemsetD32Async", dstDevice, ui, N, hStream);
+}

@@ -1,0 +1,100 @@
+#include "simulation.h"
+
+#include <pthread.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+
+namespace cumem_sim {
+
+namespace {
+
+// A number from the environment, or `fallback`; a bad one is recorded in `error`.
+std::uint64_t number_from_environment(const char* variable, std::uint64_t fallback, std::uint64_t least,
+                                      std::uint64_t most, std::string& error) {
+    const char* text = std::getenv(variable);
+    if (!text || !*text) return fallback;
+    char* end = nullptr;
+    errno = 0;
+    const unsigned long long value = std::strtoull(text, &end, 10);
+    const bool is_number = *text >= '0' && *text <= '9' && !*end && !errno;
+    if (is_number && value >= least && value <= most) return value;
+    error = std::string(variable) + "=\"" + text + "\": a whole number from " + std::to_string(least) + " to " +
+            std::to_string(most) + " is wanted";
+    return fallback;
+}
+
+// The mutex is taken across fork(), so that the child finds the state whole although its other threads are gone.
+void before_fork() { Simulation::instance().mutex.lock(); }
+void after_fork_in_parent() { Simulation::instance().mutex.unlock(); }
+void after_fork_in_child() {
+    Simulation& sim = Simulation::instance();
+    sim.forked = sim.initialized;
+    sim.mutex.unlock();
+}
+
+}  // namespace
+
+Settings Settings::from_environment() {
+    Settings settings;
+    const auto number = [&settings](const char* variable, std::uint64_t fallback, std::uint64_t least,
+                                    std::uint64_t most) {
+        return number_from_environment(variable, fallback, least, most, settings.error);
+    };
+    settings.device_bytes =
+        number("CUMEM_SLEEP_SIM_DEVICE_BYTES", settings.device_bytes, kGranularityBytes, std::uint64_t{1} << 46);
+    settings.devices = static_cast<int>(number("CUMEM_SLEEP_SIM_DEVICES", 1, 1, kMaxDevices));
+    settings.driver_version = static_cast<int>(number("CUMEM_SLEEP_SIM_DRIVER_VERSION", 13000, 1000, 1000000));
+    settings.copy_delay_us = static_cast<unsigned>(number("CUMEM_SLEEP_SIM_COPY_DELAY_US", 200, 0, 60000000));
+    return settings;
+}
+
+Simulation::Simulation() { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
+
+Simulation& Simulation::instance() {
+    static Simulation* const simulation = new Simulation;  // leaked: see the head of simulation.h
+    return *simulation;
+}
+
+Device& Simulation::device(int ordinal) {
+    require(ordinal >= 0 && ordinal < settings.devices, CUDA_ERROR_INVALID_DEVICE);
+    while (devices.size() <= static_cast<std::size_t>(ordinal)) {
+        auto device = std::make_unique<Device>();
+        device->ordinal = device->primary.device = static_cast<int>(devices.size());
+        device->primary.handle = reinterpret_cast<CUcontext>(new_handle());
+        devices.push_back(std::move(device));
+    }
+    return *devices[static_cast<std::size_t>(ordinal)];
+}
+
+ThreadState& this_thread() {
+    thread_local ThreadState state;
+    return state;
+}
+
+Call enter(Simulation& sim, Lock& lock, const char* name, Needs needs) {
+    const int index = sim.calls.find(name);
+    if (index == CallTable::kUnknown) {
+        std::fprintf(stderr, "libcuda_sim: %s is missing from the table of calls\n", name);
+        std::abort();
+    }
+    sim.calls.count(index);
+    if (needs != Needs::kNothing) {
+        require(sim.initialized && !sim.forked, CUDA_ERROR_NOT_INITIALIZED);
+        // CUDA forbids driver calls from host functions; a program that got away with one here would hang there.
+        require(!this_thread().runs_stream_work, CUDA_ERROR_NOT_PERMITTED);
+    }
+    const CUresult failure = sim.calls.take_failure(index);
+    require(failure == CUDA_SUCCESS, failure);
+
+    Context* context = nullptr;
+    if (needs == Needs::kContext) {
+        require(!this_thread().contexts.empty(), CUDA_ERROR_INVALID_CONTEXT);
+        context = this_thread().contexts.back();
+        require(context->retains > 0, CUDA_ERROR_CONTEXT_IS_DESTROYED);
+    }
+    return Call{sim, lock, context};
+}
+
+}  // namespace cumem_sim

@@ -1,0 +1,255 @@
+// The simulated driver: its state, and the one way into it.
+//
+// This library implements the part of libcuda that cumem-sleep and vLLM's allocator use, on ordinary memory: physical
+// memory is a memfd, a device address is an ordinary address, a stream is a thread. Every exported call runs its body
+// through driver_call() under one mutex; work on streams runs without it. The state is never destroyed, since stream
+// threads may outlive main().
+//
+// What each file holds: devices.cpp (devices, contexts), vmm.cpp (reserve, create, map, access), registration.cpp
+// (host memory), streams.cpp (streams, events, host functions), copies.cpp, captures.cpp, initialization.cpp (cuInit,
+// errors, symbol lookup), call_table.cpp and control.cpp (injected failures, statistics).
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "call_table.h"
+#include "cuda_api.h"
+
+namespace cumem_sim {
+
+using Lock = std::unique_lock<std::mutex>;
+
+constexpr std::size_t kGranularityBytes = std::size_t{2} << 20;
+
+// How a call body fails. Deliberately no std::exception: it never leaves driver_call().
+struct Refused {
+    CUresult result;
+};
+
+inline void require(bool condition, CUresult otherwise) {
+    if (!condition) throw Refused{otherwise};
+}
+
+// Whether a piece of stream work has run; what events and synchronisation wait for.
+struct Completion {
+    bool done = false;
+};
+
+struct Stream;
+
+struct Context {
+    CUcontext handle = nullptr;
+    int device = 0;
+    unsigned retains = 0;
+    CUresult fault = CUDA_SUCCESS;  // sticky: set by stream work that went wrong
+    std::shared_ptr<Stream> legacy;
+    std::vector<std::shared_ptr<Stream>> streams;  // the legacy stream and destroyed ones that still have work too
+};
+
+struct Device {
+    int ordinal = 0;
+    std::uint64_t used_bytes = 0;
+    Context primary;
+};
+
+// One memfd. Its bytes count against the device until the handle is released and the last mapping is gone.
+class Physical {
+  public:
+    Physical(Device& device, std::size_t size, bool exportable);  // throws Refused
+    ~Physical();                                                  // the state's mutex is held
+    Physical(const Physical&) = delete;
+    Physical& operator=(const Physical&) = delete;
+
+    std::size_t size() const { return size_; }
+    bool exportable() const { return exportable_; }
+    int fd() const { return fd_; }
+    bool fill(unsigned char value) const;
+
+  private:
+    Device& device_;
+    std::size_t size_;
+    bool exportable_;
+    int fd_;
+};
+
+// Memory of cuMemAlloc.
+struct Allocation {
+    Device* device;
+    std::size_t size;
+};
+
+// What stream work touches. Whoever takes it away clears `alive` and waits until `users` is 0.
+struct Touchable {
+    bool alive = true;
+    int users = 0;
+};
+
+struct Mapping : Touchable {
+    CUdeviceptr base = 0;
+    std::size_t size = 0;
+    std::shared_ptr<Physical> physical;
+    std::map<int, CUmemAccess_flags> access;  // by device
+
+    CUmemAccess_flags access_of(int device) const;
+};
+
+struct Registration : Touchable {
+    std::uintptr_t base = 0;
+    std::size_t size = 0;
+    const Context* context = nullptr;
+};
+
+struct Capture {
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+    std::thread::id thread;
+    CUstream origin = nullptr;
+    std::vector<std::shared_ptr<Stream>> streams;  // the origin and those that joined through an event
+    std::size_t nodes = 0;
+    bool invalidated = false;
+    bool ended = false;
+};
+
+struct Graph {
+    std::size_t nodes = 0;
+};
+
+struct Work {
+    std::function<CUresult(Lock&)> run;  // may unlock while it runs; empty: only waits
+    std::vector<std::shared_ptr<Completion>> after;
+    std::shared_ptr<Completion> completion = std::make_shared<Completion>();
+};
+
+struct Stream {
+    Stream(CUstream stream_handle, Context& owner, bool is_blocking)
+        : handle(stream_handle), context(owner), blocking(is_blocking) {}
+
+    CUstream handle;
+    Context& context;
+    bool blocking;  // ordered with the legacy stream
+    bool destroyed = false;
+    bool has_worker = false;
+    std::deque<Work> queue;
+    std::shared_ptr<Completion> last;  // of the work enqueued last; null before any
+    std::shared_ptr<Capture> capture;
+};
+
+struct Event {
+    Context* context = nullptr;
+    std::shared_ptr<Completion> recorded;  // null before the first record, and after a record in a capture
+    std::shared_ptr<Capture> capture;      // of the last record, if the stream was capturing
+};
+
+struct Settings {
+    std::uint64_t device_bytes = std::uint64_t{1} << 30;
+    int devices = 1;
+    int driver_version = 13000;
+    unsigned copy_delay_us = 200;
+    std::string error;  // a bad environment variable, for cuInit to refuse
+
+    static Settings from_environment();
+};
+
+constexpr int kMaxDevices = 64;
+
+struct Simulation {
+    Simulation(const Simulation&) = delete;
+    Simulation& operator=(const Simulation&) = delete;
+    static Simulation& instance();
+
+    std::mutex mutex;
+    std::condition_variable progress;  // work ended, work arrived, something is no longer touched
+
+    Settings settings = Settings::from_environment();
+    CallTable calls;
+    bool initialized = false;
+    bool forked = false;  // this process is a child forked after cuInit
+
+    std::vector<std::unique_ptr<Device>> devices;  // never shrinks; settings.devices of them are visible
+    std::map<CUmemGenericAllocationHandle, std::shared_ptr<Physical>> handles;
+    std::map<CUdeviceptr, std::size_t> reservations;
+    std::map<CUdeviceptr, std::shared_ptr<Mapping>> mappings;
+    std::map<CUdeviceptr, Allocation> allocations;
+    std::map<std::uintptr_t, std::shared_ptr<Registration>> registrations;
+    std::map<CUstream, std::shared_ptr<Stream>> streams;  // without the legacy streams
+    std::map<CUevent, std::shared_ptr<Event>> events;
+    std::map<CUgraph, Graph> graphs;
+    std::vector<std::shared_ptr<Capture>> captures;  // begun and not ended
+
+    // Never reused, so that use after destruction is always found.
+    std::uintptr_t new_handle() { return next_handle_ += 16; }
+
+    Device& device(int ordinal);  // throws Refused
+
+  private:
+    Simulation();
+    std::uintptr_t next_handle_ = 0x51D00000;
+};
+
+struct ThreadState {
+    std::vector<Context*> contexts;  // current one last
+    CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+    bool runs_stream_work = false;
+};
+ThreadState& this_thread();
+
+// Gives the state's mutex up for a scope.
+class Unlocked {
+  public:
+    explicit Unlocked(Lock& lock) : lock_(lock) { lock_.unlock(); }
+    ~Unlocked() { lock_.lock(); }
+    Unlocked(const Unlocked&) = delete;
+    Unlocked& operator=(const Unlocked&) = delete;
+
+  private:
+    Lock& lock_;
+};
+
+enum class Needs { kNothing, kInit, kContext };
+
+// What a call body works with.
+struct Call {
+    Simulation& sim;
+    Lock& lock;
+    Context* context;  // current to the calling thread; set if the call needs one
+
+    template <typename Ready>
+    void wait(Ready ready) {
+        sim.progress.wait(lock, ready);
+    }
+};
+
+// Counts the call, lets an injected failure happen and checks what the call needs. Throws Refused.
+Call enter(Simulation& sim, Lock& lock, const char* name, Needs needs);
+
+// `name` is the CUDA name without version suffix; `body` takes a Call& and returns a CUresult or throws Refused.
+// Nothing else is caught: a thread that is cancelled inside (Python at exit) must be able to unwind.
+template <typename Body>
+CUresult driver_call(const char* name, Needs needs, Body body) {
+    Simulation& sim = Simulation::instance();
+    try {
+        Lock lock(sim.mutex);
+        Call call = enter(sim, lock, name, needs);
+        return body(call);
+    } catch (const Refused& refused) {
+        return refused.result;
+    } catch (const std::bad_alloc&) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    } catch (const std::system_error&) {
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    }
+}
+
+}  // namespace cumem_sim

@@ -1,0 +1,17 @@
+// Device addresses: which mappings lie behind a range.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "simulation.h"
+
+namespace cumem_sim {
+
+// The mappings that cover the range without a gap, in order. Throws Refused if there is a gap.
+std::vector<std::shared_ptr<Mapping>> mappings_of(const Simulation& sim, CUdeviceptr address, std::size_t size);
+
+// Whether any part of the range is reserved address space.
+bool overlaps_reservation(const Simulation& sim, CUdeviceptr address, std::size_t size);
+
+}  // namespace cumem_sim

@@ -1,0 +1,47 @@
+#include "transfer.h"
+
+#include "driver.h"
+
+namespace cumem_sleep {
+
+CopyStream::CopyStream(int device) : device_(device) {
+    ContextScope context(device_);
+    Driver::get().stream_create(&stream_, CU_STREAM_NON_BLOCKING);
+}
+
+CopyStream::~CopyStream() {
+    if (Driver::is_forked()) return;
+    // Destroying a stream does not wait for its work, and the caller gives the memory back next.
+    try_twice([this] {
+        ContextScope context(device_);
+        RelaxedCaptureScope relaxed;
+        return Driver::get().stream_synchronize.attempt(stream_) == CUDA_SUCCESS;
+    });
+    try_twice([this] {
+        ContextScope context(device_);
+        return Driver::get().stream_destroy.attempt(stream_) == CUDA_SUCCESS;
+    });
+}
+
+void CopyStream::to_host(uint8_t* host, CUdeviceptr address, size_t bytes) {
+    ContextScope context(device_);
+    Driver::get().memcpy_dtoh_async(host, address, bytes, stream_);
+}
+
+void CopyStream::to_device(CUdeviceptr address, const uint8_t* host, size_t bytes) {
+    ContextScope context(device_);
+    Driver::get().memcpy_htod_async(address, host, bytes, stream_);
+}
+
+void CopyStream::poison(CUdeviceptr address, size_t bytes) {
+    ContextScope context(device_);
+    Driver::get().memset_d32_async(address, 0xFFFFFFFFu, bytes / 4, stream_);
+}
+
+void CopyStream::synchronize() {
+    ContextScope context(device_);
+    RelaxedCaptureScope relaxed;
+    Driver::get().stream_synchronize(stream_);
+}
+
+}  // namespace cumem_sleep

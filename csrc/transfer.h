@@ -1,0 +1,35 @@
+// Ordered asynchronous copies between a device and pinned host memory, on a stream of the project's own.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace cumem_sleep {
+
+// Copies run in the order they were asked for. Both sides of a copy must stay until `synchronize` returned, or the
+// destructor, which waits too. Every call works on any thread and leaves its current context as it was; DriverError if
+// the driver refuses.
+class CopyStream {
+  public:
+    explicit CopyStream(int device);
+    ~CopyStream();
+    CopyStream(const CopyStream&) = delete;
+    CopyStream& operator=(const CopyStream&) = delete;
+
+    void to_host(uint8_t* host, CUdeviceptr address, size_t bytes);
+    void to_device(CUdeviceptr address, const uint8_t* host, size_t bytes);
+    // Every byte becomes 0xFF: a NaN in every float type. `bytes` is a multiple of 4.
+    void poison(CUdeviceptr address, size_t bytes);
+    void synchronize();
+
+    int device() const { return device_; }
+    CUstream handle() const { return stream_; }
+
+  private:
+    const int device_;
+    CUstream stream_ = nullptr;
+};
+
+}  // namespace cumem_sleep

@@ -1,0 +1,219 @@
+#include "vmm.h"
+
+#include <cstdio>
+#include <map>
+#include <mutex>
+#include <optional>
+
+#include "driver.h"
+
+namespace cumem_sleep {
+
+namespace {
+
+std::mutex support_mutex;
+std::map<int, HandleSupport> support_by_device;
+
+bool attribute(int device, CUdevice_attribute which) {
+    int value = 0;
+    return Driver::get().device_get_attribute.attempt(&value, which, device) == CUDA_SUCCESS && value != 0;
+}
+
+HandleSupport advertised_support(int device) {
+    if (!attribute(device, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED))
+        throw DriverError("cuDeviceGetAttribute", "CUDA_ERROR_NOT_SUPPORTED",
+                          "device " + std::to_string(device) + " has no virtual memory management");
+    HandleSupport support;
+    if (attribute(device, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED))
+        support.handle_types |= CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    if (attribute(device, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED))
+        support.handle_types |= CU_MEM_HANDLE_TYPE_FABRIC;
+    support.gpu_direct_rdma = attribute(device, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
+    return support;
+}
+
+std::optional<HandleSupport> granted_support(int device) {
+    std::lock_guard<std::mutex> lock(support_mutex);
+    const auto found = support_by_device.find(device);
+    if (found == support_by_device.end()) return std::nullopt;
+    return found->second;
+}
+
+// The next thing to do without when the driver refused; false if there is nothing left.
+bool reduce(HandleSupport& support) {
+    if (support.handle_types & CU_MEM_HANDLE_TYPE_FABRIC) {
+        support.handle_types &= ~static_cast<unsigned int>(CU_MEM_HANDLE_TYPE_FABRIC);
+    } else if (support.gpu_direct_rdma) {
+        support.gpu_direct_rdma = false;
+    } else if (support.handle_types) {
+        support.handle_types = 0;
+    } else {
+        return false;
+    }
+    return true;
+}
+
+bool is_refusal(CUresult result) {
+    return result == CUDA_ERROR_NOT_PERMITTED || result == CUDA_ERROR_NOT_SUPPORTED ||
+           result == CUDA_ERROR_INVALID_VALUE || result == CUDA_ERROR_INVALID_DEVICE;
+}
+
+CUmemLocation device_location(int device) {
+    CUmemLocation location{};
+    location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    location.id = device;
+    return location;
+}
+
+CUmemAllocationProp allocation_prop(int device, const HandleSupport& support) {
+    CUmemAllocationProp prop{};
+    prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    prop.location = device_location(device);
+    prop.requestedHandleTypes = static_cast<CUmemAllocationHandleType>(support.handle_types);
+    prop.allocFlags.gpuDirectRDMACapable = support.gpu_direct_rdma;
+    return prop;
+}
+
+}  // namespace
+
+size_t granularity(int device) {
+    const CUmemAllocationProp prop = allocation_prop(device, {});
+    size_t bytes = 0;
+    Driver::get().mem_get_allocation_granularity(&bytes, &prop, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+    return bytes;
+}
+
+HandleSupport handle_support(int device) {
+    const std::optional<HandleSupport> granted = granted_support(device);
+    return granted ? *granted : advertised_support(device);
+}
+
+Mapping::Mapping(int device, size_t bytes) : device_(device), bytes_(bytes) {}
+
+Mapping::State Mapping::state() const {
+    if (mapped_) return State::kMapped;
+    if (handle_) return State::kDetached;
+    return address_ ? State::kUnmapped : State::kUnreserved;
+}
+
+void Mapping::reserve() {
+    if (address_) return;
+    const Driver& driver = Driver::get();
+    CUdeviceptr address = 0;
+    const CUresult result = driver.mem_address_reserve.attempt(&address, bytes_, 0, 0, 0);
+    if (result != CUDA_SUCCESS) driver.fail(driver.mem_address_reserve.name, result, describe());
+    address_ = address;
+}
+
+void Mapping::map() {
+    if (mapped_) return;
+    const Driver& driver = Driver::get();
+    const bool created = !handle_;
+    if (created) handle_ = create();
+    CUresult result = driver.mem_map.attempt(address_, bytes_, 0, handle_, 0);
+    const char* call = driver.mem_map.name;
+    if (result == CUDA_SUCCESS) {
+        mapped_ = true;
+        try {
+            set_access();
+            return;
+        } catch (const DriverError&) {
+            mapped_ = !try_twice([&] { return driver.mem_unmap.attempt(address_, bytes_) == CUDA_SUCCESS; });
+            if (created && !mapped_) undo_create();
+            throw;
+        }
+    }
+    if (created) undo_create();
+    driver.fail(call, result, describe());
+}
+
+void Mapping::undo_create() noexcept {
+    if (try_twice([this] { return Driver::get().mem_release.attempt(handle_) == CUDA_SUCCESS; })) handle_ = 0;
+}
+
+void Mapping::detach() {
+    if (!mapped_) return;
+    const Driver& driver = Driver::get();
+    std::vector<CUmemAccessDesc> peers = peers_with_access();
+    const CUresult result = driver.mem_unmap.attempt(address_, bytes_);
+    if (result != CUDA_SUCCESS) driver.fail(driver.mem_unmap.name, result, describe());
+    peers_ = std::move(peers);
+    mapped_ = false;
+}
+
+void Mapping::release() {
+    if (mapped_ || !handle_) return;
+    const Driver& driver = Driver::get();
+    const CUresult result = driver.mem_release.attempt(handle_);
+    if (result != CUDA_SUCCESS) driver.fail(driver.mem_release.name, result, describe());
+    handle_ = 0;
+}
+
+void Mapping::destroy() {
+    const Driver& driver = Driver::get();
+    if (mapped_) {
+        const CUresult result = driver.mem_unmap.attempt(address_, bytes_);
+        if (result != CUDA_SUCCESS) driver.fail(driver.mem_unmap.name, result, describe());
+        mapped_ = false;
+    }
+    release();
+    if (!address_) return;
+    const CUresult result = driver.mem_address_free.attempt(address_, bytes_);
+    if (result != CUDA_SUCCESS) driver.fail(driver.mem_address_free.name, result, describe());
+    address_ = 0;
+}
+
+// Asks for the best handle the device advertises and does without what it refuses; what was granted is remembered.
+CUmemGenericAllocationHandle Mapping::create() const {
+    const Driver& driver = Driver::get();
+    const std::optional<HandleSupport> granted = granted_support(device_);
+    HandleSupport support = granted ? *granted : advertised_support(device_);
+    for (;;) {
+        const CUmemAllocationProp prop = allocation_prop(device_, support);
+        CUmemGenericAllocationHandle handle = 0;
+        const CUresult result = driver.mem_create.attempt(&handle, bytes_, &prop, 0);
+        if (result == CUDA_SUCCESS) {
+            std::lock_guard<std::mutex> lock(support_mutex);
+            support_by_device.emplace(device_, support);
+            return handle;
+        }
+        if (result == CUDA_ERROR_OUT_OF_MEMORY) {
+            size_t free_bytes = 0, total_bytes = 0;
+            driver.mem_get_info.attempt(&free_bytes, &total_bytes);
+            throw OutOfDeviceMemory(device_, bytes_, free_bytes, describe());
+        }
+        if (granted || !is_refusal(result) || !reduce(support)) driver.fail(driver.mem_create.name, result, describe());
+    }
+}
+
+std::vector<CUmemAccessDesc> Mapping::peers_with_access() const {
+    const Driver& driver = Driver::get();
+    std::vector<CUmemAccessDesc> peers;
+    const int devices = device_count();
+    for (int peer = 0; peer < devices; ++peer) {
+        if (peer == device_) continue;
+        const CUmemLocation location = device_location(peer);
+        unsigned long long flags = 0;
+        const CUresult result = driver.mem_get_access.attempt(&flags, &location, address_);
+        if (result != CUDA_SUCCESS) driver.fail(driver.mem_get_access.name, result, describe());
+        if (flags != CU_MEM_ACCESS_FLAGS_PROT_NONE) peers.push_back({location, static_cast<CUmemAccess_flags>(flags)});
+    }
+    return peers;
+}
+
+void Mapping::set_access() const {
+    const Driver& driver = Driver::get();
+    std::vector<CUmemAccessDesc> access = peers_;
+    access.push_back({device_location(device_), CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
+    const CUresult result = driver.mem_set_access.attempt(address_, bytes_, access.data(), access.size());
+    if (result != CUDA_SUCCESS) driver.fail(driver.mem_set_access.name, result, describe());
+}
+
+std::string Mapping::describe() const {
+    char text[96];
+    snprintf(text, sizeof text, "segment at 0x%llx (%zu bytes, device %d)", static_cast<unsigned long long>(address_),
+             bytes_, device_);
+    return text;
+}
+
+}  // namespace cumem_sleep

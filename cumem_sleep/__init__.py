@@ -1,0 +1,33 @@
+"""cumem-sleep: GPU memory that sleeps and wakes at the same addresses. See README.md."""
+
+from .allocator import CuMemAllocator, cupy_allocator
+from .errors import (
+    BackupMismatch,
+    CumemSleepError,
+    DriverError,
+    InvalidArgument,
+    InvalidArgumentType,
+    InvalidState,
+    OutOfDeviceMemory,
+    OutOfHostMemory,
+)
+from .report import SleepReport, TagUsage, WakeReport
+from .settings import Settings
+
+__all__ = [
+    "BackupMismatch",
+    "CuMemAllocator",
+    "CumemSleepError",
+    "DriverError",
+    "InvalidArgument",
+    "InvalidArgumentType",
+    "InvalidState",
+    "OutOfDeviceMemory",
+    "OutOfHostMemory",
+    "Settings",
+    "SleepReport",
+    "TagUsage",
+    "WakeReport",
+    "cupy_allocator",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,589 @@
+"""`CuMemAllocator`: tags what is allocated, and orders its sleep and its waking.
+
+Segments belong to the C++ table (`csrc/allocator.h`), host memory to the backup store; this module owns neither and
+decides what happens to which, in an order such that a failure leaves a whole state (docstrings of `sleep` and `wake_up`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
+
+from . import _core
+from .backup import BackupStore
+from .digest import DeviceDigester, Digest
+from .errors import (
+    BackupMismatch,
+    DriverError,
+    InvalidArgument,
+    InvalidArgumentType,
+    InvalidState,
+    OutOfDeviceMemory,
+    format_bytes,
+)
+from .pools import TorchPools, torch_with_cuda
+from .report import PhaseTimer, SleepReport, TagUsage, WakeReport
+from .settings import Settings
+
+logger = logging.getLogger("cumem_sleep")
+
+DEFAULT_TAG = "default"
+GRAPH_TAG = "cudagraph"
+# The only tags that a selective wake may leave asleep, and that a level may drop (as in vLLM).
+DEFERRABLE_TAGS = ("weights", "kv_cache")
+
+_Report = TypeVar("_Report", SleepReport, WakeReport)
+_Sleep = _core.Segment.Sleep
+_CAPTURE_ERRORS = "CUDA_ERROR_STREAM_CAPTURE_"
+
+
+class CuMemAllocator:
+    """The sleep-mode allocator of this process.
+
+    Its methods may be called from any thread; sleep, wake and what else changes memory run one after the other. PyTorch
+    is used where it is installed and reaches the GPU; without it, `malloc` and `free` serve.
+
+    Args:
+        settings: how to behave; by default what the environment says (`Settings.from_environment`).
+
+    Raises:
+        InvalidArgument: an environment variable has a bad value.
+        InvalidState: another allocator of this process still has memory handed out.
+    """
+
+    instance: ClassVar[CuMemAllocator | None] = None
+    default_tag: ClassVar[str] = DEFAULT_TAG
+    _instance_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        if settings is not None and not isinstance(settings, Settings):
+            raise InvalidArgumentType(f"settings={settings!r}: a cumem_sleep.Settings is wanted, or None")
+        self.settings = Settings.from_environment() if settings is None else settings
+        other = CuMemAllocator.instance
+        if other is not None:
+            if _core.segments():
+                raise InvalidState("this process already has a CuMemAllocator with memory handed out; use get_instance()")
+            other._store.clear()
+        self._lock = threading.RLock()
+        self._store = BackupStore(self.settings)
+        self._digester = DeviceDigester()
+        self._torch_pools: TorchPools | None = None
+        self._used_tags: set[str] = set()
+        CuMemAllocator.instance = self
+
+    @classmethod
+    def get_instance(cls) -> CuMemAllocator:
+        """The allocator of this process, made at the first call. Touches no GPU."""
+        with cls._instance_lock:
+            return cls.instance if cls.instance is not None else cls()
+
+    # Allocating
+
+    @contextmanager
+    def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
+        """What this thread's PyTorch allocates inside is tagged and can sleep.
+
+        Pools nest (the innermost tag counts) and a tag may be entered again. Memory that is free when the outermost pool
+        of the thread is left goes back to the device. On the simulated driver, and without PyTorch, only `malloc` and the
+        CuPy allocator take the tag.
+
+        Args:
+            tag: names what the memory holds: `weights`, `kv_cache`, or any other name. None: `default`.
+
+        Raises:
+            InvalidArgument: not a tag.
+            DriverError: no usable driver.
+        """
+        tag = DEFAULT_TAG if tag is None else _checked_tag(tag)
+        pools = self._open()
+        self._used_tags.add(tag)
+        outer = _core.exchange_thread_tag(tag)
+        try:
+            if pools is None:
+                yield
+            else:
+                with pools.use():
+                    yield
+        finally:
+            _core.exchange_thread_tag(outer)
+
+    @contextmanager
+    def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
+        """Tag what is allocated while a CUDA graph is captured `cudagraph`, and give the id of the pool to capture into.
+
+        Use as `with allocator.cudagraph_pool() as pool, torch.cuda.graph(graph, pool=pool): ...`. Such memory is backed
+        up at every level.
+
+        Raises:
+            InvalidState: PyTorch does not reach a GPU here.
+        """
+        pools = self._open()
+        if pools is None:
+            raise InvalidState("cudagraph_pool needs PyTorch and a GPU that it reaches")
+        self._used_tags.add(GRAPH_TAG)
+        outer = _core.exchange_thread_tag(GRAPH_TAG)
+        try:
+            yield pools.graph_pool_id()
+        finally:
+            _core.exchange_thread_tag(outer)
+
+    def malloc(self, nbytes: int, tag: str | None = None, device: int = 0) -> int:
+        """Allocate device memory without PyTorch.
+
+        Args:
+            nbytes: at least 1; rounded up to the device's granularity (2 MiB).
+            tag: as for `use_memory_pool`; None is the pool's that this thread is in, `default` outside.
+            device: CUDA ordinal.
+
+        Returns:
+            The device address. Give it to `free`.
+
+        Raises:
+            InvalidArgument: a size below 1, a bad tag, no such device.
+            OutOfDeviceMemory: the device has too little free memory. Nothing was taken.
+            DriverError: any other refusal.
+        """
+        _check_integer("nbytes", nbytes, minimum=1)
+        _check_integer("device", device, minimum=0)
+        self._open()
+        tag = _core.thread_tag() if tag is None else _checked_tag(tag)
+        if device >= (count := _core.device_count()):
+            raise InvalidArgument(f"device={device}: there are {count}, numbered from 0")
+        free_bytes, total_bytes = _core.memory_info(device)
+        if nbytes > total_bytes:  # beyond what the driver can be asked for, it answers "invalid value"
+            raise OutOfDeviceMemory(nbytes, free_bytes, device)
+        self._used_tags.add(tag)
+        return _core.malloc(nbytes, tag, device)
+
+    def free(self, address: int) -> None:
+        """Give back what `malloc` returned, asleep or awake. Waits for the work that runs on its device first; a graph
+        capture, here or on another thread, is left intact.
+
+        Raises:
+            InvalidState: not the address of an allocation (never was, or freed before).
+            DriverError: the driver refused; the memory is still there.
+        """
+        _check_integer("address", address, minimum=0)
+        self._open()
+        _core.free(address)
+        self._forget_freed()
+
+    # Sleeping and waking
+
+    def sleep(
+        self, level: int | str | Iterable[str] | None = None, offload_tags: str | Iterable[str] | None = None
+    ) -> SleepReport:
+        """Give device memory back; addresses stay.
+
+        In order: wait for the devices; digest what has a backup, to see what changed; take host memory for what did; copy
+        it; only then take the physical memory away. An error or an interrupt before that last step leaves everything
+        mapped with its bytes. One that arrives after it finds everything asleep, with its backups.
+
+        Args:
+            level: 0 touches nothing. 1 (the default) backs up all but `kv_cache`, which it drops. 2 drops `weights` and
+                `kv_cache` and backs up the rest. For vLLM, tags given here are taken as `offload_tags`.
+            offload_tags: instead of a level: exactly these tags are backed up, every other one is dropped (vLLM's call).
+
+        Returns:
+            What was done. Where everything sleeps already, nothing, and the report says so.
+
+        Raises:
+            InvalidArgument: no such level, or not tags.
+            InvalidState: a CUDA graph is being captured.
+            OutOfHostMemory: a limit leaves too little for the backups.
+            DriverError: the driver refused a call.
+        """
+        if isinstance(level, str) or (level is not None and not isinstance(level, int)):
+            level, offload_tags = None, level if offload_tags is None else offload_tags
+        if level is not None and offload_tags is not None:
+            raise InvalidArgument(f"sleep(level={level!r}, offload_tags={offload_tags!r}): give one of the two")
+        is_dropped = _drop_all_but(offload_tags) if offload_tags is not None else _dropped_at_level(level)
+        if is_dropped is None:
+            return self._logged(SleepReport(note="level 0 keeps all memory; nothing was done"))
+        with self._operation("sleep"):
+            awake = [segment for segment in _core.segments() if segment.sleep == _Sleep.AWAKE]
+            return self._sleep(awake, is_dropped)
+
+    def discard(self, tags: str | Iterable[str]) -> SleepReport:
+        """Drop these tags, without a backup, and leave the rest as it is. What sleeps already keeps its backup.
+
+        Raises:
+            InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
+            InvalidState, DriverError: as `sleep`.
+        """
+        chosen = self._known_tags(tags)
+        with self._operation("discard"):
+            awake = [s for s in _core.segments() if s.sleep == _Sleep.AWAKE and s.tag in chosen]
+            return self._sleep(awake, lambda tag: True)
+
+    def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
+        """Take device memory again, at the same addresses, and restore what was backed up.
+
+        Restored bytes are compared with the bytes at sleep by their digests (unless `verify` is `off`). If anything fails,
+        what was taken goes back, everything stays asleep with its backups, and the same call can be made again. What was
+        dropped comes back with undefined bytes.
+
+        Args:
+            tags: what to wake; None wakes all. Only `weights` and `kv_cache` can be left asleep: every other tag wakes
+                with the first.
+
+        Raises:
+            InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
+            OutOfDeviceMemory: the device has too little free memory.
+            BackupMismatch: restored bytes are not those at sleep.
+            DriverError: the driver refused a call.
+        """
+        chosen = None if tags is None else self._known_tags(tags)
+        with self._operation("wake_up"):
+            asleep = [
+                segment
+                for segment in _core.segments()
+                if segment.sleep != _Sleep.AWAKE
+                and (chosen is None or segment.tag in chosen or segment.tag not in DEFERRABLE_TAGS)
+            ]
+            return self._wake(asleep)
+
+    # Looking
+
+    def usage(self) -> dict[str, TagUsage]:
+        """What the segments of each tag hold, and their backups."""
+        if not _core.driver_is_open():
+            return {}
+        with self._operation("usage"):
+            by_tag: dict[str, list[_core.Segment]] = {}
+            for segment in _core.segments():
+                by_tag.setdefault(segment.tag, []).append(segment)
+            return {
+                tag: TagUsage(
+                    segments=len(segments),
+                    bytes=sum(segment.bytes for segment in segments),
+                    mapped_bytes=sum(segment.bytes for segment in segments if segment.has_memory),
+                    host_bytes=sum(self._store.host_bytes_of(segment) for segment in segments),
+                    asleep_segments=sum(segment.sleep != _Sleep.AWAKE for segment in segments),
+                )
+                for tag, segments in by_tag.items()
+            }
+
+    def get_current_usage(self) -> int:
+        """Bytes of all segments, mapped or not (vLLM's call)."""
+        return sum(segment.bytes for segment in _core.segments()) if _core.driver_is_open() else 0
+
+    # Ending
+
+    def release_backups(self) -> int:
+        """Give back the host memory of backups that are kept only to make the next sleep cheaper; returns its bytes."""
+        with self._operation("release_backups"):
+            before = self._store.host_bytes
+            self._store.clear()
+            return before - self._store.host_bytes
+
+    def release_pools(self) -> None:
+        """Give up the PyTorch pool for CUDA graphs and return free pool memory to the device. Live tensors stay."""
+        if self._torch_pools is not None and not _core.driver_is_forked():
+            gc.collect()
+            self._torch_pools.release()
+            self._forget_freed()
+
+    def close(self) -> None:
+        """`release_pools`, and the host memory of backups of awake segments. The allocator stays usable."""
+        self.release_pools()
+        if _core.driver_is_open() and not _core.driver_is_forked():
+            self.release_backups()
+
+    # The sequences
+
+    def _sleep(self, segments: Sequence[_core.Segment], is_dropped: Callable[[str], bool]) -> SleepReport:
+        timer = PhaseTimer()
+        dropped = [segment for segment in segments if is_dropped(segment.tag)]
+        backed_up = [segment for segment in segments if not is_dropped(segment.tag)]
+        if not segments:
+            return self._logged(SleepReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is awake"))
+        with _core.Pinned(backed_up + dropped):
+            try:
+                with timer("quiesce"):
+                    self._quiesce(segments)
+                with timer("digest"):
+                    digests = self._digests(backed_up)
+                dirty = [segment for segment in backed_up if not self._is_clean(segment, digests)]
+                with timer("host_memory"):
+                    self._store.take(dirty)
+                if dirty:
+                    with timer("copy"):
+                        self._store.fill(dirty, digests)
+                with timer("release"):
+                    freed_bytes = _core.put_to_sleep(backed_up, dropped)
+            finally:
+                self._store.prune()
+        copied_bytes = _total(dirty)
+        return self._logged(
+            SleepReport(
+                freed_bytes=freed_bytes,
+                copied_bytes=copied_bytes,
+                clean_bytes=_total(backed_up) - copied_bytes,
+                dropped_bytes=_total(dropped),
+                seconds=timer.seconds,
+                phases=timer.phases,
+            )
+        )
+
+    def _wake(self, segments: list[_core.Segment]) -> WakeReport:
+        timer = PhaseTimer()
+        if not segments:
+            return self._logged(WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep"))
+        restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
+        blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
+        verified_bytes = 0
+        with _core.Pinned(segments):
+            self._check_device_memory(segments)
+            streams: dict[int, _core.CopyStream] = {}
+            try:
+                # Copies first: while the link is busy with them, mapping the rest costs nothing.
+                with timer("map"):
+                    for segment in restored + blank:
+                        stream = streams.get(segment.device) or streams.setdefault(
+                            segment.device, _core.CopyStream(segment.device)
+                        )
+                        segment.map()
+                        if segment.sleep == _Sleep.BACKED_UP:
+                            self._store.restore(segment, stream)
+                        elif self.settings.poison and segment.tag != "kv_cache":
+                            stream.poison(segment.address, segment.bytes)
+                with timer("copy"):
+                    for stream in streams.values():
+                        stream.synchronize()
+                if self.settings.verify == "wake":
+                    with timer("verify"):
+                        verified_bytes = self._verify(restored)
+                _core.finish_wake(segments)
+            except BaseException:
+                streams.clear()  # waits for the copies in flight
+                _core.undo_wake(segments)  # leaves alone what finish_wake has woken
+                raise
+            if not self.settings.retain_backups:
+                self._store.forget(restored)
+        return self._logged(
+            WakeReport(
+                mapped_bytes=_total(segments),
+                restored_bytes=_total(restored),
+                verified_bytes=verified_bytes,
+                seconds=timer.seconds,
+                phases=timer.phases,
+            )
+        )
+
+    def _quiesce(self, segments: Sequence[_core.Segment]) -> None:
+        for device in sorted({segment.device for segment in segments}):
+            try:
+                _core.synchronize(device)
+            except DriverError as error:
+                if error.error.startswith(_CAPTURE_ERRORS):
+                    raise InvalidState(
+                        f"a CUDA graph is being captured on device {device} ({error.error}): its memory cannot sleep"
+                        " now; that capture is invalid, capture again"
+                    ) from error
+                raise
+
+    def _digests(self, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
+        """Of what will be compared: with a backup now, or after a wake."""
+        wanted = [s for s in segments if self.settings.verify == "wake" or self._store.get(s) is not None]
+        if self.settings.retain_backups and self.settings.verify == "off":
+            wanted = list(segments)
+        return self._digester.of(wanted)
+
+    def _is_clean(self, segment: _core.Segment, digests: dict[int, Digest]) -> bool:
+        backup = self._store.get(segment)
+        return backup is not None and backup.digest is not None and backup.digest == digests.get(segment.id)
+
+    def _verify(self, segments: Sequence[_core.Segment]) -> int:
+        """Compare restored bytes with the digests taken at sleep; returns how many were compared."""
+        backups = [backup for backup in map(self._store.get, segments) if backup is not None]
+        expected = {backup.segment.id: backup.digest for backup in backups if backup.digest is not None}
+        checked = [segment for segment in segments if segment.id in expected]
+        actual = self._digester.of(checked)
+        for segment in checked:
+            if actual[segment.id] != expected[segment.id]:
+                raise BackupMismatch(_describe(segment), str(expected[segment.id]), str(actual[segment.id]))
+        return _total(checked)
+
+    def _check_device_memory(self, segments: Sequence[_core.Segment]) -> None:
+        """Refuse a wake that cannot fit before it maps anything; PyTorch's unused cache makes way first."""
+        for device in sorted({segment.device for segment in segments}):
+            mine = [segment for segment in segments if segment.device == device and not segment.has_memory]
+            needed = _total(mine)
+            if needed > _core.memory_info(device)[0] and self._torch_pools is not None:
+                gc.collect()
+                self._torch_pools.trim()
+            free_bytes = _core.memory_info(device)[0]
+            if needed > free_bytes:
+                raise OutOfDeviceMemory(needed, free_bytes, device, segment=f"{len(mine)} sleeping segments")
+
+    # Around every operation
+
+    def _open(self) -> TorchPools | None:
+        """Open the driver at the first use; the PyTorch pools, if PyTorch reaches the GPU of this driver."""
+        if not _core.driver_is_open():
+            with self._lock:
+                _open_driver(self.settings.driver)
+                _core.on_free(_forget_freed_backups)
+        if _core.driver_is_forked():
+            _core.device_count()  # raises, and says why
+        if self._torch_pools is None and not _core.driver_is_simulated():
+            torch = torch_with_cuda()
+            if torch is not None:
+                self._torch_pools = TorchPools(torch)
+        return self._torch_pools
+
+    @contextmanager
+    def _operation(self, name: str) -> Iterator[None]:
+        pools = self._open()
+        if pools is not None and pools.is_capturing():
+            raise InvalidState(f"{name} while this thread captures a CUDA graph: call it after the capture")
+        with self._lock:
+            if pools is not None and name == "sleep":
+                pools.trim()  # memory that no tensor uses need not be backed up
+            _core.reclaim()
+            self._store.prune()
+            yield
+
+    def _forget_freed(self) -> None:
+        """Host memory of freed segments goes now, unless an operation is running: then when that ends."""
+        if self._lock.acquire(blocking=False):
+            try:
+                _core.reclaim()
+                self._store.prune()
+            finally:
+                self._lock.release()
+
+    def _known_tags(self, tags: str | Iterable[str]) -> set[str]:
+        chosen = _checked_tags(tags)
+        known = {*DEFERRABLE_TAGS, *self._used_tags}
+        if _core.driver_is_open():
+            known.update(segment.tag for segment in _core.segments())
+        if unknown := chosen - known:
+            raise InvalidArgument(
+                f"tags={sorted(unknown)!r}: no memory was ever given such a tag; known are {', '.join(sorted(known))}"
+            )
+        return chosen
+
+    def _logged(self, report: _Report) -> _Report:
+        report = replace(report, simulated=_core.driver_is_simulated())
+        logger.info("%s", report)
+        return report
+
+
+def cupy_allocator(tag: str = "weights") -> Callable[[int], Any]:
+    """An allocator for `cupy.cuda.set_allocator`: arrays get memory that can sleep.
+
+    Every array takes whole 2 MiB pages; `cupy.cuda.MemoryPool(cupy_allocator(tag)).malloc` packs small ones.
+
+    Raises:
+        InvalidArgument: not a tag.
+        ImportError: CuPy is not installed.
+    """
+    import cupy
+
+    tag = _checked_tag(tag)
+
+    class Owner:
+        """Frees the memory when the last array that uses it is gone."""
+
+        def __init__(self, nbytes: int, device: int) -> None:
+            self.address = 0
+            self.address = CuMemAllocator.get_instance().malloc(nbytes, tag, device)
+
+        def __del__(self) -> None:
+            if self.address and not _core.driver_is_forked():
+                CuMemAllocator.get_instance().free(self.address)
+
+    def allocate(nbytes: int) -> Any:
+        device = cupy.cuda.runtime.getDevice()
+        owner = Owner(max(nbytes, 1), device)
+        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(owner.address, nbytes, owner, device), 0)
+
+    return allocate
+
+
+def _open_driver(driver: str) -> None:
+    if driver == "sim":
+        from .sim import library_path
+
+        _core.open_driver(str(library_path()))
+        return
+    try:
+        _core.open_driver("libcuda.so.1")
+    except DriverError as error:
+        if error.call != "dlopen":
+            raise
+        raise DriverError(
+            "dlopen",
+            error.error,
+            "libcuda.so.1 was not found: install the NVIDIA driver, or set CUMEM_SLEEP_DRIVER=sim to run on the simulated"
+            f" driver ({error})",
+        ) from None
+
+
+def _forget_freed_backups() -> None:
+    """Called on the main thread after PyTorch freed segments through the hook."""
+    if CuMemAllocator.instance is not None:
+        CuMemAllocator.instance._forget_freed()
+
+
+@atexit.register
+def _stop_listening() -> None:
+    _core.on_free(None)
+
+
+def _dropped_at_level(level: int | None) -> Callable[[str], bool] | None:
+    """Which tags a level drops; None for the level that touches nothing."""
+    if level is None:
+        level = 1
+    if isinstance(level, bool) or level not in (0, 1, 2):
+        raise InvalidArgument(
+            f"level={level!r}: 0 (keep all), 1 (back up all but kv_cache) and 2 (drop weights and kv_cache) are allowed"
+        )
+    if level == 0:
+        return None
+    dropped = ("kv_cache",) if level == 1 else DEFERRABLE_TAGS
+    return lambda tag: tag in dropped
+
+
+def _drop_all_but(offload_tags: str | Iterable[str]) -> Callable[[str], bool]:
+    kept = _checked_tags(offload_tags)
+    return lambda tag: tag not in kept
+
+
+def _checked_tag(tag: object) -> str:
+    if not isinstance(tag, str):
+        raise InvalidArgumentType(f"tag={tag!r}: a string is wanted")
+    if not tag:
+        raise InvalidArgument("tag='': a tag has at least one character")
+    return tag
+
+
+def _checked_tags(tags: object) -> set[str]:
+    if isinstance(tags, str):
+        tags = (tags,)
+    if not isinstance(tags, Iterable) or isinstance(tags, bytes):
+        raise InvalidArgumentType(f"tags={tags!r}: a string or several strings are wanted")
+    return {_checked_tag(tag) for tag in tags}
+
+
+def _check_integer(name: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidArgumentType(f"{name}={value!r}: a whole number is wanted")
+    if value < minimum:
+        raise InvalidArgument(f"{name}={value!r}: at least {minimum} is allowed")
+
+
+def _total(segments: Iterable[_core.Segment]) -> int:
+    return sum(segment.bytes for segment in segments)
+
+
+def _describe(segment: _core.Segment) -> str:
+    return f"segment {segment.tag} at 0x{segment.address:x} ({format_bytes(segment.bytes)}, device {segment.device})"

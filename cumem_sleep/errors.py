@@ -1,0 +1,128 @@
+"""Every error this package raises. All derive from `CumemSleepError`."""
+
+from __future__ import annotations
+
+
+def format_bytes(nbytes: int) -> str:
+    """`nbytes` for people: exact below 1 KiB, else with one binary unit ("1.50 GiB")."""
+    if abs(nbytes) < 1024:
+        return f"{nbytes} B"
+    size = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if abs(size) < 1024:
+            break
+    else:
+        size, unit = size / 1024, "TiB"
+    return f"{size:.2f} {unit}"
+
+
+class CumemSleepError(RuntimeError):
+    """Base of all errors of this package (a RuntimeError, as vLLM's allocator raises)."""
+
+
+class InvalidState(CumemSleepError):
+    """The call cannot be honoured now: what it needs is not so. Nothing was changed."""
+
+
+class InvalidArgument(InvalidState, ValueError):
+    """An argument has a value that no call accepts; the message names the value and what is allowed."""
+
+
+class InvalidArgumentType(InvalidArgument, TypeError):
+    """An argument has the wrong type; the message names the value and the type that is wanted."""
+
+
+class DriverError(CumemSleepError):
+    """A driver call failed.
+
+    Attributes:
+        call: the CUDA name of the call, e.g. `cuMemMap` (`dlopen` if libcuda itself could not be opened).
+        error: the CUDA name of the error, e.g. `CUDA_ERROR_INVALID_VALUE`.
+        segment: which memory it was about (address, size, device, tag), or "".
+    """
+
+    def __init__(self, call: str, error: str, detail: str = "", segment: str = "") -> None:
+        self.call = call
+        self.error = error
+        self.segment = segment
+        super().__init__(_sentence(f"{call} failed with {error}", segment and f"for {segment}", detail))
+
+
+class OutOfDeviceMemory(DriverError):
+    """The GPU has too little free memory.
+
+    Attributes:
+        needed_bytes: what the call needed.
+        free_bytes: what the device had free.
+    """
+
+    def __init__(
+        self, needed_bytes: int, free_bytes: int, device: int, call: str = "cuMemCreate", segment: str = ""
+    ) -> None:
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        self.device = device
+        super().__init__(
+            call,
+            "CUDA_ERROR_OUT_OF_MEMORY",
+            f"device {device}: needed {format_bytes(needed_bytes)}, free {format_bytes(free_bytes)};"
+            " free GPU memory, or let another process sleep, and call again",
+            segment,
+        )
+
+
+class OutOfHostMemory(CumemSleepError, MemoryError):
+    """There is too little host memory for the backups. Raised before anything is changed.
+
+    Attributes:
+        needed_bytes: what the backups need on top of what is held already.
+        available_bytes: what the limit leaves.
+        limit: which limit refused: `budget`, `cgroup`, `MemAvailable`, or the call that failed (`mmap`, `madvise`,
+            `cuMemHostRegister`). RLIMIT_MEMLOCK is not checked: the NVIDIA driver does not enforce it (measured, 580).
+    """
+
+    ADVICE = {
+        "budget": "raise CUMEM_SLEEP_HOST_BUDGET_BYTES or sleep at level 2",
+        "cgroup": "raise the container's memory limit or sleep at level 2",
+        "MemAvailable": "free host memory or sleep at level 2",
+        "cuMemHostRegister": "the driver cannot pin so much: free host memory, or raise the limit of locked memory"
+        " (`ulimit -l unlimited`, or --ulimit memlock=-1 for a container)",
+    }
+
+    def __init__(self, needed_bytes: int, available_bytes: int, limit: str, detail: str = "") -> None:
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+        self.limit = limit
+        super().__init__(
+            _sentence(
+                f"host memory for backups: needed {format_bytes(needed_bytes)},"
+                f" available {format_bytes(available_bytes)} (limit: {limit})",
+                detail,
+                self.ADVICE.get(limit, ""),
+            )
+        )
+
+
+class BackupMismatch(CumemSleepError):
+    """Restored bytes differ from the bytes at sleep. Everything stays asleep; nothing is served.
+
+    Attributes:
+        segment: which memory (address, size, device, tag).
+        expected: the digest of the bytes at sleep, as 32 hexadecimal digits.
+        actual: the digest of the restored bytes.
+    """
+
+    def __init__(self, segment: str, expected: str, actual: str) -> None:
+        self.segment = segment
+        self.expected = expected
+        self.actual = actual
+        super().__init__(
+            f"restored bytes of {segment} have digest {actual}, at sleep it was {expected}:"
+            " the backup in host memory, or a copy, is damaged; all stays asleep. Wake again to retry the copy;"
+            " if it fails again, discard the tag or restart and load the weights anew"
+        )
+
+
+def _sentence(*parts: str) -> str:
+    return ": ".join(part for part in parts if part)

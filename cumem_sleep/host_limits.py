@@ -1,0 +1,119 @@
+"""How much host memory this process may still take, by each limit that could refuse it, and how many cores it may use."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+_CGROUP_V1_UNLIMITED = 1 << 60  # v1 writes "no limit" as a number near 2^63
+
+
+@dataclass(frozen=True)
+class HostLimit:
+    """What one limit leaves for backups.
+
+    Attributes:
+        name: `budget`, `cgroup`, `MemAvailable` or `memlock`.
+        available_bytes: what may still be taken; None if the limit does not bind.
+    """
+
+    name: str
+    available_bytes: int | None
+
+
+def mem_available_bytes(root: Path = Path("/")) -> int | None:
+    """The kernel's estimate of what can be taken without swapping (`/proc/meminfo`)."""
+    return _meminfo(root).get("MemAvailable")
+
+
+def cgroup_available_bytes(root: Path = Path("/")) -> int | None:
+    """What the tightest memory control group (v1 or v2) above this process leaves; None without a limit.
+
+    Page cache that the kernel can drop at once (`inactive_file`) counts as available, as the kernel itself sees it.
+    """
+    left = []
+    for directory, limit_file, usage_file in _cgroup_directories(root):
+        limit, usage = _number(directory / limit_file), _number(directory / usage_file)
+        if limit is None or usage is None or limit >= _CGROUP_V1_UNLIMITED:
+            continue
+        stat = dict(line.split(maxsplit=1) for line in _text(directory / "memory.stat").splitlines() if " " in line)
+        droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
+        left.append(max(0, limit - max(0, usage - droppable)))
+    return min(left, default=None)
+
+
+def memlock_limit_bytes() -> int | None:
+    """RLIMIT_MEMLOCK; None if it does not bind: it is unlimited, or the process has CAP_IPC_LOCK."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY or _may_lock_any_memory() else soft
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use, after CPU affinity and the control group's quota; at least 1."""
+    cores = len(os.sched_getaffinity(0))
+    for directory in _cgroup_ancestry(root, "cpu"):
+        quota, _, period = _text(directory / "cpu.max").partition(" ")
+        if not period:
+            quota, period = _text(directory / "cpu.cfs_quota_us"), _text(directory / "cpu.cfs_period_us")
+        if quota.strip().isdecimal() and period.strip().isdecimal() and int(period):
+            cores = min(cores, -(-int(quota) // int(period)))
+    return max(1, cores)
+
+
+def _may_lock_any_memory() -> bool:
+    for line in _text(Path("/proc/self/status")).splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> 14 & 1)  # CAP_IPC_LOCK
+    return False
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    values = {}
+    for line in _text(root / "proc/meminfo").splitlines():
+        name, _, rest = line.partition(":")
+        number = rest.split()
+        if number and number[0].isdecimal():
+            values[name] = int(number[0]) * (1024 if number[1:] == ["kB"] else 1)
+    return values
+
+
+def _cgroup_directories(root: Path) -> list[tuple[Path, str, str]]:
+    unified = [(path, "memory.max", "memory.current") for path in _cgroup_ancestry(root, "")]
+    legacy = [
+        (path, "memory.limit_in_bytes", "memory.usage_in_bytes") for path in _cgroup_ancestry(root, "memory")
+    ]
+    return unified + legacy
+
+
+def _cgroup_ancestry(root: Path, controller: str) -> list[Path]:
+    """The directories of this process's group and of all above it, for one v1 controller ("" is v2)."""
+    mount = root / "sys/fs/cgroup"
+    found: list[Path] = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = (line.split(":", 2) + ["", "", ""])[:3]
+        if controller == "cpu" and number == "0" and not controllers:
+            base = mount  # v2 has every controller in one tree
+        elif controller in controllers.split(",") and (controller or number == "0"):
+            base = mount / controller if controller else mount
+        else:
+            continue
+        # Inside a container the path may name a place outside of what is mounted: then the mount itself is the group.
+        group = base / path.strip("/")
+        while group != base and not group.is_dir():
+            group = group.parent
+        found += [group, *(parent for parent in group.parents if base in (parent, *parent.parents))]
+    return found
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,130 @@
+"""PyTorch memory pools whose memory comes from this layer, and what PyTorch needs so that freed memory really goes back.
+
+A new `torch.cuda.MemPool` is made for each time a pool is entered, one per device, and given up on leaving: its live
+tensors stay where they are, what is free in it goes back at once, and what is freed later goes back at the next
+`torch.cuda.empty_cache()`. Keeping the MemPool, as PyTorch's documentation suggests, keeps all its free memory as well:
+`empty_cache()` passes over pools that somebody still holds (pytorch#145168).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from . import _core
+
+_CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def torch_with_cuda() -> Any:
+    """PyTorch, if it is installed and reaches a GPU, else None. Imports it if need be."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    return torch if torch.cuda.is_available() else None
+
+
+class TorchPools:
+    """Makes and gives up the memory pools of one process."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._allocator: Any = None
+        self._graph_pool: Any = None
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """What this thread allocates inside comes from the layer's hooks, on every visible device."""
+        pools: list[tuple[int, Any]] = []
+        try:
+            with self._without_expandable_segments(), ExitStack() as stack:
+                for device in range(self._torch.cuda.device_count()):
+                    pool = self._new_pool(device)
+                    pools.append((device, pool))
+                    stack.enter_context(self._torch.cuda.use_mem_pool(pool, device=device))
+                yield
+        finally:
+            for device, pool in pools:
+                self._give_up(device, pool)
+            self.trim()
+
+    def graph_pool_id(self) -> tuple[int, int]:
+        """The id of a pool to capture CUDA graphs into; one per process, made on the current device at first use."""
+        if self._graph_pool is None:
+            self._graph_pool = self._new_pool(self._torch.cuda.current_device())
+            _make_immortal(self._graph_pool)
+        pool_id: tuple[int, int] = self._graph_pool.id
+        return pool_id
+
+    def release(self) -> None:
+        """Give up the graph pool: its memory goes back once the graphs that use it are gone."""
+        if self._graph_pool is not None:
+            self._torch._C._cuda_releasePool(self._graph_pool.device, self._graph_pool.id)
+            self._graph_pool = None
+        self.trim()
+
+    def trim(self) -> None:
+        """Give free memory of pools that were given up back to the device, and PyTorch's own cache with it."""
+        if self._torch.cuda.is_initialized():
+            self._torch.cuda.empty_cache()
+
+    def is_capturing(self) -> bool:
+        """Whether this thread's current stream is capturing a CUDA graph."""
+        return bool(self._torch.cuda.is_initialized() and self._torch.cuda.is_current_stream_capturing())
+
+    def _new_pool(self, device: int) -> Any:
+        if self._allocator is None:
+            self._allocator = self._torch.cuda.memory.CUDAPluggableAllocator(
+                _core.__file__, "cumem_sleep_malloc", "cumem_sleep_free"
+            )
+            # PyTorch keeps calling it, through plain pointers in some versions, as long as a pool has memory.
+            _make_immortal(self._allocator)
+            _make_immortal(self._allocator._allocator)
+        self._torch.cuda.init()
+        # A pool knows its allocator only on the device that is current when it is made. This way of changing the
+        # device, unlike torch.cuda.device, does not create a context (half a GiB) on a GPU that is not in use.
+        previous = self._torch.cuda._maybe_exchange_device(device)
+        try:
+            return self._torch.cuda.MemPool(self._allocator._allocator)
+        finally:
+            self._torch.cuda._maybe_exchange_device(previous)
+
+    def _give_up(self, device: int, pool: Any) -> None:
+        # PyTorch releases memory of pools that nobody holds, so the hold goes now. Not by destroying the MemPool: its
+        # destructor asserts that no capture and no other pool is active, and a failed assertion there ends the process.
+        # So the object stays, without the hold that its destructor would give back.
+        _make_immortal(pool)
+        self._torch._C._cuda_releasePool(device, pool.id)
+
+    @contextmanager
+    def _without_expandable_segments(self) -> Iterator[None]:
+        """Pools with their own allocator and expandable segments exclude each other in PyTorch (pytorch#147851)."""
+        settings = self._torch.cuda.memory._snapshot()["allocator_settings"]
+        if not settings.get("expandable_segments"):
+            yield
+            return
+        # A setter resets every option that its text leaves out, so the whole text is written back.
+        text = next((settings[name] for name in _CONF_VARIABLES if settings.get(name)), "expandable_segments:True")
+        self._set_configuration(_with_expandable_segments(text, enabled=False))
+        try:
+            yield
+        finally:
+            self._set_configuration(text)
+
+    def _set_configuration(self, text: str) -> None:
+        setter = getattr(self._torch._C, "_accelerator_setAllocatorSettings", None)
+        (setter or self._torch.cuda.memory._set_allocator_settings)(text)
+
+
+def _with_expandable_segments(text: str, *, enabled: bool) -> str:
+    options = [option.strip() for option in text.split(",") if option.strip()]
+    kept = [option for option in options if option.partition(":")[0].strip() != "expandable_segments"]
+    return ",".join([*kept, f"expandable_segments:{enabled}"])
+
+
+def _make_immortal(thing: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -1,0 +1,132 @@
+"""What sleep, wake and usage report: frozen facts whose `str` is the log line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from .errors import format_bytes
+
+
+class PhaseTimer:
+    """Adds up the seconds spent in named phases, in the order in which they first ran."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self.phases: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - start
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
+
+
+def rate_gbps(nbytes: int, seconds: float) -> float:
+    """10⁹ bytes per second; 0 where nothing was measured."""
+    return nbytes / seconds / 1e9 if seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class SleepReport:
+    """What one sleep did. Bytes are whole segments; seconds are wall clock.
+
+    Attributes:
+        freed_bytes: device memory that was given back.
+        copied_bytes: backed up by copying to host memory in this call.
+        clean_bytes: backed up already and unchanged since: not copied.
+        dropped_bytes: given back without a backup; the bytes are gone.
+        seconds: the whole call.
+        phases: seconds by phase.
+        note: why nothing was done, where nothing was.
+        simulated: on the simulated driver: the seconds mean nothing.
+    """
+
+    freed_bytes: int = 0
+    copied_bytes: int = 0
+    clean_bytes: int = 0
+    dropped_bytes: int = 0
+    seconds: float = 0.0
+    phases: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+    simulated: bool = False
+
+    def __str__(self) -> str:
+        if self.note:
+            return f"{_prefix(self.simulated)}sleep: {self.note}"
+        copy_s = self.phases.get("copy", 0.0)
+        rate = f" at {rate_gbps(self.copied_bytes, copy_s):.1f} GB/s" if self.copied_bytes else ""
+        return (
+            f"{_prefix(self.simulated)}sleep: freed {format_bytes(self.freed_bytes)} in {self.seconds:.3f} s"
+            f" (copied {format_bytes(self.copied_bytes)}{rate}, unchanged {format_bytes(self.clean_bytes)},"
+            f" dropped {format_bytes(self.dropped_bytes)}){_phases(self.phases)}"
+        )
+
+
+@dataclass(frozen=True)
+class WakeReport:
+    """What one wake did. Bytes are whole segments; seconds are wall clock.
+
+    Attributes:
+        mapped_bytes: device memory that was taken again.
+        restored_bytes: of these, copied back from backups.
+        verified_bytes: of these, proven equal to the bytes at sleep by their digest.
+        seconds: the whole call.
+        phases: seconds by phase.
+        note: why nothing was done, where nothing was.
+        simulated: on the simulated driver: the seconds mean nothing.
+    """
+
+    mapped_bytes: int = 0
+    restored_bytes: int = 0
+    verified_bytes: int = 0
+    seconds: float = 0.0
+    phases: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+    simulated: bool = False
+
+    def __str__(self) -> str:
+        if self.note:
+            return f"{_prefix(self.simulated)}wake: {self.note}"
+        restore_s = self.phases.get("map", 0.0) + self.phases.get("copy", 0.0)
+        rate = f" at {rate_gbps(self.restored_bytes, restore_s):.1f} GB/s" if self.restored_bytes else ""
+        return (
+            f"{_prefix(self.simulated)}wake: mapped {format_bytes(self.mapped_bytes)} in {self.seconds:.3f} s"
+            f" (restored {format_bytes(self.restored_bytes)}{rate}, verified {format_bytes(self.verified_bytes)})"
+            f"{_phases(self.phases)}"
+        )
+
+
+@dataclass(frozen=True)
+class TagUsage:
+    """What the segments of one tag hold.
+
+    Attributes:
+        segments: how many there are.
+        bytes: their size in all, mapped or not.
+        mapped_bytes: of these, with physical device memory under them.
+        host_bytes: pinned host memory held by their backups.
+        asleep_segments: how many sleep.
+    """
+
+    segments: int = 0
+    bytes: int = 0
+    mapped_bytes: int = 0
+    host_bytes: int = 0
+    asleep_segments: int = 0
+
+
+def _prefix(simulated: bool) -> str:
+    return "[simulated] " if simulated else ""
+
+
+def _phases(phases: Mapping[str, float]) -> str:
+    return "; " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in phases.items()) if phases else ""

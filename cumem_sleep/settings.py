@@ -1,0 +1,131 @@
+"""Settings: one frozen dataclass; every field is also an environment variable `CUMEM_SLEEP_<FIELD>`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .errors import InvalidArgument, InvalidArgumentType
+
+PREFIX = "CUMEM_SLEEP_"
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[f"{_letter}IB"] = 1024**_power
+    _UNITS[f"{_letter}B"] = 1000**_power
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the layer behaves. Immutable; `Settings.from_environment()` is what the allocator uses by default.
+
+    Attributes:
+        driver: `cuda` opens libcuda, `sim` the simulated driver (no GPU needed, times mean nothing).
+        host_budget_bytes: most pinned host memory that backups may hold, in bytes; None is no budget of our own.
+            The environment variable also takes units: `30GiB`, `500MB`.
+        retain_backups: keep backups in host memory after a wake, so that the next sleep copies only what changed.
+        verify: `wake` checks the digest of every restored segment; `off` trusts the copies.
+        poison: fill memory that was dropped, and wakes without its bytes, with 0xFF (NaN in every float type),
+            except `kv_cache`: forgetting to reload weights then shows.
+        prefault_threads: threads that touch new host memory ahead of the copies; None is one for each core that
+            this process may use, at most 16.
+
+    Raises:
+        InvalidArgument: a value is not allowed; the message names the field, the value and what is allowed.
+    """
+
+    driver: str = "cuda"
+    host_budget_bytes: int | None = None
+    retain_backups: bool = True
+    verify: str = "wake"
+    poison: bool = False
+    prefault_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("driver", self.driver, ("cuda", "sim"))
+        _one_of("verify", self.verify, ("off", "wake"))
+        _integer("host_budget_bytes", self.host_budget_bytes, minimum=0)
+        _integer("prefault_threads", self.prefault_threads, minimum=1)
+        for name in ("retain_backups", "poison"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgumentType(f"{name}={getattr(self, name)!r}: True or False is allowed")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
+        """Settings from `CUMEM_SLEEP_<FIELD>` variables; a variable that is unset or empty leaves the default.
+
+        Raises:
+            InvalidArgument: a variable has a bad value; the message names the variable, the value, what is allowed.
+        """
+        environment = os.environ if environment is None else environment
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            variable = PREFIX + field.name.upper()
+            text = environment.get(variable, "").strip()
+            if text:
+                values[field.name] = _PARSERS[field.name](variable, text)
+        return cls(**values)
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """`"30GiB"`, `"500 MB"` or `"1073741824"` in bytes.
+
+    Raises:
+        InvalidArgument: not a number of bytes; the message starts with `name`.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if not match or match[2].upper() not in _UNITS:
+        raise InvalidArgument(f"{name}={text!r}: a number of bytes is allowed, as 1073741824, 30GiB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].upper()]
+
+
+def _parse_choice(*allowed: str) -> Any:
+    def parse(variable: str, text: str) -> str:
+        _one_of(variable, text, allowed)
+        return text
+
+    return parse
+
+
+def _parse_bool(variable: str, text: str) -> bool:
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise InvalidArgument(f"{variable}={text!r}: one of {', '.join(_TRUE + _FALSE)} is allowed")
+
+
+def _parse_threads(variable: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise InvalidArgument(f"{variable}={text!r}: a whole number from 1 is allowed")
+    return int(text)
+
+
+_PARSERS: dict[str, Any] = {
+    "driver": _parse_choice("cuda", "sim"),
+    "host_budget_bytes": parse_bytes,
+    "retain_backups": _parse_bool,
+    "verify": _parse_choice("off", "wake"),
+    "poison": _parse_bool,
+    "prefault_threads": _parse_threads,
+}
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if not isinstance(value, str):
+        raise InvalidArgumentType(f"{name}={value!r}: a string is wanted, one of {', '.join(allowed)}")
+    if value not in allowed:
+        raise InvalidArgument(f"{name}={value!r}: one of {', '.join(allowed)} is allowed")
+
+
+def _integer(name: str, value: object, minimum: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidArgumentType(f"{name}={value!r}: a whole number is wanted, or None")
+    if value < minimum:
+        raise InvalidArgument(f"{name}={value!r}: at least {minimum} is allowed")

@@ -1,0 +1,89 @@
+"""Builds the two shared objects: the extension `cumem_sleep._core` and the simulated driver `libcuda_sim.so`.
+
+Only headers of CUDA are needed: from CUDA_HOME (or CUDA_PATH, or /usr/local/cuda), else from the wheel
+`nvidia-cuda-runtime`, a build requirement. Nothing is linked against CUDA. CUMEM_SLEEP_SANITIZE=address,undefined (any
+list that the compiler's -fsanitize takes) builds both with sanitizers.
+"""
+
+import importlib.metadata
+import os
+from pathlib import Path
+
+import pybind11
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+SIMULATED_DRIVER = "cumem_sleep.libcuda_sim"
+
+
+def cuda_include() -> str:
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if home := os.environ.get(variable):
+            if (Path(home) / "include" / "cuda.h").exists():
+                return str(Path(home) / "include")
+            raise SystemExit(f"{variable}={home}: there is no include/cuda.h below it; unset it or point it at a toolkit")
+    for name in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
+        try:
+            files = importlib.metadata.files(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for file in files:
+            if file.name == "cuda.h":
+                return str(Path(str(file.locate())).parent)
+    if Path("/usr/local/cuda/include/cuda.h").exists():
+        return "/usr/local/cuda/include"
+    raise SystemExit(
+        "cuda.h was not found: `pip install nvidia-cuda-runtime` (headers; no GPU is needed) or set CUDA_HOME to a toolkit"
+    )
+
+
+def sources(folder: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("*.cpp"))
+
+
+class BuildExt(build_ext):
+    def get_ext_filename(self, fullname: str) -> str:
+        if fullname.split(".")[-1] == SIMULATED_DRIVER.split(".")[-1]:  # a plain shared object, not a Python module
+            return str(Path(*SIMULATED_DRIVER.split("."))) + ".so" if "." in fullname else "libcuda_sim.so"
+        return super().get_ext_filename(fullname)
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return ext.export_symbols
+
+
+include = cuda_include()
+sanitize = os.environ.get("CUMEM_SLEEP_SANITIZE", "")
+compile_args = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"]
+if os.environ.get("CUMEM_SLEEP_WERROR") == "1":
+    compile_args.append("-Werror")
+link_args = ["-pthread"]
+if sanitize:
+    flags = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g"]
+    compile_args += flags
+    link_args += flags
+headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))
+
+setup(
+    ext_modules=[
+        Extension(
+            "cumem_sleep._core",
+            sources("csrc"),
+            include_dirs=[include, pybind11.get_include()],
+            depends=headers,
+            extra_compile_args=compile_args,
+            extra_link_args=link_args,
+            language="c++",
+        ),
+        Extension(
+            SIMULATED_DRIVER,
+            sources("csrc/sim"),
+            include_dirs=[include],
+            depends=headers,
+            extra_compile_args=[*compile_args, "-Wpedantic"],
+            extra_link_args=[*link_args, "-Wl,-soname,libcuda_sim.so", "-ldl"],
+            language="c++",
+        ),
+    ],
+    cmdclass={"build_ext": BuildExt},
+)
