@@ -1,4 +1,4 @@
-"""Builds the two shared objects: the extension `cumem_sleep._core` and the simulated driver `libcuda_sim.so`.
+"""Builds two shared objects: the extension `cumem_sleep._core` and the simulated driver `libcuda_sim.so`.
 
 Only headers of CUDA are needed: from CUDA_HOME (or CUDA_PATH, or /usr/local/cuda), else from the wheel
 `nvidia-cuda-runtime`, a build requirement. Nothing is linked against CUDA. CUMEM_SLEEP_SANITIZE=address,undefined (any
@@ -18,11 +18,12 @@ SIMULATED_DRIVER = "cumem_sleep.libcuda_sim"
 
 
 def cuda_include() -> str:
+    """The folder that holds cuda.h."""
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if home := os.environ.get(variable):
             if (Path(home) / "include" / "cuda.h").exists():
                 return str(Path(home) / "include")
-            raise SystemExit(f"{variable}={home}: there is no include/cuda.h below it; unset it or point it at a toolkit")
+            raise SystemExit(f"{variable}={home}: has no include/cuda.h; unset it or point it at a toolkit")
     for name in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
         try:
             files = importlib.metadata.files(name) or []
@@ -34,21 +35,26 @@ def cuda_include() -> str:
     if Path("/usr/local/cuda/include/cuda.h").exists():
         return "/usr/local/cuda/include"
     raise SystemExit(
-        "cuda.h was not found: `pip install nvidia-cuda-runtime` (headers; no GPU is needed) or set CUDA_HOME to a toolkit"
+        "cuda.h was not found: `pip install nvidia-cuda-runtime` (no GPU is needed) or set CUDA_HOME to a toolkit"
     )
 
 
 def sources(folder: str) -> list[str]:
+    """The C++ files of one folder, relative to the project."""
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("*.cpp"))
 
 
 class BuildExt(build_ext):
+    """Gives the simulated driver the file name of a plain shared object: it is not a Python module."""
+
     def get_ext_filename(self, fullname: str) -> str:
-        if fullname.split(".")[-1] == SIMULATED_DRIVER.split(".")[-1]:  # a plain shared object, not a Python module
-            return str(Path(*SIMULATED_DRIVER.split("."))) + ".so" if "." in fullname else "libcuda_sim.so"
+        """Where the extension `fullname` is put, relative to the root of packages."""
+        if fullname.endswith(SIMULATED_DRIVER.rpartition(".")[2]):
+            return f"{fullname.replace('.', os.sep)}.so"
         return super().get_ext_filename(fullname)
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
+        """No module initialisation function to export."""
         return ext.export_symbols
 
 

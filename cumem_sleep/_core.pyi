@@ -1,6 +1,5 @@
 from collections.abc import Callable
 from enum import Enum
-from typing import ClassVar
 
 def open_driver(path: str) -> None: ...
 def driver_is_open() -> bool: ...

@@ -1,7 +1,7 @@
 """`CuMemAllocator`: tags what is allocated, and orders its sleep and its waking.
 
-Segments belong to the C++ table (`csrc/allocator.h`), host memory to the backup store; this module owns neither and
-decides what happens to which, in an order such that a failure leaves a whole state (docstrings of `sleep` and `wake_up`).
+Segments belong to the C++ table (`csrc/allocator.h`), host memory to the backup store. This module owns neither; it
+decides what happens to which, in such an order that a failure leaves a whole state (see `sleep` and `wake_up`).
 """
 
 from __future__ import annotations
@@ -68,10 +68,12 @@ class CuMemAllocator:
         other = CuMemAllocator.instance
         if other is not None:
             if _core.segments():
-                raise InvalidState("this process already has a CuMemAllocator with memory handed out; use get_instance()")
+                raise InvalidState(
+                    "this process already has a CuMemAllocator with memory handed out; use get_instance()"
+                )
             other._store.clear()
         self._lock = threading.RLock()
-        self._store = BackupStore(self.settings)
+        self._store: BackupStore = BackupStore(self.settings)
         self._digester = DeviceDigester()
         self._torch_pools: TorchPools | None = None
         self._used_tags: set[str] = set()
@@ -89,9 +91,9 @@ class CuMemAllocator:
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
         """What this thread's PyTorch allocates inside is tagged and can sleep.
 
-        Pools nest (the innermost tag counts) and a tag may be entered again. Memory that is free when the outermost pool
-        of the thread is left goes back to the device. On the simulated driver, and without PyTorch, only `malloc` and the
-        CuPy allocator take the tag.
+        Pools nest (the innermost tag counts) and a tag may be entered again. Memory that is free when the pool is left
+        goes back to the device. On the simulated driver, and without PyTorch, only `malloc` and the CuPy allocator take
+        the tag.
 
         Args:
             tag: names what the memory holds: `weights`, `kv_cache`, or any other name. None: `default`.
@@ -115,7 +117,7 @@ class CuMemAllocator:
 
     @contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
-        """Tag what is allocated while a CUDA graph is captured `cudagraph`, and give the id of the pool to capture into.
+        """Tag what is allocated while a CUDA graph is captured `cudagraph`; gives the id of the pool to capture into.
 
         Use as `with allocator.cudagraph_pool() as pool, torch.cuda.graph(graph, pool=pool): ...`. Such memory is backed
         up at every level.
@@ -181,14 +183,14 @@ class CuMemAllocator:
     ) -> SleepReport:
         """Give device memory back; addresses stay.
 
-        In order: wait for the devices; digest what has a backup, to see what changed; take host memory for what did; copy
-        it; only then take the physical memory away. An error or an interrupt before that last step leaves everything
-        mapped with its bytes. One that arrives after it finds everything asleep, with its backups.
+        In order: wait for the devices; digest what is to be backed up, to see what changed; take host memory for
+        that; copy it; only then take the physical memory away. An error or an interrupt before that last step leaves everything
+        mapped with its bytes. An interrupt that arrives after it finds everything asleep, with its backups.
 
         Args:
-            level: 0 touches nothing. 1 (the default) backs up all but `kv_cache`, which it drops. 2 drops `weights` and
-                `kv_cache` and backs up the rest. For vLLM, tags given here are taken as `offload_tags`.
-            offload_tags: instead of a level: exactly these tags are backed up, every other one is dropped (vLLM's call).
+            level: 0 touches nothing. 1 (the default) backs up all but `kv_cache`, which it drops. 2 drops `weights`
+                and `kv_cache` and backs up the rest. As in vLLM, tags given here are taken as `offload_tags`.
+            offload_tags: instead of a level: exactly these tags are backed up, every other one is dropped.
 
         Returns:
             What was done. Where everything sleeps already, nothing, and the report says so.
@@ -225,9 +227,9 @@ class CuMemAllocator:
     def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
         """Take device memory again, at the same addresses, and restore what was backed up.
 
-        Restored bytes are compared with the bytes at sleep by their digests (unless `verify` is `off`). If anything fails,
-        what was taken goes back, everything stays asleep with its backups, and the same call can be made again. What was
-        dropped comes back with undefined bytes.
+        Restored bytes are compared with the bytes at sleep by their digests (unless `verify` is `off`). If anything
+        fails, what was taken goes back, everything stays asleep with its backups, and the same call can be made again.
+        What was dropped comes back with undefined bytes.
 
         Args:
             tags: what to wake; None wakes all. Only `weights` and `kv_cache` can be left asleep: every other tag wakes
@@ -303,7 +305,9 @@ class CuMemAllocator:
         dropped = [segment for segment in segments if is_dropped(segment.tag)]
         backed_up = [segment for segment in segments if not is_dropped(segment.tag)]
         if not segments:
-            return self._logged(SleepReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is awake"))
+            return self._logged(
+                SleepReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is awake")
+            )
         with _core.Pinned(backed_up + dropped):
             try:
                 with timer("quiesce"):
@@ -335,7 +339,9 @@ class CuMemAllocator:
     def _wake(self, segments: list[_core.Segment]) -> WakeReport:
         timer = PhaseTimer()
         if not segments:
-            return self._logged(WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep"))
+            return self._logged(
+                WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep")
+            )
         restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
         blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
         verified_bytes = 0
@@ -523,8 +529,8 @@ def _open_driver(driver: str) -> None:
         raise DriverError(
             "dlopen",
             error.error,
-            "libcuda.so.1 was not found: install the NVIDIA driver, or set CUMEM_SLEEP_DRIVER=sim to run on the simulated"
-            f" driver ({error})",
+            "libcuda.so.1 was not found: install the NVIDIA driver, or set CUMEM_SLEEP_DRIVER=sim to run on the"
+            f" simulated driver ({error})",
         ) from None
 
 

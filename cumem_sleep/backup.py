@@ -37,6 +37,7 @@ class Backup:
 
     @property
     def bytes(self) -> int:
+        """Host memory that it holds."""
         return sum(block.bytes for block in self.blocks)
 
     def pieces(self) -> Iterator[tuple[_core.HostBlock, int]]:

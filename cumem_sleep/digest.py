@@ -1,24 +1,22 @@
 """Content digests of device memory: 128 bits, position-dependent, the same from the GPU and from NumPy.
 
-The bytes are little-endian 64-bit words, cut into chunks of `CHUNK_BYTES`; a chunk is `ROWS` rows of `LANES` words. Each
-lane walks down its column with two independent chains,
+The bytes are little-endian 64-bit words, cut into chunks of `CHUNK_BYTES`; a chunk is `ROWS` rows of `LANES` words.
+Each lane walks down its column with two independent chains,
 
     a = (a ^ word) * K;  a ^= a >> s        (all modulo 2^64)
 
 that start from the chunk's number and the lane's. A step is a bijection of the state for a given word, and of the word
-for a given state, so a changed word always changes the end of its chain. Ends are mixed (MurmurHash3's 64-bit finaliser,
-also a bijection) and summed over all lanes and chunks, once per chain: a single changed word always changes the sums,
-anything else goes unseen with probability near 2^-128. Sums do not depend on order, so chunks run in parallel. This
-detects damage; it does not resist an adversary.
+for a given state, so a changed word always changes the end of its chain. Ends are mixed (MurmurHash3's 64-bit
+finaliser, also a bijection) and summed over all lanes and chunks, once per chain: a single changed word always changes
+the sums, anything else goes unseen with probability near 2^-128. Sums do not depend on order, so chunks run in
+parallel. This detects damage; it does not resist an adversary.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,7 +101,7 @@ def _with_length(sums: tuple[int, int], nbytes: int) -> Digest:
 
 
 class DeviceDigester:
-    """Digests of segments: by the Triton kernel where PyTorch and Triton reach the GPU, else on the CPU through copies."""
+    """Digests of segments: by the Triton kernel where PyTorch and Triton reach the GPU, else on the CPU."""
 
     def __init__(self) -> None:
         self._kernel: Callable[[int, Sequence[_core.Segment]], dict[int, tuple[int, int]]] | None = None
@@ -146,8 +144,8 @@ def _choose_kernel() -> Callable[[int, Sequence[_core.Segment]], dict[int, tuple
     except ImportError as error:
         reason = str(error)
     logger.warning(
-        "digests are computed on the CPU, at about 1 GB/s, because the GPU kernel needs PyTorch with CUDA and Triton (%s);"
-        " install them, or set CUMEM_SLEEP_VERIFY=off and CUMEM_SLEEP_RETAIN_BACKUPS=0 to do without digests",
+        "digests are computed on the CPU, at about 1 GB/s, because the GPU kernel needs PyTorch with CUDA and Triton"
+        " (%s); install them, or set CUMEM_SLEEP_VERIFY=off and CUMEM_SLEEP_RETAIN_BACKUPS=0 to do without digests",
         reason,
     )
     return _sums_through_host
@@ -162,7 +160,7 @@ def _sums_through_host(device: int, segments: Sequence[_core.Segment]) -> dict[i
     block.touch(0, block.bytes)
     block.pin(device)
     stream = _core.CopyStream(device)
-    content = np.frombuffer(block, np.uint8)
+    content = np.frombuffer(memoryview(block), np.uint8)
     for segment in segments:
         totals = (0, 0)
         for start in range(0, segment.bytes, block.bytes):

@@ -78,12 +78,13 @@ def sums_on_gpu(device: int, segments: Sequence[_core.Segment]) -> dict[int, tup
     block = _core.HostBlock(2 * entry_bytes, _core.device_info(device).numa_node)
     block.touch(0, block.bytes)
     block.pin(device)
-    table, sums = np.frombuffer(block, np.uint64).reshape(2, chunks, 2)
+    table, sums = np.frombuffer(memoryview(block), np.uint64).reshape(2, chunks, 2)
     numbers = np.arange(chunks) - np.repeat(ends - counts, counts)
     table[:, 0] = np.repeat([segment.address for segment in segments], counts) + numbers * CHUNK_BYTES
     table[:, 1] = numbers
     stream = _core.CopyStream(device)
-    with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle, device=device)):
+    external = torch.cuda.ExternalStream(stream.handle, device=device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(external):
         _chunk_sums[(chunks,)](
             block.address, block.address + entry_bytes, ROWS, LANES, _UNROLL, _STAGES, num_warps=_WARPS
         )

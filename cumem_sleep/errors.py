@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 
 def format_bytes(nbytes: int) -> str:
     """`nbytes` for people: exact below 1 KiB, else with one binary unit ("1.50 GiB")."""
     if abs(nbytes) < 1024:
         return f"{nbytes} B"
-    size = float(nbytes)
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
+    size, unit = nbytes / 1024, "KiB"
+    for larger in ("MiB", "GiB", "TiB"):
         if abs(size) < 1024:
             break
-    else:
-        size, unit = size / 1024, "TiB"
+        size, unit = size / 1024, larger
     return f"{size:.2f} {unit}"
 
 
@@ -82,7 +83,7 @@ class OutOfHostMemory(CumemSleepError, MemoryError):
             `cuMemHostRegister`). RLIMIT_MEMLOCK is not checked: the NVIDIA driver does not enforce it (measured, 580).
     """
 
-    ADVICE = {
+    ADVICE: ClassVar[Mapping[str, str]] = {
         "budget": "raise CUMEM_SLEEP_HOST_BUDGET_BYTES or sleep at level 2",
         "cgroup": "raise the container's memory limit or sleep at level 2",
         "MemAvailable": "free host memory or sleep at level 2",

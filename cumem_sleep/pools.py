@@ -1,4 +1,4 @@
-"""PyTorch memory pools whose memory comes from this layer, and what PyTorch needs so that freed memory really goes back.
+"""PyTorch memory pools whose memory comes from this layer, and what it takes for freed memory to really go back.
 
 A new `torch.cuda.MemPool` is made for each time a pool is entered, one per device, and given up on leaving: its live
 tensors stay where they are, what is free in it goes back at once, and what is freed later goes back at the next
@@ -16,6 +16,8 @@ from typing import Any
 
 from . import _core
 
+# From this version on (seen with 2.11) such pools simply do not use them.
+_POOLS_IGNORE_EXPANDABLE_SEGMENTS = (2, 11)
 _CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -35,6 +37,7 @@ class TorchPools:
         self._torch = torch
         self._allocator: Any = None
         self._graph_pool: Any = None
+        self._version = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -102,7 +105,10 @@ class TorchPools:
 
     @contextmanager
     def _without_expandable_segments(self) -> Iterator[None]:
-        """Pools with their own allocator and expandable segments exclude each other in PyTorch (pytorch#147851)."""
+        """Older PyTorch refuses a pool with an allocator of its own beside expandable segments (pytorch#147851)."""
+        if self._version >= _POOLS_IGNORE_EXPANDABLE_SEGMENTS:
+            yield
+            return
         settings = self._torch.cuda.memory._snapshot()["allocator_settings"]
         if not settings.get("expandable_segments"):
             yield

@@ -19,6 +19,7 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        """Time what runs inside as part of `phase`."""
         start = time.perf_counter()
         try:
             yield
@@ -27,6 +28,7 @@ class PhaseTimer:
 
     @property
     def seconds(self) -> float:
+        """Since the timer was made."""
         return time.perf_counter() - self._start
 
 

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from typing import Any
 
 from .errors import InvalidArgument, InvalidArgumentType
@@ -80,7 +81,7 @@ def parse_bytes(name: str, text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if not match or match[2].upper() not in _UNITS:
         raise InvalidArgument(f"{name}={text!r}: a number of bytes is allowed, as 1073741824, 30GiB or 500MB")
-    return int(float(match[1]) * _UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].upper()]
+    return int(Decimal(match[1]) * _UNITS[match[2].upper()])
 
 
 def _parse_choice(*allowed: str) -> Any:

@@ -3,7 +3,13 @@
 // Each takes a little longer than the bytes need (CUMEM_SLEEP_SIM_COPY_DELAY_US), so that a program that does not wait
 // finds the old bytes. Memory that was taken away in between fails the context, as on a GPU. Registered host memory is
 // copied while the program goes on; pageable memory before the call returns.
+//
+// Between host and device the kernel copies, through the memfd behind the device address: host memory that the program
+// unmapped (as it does at its end, with copies in flight) is an error then, where memcpy would kill the process.
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -69,6 +75,7 @@ class Footprint {
     bool pageable_ = false;
 };
 
+// `action` says whether it found all its memory.
 template <typename Action>
 CUresult touch_memory(Simulation& sim, Lock& lock, const Footprint& footprint, const Action& action) {
     const auto delay = std::chrono::microseconds(sim.settings.copy_delay_us);
@@ -78,37 +85,42 @@ CUresult touch_memory(Simulation& sim, Lock& lock, const Footprint& footprint, c
     }
     if (!footprint.intact()) return CUDA_ERROR_ILLEGAL_ADDRESS;
     footprint.add_users(1);
+    bool found = false;
     {
         const Unlocked unlocked(lock);
-        action();
+        found = action();
     }
     footprint.add_users(-1);
     sim.progress.notify_all();
-    return footprint.intact() ? CUDA_SUCCESS : CUDA_ERROR_ILLEGAL_ADDRESS;
+    return found && footprint.intact() ? CUDA_SUCCESS : CUDA_ERROR_ILLEGAL_ADDRESS;
 }
 
 template <typename Action>
 void enqueue_touching(Call& call, const std::shared_ptr<Stream>& stream, Footprint footprint, Action action) {
     const bool wait = footprint.pageable() && !stream->capture;
     Work work;
-    work.run = [&sim = call.sim, footprint = std::move(footprint), action](Lock& lock) {
+    work.run = [&sim = call.sim, footprint = std::move(footprint), action = std::move(action)](Lock& lock) {
         return touch_memory(sim, lock, footprint, action);
     };
     enqueue(call, stream, std::move(work));
     if (wait) synchronize(call, *stream);
 }
 
-// `add_memory` says what the copy touches; it is not asked when there is nothing to copy.
-template <typename AddMemory>
-CUresult copy(const char* name, void* to, const void* from, std::size_t size, CUstream handle, AddMemory add_memory) {
-    return driver_call(name, Needs::kContext, [&](Call& call) {
-        const auto stream = stream_for_work(call, handle);
-        if (size == 0) return CUDA_SUCCESS;
-        Footprint footprint(*call.context);
-        add_memory(footprint, call.sim);
-        enqueue_touching(call, stream, std::move(footprint), [to, from, size] { std::memmove(to, from, size); });
-        return CUDA_SUCCESS;
-    });
+// `transfer` moves bytes between host memory and a file, like pread and pwrite; this repeats it over all mappings.
+template <typename Transfer>
+bool transfer_all(const std::vector<std::shared_ptr<Mapping>>& mappings, CUdeviceptr device, std::size_t size,
+                  Transfer transfer) {
+    for (const auto& mapping : mappings) {
+        const CUdeviceptr end = std::min(device + size, mapping->base + mapping->size);
+        for (CUdeviceptr at = std::max(device, mapping->base); at < end;) {
+            const auto offset = static_cast<off_t>(at - mapping->base);
+            const ssize_t count = transfer(mapping->physical->fd(), at - device, end - at, offset);
+            if (count < 0 && errno == EINTR) continue;
+            if (count <= 0) return false;
+            at += static_cast<std::size_t>(count);
+        }
+    }
+    return true;
 }
 
 template <typename Value>
@@ -121,7 +133,10 @@ CUresult fill(const char* name, CUdeviceptr address, Value value, std::size_t co
         Footprint footprint(*call.context);
         footprint.add_device_memory(call.sim, address, count * sizeof(Value), Access::kWrite);
         auto* const values = reinterpret_cast<Value*>(address);
-        enqueue_touching(call, stream, std::move(footprint), [=] { std::fill_n(values, count, value); });
+        enqueue_touching(call, stream, std::move(footprint), [=] {
+            std::fill_n(values, count, value);
+            return true;
+        });
         return CUDA_SUCCESS;
     });
 }
@@ -130,28 +145,55 @@ CUresult fill(const char* name, CUdeviceptr address, Value value, std::size_t co
 
 CUresult CUDAAPI cuMemcpyHtoDAsync(CUdeviceptr dstDevice, const void* srcHost, std::size_t ByteCount,
                                    CUstream hStream) {
-    auto* const to = reinterpret_cast<void*>(dstDevice);
-    return copy("cuMemcpyHtoDAsync", to, srcHost, ByteCount, hStream, [&](Footprint& footprint, Simulation& sim) {
-        footprint.add_device_memory(sim, dstDevice, ByteCount, Access::kWrite);
-        footprint.add_host_memory(sim, srcHost, ByteCount, Access::kRead);
+    return driver_call("cuMemcpyHtoDAsync", Needs::kContext, [&](Call& call) {
+        const auto stream = stream_for_work(call, hStream);
+        if (ByteCount == 0) return CUDA_SUCCESS;
+        Footprint footprint(*call.context);
+        footprint.add_device_memory(call.sim, dstDevice, ByteCount, Access::kWrite);
+        footprint.add_host_memory(call.sim, srcHost, ByteCount, Access::kRead);
+        auto copy = [=, host = static_cast<const char*>(srcHost),
+                     mappings = mappings_of(call.sim, dstDevice, ByteCount)] {
+            return transfer_all(mappings, dstDevice, ByteCount,
+                                [host](int file, std::size_t at, std::size_t size, off_t offset) {
+                                    return pwrite(file, host + at, size, offset);
+                                });
+        };
+        enqueue_touching(call, stream, std::move(footprint), std::move(copy));
+        return CUDA_SUCCESS;
     });
 }
 
 CUresult CUDAAPI cuMemcpyDtoHAsync(void* dstHost, CUdeviceptr srcDevice, std::size_t ByteCount, CUstream hStream) {
-    const auto* const from = reinterpret_cast<const void*>(srcDevice);
-    return copy("cuMemcpyDtoHAsync", dstHost, from, ByteCount, hStream, [&](Footprint& footprint, Simulation& sim) {
-        footprint.add_device_memory(sim, srcDevice, ByteCount, Access::kRead);
-        footprint.add_host_memory(sim, dstHost, ByteCount, Access::kWrite);
+    return driver_call("cuMemcpyDtoHAsync", Needs::kContext, [&](Call& call) {
+        const auto stream = stream_for_work(call, hStream);
+        if (ByteCount == 0) return CUDA_SUCCESS;
+        Footprint footprint(*call.context);
+        footprint.add_device_memory(call.sim, srcDevice, ByteCount, Access::kRead);
+        footprint.add_host_memory(call.sim, dstHost, ByteCount, Access::kWrite);
+        auto copy = [=, host = static_cast<char*>(dstHost), mappings = mappings_of(call.sim, srcDevice, ByteCount)] {
+            return transfer_all(mappings, srcDevice, ByteCount,
+                                [host](int file, std::size_t at, std::size_t size, off_t offset) {
+                                    return pread(file, host + at, size, offset);
+                                });
+        };
+        enqueue_touching(call, stream, std::move(footprint), std::move(copy));
+        return CUDA_SUCCESS;
     });
 }
 
 CUresult CUDAAPI cuMemcpyDtoDAsync(CUdeviceptr dstDevice, CUdeviceptr srcDevice, std::size_t ByteCount,
                                    CUstream hStream) {
-    auto* const to = reinterpret_cast<void*>(dstDevice);
-    const auto* const from = reinterpret_cast<const void*>(srcDevice);
-    return copy("cuMemcpyDtoDAsync", to, from, ByteCount, hStream, [&](Footprint& footprint, Simulation& sim) {
-        footprint.add_device_memory(sim, dstDevice, ByteCount, Access::kWrite);
-        footprint.add_device_memory(sim, srcDevice, ByteCount, Access::kRead);
+    return driver_call("cuMemcpyDtoDAsync", Needs::kContext, [&](Call& call) {
+        const auto stream = stream_for_work(call, hStream);
+        if (ByteCount == 0) return CUDA_SUCCESS;
+        Footprint footprint(*call.context);
+        footprint.add_device_memory(call.sim, dstDevice, ByteCount, Access::kWrite);
+        footprint.add_device_memory(call.sim, srcDevice, ByteCount, Access::kRead);
+        enqueue_touching(call, stream, std::move(footprint), [=] {
+            std::memmove(reinterpret_cast<void*>(dstDevice), reinterpret_cast<const void*>(srcDevice), ByteCount);
+            return true;
+        });
+        return CUDA_SUCCESS;
     });
 }
 
