@@ -30,7 +30,8 @@ SegmentTable& SegmentTable::get() {
 SegmentPtr SegmentTable::allocate(size_t bytes, int device, const std::string& tag) {
     ContextScope context(device);
     const size_t whole = round_up(std::max<size_t>(bytes, 1), granularity(device));
-    if (whole < bytes) throw InvalidState("cannot allocate " + std::to_string(bytes) + " bytes: more than addresses go");
+    if (whole < bytes)
+        throw InvalidState("cannot allocate " + std::to_string(bytes) + " bytes: more than addresses go");
     SegmentPtr segment;
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -162,7 +163,8 @@ void SegmentTable::finish_wake(const std::vector<SegmentPtr>& segments) noexcept
 
 void SegmentTable::undo_wake(const std::vector<SegmentPtr>& segments) noexcept {
     for (const SegmentPtr& segment : segments) {
-        // What stays mapped because the driver refuses is asleep as far as anyone is told: the next wake fills it again.
+        // What stays mapped because the driver refuses is asleep as far as anyone is told: the next wake fills it
+        // again.
         try_twice([&] {
             segment->mapping.detach();
             return true;

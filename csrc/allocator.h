@@ -23,9 +23,9 @@ namespace cumem_sleep {
 struct Segment {
     // What the layer promises about the bytes. Physical state is the mapping's; a segment that is kAwake is mapped.
     enum class Sleep {
-        kAwake,    // in use
-        kBackedUp, // asleep; the backup store holds its bytes
-        kDropped,  // asleep; its bytes are gone
+        kAwake,     // in use
+        kBackedUp,  // asleep; the backup store holds its bytes
+        kDropped,   // asleep; its bytes are gone
     };
 
     Segment(uint64_t segment_id, int device, size_t bytes, std::string segment_tag);
@@ -66,14 +66,14 @@ class SegmentTable {
 
     // Takes physical memory away from all `backed_up` and `dropped` segments, or from none: first every mapping is
     // detached, which can be undone with the bytes intact, then `last_check` may still throw, then memory is released.
-    // Throws what the driver or `last_check` threw, with everything mapped as before. Segments must be pinned, awake, and
-    // no work that uses them in flight. Returns the bytes released; memory that the driver would not release stays with
-    // its segment and is tried again by `reclaim`.
+    // Throws what the driver or `last_check` threw, with everything mapped as before. Segments must be pinned, awake,
+    // and no work that uses them in flight. Returns the bytes released; memory that the driver would not release stays
+    // with its segment and is tried again by `reclaim`.
     size_t put_to_sleep(const std::vector<SegmentPtr>& backed_up, const std::vector<SegmentPtr>& dropped,
                         const std::function<void()>& last_check);
 
-    // The end of a wake: segments that were mapped (Mapping::map) and filled are in use again. Or its undoing: the memory
-    // that the wake had taken goes back, and the segments sleep as before.
+    // The end of a wake: segments that were mapped (Mapping::map) and filled are in use again. Or its undoing: the
+    // memory that the wake had taken goes back, and the segments sleep as before.
     void finish_wake(const std::vector<SegmentPtr>& segments) noexcept;
     void undo_wake(const std::vector<SegmentPtr>& segments) noexcept;
 

@@ -74,7 +74,8 @@ const Driver& Driver::get() {
     if (!driver) throw InvalidState("no CUDA driver was opened yet");
     if (is_forked())
         throw InvalidState(
-            "this process was forked after its parent first used the GPU: CUDA does not survive a fork; fork before the "
+            "this process was forked after its parent first used the GPU: CUDA does not survive a fork; fork before "
+            "the "
             "first use, or start the process with the spawn method");
     return *driver;
 }

@@ -60,8 +60,9 @@ class Call<CUresult(Args...)> {
 // The driver of this process. Opened once; never closed, because memory may be freed while the process exits.
 class Driver {
   public:
-    // Opens the shared object `path` (e.g. "libcuda.so.1") and initialises it. Opening the same path again does nothing;
-    // another path throws InvalidState. Throws DriverError: not found, a call is missing, too old, cuInit failed.
+    // Opens the shared object `path` (e.g. "libcuda.so.1") and initialises it. Opening the same path again does
+    // nothing; another path throws InvalidState. Throws DriverError: not found, a call is missing, too old, cuInit
+    // failed.
     static void open(const std::string& path);
     // The open driver. Throws InvalidState when none was opened, or in a forked child (CUDA does not survive a fork).
     static const Driver& get();
@@ -99,8 +100,8 @@ class Driver {
     Call<decltype(cuCtxPopCurrent)> ctx_pop_current{"cuCtxPopCurrent", "cuCtxPopCurrent_v2"};
     // Current context required. Invalidates any graph capture in that context, whatever the thread's capture mode.
     Call<decltype(cuCtxSynchronize)> ctx_synchronize{"cuCtxSynchronize"};
-    // Current context required. Freeing waits for all running work of the context and, in a thread of relaxed capture mode,
-    // leaves captures alone (measured: `wait_for_running_work`).
+    // Current context required. Freeing waits for all running work of the context and, in a thread of relaxed capture
+    // mode, leaves captures alone (measured: `wait_for_running_work`).
     Call<decltype(cuMemAlloc)> mem_alloc{"cuMemAlloc", "cuMemAlloc_v2"};
     Call<decltype(cuMemFree)> mem_free{"cuMemFree", "cuMemFree_v2"};
     Call<decltype(cuMemGetInfo)> mem_get_info{"cuMemGetInfo", "cuMemGetInfo_v2"};
@@ -207,9 +208,9 @@ void synchronize(int device);
 
 // Waits for all work that runs on the device, also beside a graph capture, on this thread or another, which it leaves
 // intact. The driver offers no such call: every one that waits for a context invalidates captures (cuCtxSynchronize,
-// cuCtxRecordEvent), and which streams exist is not known here. But cuMemFree waits for all running work of its context,
-// and a thread in relaxed mode may call it beside a capture; cuMemUnmap and cuMemRelease wait for nothing. Measured with
-// driver 580 for kernels on several streams, copies both ways, graph replays and host functions.
+// cuCtxRecordEvent), and which streams exist is not known here. But cuMemFree waits for all running work of its
+// context, and a thread in relaxed mode may call it beside a capture; cuMemUnmap and cuMemRelease wait for nothing.
+// Measured with driver 580 for kernels on several streams, copies both ways, graph replays and host functions.
 void wait_for_running_work(int device);
 
 }  // namespace cumem_sleep

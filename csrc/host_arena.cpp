@@ -58,18 +58,21 @@ HostBlock::HostBlock(size_t bytes, int numa_node) : bytes_(bytes) {
     }
 }
 
-HostBlock::~HostBlock() {
-    if (Driver::is_forked()) return;  // the block was not inherited; what lies at its address now is not ours
+void HostBlock::close() noexcept {
+    if (!data_ || Driver::is_forked()) return;  // the block was not inherited; what lies at its address now is not ours
     const bool unpinned = !pinned() || try_twice([this] {
         ContextScope context(pinned_device_);
         RelaxedCaptureScope relaxed;
         return Driver::get().mem_host_unregister.attempt(data_) == CUDA_SUCCESS;
     });
-    if (!unpinned) return;  // the GPU may still reach it: a leak harms less. Seen only when the driver is gone, at exit.
-    munmap(data_, (bytes_ + kPage - 1) / kPage * kPage);
+    // If not, the GPU may still reach it: a leak harms less. Only seen when the driver is gone, at exit.
+    if (unpinned) munmap(data_, (bytes_ + kPage - 1) / kPage * kPage);
+    data_ = nullptr;
+    pinned_device_ = -1;
 }
 
 void HostBlock::touch(size_t offset, size_t bytes) {
+    if (!data_) throw InvalidState("the host block is closed");
     if (offset > bytes_ || bytes > bytes_ - offset) throw std::out_of_range("touch beyond the block");
     // The kernel reports a shortage here, where a plain write would be killed for it.
     int result = 0;
@@ -82,12 +85,13 @@ void HostBlock::touch(size_t offset, size_t bytes) {
 }
 
 void HostBlock::pin(int device) {
+    if (!data_) throw InvalidState("the host block is closed");
     if (pinned()) return;
     ContextScope context(device);
     RelaxedCaptureScope relaxed;
     const Driver& driver = Driver::get();
-    const CUresult result = driver.mem_host_register.attempt(
-        data_, bytes_, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
+    const CUresult result =
+        driver.mem_host_register.attempt(data_, bytes_, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
     if (result == CUDA_ERROR_OUT_OF_MEMORY)
         throw HostMemoryError(driver.mem_host_register.name, driver.error_name(result), bytes_);
     if (result != CUDA_SUCCESS) driver.fail(driver.mem_host_register.name, result);

@@ -19,12 +19,13 @@ class HostMemoryError : public std::runtime_error {
 };
 
 // One block of host memory. Steps in order: construct (address space only), `touch` every part (any threads, disjoint
-// parts at once), `pin`, and it may be copied to and from. The destructor takes all of it back; no copy may be in flight.
+// parts at once), `pin`, and it may be copied to and from. `close`, or the destructor, takes all of it back; no copy
+// may be in flight, and unpinning waits for all work that runs on the device (so the driver does it).
 class HostBlock {
   public:
     // `numa_node` < 0: wherever. Throws HostMemoryError.
     HostBlock(size_t bytes, int numa_node);
-    ~HostBlock();
+    ~HostBlock() { close(); }
     HostBlock(const HostBlock&) = delete;
     HostBlock& operator=(const HostBlock&) = delete;
 
@@ -32,6 +33,7 @@ class HostBlock {
     void touch(size_t offset, size_t bytes);
     // Registers all of it, for every device. Throws HostMemoryError if the driver cannot pin so much, DriverError.
     void pin(int device);
+    void close() noexcept;
 
     uint8_t* data() const { return data_; }
     size_t bytes() const { return bytes_; }

@@ -192,9 +192,7 @@ PYBIND11_MODULE(_core, module) {
             return SegmentTable::get().allocate(bytes, device, tag)->mapping.address();
         },
         py::arg("bytes"), py::arg("tag"), py::arg("device"), NoGil());
-    module.def(
-        "free", [](CUdeviceptr address) { SegmentTable::get().free(address); },
-        py::arg("address"), NoGil());
+    module.def("free", [](CUdeviceptr address) { SegmentTable::get().free(address); }, py::arg("address"), NoGil());
     py::class_<Pinned>(module, "Pinned")
         .def(py::init<std::vector<SegmentPtr>>(), py::arg("segments"), NoGil())
         .def("__enter__", [](Pinned&) {})
@@ -212,7 +210,8 @@ PYBIND11_MODULE(_core, module) {
     module.def("undo_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().undo_wake(all); }, NoGil());
     module.def("reclaim", [] { return SegmentTable::get().reclaim(); }, NoGil());
 
-    module.def("exchange_thread_tag", &exchange_thread_tag, py::arg("tag"), "Set this thread's tag; returns the old one.");
+    module.def("exchange_thread_tag", &exchange_thread_tag, py::arg("tag"),
+               "Set this thread's tag; returns the old one.");
     module.def("thread_tag", [] { return thread_tag(); });
     module.def("on_free", &on_free, py::arg("callback").none(true),
                "Call `callback` on the main thread, soon, after the free hook gave memory back; None stops that.");
@@ -221,33 +220,44 @@ PYBIND11_MODULE(_core, module) {
         .def(py::init<size_t, int>(), py::arg("bytes"), py::arg("numa_node"))
         .def("touch", &HostBlock::touch, py::arg("offset"), py::arg("bytes"), NoGil())
         .def("pin", &HostBlock::pin, py::arg("device"), NoGil())
+        .def("close", &HostBlock::close, NoGil())
         .def_property_readonly("bytes", &HostBlock::bytes)
         .def_property_readonly("pinned", &HostBlock::pinned)
-        .def_property_readonly("address", [](const HostBlock& self) { return reinterpret_cast<uintptr_t>(self.data()); })
+        .def_property_readonly("address",
+                               [](const HostBlock& self) { return reinterpret_cast<uintptr_t>(self.data()); })
         .def_buffer([](HostBlock& self) {
             return py::buffer_info(self.data(), 1, py::format_descriptor<uint8_t>::format(),
                                    static_cast<py::ssize_t>(self.bytes()));
         });
 
-    // Destructors of host blocks and streams call the driver while Python holds its lock; both are short or at an end.
     py::class_<CopyStream, std::shared_ptr<CopyStream>>(module, "CopyStream")
         .def(py::init<int>(), py::arg("device"), NoGil())
         .def(
             "to_host",
             [](CopyStream& self, const HostBlock& block, size_t offset, CUdeviceptr address, size_t bytes) {
-                if (offset > block.bytes() || bytes > block.bytes() - offset) throw std::out_of_range("beyond the block");
+                if (offset > block.bytes() || bytes > block.bytes() - offset)
+                    throw std::out_of_range("beyond the block");
                 self.to_host(block.data() + offset, address, bytes);
             },
             py::arg("block"), py::arg("offset"), py::arg("address"), py::arg("bytes"), NoGil())
         .def(
             "to_device",
             [](CopyStream& self, CUdeviceptr address, const HostBlock& block, size_t offset, size_t bytes) {
-                if (offset > block.bytes() || bytes > block.bytes() - offset) throw std::out_of_range("beyond the block");
+                if (offset > block.bytes() || bytes > block.bytes() - offset)
+                    throw std::out_of_range("beyond the block");
                 self.to_device(address, block.data() + offset, bytes);
             },
             py::arg("address"), py::arg("block"), py::arg("offset"), py::arg("bytes"), NoGil())
         .def("poison", &CopyStream::poison, py::arg("address"), py::arg("bytes"), NoGil())
         .def("synchronize", &CopyStream::synchronize, NoGil())
+        .def(
+            "__enter__", [](CopyStream& self) -> CopyStream& { return self; }, py::return_value_policy::reference)
+        .def("__exit__",
+             [](CopyStream& self, const py::args&) {
+                 py::gil_scoped_release nogil;
+                 self.close();
+             })
         .def_property_readonly("device", &CopyStream::device)
-        .def_property_readonly("handle", [](const CopyStream& self) { return reinterpret_cast<uintptr_t>(self.handle()); });
+        .def_property_readonly("handle",
+                               [](const CopyStream& self) { return reinterpret_cast<uintptr_t>(self.handle()); });
 }

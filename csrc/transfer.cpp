@@ -9,8 +9,8 @@ CopyStream::CopyStream(int device) : device_(device) {
     Driver::get().stream_create(&stream_, CU_STREAM_NON_BLOCKING);
 }
 
-CopyStream::~CopyStream() {
-    if (Driver::is_forked()) return;
+void CopyStream::close() noexcept {
+    if (!stream_ || Driver::is_forked()) return;
     // Destroying a stream does not wait for its work, and the caller gives the memory back next.
     try_twice([this] {
         ContextScope context(device_);
@@ -21,6 +21,7 @@ CopyStream::~CopyStream() {
         ContextScope context(device_);
         return Driver::get().stream_destroy.attempt(stream_) == CUDA_SUCCESS;
     });
+    stream_ = nullptr;
 }
 
 void CopyStream::to_host(uint8_t* host, CUdeviceptr address, size_t bytes) {

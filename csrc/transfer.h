@@ -8,13 +8,13 @@
 
 namespace cumem_sleep {
 
-// Copies run in the order they were asked for. Both sides of a copy must stay until `synchronize` returned, or the
-// destructor, which waits too. Every call works on any thread and leaves its current context as it was; DriverError if
-// the driver refuses.
+// Copies run in the order they were asked for. Both sides of a copy must stay until `synchronize` returned, or `close`
+// or the destructor, which wait too. Every call works on any thread and leaves its current context as it was;
+// DriverError if the driver refuses.
 class CopyStream {
   public:
     explicit CopyStream(int device);
-    ~CopyStream();
+    ~CopyStream() { close(); }
     CopyStream(const CopyStream&) = delete;
     CopyStream& operator=(const CopyStream&) = delete;
 
@@ -23,6 +23,7 @@ class CopyStream {
     // Every byte becomes 0xFF: a NaN in every float type. `bytes` is a multiple of 4.
     void poison(CUdeviceptr address, size_t bytes);
     void synchronize();
+    void close() noexcept;
 
     int device() const { return device_; }
     CUstream handle() const { return stream_; }

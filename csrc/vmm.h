@@ -1,5 +1,5 @@
-// One segment's physical life: an address range is reserved, physical memory comes and goes under it, the range is given
-// back. Nothing here knows about tags or policy.
+// One segment's physical life: an address range is reserved, physical memory comes and goes under it, the range is
+// given back. Nothing here knows about tags or policy.
 #pragma once
 
 #include <cuda.h>
@@ -27,11 +27,11 @@ class Mapping {
     Mapping(const Mapping&) = delete;
     Mapping& operator=(const Mapping&) = delete;
 
-    // Each of the four takes one step, throws DriverError if the driver refuses, and has then changed nothing; where the
-    // step was taken already it does nothing.
+    // Each of the four takes one step, throws DriverError if the driver refuses, and has then changed nothing; where
+    // the step was taken already it does nothing.
     void reserve();
-    // From unmapped: new physical memory with undefined bytes. From detached: the same memory, the same bytes. Every peer
-    // that had access when it was last mapped has it again. Throws OutOfDeviceMemory.
+    // From unmapped: new physical memory with undefined bytes. From detached: the same memory, the same bytes. Every
+    // peer that had access when it was last mapped has it again. Throws OutOfDeviceMemory.
     void map();
     // No kernel or copy may still use the range: the driver does not wait for them.
     void detach();

@@ -11,7 +11,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
@@ -72,7 +72,10 @@ class CuMemAllocator:
                     "this process already has a CuMemAllocator with memory handed out; use get_instance()"
                 )
             other._store.clear()
-        self._lock = threading.RLock()
+        # Not reentrant: what the garbage collector or a pending call frees in the middle of an operation must not touch
+        # the backups that the operation works on.
+        self._lock = threading.Lock()
+        self._driver_checked = False
         self._store: BackupStore = BackupStore(self.settings)
         self._digester = DeviceDigester()
         self._torch_pools: TorchPools | None = None
@@ -183,9 +186,9 @@ class CuMemAllocator:
     ) -> SleepReport:
         """Give device memory back; addresses stay.
 
-        In order: wait for the devices; digest what is to be backed up, to see what changed; take host memory for
-        that; copy it; only then take the physical memory away. An error or an interrupt before that last step leaves everything
-        mapped with its bytes. An interrupt that arrives after it finds everything asleep, with its backups.
+        In order: wait for the devices; digest what is to be backed up, to see what changed; take host memory for what
+        did; copy it; only then take the physical memory away. An error or an interrupt before that last step leaves
+        everything mapped with its bytes. An interrupt after it finds everything asleep, with its backups.
 
         Args:
             level: 0 touches nothing. 1 (the default) backs up all but `kv_cache`, which it drops. 2 drops `weights`
@@ -309,21 +312,18 @@ class CuMemAllocator:
                 SleepReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is awake")
             )
         with _core.Pinned(backed_up + dropped):
-            try:
-                with timer("quiesce"):
-                    self._quiesce(segments)
-                with timer("digest"):
-                    digests = self._digests(backed_up)
-                dirty = [segment for segment in backed_up if not self._is_clean(segment, digests)]
-                with timer("host_memory"):
-                    self._store.take(dirty)
-                if dirty:
-                    with timer("copy"):
-                        self._store.fill(dirty, digests)
-                with timer("release"):
-                    freed_bytes = _core.put_to_sleep(backed_up, dropped)
-            finally:
-                self._store.prune()
+            with timer("quiesce"):
+                self._quiesce(segments)
+            with timer("digest"):
+                digests = self._digests(backed_up)
+            dirty = [segment for segment in backed_up if not self._is_clean(segment, digests)]
+            with timer("host_memory"):
+                self._store.take(dirty)
+            if dirty:
+                with timer("copy"):
+                    self._store.fill(dirty, digests)
+            with timer("release"):
+                freed_bytes = _core.put_to_sleep(backed_up, dropped)
         copied_bytes = _total(dirty)
         return self._logged(
             SleepReport(
@@ -347,28 +347,26 @@ class CuMemAllocator:
         verified_bytes = 0
         with _core.Pinned(segments):
             self._check_device_memory(segments)
-            streams: dict[int, _core.CopyStream] = {}
             try:
-                # Copies first: while the link is busy with them, mapping the rest costs nothing.
-                with timer("map"):
-                    for segment in restored + blank:
-                        stream = streams.get(segment.device) or streams.setdefault(
-                            segment.device, _core.CopyStream(segment.device)
-                        )
-                        segment.map()
-                        if segment.sleep == _Sleep.BACKED_UP:
-                            self._store.restore(segment, stream)
-                        elif self.settings.poison and segment.tag != "kv_cache":
-                            stream.poison(segment.address, segment.bytes)
-                with timer("copy"):
-                    for stream in streams.values():
-                        stream.synchronize()
+                with ExitStack() as stack:  # on leaving it, no copy is in flight
+                    devices = {segment.device for segment in segments}
+                    streams = {device: stack.enter_context(_core.CopyStream(device)) for device in devices}
+                    with timer("map"):
+                        # Copies first: while the link is busy with them, mapping the rest costs nothing.
+                        for segment in restored + blank:
+                            segment.map()
+                            if segment.sleep == _Sleep.BACKED_UP:
+                                self._store.restore(segment, streams[segment.device])
+                            elif self.settings.poison and segment.tag != "kv_cache":
+                                streams[segment.device].poison(segment.address, segment.bytes)
+                    with timer("copy"):
+                        for stream in streams.values():
+                            stream.synchronize()
                 if self.settings.verify == "wake":
                     with timer("verify"):
                         verified_bytes = self._verify(restored)
                 _core.finish_wake(segments)
             except BaseException:
-                streams.clear()  # waits for the copies in flight
                 _core.undo_wake(segments)  # leaves alone what finish_wake has woken
                 raise
             if not self.settings.retain_backups:
@@ -433,10 +431,10 @@ class CuMemAllocator:
 
     def _open(self) -> TorchPools | None:
         """Open the driver at the first use; the PyTorch pools, if PyTorch reaches the GPU of this driver."""
-        if not _core.driver_is_open():
-            with self._lock:
-                _open_driver(self.settings.driver)
-                _core.on_free(_forget_freed_backups)
+        if not self._driver_checked:
+            _open_driver(self.settings.driver)
+            _core.on_free(_forget_freed_backups)
+            self._driver_checked = True
         if _core.driver_is_forked():
             _core.device_count()  # raises, and says why
         if self._torch_pools is None and not _core.driver_is_simulated():
@@ -455,7 +453,10 @@ class CuMemAllocator:
                 pools.trim()  # memory that no tensor uses need not be backed up
             _core.reclaim()
             self._store.prune()
-            yield
+            try:
+                yield
+            finally:
+                self._store.prune()
 
     def _forget_freed(self) -> None:
         """Host memory of freed segments goes now, unless an operation is running: then when that ends."""

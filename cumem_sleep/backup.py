@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from . import _core, host_limits
@@ -92,10 +92,12 @@ class BackupStore:
         needed = sum(segment.bytes for segment in new)
         if needed:
             self._check(needed, keep={segment.id for segment in segments})
+        nodes = {device: _core.device_info(device).numa_node for device in {segment.device for segment in new}}
         for segment in new:
-            node = _core.device_info(segment.device).numa_node
             sizes = [min(SLAB_BYTES, segment.bytes - start) for start in range(0, segment.bytes, SLAB_BYTES)]
-            self._backups[segment.id] = Backup(segment, tuple(_core.HostBlock(size, node) for size in sizes))
+            self._backups[segment.id] = Backup(
+                segment, tuple(_core.HostBlock(size, nodes[segment.device]) for size in sizes)
+            )
 
     def fill(self, segments: Sequence[_core.Segment], digests: dict[int, Digest]) -> None:
         """Copy the bytes of `segments` into their backups; returns when every byte is there.
@@ -110,8 +112,9 @@ class BackupStore:
         for backup in backups:
             backup.complete, backup.digest = False, None
         new = [block for backup in backups for block in backup.blocks if not block.pinned]
-        streams = {device: _core.CopyStream(device) for device in {segment.device for segment in segments}}
-        try:
+        with ExitStack() as stack:  # on leaving it, no copy is in flight
+            devices = {segment.device for segment in segments}
+            streams = {device: stack.enter_context(_core.CopyStream(device)) for device in devices}
             with self._touching(new) as touched:
                 for backup in backups:
                     stream = streams[backup.segment.device]
@@ -122,8 +125,6 @@ class BackupStore:
                         stream.to_host(block, 0, address, block.bytes)
             for stream in streams.values():
                 stream.synchronize()
-        finally:
-            streams.clear()  # waits for what is in flight before anybody gives memory back
         for backup in backups:
             backup.digest = digests.get(backup.segment.id)
             backup.complete = True
@@ -136,7 +137,9 @@ class BackupStore:
     def forget(self, segments: Iterable[_core.Segment]) -> None:
         """Give back the host memory of these segments' backups."""
         for segment in segments:
-            self._backups.pop(segment.id, None)
+            backup = self._backups.pop(segment.id, None)
+            for block in backup.blocks if backup else ():
+                block.close()
 
     def prune(self) -> None:
         """Forget what nobody can need: backups of segments that were freed or dropped, and incomplete ones."""

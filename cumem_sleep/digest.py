@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from . import _core
+from .errors import CumemSleepError
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -127,7 +129,16 @@ class DeviceDigester:
     def _sums(self, device: int, segments: Sequence[_core.Segment]) -> dict[int, tuple[int, int]]:
         if self._kernel is None:
             self._kernel = _choose_kernel()
-        return self._kernel(device, segments)
+        try:
+            return self._kernel(device, segments)
+        except CumemSleepError:
+            raise
+        except Exception as error:  # Triton compiles at the first use, and there is no end of ways in which that fails
+            if not self.on_gpu:
+                raise
+            _warn_of_slow_digests(f"the kernel failed: {error}")
+            self._kernel = _sums_through_host
+            return self._kernel(device, segments)
 
 
 def _choose_kernel() -> Callable[[int, Sequence[_core.Segment]], dict[int, tuple[int, int]]]:
@@ -143,12 +154,16 @@ def _choose_kernel() -> Callable[[int, Sequence[_core.Segment]], dict[int, tuple
         reason = "PyTorch does not reach the GPU"
     except ImportError as error:
         reason = str(error)
+    _warn_of_slow_digests(reason)
+    return _sums_through_host
+
+
+def _warn_of_slow_digests(reason: str) -> None:
     logger.warning(
         "digests are computed on the CPU, at about 1 GB/s, because the GPU kernel needs PyTorch with CUDA and Triton"
         " (%s); install them, or set CUMEM_SLEEP_VERIFY=off and CUMEM_SLEEP_RETAIN_BACKUPS=0 to do without digests",
         reason,
     )
-    return _sums_through_host
 
 
 def _sums_through_host(device: int, segments: Sequence[_core.Segment]) -> dict[int, tuple[int, int]]:
@@ -157,17 +172,17 @@ def _sums_through_host(device: int, segments: Sequence[_core.Segment]) -> dict[i
     if not segments:
         return sums
     block = _core.HostBlock(min(_BOUNCE_BYTES, max(segment.bytes for segment in segments)), -1)
-    block.touch(0, block.bytes)
-    block.pin(device)
-    stream = _core.CopyStream(device)
-    content = np.frombuffer(memoryview(block), np.uint8)
-    for segment in segments:
-        totals = (0, 0)
-        for start in range(0, segment.bytes, block.bytes):
-            nbytes = min(block.bytes, segment.bytes - start)
-            stream.to_host(block, 0, segment.address + start, nbytes)
-            stream.synchronize()
-            part = sums_of(content[:nbytes], start // CHUNK_BYTES)
-            totals = ((totals[0] + part[0]) & _MASK, (totals[1] + part[1]) & _MASK)
-        sums[segment.id] = totals
+    with closing(block), _core.CopyStream(device) as stream:
+        block.touch(0, block.bytes)
+        block.pin(device)
+        content = np.frombuffer(memoryview(block), np.uint8)
+        for segment in segments:
+            totals = (0, 0)
+            for start in range(0, segment.bytes, block.bytes):
+                nbytes = min(block.bytes, segment.bytes - start)
+                stream.to_host(block, 0, segment.address + start, nbytes)
+                stream.synchronize()
+                part = sums_of(content[:nbytes], start // CHUNK_BYTES)
+                totals = ((totals[0] + part[0]) & _MASK, (totals[1] + part[1]) & _MASK)
+            sums[segment.id] = totals
     return sums

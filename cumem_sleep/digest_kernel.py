@@ -7,6 +7,7 @@ the results lie in pinned host memory, so that a full GPU can still be verified.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -76,18 +77,18 @@ def sums_on_gpu(device: int, segments: Sequence[_core.Segment]) -> dict[int, tup
     chunks = int(ends[-1])
     entry_bytes = chunks * 16
     block = _core.HostBlock(2 * entry_bytes, _core.device_info(device).numa_node)
-    block.touch(0, block.bytes)
-    block.pin(device)
-    table, sums = np.frombuffer(memoryview(block), np.uint64).reshape(2, chunks, 2)
-    numbers = np.arange(chunks) - np.repeat(ends - counts, counts)
-    table[:, 0] = np.repeat([segment.address for segment in segments], counts) + numbers * CHUNK_BYTES
-    table[:, 1] = numbers
-    stream = _core.CopyStream(device)
-    external = torch.cuda.ExternalStream(stream.handle, device=device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(external):
-        _chunk_sums[(chunks,)](
-            block.address, block.address + entry_bytes, ROWS, LANES, _UNROLL, _STAGES, num_warps=_WARPS
-        )
-    stream.synchronize()
-    totals = np.add.reduceat(sums, ends - counts, axis=0)
+    with closing(block), _core.CopyStream(device) as stream:
+        block.touch(0, block.bytes)
+        block.pin(device)
+        table, sums = np.frombuffer(memoryview(block), np.uint64).reshape(2, chunks, 2)
+        numbers = np.arange(chunks) - np.repeat(ends - counts, counts)
+        table[:, 0] = np.repeat([segment.address for segment in segments], counts) + numbers * CHUNK_BYTES
+        table[:, 1] = numbers
+        external = torch.cuda.ExternalStream(stream.handle, device=device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(external):
+            _chunk_sums[(chunks,)](
+                block.address, block.address + entry_bytes, ROWS, LANES, _UNROLL, _STAGES, num_warps=_WARPS
+            )
+        stream.synchronize()
+        totals = np.add.reduceat(sums, ends - counts, axis=0)
     return {segment.id: (int(total[0]), int(total[1])) for segment, total in zip(segments, totals, strict=True)}

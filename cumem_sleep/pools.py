@@ -36,7 +36,7 @@ class TorchPools:
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._allocator: Any = None
-        self._graph_pool: Any = None
+        self._graph_pools: dict[int, Any] = {}
         self._version = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
     @contextmanager
@@ -56,18 +56,19 @@ class TorchPools:
             self.trim()
 
     def graph_pool_id(self) -> tuple[int, int]:
-        """The id of a pool to capture CUDA graphs into; one per process, made on the current device at first use."""
-        if self._graph_pool is None:
-            self._graph_pool = self._new_pool(self._torch.cuda.current_device())
-            _make_immortal(self._graph_pool)
-        pool_id: tuple[int, int] = self._graph_pool.id
+        """The id of the pool to capture CUDA graphs of the current device into, made at first use."""
+        device = self._torch.cuda.current_device()
+        if device not in self._graph_pools:
+            self._graph_pools[device] = self._new_pool(device)
+            _make_immortal(self._graph_pools[device])
+        pool_id: tuple[int, int] = self._graph_pools[device].id
         return pool_id
 
     def release(self) -> None:
-        """Give up the graph pool: its memory goes back once the graphs that use it are gone."""
-        if self._graph_pool is not None:
-            self._torch._C._cuda_releasePool(self._graph_pool.device, self._graph_pool.id)
-            self._graph_pool = None
+        """Give up the graph pools: their memory goes back once the graphs that use it are gone."""
+        while self._graph_pools:
+            device, pool = self._graph_pools.popitem()
+            self._torch._C._cuda_releasePool(device, pool.id)
         self.trim()
 
     def trim(self) -> None:

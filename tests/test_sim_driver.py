@@ -429,7 +429,19 @@ class TestDevices:
 
     @pytest.mark.parametrize(
         ("attribute", "value"),
-        [(75, 9), (76, 0), (102, 1), (103, 1), (110, 1), (124, 1), (128, 1), (41, 1), (91, 1), (134, -1), (9999, 0)],
+        [
+            pytest.param(75, 9, id="compute capability, major"),
+            pytest.param(76, 0, id="compute capability, minor"),
+            pytest.param(33, 1, id="PCI bus"),
+            pytest.param(41, 1, id="unified addressing"),
+            pytest.param(91, 1, id="host pointer of registered memory"),
+            pytest.param(102, 1, id="virtual memory management"),
+            pytest.param(103, 1, id="POSIX file descriptors"),
+            pytest.param(110, 1, id="GPUDirect RDMA with virtual memory management"),
+            pytest.param(128, 1, id="fabric handles"),
+            pytest.param(134, -1, id="NUMA node of the host"),
+            pytest.param(9999, 0, id="unknown"),
+        ],
     )
     def test_attributes(self, driver: Driver, attribute: int, value: int) -> None:
         assert driver.get(Int, "cuDeviceGetAttribute", attribute, 0) == value
@@ -1078,6 +1090,16 @@ class TestFaults:
         self.assert_faulted(driver, stream, address)
         assert read(address)[0] == FILL
 
+    def test_host_memory_gone_before_the_copy(self, copying: tuple[Driver, int, int, HostBuffer]) -> None:
+        driver, stream, address, buffer = copying
+        gone = buffer.address
+        with driver.busy(stream):
+            driver.ok("cuMemcpyHtoDAsync", address, gone, PAGE, stream)
+            del buffer.view
+            buffer.memory.close()  # unmapped, but still registered
+        self.assert_faulted(driver, stream, address)
+        driver.ok("cuMemHostUnregister", gone)
+
     def test_unmapped_during_the_copy(self, driver: Driver) -> None:
         size = 64 * MIB
         stream, address, event = driver.stream(), driver.allocate(size), driver.event()
@@ -1130,7 +1152,7 @@ class TestRegistration:
         assert driver("cuMemHostRegister", buffer.address, 0, 0) == INVALID_VALUE
         assert driver("cuMemHostRegister", buffer.address, PAGE, 16) == INVALID_VALUE
         assert driver("cuMemHostRegister", buffer.address, 2**64 - 1, 0) == INVALID_VALUE
-        assert driver("cuMemHostRegister", 1 << 46, PAGE, 0) == INVALID_VALUE
+        assert driver("cuMemHostRegister", 4096, PAGE, 0) == INVALID_VALUE
         assert driver("cuMemHostRegister", driver.allocate(), PAGE, 0) == INVALID_VALUE  # device memory
         assert sim.stats().registered_bytes == 0
 

@@ -12,7 +12,8 @@ using namespace cumem_sim;
 
 namespace {
 
-bool known_mode(CUstreamCaptureMode mode) {
+bool known_mode(const CUstreamCaptureMode& passed) {
+    const int mode = number_of(passed);
     return mode == CU_STREAM_CAPTURE_MODE_GLOBAL || mode == CU_STREAM_CAPTURE_MODE_THREAD_LOCAL ||
            mode == CU_STREAM_CAPTURE_MODE_RELAXED;
 }

@@ -13,7 +13,7 @@ using namespace cumem_sim;
 
 namespace {
 
-int attribute(const Device& device, CUdevice_attribute attrib) {
+int attribute(const Device& device, int attrib) {
     switch (attrib) {
         case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
         case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
@@ -125,7 +125,7 @@ extern "C" __attribute__((visibility("default"))) CUresult CUDAAPI cuDeviceGetUu
 CUresult CUDAAPI cuDeviceGetAttribute(int* pi, CUdevice_attribute attrib, CUdevice dev) {
     return driver_call("cuDeviceGetAttribute", Needs::kInit, [&](Call& call) {
         require(pi, CUDA_ERROR_INVALID_VALUE);
-        *pi = attribute(call.sim.device(dev), attrib);
+        *pi = attribute(call.sim.device(dev), number_of(attrib));
         return CUDA_SUCCESS;
     });
 }

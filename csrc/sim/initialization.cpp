@@ -55,7 +55,7 @@ CUresult CUDAAPI cuDriverGetVersion(int* driverVersion) {
 CUresult CUDAAPI cuGetErrorName(CUresult error, const char** pStr) {
     return driver_call("cuGetErrorName", Needs::kNothing, [&](Call&) {
         require(pStr, CUDA_ERROR_INVALID_VALUE);
-        *pStr = error_name(error);
+        *pStr = error_name(number_of(error));
         return *pStr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
     });
 }
@@ -63,7 +63,7 @@ CUresult CUDAAPI cuGetErrorName(CUresult error, const char** pStr) {
 CUresult CUDAAPI cuGetErrorString(CUresult error, const char** pStr) {
     return driver_call("cuGetErrorString", Needs::kNothing, [&](Call&) {
         require(pStr, CUDA_ERROR_INVALID_VALUE);
-        *pStr = error_string(error);
+        *pStr = error_string(number_of(error));
         return *pStr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
     });
 }

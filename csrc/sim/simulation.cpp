@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "vmm.h"
+
 namespace cumem_sim {
 
 namespace {
@@ -31,6 +33,7 @@ void after_fork_in_parent() { Simulation::instance().mutex.unlock(); }
 void after_fork_in_child() {
     Simulation& sim = Simulation::instance();
     sim.forked = sim.initialized;
+    withdraw_device_memory(sim);
     sim.mutex.unlock();
 }
 

@@ -13,6 +13,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
@@ -41,6 +42,16 @@ struct Refused {
 
 inline void require(bool condition, CUresult otherwise) {
     if (!condition) throw Refused{otherwise};
+}
+
+// An enumerator that a caller passed, as a number: programs in C pass any, and C++ may not even look at one that the
+// enumeration does not have.
+template <typename Enum>
+int number_of(const Enum& value) {
+    static_assert(sizeof value == sizeof(int));
+    int number = 0;
+    std::memcpy(&number, &value, sizeof number);
+    return number;
 }
 
 // Whether a piece of stream work has run; what events and synchronisation wait for.

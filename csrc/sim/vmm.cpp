@@ -73,12 +73,12 @@ std::vector<std::shared_ptr<Mapping>> whole_mappings_of(const Simulation& sim, C
 }
 
 void check_location(Simulation& sim, const CUmemLocation& location) {
-    require(location.type == CU_MEM_LOCATION_TYPE_DEVICE, CUDA_ERROR_INVALID_VALUE);
+    require(number_of(location.type) == CU_MEM_LOCATION_TYPE_DEVICE, CUDA_ERROR_INVALID_VALUE);
     sim.device(location.id);
 }
 
 void check_properties(Simulation& sim, const CUmemAllocationProp* prop) {
-    require(prop && prop->type == CU_MEM_ALLOCATION_TYPE_PINNED, CUDA_ERROR_INVALID_VALUE);
+    require(prop && number_of(prop->type) == CU_MEM_ALLOCATION_TYPE_PINNED, CUDA_ERROR_INVALID_VALUE);
     check_location(sim, prop->location);
 }
 
@@ -93,8 +93,9 @@ int host_protection(const std::map<int, CUmemAccess_flags>& access) {
 
 void check_access(Simulation& sim, const CUmemAccessDesc& desc) {
     check_location(sim, desc.location);
-    const bool known = desc.flags == CU_MEM_ACCESS_FLAGS_PROT_NONE || desc.flags == CU_MEM_ACCESS_FLAGS_PROT_READ ||
-                       desc.flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    const int flags = number_of(desc.flags);
+    const bool known = flags == CU_MEM_ACCESS_FLAGS_PROT_NONE || flags == CU_MEM_ACCESS_FLAGS_PROT_READ ||
+                       flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
     require(known, CUDA_ERROR_INVALID_VALUE);
 }
 
@@ -159,12 +160,17 @@ bool overlaps_reservation(const Simulation& sim, CUdeviceptr address, std::size_
            find_range(sim.reservations, address, [](auto bytes) { return bytes; }) != sim.reservations.end();
 }
 
+void withdraw_device_memory(const Simulation& sim) {
+    for (const auto& [address, size] : sim.reservations) reserve(host_address(address), size, MAP_FIXED);
+}
+
 }  // namespace cumem_sim
 
 CUresult CUDAAPI cuMemGetAllocationGranularity(std::size_t* granularity, const CUmemAllocationProp* prop,
                                                CUmemAllocationGranularity_flags option) {
     return driver_call("cuMemGetAllocationGranularity", Needs::kInit, [&](Call& call) {
-        const bool known = option == CU_MEM_ALLOC_GRANULARITY_MINIMUM || option == CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
+        const int wanted = number_of(option);
+        const bool known = wanted == CU_MEM_ALLOC_GRANULARITY_MINIMUM || wanted == CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
         require(granularity && known, CUDA_ERROR_INVALID_VALUE);
         check_properties(call.sim, prop);
         *granularity = kGranularityBytes;
@@ -206,7 +212,7 @@ CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle* handle, std::size_t s
         require(handle && size > 0 && is_multiple_of_granularity(size) && flags == 0, CUDA_ERROR_INVALID_VALUE);
         check_properties(call.sim, prop);
         constexpr int kPosixFd = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-        const int handle_types = prop->requestedHandleTypes;
+        const int handle_types = number_of(prop->requestedHandleTypes);
         require(!(handle_types & CU_MEM_HANDLE_TYPE_FABRIC), CUDA_ERROR_NOT_PERMITTED);
         require(!(handle_types & ~kPosixFd), CUDA_ERROR_NOT_SUPPORTED);
         Device& device = call.sim.device(prop->location.id);
@@ -252,8 +258,6 @@ CUresult CUDAAPI cuMemMap(CUdeviceptr ptr, std::size_t size, std::size_t offset,
         void* const mapped =
             mmap(host_address(ptr), size, PROT_NONE, MAP_SHARED | MAP_FIXED, physical->second->fd(), 0);
         require(mapped != MAP_FAILED, CUDA_ERROR_OPERATING_SYSTEM);
-        // A forked child has no device memory; without this it would share the parent's.
-        madvise(mapped, size, MADV_DONTFORK);
         sim.mappings.emplace(ptr, std::move(mapping));
         return CUDA_SUCCESS;
     });
@@ -314,7 +318,7 @@ CUresult CUDAAPI cuMemExportToShareableHandle(void* shareableHandle, CUmemGeneri
     return driver_call("cuMemExportToShareableHandle", Needs::kInit, [&](Call& call) {
         const auto physical = call.sim.handles.find(handle);
         require(shareableHandle && flags == 0 && physical != call.sim.handles.end(), CUDA_ERROR_INVALID_VALUE);
-        require(handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CUDA_ERROR_NOT_SUPPORTED);
+        require(number_of(handleType) == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CUDA_ERROR_NOT_SUPPORTED);
         require(physical->second->exportable(), CUDA_ERROR_INVALID_VALUE);
         const int duplicate = fcntl(physical->second->fd(), F_DUPFD_CLOEXEC, 0);
         require(duplicate >= 0, CUDA_ERROR_OPERATING_SYSTEM);

@@ -14,4 +14,7 @@ std::vector<std::shared_ptr<Mapping>> mappings_of(const Simulation& sim, CUdevic
 // Whether any part of the range is reserved address space.
 bool overlaps_reservation(const Simulation& sim, CUdeviceptr address, std::size_t size);
 
+// Makes every reserved address fault, in a forked child: it has no device memory, and would share its parent's.
+void withdraw_device_memory(const Simulation& sim);
+
 }  // namespace cumem_sim

@@ -1,0 +1,61 @@
+"""Fixtures. The suite runs on the simulated driver; with `CUMEM_SLEEP_TEST_DRIVER=cuda` it runs on a real GPU.
+
+Tests marked `sim` need the simulated driver (its controls, its strictness), tests marked `gpu` a real GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+_DRIVER = os.environ.get("CUMEM_SLEEP_TEST_DRIVER", "sim")
+if _DRIVER not in ("sim", "cuda"):
+    raise pytest.UsageError(f"CUMEM_SLEEP_TEST_DRIVER={_DRIVER!r}: sim or cuda is allowed")
+# Before the package is imported: no setting of the user's own may change what is tested.
+for _name in [name for name in os.environ if name.startswith("CUMEM_SLEEP_") and name != "CUMEM_SLEEP_TEST_DRIVER"]:
+    del os.environ[_name]
+os.environ["CUMEM_SLEEP_DRIVER"] = _DRIVER
+
+from support import Memory, free_everything, fresh_allocator, reset_simulation  # noqa: E402
+
+from cumem_sleep import CuMemAllocator  # noqa: E402
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "sim: needs the simulated driver (skipped on a real GPU)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skipped = {
+        "sim": {"gpu": pytest.mark.skip(reason="needs a real GPU: run with CUMEM_SLEEP_TEST_DRIVER=cuda")},
+        "cuda": {"sim": pytest.mark.skip(reason="needs the simulated driver, and this run is on a real GPU")},
+    }[_DRIVER]
+    for item in items:
+        for marker, skip in skipped.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(skip)
+
+
+@pytest.fixture
+def make_allocator() -> Iterator[Callable[..., CuMemAllocator]]:
+    """Makes allocators with given settings. After the test everything is freed, and nothing may be left behind."""
+    reset_simulation()
+    yield fresh_allocator
+    free_everything()
+    reset_simulation()
+
+
+@pytest.fixture
+def allocator(make_allocator: Callable[..., CuMemAllocator]) -> CuMemAllocator:
+    """A fresh allocator with the default settings."""
+    return make_allocator()
+
+
+@pytest.fixture
+def memory(make_allocator: Callable[..., CuMemAllocator]) -> Iterator[Memory]:
+    """Reads and writes device memory; its own host memory is given back before the allocator's is counted."""
+    content = Memory()
+    yield content
+    content.close()

@@ -1,0 +1,432 @@
+"""PyTorch memory that sleeps: pools, CUDA graphs, kernels in flight, captures. Needs a real GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, _core
+from cumem_sleep.digest import DeviceDigester, digest_of
+
+pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch")
+
+MIB = 1 << 20
+SPIN_CYCLES = 400_000_000  # about 0.2 s on an H200
+
+
+@pytest.fixture(autouse=True)
+def _clean_pools(allocator: CuMemAllocator) -> Iterator[None]:
+    """Tensors that a test left go before the allocator fixture looks for what was left behind."""
+    yield
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def random_tensor(nbytes: int, device: str = "cuda") -> Any:
+    return torch.randint(-(2**62), 2**62, (nbytes // 8,), dtype=torch.int64, device=device)
+
+
+def free_bytes(device: int = 0) -> int:
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def test_pool_memory_is_tagged_sleeps_and_wakes_at_its_address(allocator: CuMemAllocator) -> None:
+    with allocator.use_memory_pool("weights"):
+        weights = random_tensor(512 * MIB)
+    with allocator.use_memory_pool("kv_cache"):
+        cache = random_tensor(256 * MIB)
+    outside = random_tensor(64 * MIB)
+    expected, address = weights.cpu(), weights.data_ptr()
+    assert allocator.usage()["weights"].mapped_bytes == 512 * MIB
+    assert allocator.usage()["kv_cache"].mapped_bytes == 256 * MIB
+
+    before = free_bytes()
+    report = allocator.sleep(level=1)
+    assert report.freed_bytes == 768 * MIB
+    assert report.copied_bytes == 512 * MIB
+    assert free_bytes() - before == 768 * MIB
+    assert outside.sum().item() != 0  # memory outside the pools is untouched
+
+    report = allocator.wake_up()
+    assert report.verified_bytes == 512 * MIB
+    assert weights.data_ptr() == address
+    assert torch.equal(weights.cpu(), expected)
+    assert allocator.sleep().copied_bytes == 0
+    allocator.wake_up()
+    assert torch.equal(weights.cpu(), expected)
+    del weights, cache
+
+
+def test_a_cuda_graph_replays_with_identical_results_across_sleep_and_wake(allocator: CuMemAllocator) -> None:
+    with allocator.use_memory_pool("weights"):
+        weight = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    with allocator.use_memory_pool("kv_cache"):
+        state = torch.zeros(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    torch.mm(x, weight, out=state)  # warm up cuBLAS outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.mm(x, weight, out=state)
+        y = state * 2
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = y.clone()
+    for level in (1, 2):
+        saved = weight.cpu()
+        allocator.sleep(level)
+        y.zero_()
+        allocator.wake_up()
+        if level == 2:
+            weight.copy_(saved)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, expected)
+
+
+def test_memory_of_graphs_captured_in_its_pool_sleeps_too(allocator: CuMemAllocator) -> None:
+    x = torch.randn(1024, 1024, device="cuda")
+    (x @ x).sum().item()
+    graph = torch.cuda.CUDAGraph()
+    with allocator.cudagraph_pool() as pool, torch.cuda.graph(graph, pool=pool):
+        y = (x @ x).relu() + 1
+    graph.replay()
+    expected = y.clone()
+    assert allocator.usage()["cudagraph"].bytes >= y.nbytes
+    report = allocator.sleep(level=2)
+    assert report.dropped_bytes == 0
+    allocator.wake_up()
+    assert torch.equal(y, expected)
+    y.zero_()
+    graph.replay()
+    assert torch.equal(y, expected)
+    del graph, y
+    allocator.release_pools()
+    assert "cudagraph" not in allocator.usage()
+
+
+def test_memory_that_is_free_on_leaving_the_pool_goes_back(allocator: CuMemAllocator) -> None:
+    before = free_bytes()
+    with allocator.use_memory_pool("weights"):
+        kept = random_tensor(64 * MIB)
+        temporary = random_tensor(512 * MIB)
+        del temporary
+    assert allocator.usage()["weights"].bytes == 64 * MIB
+    assert before - free_bytes() <= 64 * MIB
+    expected = kept.cpu()
+    del kept
+    torch.cuda.empty_cache()  # what is freed later goes back with PyTorch's own cache
+    assert allocator.usage() == {}
+    assert free_bytes() >= before
+    assert expected.numel() == 64 * MIB // 8
+
+
+def test_a_tag_may_be_entered_again_and_pools_nest(allocator: CuMemAllocator) -> None:
+    with allocator.use_memory_pool("weights"):
+        a = random_tensor(32 * MIB)
+        with allocator.use_memory_pool("kv_cache"):
+            b = random_tensor(64 * MIB)
+            with allocator.use_memory_pool("weights"):
+                c = random_tensor(32 * MIB)
+        d = random_tensor(128 * MIB)
+    with allocator.use_memory_pool("weights"):
+        e = random_tensor(32 * MIB)
+    usage = allocator.usage()
+    assert usage["weights"].bytes == 224 * MIB
+    assert usage["kv_cache"].bytes == 64 * MIB
+    expected = [t.cpu() for t in (a, c, d, e)]
+    allocator.sleep(1)
+    allocator.wake_up()
+    assert all(torch.equal(t.cpu(), other) for t, other in zip((a, c, d, e), expected, strict=True))
+    del b
+
+
+def test_an_error_inside_the_pool_leaves_it_and_the_thread_as_they_were(allocator: CuMemAllocator) -> None:
+    def fail_inside() -> None:
+        with allocator.use_memory_pool("weights"):
+            random_tensor(64 * MIB)
+            raise KeyError("x")
+
+    with pytest.raises(KeyError, match="x"):
+        fail_inside()
+    assert _core.thread_tag() == "default"
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert allocator.usage() == {}
+
+
+def test_out_of_memory_in_the_pool_is_pytorchs_own_error(allocator: CuMemAllocator) -> None:
+    total = torch.cuda.mem_get_info()[1]
+    with allocator.use_memory_pool("weights"):
+        kept = random_tensor(64 * MIB)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(total + MIB, dtype=torch.uint8, device="cuda")
+        after = random_tensor(32 * MIB)  # the pool still works
+    expected = kept.cpu(), after.cpu()
+    allocator.sleep(1)
+    allocator.wake_up()
+    assert torch.equal(kept.cpu(), expected[0])
+    assert torch.equal(after.cpu(), expected[1])
+
+
+def test_a_wake_without_room_leaves_all_asleep_and_can_be_made_again(allocator: CuMemAllocator) -> None:
+    with allocator.use_memory_pool("weights"):
+        weights = random_tensor(4096 * MIB)
+    expected = weights.cpu()
+    allocator.sleep(1)
+    torch.cuda.empty_cache()
+    blocker = torch.empty(free_bytes() - 2048 * MIB, dtype=torch.uint8, device="cuda")
+    with pytest.raises(OutOfDeviceMemory) as caught:
+        allocator.wake_up()
+    assert caught.value.needed_bytes == 4096 * MIB
+    assert allocator.usage()["weights"].mapped_bytes == 0
+    del blocker  # cached by PyTorch: the wake itself makes that cache give way
+    allocator.wake_up()
+    assert torch.equal(weights.cpu(), expected)
+
+
+def test_a_kernel_in_flight_at_sleep_is_waited_for(allocator: CuMemAllocator) -> None:
+    with allocator.use_memory_pool("weights"):
+        weights = torch.zeros(64 * MIB // 4, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SPIN_CYCLES)
+        weights.fill_(7)
+    allocator.sleep(1)
+    allocator.wake_up()
+    assert bool((weights == 7).all())
+
+
+def test_a_kernel_in_flight_at_free_keeps_its_pages(allocator: CuMemAllocator) -> None:
+    """Also on a side stream that PyTorch was told nothing about, as with memory of cudaMalloc."""
+    stream = torch.cuda.Stream()
+    done = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(3):
+        with allocator.use_memory_pool("weights"):
+            weights = torch.zeros(64 * MIB // 4, device="cuda")
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(SPIN_CYCLES)
+                weights.fill_(1)
+                done.add_(weights[-1])
+            del weights
+        assert allocator.usage() == {}
+    address = allocator.malloc(64 * MIB, "weights")
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SPIN_CYCLES)
+    allocator.free(address)
+    assert stream.query(), "free returned before the work that ran on the device had ended"
+    torch.cuda.synchronize()  # an illegal address would show here
+    assert done.item() == 3
+
+
+@pytest.mark.parametrize("same_thread", [True, False])
+def test_free_during_a_capture_waits_for_kernels_and_leaves_the_capture_valid(
+    allocator: CuMemAllocator, same_thread: bool
+) -> None:
+    address = allocator.malloc(64 * MIB, "weights")
+    x = torch.ones(1024, device="cuda")
+    side = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SPIN_CYCLES)
+    errors: list[BaseException] = []
+
+    def free() -> None:
+        try:
+            allocator.free(address)
+        except BaseException as error:
+            errors.append(error)
+
+    with torch.cuda.graph(graph):
+        y = x * 3
+        if same_thread:
+            free()
+        else:
+            thread = threading.Thread(target=free)
+            thread.start()
+            thread.join()
+        y += 1
+    assert errors == []
+    assert allocator.usage() == {}
+    graph.replay()
+    assert y.sum().item() == 4 * 1024
+
+
+def test_sleep_during_a_capture_is_refused_and_nothing_is_lost(allocator: CuMemAllocator) -> None:
+    with allocator.use_memory_pool("weights"):
+        weights = random_tensor(64 * MIB)
+    expected = weights.cpu()
+    graph = torch.cuda.CUDAGraph()
+    x = torch.ones(16, device="cuda")
+    with torch.cuda.graph(graph):
+        y = x + 1
+        for call in (allocator.sleep, allocator.wake_up, lambda: allocator.discard("weights")):
+            with pytest.raises(InvalidState, match="captur"):
+                call()
+    graph.replay()
+    assert y.sum().item() == 32
+    assert torch.equal(weights.cpu(), expected)
+
+
+def test_a_segment_freed_during_its_copy_is_given_back_afterwards(allocator: CuMemAllocator) -> None:
+    addresses = [allocator.malloc(512 * MIB, "weights") for _ in range(4)]
+    thread = threading.Thread(target=allocator.sleep)
+    thread.start()
+    for address in addresses:
+        allocator.free(address)
+    thread.join()
+    assert allocator.usage() == {}
+
+
+def test_the_current_context_stays_as_it_was(allocator: CuMemAllocator) -> None:
+    cuda = ctypes.CDLL("libcuda.so.1")
+    contexts: list[int | None] = []
+
+    def run() -> None:
+        current = ctypes.c_void_p()
+        cuda.cuCtxGetCurrent(ctypes.byref(current))
+        contexts.append(current.value)
+        address = allocator.malloc(2 * MIB, "weights")
+        allocator.sleep()
+        allocator.wake_up()
+        allocator.free(address)
+        cuda.cuCtxGetCurrent(ctypes.byref(current))
+        contexts.append(current.value)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert contexts == [None, None]  # a new thread has no context, and still has none
+    run()
+    assert contexts[2] == contexts[3]
+
+
+def test_the_gpu_digest_equals_the_reference(allocator: CuMemAllocator) -> None:
+    with allocator.use_memory_pool("weights"):
+        tensors = [random_tensor(size * MIB) for size in (2, 20, 34, 2)]
+    digester = DeviceDigester()
+    by_address = {segment.address: segment for segment in _core.segments()}
+    digests = digester.of(list(by_address.values()))
+    assert digester.on_gpu
+    for tensor in tensors:
+        segment = by_address[tensor.data_ptr()]
+        assert segment.bytes == tensor.nbytes
+        assert digests[segment.id] == digest_of(tensor.cpu().numpy())
+    flipped = by_address[tensors[1].data_ptr()]
+    rng = np.random.default_rng()
+    for _ in range(20):
+        word, bit = int(rng.integers(tensors[1].numel())), int(rng.integers(63))
+        tensors[1][word] ^= 1 << bit
+        torch.cuda.synchronize()
+        assert digester.of([flipped])[flipped.id] != digests[flipped.id]
+        tensors[1][word] ^= 1 << bit
+    torch.cuda.synchronize()
+    assert digester.of([flipped]) == {flipped.id: digests[flipped.id]}
+
+
+def test_cupy_reads_and_writes_the_very_bytes(allocator: CuMemAllocator) -> None:
+    cupy = pytest.importorskip("cupy")
+    from cumem_sleep import cupy_allocator
+
+    cupy.cuda.set_allocator(cupy_allocator(tag="weights"))
+    try:
+        array = cupy.random.randint(0, 2**31, size=(4 * MIB,), dtype=cupy.int64)
+        empty = cupy.empty(0)
+        expected = cupy.asnumpy(array)
+        segment = next(s for s in _core.segments() if s.address == array.data.ptr)
+        assert segment.tag == "weights"
+        tensor = torch.from_dlpack(array)
+        assert tensor.data_ptr() == segment.address
+        allocator.sleep(1)
+        allocator.wake_up()
+        assert np.array_equal(cupy.asnumpy(array), expected)
+        assert np.array_equal(tensor.cpu().numpy(), expected)
+        del array, tensor, empty, segment
+        gc.collect()
+    finally:
+        cupy.cuda.set_allocator(cupy.cuda.MemoryPool().malloc)
+    cupy.get_default_memory_pool().free_all_blocks()
+    assert allocator.usage() == {}
+
+
+def test_200_cycles_leave_gpu_and_host_memory_flat(allocator: CuMemAllocator) -> None:
+    def resident_bytes() -> int:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * 4096
+
+    with allocator.use_memory_pool("weights"):
+        weights = [random_tensor(32 * MIB) for _ in range(8)]
+    with allocator.use_memory_pool("kv_cache"):
+        cache = random_tensor(512 * MIB)
+    expected = [w.cpu() for w in weights]
+    levels: list[tuple[int, int, int]] = []
+    for cycle in range(200):
+        weights[cycle % 8] += 1
+        expected[cycle % 8] += 1
+        torch.cuda.synchronize()
+        allocator.sleep(1)
+        asleep = free_bytes()
+        allocator.wake_up(["weights"])
+        allocator.wake_up()
+        levels.append((asleep, free_bytes(), resident_bytes()))
+    assert all(torch.equal(w.cpu(), e) for w, e in zip(weights, expected, strict=True))
+    settled = levels[20:]
+    assert len({(asleep, awake) for asleep, awake, _ in settled}) == 1, "GPU memory is not flat"
+    assert settled[-1][2] - settled[0][2] < 16 * MIB, "host memory is not flat"
+    del cache
+
+
+def test_two_devices_sleep_together(allocator: CuMemAllocator) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with allocator.use_memory_pool("weights"):
+        weights = [random_tensor(256 * MIB, f"cuda:{device}") for device in (0, 1)]
+    expected = [w.cpu() for w in weights]
+    assert sorted(segment.device for segment in _core.segments()) == [0, 1]
+    before = [free_bytes(device) for device in (0, 1)]
+    allocator.sleep(1)
+    assert [free_bytes(device) - before[device] for device in (0, 1)] == [256 * MIB] * 2
+    allocator.wake_up()
+    assert all(torch.equal(w.cpu(), e) for w, e in zip(weights, expected, strict=True))
+
+
+def test_peers_keep_their_access(allocator: CuMemAllocator) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    cuda = ctypes.CDLL("libcuda.so.1")
+
+    class Location(ctypes.Structure):
+        _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+    class Access(ctypes.Structure):
+        _fields_ = (("location", Location), ("flags", ctypes.c_int))
+
+    with allocator.use_memory_pool("weights"):
+        weights = random_tensor(64 * MIB, "cuda:0")
+    torch.zeros(1, device="cuda:1")
+    expected = weights.cpu()
+    access = Access(Location(1, 1), 3)  # device 1 may read and write
+    assert (
+        cuda.cuMemSetAccess(
+            ctypes.c_uint64(weights.data_ptr()), ctypes.c_size_t(64 * MIB), ctypes.byref(access), ctypes.c_size_t(1)
+        )
+        == 0
+    )
+    allocator.sleep(1)
+    allocator.wake_up()
+    flags = ctypes.c_ulonglong()
+    location = Location(1, 1)
+    assert cuda.cuMemGetAccess(ctypes.byref(flags), ctypes.byref(location), ctypes.c_uint64(weights.data_ptr())) == 0
+    assert flags.value == 3
+    assert torch.equal(weights.cpu(), expected)

@@ -1,0 +1,169 @@
+"""What several test modules share: device memory through the driver, a clean slate, scripts in processes of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+import cumem_sleep
+from cumem_sleep import CuMemAllocator, Settings, _core, sim
+
+MIB = 1 << 20
+PAGE = 2 * MIB  # the granularity of device memory
+DEVICE_BYTES = 256 * MIB
+
+DRIVER = os.environ["CUMEM_SLEEP_DRIVER"]  # conftest.py sees to it
+SIMULATED = DRIVER == "sim"
+
+AWAKE, BACKED_UP, DROPPED = _core.Segment.Sleep.AWAKE, _core.Segment.Sleep.BACKED_UP, _core.Segment.Sleep.DROPPED
+
+_Result = TypeVar("_Result")
+
+
+class Memory:
+    """Device memory, read and written by copies on a stream: works on the simulated driver and on a GPU alike."""
+
+    BOUNCE_BYTES = 4 * MIB
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng(0)
+        self._block: _core.HostBlock | None = None
+        self._streams: dict[int, _core.CopyStream] = {}
+
+    @property
+    def registered_bytes(self) -> int:
+        """Pinned host memory that is this object's own."""
+        return self._block.bytes if self._block else 0
+
+    def close(self) -> None:
+        """Give back what the copies need; the next copy takes it again."""
+        self._streams.clear()
+        self._block = None
+
+    def read(self, address: int, nbytes: int, device: int = 0) -> bytes:
+        stream, block, bounce = self._bounce(device)
+        content = bytearray()
+        for start in range(0, nbytes, block.bytes):
+            size = min(block.bytes, nbytes - start)
+            stream.to_host(block, 0, address + start, size)
+            stream.synchronize()
+            content += bounce[:size].tobytes()
+        return bytes(content)
+
+    def write(self, address: int, data: bytes | npt.NDArray[np.uint8], device: int = 0) -> None:
+        stream, block, bounce = self._bounce(device)
+        content = np.frombuffer(data, np.uint8)
+        for start in range(0, content.size, block.bytes):
+            piece = content[start : start + block.bytes]
+            bounce[: piece.size] = piece
+            stream.to_device(address + start, block, 0, piece.size)
+            stream.synchronize()
+
+    def fill_random(self, address: int, nbytes: int, device: int = 0) -> bytes:
+        """Write random bytes; returns them."""
+        content = self._random.bytes(nbytes)
+        self.write(address, content, device)
+        return content
+
+    def _bounce(self, device: int) -> tuple[_core.CopyStream, _core.HostBlock, npt.NDArray[np.uint8]]:
+        if self._block is None:
+            block = _core.HostBlock(self.BOUNCE_BYTES, -1)
+            block.touch(0, block.bytes)
+            block.pin(device)
+            self._block = block
+        stream = self._streams.get(device) or self._streams.setdefault(device, _core.CopyStream(device))
+        return stream, self._block, np.frombuffer(memoryview(self._block), np.uint8)
+
+
+def fresh_allocator(**settings: object) -> CuMemAllocator:
+    """A new allocator; on the simulated driver, one device of `DEVICE_BYTES` and no injected failures."""
+    return CuMemAllocator(Settings(driver=DRIVER, **settings))  # type: ignore[arg-type]
+
+
+def reset_simulation() -> None:
+    if SIMULATED:
+        sim.reset()
+        sim.configure(device_bytes=DEVICE_BYTES, devices=1)
+
+
+def free_everything() -> None:
+    """Free every segment, and see that neither the driver nor the host keeps anything."""
+    allocator = CuMemAllocator.instance
+    if allocator is None:
+        return
+    if SIMULATED:
+        sim.reset()
+    for segment in _core.segments():
+        allocator.free(segment.address)
+    gc.collect()
+    if _core.driver_is_open():
+        assert _core.reclaim() == 0
+    assert allocator._store.host_bytes == 0
+    if SIMULATED:
+        stats = sim.stats()
+        left = (stats.live_handles, stats.mapped_bytes, stats.reserved_bytes, stats.registered_bytes)
+        assert left == (0, 0, 0, 0), "left behind: handles, mapped, reserved, registered bytes"
+        if _core.driver_is_open():
+            free_bytes, total_bytes = _core.memory_info(0)
+            assert free_bytes == total_bytes, "device memory is left behind"
+    CuMemAllocator.instance = None
+
+
+def in_thread(work: Callable[[], _Result], timeout_s: float = 30) -> _Result:
+    """The result of `work` on another thread, or what it raised."""
+    results: list[_Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    assert not thread.is_alive(), "the thread hangs"
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def hooks() -> ctypes.CDLL:
+    """The C functions that PyTorch's caching allocator calls; they run without the interpreter lock."""
+    library = ctypes.CDLL(_core.__file__)
+    library.cumem_sleep_malloc.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    library.cumem_sleep_malloc.restype = ctypes.c_void_p
+    library.cumem_sleep_free.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    library.cumem_sleep_free.restype = None
+    return library
+
+
+def run_script(script: str, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, on the simulated driver unless `environment` says otherwise."""
+    package_root = pathlib.Path(cumem_sleep.__path__[0]).parent
+    path = os.pathsep.join([str(package_root), str(pathlib.Path(__file__).parent)])
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def assert_clean_exit(process: subprocess.CompletedProcess[str]) -> None:
+    """The script ended well and said nothing on standard error."""
+    assert (process.returncode, process.stderr) == (0, ""), process.stdout + process.stderr
