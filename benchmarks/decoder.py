@@ -167,15 +167,16 @@ def main() -> None:
     with allocator.use_memory_pool("kv_cache"):
         cache = torch.zeros(LAYERS, 2, KV_HEADS, POSITIONS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
         more_cache = torch.zeros(40 * GIB, dtype=torch.uint8, device="cuda")
-    decoder = Decoder(weights, cache)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            decoder.step()
-    torch.cuda.current_stream().wait_stream(side)
+    with allocator.use_memory_pool("runtime"):  # constants and cuBLAS workspaces: small, and they can sleep too
+        decoder = Decoder(weights, cache)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                decoder.step()
+        torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with allocator.cudagraph_pool() as pool, torch.cuda.graph(graph, pool=pool):
         decoder.step()
 
     addresses = {name: tensor.data_ptr() for name, tensor in weights.items()}
@@ -210,7 +211,7 @@ def main() -> None:
             "gpu_bytes_asleep": asleep_bytes,
             "asleep_itemised": {
                 "bare CUDA context": bare_context,
-                "PyTorch's own memory (graph pool, cuBLAS workspace, constants)": outside,
+                "PyTorch's memory outside the layer": outside,
                 "segments of the layer": mapped_asleep,
                 "loaded kernels, graph and the rest of the context": asleep_bytes
                 - bare_context

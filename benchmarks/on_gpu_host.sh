@@ -5,7 +5,7 @@ set -uo pipefail
 out=$1
 shift
 mkdir -p "$out"
-export PYTHONPATH=/tmp/site PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+export PYTHONPATH=/tmp/site:$PWD/benchmarks PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 python3 -m pip install --no-build-isolation --no-deps -q --upgrade --target /tmp/site . || exit 1
 status=0
 for what in "$@"; do

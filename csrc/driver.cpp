@@ -111,6 +111,7 @@ Driver::Driver(const std::string& path) : path_(path) {
     resolve(primary_ctx_retain);
     resolve(primary_ctx_get_state);
     resolve(ctx_get_current);
+    resolve(ctx_set_current);
     resolve(ctx_push_current);
     resolve(ctx_pop_current);
     resolve(ctx_synchronize);
@@ -175,6 +176,17 @@ ContextScope::~ContextScope() {
     try_twice([] {
         CUcontext popped = nullptr;
         return Driver::get().ctx_pop_current.attempt(&popped) == CUDA_SUCCESS;
+    });
+}
+
+SavedContext::SavedContext() { Driver::get().ctx_get_current(&context_); }
+
+SavedContext::~SavedContext() {
+    try_twice([this] {
+        CUcontext current = nullptr;
+        const Driver& driver = Driver::get();
+        driver.ctx_get_current(&current);
+        return current == context_ || driver.ctx_set_current.attempt(context_) == CUDA_SUCCESS;
     });
 }
 

@@ -96,6 +96,7 @@ class Driver {
     Call<decltype(cuDevicePrimaryCtxRetain)> primary_ctx_retain{"cuDevicePrimaryCtxRetain"};
     Call<decltype(cuDevicePrimaryCtxGetState)> primary_ctx_get_state{"cuDevicePrimaryCtxGetState"};
     Call<decltype(cuCtxGetCurrent)> ctx_get_current{"cuCtxGetCurrent"};
+    Call<decltype(cuCtxSetCurrent)> ctx_set_current{"cuCtxSetCurrent"};
     Call<decltype(cuCtxPushCurrent)> ctx_push_current{"cuCtxPushCurrent", "cuCtxPushCurrent_v2"};
     Call<decltype(cuCtxPopCurrent)> ctx_pop_current{"cuCtxPopCurrent", "cuCtxPopCurrent_v2"};
     // Current context required. Invalidates any graph capture in that context, whatever the thread's capture mode.
@@ -179,6 +180,19 @@ class ContextScope {
 
   private:
     bool pushed_ = false;
+};
+
+// Puts back, at its end, what context was current on this thread when it was made: for code that calls into libraries
+// which make a context current and leave it so (the CUDA runtime does).
+class SavedContext {
+  public:
+    SavedContext();
+    ~SavedContext();
+    SavedContext(const SavedContext&) = delete;
+    SavedContext& operator=(const SavedContext&) = delete;
+
+  private:
+    CUcontext context_ = nullptr;
 };
 
 // Lets this thread make calls that a graph capture on another thread would forbid.

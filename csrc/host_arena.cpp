@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <utility>
 
 #include "driver.h"
@@ -101,9 +101,13 @@ void HostBlock::pin(int device) {
 int numa_node(const std::string& pci_bus_id) {
     std::string name = pci_bus_id;
     std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) { return std::tolower(c); });
-    std::ifstream file("/sys/bus/pci/devices/" + name + "/numa_node");
+    const std::string path = "/sys/bus/pci/devices/" + name + "/numa_node";
     int node = -1;
-    return file >> node ? node : -1;
+    if (FILE* file = fopen(path.c_str(), "r")) {
+        if (fscanf(file, "%d", &node) != 1) node = -1;
+        fclose(file);
+    }
+    return node;
 }
 
 }  // namespace cumem_sleep

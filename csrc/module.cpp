@@ -79,6 +79,11 @@ class Pinned {
     std::vector<SegmentPtr> segments_;
 };
 
+// The thread's current CUDA context stays what it was, whatever PyTorch does inside.
+struct CurrentContext {
+    std::unique_ptr<SavedContext> saved;
+};
+
 // The hooks run without the interpreter; what Python does about a freed segment is put off to the main thread.
 std::atomic<bool> notification_pending{false};
 PyObject* on_free_callback = nullptr;
@@ -215,6 +220,11 @@ PYBIND11_MODULE(_core, module) {
     module.def("thread_tag", [] { return thread_tag(); });
     module.def("on_free", &on_free, py::arg("callback").none(true),
                "Call `callback` on the main thread, soon, after the free hook gave memory back; None stops that.");
+
+    py::class_<CurrentContext>(module, "CurrentContext")
+        .def(py::init<>())
+        .def("__enter__", [](CurrentContext& self) { self.saved = std::make_unique<SavedContext>(); })
+        .def("__exit__", [](CurrentContext& self, const py::args&) { self.saved.reset(); });
 
     py::class_<HostBlock, std::shared_ptr<HostBlock>>(module, "HostBlock", py::buffer_protocol())
         .def(py::init<size_t, int>(), py::arg("bytes"), py::arg("numa_node"))

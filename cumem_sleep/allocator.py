@@ -448,7 +448,7 @@ class CuMemAllocator:
         pools = self._open()
         if pools is not None and pools.is_capturing():
             raise InvalidState(f"{name} while this thread captures a CUDA graph: call it after the capture")
-        with self._lock:
+        with self._lock, _core.CurrentContext():
             if pools is not None and name == "sleep":
                 pools.trim()  # memory that no tensor uses need not be backed up
             _core.reclaim()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from . import _core, host_limits
@@ -191,26 +191,28 @@ class BackupStore:
             yield _Touched({})
             return
         pool = ThreadPoolExecutor(threads, thread_name_prefix="cumem-sleep-touch")
+        touched = _Touched({})
         try:
-            yield _Touched(
-                {
-                    id(block): [
+            with suppress(RuntimeError):  # no threads to be had (at exit, or a limit): then `touched` does it itself
+                for block in blocks:
+                    touched.pieces[id(block)] = [
                         pool.submit(block.touch, start, min(_TOUCH_BYTES, block.bytes - start))
                         for start in range(0, block.bytes, _TOUCH_BYTES)
                     ]
-                    for block in blocks
-                }
-            )
+            yield touched
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
+@dataclass
 class _Touched:
     """Waits until the pages of one block are there; raises what touching them raised."""
 
-    def __init__(self, pieces: dict[int, list[Future[None]]]) -> None:
-        self._pieces = pieces
+    pieces: dict[int, list[Future[None]]]
 
     def __call__(self, block: _core.HostBlock) -> None:
-        for piece in self._pieces.pop(id(block)):
+        pieces = self.pieces.pop(id(block), None)
+        if pieces is None:
+            block.touch(0, block.bytes)
+        for piece in pieces or ():
             piece.result()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +27,8 @@ _UNROLL = 2
 _STAGES = 3
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _finalise(x: Any) -> Any:
+@triton.jit
+def _finalise(x):  # type: ignore[no-untyped-def]
     x ^= x >> 33
     x *= _F0
     x ^= x >> 33
@@ -39,15 +38,11 @@ def _finalise(x: Any) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _chunk_sums(
-    table: Any,
-    out: Any,
-    rows: Any,
-    LANES: tl.constexpr,  # noqa: N803
-    UNROLL: tl.constexpr,  # noqa: N803
-    STAGES: tl.constexpr,  # noqa: N803
-) -> None:
-    """One program for each chunk: `table` holds (address, number within its segment), `out` gets both sums."""
+def _chunk_sums(table, out, rows, LANES: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """One program for each chunk: `table` holds (address, number within its segment), `out` gets both sums.
+
+    Parameters have no types because Triton reads annotations.
+    """
     program = tl.program_id(0).to(tl.int64)
     entry = table.to(tl.pointer_type(tl.uint64)) + program * 2
     address = tl.load(entry)

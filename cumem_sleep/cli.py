@@ -1,0 +1,247 @@
+"""The command `cumem-sleep`: reads its arguments, shows what a command found, and says so by its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from . import __version__, _core, demo, doctor
+from .errors import BackupMismatch, CumemSleepError, InvalidArgument
+from .settings import parse_bytes
+
+EXIT_OK, EXIT_CHECK_FAILED, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+_WIDTH_WITHOUT_TERMINAL = 120
+
+_DESCRIPTION = """\
+Sleep mode for GPU memory: weights and KV cache give their GPU memory back in
+seconds and take it again at the same addresses, in the same process."""
+
+_EPILOG = """\
+examples:
+  cumem-sleep demo                     sleep and wake a small model, compare every byte
+  cumem-sleep demo model.safetensors   the same with a model of yours
+  cumem-sleep doctor                   is this machine ready, and is it fast
+  cumem-sleep doctor --json            the same for a program
+
+environment:
+  CUMEM_SLEEP_DRIVER=sim               run on the simulated driver: needs no GPU, its times mean nothing
+  CUMEM_SLEEP_DRIVER=cuda              run on the GPU, or fail and say why
+  All CUMEM_SLEEP_* settings are in the documentation of cumem_sleep.Settings.
+
+exit codes:
+  0  all is well
+  1  a check failed, or bytes differ
+  2  bad usage, or an error of this layer (one line on standard error)
+  130  interrupted"""
+
+_DEMO_DESCRIPTION = """\
+Loads a model's weights, makes a KV cache, and takes both through what a server
+does: sleep at level 1 (weights are copied to the host, the KV cache is dropped),
+wake, sleep again (nothing changed, so nothing is copied), wake the weights, then
+the KV cache, sleep at level 2 (both are dropped), wake, reload the weights.
+
+After each wake every byte of the weights is read back from the device and compared
+with the source, and every address with the one before.
+
+Without a GPU it runs on the simulated driver, and says so."""
+
+_DEMO_EPILOG = """\
+examples:
+  cumem-sleep demo
+  cumem-sleep demo model.safetensors --kv 8GiB
+  cumem-sleep demo model-0000*-of-00004.safetensors --device 1 --rounds 3
+  CUMEM_SLEEP_DRIVER=sim cumem-sleep demo --json | jq .ok"""
+
+_DOCTOR_DESCRIPTION = """\
+Looks at the driver, the GPUs, the host memory and the Python packages, and says
+what is wrong or slow and what to do about it. Takes 2 MiB on each GPU for a moment
+(and a CUDA context) to find out what is really granted; changes nothing.
+
+A warning costs speed or a feature; a failure means that the layer cannot work."""
+
+_DOCTOR_EPILOG = """\
+examples:
+  cumem-sleep doctor
+  cumem-sleep doctor --json | jq '.checks[] | select(.status != "ok")'
+  CUMEM_SLEEP_DRIVER=sim cumem-sleep doctor"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code.
+
+    Raises:
+        SystemExit: `--help`, `--version` (0) or bad usage (2), by argparse.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.run is None:
+        parser.print_help(sys.stderr)
+        return EXIT_ERROR
+    try:
+        code: int = options.run(options)
+        sys.stdout.flush()
+        return code
+    except CumemSleepError as error:
+        _say_error(str(error))
+        return EXIT_CHECK_FAILED if isinstance(error, BackupMismatch) else EXIT_ERROR
+    except KeyboardInterrupt:
+        _say_error("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    def new(make: Callable[..., Any], *names: str, **texts: str) -> Any:
+        return make(*names, formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
+
+    parser = new(argparse.ArgumentParser, prog="cumem-sleep", description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("--version", action="version", version=f"cumem-sleep {__version__}")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    text = "sleep and wake a model, and compare every byte"
+    command = new(commands.add_parser, "demo", help=text, description=_DEMO_DESCRIPTION, epilog=_DEMO_EPILOG)
+    command.add_argument(
+        "models",
+        nargs="*",
+        type=Path,
+        metavar="model.safetensors",
+        help="the weights, one file or all shards of a model; without any, a small made-up model (193 MiB)",
+    )
+    command.add_argument("--device", type=int, default=0, metavar="N", help="CUDA ordinal (default: 0)")
+    command.add_argument(
+        "--kv",
+        type=_size,
+        default=demo.DEFAULT_KV_BYTES,
+        metavar="SIZE",
+        help="size of the KV cache, as 8GiB or 500MB (default: 256MiB)",
+    )
+    command.add_argument(
+        "--rounds", type=_count, default=1, metavar="N", help="how often to go through all of it (default: 1)"
+    )
+    command.set_defaults(run=_demo)
+
+    text = "is this machine ready, and is it fast"
+    doctor_command = new(
+        commands.add_parser, "doctor", help=text, description=_DOCTOR_DESCRIPTION, epilog=_DOCTOR_EPILOG
+    )
+    doctor_command.set_defaults(run=_doctor)
+    for each in (command, doctor_command):
+        each.add_argument("--json", action="store_true", help="print JSON (progress goes to standard error)")
+    parsed: argparse.ArgumentParser = parser
+    return parsed
+
+
+def _size(text: str) -> int:
+    try:
+        nbytes = parse_bytes("size", text)
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError("at least one byte is allowed")
+    return nbytes
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 is allowed")
+    return int(text)
+
+
+# Commands
+
+
+def _demo(options: argparse.Namespace) -> int:
+    with _progress() as progress:
+        progress("look at the weights", 0, 0)
+        source = demo.source_from_files(options.models) if options.models else demo.synthetic_source()
+        weights = demo.lay_out(source.tensors)
+        allocator, why_simulated = demo.open_allocator(os.environ)
+        if why_simulated:
+            _say(f"{why_simulated}: running on the simulated driver (CUMEM_SLEEP_DRIVER=cuda insists on a GPU)")
+        if _core.driver_is_simulated():
+            demo.make_room(os.environ, weights, options.kv)
+        report = demo.run(
+            allocator,
+            source,
+            weights,
+            device=options.device,
+            kv_bytes=options.kv,
+            rounds=options.rounds,
+            progress=progress,
+        )
+    if options.json:
+        _print_json(report.to_json())
+    else:
+        _print(report.headline(), report.table(), report.conclusion())
+        if report.simulated:
+            _print(demo.SIMULATED_NOTE)
+    return EXIT_OK if report.ok else EXIT_CHECK_FAILED
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    with _progress() as progress:
+        report = doctor.examine(doctor.Machine(), lambda name: progress(name, 0, 0))
+    if options.json:
+        _print_json(report.to_json())
+    else:
+        _print(report.table(), report.conclusion())
+        if report.simulated:
+            _print(doctor.SIMULATED_NOTE)
+    return EXIT_OK if report.ok else EXIT_CHECK_FAILED
+
+
+# Output
+
+
+def _console(stderr: bool = False) -> Console:
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDTH_WITHOUT_TERMINAL
+    return console
+
+
+def _print(*things: RenderableType) -> None:
+    console = _console()
+    for thing in things:
+        console.print(thing, markup=False)
+
+
+def _print_json(facts: object) -> None:
+    print(json.dumps(facts, indent=2))
+
+
+def _say(text: str, style: str = "yellow") -> None:
+    """One line on standard error."""
+    _console(stderr=True).print(" ".join(text.split()), style=style, markup=False, soft_wrap=True)
+
+
+def _say_error(text: str) -> None:
+    where = " [simulated]" if _core.driver_is_simulated() else ""
+    _say(f"cumem-sleep{where}: {text}", style="bold red")
+
+
+@contextmanager
+def _progress() -> Iterator[demo.Progress]:
+    """A bar on standard error while work goes on; nothing where that is not a terminal."""
+    console = _console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total or None)
+
+        yield show
