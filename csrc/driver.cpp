@@ -227,7 +227,10 @@ void wait_for_running_work(int device) {
     CUdeviceptr waiter = 0;
     const CUresult result = driver.mem_alloc.attempt(&waiter, 1);
     if (result == CUDA_SUCCESS) {
-        driver.mem_free(waiter);
+        // Asked again before it is an error: what is not freed here nobody frees.
+        CUresult freed = driver.mem_free.attempt(waiter);
+        if (freed != CUDA_SUCCESS) freed = driver.mem_free.attempt(waiter);
+        if (freed != CUDA_SUCCESS) driver.fail(driver.mem_free.name, freed);
         return;
     }
     if (result != CUDA_ERROR_OUT_OF_MEMORY) driver.fail(driver.mem_alloc.name, result);
@@ -237,7 +240,9 @@ void wait_for_running_work(int device) {
     static std::mutex mutex;
     std::lock_guard<std::mutex> lock(mutex);
     driver.mem_host_register(page, kPage, CU_MEMHOSTREGISTER_PORTABLE);
-    driver.mem_host_unregister(page);
+    CUresult unregistered = driver.mem_host_unregister.attempt(page);
+    if (unregistered != CUDA_SUCCESS) unregistered = driver.mem_host_unregister.attempt(page);
+    if (unregistered != CUDA_SUCCESS) driver.fail(driver.mem_host_unregister.name, unregistered);
 }
 
 }  // namespace cumem_sleep

@@ -432,7 +432,7 @@ class CuMemAllocator:
     def _open(self) -> TorchPools | None:
         """Open the driver at the first use; the PyTorch pools, if PyTorch reaches the GPU of this driver."""
         if not self._driver_checked:
-            _open_driver(self.settings.driver)
+            open_driver(self.settings.driver)
             _core.on_free(_forget_freed_backups)
             self._driver_checked = True
         if _core.driver_is_forked():
@@ -516,7 +516,13 @@ def cupy_allocator(tag: str = "weights") -> Callable[[int], Any]:
     return allocate
 
 
-def _open_driver(driver: str) -> None:
+def open_driver(driver: str) -> None:
+    """Open what the setting `driver` names, `cuda` or `sim`; once per process, opening the same again does nothing.
+
+    Raises:
+        DriverError: it was not found, is too old, or does not initialise.
+        InvalidState: the process runs on the other one.
+    """
     if driver == "sim":
         from .sim import library_path
 
@@ -531,7 +537,7 @@ def _open_driver(driver: str) -> None:
             "dlopen",
             error.error,
             "libcuda.so.1 was not found: install the NVIDIA driver, or set CUMEM_SLEEP_DRIVER=sim to run on the"
-            f" simulated driver ({error})",
+            f" simulated driver ({error.detail})",
         ) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -18,7 +19,8 @@ from . import __version__, _core, demo, doctor
 from .errors import BackupMismatch, CumemSleepError, InvalidArgument
 from .settings import parse_bytes
 
-EXIT_OK, EXIT_CHECK_FAILED, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_OK, EXIT_CHECK_FAILED, EXIT_ERROR = 0, 1, 2
+EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 _WIDTH_WITHOUT_TERMINAL = 120
 
@@ -82,6 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: `--help`, `--version` (0) or bad usage (2), by argparse.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no "✓" gets "?"
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.run is None:
@@ -99,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
+        return EXIT_BROKEN_PIPE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -206,8 +211,14 @@ def _doctor(options: argparse.Namespace) -> int:
 # Output
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would exit with 1 here, which means that a check failed."""
+        raise BrokenPipeError
+
+
 def _console(stderr: bool = False) -> Console:
-    console = Console(stderr=stderr, highlight=False)
+    console = _Console(stderr=stderr, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _WIDTH_WITHOUT_TERMINAL
     return console
@@ -242,6 +253,7 @@ def _progress() -> Iterator[demo.Progress]:
         task = bar.add_task("", total=None)
 
         def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total or None)
+            mark = "simulated: " if _core.driver_is_simulated() else ""
+            bar.update(task, description=mark + what, completed=done, total=total or None)
 
         yield show

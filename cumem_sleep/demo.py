@@ -18,16 +18,17 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
+from rich.box import ROUNDED
 from rich.table import Table
 from rich.text import Text
 
 from . import _core, host_limits, sim
-from .allocator import CuMemAllocator, _open_driver
+from .allocator import CuMemAllocator, open_driver
 from .errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, format_bytes
 from .report import rate_gbps
 from .settings import Settings
 
-SIMULATED_NOTE = "Simulated driver: no GPU was used, and the times above mean nothing."
+SIMULATED_NOTE = "Simulated driver: no GPU was used, and these times mean nothing."
 DEFAULT_KV_BYTES = 256 << 20
 
 # As PyTorch's caching allocator: blocks are multiples of 512 bytes; small ones share a segment, large ones do not.
@@ -381,12 +382,16 @@ class DemoReport:
 
     def table(self) -> Table:
         """A row for each step."""
-        table = Table(title="cumem-sleep demo" + (" (simulated driver)" if self.simulated else ""), header_style="bold")
-        table.add_column("step")
-        table.add_column("on GPU", justify="right", no_wrap=True)
+        table = Table(
+            title="cumem-sleep demo" + (" (simulated driver)" if self.simulated else ""),
+            header_style="bold",
+            box=ROUNDED,
+        )
+        table.add_column("step", no_wrap=True)
+        table.add_column("layer on GPU", justify="right")
         if not self.simulated:
-            table.add_column("device in use", justify="right")
-        for heading in ("backups in host", "seconds", "GB/s"):
+            table.add_column("GPU in use", justify="right")
+        for heading in ("host backups", "seconds", "GB/s"):
             table.add_column(heading, justify="right")
         table.add_column("verified", ratio=1)
         last_round = 1
@@ -394,16 +399,16 @@ class DemoReport:
             if step.round != last_round:
                 table.add_section()
                 last_round = step.round
-            device = [] if self.simulated else [format_bytes(step.device_used_bytes or 0)]
-            mark = Text("✓ ", "green") if step.ok else Text("✗ ", "bold red")
+            device = [] if self.simulated else [_short(step.device_used_bytes or 0)]
+            style = "" if step.ok else "bold red"
             table.add_row(
                 step.name,
-                format_bytes(step.layer_bytes),
+                _short(step.layer_bytes),
                 *device,
-                format_bytes(step.host_bytes),
+                _short(step.host_bytes),
                 f"{step.seconds:.3f}",
                 "–" if step.gbps is None else f"{step.gbps:.1f}",
-                mark.append(step.result, "" if step.ok else "bold red"),
+                Text.assemble(("✓ ", "green") if step.ok else ("✗ ", style), (step.result, style)),
             )
         return table
 
@@ -441,7 +446,7 @@ def open_allocator(environment: Mapping[str, str]) -> tuple[CuMemAllocator, str]
                 raise
             reason = "no GPU driver was found" if error.call == "dlopen" else f"no GPU was found ({error.error})"
             settings = replace(settings, driver="sim")
-    _open_driver(settings.driver)
+    open_driver(settings.driver)
     return CuMemAllocator(settings), reason
 
 
@@ -533,13 +538,13 @@ class _Demo:
         self._allocate(kv_bytes)
         self._load("load weights")
         for self._round in range(1, rounds + 1):
-            self._sleep("sleep, level 1" if self._round == 1 else f"round {self._round}: sleep, level 1", level=1)
+            self._sleep("sleep level 1" if self._round == 1 else f"round {self._round}: sleep level 1", level=1)
             self._wake("wake")
-            self._sleep("sleep again, level 1", level=1, unchanged=True)
+            self._sleep("sleep level 1 again", level=1, unchanged=True)
             self._wake("wake weights only", tags=("weights",))
             self._wake("wake kv_cache", tags=("kv_cache",))
-            self._sleep("sleep, level 2", level=2)
-            self._wake("wake, weights undefined", restored=False)
+            self._sleep("sleep level 2", level=2)
+            self._wake("wake, weights blank", restored=False)
             self._load("reload weights")
 
     def free(self) -> None:
@@ -572,14 +577,14 @@ class _Demo:
         self._progress(name, 0, 0)
         report = self._allocator.sleep(level)
         still_mapped = sum(usage.mapped_bytes for usage in self._allocator.usage().values())
-        wrong = [f"{format_bytes(still_mapped)} is still on the GPU"] if still_mapped else []
+        wrong = [f"{_short(still_mapped)} is still on the GPU"] if still_mapped else []
         expects_clean = unchanged and self._allocator.settings.retain_backups
         if expects_clean and report.copied_bytes:
-            wrong.append(f"{format_bytes(report.copied_bytes)} was copied, though nothing had changed")
-        found = [f"{format_bytes(report.copied_bytes)} copied"] if report.copied_bytes else []
+            wrong.append(f"{_short(report.copied_bytes)} was copied, though nothing had changed")
+        found = [f"{_short(report.copied_bytes)} copied"] if report.copied_bytes else ["nothing copied"]
         if report.clean_bytes:
-            found.append(f"{format_bytes(report.clean_bytes)} unchanged, not copied")
-        found.append(f"{format_bytes(report.dropped_bytes)} dropped")
+            found.append(f"{_short(report.clean_bytes)} unchanged")
+        found.append(f"{_short(report.dropped_bytes)} dropped")
         self._finish(name, report.seconds, report.copied_bytes, wrong, ", ".join(found), verified_bytes=0)
 
     def _wake(self, name: str, tags: Sequence[str] | None = None, restored: bool = True) -> None:
@@ -592,8 +597,8 @@ class _Demo:
         if restored:
             wrong += self._differences()
             verified_bytes = self._source.nbytes
-            found.append(f"{format_bytes(verified_bytes)} = source")
-        found.append("addresses same")
+            found.append(f"{_short(verified_bytes)} = source")
+        found.append("same addresses")
         if tags is not None and "kv_cache" not in tags:
             if usage["kv_cache"].mapped_bytes:
                 wrong.append("kv_cache woke too")
@@ -626,7 +631,7 @@ class _Demo:
             moved_bytes=moved_bytes,
             seconds=seconds,
             verified_bytes=self._source.nbytes if verified_bytes is None else verified_bytes,
-            result="; ".join(wrong) or found or f"{format_bytes(self._source.nbytes)} = source",
+            result="; ".join(wrong) or found or f"{_short(self._source.nbytes)} = source",
             ok=not wrong,
         )
         self.steps.append(step)
@@ -678,3 +683,15 @@ class _Demo:
 
 def _whole_pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _short(nbytes: int) -> str:
+    """Three digits and a binary unit: a table has little room."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 999.5:
+            break
+        size, unit = size / 1024, larger
+    if unit == "B":
+        return f"{nbytes} B"
+    return f"{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f} {unit}"

@@ -17,11 +17,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rich.box import ROUNDED
 from rich.table import Table
 from rich.text import Text
 
 from . import __version__, _core, host_limits
-from .allocator import _open_driver
+from .allocator import open_driver
 from .errors import CumemSleepError, DriverError, OutOfDeviceMemory, format_bytes
 from .settings import PREFIX, Settings
 
@@ -132,7 +133,7 @@ class DoctorReport:
     def table(self) -> Table:
         """A row for each check."""
         title = f"cumem-sleep {__version__} doctor" + (" (simulated driver)" if self.simulated else "")
-        table = Table(title=title, header_style="bold")
+        table = Table(title=title, header_style="bold", box=ROUNDED)
         table.add_column("check", no_wrap=True)
         table.add_column("status", no_wrap=True)
         table.add_column("found, and what to do", ratio=1)
@@ -148,7 +149,7 @@ class DoctorReport:
     def conclusion(self) -> str:
         """One line."""
         counts = {status: sum(check.status is status for check in self.checks) for status in Status}
-        return ", ".join(f"{count} {status.value}" for status, count in counts.items())
+        return f"{counts[Status.OK]} ok, {counts[Status.WARN]} to look at, {counts[Status.FAIL]} failed"
 
 
 def examine(machine: Machine, progress: Callable[[str], None] = lambda name: None) -> DoctorReport:
@@ -192,7 +193,7 @@ def driver(machine: Machine) -> Check:
     variable = f"{PREFIX}DRIVER"
     try:
         wanted = Settings.from_environment({variable: machine.environment.get(variable, "")}).driver
-        _open_driver(wanted)
+        open_driver(wanted)
     except DriverError as error:
         found = "libcuda.so.1 was not found" if error.call == "dlopen" else str(error)
         return Check(name, Status.FAIL, found, _driver_advice(machine, error))
@@ -351,12 +352,8 @@ def cgroup_memory(machine: Machine) -> Check:
     left = host_limits.cgroup_available_bytes(machine.root)
     if left is None:
         return Check(name, Status.OK, "no limit")
-    limits = [
-        limit
-        for directory, limit_file, _ in host_limits._cgroup_directories(machine.root)
-        if (limit := host_limits._number(directory / limit_file)) is not None
-    ]
-    return _host_memory(name, left, f"{format_bytes(left)} left of {format_bytes(min(limits))}")
+    limit = host_limits.cgroup_limit_bytes(machine.root) or left
+    return _host_memory(name, left, f"{format_bytes(left)} left of {format_bytes(limit)}")
 
 
 def available_memory(machine: Machine) -> Check:

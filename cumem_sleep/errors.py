@@ -40,12 +40,14 @@ class DriverError(CumemSleepError):
     Attributes:
         call: the CUDA name of the call, e.g. `cuMemMap` (`dlopen` if libcuda itself could not be opened).
         error: the CUDA name of the error, e.g. `CUDA_ERROR_INVALID_VALUE`.
+        detail: CUDA's description of the error, or what to do about it.
         segment: which memory it was about (address, size, device, tag), or "".
     """
 
     def __init__(self, call: str, error: str, detail: str = "", segment: str = "") -> None:
         self.call = call
         self.error = error
+        self.detail = detail
         self.segment = segment
         super().__init__(_sentence(f"{call} failed with {error}", segment and f"for {segment}", detail))
 

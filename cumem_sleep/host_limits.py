@@ -38,6 +38,12 @@ def mem_available_bytes(root: Path = Path("/")) -> int | None:
     return available + max(0, uncounted)
 
 
+def cgroup_limit_bytes(root: Path = Path("/")) -> int | None:
+    """The tightest memory limit of a control group (v1 or v2) above this process; None without one."""
+    limits = (_number(directory / limit_file) for directory, limit_file, _ in _cgroup_directories(root))
+    return min((limit for limit in limits if limit is not None and limit < _CGROUP_V1_UNLIMITED), default=None)
+
+
 def cgroup_available_bytes(root: Path = Path("/")) -> int | None:
     """What the tightest memory control group (v1 or v2) above this process leaves; None without a limit.
 

@@ -1,0 +1,545 @@
+"""The command line: what it prints, its exit codes, and the demo, whose comparison is put to the test."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import MIB, SIMULATED, Memory, free_everything, reset_simulation
+
+import cumem_sleep
+from cumem_sleep import (
+    BackupMismatch,
+    CuMemAllocator,
+    DriverError,
+    InvalidArgument,
+    InvalidState,
+    Settings,
+    _core,
+    cli,
+    demo,
+)
+
+KV = ["--kv", "4MiB"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    reset_simulation()
+    yield
+    free_everything()
+    reset_simulation()
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small tensors are cut into several, as large ones are."""
+    monkeypatch.setattr(demo, "_PIECE_BYTES", MIB)
+
+
+# Safetensors files, written by hand
+
+
+def write_file(path: pathlib.Path, header: object, data: bytes, header_bytes: int | None = None) -> pathlib.Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    length = len(text) if header_bytes is None else header_bytes
+    path.write_bytes(length.to_bytes(8, "little") + text + data)
+    return path
+
+
+def model_parts() -> tuple[dict[str, Any], bytes]:
+    """A header and its data: several dtypes, a tensor without bytes, one with an odd size, one beyond a piece."""
+    wanted = [
+        ("norm", "BF16", [1000], 2),
+        ("embed", "BF16", [1024, 700], 2),
+        ("fp8", "F8_E4M3", [3, 5, 7], 1),
+        ("nothing", "F32", [0, 8], 4),
+        ("half", "F16", [128, 128], 2),
+        ("scalar", "F32", [], 4),
+        ("from the future", "F3_E1M1", [9], 1),
+    ]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, dtype, shape, itemsize in wanted:
+        end = position + math.prod(shape) * itemsize
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
+        position = end
+    return header, np.random.default_rng(1).bytes(position)
+
+
+@pytest.fixture
+def model(tmp_path: pathlib.Path) -> pathlib.Path:
+    return write_file(tmp_path / "model.safetensors", *model_parts())
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    code = cli.main([*arguments, "--json"])
+    output = capsys.readouterr()
+    return code, json.loads(output.out)
+
+
+# Usage
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out.strip() == f"cumem-sleep {cumem_sleep.__version__}"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["doctor", "--help"]])
+def test_help_teaches_by_examples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 0
+    assert "examples:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["demo", "--kv", "much"], ["demo", "--kv", "0"], ["demo", "--rounds", "0"], ["demo", "--nonsense"], ["no-such"]],
+)
+def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "examples:" in output.err
+
+
+@pytest.mark.sim
+def test_runs_as_a_module(model: pathlib.Path) -> None:
+    process = as_module("demo", str(model), *KV, CUMEM_SLEEP_DRIVER="sim")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "simulated" in process.stdout
+
+
+def as_module(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("CUMEM_SLEEP_")}
+    kept["PYTHONPATH"] = str(pathlib.Path(cumem_sleep.__path__[0]).parent)
+    return subprocess.run(
+        [sys.executable, "-m", "cumem_sleep", *arguments],
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"]])
+def test_reader_that_has_seen_enough(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert cli.main(arguments) == 141
+    assert capfd.readouterr().err == ""
+
+
+# The demo
+
+
+def test_demo_of_a_file(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run_json(capsys, "demo", str(model), *KV)
+    assert (code, report["ok"], report["simulated"]) == (0, True, SIMULATED)
+    _, data = model_parts()
+    assert (report["tensors"], report["weights_bytes"]) == (7, len(data))
+    assert {"BF16", "F8_E4M3", "F16", "F32"} < set(report["dtypes"])
+    steps = {step["name"]: step for step in report["steps"]}
+    assert list(steps) == [
+        "load weights",
+        "sleep level 1",
+        "wake",
+        "sleep level 1 again",
+        "wake weights only",
+        "wake kv_cache",
+        "sleep level 2",
+        "wake, weights blank",
+        "reload weights",
+    ]
+    weights, everything = steps["wake weights only"]["layer_bytes"], steps["wake"]["layer_bytes"]
+    assert everything == weights + 4 * MIB
+    for name in ("sleep level 1", "sleep level 1 again", "sleep level 2"):
+        assert steps[name]["layer_bytes"] == 0
+    assert steps["sleep level 1"]["moved_bytes"] == steps["sleep level 1"]["host_bytes"] == weights
+    assert (steps["sleep level 1 again"]["moved_bytes"], steps["sleep level 1 again"]["gbps"]) == (0, None)
+    assert steps["sleep level 2"]["host_bytes"] == 0
+    for name in ("load weights", "wake", "wake weights only", "wake kv_cache", "reload weights"):
+        assert steps[name]["verified_bytes"] == len(data)
+    assert all((step["device_used_bytes"] is None) == SIMULATED for step in report["steps"])
+    assert ("note" in report) == SIMULATED
+
+
+def test_demo_table(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", str(model), *KV, "--rounds", "2"]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    assert "model.safetensors: 7 tensors" in output.out
+    assert output.out.count("reload weights") == 2
+    assert "no address changed" in output.out
+    if SIMULATED:
+        assert "cumem-sleep demo (simulated driver)" in output.out
+        assert demo.SIMULATED_NOTE in output.out
+
+
+def test_demo_without_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    small = demo.synthetic_source(layers=2, hidden=128, vocabulary=256)
+    again = demo.synthetic_source(layers=2, hidden=128, vocabulary=256)
+    assert all(np.array_equal(one.data, other.data) for one, other in zip(small.tensors, again.tensors, strict=True))
+    monkeypatch.setattr(demo, "synthetic_source", lambda: small)
+    code, report = run_json(capsys, "demo", *KV)
+    assert (code, report["tensors"], report["dtypes"]) == (0, 20, ["BF16"])
+
+
+def test_demo_of_shards(tmp_path: pathlib.Path, model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = write_file(tmp_path / "b.safetensors", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc")
+    code, report = run_json(capsys, "demo", str(model), str(other), *KV)
+    assert (code, report["tensors"]) == (0, 8)
+
+
+def test_demo_without_retained_backups(
+    model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUMEM_SLEEP_RETAIN_BACKUPS", "0")
+    code, report = run_json(capsys, "demo", str(model), *KV)
+    assert code == 0
+    assert report["steps"][3]["moved_bytes"] > 0  # copied again, as asked for
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_one_wrong_byte_is_1(
+    last: bool, model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Damaged after the layer's own digests were taken: only the demo's comparison can see it."""
+    wake_up = CuMemAllocator.wake_up
+    memory = Memory()
+
+    def damaging(self: CuMemAllocator, tags: Any = None) -> Any:
+        report = wake_up(self, tags)
+        _, data = model_parts()
+        if last:  # the last tensor that has bytes; each begins at a multiple of 512
+            sizes = [entry["data_offsets"] for name, entry in model_parts()[0].items() if name != "__metadata__"]
+            offset = sum(-(-(end - begin) // 512) * 512 for begin, end in sizes[:-1]) + sizes[-1][1] - sizes[-1][0] - 1
+        else:
+            offset = 0
+        wrong = data[-1 if last else 0] ^ 0x10
+        address = next(segment.address for segment in _core.segments() if segment.tag == "weights")
+        memory.write(address + offset, bytes([wrong]))
+        return report
+
+    monkeypatch.setattr(CuMemAllocator, "wake_up", damaging)
+    code, report = run_json(capsys, "demo", str(model), *KV)
+    memory.close()
+    assert (code, report["ok"]) == (1, False)
+    assert report["steps"][-1]["name"] == "wake"  # what follows is not tried
+    name, index = ("from the future", 8) if last else ("norm", 0)
+    assert f"byte {index} of {name} is" in report["steps"][-1]["result"]
+
+
+def test_failure_is_shown_in_the_table(
+    model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo._Demo, "_differences", lambda self: ["byte 0 of [red]w[/red] is 0x01, not 0x00"])
+    assert cli.main(["demo", str(model), *KV]) == 1
+    assert "FAILED at 'load weights': byte 0 of [red]w[/red] is 0x01, not 0x00" in capsys.readouterr().out
+
+
+def test_changed_address_is_1(
+    model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counter = itertools.count()
+    monkeypatch.setattr(demo._Demo, "_addresses_now", lambda self: [(1, next(counter))])
+    code, report = run_json(capsys, "demo", str(model), *KV)
+    assert code == 1
+    assert "an address changed" in report["steps"][-1]["result"]
+
+
+def test_copy_of_unchanged_bytes_is_1(
+    model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(CuMemAllocator, "_is_clean", lambda self, segment, digests: False)
+    code, report = run_json(capsys, "demo", str(model), *KV)
+    assert code == 1
+    assert "was copied, though nothing had changed" in report["steps"][-1]["result"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(BackupMismatch("segment weights", "0", "1"), 1), (InvalidState("not\nnow"), 2)]
+)
+def test_errors_of_the_layer_are_one_line(
+    error: Exception, code: int, model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(CuMemAllocator, "wake_up", refuse)
+    assert cli.main(["demo", str(model), *KV]) == code
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert output.err.startswith("cumem-sleep [simulated]: " if SIMULATED else "cumem-sleep: ")
+
+
+def test_interrupt_is_130(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CuMemAllocator, "sleep", interrupt)
+    assert cli.main(["demo", str(model), *KV]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_no_such_device(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", str(model), "--device", "77"]) == 2
+    assert "--device 77" in capsys.readouterr().err
+
+
+def test_bad_setting(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("CUMEM_SLEEP_VERIFY", "perhaps")
+    assert cli.main(["demo", str(model)]) == 2
+    assert "CUMEM_SLEEP_VERIFY='perhaps'" in capsys.readouterr().err
+
+
+# Which driver
+
+
+def libcuda_is_installed() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.sim
+@pytest.mark.skipif(libcuda_is_installed(), reason="this machine has a CUDA driver")
+def test_without_a_driver_it_says_so_and_simulates(model: pathlib.Path) -> None:
+    process = as_module("demo", str(model), *KV, "--json")
+    assert process.returncode == 0
+    assert json.loads(process.stdout)["simulated"] is True
+    assert process.stderr.count("\n") == 1
+    assert "no GPU driver was found: running on the simulated driver" in process.stderr
+
+
+@pytest.mark.sim
+@pytest.mark.skipif(libcuda_is_installed(), reason="this machine has a CUDA driver")
+def test_a_driver_that_was_asked_for_must_be_there(model: pathlib.Path) -> None:
+    process = as_module("demo", str(model), CUMEM_SLEEP_DRIVER="cuda")
+    assert (process.returncode, process.stdout) == (2, "")
+    assert "libcuda.so.1 was not found" in process.stderr
+    assert "Traceback" not in process.stderr
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("error", "simulates"),
+    [("CUDA_ERROR_NO_DEVICE", True), ("CUDA_ERROR_STUB_LIBRARY", True), ("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", False)],
+)
+def test_only_a_missing_gpu_is_simulated(error: str, simulates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_driver: Callable[[str], None] = _core.open_driver
+
+    def no_libcuda(path: str) -> None:
+        if path == "libcuda.so.1":
+            raise DriverError("cuInit", error)
+        open_driver(path)
+
+    monkeypatch.setattr(_core, "open_driver", no_libcuda)
+    if simulates:
+        allocator, reason = demo.open_allocator({})
+        assert allocator.settings.driver == "sim"
+        assert error in reason
+    else:
+        with pytest.raises(DriverError, match=error):
+            demo.open_allocator({})
+
+
+@pytest.mark.sim
+def test_simulated_device_is_made_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def configure(device_bytes: int) -> None:
+        sizes.append(device_bytes)
+
+    monkeypatch.setattr(demo.sim, "configure", configure)
+    monkeypatch.setattr(demo.host_limits, "mem_available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(demo.host_limits, "cgroup_available_bytes", lambda: None)
+    weights = [demo.SegmentLayout(nbytes=3 << 30)]
+    demo.make_room({}, weights, 4 * MIB)
+    demo.make_room({}, [], 4 * MIB)
+    demo.make_room({"CUMEM_SLEEP_SIM_DEVICE_BYTES": "1"}, weights, 4 * MIB)  # the user's own wish stands
+    assert sizes == [(3 << 30) + 4 * MIB, 1 << 30]
+    monkeypatch.setattr(demo.host_limits, "cgroup_available_bytes", lambda: 5 << 30)
+    with pytest.raises(InvalidState, match=r"needed 6.25 GiB, available 5.00 GiB \(limit: cgroup\)"):
+        demo.make_room({}, weights, 4 * MIB)
+
+
+@pytest.mark.sim
+def test_device_memory_too_small(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("CUMEM_SLEEP_SIM_DEVICE_BYTES", str(4 * MIB))
+    cumem_sleep.sim.configure(device_bytes=4 * MIB)
+    assert cli.main(["demo", str(model), "--kv", "8MiB"]) == 2
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in capsys.readouterr().err
+
+
+# Files
+
+
+def entry(begin: int, end: int, shape: list[int] | None = None, dtype: str = "U8") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+BAD_FILES: dict[str, tuple[object, bytes, str]] = {
+    "json": (b'{"w":', b"", "not JSON"),
+    "unicode": (b"\xff\xfe{}", b"", "not JSON"),
+    "nested": (b"[" * 100_000, b"", "not JSON"),
+    "list": ([], b"", "not a JSON object"),
+    "twice": (b'{"w": {}, "w": {}}', b"", "occurs twice"),
+    "no dtype": ({"w": {"shape": [1], "data_offsets": [0, 1]}}, b"x", "no dtype"),
+    "no offsets": ({"w": {"dtype": "U8", "shape": [1]}}, b"x", "no valid shape"),
+    "offsets reversed": ({"w": entry(1, 0, [1])}, b"x", "no valid shape"),
+    "offset not whole": ({"w": {**entry(0, 1), "data_offsets": [0, True]}}, b"x", "no valid shape"),
+    "negative": ({"w": entry(0, 1, [-1])}, b"x", "no valid shape"),
+    "hole": ({"a": entry(0, 1), "b": entry(2, 3)}, b"xxx", "begins at byte 2 of the data, not 1"),
+    "overlap": ({"a": entry(0, 2), "b": entry(1, 3)}, b"xxx", "begins at byte 1 of the data, not 2"),
+    "truncated": ({"w": entry(0, 10)}, b"xxx", "truncated"),
+    "too long": ({"w": entry(0, 2)}, b"xxx", "1 bytes after the last tensor"),
+    "size": ({"w": entry(0, 3, [2], "BF16")}, b"xxx", "has 3 bytes"),
+    "no tensors": ({}, b"", "holds no tensor"),
+    "no bytes": ({"w": entry(0, 0)}, b"", "holds no tensor"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_file(name: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    header, data, message = BAD_FILES[name]
+    path = write_file(tmp_path / "bad.safetensors", header, data)
+    with pytest.raises(demo.SafetensorsError, match=message):
+        demo.source_from_files([path])
+    assert cli.main(["demo", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the file is empty"),
+        (b"short", "not a safetensors file"),
+        (b"PK\x03\x04" * 10, "not a safetensors file"),
+        ((100).to_bytes(8, "little") + b"{}", "truncated: the header ends at byte 108, the file at 10"),
+    ],
+)
+def test_not_a_file_of_this_kind(content: bytes, message: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(demo.SafetensorsError, match=message):
+        demo.source_from_files([path])
+
+
+def test_no_such_file(tmp_path: pathlib.Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(demo.SafetensorsError, match="cannot be read"):
+            demo.source_from_files([path])
+
+
+def test_reads_what_the_library_writes(tmp_path: pathlib.Path) -> None:
+    numpy_files = pytest.importorskip("safetensors.numpy")
+    random = np.random.default_rng(2)
+    tensors = {name: random.standard_normal((5, 3)).astype(name) for name in ("float16", "float32", "float64", "int8")}
+    numpy_files.save_file(tensors, tmp_path / "a.safetensors")
+    read = {tensor.name: tensor for tensor in demo.source_from_files([tmp_path / "a.safetensors"]).tensors}
+    assert {name: tensor.data.tobytes() for name, tensor in read.items()} == {
+        name: tensor.tobytes() for name, tensor in tensors.items()
+    }
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_damaged_files_are_refused_or_read(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Whatever a byte of the header is turned into, the answer is an error of our own or tensors within the file."""
+    header, content = {"a": entry(0, 4), "b": entry(4, 8, [2], "F16")}, b"12345678"
+    path = write_file(tmp_path_factory.getbasetemp() / "damaged.safetensors", header, content)
+    damaged = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(damaged[: data.draw(st.integers(0, len(damaged)))])
+    try:
+        source = demo.source_from_files([path])
+    except demo.SafetensorsError:
+        return
+    assert source.nbytes == len(content)
+
+
+# How tensors lie
+
+
+@given(st.lists(st.integers(0, 30 * MIB), max_size=40))
+@settings(max_examples=40, deadline=None)
+def test_layout(sizes: list[int]) -> None:
+    tensors = [
+        demo.Tensor(str(number), "U8", (size,), np.broadcast_to(np.uint8(0), (size,)))
+        for number, size in enumerate(sizes)
+    ]
+    layout = demo.lay_out(tensors)
+    placed = [tensor.name for segment in layout for _, tensor in segment.tensors]
+    assert sorted(placed) == sorted(tensor.name for tensor in tensors if tensor.data.size)
+    for segment in layout:
+        end = 0
+        for offset, tensor in segment.tensors:
+            assert offset >= end
+            assert offset % 512 == 0
+            end = offset + tensor.data.size
+        assert end <= segment.nbytes
+        assert len(segment.tensors) == 1 or segment.nbytes <= 20 * MIB
+        covered = {tensor.name: 0 for _, tensor in segment.tensors}
+        for piece in segment.pieces():
+            for offset, tensor, start, nbytes in piece.parts:
+                assert start == covered[tensor.name]
+                assert offset + nbytes <= piece.nbytes
+                covered[tensor.name] += nbytes
+        assert covered == {tensor.name: tensor.data.size for _, tensor in segment.tensors}
+
+
+def test_sizes_have_three_digits() -> None:
+    sizes = [0, 999, 1024, 9 * MIB + MIB // 3, 454 * MIB, 1000 * MIB, 1023 * MIB, 61 << 30, 1 << 50]
+    assert [demo._short(size) for size in sizes] == [
+        "0 B", "999 B", "1.00 KiB", "9.33 MiB", "454 MiB", "0.98 GiB", "1.00 GiB", "61.0 GiB", "1024 TiB",
+    ]  # fmt: skip
+
+
+def test_table_of_a_real_device_names_its_use() -> None:
+    step = demo.Step(1, "wake", 5 << 30, 7 << 30, 0, 10**9, 0.5, 1, "1 B = source", True)
+    report = demo.DemoReport(False, 0, "NVIDIA H200", "x", 1, ["BF16"], 1, 1, 1, (step,))
+    headings = [str(column.header) for column in report.table().columns]
+    assert "GPU in use" in headings
+    assert "simulated" not in str(report.table().title)
+    assert report.to_json()["steps"][0]["gbps"] == 2.0
+    assert "note" not in report.to_json()
+
+
+def test_demo_refuses_settings_that_are_none() -> None:
+    with pytest.raises(InvalidArgument):
+        demo.open_allocator({"CUMEM_SLEEP_DRIVER": "hip"})
+    assert Settings.from_environment({}).driver == "cuda"

@@ -1,0 +1,366 @@
+"""The doctor: every check on fake directories, environments and packages, and all of them together."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from support import DRIVER, SIMULATED, free_everything, reset_simulation
+
+from cumem_sleep import DriverError, OutOfDeviceMemory, _core, cli, doctor
+from cumem_sleep.doctor import Machine, Status
+
+GPU = "0000:1B:00.0"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    reset_simulation()
+    yield
+    free_everything()
+    reset_simulation()
+
+
+def machine(
+    root: pathlib.Path,
+    files: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    affinity: frozenset[int] = frozenset(range(16)),
+) -> Machine:
+    for path, text in (files or {}).items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return Machine(root, environment or {}, [str(root / "site")], affinity)
+
+
+def package(name: str, version: str) -> dict[str, str]:
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    return {f"site/{name.replace('-', '_')}-{version}.dist-info/METADATA": metadata}
+
+
+def link(speed: str, most_speed: str, width: str, most_width: str) -> dict[str, str]:
+    values = {
+        "current_link_speed": speed,
+        "max_link_speed": most_speed,
+        "current_link_width": width,
+        "max_link_width": most_width,
+    }
+    return {f"sys/bus/pci/devices/{GPU.lower()}/{name}": f"{value}\n" for name, value in values.items()}
+
+
+# The link
+
+
+@pytest.mark.parametrize(
+    ("files", "status", "found", "advice"),
+    [
+        (link("32.0 GT/s PCIe", "32.0 GT/s PCIe", "16", "16"), Status.OK, "PCIe 5 x16", ""),
+        (link("16.0 GT/s PCIe", "32.0 GT/s PCIe", "16", "16"), Status.WARN, "PCIe 4 x16 now, PCIe 5 x16", "idle GPUs"),
+        (link("32.0 GT/s PCIe", "32.0 GT/s PCIe", "8", "16"), Status.WARN, "PCIe 5 x8 now, PCIe 5 x16", "narrower"),
+        (link("Unknown", "Unknown", "16", "16"), Status.OK, "Unknown x16", ""),
+    ],
+)
+def test_pcie_link(files: dict[str, str], status: Status, found: str, advice: str, tmp_path: pathlib.Path) -> None:
+    check = doctor.pcie_link(machine(tmp_path, files), "link", GPU)
+    assert check.status is status
+    assert found in check.found
+    assert advice in check.advice
+
+
+def test_what_cannot_be_read_is_said(tmp_path: pathlib.Path) -> None:
+    check = doctor._guarded("link", lambda: doctor.pcie_link(machine(tmp_path), "link", GPU))
+    assert check.status is Status.WARN
+    assert check.found.startswith("could not be checked: ")
+    assert "current_link_speed: No such file" in check.found
+
+
+def test_no_check_ends_the_examination() -> None:
+    def broken() -> doctor.Check:
+        raise ValueError("of all things")
+
+    assert doctor._guarded("x", broken).found == "could not be checked: ValueError: of all things"
+
+
+# NUMA, cores
+
+
+@pytest.mark.parametrize(
+    ("nodes", "node", "affinity", "status", "found"),
+    [
+        (1, 0, {0, 1}, Status.OK, "node 0 of 1"),
+        (2, 1, {0, 9}, Status.OK, "node 1 of 2"),
+        (2, 1, {0, 1}, Status.WARN, "none of its cores"),
+        (2, -1, {0}, Status.WARN, "node not known, the host has 2"),
+        (1, -1, {0}, Status.OK, "node not known; the host has 1 node"),
+        (0, -1, {0}, Status.OK, "the host has no nodes"),
+    ],
+)
+def test_numa(nodes: int, node: int, affinity: set[int], status: Status, found: str, tmp_path: pathlib.Path) -> None:
+    files = {f"sys/devices/system/node/node{n}/cpulist": f"{n * 8}-{n * 8 + 7}\n" for n in range(nodes)}
+    check = doctor.numa(machine(tmp_path, files, affinity=frozenset(affinity)), "NUMA", node)
+    assert check.status is status
+    assert found in check.found
+
+
+def test_cpu_affinity(tmp_path: pathlib.Path) -> None:
+    files = {"sys/devices/system/cpu/online": "0-7\n"}
+    assert doctor.affinity(machine(tmp_path, files)).found == "all 8 cores"
+    some = machine(tmp_path, files, affinity=frozenset({0, 1, 2, 5}))
+    assert doctor.affinity(some).found == "4 of 8 cores: 0-2,5"
+
+
+@pytest.mark.parametrize(("usable", "status"), [(8, Status.OK), (4, Status.WARN)])
+def test_cores(usable: int, status: Status, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.host_limits, "usable_cores", lambda root: usable)
+    check = doctor.cores(machine(tmp_path))
+    assert check.status is status
+    assert f"{usable} usable" in check.found
+
+
+# Memory
+
+
+def test_memory_of_the_control_group(tmp_path: pathlib.Path) -> None:
+    assert doctor.cgroup_memory(machine(tmp_path)).found == "no limit"
+    files = {
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": f"{100 << 30}\n",
+        "sys/fs/cgroup/memory.current": f"{30 << 30}\n",
+    }
+    check = doctor.cgroup_memory(machine(tmp_path, files))
+    assert check.status is Status.OK
+    assert check.found.startswith("70.00 GiB left of 100.00 GiB")
+    check = doctor.cgroup_memory(machine(tmp_path, {"sys/fs/cgroup/memory.current": f"{99 << 30}\n"}))
+    assert (check.status, check.found) == (Status.WARN, "1.00 GiB left of 100.00 GiB")
+
+
+def test_available_memory(tmp_path: pathlib.Path) -> None:
+    assert doctor.available_memory(machine(tmp_path)).status is Status.WARN
+    files = {"proc/meminfo": f"MemTotal: {200 << 20} kB\nMemAvailable: {128 << 20} kB\n"}
+    check = doctor.available_memory(machine(tmp_path, files))
+    assert check.status is Status.OK
+    assert check.found.startswith("128.00 GiB")
+
+
+@pytest.mark.parametrize(
+    ("modes", "status"),
+    [
+        ("[always] madvise never", Status.OK),
+        ("always [madvise] never", Status.OK),
+        ("always madvise [never]", Status.WARN),
+        ("", Status.WARN),
+    ],
+)
+def test_huge_pages(modes: str, status: Status, tmp_path: pathlib.Path) -> None:
+    path = "sys/kernel/mm/transparent_hugepage/enabled"
+    assert doctor.huge_pages(machine(tmp_path, {path: modes})).status is status
+
+
+def test_memlock_is_for_information(tmp_path: pathlib.Path) -> None:
+    check = doctor.memlock(machine(tmp_path))
+    assert check.status is Status.OK
+    assert "does not enforce" in check.found
+
+
+# Packages
+
+
+def torch_files(version: str, cuda: str | None) -> dict[str, str]:
+    text = f"__version__ = '{version}'\ncuda: Optional[str] = {cuda!r}\nhip: Optional[str] = None\n"
+    return {**package("torch", version), "site/torch/version.py": text}
+
+
+@pytest.mark.parametrize(
+    ("files", "status", "found"),
+    [
+        ({}, Status.WARN, "not installed"),
+        (torch_files("2.13.0", "13.0"), Status.OK, "2.13.0, built for CUDA 13.0"),
+        (torch_files("2.8.0+cu128", "12.8"), Status.OK, "2.8.0+cu128, built for CUDA 12.8"),
+        (torch_files("2.13.0+cpu", None), Status.WARN, "2.13.0+cpu, without CUDA"),
+        (torch_files("2.7.1", "12.6"), Status.WARN, "2.7.1, built for CUDA 12.6"),
+        (package("torch", "2.10.0"), Status.OK, "2.10.0"),
+    ],
+)
+def test_torch(files: dict[str, str], status: Status, found: str, tmp_path: pathlib.Path) -> None:
+    check = doctor.torch(machine(tmp_path, files))
+    assert (check.status, check.found) == (status, found)
+    assert bool(check.advice) == (status is Status.WARN)
+
+
+def test_other_packages(tmp_path: pathlib.Path) -> None:
+    bare = machine(tmp_path)
+    assert (doctor.triton(bare).status, doctor.vllm(bare).status, doctor.cupy(bare).status) == (
+        Status.WARN,
+        Status.OK,
+        Status.OK,
+    )
+    files = {**package("triton", "3.7.1"), **package("vllm", "0.26.0"), **package("cupy-cuda13x", "13.6.0")}
+    full = machine(tmp_path, files)
+    found = [look(full).found for look in (doctor.triton, doctor.vllm, doctor.cupy)]
+    assert found == ["3.7.1", "0.26.0", "13.6.0"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "torch_version", "found"),
+    [
+        ({}, "2.9.0", "default configuration"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "2.9.0", "PYTORCH_ALLOC_CONF=backend:native"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "2.9.0", "switched off"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments : true"}, "2.11.0", "does not use them"),
+    ],
+)
+def test_expandable_segments(
+    environment: dict[str, str], torch_version: str, found: str, tmp_path: pathlib.Path
+) -> None:
+    check = doctor.expandable_segments(machine(tmp_path, package("torch", torch_version), environment))
+    assert check.status is Status.OK
+    assert found in check.found
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("environment", "status", "found", "advice"),
+    [
+        ({"HOME": "/"}, Status.OK, "all at their defaults", ""),
+        ({"CUMEM_SLEEP_VERIFY": "off", "CUMEM_SLEEP_POISON": ""}, Status.OK, "CUMEM_SLEEP_VERIFY=off", ""),
+        ({"CUMEM_SLEEP_DISABLE": "1"}, Status.OK, "CUMEM_SLEEP_DISABLE=1", ""),
+        ({"CUMEM_SLEEP_VERIFI": "off"}, Status.WARN, "nothing reads CUMEM_SLEEP_VERIFI", "may be CUMEM_SLEEP_VERIFY"),
+        ({"CUMEM_SLEEP_QQQQQQQQQQQQQQQQQQQQQ": "1"}, Status.WARN, "nothing reads", "unset CUMEM_SLEEP_QQ"),
+        ({"CUMEM_SLEEP_VERIFY": "perhaps"}, Status.FAIL, "CUMEM_SLEEP_VERIFY='perhaps'", "correct the variable"),
+    ],
+)
+def test_settings(environment: dict[str, str], status: Status, found: str, advice: str, tmp_path: pathlib.Path) -> None:
+    check = doctor.settings(machine(tmp_path, environment=environment))
+    assert check.status is status
+    assert found in check.found
+    assert advice in check.advice
+
+
+# The driver
+
+
+def failing(error: Exception) -> Any:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "files", "environment", "advice"),
+    [
+        (DriverError("dlopen", "CUDA_ERROR_NO_DRIVER"), {}, {}, "install the NVIDIA driver"),
+        (
+            DriverError("dlopen", "CUDA_ERROR_NO_DRIVER"),
+            {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX  580.159  x"},
+            {},
+            "--gpus all",
+        ),
+        (DriverError("cuInit", "CUDA_ERROR_NO_DEVICE"), {}, {"CUDA_VISIBLE_DEVICES": ""}, "does it hide every GPU?"),
+        (DriverError("cuInit", "CUDA_ERROR_UNKNOWN"), {}, {}, "nvidia-smi"),
+    ],
+)
+def test_no_driver(
+    error: DriverError,
+    files: dict[str, str],
+    environment: dict[str, str],
+    advice: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "open_driver", failing(error))
+    check = doctor.driver(machine(tmp_path, files, environment))
+    assert check.status is Status.FAIL
+    assert advice in check.advice
+
+
+def test_no_driver_leaves_the_other_checks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "open_driver", failing(DriverError("dlopen", "CUDA_ERROR_NO_DRIVER")))
+    monkeypatch.setattr(_core, "driver_is_open", lambda: False)
+    report = doctor.examine(machine(tmp_path))
+    assert not report.ok
+    checks = {check.name: check for check in report.checks}
+    assert checks["GPUs"].found == "could not be checked: no driver is open"
+    assert checks["CuPy"].status is Status.OK
+
+
+def test_real_driver_names_its_version(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "open_driver", lambda driver: None)
+    monkeypatch.setattr(_core, "driver_version", lambda: 12080)
+    monkeypatch.setattr(_core, "driver_is_simulated", lambda: False)
+    text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Tue\nGCC version:  gcc 12.2.0\n"
+    check = doctor.driver(machine(tmp_path, {"proc/driver/nvidia/version": text}))
+    assert check.found == "CUDA 12.8, NVIDIA driver 580.159.04; 12.0 or newer is needed"
+
+
+def examined(**environment: str) -> doctor.DoctorReport:
+    return doctor.examine(Machine(environment={"CUMEM_SLEEP_DRIVER": DRIVER, **environment}))
+
+
+def test_devices_are_tried() -> None:
+    report = examined()
+    checks = {check.name: check for check in report.checks}
+    assert report.simulated is SIMULATED
+    assert checks["GPU 0"].status is Status.OK
+    assert "allocated and freed 2 MiB; POSIX fd: " in checks["GPU 0 handles"].found
+    assert {"driver", "GPU 0 PCIe", "GPU 0 NUMA", "MemAvailable", "huge pages", "PyTorch"} < set(checks)
+    assert not _core.segments()
+
+
+@pytest.mark.sim
+def test_all_devices_are_looked_at() -> None:
+    doctor.driver(Machine(environment={"CUMEM_SLEEP_DRIVER": "sim"}))
+    doctor_sim = pytest.importorskip("cumem_sleep.sim")
+    doctor_sim.configure(devices=3)
+    names = [check.name for check in examined().checks]
+    assert [name for name in names if name.endswith("handles")] == [f"GPU {n} handles" for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "found"),
+    [
+        (OutOfDeviceMemory(2 << 20, 0, 0), Status.WARN, "the GPU is full"),
+        (DriverError("cuMemMap", "CUDA_ERROR_UNKNOWN"), Status.FAIL, "2 MiB could not be allocated"),
+    ],
+)
+def test_device_that_refuses(error: DriverError, status: Status, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "malloc", failing(error))
+    check = doctor.gpu_handles(0)
+    assert check.status is status
+    assert found in check.found
+
+
+# All together
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["doctor"])
+    output = capsys.readouterr()
+    assert code == 0
+    assert output.err == ""
+    assert "driver" in output.out
+    assert " ok, " in output.out
+    if SIMULATED:
+        assert "doctor (simulated driver)" in output.out
+        assert doctor.SIMULATED_NOTE in output.out
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["command"], report["ok"], report["simulated"]) == ("doctor", True, SIMULATED)
+    assert all(set(check) == {"name", "status", "found", "advice"} for check in report["checks"])
+    assert {check["status"] for check in report["checks"]} <= {"ok", "warn", "fail"}
+
+
+def test_failed_check_is_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CUMEM_SLEEP_VERIFY", "perhaps")
+    assert cli.main(["doctor"]) == 1
+    output = capsys.readouterr().out
+    assert "fail" in output
+    assert "correct the variable" in output
