@@ -224,21 +224,20 @@ void wait_for_running_work(int device) {
     ContextScope scope(device);
     RelaxedCaptureScope relaxed;
     const Driver& driver = Driver::get();
-    CUdeviceptr waiter = 0;
-    const CUresult result = driver.mem_alloc.attempt(&waiter, 1);
+    static std::mutex mutex;
+    static std::map<int, CUdeviceptr> unfreed;  // what the driver would not free is used again by the next wait
+    std::lock_guard<std::mutex> lock(mutex);
+    CUdeviceptr& waiter = unfreed[device];
+    const CUresult result = waiter ? CUDA_SUCCESS : driver.mem_alloc.attempt(&waiter, 1);
     if (result == CUDA_SUCCESS) {
-        // Asked again before it is an error: what is not freed here nobody frees.
-        CUresult freed = driver.mem_free.attempt(waiter);
-        if (freed != CUDA_SUCCESS) freed = driver.mem_free.attempt(waiter);
-        if (freed != CUDA_SUCCESS) driver.fail(driver.mem_free.name, freed);
+        driver.mem_free(waiter);
+        waiter = 0;
         return;
     }
     if (result != CUDA_ERROR_OUT_OF_MEMORY) driver.fail(driver.mem_alloc.name, result);
     // A full device: unregistering host memory waits alike and needs none of it, but costs 100 us.
     static constexpr size_t kPage = 4096;
     alignas(kPage) static uint8_t page[kPage];
-    static std::mutex mutex;
-    std::lock_guard<std::mutex> lock(mutex);
     driver.mem_host_register(page, kPage, CU_MEMHOSTREGISTER_PORTABLE);
     CUresult unregistered = driver.mem_host_unregister.attempt(page);
     if (unregistered != CUDA_SUCCESS) unregistered = driver.mem_host_unregister.attempt(page);

@@ -9,7 +9,9 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <mutex>
 #include <utility>
+#include <vector>
 
 #include "driver.h"
 
@@ -27,6 +29,27 @@ constexpr size_t kPage = 4096;
 // From linux/mempolicy.h, which is not installed everywhere.
 constexpr int kPreferNode = 1;
 
+size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+struct Pages {
+    uint8_t* data;
+    size_t bytes;
+    int pinned_device;  // negative: not pinned
+};
+
+// Pages that the driver would not unpin: the GPU may still reach them, so they stay until it does.
+std::mutex kept_mutex;
+std::vector<Pages> kept;
+
+bool give_back(const Pages& pages) noexcept {
+    const bool unpinned = pages.pinned_device < 0 || try_twice([&] {
+                              ContextScope context(pages.pinned_device);
+                              RelaxedCaptureScope relaxed;
+                              return Driver::get().mem_host_unregister.attempt(pages.data) == CUDA_SUCCESS;
+                          });
+    return unpinned && munmap(pages.data, pages.bytes) == 0;
+}
+
 }  // namespace
 
 HostMemoryError::HostMemoryError(std::string call_name, std::string error_text, size_t wanted)
@@ -37,7 +60,7 @@ HostMemoryError::HostMemoryError(std::string call_name, std::string error_text, 
 
 HostBlock::HostBlock(size_t bytes, int numa_node) : bytes_(bytes) {
     // Huge pages need addresses aligned to them, which mmap does not promise: take more, give the ends back.
-    const size_t whole = (bytes + kPage - 1) / kPage * kPage + kHugePage;
+    const size_t whole = whole_pages(bytes) + kHugePage;
     void* mapped = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) throw HostMemoryError("mmap", strerror(errno), bytes);
     auto* const begin = static_cast<uint8_t*>(mapped);
@@ -59,16 +82,22 @@ HostBlock::HostBlock(size_t bytes, int numa_node) : bytes_(bytes) {
 }
 
 void HostBlock::close() noexcept {
-    if (!data_ || Driver::is_forked()) return;  // the block was not inherited; what lies at its address now is not ours
-    const bool unpinned = !pinned() || try_twice([this] {
-        ContextScope context(pinned_device_);
-        RelaxedCaptureScope relaxed;
-        return Driver::get().mem_host_unregister.attempt(data_) == CUDA_SUCCESS;
-    });
-    // If not, the GPU may still reach it: a leak harms less. Only seen when the driver is gone, at exit.
-    if (unpinned) munmap(data_, (bytes_ + kPage - 1) / kPage * kPage);
+    if (!data_ || Driver::is_forked()) return;  // a forked child did not inherit it; what lies there now is not ours
+    const Pages pages{data_, whole_pages(bytes_), pinned_device_};
     data_ = nullptr;
     pinned_device_ = -1;
+    if (give_back(pages)) return;
+    std::lock_guard<std::mutex> lock(kept_mutex);
+    kept.push_back(pages);
+}
+
+size_t reclaim_host_memory() noexcept {
+    if (Driver::is_forked()) return 0;
+    std::lock_guard<std::mutex> lock(kept_mutex);
+    kept.erase(std::remove_if(kept.begin(), kept.end(), give_back), kept.end());
+    size_t bytes = 0;
+    for (const Pages& pages : kept) bytes += pages.bytes;
+    return bytes;
 }
 
 void HostBlock::touch(size_t offset, size_t bytes) {

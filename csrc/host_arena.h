@@ -45,6 +45,9 @@ class HostBlock {
     int pinned_device_ = -1;
 };
 
+// Tries again what the driver would not unpin when its block was closed. Returns the bytes that are still held.
+size_t reclaim_host_memory() noexcept;
+
 // The NUMA node that a PCI device hangs on, from sysfs; -1 if the system does not say.
 int numa_node(const std::string& pci_bus_id);
 

@@ -213,7 +213,9 @@ PYBIND11_MODULE(_core, module) {
         py::arg("backed_up"), py::arg("dropped"), NoGil(), "All or none; returns the bytes that were released.");
     module.def("finish_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().finish_wake(all); });
     module.def("undo_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().undo_wake(all); }, NoGil());
-    module.def("reclaim", [] { return SegmentTable::get().reclaim(); }, NoGil());
+    module.def(
+        "reclaim", [] { return SegmentTable::get().reclaim() + reclaim_host_memory(); }, NoGil(),
+        "Try again what the driver refused to take back earlier; 0 if nothing is held back any more.");
 
     module.def("exchange_thread_tag", &exchange_thread_tag, py::arg("tag"),
                "Set this thread's tag; returns the old one.");

@@ -354,10 +354,11 @@ class CuMemAllocator:
                     with timer("map"):
                         # Copies first: while the link is busy with them, mapping the rest costs nothing.
                         for segment in restored + blank:
+                            is_new = not segment.has_memory  # else the driver kept the old memory, and its bytes
                             segment.map()
                             if segment.sleep == _Sleep.BACKED_UP:
                                 self._store.restore(segment, streams[segment.device])
-                            elif self.settings.poison and segment.tag != "kv_cache":
+                            elif is_new and self.settings.poison and segment.tag != "kv_cache":
                                 streams[segment.device].poison(segment.address, segment.bytes)
                     with timer("copy"):
                         for stream in streams.values():

@@ -5,7 +5,9 @@
 // copied while the program goes on; pageable memory before the call returns.
 //
 // Between host and device the kernel copies, through the memfd behind the device address: host memory that the program
-// unmapped (as it does at its end, with copies in flight) is an error then, where memcpy would kill the process.
+// unmapped (as it does at its end, with copies in flight) is an error then, where memcpy would kill the process, and so
+// would the sanitizers' pwrite.
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -114,7 +116,7 @@ bool transfer_all(const std::vector<std::shared_ptr<Mapping>>& mappings, CUdevic
         const CUdeviceptr end = std::min(device + size, mapping->base + mapping->size);
         for (CUdeviceptr at = std::max(device, mapping->base); at < end;) {
             const auto offset = static_cast<off_t>(at - mapping->base);
-            const ssize_t count = transfer(mapping->physical->fd(), at - device, end - at, offset);
+            const long count = transfer(mapping->physical->fd(), at - device, end - at, offset);
             if (count < 0 && errno == EINTR) continue;
             if (count <= 0) return false;
             at += static_cast<std::size_t>(count);
@@ -155,7 +157,7 @@ CUresult CUDAAPI cuMemcpyHtoDAsync(CUdeviceptr dstDevice, const void* srcHost, s
                      mappings = mappings_of(call.sim, dstDevice, ByteCount)] {
             return transfer_all(mappings, dstDevice, ByteCount,
                                 [host](int file, std::size_t at, std::size_t size, off_t offset) {
-                                    return pwrite(file, host + at, size, offset);
+                                    return syscall(SYS_pwrite64, file, host + at, size, offset);
                                 });
         };
         enqueue_touching(call, stream, std::move(footprint), std::move(copy));
@@ -173,7 +175,7 @@ CUresult CUDAAPI cuMemcpyDtoHAsync(void* dstHost, CUdeviceptr srcDevice, std::si
         auto copy = [=, host = static_cast<char*>(dstHost), mappings = mappings_of(call.sim, srcDevice, ByteCount)] {
             return transfer_all(mappings, srcDevice, ByteCount,
                                 [host](int file, std::size_t at, std::size_t size, off_t offset) {
-                                    return pread(file, host + at, size, offset);
+                                    return syscall(SYS_pread64, file, host + at, size, offset);
                                 });
         };
         enqueue_touching(call, stream, std::move(footprint), std::move(copy));
