@@ -87,7 +87,12 @@ setup(
             include_dirs=[include],
             depends=headers,
             extra_compile_args=[*compile_args, "-Wpedantic"],
-            extra_link_args=[*link_args, "-Wl,-soname,libcuda_sim.so", "-ldl"],
+            extra_link_args=[
+                *link_args,
+                "-Wl,-soname,libcuda_sim.so",
+                "-Wl,--version-script=csrc/sim/exports.map",
+                "-ldl",
+            ],
             language="c++",
         ),
     ],

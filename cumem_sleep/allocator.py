@@ -175,6 +175,8 @@ class CuMemAllocator:
             DriverError: the driver refused; the memory is still there.
         """
         _check_integer("address", address, minimum=0)
+        if address >= 1 << 64:
+            raise InvalidState(f"0x{address:x} is not an address: more than 64 bits")
         self._open()
         _core.free(address)
         self._forget_freed()
@@ -447,8 +449,9 @@ class CuMemAllocator:
     @contextmanager
     def _operation(self, name: str) -> Iterator[None]:
         pools = self._open()
-        if pools is not None and pools.is_capturing():
-            raise InvalidState(f"{name} while this thread captures a CUDA graph: call it after the capture")
+        with _core.CurrentContext():
+            if pools is not None and pools.is_capturing():
+                raise InvalidState(f"{name} while this thread captures a CUDA graph: call it after the capture")
         with self._lock, _core.CurrentContext():
             if pools is not None and name == "sleep":
                 pools.trim()  # memory that no tensor uses need not be backed up

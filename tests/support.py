@@ -1,7 +1,8 @@
-"""What several test modules share: device memory through the driver, a clean slate, scripts in processes of their own."""
+"""What several test modules share: device memory through the driver, a clean slate, processes of their own."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 import cumem_sleep
-from cumem_sleep import CuMemAllocator, Settings, _core, sim
+from cumem_sleep import CuMemAllocator, CumemSleepError, Settings, _core, sim
 
 MIB = 1 << 20
 PAGE = 2 * MIB  # the granularity of device memory
@@ -91,10 +92,20 @@ def fresh_allocator(**settings: object) -> CuMemAllocator:
     return CuMemAllocator(Settings(driver=DRIVER, **settings))  # type: ignore[arg-type]
 
 
+_held_before: tuple[int, ...] = (0, 0, 0, 0, 0)
+
+
 def reset_simulation() -> None:
+    """One device, no injected failures; notes what is held, so that one test's leak is not the next one's."""
+    global _held_before
     if SIMULATED:
         sim.reset()
+        for segment in _core.segments():  # of a test that failed half-way
+            with contextlib.suppress(CumemSleepError):
+                _core.free(segment.address)
+        CuMemAllocator.instance = None
         sim.configure(device_bytes=DEVICE_BYTES, devices=1)
+        _held_before = _held()
 
 
 def free_everything() -> None:
@@ -104,20 +115,24 @@ def free_everything() -> None:
         return
     if SIMULATED:
         sim.reset()
-    for segment in _core.segments():
-        allocator.free(segment.address)
-    gc.collect()
-    if _core.driver_is_open():
-        assert _core.reclaim() == 0
-    assert allocator._store.host_bytes == 0
-    if SIMULATED:
-        stats = sim.stats()
-        left = (stats.live_handles, stats.mapped_bytes, stats.reserved_bytes, stats.registered_bytes)
-        assert left == (0, 0, 0, 0), "left behind: handles, mapped, reserved, registered bytes"
+    try:
+        for segment in _core.segments():
+            allocator.free(segment.address)
+        gc.collect()
         if _core.driver_is_open():
-            free_bytes, total_bytes = _core.memory_info(0)
-            assert free_bytes == total_bytes, "device memory is left behind"
-    CuMemAllocator.instance = None
+            assert _core.reclaim() == 0
+        assert allocator._store.host_bytes == 0
+        if SIMULATED:
+            assert _held() == _held_before, "left behind: handles, mapped, reserved, registered, device bytes"
+    finally:
+        CuMemAllocator.instance = None
+
+
+def _held() -> tuple[int, ...]:
+    stats = sim.stats()
+    free_bytes, total_bytes = _core.memory_info(0) if _core.driver_is_open() else (0, 0)
+    held = (stats.live_handles, stats.mapped_bytes, stats.reserved_bytes, stats.registered_bytes)
+    return (*held, total_bytes - free_bytes)
 
 
 def in_thread(work: Callable[[], _Result], timeout_s: float = 30) -> _Result:
@@ -150,12 +165,25 @@ def hooks() -> ctypes.CDLL:
     return library
 
 
-def run_script(script: str, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process of its own, on the simulated driver unless `environment` says otherwise."""
+PREAMBLE = """
+from cumem_sleep import *
+from cumem_sleep import _core, sim
+from support import *
+"""
+
+
+def run_script(
+    *parts: str, preamble: str = PREAMBLE, timeout_s: float = 60, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, on the simulated driver unless `environment` says otherwise.
+
+    Each part of the script may be indented as it likes.
+    """
+    script = "\n".join(textwrap.dedent(part) for part in (preamble, *parts))
     package_root = pathlib.Path(cumem_sleep.__path__[0]).parent
     path = os.pathsep.join([str(package_root), str(pathlib.Path(__file__).parent)])
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
+        [sys.executable, "-c", script],
         env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,

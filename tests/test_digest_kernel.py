@@ -30,6 +30,7 @@ def test_the_kernel_compiles_for_a_gpu() -> None:
     assert process.returncode == 0, process.stderr
 
 
+@pytest.mark.sim  # on a GPU the kernel itself is compared (tests/gpu)
 def test_the_kernel_equals_the_reference_in_the_interpreter() -> None:
     process = run_script(
         """

@@ -873,7 +873,6 @@ class TestStreams:
         stream, event, address = driver.stream(), driver.event(), driver.allocate()
         driver.ok("cuMemsetD8Async", address, 3, PAGE, stream)
         driver.ok("cuEventRecord", event, stream)
-        assert driver("cuEventQuery", event) == NOT_READY
         driver.ok("cuEventSynchronize", event)
         assert read(address, 1)[0] == 3
         driver.ok("cuEventDestroy", event)
@@ -960,16 +959,23 @@ class TestCopies:
         assert driver("cuMemsetD32Async", address + 2, 1, 1, stream) == INVALID_VALUE
         assert driver("cuMemsetD32Async", address, 1, 2**62 + 1, stream) == INVALID_VALUE
 
-    def test_registered_memory_is_copied_while_the_program_goes_on(self, load: Callable[..., Driver]) -> None:
-        driver = load(COPY_DELAY_US=100_000)
-        driver.start()
+    def test_registered_memory_is_copied_while_the_program_goes_on(self, driver: Driver) -> None:
         address, stream, buffer = driver.allocate(), driver.stream(), HostBuffer()
         write(address, b"device bytes")
         driver.ok("cuMemHostRegister", buffer.address, PAGE, 0)
-        driver.ok("cuMemcpyDtoHAsync", buffer.address, address, PAGE, stream)
-        assert read(buffer.address, 12) == bytes(12)  # forgotten synchronisation shows
+        with driver.busy(stream):
+            driver.ok("cuMemcpyDtoHAsync", buffer.address, address, PAGE, stream)
+            assert read(buffer.address, 12) == bytes(12)
         driver.ok("cuStreamSynchronize", stream)
         assert read(buffer.address, 12) == b"device bytes"
+
+    def test_forgotten_synchronisation_shows(self, load: Callable[..., Driver]) -> None:
+        driver = load(COPY_DELAY_US=500_000)
+        driver.start()
+        address, stream, buffer = driver.allocate(), driver.stream(), HostBuffer(fill=7)
+        driver.ok("cuMemHostRegister", buffer.address, PAGE, 0)
+        driver.ok("cuMemcpyHtoDAsync", address, buffer.address, PAGE, stream)
+        assert read(address)[0] == FILL
 
     def test_pageable_memory_is_copied_before_the_call_returns(self, load: Callable[..., Driver]) -> None:
         driver = load(COPY_DELAY_US=20_000)
@@ -1102,15 +1108,12 @@ class TestFaults:
 
     def test_unmapped_during_the_copy(self, driver: Driver) -> None:
         size = 64 * MIB
-        stream, address, event = driver.stream(), driver.allocate(size), driver.event()
-        for _ in range(20):
+        stream, address = driver.stream(), driver.allocate(size)
+        for _ in range(1000):  # more than can be done until then
             driver.ok("cuMemsetD8Async", address, 1, size, stream)
-        driver.ok("cuEventRecord", event, stream)
         time.sleep(0.02)
-        in_flight = driver("cuEventQuery", event) == NOT_READY
         driver.ok("cuMemUnmap", address, size)
-        if in_flight:
-            assert driver("cuStreamSynchronize", stream) == ILLEGAL_ADDRESS
+        assert driver("cuStreamSynchronize", stream) == ILLEGAL_ADDRESS
 
     def test_other_devices_go_on(self, load: Callable[..., Driver]) -> None:
         driver = load(DEVICES=2)
@@ -1586,6 +1589,9 @@ class TestProcess:
         )
         assert result.stdout == "7\n", result.stderr
 
+    @pytest.mark.skipif(
+        "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer's malloc may stop in a child forked so"
+    )
     def test_fork_while_streams_and_threads_work(self) -> None:
         result = run_alone(
             """

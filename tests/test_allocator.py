@@ -1,0 +1,853 @@
+"""The allocator suite: what every user may rely on. Runs on the simulated driver and on a real GPU alike."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+
+import pytest
+from support import AWAKE, BACKED_UP, DROPPED, MIB, PAGE, SIMULATED, Memory, in_thread
+
+from cumem_sleep import (
+    CuMemAllocator,
+    InvalidArgument,
+    InvalidArgumentType,
+    InvalidState,
+    OutOfDeviceMemory,
+    OutOfHostMemory,
+    Settings,
+    SleepReport,
+    TagUsage,
+    _core,
+    sim,
+)
+
+MakeAllocator = Callable[..., CuMemAllocator]
+Contents = dict[int, bytes]
+
+
+def sleep_states() -> dict[str, _core.Segment.Sleep]:
+    """How each tag sleeps; every test that asks has one segment of each."""
+    return {segment.tag: segment.sleep for segment in _core.segments()}
+
+
+def fill(allocator: CuMemAllocator, memory: Memory, *tags: str, nbytes: int = PAGE) -> dict[str, tuple[int, bytes]]:
+    """One segment of random bytes for each tag: its address and its bytes."""
+    filled = {}
+    for tag in tags:
+        address = allocator.malloc(nbytes, tag)
+        filled[tag] = (address, memory.fill_random(address, nbytes))
+    return filled
+
+
+class TestMalloc:
+    @pytest.mark.parametrize(
+        ("nbytes", "whole"),
+        [(1, PAGE), (PAGE - 1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE), (5 * MIB, 3 * PAGE)],
+    )
+    def test_rounds_up_to_the_granularity(self, allocator: CuMemAllocator, nbytes: int, whole: int) -> None:
+        assert allocator.malloc(nbytes) % PAGE == 0
+        assert allocator.usage() == {"default": TagUsage(segments=1, bytes=whole, mapped_bytes=whole)}
+        assert allocator.get_current_usage() == whole
+
+    def test_memory_is_usable_to_the_last_byte(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        address = allocator.malloc(3 * PAGE)
+        content = memory.fill_random(address, 3 * PAGE)
+        assert memory.read(address, 3 * PAGE) == content
+
+    def test_takes_and_gives_back_device_memory(self, allocator: CuMemAllocator) -> None:
+        address = allocator.malloc(PAGE)
+        before, _ = _core.memory_info(0)
+        other = allocator.malloc(8 * PAGE)
+        assert _core.memory_info(0)[0] <= before - 8 * PAGE
+        allocator.free(other)
+        assert _core.memory_info(0)[0] == before
+        allocator.free(address)
+
+    def test_addresses_differ(self, allocator: CuMemAllocator) -> None:
+        addresses = [allocator.malloc(PAGE) for _ in range(8)]
+        assert len(set(addresses)) == 8
+        assert [segment.address for segment in _core.segments()] == addresses  # oldest first
+
+    def test_tags(self, allocator: CuMemAllocator) -> None:
+        with allocator.use_memory_pool("weights"):
+            allocator.malloc(PAGE)
+            with allocator.use_memory_pool("kv_cache"):
+                allocator.malloc(PAGE)
+                allocator.malloc(PAGE, "named")
+            with allocator.use_memory_pool():
+                allocator.malloc(PAGE)
+            allocator.malloc(PAGE)
+        allocator.malloc(PAGE)
+        tags = [segment.tag for segment in _core.segments()]
+        assert tags == ["weights", "kv_cache", "named", "default", "weights", "default"]
+
+    def test_a_pool_is_left_on_an_error(self, allocator: CuMemAllocator) -> None:
+        with pytest.raises(KeyError), allocator.use_memory_pool("weights"):
+            raise KeyError
+        allocator.malloc(PAGE)
+        assert set(allocator.usage()) == {"default"}
+
+    def test_a_pool_is_this_threads_own(self, allocator: CuMemAllocator) -> None:
+        with allocator.use_memory_pool("weights"):
+            in_thread(lambda: allocator.malloc(PAGE))
+        assert set(allocator.usage()) == {"default"}
+
+    def test_larger_than_the_device(self, allocator: CuMemAllocator) -> None:
+        allocator.malloc(PAGE)
+        free_bytes, total_bytes = _core.memory_info(0)
+        for nbytes in (total_bytes + 1, total_bytes * 1000, 2**63, 2**80):
+            with pytest.raises(OutOfDeviceMemory) as raised:
+                allocator.malloc(nbytes)
+            assert raised.value.needed_bytes >= nbytes
+            assert raised.value.free_bytes == free_bytes
+            assert raised.value.error == "CUDA_ERROR_OUT_OF_MEMORY"
+        assert _core.memory_info(0)[0] == free_bytes
+
+    def test_larger_than_what_is_free(self, allocator: CuMemAllocator) -> None:
+        allocator.malloc(PAGE)
+        free_bytes, _ = _core.memory_info(0)
+        whole = (free_bytes // PAGE + 1) * PAGE
+        with pytest.raises(OutOfDeviceMemory) as raised:
+            allocator.malloc(whole)
+        assert (raised.value.call, raised.value.needed_bytes) == ("cuMemCreate", whole)
+        assert raised.value.free_bytes == free_bytes
+        assert _core.memory_info(0)[0] == free_bytes
+        assert len(_core.segments()) == 1
+
+
+class TestFree:
+    def test_twice(self, allocator: CuMemAllocator) -> None:
+        address = allocator.malloc(PAGE)
+        allocator.free(address)
+        with pytest.raises(InvalidState, match=f"0x{address:x}"):
+            allocator.free(address)
+
+    def test_of_an_address_that_is_not_ours(self, allocator: CuMemAllocator) -> None:
+        address = allocator.malloc(2 * PAGE)
+        for wrong in (0, 1, address + 1, address + PAGE, address - PAGE, 2**47, 2**64 - 1):
+            with pytest.raises(InvalidState, match="not the address"):
+                allocator.free(wrong)
+        assert allocator.get_current_usage() == 2 * PAGE
+
+    @pytest.mark.parametrize("level", [1, 2])
+    def test_of_what_sleeps(self, allocator: CuMemAllocator, memory: Memory, level: int) -> None:
+        filled = fill(allocator, memory, "weights", "kv_cache", "default")
+        allocator.sleep(level)
+        for address, _ in filled.values():
+            allocator.free(address)
+        assert allocator.usage() == {}
+        assert allocator._store.host_bytes == 0
+
+    def test_forgets_the_backup_at_once(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        (address, _), (other, content) = fill(allocator, memory, "weights", "default").values()
+        allocator.sleep()
+        allocator.wake_up()
+        assert allocator._store.host_bytes == 2 * PAGE
+        allocator.free(address)
+        assert allocator._store.host_bytes == PAGE
+        allocator.sleep()
+        allocator.wake_up()
+        assert memory.read(other, PAGE) == content
+
+    def test_a_freed_address_may_come_again_with_nothing_of_its_past(
+        self, allocator: CuMemAllocator, memory: Memory
+    ) -> None:
+        first = allocator.malloc(PAGE, "weights")
+        memory.fill_random(first, PAGE)
+        allocator.sleep()
+        allocator.wake_up()
+        allocator.free(first)
+        second = allocator.malloc(PAGE, "weights")
+        content = memory.fill_random(second, PAGE)
+        assert allocator.sleep().copied_bytes == PAGE
+        allocator.wake_up()
+        assert memory.read(second, PAGE) == content
+
+
+class TestLevels:
+    TAGS = ("weights", "kv_cache", "default", "lora")
+
+    @pytest.mark.parametrize(
+        ("level", "dropped"), [(None, {"kv_cache"}), (1, {"kv_cache"}), (2, {"weights", "kv_cache"})]
+    )
+    def test_what_is_backed_up_and_what_dropped(
+        self, allocator: CuMemAllocator, memory: Memory, level: int | None, dropped: set[str]
+    ) -> None:
+        filled = fill(allocator, memory, *self.TAGS)
+        report = allocator.sleep() if level is None else allocator.sleep(level)
+        kept = set(self.TAGS) - dropped
+        assert sleep_states() == {tag: DROPPED if tag in dropped else BACKED_UP for tag in self.TAGS}
+        assert report.freed_bytes == 4 * PAGE
+        assert (report.copied_bytes, report.clean_bytes) == (len(kept) * PAGE, 0)
+        assert report.dropped_bytes == len(dropped) * PAGE
+        assert {tag for tag, usage in allocator.usage().items() if usage.host_bytes == PAGE} == kept
+        woken = allocator.wake_up()
+        assert (woken.mapped_bytes, woken.restored_bytes) == (4 * PAGE, len(kept) * PAGE)
+        assert set(sleep_states().values()) == {AWAKE}
+        for tag in kept:
+            address, content = filled[tag]
+            assert memory.read(address, PAGE) == content, tag
+
+    def test_level_0_touches_nothing(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        filled = fill(allocator, memory, *self.TAGS)
+        before = _core.memory_info(0)
+        report = allocator.sleep(level=0)
+        assert (report.freed_bytes, report.copied_bytes, report.dropped_bytes) == (0, 0, 0)
+        assert "level 0" in str(report)
+        assert _core.memory_info(0) == before
+        for address, content in filled.values():
+            assert memory.read(address, PAGE) == content
+
+    def test_sleep_gives_device_memory_back(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        memory.fill_random(allocator.malloc(4 * PAGE, "weights"), 4 * PAGE)
+        free_awake, _ = _core.memory_info(0)
+        allocator.sleep()
+        assert _core.memory_info(0)[0] >= free_awake + 4 * PAGE
+        allocator.wake_up()
+        assert _core.memory_info(0)[0] < free_awake + PAGE
+
+    @pytest.mark.parametrize(
+        ("offload_tags", "kept"),
+        [
+            ("weights", {"weights"}),
+            (("weights", "lora"), {"weights", "lora"}),
+            (["kv_cache"], {"kv_cache"}),
+            ({"default"}, {"default"}),
+            ((), set()),
+            ([], set()),
+            ("never_used", set()),
+        ],
+    )
+    @pytest.mark.parametrize("positional", [False, True])
+    def test_offload_tags(
+        self, allocator: CuMemAllocator, memory: Memory, offload_tags: object, kept: set[str], positional: bool
+    ) -> None:
+        filled = fill(allocator, memory, *self.TAGS)
+        report = (
+            allocator.sleep(offload_tags)  # type: ignore[arg-type]  # as vLLM calls it
+            if positional
+            else allocator.sleep(offload_tags=offload_tags)  # type: ignore[arg-type]
+        )
+        assert {tag for tag, state in sleep_states().items() if state == BACKED_UP} == kept
+        assert (report.copied_bytes, report.dropped_bytes) == (len(kept) * PAGE, (4 - len(kept)) * PAGE)
+        allocator.wake_up()
+        for tag in kept:
+            address, content = filled[tag]
+            assert memory.read(address, PAGE) == content
+
+    def test_one_of_level_and_offload_tags(self, allocator: CuMemAllocator) -> None:
+        allocator.malloc(PAGE, "weights")
+        with pytest.raises(InvalidArgument, match="one of the two"):
+            allocator.sleep(1, offload_tags="weights")
+        with pytest.raises(InvalidArgument, match="one of the two"):
+            allocator.sleep(level=2, offload_tags=())
+        assert sleep_states() == {"weights": AWAKE}
+
+    def test_a_second_deeper_sleep_keeps_the_backups(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        address, content = fill(allocator, memory, "weights")["weights"]
+        allocator.sleep(1)
+        report = allocator.sleep(2)
+        assert (report.freed_bytes, report.dropped_bytes) == (0, 0)
+        assert "nothing to do" in str(report)
+        allocator.wake_up()
+        assert memory.read(address, PAGE) == content
+
+    def test_what_is_allocated_while_the_rest_sleeps_can_sleep_too(
+        self, allocator: CuMemAllocator, memory: Memory
+    ) -> None:
+        filled = [fill(allocator, memory, "weights")["weights"]]
+        allocator.sleep()
+        filled.append(fill(allocator, memory, "weights")["weights"])
+        report = allocator.sleep()
+        assert (report.freed_bytes, report.copied_bytes) == (PAGE, PAGE)
+        assert allocator.wake_up().restored_bytes == 2 * PAGE
+        for address, content in filled:
+            assert memory.read(address, PAGE) == content
+
+
+class TestSelectiveWake:
+    TAGS = ("weights", "kv_cache", "default", "cudagraph")
+
+    @pytest.mark.parametrize(
+        ("tags", "left_asleep"),
+        [
+            ("weights", {"kv_cache"}),
+            (["kv_cache"], {"weights"}),
+            (("weights", "kv_cache"), set()),
+            ({"default"}, {"weights", "kv_cache"}),
+            ([], {"weights", "kv_cache"}),
+            (None, set()),
+        ],
+    )
+    def test_only_weights_and_kv_cache_can_be_left_asleep(
+        self, allocator: CuMemAllocator, memory: Memory, tags: list[str] | None, left_asleep: set[str]
+    ) -> None:
+        filled = fill(allocator, memory, *self.TAGS)
+        allocator.sleep(1)
+        report = allocator.wake_up(tags)
+        assert report.mapped_bytes == (4 - len(left_asleep)) * PAGE
+        assert {tag for tag, state in sleep_states().items() if state != AWAKE} == left_asleep
+        assert {tag for tag, usage in allocator.usage().items() if usage.mapped_bytes == 0} == left_asleep
+        for tag in {"weights", "default", "cudagraph"} - left_asleep:
+            address, content = filled[tag]
+            assert memory.read(address, PAGE) == content
+        allocator.wake_up()
+        for tag in ("weights", "default", "cudagraph"):
+            address, content = filled[tag]
+            assert memory.read(address, PAGE) == content
+
+    def test_in_steps_as_vllm_does(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        address, content = fill(allocator, memory, *self.TAGS)["weights"]
+        allocator.sleep(1)
+        allocator.wake_up(["weights"])
+        assert memory.read(address, PAGE) == content
+        assert allocator.wake_up(["kv_cache"]).mapped_bytes == PAGE
+        assert allocator.wake_up(["kv_cache"]).mapped_bytes == 0
+
+    def test_sleep_after_a_selective_wake_takes_what_is_awake(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        filled = fill(allocator, memory, "weights", "kv_cache", "default")
+        allocator.sleep(1)
+        allocator.wake_up("weights")
+        report = allocator.sleep(1)
+        assert (report.freed_bytes, report.clean_bytes, report.copied_bytes) == (2 * PAGE, 2 * PAGE, 0)
+        allocator.wake_up()
+        for tag in ("weights", "default"):
+            address, content = filled[tag]
+            assert memory.read(address, PAGE) == content
+
+
+class TestDiscard:
+    def test_drops_these_tags_and_no_others(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        filled = fill(allocator, memory, "weights", "kv_cache", "default")
+        report = allocator.discard("kv_cache")
+        assert (report.freed_bytes, report.dropped_bytes, report.copied_bytes) == (PAGE, PAGE, 0)
+        assert sleep_states() == {"weights": AWAKE, "kv_cache": DROPPED, "default": AWAKE}
+        for tag in ("weights", "default"):
+            address, content = filled[tag]
+            assert memory.read(address, PAGE) == content
+        assert allocator.wake_up(["kv_cache"]).mapped_bytes == PAGE
+
+    def test_what_sleeps_keeps_its_backup(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        address, content = fill(allocator, memory, "weights")["weights"]
+        allocator.sleep()
+        assert "nothing to do" in str(allocator.discard(["weights"]))
+        allocator.wake_up()
+        assert memory.read(address, PAGE) == content
+
+    def test_forgets_retained_backups(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        fill(allocator, memory, "weights")
+        allocator.sleep()
+        allocator.wake_up()
+        assert allocator.usage()["weights"].host_bytes == PAGE
+        allocator.discard("weights")
+        assert allocator.usage()["weights"].host_bytes == 0
+        assert allocator.wake_up().restored_bytes == 0
+
+
+class TestBytes:
+    def test_exact_at_constant_addresses_after_many_cycles(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        sizes = {"weights": 3 * PAGE, "default": PAGE, "lora": 2 * PAGE}
+        addresses = {tag: allocator.malloc(nbytes, tag) for tag, nbytes in sizes.items()}
+        contents = {tag: memory.fill_random(addresses[tag], nbytes) for tag, nbytes in sizes.items()}
+        for cycle in range(6):
+            if cycle != 3:  # nothing changes in one of them
+                changed = list(sizes)[cycle % len(sizes)]
+                contents[changed] = memory.fill_random(addresses[changed], sizes[changed])
+            allocator.sleep()
+            allocator.wake_up("weights" if cycle % 2 else None)
+            for tag, nbytes in sizes.items():
+                assert memory.read(addresses[tag], nbytes) == contents[tag], (cycle, tag)
+            assert [segment.address for segment in _core.segments()] == list(addresses.values())
+
+    def test_order_of_segments_does_not_matter(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        """Backups are not mixed up between segments of one size, or of several, freed and allocated in between."""
+        kept: Contents = {}
+        for _ in range(6):
+            address = allocator.malloc(PAGE, "weights")
+            kept[address] = memory.fill_random(address, PAGE)
+        for address in list(kept)[::2]:
+            allocator.free(address)
+            del kept[address]
+        allocator.sleep()
+        address = allocator.malloc(2 * PAGE, "weights")
+        kept[address] = memory.fill_random(address, 2 * PAGE)
+        allocator.sleep()
+        allocator.wake_up()
+        for address, content in kept.items():
+            assert memory.read(address, len(content)) == content
+
+    def test_backups_of_several_blocks(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As of segments above 256 MiB, on a smaller scale: each block holds its own part."""
+        monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", 2 * PAGE)
+        address = allocator.malloc(5 * PAGE, "weights")
+        content = memory.fill_random(address, 5 * PAGE)
+        allocator.sleep()
+        (backup,) = allocator._store._backups.values()
+        assert [block.bytes for block in backup.blocks] == [2 * PAGE, 2 * PAGE, PAGE]
+        allocator.wake_up()
+        assert memory.read(address, 5 * PAGE) == content
+
+    @pytest.mark.parametrize("pieces_mib", [1, 2, 32])
+    def test_pages_are_touched_in_pieces(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, pieces_mib: int
+    ) -> None:
+        monkeypatch.setattr("cumem_sleep.backup._TOUCH_BYTES", pieces_mib * MIB)
+        address = allocator.malloc(2 * PAGE)
+        content = memory.fill_random(address, 2 * PAGE)
+        allocator.sleep()
+        allocator.wake_up()
+        assert memory.read(address, 2 * PAGE) == content
+
+    @pytest.mark.sim
+    def test_dropped_bytes_are_gone(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        address, content = fill(allocator, memory, "kv_cache")["kv_cache"]
+        allocator.sleep()
+        allocator.wake_up()
+        assert memory.read(address, PAGE) == b"\xdb" * PAGE != content
+
+    def test_poison(self, make_allocator: MakeAllocator, memory: Memory) -> None:
+        allocator = make_allocator(poison=True)
+        filled = fill(allocator, memory, "weights", "kv_cache", "default")
+        allocator.sleep(2)
+        allocator.wake_up()
+        assert memory.read(filled["weights"][0], PAGE) == b"\xff" * PAGE
+        assert memory.read(filled["default"][0], PAGE) == filled["default"][1]
+        if SIMULATED:  # on a GPU, whatever was there before
+            assert memory.read(filled["kv_cache"][0], PAGE) == b"\xdb" * PAGE
+
+
+class TestClean:
+    def test_unchanged_bytes_are_not_copied_again(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        fill(allocator, memory, "weights", "default", nbytes=2 * PAGE)
+        assert allocator.sleep().copied_bytes == 4 * PAGE
+        allocator.wake_up()
+        report = allocator.sleep()
+        assert (report.copied_bytes, report.clean_bytes, report.freed_bytes) == (0, 4 * PAGE, 4 * PAGE)
+        assert "copy" not in report.phases
+
+    @pytest.mark.parametrize("offset", [0, 1, PAGE - 1, PAGE, 2 * PAGE + MIB, 3 * PAGE - 1])
+    def test_one_changed_byte_costs_one_segment(self, allocator: CuMemAllocator, memory: Memory, offset: int) -> None:
+        filled = fill(allocator, memory, "weights", "default", nbytes=3 * PAGE)
+        allocator.sleep()
+        allocator.wake_up()
+        address, content = filled["weights"]
+        changed = bytearray(content)
+        changed[offset] ^= 1
+        memory.write(address + offset, bytes(changed[offset : offset + 1]))
+        report = allocator.sleep()
+        assert (report.copied_bytes, report.clean_bytes) == (3 * PAGE, 3 * PAGE)
+        allocator.wake_up()
+        assert memory.read(address, 3 * PAGE) == changed
+        assert memory.read(filled["default"][0], 3 * PAGE) == filled["default"][1]
+
+    def test_bytes_that_moved_between_segments_are_changed(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        """A sum over everything would not see it."""
+        (one, first), (two, second) = fill(allocator, memory, "weights", "default").values()
+        allocator.sleep()
+        allocator.wake_up()
+        memory.write(one, second)
+        memory.write(two, first)
+        assert allocator.sleep().copied_bytes == 2 * PAGE
+        allocator.wake_up()
+        assert (memory.read(one, PAGE), memory.read(two, PAGE)) == (second, first)
+
+    def test_without_retained_backups(self, make_allocator: MakeAllocator, memory: Memory) -> None:
+        allocator = make_allocator(retain_backups=False)
+        address, content = fill(allocator, memory, "weights")["weights"]
+        allocator.sleep()
+        assert allocator.usage()["weights"].host_bytes == PAGE
+        assert allocator.wake_up().verified_bytes == PAGE
+        assert allocator.usage()["weights"].host_bytes == 0
+        assert allocator.sleep().copied_bytes == PAGE
+        allocator.wake_up()
+        assert memory.read(address, PAGE) == content
+
+    @pytest.mark.parametrize("retain_backups", [True, False])
+    def test_without_verification(self, make_allocator: MakeAllocator, memory: Memory, retain_backups: bool) -> None:
+        allocator = make_allocator(verify="off", retain_backups=retain_backups)
+        address, _ = fill(allocator, memory, "weights")["weights"]
+        for _ in range(3):
+            content = memory.fill_random(address, PAGE)
+            assert allocator.sleep().copied_bytes == PAGE
+            report = allocator.wake_up()
+            assert report.verified_bytes == 0
+            assert "verify" not in report.phases
+            assert memory.read(address, PAGE) == content
+        assert allocator.sleep().clean_bytes == (PAGE if retain_backups else 0)
+        allocator.wake_up()
+        assert memory.read(address, PAGE) == content
+
+    def test_release_backups(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        filled = fill(allocator, memory, "weights", "default", "kv_cache")
+        allocator.sleep()
+        allocator.wake_up(["kv_cache"])  # and default; weights sleep on
+        assert allocator.release_backups() == PAGE
+        assert {tag: usage.host_bytes for tag, usage in allocator.usage().items()} == {
+            "weights": PAGE,
+            "default": 0,
+            "kv_cache": 0,
+        }
+        assert allocator.release_backups() == 0
+        allocator.wake_up()
+        assert memory.read(filled["weights"][0], PAGE) == filled["weights"][1]
+        allocator.close()
+        assert allocator._store.host_bytes == 0
+        assert allocator.sleep().copied_bytes == 2 * PAGE
+        allocator.wake_up()
+        assert memory.read(filled["default"][0], PAGE) == filled["default"][1]
+
+
+class TestHostMemory:
+    def test_is_exact(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        nbytes = 3 * PAGE
+        fill(allocator, memory, "weights", "default", "kv_cache", nbytes=nbytes)
+        memory.close()
+        allocator.sleep()
+        usage = allocator.usage()
+        assert {tag: part.host_bytes for tag, part in usage.items()} == {
+            "weights": nbytes,
+            "default": nbytes,
+            "kv_cache": 0,
+        }
+        if SIMULATED:
+            assert sim.stats().registered_bytes == 2 * nbytes
+
+    def test_budget_is_enough(self, make_allocator: MakeAllocator, memory: Memory) -> None:
+        allocator = make_allocator(host_budget_bytes=2 * PAGE)
+        filled = fill(allocator, memory, "weights", "default")
+        for _ in range(2):
+            allocator.sleep()
+            allocator.wake_up()
+        for address, content in filled.values():
+            assert memory.read(address, PAGE) == content
+
+    def test_budget_is_too_small(self, make_allocator: MakeAllocator, memory: Memory) -> None:
+        allocator = make_allocator(host_budget_bytes=2 * PAGE - 1)
+        filled = fill(allocator, memory, "weights", "default", "kv_cache")
+        with pytest.raises(OutOfHostMemory) as raised:
+            allocator.sleep()
+        error = raised.value
+        assert (error.needed_bytes, error.available_bytes, error.limit) == (2 * PAGE, 2 * PAGE - 1, "budget")
+        assert "CUMEM_SLEEP_HOST_BUDGET_BYTES" in str(error)
+        assert set(sleep_states().values()) == {AWAKE}
+        for address, content in filled.values():
+            assert memory.read(address, PAGE) == content
+        assert allocator.sleep(2).copied_bytes == PAGE  # only default is backed up
+
+    def test_retained_backups_give_way_to_the_budget(self, make_allocator: MakeAllocator, memory: Memory) -> None:
+        allocator = make_allocator(host_budget_bytes=2 * PAGE)
+        filled = fill(allocator, memory, "weights", "lora")
+        allocator.sleep()
+        allocator.wake_up()
+        filled["default"] = fill(allocator, memory, "default")["default"]
+        report = allocator.sleep(offload_tags=["default", "lora"])  # weights' backup makes room
+        assert (report.copied_bytes, report.clean_bytes) == (PAGE, PAGE)
+        assert allocator._store.host_bytes == 2 * PAGE
+        allocator.wake_up()
+        for tag in ("default", "lora"):
+            assert memory.read(filled[tag][0], PAGE) == filled[tag][1]
+
+
+class TestDeviceMemoryIsShort:
+    def test_at_wake(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        """Somebody else took the memory meanwhile: an error, all asleep, and the same call works later."""
+        filled = fill(allocator, memory, "weights", "default", "kv_cache", nbytes=2 * PAGE)
+        allocator.sleep()
+        free_bytes = _core.memory_info(0)[0] // PAGE * PAGE
+        eater = allocator.malloc(free_bytes - 3 * PAGE, "eater")
+        left, _ = _core.memory_info(0)
+        for _ in range(2):
+            with pytest.raises(OutOfDeviceMemory) as raised:
+                allocator.wake_up()
+            assert (raised.value.needed_bytes, raised.value.free_bytes) == (6 * PAGE, left)
+            assert "3 sleeping segments" in str(raised.value)
+            assert _core.memory_info(0)[0] == left
+            asleep = {tag: usage.asleep_segments for tag, usage in allocator.usage().items()}
+            assert asleep == {"weights": 1, "default": 1, "kv_cache": 1, "eater": 0}
+        allocator.free(eater)
+        allocator.wake_up()
+        for tag in ("weights", "default"):
+            address, content = filled[tag]
+            assert memory.read(address, 2 * PAGE) == content
+
+    def test_a_selective_wake_fits_where_all_does_not(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        address, content = fill(allocator, memory, "weights", nbytes=2 * PAGE)["weights"]
+        allocator.malloc(4 * PAGE, "kv_cache")
+        allocator.sleep()
+        eater = allocator.malloc(_core.memory_info(0)[0] // PAGE * PAGE - 3 * PAGE, "eater")
+        with pytest.raises(OutOfDeviceMemory):
+            allocator.wake_up()
+        assert allocator.wake_up("weights").restored_bytes == 2 * PAGE
+        assert memory.read(address, 2 * PAGE) == content
+        allocator.free(eater)
+
+    def test_free_on_a_full_device(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        """Waiting for the device must not need memory of it."""
+        address, content = fill(allocator, memory, "weights")["weights"]
+        eater = allocator.malloc(_core.memory_info(0)[0] // PAGE * PAGE, "eater")
+        assert _core.memory_info(0)[0] < PAGE
+        allocator.free(eater)
+        assert memory.read(address, PAGE) == content
+
+
+class TestTwice:
+    def test_sleeping_what_sleeps(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        address, content = fill(allocator, memory, "weights")["weights"]
+        allocator.sleep()
+        report = allocator.sleep()
+        assert (report.freed_bytes, report.copied_bytes) == (0, 0)
+        assert "nothing to do" in report.note
+        assert report.note in str(report)
+        allocator.wake_up()
+        assert memory.read(address, PAGE) == content
+
+    def test_waking_what_is_awake(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        address, content = fill(allocator, memory, "weights")["weights"]
+        report = allocator.wake_up()
+        assert (report.mapped_bytes, report.restored_bytes) == (0, 0)
+        assert "nothing to do" in report.note
+        assert report.note in str(report)
+        assert memory.read(address, PAGE) == content
+
+    def test_with_nothing_allocated(self, allocator: CuMemAllocator) -> None:
+        assert "nothing to do" in str(allocator.sleep())
+        assert "nothing to do" in str(allocator.wake_up())
+        assert "nothing to do" in str(allocator.discard("kv_cache"))
+        assert allocator.release_backups() == 0
+        allocator.close()
+        allocator.release_pools()
+        assert allocator.usage() == {}
+
+
+class TestReports:
+    def test_add_up(self, allocator: CuMemAllocator, memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+        filled = fill(allocator, memory, "weights", "default", "kv_cache")
+        allocator.sleep()
+        allocator.wake_up()
+        memory.fill_random(filled["default"][0], PAGE)
+        with caplog.at_level(logging.INFO, "cumem_sleep"):
+            slept = allocator.sleep()
+            woken = allocator.wake_up()
+        assert (slept.freed_bytes, slept.copied_bytes, slept.clean_bytes, slept.dropped_bytes) == (
+            3 * PAGE,
+            PAGE,
+            PAGE,
+            PAGE,
+        )
+        assert (woken.mapped_bytes, woken.restored_bytes, woken.verified_bytes) == (3 * PAGE, 2 * PAGE, 2 * PAGE)
+        for report in (slept, woken):
+            assert report.simulated is SIMULATED
+            assert str(report).startswith("[simulated] ") is SIMULATED
+            assert 0 < sum(report.phases.values()) <= report.seconds
+            assert all(seconds >= 0 for seconds in report.phases.values())
+        assert list(slept.phases) == ["quiesce", "digest", "host_memory", "copy", "release"]
+        assert list(woken.phases) == ["map", "copy", "verify"]
+        assert [record.getMessage() for record in caplog.records] == [str(slept), str(woken)]
+        assert "freed 6.00 MiB" in str(slept)
+        assert "copied 2.00 MiB" in str(slept)
+        assert "mapped 6.00 MiB" in str(woken)
+
+    def test_usage(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        fill(allocator, memory, "weights", "kv_cache")
+        allocator.malloc(3 * PAGE, "weights")
+        allocator.sleep()
+        allocator.wake_up("weights")
+        assert allocator.usage() == {
+            "weights": TagUsage(segments=2, bytes=4 * PAGE, mapped_bytes=4 * PAGE, host_bytes=4 * PAGE),
+            "kv_cache": TagUsage(segments=1, bytes=PAGE, asleep_segments=1),
+        }
+        assert allocator.get_current_usage() == 5 * PAGE
+
+
+@pytest.fixture
+def second_device(allocator: CuMemAllocator) -> None:
+    """A second device; on a real host, only if there is one."""
+    if SIMULATED:
+        sim.configure(devices=2)
+    else:
+        _core.open_driver("libcuda.so.1")
+        if _core.device_count() < 2:
+            pytest.skip("this host has one GPU")
+
+
+@pytest.mark.usefixtures("second_device")
+class TestTwoDevices:
+    def test_sleep_and_wake_together(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        contents = {}
+        for device in (0, 1, 1, 0):
+            address = allocator.malloc(PAGE, "weights", device)
+            contents[address, device] = memory.fill_random(address, PAGE, device)
+        assert allocator.sleep().copied_bytes == 4 * PAGE
+        assert allocator.wake_up().verified_bytes == 4 * PAGE
+        for (address, device), content in contents.items():
+            assert memory.read(address, PAGE, device) == content
+        assert allocator.sleep().clean_bytes == 4 * PAGE
+        memory.close()
+
+    def test_too_little_memory_on_one_wakes_neither(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        contents = {}
+        for device in (0, 1):
+            address = allocator.malloc(2 * PAGE, "weights", device)
+            contents[address, device] = memory.fill_random(address, 2 * PAGE, device)
+        allocator.sleep()
+        eater = allocator.malloc(_core.memory_info(1)[0] // PAGE * PAGE - PAGE, "eater", device=1)
+        with pytest.raises(OutOfDeviceMemory) as raised:
+            allocator.wake_up()
+        assert (raised.value.device, raised.value.needed_bytes) == (1, 2 * PAGE)
+        assert allocator.usage()["weights"].mapped_bytes == 0
+        allocator.free(eater)
+        allocator.wake_up()
+        for (address, device), content in contents.items():
+            assert memory.read(address, 2 * PAGE, device) == content
+        memory.close()
+
+
+class TestBadInput:
+    """Every bad value is an error that names it, and nothing changes."""
+
+    @pytest.fixture
+    def used(self, allocator: CuMemAllocator) -> CuMemAllocator:
+        allocator.malloc(PAGE, "weights")
+        return allocator
+
+    @pytest.fixture(autouse=True)
+    def nothing_changes(self, used: CuMemAllocator) -> object:
+        before = used.usage()
+        yield
+        assert used.usage() == before
+
+    @pytest.mark.parametrize("level", [3, -1, True, False, 2**70])
+    def test_level(self, used: CuMemAllocator, level: int) -> None:
+        with pytest.raises(InvalidArgument, match=re.escape(f"level={level!r}")):
+            used.sleep(level)
+
+    @pytest.mark.parametrize("tags", [1.5, b"weights", [1], [None], ["weights", b"x"], object()])
+    def test_tags_of_the_wrong_type(self, used: CuMemAllocator, tags: object) -> None:
+        with pytest.raises(InvalidArgumentType, match="tag"):
+            used.sleep(offload_tags=tags)  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgumentType, match="tag"):
+            used.sleep(tags)  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgumentType, match="tag"):
+            used.wake_up(tags)  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgumentType, match="tag"):
+            used.discard(tags)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("tags", ["", [""], ["weights", ""]])
+    def test_empty_tag(self, used: CuMemAllocator, tags: str | list[str]) -> None:
+        for call in (used.sleep, used.wake_up, used.discard):
+            with pytest.raises(InvalidArgument, match="tag=''"):
+                call(tags)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("tags", ["weigths", ["weights", "kv-cache"]])
+    def test_unknown_tag(self, used: CuMemAllocator, tags: str | list[str]) -> None:
+        """A misspelt tag must not pass for nothing to do."""
+        for call in (used.wake_up, used.discard):
+            with pytest.raises(InvalidArgument, match=r"weigths|kv-cache.*known are.*weights"):
+                call(tags)
+
+    @pytest.mark.parametrize("tag", ["weights", "kv_cache", "default"])
+    def test_known_tags_without_memory_are_fine(self, used: CuMemAllocator, tag: str) -> None:
+        used.free(used.malloc(PAGE))
+        used.free(used.malloc(PAGE, "kv_cache"))
+        assert used.wake_up(tag).mapped_bytes == 0
+
+    @pytest.mark.parametrize(
+        ("nbytes", "error"),
+        [
+            (0, InvalidArgument),
+            (-1, InvalidArgument),
+            (-PAGE, InvalidArgument),
+            (True, InvalidArgumentType),
+            (1.0, InvalidArgumentType),
+            ("2MiB", InvalidArgumentType),
+            (None, InvalidArgumentType),
+        ],
+    )
+    def test_size(self, used: CuMemAllocator, nbytes: int, error: type[Exception]) -> None:
+        with pytest.raises(error, match=re.escape(f"nbytes={nbytes!r}")):
+            used.malloc(nbytes)
+
+    @pytest.mark.parametrize(
+        ("device", "error"),
+        [(-1, InvalidArgument), (64, InvalidArgument), (2**40, InvalidArgument), (True, InvalidArgumentType)],
+    )
+    def test_device(self, used: CuMemAllocator, device: int, error: type[Exception]) -> None:
+        with pytest.raises(error, match=f"device={device}"):
+            used.malloc(PAGE, device=device)
+
+    @pytest.mark.parametrize("tag", [1, b"weights", ["weights"], True])
+    def test_tag_is_no_string(self, used: CuMemAllocator, tag: str) -> None:
+        with pytest.raises(InvalidArgumentType, match=re.escape(f"tag={tag!r}")):
+            used.malloc(PAGE, tag)
+        with pytest.raises(InvalidArgumentType, match="tag="), used.use_memory_pool(tag):
+            pass
+
+    def test_tag_is_empty(self, used: CuMemAllocator) -> None:
+        with pytest.raises(InvalidArgument, match="tag=''"):
+            used.malloc(PAGE, "")
+        with pytest.raises(InvalidArgument, match="tag=''"), used.use_memory_pool(""):
+            pass
+
+    @pytest.mark.parametrize("tag", ["größe", "重み", "a" * 1000, "with space", "%s", "line\nbreak"])
+    def test_any_other_string_is_a_tag(self, used: CuMemAllocator, memory: Memory, tag: str) -> None:
+        address = used.malloc(PAGE, tag)
+        content = memory.fill_random(address, PAGE)
+        used.sleep(offload_tags=[tag, "weights"])
+        used.wake_up(tag)
+        assert used.usage()[tag].bytes == PAGE
+        assert memory.read(address, PAGE) == content
+        used.free(address)
+        used.wake_up()
+        used.release_backups()
+
+    @pytest.mark.parametrize(
+        ("address", "error"),
+        [(-1, InvalidArgument), (True, InvalidArgumentType), (1.0, InvalidArgumentType), (None, InvalidArgumentType)],
+    )
+    def test_address(self, used: CuMemAllocator, address: int, error: type[Exception]) -> None:
+        with pytest.raises(error, match=re.escape(f"address={address!r}")):
+            used.free(address)
+
+    def test_address_beyond_64_bits(self, used: CuMemAllocator) -> None:
+        with pytest.raises(InvalidState):
+            used.free(2**64)
+
+    def test_settings(self) -> None:
+        with pytest.raises(InvalidArgumentType, match="settings='sim'"):
+            CuMemAllocator("sim")  # type: ignore[arg-type]
+
+    def test_errors_are_of_pythons_kinds_too(self, used: CuMemAllocator) -> None:
+        with pytest.raises(ValueError, match="level"):
+            used.sleep(3)
+        with pytest.raises(TypeError, match="tag"):
+            used.malloc(PAGE, 1)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError):  # what vLLM's allocator raises
+            used.free(1)
+
+
+class TestInstances:
+    def test_get_instance(self, allocator: CuMemAllocator) -> None:
+        assert CuMemAllocator.get_instance() is allocator
+        assert CuMemAllocator.instance is allocator
+
+    def test_none_beside_one_with_memory(self, allocator: CuMemAllocator) -> None:
+        address = allocator.malloc(PAGE)
+        with pytest.raises(InvalidState, match="get_instance"):
+            CuMemAllocator()
+        assert CuMemAllocator.get_instance() is allocator
+        allocator.free(address)
+        replacement = CuMemAllocator(Settings(driver=allocator.settings.driver, poison=True))
+        assert CuMemAllocator.get_instance() is replacement
+
+    def test_sleep_of_a_fresh_process_needs_no_level(self, allocator: CuMemAllocator) -> None:
+        assert isinstance(allocator.sleep(), SleepReport)
+
+    def test_cudagraph_pool_needs_pytorch(self, allocator: CuMemAllocator) -> None:
+        if not SIMULATED:
+            pytest.skip("PyTorch may reach this GPU")
+        with pytest.raises(InvalidState, match="PyTorch"), allocator.cudagraph_pool():
+            pass

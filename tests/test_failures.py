@@ -1,0 +1,864 @@
+"""Whatever fails, the state stays whole: each driver call, each kind of host memory, each interrupt."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dis
+import gc
+import linecache
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support import (
+    AWAKE,
+    BACKED_UP,
+    DROPPED,
+    MIB,
+    PAGE,
+    assert_clean_exit,
+    free_everything,
+    fresh_allocator,
+    in_thread,
+    reset_simulation,
+    run_script,
+)
+
+from cumem_sleep import (
+    BackupMismatch,
+    CuMemAllocator,
+    CumemSleepError,
+    DriverError,
+    InvalidState,
+    OutOfDeviceMemory,
+    OutOfHostMemory,
+    _core,
+    host_limits,
+    sim,
+)
+
+pytestmark = pytest.mark.sim
+
+MakeAllocator = Callable[..., CuMemAllocator]
+
+MANY = 1_000_000
+
+
+class World:
+    """An allocator with a segment of each kind, and what their bytes have to be.
+
+    Bytes are read and written at their addresses, which the simulated driver allows, so that no call is made for it.
+    """
+
+    TAGS = ("weights", "kv_cache", "default")
+
+    def __init__(self, **settings: object) -> None:
+        self.allocator = fresh_allocator(**settings)
+        self.contents: dict[int, bytes | None] = {}  # by the segment's id; None: undefined, the bytes were dropped
+        self.extra = 0  # a segment that a phase makes and frees
+        self._random_bytes = np.random.default_rng(0).bytes(PAGE + 4096)
+        self._defined = 0
+        for tag in self.TAGS:
+            self.allocator.malloc(PAGE, tag)
+        self.define()
+
+    @property
+    def segments(self) -> list[_core.Segment]:
+        return _core.segments()
+
+    def state(self) -> dict[int, tuple[str, _core.Segment.Sleep, bool]]:
+        return {segment.address: (segment.tag, segment.sleep, segment.has_memory) for segment in self.segments}
+
+    def held(self) -> tuple[int, ...]:
+        """All that the driver holds for this process; equal states hold the same."""
+        if self.unaccounted_bytes():
+            gc.collect()
+        stats = sim.stats()
+        free_bytes, _ = _core.memory_info(0)
+        return stats.live_handles, stats.mapped_bytes, stats.reserved_bytes, stats.registered_bytes, free_bytes
+
+    def unaccounted_bytes(self) -> int:
+        """Registered host memory that the store does not know of; an exception that nobody dropped may hold some."""
+        return sim.stats().registered_bytes - self.allocator._store.host_bytes
+
+    def define(self) -> None:
+        """New bytes where they are undefined. All must be awake."""
+        for segment in self.segments:
+            if self.contents.get(segment.id) is None and segment.address != self.extra:
+                self._defined = (self._defined + 1) % 4096
+                content = self._random_bytes[self._defined : self._defined + PAGE]
+                ctypes.memmove(segment.address, content, PAGE)
+                self.contents[segment.id] = content
+
+    def change(self) -> None:
+        """Change one byte of each segment."""
+        for segment in self.segments:
+            content = self.contents[segment.id]
+            assert content is not None
+            changed = bytes([content[0] ^ 0xFF]) + content[1:]
+            ctypes.memmove(segment.address, changed, 1)
+            self.contents[segment.id] = changed
+
+    def note_drops(self) -> None:
+        """Bytes of what was dropped are undefined from here on."""
+        for segment in self.segments:
+            if segment.sleep == DROPPED:
+                self.contents[segment.id] = None
+
+    def check_bytes(self) -> None:
+        """Whatever is awake and defined has its bytes."""
+        for segment in self.segments:
+            content = self.contents.get(segment.id)
+            if segment.sleep == AWAKE and content is not None:
+                assert segment.has_memory, f"{segment.tag} is awake without memory"
+                assert ctypes.string_at(segment.address, PAGE) == content, f"bytes of {segment.tag}"
+
+    def wake(self) -> None:
+        """Wake all; every defined byte is right."""
+        self.note_drops()
+        self.allocator.wake_up()
+        self.check_bytes()
+        self.define()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    reset_simulation()
+    monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", MIB)  # two blocks for each segment
+    monkeypatch.setattr("cumem_sleep.digest.sums_of", _quick_sums)  # what it tells apart is not the question here
+    current = World()
+    yield current
+    free_everything()
+    reset_simulation()
+
+
+def _quick_sums(content: npt.NDArray[np.uint8], first_chunk: int = 0) -> tuple[int, int]:
+    words = content.view(np.uint64)
+    return int(words.sum(dtype=np.uint64)) + first_chunk, int(np.bitwise_xor.reduce(words))
+
+
+# Every driver call fails once
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One operation, from a state that `prepare` reaches from any other."""
+
+    name: str
+    prepare: Callable[[World], object]
+    operate: Callable[[World], object]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _awake_without_backups(world: World) -> None:
+    world.wake()
+    world.allocator.release_backups()
+
+
+def _awake_with_backups(world: World) -> None:
+    world.wake()
+    if world.allocator._store.host_bytes < 2 * PAGE:
+        world.allocator.sleep()
+        world.wake()
+
+
+def _changed(world: World) -> None:
+    _awake_with_backups(world)
+    world.change()
+
+
+def _asleep(world: World) -> None:
+    world.wake()
+    world.allocator.sleep()
+    world.note_drops()
+
+
+def _asleep_at_level_2(world: World) -> None:
+    world.wake()
+    world.allocator.sleep(2)
+    world.note_drops()
+
+
+def _malloc(world: World) -> None:
+    world.extra = world.allocator.malloc(PAGE, "weights")
+
+
+def _free(world: World) -> None:
+    world.allocator.free(world.extra)
+    world.extra = 0
+
+
+def _without_extra(world: World) -> None:
+    if world.extra:
+        _free(world)
+
+
+def _extra_asleep(world: World) -> None:
+    _without_extra(world)
+    world.wake()
+    _malloc(world)
+    world.allocator.sleep()
+    world.note_drops()
+
+
+def _extra_awake(world: World) -> None:
+    _without_extra(world)
+    world.wake()
+    _malloc(world)
+
+
+PHASES = [
+    Phase("malloc", _without_extra, _malloc),
+    Phase("first sleep", _awake_without_backups, lambda world: world.allocator.sleep()),
+    Phase("sleep of changed", _changed, lambda world: world.allocator.sleep()),
+    Phase("sleep of clean", _awake_with_backups, lambda world: world.allocator.sleep()),
+    Phase("sleep at level 2", _awake_with_backups, lambda world: world.allocator.sleep(2)),
+    Phase("discard", _awake_with_backups, lambda world: world.allocator.discard(["kv_cache", "weights"])),
+    Phase("wake of weights", _asleep, lambda world: world.allocator.wake_up("weights")),
+    Phase("wake of all", _asleep, lambda world: world.allocator.wake_up()),
+    Phase("wake after level 2", _asleep_at_level_2, lambda world: world.allocator.wake_up()),
+    Phase("free awake", _extra_awake, _free),
+    Phase("free asleep", _extra_asleep, _free),
+    Phase("release backups", _awake_with_backups, lambda world: world.allocator.release_backups()),
+    Phase("usage", _asleep, lambda world: world.allocator.usage()),
+]
+
+
+def _check_one_failure(world: World, phase: Phase, call: str, position: int, error_name: str) -> None:
+    phase.prepare(world)
+    before = world.state()
+    sim.reset()
+    sim.fail(call, after=position, error=error_name)
+    failed = True
+    try:
+        phase.operate(world)
+        failed = False
+    except CumemSleepError as error:
+        _check_names_the_call(error, call, error_name)
+    assert sim.stats().calls[call] > position, "the call was not reached"
+    sim.reset()
+    if failed:
+        assert world.state() == before, "a failed operation changed the state"
+        world.check_bytes()
+        phase.operate(world)
+
+
+def _check_names_the_call(error: CumemSleepError, call: str, error_name: str) -> None:
+    if isinstance(error, OutOfHostMemory):
+        assert error.limit == call, error
+    else:
+        assert isinstance(error, DriverError), repr(error)
+        assert (error.call, error.error) == (call, error_name)
+    assert call in str(error), error
+
+
+@pytest.mark.parametrize(
+    ("error_name", "left_out"),
+    [
+        ("CUDA_ERROR_UNKNOWN", ()),
+        # These are most of the calls, and nobody asks why they failed.
+        (
+            "CUDA_ERROR_OUT_OF_MEMORY",
+            ("cuCtxGetCurrent", "cuCtxPushCurrent", "cuCtxPopCurrent", "cuThreadExchangeStreamCaptureMode"),
+        ),
+    ],
+    ids=["unknown error", "out of memory"],
+)
+@pytest.mark.parametrize("phase", PHASES, ids=str)
+def test_every_driver_call_may_fail_once(
+    world: World, phase: Phase, error_name: str, left_out: tuple[str, ...]
+) -> None:
+    phase.prepare(world)
+    sim.reset()
+    phase.operate(world)
+    calls = {call: count for call, count in sim.stats().calls.items() if count and call not in left_out}
+    expected, held = list(world.state().values()), world.held()
+    problems = []
+    for call, count in calls.items():
+        for position in range(count):
+            try:
+                _check_one_failure(world, phase, call, position, error_name)
+                assert list(world.state().values()) == expected, "the state after a retry"
+                assert world.held() == held, "held after a retry: handles, mapped, reserved, registered, free"
+                world.wake()
+            except Exception as error:
+                problems.append(f"{call} number {position + 1} of {count}: {type(error).__name__}: {error}")
+                _start_over(world)
+    assert not problems, f"{len(problems)} of {sum(calls.values())}:\n" + "\n".join(problems[:20])
+
+
+def _start_over(world: World) -> None:
+    """After a failed check: what is left behind is known already, so the next check starts from nothing."""
+    sim.reset()
+    with contextlib.suppress(Exception, AssertionError):
+        free_everything()
+    for segment in _core.segments():
+        with contextlib.suppress(CumemSleepError):
+            _core.free(segment.address)
+    CuMemAllocator.instance = None
+    gc.collect()
+    sim.reset()
+    world.__init__()  # type: ignore[misc]
+
+
+# Several calls fail, for long
+
+
+class TestPersistentFailures:
+    @pytest.mark.parametrize(
+        "call",
+        [
+            "cuMemUnmap",
+            "cuMemRelease",
+            "cuMemHostRegister",
+            "cuMemHostUnregister",
+            "cuMemMap",
+            "cuMemCreate",
+            "cuMemSetAccess",
+            "cuMemAddressFree",
+            "cuStreamCreate",
+            "cuStreamDestroy",
+            "cuStreamSynchronize",
+            "cuCtxSynchronize",
+            "cuMemcpyDtoHAsync",
+            "cuMemcpyHtoDAsync",
+            "cuMemFree",
+            "cuMemAlloc",
+        ],
+    )
+    @pytest.mark.parametrize("error_name", ["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_UNKNOWN"])
+    def test_all_works_again_afterwards(self, world: World, call: str, error_name: str) -> None:
+        """Through a whole cycle with one call out of order, whatever raises; then all is whole, and nothing is lost."""
+        allocator = world.allocator
+        operations: list[Callable[[], object]] = [
+            lambda: allocator.sleep(offload_tags=World.TAGS),
+            lambda: allocator.wake_up("weights"),
+            allocator.wake_up,
+            allocator.usage,
+            allocator.release_backups,
+            lambda: allocator.malloc(PAGE, "default"),
+            lambda: allocator.free(extra),
+        ]
+        for first in range(len(operations)):
+            extra = allocator.malloc(PAGE, "default")
+            world.define()
+            sim.fail(call, error=error_name, times=MANY)
+            for operation in operations[first:]:
+                with contextlib.suppress(CumemSleepError):
+                    operation()
+            sim.reset()
+            world.wake()
+            for segment in world.segments[len(World.TAGS) :]:
+                allocator.free(segment.address)
+
+    def test_memory_that_the_driver_keeps_is_given_back_later(self, world: World) -> None:
+        """A sleep that cannot release is honest about it, and the next operation tries again."""
+        sim.fail("cuMemRelease", times=MANY, error="CUDA_ERROR_UNKNOWN")
+        report = world.allocator.sleep()
+        assert report.freed_bytes == 0
+        assert {usage.mapped_bytes for usage in world.allocator.usage().values()} == {PAGE}
+        sim.reset()
+        assert {usage.mapped_bytes for usage in world.allocator.usage().values()} == {0}
+        assert sim.stats().live_handles == 0
+        world.wake()
+
+    def test_wake_uses_memory_that_the_driver_kept(self, world: World) -> None:
+        sim.fail("cuMemRelease", times=MANY, error="CUDA_ERROR_UNKNOWN")
+        world.allocator.sleep()
+        assert world.allocator.wake_up().mapped_bytes == 3 * PAGE
+        sim.reset()
+        world.wake()
+        assert sim.stats().live_handles == 3
+
+    @pytest.mark.parametrize("poison", [False, True])
+    def test_a_failed_sleep_that_cannot_be_undone_loses_nothing(self, world: World, poison: bool) -> None:
+        """What cannot be mapped again counts as asleep; its bytes come back with the next wake, backed up or not."""
+        if poison:
+            free_everything()
+            world.__init__(poison=True)  # type: ignore[misc]
+        sim.fail("cuMemUnmap", after=2, error="CUDA_ERROR_UNKNOWN")
+        sim.fail("cuMemMap", times=MANY, error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError, match="cuMemUnmap"):
+            world.allocator.sleep(offload_tags=())
+        sim.reset()
+        assert sum(segment.sleep != AWAKE for segment in world.segments) == 2
+        assert all(segment.has_memory for segment in world.segments)
+        world.allocator.wake_up()
+        world.check_bytes()
+
+    def test_a_failed_wake_that_cannot_be_undone_stays_asleep(self, world: World) -> None:
+        world.allocator.sleep()
+        world.note_drops()
+        sim.fail("cuMemMap", after=2, error="CUDA_ERROR_UNKNOWN")
+        sim.fail("cuMemUnmap", times=MANY, error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError, match="cuMemMap"):
+            world.allocator.wake_up()
+        assert all(segment.sleep != AWAKE for segment in world.segments)
+        sim.reset()
+        world.wake()
+
+    def test_full_device_and_a_failed_wait(self) -> None:
+        """On a full device freeing waits by way of host memory; if that fails, nothing of it may stay."""
+        process = run_script(
+            """
+            reset_simulation()
+            allocator = fresh_allocator()
+            allocator.malloc(PAGE)
+            eater = allocator.malloc(_core.memory_info(0)[0])
+            sim.fail("cuMemHostUnregister", error="CUDA_ERROR_UNKNOWN")
+            try:
+                allocator.free(eater)
+            except DriverError:
+                allocator.free(eater)
+            assert sim.stats().registered_bytes == 0
+            free_everything()
+            """
+        )
+        assert_clean_exit(process)
+
+
+class TestCopiesInFlight:
+    """When a later step fails, earlier copies still run: no memory of theirs may be taken away before they end."""
+
+    SCRIPT = """
+        reset_simulation()
+        allocator, memory = fresh_allocator(verify="off", retain_backups=False), Memory()
+        contents = {}
+        for tag in ("weights", "default", "lora"):
+            address = allocator.malloc(PAGE, tag)
+            contents[address] = memory.fill_random(address, PAGE)
+        memory.close()
+        if OPERATION == "wake_up":
+            allocator.sleep()
+        sim.fail(CALL, after=AFTER, error="CUDA_ERROR_UNKNOWN")
+        try:
+            getattr(allocator, OPERATION)()
+        except DriverError as error:
+            failed = error  # and with it, all that its frames hold
+        assert failed.call == CALL
+        assert len({segment.sleep for segment in _core.segments()}) == 1
+        _core.synchronize(0)  # fails if work on the device found its memory gone
+        allocator.wake_up()
+        for address, content in contents.items():
+            assert memory.read(address, PAGE) == content
+        memory.close()
+        del failed
+        free_everything()
+        """
+
+    def check(self, operation: str, call: str, after: int = 2) -> None:
+        constants = f"OPERATION, CALL, AFTER = {operation!r}, {call!r}, {after}\n"
+        assert_clean_exit(run_script(constants, self.SCRIPT, CUMEM_SLEEP_SIM_COPY_DELAY_US="20000"))
+
+    @pytest.mark.parametrize("call", ["cuMemMap", "cuMemCreate", "cuMemSetAccess", "cuMemcpyHtoDAsync"])
+    def test_at_wake(self, call: str) -> None:
+        self.check("wake_up", call)
+
+    @pytest.mark.parametrize("call", ["cuMemHostRegister", "cuMemcpyDtoHAsync"])
+    def test_at_sleep(self, call: str) -> None:
+        self.check("sleep", call)
+
+    @pytest.mark.parametrize("operation", ["sleep", "wake_up"])
+    def test_waiting_for_them_fails_once(self, operation: str) -> None:
+        self.check(operation, "cuStreamSynchronize", after=0)
+
+
+# Interrupts
+
+_INTERRUPTED_FILES = ("allocator.py", "backup.py", "digest.py", "report.py", "contextlib.py")
+Position = tuple[str, int, str]  # file, line, event
+
+
+class Interrupter:
+    """Counts the places of an operation at which a signal may be handled, and raises KeyboardInterrupt at one of them.
+
+    These are every line of this package's code and, above all, every return from a C function: that is where CPython
+    looks for signals. Left out are lines of no instruction (`try:`) and a `with` line as the block is left: there it
+    does not look, and no code could protect itself.
+    """
+
+    def __init__(self, interrupt_at: int | None = None) -> None:
+        self.positions: list[Position] = []
+        self.raised = False
+        self._interrupt_at = interrupt_at
+        self._with_lines: set[tuple[int, int]] = set()
+
+    def __enter__(self) -> Interrupter:
+        sys.setprofile(self._profile)
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        sys.setprofile(None)
+
+    def _trace(self, frame: types.FrameType, event: str, _: object) -> Callable[..., object] | None:
+        if not _is_watched(frame):
+            return None
+        if event == "line" and "contextlib" not in frame.f_code.co_filename:
+            is_nop = frame.f_code.co_code[frame.f_lasti] == dis.opmap["NOP"]
+            if not is_nop and not self._leaves_with(frame):
+                self._reach(frame, event)
+        return self._trace
+
+    def _profile(self, frame: types.FrameType, event: str, _: object) -> None:
+        if event == "c_return" and _is_watched(frame):
+            self._reach(frame, event)
+
+    def _leaves_with(self, frame: types.FrameType) -> bool:
+        if not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+            return False
+        visit = (id(frame), frame.f_lineno)
+        seen = visit in self._with_lines
+        self._with_lines.add(visit)
+        return seen
+
+    def _reach(self, frame: types.FrameType, event: str) -> None:
+        if self.raised:
+            return
+        if self._interrupt_at == len(self.positions):
+            self.raised = True
+            raise KeyboardInterrupt
+        name = frame.f_code.co_filename.rpartition("/")[2]
+        self.positions.append((f"{name}:{frame.f_code.co_name}", frame.f_lineno, event))
+
+
+def _is_watched(frame: types.FrameType) -> bool:
+    file = frame.f_code.co_filename
+    if not file.endswith(_INTERRUPTED_FILES):
+        return False
+    caller = frame.f_back
+    return "cumem_sleep" in file or (caller is not None and "cumem_sleep" in caller.f_code.co_filename)
+
+
+def _chosen(positions: list[Position]) -> list[int]:
+    """The first and the last time that each place is reached: loops make the rest."""
+    reached: dict[Position, list[int]] = {}
+    for index, position in enumerate(positions):
+        reached.setdefault(position, []).append(index)
+    return sorted({index for indices in reached.values() for index in (indices[0], indices[-1])})
+
+
+INTERRUPTED = [phase for phase in PHASES if phase.name in ("first sleep", "sleep of changed", "wake of all")]
+
+
+@pytest.mark.parametrize("phase", INTERRUPTED, ids=str)
+def test_interrupt_anywhere(world: World, phase: Phase) -> None:
+    phase.prepare(world)
+    unaccounted_bytes = world.unaccounted_bytes()
+    with Interrupter() as clean:
+        phase.operate(world)
+    problems = []
+    chosen = _chosen(clean.positions)
+    for index in chosen:
+        try:
+            phase.prepare(world)
+            _check_one_interrupt(world, phase, index)
+            assert world.unaccounted_bytes() == unaccounted_bytes, "registered host memory is left"
+        except Exception as error:
+            file, line, event = clean.positions[index]
+            problems.append(f"{event} at line {line} of {file}: {type(error).__name__}: {error}")
+            _start_over(world)
+            unaccounted_bytes = world.unaccounted_bytes()
+    assert len(chosen) > 100
+    assert not problems, f"{len(problems)} of {len(chosen)}:\n" + "\n".join(problems[:20])
+
+
+def _check_one_interrupt(world: World, phase: Phase, index: int) -> None:
+    interrupter = Interrupter(index)
+    try:
+        with interrupter:
+            phase.operate(world)
+    except KeyboardInterrupt:
+        pass
+    sleeps = {segment.sleep != AWAKE for segment in world.segments}
+    assert len(sleeps) == 1, "some sleep and some do not"
+    assert all(segment.has_memory is (segment.sleep == AWAKE) for segment in world.segments)
+    world.check_bytes()
+    in_thread(world.allocator.usage, timeout_s=5)  # the lock is free again
+    world.wake()
+    assert {segment.sleep for segment in world.segments} == {AWAKE}
+
+
+def test_interrupt_by_a_signal() -> None:
+    """SIGINT at ever later moments of a sleep and of a wake, in a process of its own."""
+    process = run_script(
+        """
+        import signal
+        import time
+
+        reset_simulation()
+        allocator, memory = fresh_allocator(), Memory()
+        contents = {}
+        for tag in ("weights", "default", "lora", "weights"):
+            address = allocator.malloc(2 * PAGE, tag)
+            contents[address] = memory.fill_random(address, 2 * PAGE)
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+        def interrupted(operation, delay_s):
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, delay_s)
+                    operation()
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                return True
+            return False
+
+        def check():
+            states = {segment.sleep != AWAKE for segment in _core.segments()}
+            assert len(states) == 1, states
+            assert all(segment.has_memory is (segment.sleep == AWAKE) for segment in _core.segments())
+
+        hits = 0
+        for operation in (allocator.sleep, allocator.wake_up):
+            for turn in range(60):
+                if operation == allocator.wake_up:
+                    allocator.sleep()
+                elif turn % 2:
+                    allocator.release_backups()
+                start = time.perf_counter()
+                hits += interrupted(operation, 1e-4 + turn * 5e-4)
+                check()
+                allocator.wake_up()
+                for address, content in contents.items():
+                    assert memory.read(address, 2 * PAGE) == content, (operation, turn)
+        assert hits > 20, hits
+        memory.close()
+        free_everything()
+        """
+    )
+    assert_clean_exit(process)
+
+
+# Host memory is short
+
+
+class TestHostMemoryIsShort:
+    def _check_refused(self, world: World, limit: str) -> OutOfHostMemory:
+        before, held = world.state(), world.held()
+        with pytest.raises(OutOfHostMemory) as raised:
+            world.allocator.sleep()
+        assert raised.value.limit == limit
+        assert isinstance(raised.value, MemoryError)
+        assert limit in str(raised.value)
+        assert world.state() == before
+        world.check_bytes()
+        error = raised.value.with_traceback(None)
+        del raised
+        gc.collect()
+        assert world.held() == held
+        return error
+
+    def _check_works(self, world: World) -> None:
+        world.allocator.sleep()
+        world.note_drops()
+        world.wake()
+
+    @pytest.mark.parametrize(
+        ("function", "limit"), [("cgroup_available_bytes", "cgroup"), ("mem_available_bytes", "MemAvailable")]
+    )
+    def test_limits(self, world: World, monkeypatch: pytest.MonkeyPatch, function: str, limit: str) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(host_limits, function, lambda: 2 * PAGE - 1)
+            error = self._check_refused(world, limit)
+            assert (error.needed_bytes, error.available_bytes) == (2 * PAGE, 2 * PAGE - 1)
+        self._check_works(world)
+
+    def test_limits_that_leave_just_enough(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(host_limits, "cgroup_available_bytes", lambda: 2 * PAGE)
+        monkeypatch.setattr(host_limits, "mem_available_bytes", lambda: 2 * PAGE)
+        self._check_works(world)
+
+    def test_no_limit_applies_to_clean_segments(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        _awake_with_backups(world)
+        monkeypatch.setattr(host_limits, "cgroup_available_bytes", lambda: 0)
+        assert world.allocator.sleep().clean_bytes == 2 * PAGE
+        world.wake()
+
+    def test_register(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(world.allocator._digester, "of", lambda segments: {})  # it registers memory too
+        for position in range(3):
+            sim.fail("cuMemHostRegister", after=position)
+            error = self._check_refused(world, "cuMemHostRegister")
+            assert error.needed_bytes == MIB
+            sim.reset()
+        monkeypatch.undo()
+        self._check_works(world)
+
+    def test_touch(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The kernel refuses pages, in one of the threads that touch them."""
+        touch, touched = _core.HostBlock.touch, []
+
+        def refuse_last(block: _core.HostBlock, offset: int, nbytes: int) -> None:
+            touched.append(block)
+            if len(touched) == 3:
+                raise OutOfHostMemory(nbytes, 0, "madvise")
+            touch(block, offset, nbytes)
+
+        monkeypatch.setattr(world.allocator._digester, "of", lambda segments: {})
+        with monkeypatch.context() as patch:
+            patch.setattr(_core.HostBlock, "touch", refuse_last)
+            before = world.state()
+            with pytest.raises(OutOfHostMemory, match="madvise"):
+                world.allocator.sleep()
+            touched.clear()
+            assert world.state() == before
+        world.check_bytes()
+        monkeypatch.undo()
+        self._check_works(world)
+
+    @pytest.mark.parametrize("verify", ["off", "wake"])
+    def test_address_space(self, verify: str) -> None:
+        process = run_script(
+            f"""
+            import resource
+            import pytest
+            reset_simulation()
+            allocator = fresh_allocator(verify={verify!r}, retain_backups=False)
+            memory = Memory()
+            contents = {{}}
+            for tag in ("weights", "default"):
+                address = allocator.malloc(32 * PAGE, tag)
+                contents[address] = memory.fill_random(address, 32 * PAGE)
+            used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + 96 * MIB, resource.RLIM_INFINITY))
+            with pytest.raises(OutOfHostMemory) as raised:
+                allocator.sleep()
+            assert raised.value.limit == "mmap", raised.value
+            assert raised.value.needed_bytes == 32 * PAGE, raised.value
+            del raised
+            assert {{segment.sleep for segment in _core.segments()}} == {{AWAKE}}
+            assert allocator._store.host_bytes == 0
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            allocator.sleep()
+            allocator.wake_up()
+            for address, content in contents.items():
+                assert memory.read(address, 32 * PAGE) == content
+            memory.close()
+            free_everything()
+            """
+        )
+        assert_clean_exit(process)
+
+
+# Damage
+
+
+class TestDamage:
+    @pytest.mark.parametrize("tag", ["weights", "default"])
+    @pytest.mark.parametrize("place", [0, -1])
+    def test_a_flipped_bit_in_a_backup(self, world: World, tag: str, place: int) -> None:
+        world.allocator.sleep()
+        world.note_drops()
+        segment = next(segment for segment in world.segments if segment.tag == tag)
+        backup = world.allocator._store.get(segment)
+        assert backup is not None
+        content = np.frombuffer(memoryview(backup.blocks[place]), np.uint8)
+        before = world.state()
+        content[place] ^= 4
+        for _ in range(2):
+            with pytest.raises(BackupMismatch) as raised:
+                world.allocator.wake_up()
+            assert tag in raised.value.segment
+            assert f"0x{segment.address:x}" in raised.value.segment
+            assert raised.value.expected != raised.value.actual
+            assert raised.value.expected == str(backup.digest)
+            assert world.state() == before
+        content[place] ^= 4
+        world.wake()
+
+    def test_without_verification_nobody_notices(self, world: World) -> None:
+        """What `verify=off` gives up."""
+        free_everything()
+        world.__init__(verify="off")  # type: ignore[misc]
+        world.allocator.sleep()
+        segment = world.segments[0]
+        backup = world.allocator._store.get(segment)
+        assert backup is not None
+        np.frombuffer(memoryview(backup.blocks[0]), np.uint8)[7] ^= 1
+        world.allocator.wake_up()
+        assert ctypes.string_at(segment.address, PAGE) != world.contents[segment.id]
+
+    def test_a_damaged_tag_can_be_left_asleep(self, world: World) -> None:
+        """Damage of the weights does not keep the rest from waking, and they can be freed."""
+        world.allocator.sleep()
+        world.note_drops()
+        weights = world.segments[0]
+        backup = world.allocator._store.get(weights)
+        assert backup is not None
+        np.frombuffer(memoryview(backup.blocks[0]), np.uint8)[0] ^= 1
+        del backup
+        world.allocator.wake_up("kv_cache")
+        world.check_bytes()
+        world.allocator.free(weights.address)
+        assert world.allocator.wake_up().mapped_bytes == 0
+
+
+class TestErrors:
+    def test_of_the_driver_say_which_memory(self, world: World) -> None:
+        sim.fail("cuMemUnmap", after=1, error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError) as raised:
+            world.allocator.sleep(2)
+        assert (raised.value.call, raised.value.error) == ("cuMemUnmap", "CUDA_ERROR_UNKNOWN")
+        assert "0x" in raised.value.segment
+        assert raised.value.segment in str(raised.value)
+
+    def test_out_of_memory_at_wake_says_how_much(self, world: World) -> None:
+        """The device had room when asked, and none when the memory was taken."""
+        world.allocator.sleep()
+        world.note_drops()
+        sim.fail("cuMemCreate", after=1)
+        with pytest.raises(OutOfDeviceMemory) as raised:
+            world.allocator.wake_up()
+        assert (raised.value.needed_bytes, raised.value.device) == (PAGE, 0)
+        assert raised.value.free_bytes == _core.memory_info(0)[0] - PAGE
+        world.wake()
+
+    def test_a_capture_elsewhere_refuses_a_sleep(self, world: World) -> None:
+        sim.fail("cuCtxSynchronize", error="CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")
+        with pytest.raises(InvalidState, match="graph is being captured"):
+            world.allocator.sleep()
+        world.check_bytes()
+
+    @pytest.mark.parametrize("error_name", ["CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_NOT_SUPPORTED"])
+    def test_handles_that_the_device_refuses_are_done_without(self, error_name: str) -> None:
+        """Support for fabric, GPUDirect RDMA and file descriptors is tried out, and remembered."""
+        process = run_script(
+            f"""
+            reset_simulation()
+            allocator, memory = fresh_allocator(), Memory()
+            sim.fail("cuMemCreate", times=3, error={error_name!r})
+            address = allocator.malloc(PAGE)
+            assert sim.stats().calls["cuMemCreate"] == 4  # fabric, RDMA and file descriptors were given up
+            assert not _core.device_info(0).posix_fd
+            allocator.free(address)
+            allocator.malloc(PAGE)
+            assert sim.stats().calls["cuMemCreate"] == 5
+            free_everything()
+            """
+        )
+        assert_clean_exit(process)
+
+    def test_states_after_a_failed_wake_are_those_before(self, world: World) -> None:
+        world.allocator.sleep()
+        sim.fail("cuMemcpyHtoDAsync", after=1, error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError):
+            world.allocator.wake_up()
+        assert {segment.tag: segment.sleep for segment in world.segments} == {
+            "weights": BACKED_UP,
+            "kv_cache": DROPPED,
+            "default": BACKED_UP,
+        }
+        assert {usage.mapped_bytes for usage in world.allocator.usage().values()} == {0}
+        assert world.allocator.usage()["weights"].host_bytes == PAGE
+        world.note_drops()
+        world.wake()

@@ -1,0 +1,432 @@
+"""Processes: what an import does, forks, exits, drivers that are missing or too old, bad settings. Each in its own."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import signal
+
+import pytest
+from support import assert_clean_exit, run_script
+
+from cumem_sleep import sim
+
+pytestmark = pytest.mark.sim
+
+ALLOCATED = """
+    allocator = fresh_allocator()
+    memory = Memory()
+    address = allocator.malloc(2 * PAGE, "weights")
+    content = memory.fill_random(address, 2 * PAGE)
+    memory.close()
+    """
+
+
+class TestImport:
+    def test_opens_no_driver_and_starts_no_thread(self) -> None:
+        process = run_script(
+            """
+            import os
+            import numpy  # has threads of its own
+
+            def threads():
+                return sorted(os.listdir("/proc/self/task"))
+
+            threads_before = threads()
+            import cumem_sleep
+            from cumem_sleep import CuMemAllocator, Settings, sim
+
+            def driver_is_mapped():
+                with open("/proc/self/maps") as maps:
+                    return any("libcuda" in line or "/dev/nvidia" in line for line in maps)
+
+            assert not driver_is_mapped()
+            assert threads() == threads_before
+            for heavy in ("torch", "triton", "cupy", "vllm"):
+                assert heavy not in __import__("sys").modules, heavy
+
+            allocator = CuMemAllocator.get_instance()
+            assert allocator.usage() == {}
+            assert allocator.get_current_usage() == 0
+            allocator.release_pools()
+            allocator.close()
+            assert not driver_is_mapped(), "looking needs no driver"
+            assert threads() == threads_before
+
+            allocator.free(allocator.malloc(1))
+            assert driver_is_mapped()
+            """,
+            preamble="",
+        )
+        assert_clean_exit(process)
+
+    def test_reads_no_settings(self) -> None:
+        """A bad setting shows when the allocator is made, not at the import."""
+        assert_clean_exit(run_script("import cumem_sleep", preamble="", CUMEM_SLEEP_DRIVER="vulkan"))
+
+
+class TestFork:
+    WAIT = """
+        import os, sys, traceback
+
+        def in_child(work):
+            sys.stdout.flush()
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    work()
+                    status = 0
+                except BaseException:
+                    traceback.print_exc()
+                if EXIT_AS_PYTHON_DOES:
+                    sys.exit(status)
+                os._exit(status)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert status == 0, f"the child ended with {status}"
+        """
+
+    def test_before_first_use_works(self) -> None:
+        process = run_script(
+            "EXIT_AS_PYTHON_DOES = True",
+            self.WAIT,
+            """
+            allocator = CuMemAllocator.get_instance()
+
+            def use():
+                memory = Memory()
+                address = allocator.malloc(PAGE, "weights")
+                content = memory.fill_random(address, PAGE)
+                allocator.sleep()
+                allocator.wake_up()
+                assert memory.read(address, PAGE) == content
+                memory.close()
+                free_everything()
+
+            reset_simulation()
+            CuMemAllocator.instance = allocator
+            in_child(use)
+            use()
+            """,
+        )
+        assert_clean_exit(process)
+
+    @pytest.mark.parametrize("asleep", [False, True])
+    @pytest.mark.parametrize("exit_as_python_does", [False, True])
+    def test_after_first_use_is_refused_in_the_child(self, asleep: bool, exit_as_python_does: bool) -> None:
+        process = run_script(
+            f"EXIT_AS_PYTHON_DOES, ASLEEP = {exit_as_python_does}, {asleep}",
+            self.WAIT,
+            ALLOCATED,
+            """
+            import pytest
+            other = allocator.malloc(PAGE, "default")
+            if ASLEEP:
+                allocator.sleep()
+            before = {tag: usage for tag, usage in allocator.usage().items()}
+            stats = sim.stats()
+
+            def use():
+                library = hooks()
+                calls = {
+                    "malloc": lambda: allocator.malloc(PAGE),
+                    "free": lambda: allocator.free(other),
+                    "sleep": allocator.sleep,
+                    "sleep at level 2": lambda: allocator.sleep(2),
+                    "wake_up": allocator.wake_up,
+                    "discard": lambda: allocator.discard("weights"),
+                    "usage": allocator.usage,
+                    "release_backups": allocator.release_backups,
+                    "use_memory_pool": lambda: allocator.use_memory_pool("weights").__enter__(),
+                    "stream": lambda: _core.CopyStream(0),
+                }
+                for name, call in calls.items():
+                    with pytest.raises(InvalidState, match="fork"):
+                        call()
+                        print(name)
+                library.cumem_sleep_free(other, PAGE, 0, None)
+                allocator.release_pools()
+                allocator.close()
+
+            in_child(use)
+            assert sim.stats().calls == stats.calls, "the child shares the parent's counts only if it made calls"
+            assert allocator.usage() == before
+            allocator.wake_up()
+            assert memory.read(address, 2 * PAGE) == content
+            memory.close()
+            allocator.free(other)
+            allocator.sleep()
+            allocator.wake_up()
+            assert memory.read(address, 2 * PAGE) == content
+            memory.close()
+            free_everything()
+            """,
+        )
+        assert_clean_exit(process)
+
+    def test_hook_in_the_child_returns_null(self) -> None:
+        process = run_script(
+            "EXIT_AS_PYTHON_DOES = True",
+            self.WAIT,
+            ALLOCATED,
+            """
+            def use():
+                assert hooks().cumem_sleep_malloc(PAGE, 0, None) is None
+
+            in_child(use)
+            """,
+        )
+        assert process.returncode == 0, process.stderr
+        assert "fork" in process.stderr
+        assert process.stderr.count("\n") == 1
+
+    def test_while_another_thread_sleeps(self) -> None:
+        """The lock of a thread that the child does not have must not hang it."""
+        process = run_script(
+            "EXIT_AS_PYTHON_DOES = True",
+            self.WAIT,
+            ALLOCATED,
+            """
+            import threading, time
+            import pytest
+
+            def use():
+                for call in (allocator.usage, allocator.sleep, lambda: allocator.free(address)):
+                    with pytest.raises(InvalidState, match="fork"):
+                        call()
+
+            sleeper = threading.Thread(target=allocator.sleep)
+            sleeper.start()
+            while sim.stats().calls["cuMemcpyDtoHAsync"] == 0:
+                time.sleep(0.0005)
+            in_child(use)
+            sleeper.join()
+            allocator.wake_up()
+            assert memory.read(address, 2 * PAGE) == content
+            memory.close()
+            free_everything()
+            """,
+            CUMEM_SLEEP_SIM_COPY_DELAY_US="50000",
+        )
+        assert_clean_exit(process)
+
+
+class TestExit:
+    @pytest.mark.parametrize(
+        "rest",
+        [
+            "",
+            "allocator.sleep()",
+            "allocator.sleep(); allocator.wake_up()",
+            "allocator.sleep(2)",
+            "keep = memory.read(address, 2 * PAGE)",  # its stream and its block live to the end
+            "del allocator",
+            "import sys; sys.exit(0)",
+            "CuMemAllocator.instance = None; del allocator, memory",
+        ],
+    )
+    def test_with_memory(self, rest: str) -> None:
+        assert_clean_exit(run_script(ALLOCATED, rest))
+
+    def test_free_while_the_process_exits(self) -> None:
+        """As PyTorch does, whose tensors live longer than the interpreter's modules."""
+        process = run_script(
+            ALLOCATED,
+            """
+            import atexit
+
+            class Tensor:
+                def __init__(self, address, library):
+                    self.address, self.library = address, library
+                def __del__(self):
+                    self.library.cumem_sleep_free(self.address, PAGE, 0, None)
+
+            allocator.sleep()
+            kept = Tensor(allocator.malloc(PAGE), hooks())
+            kept.cycle = kept
+            atexit.register(lambda: allocator.free(address))
+            """,
+        )
+        assert_clean_exit(process)
+
+    @pytest.mark.parametrize("daemon", [False, True])
+    @pytest.mark.parametrize("operation", ["sleep", "wake_up", "malloc", "free"])
+    def test_while_a_thread_works(self, operation: str, daemon: bool) -> None:
+        process = run_script(
+            ALLOCATED,
+            f"""
+            import threading, time
+
+            def work():
+                for _ in range(40):
+                    if {operation!r} in ("malloc", "free"):
+                        allocator.free(allocator.malloc(PAGE))
+                    else:
+                        allocator.sleep()
+                        allocator.wake_up()
+
+            if {operation!r} == "wake_up":
+                allocator.sleep()
+            threading.Thread(target=work, daemon={daemon}).start()
+            time.sleep(0.03)
+            """,
+            CUMEM_SLEEP_SIM_COPY_DELAY_US="5000",
+        )
+        assert_clean_exit(process)
+
+    def test_after_an_interrupt(self) -> None:
+        """Ctrl-C in the middle of a sleep ends the program as it would any other."""
+        process = run_script(
+            ALLOCATED,
+            """
+            import os, signal, threading, time
+
+            def interrupt():
+                while sim.stats().calls["cuMemcpyDtoHAsync"] == 0:
+                    time.sleep(0.0005)
+                os.kill(os.getpid(), signal.SIGINT)
+
+            threading.Thread(target=interrupt).start()
+            allocator.sleep()
+            """,
+            CUMEM_SLEEP_SIM_COPY_DELAY_US="50000",
+        )
+        assert process.returncode == -signal.SIGINT
+        assert process.stderr.rstrip().endswith("KeyboardInterrupt")
+        assert "terminate" not in process.stderr
+
+
+class TestDriver:
+    USE = """
+        try:
+            CuMemAllocator.get_instance().malloc(1)
+        except CumemSleepError as error:
+            print(type(error).__name__, error)
+        """
+
+    def test_missing(self) -> None:
+        found = run_script("import ctypes; ctypes.CDLL('libcuda.so.1')", preamble="")
+        if found.returncode == 0:
+            pytest.skip("this machine has libcuda")
+        process = run_script(self.USE, CUMEM_SLEEP_DRIVER="cuda")
+        assert_clean_exit(process)
+        assert process.stdout.startswith("DriverError dlopen failed with CUDA_ERROR_NO_DRIVER")
+        assert "install the NVIDIA driver" in process.stdout
+        assert "CUMEM_SLEEP_DRIVER=sim" in process.stdout
+
+    def test_too_old(self) -> None:
+        process = run_script(self.USE, CUMEM_SLEEP_SIM_DRIVER_VERSION="11040")
+        assert_clean_exit(process)
+        assert process.stdout.startswith("DriverError")
+        for words in ("11.4", "12.0", "update the NVIDIA driver"):
+            assert words in process.stdout
+
+    def test_that_does_not_start(self) -> None:
+        """After a failed start the next use may succeed."""
+        process = run_script(
+            """
+            allocator = CuMemAllocator.get_instance()
+            sim.fail("cuInit", error="CUDA_ERROR_NO_DEVICE")
+            try:
+                allocator.malloc(PAGE)
+            except DriverError as error:
+                assert (error.call, error.error) == ("cuInit", "CUDA_ERROR_NO_DEVICE"), error
+            else:
+                raise AssertionError("no error")
+            assert allocator.usage() == {}
+            allocator.malloc(PAGE)
+            free_everything()
+            """
+        )
+        assert_clean_exit(process)
+
+    def test_is_told_apart_from_another_program(self, tmp_path: pathlib.Path) -> None:
+        """A library without the calls is no driver, and the error says which call it lacks."""
+        shutil.copy(next(pathlib.Path("/lib").glob("*/libm.so.6")), tmp_path / "libcuda.so.1")
+        process = run_script(self.USE, CUMEM_SLEEP_DRIVER="cuda", LD_LIBRARY_PATH=str(tmp_path))
+        assert_clean_exit(process)
+        assert "libcuda.so.1 has no cuDriverGetVersion" in process.stdout
+
+    def test_simulated_one_in_the_place_of_libcuda(self, tmp_path: pathlib.Path) -> None:
+        shutil.copy(sim.library_path(), tmp_path / "libcuda.so.1")
+        process = run_script(
+            """
+            allocator = CuMemAllocator.get_instance()
+            assert allocator.settings.driver == "cuda"
+            memory = Memory()
+            address = allocator.malloc(PAGE, "weights")
+            content = memory.fill_random(address, PAGE)
+            memory.close()
+            for report in (allocator.sleep(), allocator.wake_up()):
+                assert report.simulated
+                assert str(report).startswith("[simulated] "), report
+            assert memory.read(address, PAGE) == content
+            memory.close()
+            assert sim.stats().live_handles == 1
+            allocator.free(address)
+            assert sim.stats().live_handles == 0
+            """,
+            CUMEM_SLEEP_DRIVER="cuda",
+            LD_LIBRARY_PATH=str(tmp_path),
+        )
+        assert_clean_exit(process)
+
+    def test_is_the_processs_own(self) -> None:
+        """The second allocator of a process cannot run on another driver."""
+        process = run_script(
+            """
+            allocator = CuMemAllocator(Settings(driver="sim"))
+            allocator.free(allocator.malloc(PAGE))
+            try:
+                CuMemAllocator(Settings(driver="cuda")).malloc(PAGE)
+            except InvalidState as error:
+                assert "libcuda_sim.so" in str(error)
+            else:
+                raise AssertionError("no error")
+            """
+        )
+        assert_clean_exit(process)
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("variable", "value", "allowed"),
+        [
+            ("CUMEM_SLEEP_DRIVER", "vulkan", "cuda, sim"),
+            ("CUMEM_SLEEP_HOST_BUDGET_BYTES", "much", "30GiB"),
+            ("CUMEM_SLEEP_RETAIN_BACKUPS", "perhaps", "true"),
+            ("CUMEM_SLEEP_VERIFY", "always", "off, wake"),
+            ("CUMEM_SLEEP_POISON", "2", "true"),
+            ("CUMEM_SLEEP_PREFAULT_THREADS", "0", "from 1"),
+        ],
+    )
+    def test_bad_value_names_the_variable(self, variable: str, value: str, allowed: str) -> None:
+        process = run_script(TestDriver.USE, **{variable: value})
+        assert_clean_exit(process)
+        assert process.stdout.startswith("InvalidArgument")
+        for words in (variable, repr(value), allowed):
+            assert words in process.stdout
+
+    def test_good_values_are_used(self) -> None:
+        process = run_script(
+            """
+            assert CuMemAllocator.get_instance().settings == Settings(
+                driver="sim", host_budget_bytes=30 << 30, retain_backups=False, verify="off", poison=True,
+                prefault_threads=3,
+            )
+            """,
+            CUMEM_SLEEP_HOST_BUDGET_BYTES="30GiB",
+            CUMEM_SLEEP_RETAIN_BACKUPS="no",
+            CUMEM_SLEEP_VERIFY="off",
+            CUMEM_SLEEP_POISON="1",
+            CUMEM_SLEEP_PREFAULT_THREADS="3",
+        )
+        assert_clean_exit(process)
+
+
+@pytest.mark.parametrize("access", ["ctypes.string_at(address, 1)", "ctypes.memset(address, 0, 1)"])
+@pytest.mark.parametrize("operation", ["allocator.sleep()", "allocator.discard('weights')", "allocator.free(address)"])
+def test_touching_memory_that_is_not_there_faults(operation: str, access: str) -> None:
+    process = run_script(ALLOCATED, f"import ctypes\n{access}\n{operation}\nprint('so far', flush=True)\n{access}\n")
+    assert process.returncode == -signal.SIGSEGV, process.stderr
+    assert process.stdout == "so far\n"
