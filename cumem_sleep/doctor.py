@@ -46,6 +46,7 @@ _OTHER_VARIABLES = tuple(
         "SIM_DEVICES",
         "SIM_DEVICE_BYTES",
         "SIM_DRIVER_VERSION",
+        "SIM_FABRIC",
         "SANITIZE",
         "WERROR",
         "TEST_DRIVER",

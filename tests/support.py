@@ -135,6 +135,12 @@ def _held() -> tuple[int, ...]:
     return (*held, total_bytes - free_bytes)
 
 
+def quick_sums(content: npt.NDArray[np.uint8], first_chunk: int = 0) -> tuple[int, int]:
+    """In place of `digest.sums_of`, where what it tells apart is not the question."""
+    words = content.view(np.uint64)
+    return int(words.sum(dtype=np.uint64)) + first_chunk, int(np.bitwise_xor.reduce(words))
+
+
 def in_thread(work: Callable[[], _Result], timeout_s: float = 30) -> _Result:
     """The result of `work` on another thread, or what it raised."""
     results: list[_Result] = []

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from support import (
     AWAKE,
@@ -25,6 +24,7 @@ from support import (
     free_everything,
     fresh_allocator,
     in_thread,
+    quick_sums,
     reset_simulation,
     run_script,
 )
@@ -130,16 +130,11 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     reset_simulation()
     monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", MIB)  # two blocks for each segment
-    monkeypatch.setattr("cumem_sleep.digest.sums_of", _quick_sums)  # what it tells apart is not the question here
+    monkeypatch.setattr("cumem_sleep.digest.sums_of", quick_sums)  # what it tells apart is not the question here
     current = World()
     yield current
     free_everything()
     reset_simulation()
-
-
-def _quick_sums(content: npt.NDArray[np.uint8], first_chunk: int = 0) -> tuple[int, int]:
-    words = content.view(np.uint64)
-    return int(words.sum(dtype=np.uint64)) + first_chunk, int(np.bitwise_xor.reduce(words))
 
 
 # Every driver call fails once

@@ -438,13 +438,20 @@ class TestDevices:
             pytest.param(102, 1, id="virtual memory management"),
             pytest.param(103, 1, id="POSIX file descriptors"),
             pytest.param(110, 1, id="GPUDirect RDMA with virtual memory management"),
-            pytest.param(128, 1, id="fabric handles"),
+            pytest.param(128, 0, id="fabric handles"),
             pytest.param(134, -1, id="NUMA node of the host"),
             pytest.param(9999, 0, id="unknown"),
         ],
     )
     def test_attributes(self, driver: Driver, attribute: int, value: int) -> None:
         assert driver.get(Int, "cuDeviceGetAttribute", attribute, 0) == value
+
+    def test_fabric_handles_may_be_claimed_and_are_refused_all_the_same(self, load: Callable[..., Driver]) -> None:
+        driver = load(FABRIC=1)
+        driver.start()
+        assert driver.get(Int, "cuDeviceGetAttribute", 128, 0) == 1
+        handle = ctypes.c_uint64()
+        assert driver("cuMemCreate", ctypes.byref(handle), PAGE, properties(handle_types=FABRIC), 0) == NOT_PERMITTED
 
     def test_invalid_ordinals(self, driver: Driver) -> None:
         value = ctypes.c_uint64()

@@ -17,8 +17,6 @@ int attribute(const Device& device, int attrib) {
     switch (attrib) {
         case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
         case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
-        // Claimed although cuMemCreate refuses it: so do hosts whose GPUs could, but whose fabric is not set up.
-        case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:
         case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED:
         case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED:
         case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
@@ -27,6 +25,10 @@ int attribute(const Device& device, int attrib) {
         case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM:
         case CU_DEVICE_ATTRIBUTE_CONCURRENT_KERNELS:
             return 1;
+        // On request claimed although cuMemCreate refuses it: so do hosts whose GPUs could, but whose fabric is not set
+        // up.
+        case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:
+            return Simulation::instance().settings.claims_fabric;
         case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
             return 9;
         case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:

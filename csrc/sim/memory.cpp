@@ -1,6 +1,6 @@
 // Plain device memory, as far as a layer on virtual memory management uses it: to wait. Freeing waits for all running
-// work of the context, and, unlike cuCtxSynchronize, leaves captures alone in a thread of relaxed capture mode (measured
-// on an H200, driver 580). Copies to and from such memory are not supported.
+// work of the context, and, unlike cuCtxSynchronize, leaves captures alone in a thread of relaxed capture mode
+// (measured on an H200, driver 580). Copies to and from such memory are not supported.
 #include <sys/mman.h>
 
 #include <cstring>

@@ -50,6 +50,7 @@ Settings Settings::from_environment() {
     settings.devices = static_cast<int>(number("CUMEM_SLEEP_SIM_DEVICES", 1, 1, kMaxDevices));
     settings.driver_version = static_cast<int>(number("CUMEM_SLEEP_SIM_DRIVER_VERSION", 13000, 1000, 1000000));
     settings.copy_delay_us = static_cast<unsigned>(number("CUMEM_SLEEP_SIM_COPY_DELAY_US", 200, 0, 60000000));
+    settings.claims_fabric = number("CUMEM_SLEEP_SIM_FABRIC", 0, 0, 1) == 1;
     return settings;
 }
 

@@ -168,6 +168,7 @@ struct Settings {
     int devices = 1;
     int driver_version = 13000;
     unsigned copy_delay_us = 200;
+    bool claims_fabric = false;  // the attribute only: fabric handles are always refused
     std::string error;  // a bad environment variable, for cuInit to refuse
 
     static Settings from_environment();

@@ -1,0 +1,294 @@
+"""Random sequences of everything, with failures in between, against a model of a few lines."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from support import AWAKE, BACKED_UP, DROPPED, PAGE, free_everything, fresh_allocator, quick_sums, reset_simulation
+
+from cumem_sleep import CumemSleepError, OutOfDeviceMemory, SleepReport, _core, sim
+
+pytestmark = pytest.mark.sim
+
+DEVICE_PAGES = 12  # few enough that a wake may find too little
+TAGS = ("weights", "kv_cache", "default", "lora")
+CALLS = (
+    "cuCtxPushCurrent",
+    "cuCtxSynchronize",
+    "cuMemAddressFree",
+    "cuMemAddressReserve",
+    "cuMemAlloc",
+    "cuMemCreate",
+    "cuMemFree",
+    "cuMemHostRegister",
+    "cuMemHostUnregister",
+    "cuMemMap",
+    "cuMemRelease",
+    "cuMemSetAccess",
+    "cuMemUnmap",
+    "cuMemcpyDtoHAsync",
+    "cuMemcpyHtoDAsync",
+    "cuStreamCreate",
+    "cuStreamSynchronize",
+)
+RANDOM_BYTES = np.random.default_rng(0).bytes(2 * PAGE + 4096)
+
+tags = st.sampled_from(TAGS)
+tag_sets = st.sets(tags)
+places = st.integers(0, 63)  # which of the segments, modulo how many there are
+no_failure = st.none()
+failures = st.one_of(
+    no_failure,
+    no_failure,
+    st.tuples(
+        st.sampled_from(CALLS),
+        st.integers(0, 6),
+        st.sampled_from(["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_UNKNOWN"]),
+        st.sampled_from([1, 1, 2, 5]),
+    ),
+)
+Failure = tuple[str, int, str, int] | None
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of one segment. `content` is None where its bytes are undefined."""
+
+    tag: str
+    address: int
+    nbytes: int
+    content: bytes | None = None
+    sleep: _core.Segment.Sleep = AWAKE
+    saved: bytes | None = None  # what its backup holds
+    backup_is_sure: bool = True  # after a failed sleep, the backup of an awake segment may be gone
+
+
+class Sequences(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = mock.patch("cumem_sleep.digest.sums_of", quick_sums)
+        self.patches.start()
+        reset_simulation()
+        self.allocator = fresh_allocator()
+        self.allocator.free(self.allocator.malloc(1))
+        sim.configure(device_bytes=DEVICE_PAGES * PAGE)
+        self.models: dict[int, Model] = {}
+        self.written = 0
+
+    def teardown(self) -> None:
+        sim.reset()
+        try:
+            sim.configure(device_bytes=2 * DEVICE_PAGES * PAGE)
+            self.allocator.wake_up()
+            for segment, model in self.pairs():
+                self.models[segment.id] = replace(model, sleep=AWAKE, content=self.after_wake(model))
+            self.bytes_are_right()
+            reset_configuration = DEVICE_PAGES * PAGE
+            sim.configure(device_bytes=reset_configuration)
+            free_everything()
+        finally:
+            self.patches.stop()
+            reset_simulation()
+
+    # Helpers
+
+    def pairs(self) -> list[tuple[_core.Segment, Model]]:
+        return [(segment, self.models[segment.id]) for segment in _core.segments()]
+
+    def pick(self, place: int, sleep: _core.Segment.Sleep | None = None) -> tuple[_core.Segment, Model] | None:
+        fitting = [pair for pair in self.pairs() if sleep is None or pair[1].sleep == sleep]
+        return fitting[place % len(fitting)] if fitting else None
+
+    def attempt(self, failure: Failure, operation: Callable[[], object]) -> object | CumemSleepError:
+        """Run with a failure injected; errors without one must have a reason."""
+        if failure:
+            call, after, error_name, times = failure
+            sim.fail(call, after=after, error=error_name, times=times)
+        try:
+            return operation()
+        except CumemSleepError as error:
+            if not failure:
+                assert isinstance(error, OutOfDeviceMemory), error
+                assert error.needed_bytes > error.free_bytes
+            return error
+        finally:
+            sim.reset()
+
+    @staticmethod
+    def after_wake(model: Model) -> bytes | None:
+        return None if model.sleep == DROPPED else model.content
+
+    def slept(self, result: object, chosen: set[int], dropped_tags: set[str]) -> None:
+        """What a sleep of the awake ones among `chosen` did, or what a failed one may have left."""
+        if isinstance(result, CumemSleepError):
+            for segment, model in self.pairs():
+                # If it could not be undone either, it counts as asleep, and its bytes come back.
+                unsure = model.sleep == AWAKE
+                saved = model.content if segment.sleep == BACKED_UP and unsure else model.saved
+                self.models[segment.id] = replace(
+                    model, sleep=segment.sleep, saved=saved, backup_is_sure=model.backup_is_sure and not unsure
+                )
+                if unsure and segment.sleep == DROPPED:
+                    self.models[segment.id] = replace(self.models[segment.id], sleep=DROPPED, content=None, saved=None)
+            return
+        assert isinstance(result, SleepReport)
+        clean_bytes = copied_bytes = dropped_bytes = 0
+        sure = True
+        for segment, model in self.pairs():
+            if segment.id not in chosen or model.sleep != AWAKE:
+                continue
+            if model.tag in dropped_tags:
+                dropped_bytes += model.nbytes
+                self.models[segment.id] = replace(model, sleep=DROPPED, content=None, saved=None, backup_is_sure=True)
+                continue
+            content = ctypes.string_at(model.address, 0) or model.content
+            sure = sure and model.backup_is_sure and content is not None
+            if model.saved is not None and model.saved == model.content:
+                clean_bytes += model.nbytes
+            else:
+                copied_bytes += model.nbytes
+            self.models[segment.id] = replace(
+                model, sleep=BACKED_UP, saved=model.content, backup_is_sure=model.content is not None
+            )
+        assert result.dropped_bytes == dropped_bytes
+        assert result.clean_bytes + result.copied_bytes == clean_bytes + copied_bytes
+        if sure:
+            assert (result.clean_bytes, result.copied_bytes) == (clean_bytes, copied_bytes)
+
+    # Rules
+
+    @precondition(lambda self: len(self.models) < 8)
+    @rule(tag=tags, pages=st.integers(1, 2), failure=failures)
+    def malloc(self, tag: str, pages: int, failure: Failure) -> None:
+        result = self.attempt(failure, lambda: self.allocator.malloc(pages * PAGE - 100, tag))
+        if isinstance(result, int):
+            segment = _core.segments()[-1]
+            assert segment.address == result
+            self.models[segment.id] = Model(tag, result, pages * PAGE)
+
+    @rule(place=places, failure=failures)
+    def free(self, place: int, failure: Failure) -> None:
+        if pair := self.pick(place):
+            segment, model = pair
+            result = self.attempt(failure, lambda: self.allocator.free(model.address))
+            if not isinstance(result, CumemSleepError):
+                del self.models[segment.id]
+
+    @rule(place=places)
+    def write(self, place: int) -> None:
+        if pair := self.pick(place, AWAKE):
+            segment, model = pair
+            self.written += 1
+            content = RANDOM_BYTES[self.written % 4096 :][: model.nbytes]
+            ctypes.memmove(model.address, content, model.nbytes)
+            self.models[segment.id] = replace(model, content=content)
+
+    @rule(place=places, offset=st.integers(0, 2 * PAGE - 1))
+    def write_one_byte(self, place: int, offset: int) -> None:
+        if pair := self.pick(place, AWAKE):
+            segment, model = pair
+            if model.content is not None:
+                changed = bytearray(model.content)
+                changed[offset % model.nbytes] ^= 0x55
+                ctypes.memmove(model.address, bytes(changed), model.nbytes)
+                self.models[segment.id] = replace(model, content=bytes(changed))
+
+    @rule(level=st.sampled_from([0, 1, 2]), failure=failures)
+    def sleep(self, level: int, failure: Failure) -> None:
+        result = self.attempt(failure, lambda: self.allocator.sleep(level))
+        dropped = [set(), {"kv_cache"}, {"kv_cache", "weights"}][level]
+        self.slept(result, set(self.models) if level else set(), dropped)
+
+    @rule(offload_tags=tag_sets, failure=failures)
+    def sleep_with_tags(self, offload_tags: set[str], failure: Failure) -> None:
+        result = self.attempt(failure, lambda: self.allocator.sleep(offload_tags=offload_tags))
+        self.slept(result, set(self.models), set(TAGS) - offload_tags)
+
+    @rule(discarded=st.sets(st.sampled_from(["weights", "kv_cache"])), failure=failures)
+    def discard(self, discarded: set[str], failure: Failure) -> None:
+        result = self.attempt(failure, lambda: self.allocator.discard(discarded))
+        chosen = {number for number, model in self.models.items() if model.tag in discarded}
+        self.slept(result, chosen, set(TAGS))
+
+    @rule(chosen=st.none() | st.sets(st.sampled_from(["weights", "kv_cache"])), failure=failures)
+    def wake(self, chosen: set[str] | None, failure: Failure) -> None:
+        result = self.attempt(failure, lambda: self.allocator.wake_up(chosen))
+        if isinstance(result, CumemSleepError):
+            return
+        for segment, model in self.pairs():
+            woken = chosen is None or model.tag in chosen or model.tag not in ("weights", "kv_cache")
+            if woken and model.sleep != AWAKE:
+                self.models[segment.id] = replace(model, sleep=AWAKE, content=self.after_wake(model))
+
+    @rule(failure=failures)
+    def release_backups(self, failure: Failure) -> None:
+        self.attempt(failure, self.allocator.release_backups)
+        for segment, model in self.pairs():
+            if model.sleep == AWAKE:
+                self.models[segment.id] = replace(model, saved=None, backup_is_sure=failure is None)
+
+    # What always holds
+
+    @invariant()
+    def nothing_comes_or_goes_by_itself(self) -> None:
+        seen = {segment.id: (segment.tag, segment.address, segment.bytes) for segment in _core.segments()}
+        assert seen == {number: (model.tag, model.address, model.nbytes) for number, model in self.models.items()}
+
+    @invariant()
+    def sleep_states_are_right(self) -> None:
+        for segment, model in self.pairs():
+            assert segment.sleep == model.sleep
+            assert segment.has_memory or segment.sleep != AWAKE
+
+    @invariant()
+    def bytes_are_right(self) -> None:
+        for _, model in self.pairs():
+            if model.sleep == AWAKE and model.content is not None:
+                assert ctypes.string_at(model.address, model.nbytes) == model.content
+
+    @invariant()
+    def usage_and_host_memory_are_right(self) -> None:
+        usage = self.allocator.usage()
+        assert set(usage) == {model.tag for model in self.models.values()}
+        for tag, part in usage.items():
+            mine = [pair for pair in self.pairs() if pair[1].tag == tag]
+            assert part.segments == len(mine)
+            assert part.bytes == sum(model.nbytes for _, model in mine)
+            assert part.asleep_segments == sum(model.sleep != AWAKE for _, model in mine)
+            assert part.mapped_bytes == sum(segment.bytes for segment, _ in mine if segment.has_memory)
+        host_bytes = 0
+        for segment, model in self.pairs():
+            held = self.allocator._store.host_bytes_of(segment)
+            if model.sleep == DROPPED:
+                assert held == 0
+            elif model.sleep == BACKED_UP:
+                assert held == model.nbytes
+            elif not model.backup_is_sure:
+                assert held in (0, model.nbytes)
+            else:
+                assert held == (0 if model.saved is None else model.nbytes)
+            host_bytes += held
+        assert self.allocator._store.host_bytes == host_bytes
+        assert host_bytes <= sim.stats().registered_bytes <= 1.01 * host_bytes
+
+
+@pytest.mark.timeout(240)
+def test_random_sequences() -> None:
+    run_state_machine_as_test(
+        Sequences,
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=20,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
