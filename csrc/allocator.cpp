@@ -162,7 +162,10 @@ void SegmentTable::finish_wake(const std::vector<SegmentPtr>& segments) noexcept
 }
 
 void SegmentTable::undo_wake(const std::vector<SegmentPtr>& segments) noexcept {
-    for (const SegmentPtr& segment : segments) {
+    std::vector<SegmentPtr> asleep;
+    for (const SegmentPtr& segment : segments)
+        if (segment->sleep != Segment::Sleep::kAwake) asleep.push_back(segment);
+    for (const SegmentPtr& segment : asleep) {
         // What stays mapped because the driver refuses is asleep as far as anyone is told: the next wake fills it
         // again.
         try_twice([&] {
@@ -170,7 +173,7 @@ void SegmentTable::undo_wake(const std::vector<SegmentPtr>& segments) noexcept {
             return true;
         });
     }
-    release_all(segments);
+    release_all(asleep);
 }
 
 size_t SegmentTable::reclaim() noexcept {

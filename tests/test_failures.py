@@ -839,7 +839,8 @@ class TestErrors:
             allocator.malloc(PAGE)
             assert sim.stats().calls["cuMemCreate"] == 5
             free_everything()
-            """
+            """,
+            CUMEM_SLEEP_SIM_FABRIC="1",
         )
         assert_clean_exit(process)
 

@@ -74,8 +74,8 @@ class Model:
 class Sequences(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.patches = mock.patch("cumem_sleep.digest.sums_of", quick_sums)
-        self.patches.start()
+        self.patch = mock.patch("cumem_sleep.digest.sums_of", quick_sums)
+        self.patch.start()
         reset_simulation()
         self.allocator = fresh_allocator()
         self.allocator.free(self.allocator.malloc(1))
@@ -91,11 +91,10 @@ class Sequences(RuleBasedStateMachine):
             for segment, model in self.pairs():
                 self.models[segment.id] = replace(model, sleep=AWAKE, content=self.after_wake(model))
             self.bytes_are_right()
-            reset_configuration = DEVICE_PAGES * PAGE
-            sim.configure(device_bytes=reset_configuration)
+            sim.configure(device_bytes=DEVICE_PAGES * PAGE)
             free_everything()
         finally:
-            self.patches.stop()
+            self.patch.stop()
             reset_simulation()
 
     # Helpers
@@ -115,9 +114,8 @@ class Sequences(RuleBasedStateMachine):
         try:
             return operation()
         except CumemSleepError as error:
-            if not failure:
-                assert isinstance(error, OutOfDeviceMemory), error
-                assert error.needed_bytes > error.free_bytes
+            if not failure and not (isinstance(error, OutOfDeviceMemory) and error.needed_bytes > error.free_bytes):
+                raise
             return error
         finally:
             sim.reset()
@@ -149,8 +147,7 @@ class Sequences(RuleBasedStateMachine):
                 dropped_bytes += model.nbytes
                 self.models[segment.id] = replace(model, sleep=DROPPED, content=None, saved=None, backup_is_sure=True)
                 continue
-            content = ctypes.string_at(model.address, 0) or model.content
-            sure = sure and model.backup_is_sure and content is not None
+            sure = sure and model.backup_is_sure and model.content is not None
             if model.saved is not None and model.saved == model.content:
                 clean_bytes += model.nbytes
             else:
@@ -285,8 +282,8 @@ def test_random_sequences() -> None:
     run_state_machine_as_test(
         Sequences,
         settings=settings(
-            max_examples=40,
-            stateful_step_count=20,
+            max_examples=120,
+            stateful_step_count=25,
             deadline=None,
             database=None,
             suppress_health_check=list(HealthCheck),
