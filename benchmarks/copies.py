@@ -138,8 +138,8 @@ def main() -> None:
         for tensor in weights:
             tensor.normal_()
         expected = checksum(weights)
-    sleep("sleep, everything changed")
-    wake("wake", expected)
+        sleep("sleep, backups anew")  # level 2 gave the host memory back
+        wake("wake", expected)
     write(
         arguments.out,
         {

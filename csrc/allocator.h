@@ -73,7 +73,8 @@ class SegmentTable {
                         const std::function<void()>& last_check);
 
     // The end of a wake: segments that were mapped (Mapping::map) and filled are in use again. Or its undoing: the
-    // memory that the wake had taken goes back, and the segments sleep as before.
+    // memory that the wake had taken goes back, and the segments sleep as before; what `finish_wake` has woken is left
+    // alone.
     void finish_wake(const std::vector<SegmentPtr>& segments) noexcept;
     void undo_wake(const std::vector<SegmentPtr>& segments) noexcept;
 

@@ -24,12 +24,16 @@ namespace cumem_sleep {
 namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
-constexpr size_t kPage = 4096;
 
 // From linux/mempolicy.h, which is not installed everywhere.
 constexpr int kPreferNode = 1;
 
-size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+size_t page_bytes() {
+    static const auto bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    return bytes;
+}
+
+size_t whole_pages(size_t bytes) { return (bytes + page_bytes() - 1) / page_bytes() * page_bytes(); }
 
 struct Pages {
     uint8_t* data;
@@ -110,7 +114,7 @@ void HostBlock::touch(size_t offset, size_t bytes) {
     } while (result != 0 && (errno == EINTR || errno == EAGAIN));
     if (result == 0) return;
     if (errno != EINVAL) throw HostMemoryError("madvise", strerror(errno), bytes);
-    for (size_t page = 0; page < bytes; page += kPage) static_cast<volatile uint8_t*>(data_)[offset + page] = 0;
+    for (size_t page = 0; page < bytes; page += page_bytes()) static_cast<volatile uint8_t*>(data_)[offset + page] = 0;
 }
 
 void HostBlock::pin(int device) {

@@ -1,0 +1,258 @@
+"""The content digest: the same values for ever, and no damage unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support import PAGE, Memory, in_thread
+
+from cumem_sleep import CuMemAllocator, DriverError, _core, digest, sim
+from cumem_sleep.digest import CHUNK_BYTES, LANES, ROWS, DeviceDigester, Digest, digest_of, sums_of
+
+Bytes = npt.NDArray[np.uint8]
+MASK = (1 << 64) - 1
+
+
+def random_bytes(nbytes: int, seed: int = 0) -> Bytes:
+    return np.frombuffer(np.random.default_rng(seed).bytes(nbytes), np.uint8)
+
+
+def flipped(content: Bytes, place: int, bit: int = 0) -> Bytes:
+    changed = content.copy()
+    changed[place] ^= 1 << bit
+    return changed
+
+
+def plain_sums(content: bytes) -> tuple[int, int]:
+    """The definition, word by word, without NumPy."""
+    content += bytes(-len(content) % CHUNK_BYTES)
+    totals = [0, 0]
+    for chain, (multiplier, shift, seed) in enumerate(
+        [(0x9E3779B97F4A7C15, 32, 0xD6E8FEB86659FD93), (0xBF58476D1CE4E5B9, 29, 0xA0761D6478BD642F)]
+    ):
+        for chunk in range(len(content) // CHUNK_BYTES):
+            words = memoryview(content[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]).cast("Q")
+            for lane in range(LANES):
+                state = (chunk * LANES + lane + 1) * seed & MASK
+                for word in words[lane::LANES]:
+                    state = (state ^ word) * multiplier & MASK
+                    state ^= state >> shift
+                state = (state ^ state >> 33) * 0xFF51AFD7ED558CCD & MASK
+                state = (state ^ state >> 33) * 0xC4CEB9FE1A85EC53 & MASK
+                totals[chain] += state ^ state >> 33
+    return totals[0] & MASK, totals[1] & MASK
+
+
+class TestReference:
+    @pytest.mark.parametrize(
+        ("content", "expected"),
+        [
+            (b"", "00000000000000000000000000000000"),
+            (b"\0", "a09555dd3a8303f3b8b3953a538cb037"),
+            (b"a", "6c8ff8b7b7de09fbf6769bbe807f285b"),
+            (bytes(range(256)) * 16, "974a916ef770d5b4a13e6fa9d5a47fe3"),
+            (b"\xff" * CHUNK_BYTES, "b184612eeadb4572ded469cc23d22881"),
+            (np.arange(3 << 18, dtype="<u4").tobytes(), "6480177755dc93b614ced3139a23a29b"),
+        ],
+        ids=["nothing", "zero", "letter", "numbers", "one chunk", "three chunks"],
+    )
+    def test_known_answers(self, content: bytes, expected: str) -> None:
+        assert str(digest_of(np.frombuffer(content, np.uint8))) == expected
+
+    def test_is_what_its_definition_says(self) -> None:
+        content = random_bytes(CHUNK_BYTES + 5)
+        assert sums_of(content) == plain_sums(content.tobytes())
+
+    def test_constants_have_the_documented_sizes(self) -> None:
+        assert (LANES, ROWS, CHUNK_BYTES) == (2048, 64, 1 << 20)
+
+    @pytest.mark.parametrize("dtype", ["u1", "<u2", "<f4", "<f8", "<c16"])
+    def test_only_bytes_count(self, dtype: str) -> None:
+        content = random_bytes(4096)
+        assert digest_of(content.view(dtype)) == digest_of(content)
+        assert digest_of(content.view(dtype).reshape(2, -1)) == digest_of(content)
+
+    def test_of_what_is_not_contiguous(self) -> None:
+        content = random_bytes(8192)
+        assert digest_of(content[::2]) == digest_of(content[::2].copy())
+
+    def test_leaves_its_input_alone(self) -> None:
+        content = random_bytes(4096)
+        content.setflags(write=False)
+        before = content.copy()
+        digest_of(content)
+        assert (content == before).all()
+
+
+class TestDetects:
+    CONTENT = random_bytes(3 * CHUNK_BYTES + 13)
+
+    @pytest.mark.parametrize(
+        "place",
+        [
+            0,
+            7,
+            8,
+            LANES * 8 - 1,
+            LANES * 8,
+            CHUNK_BYTES - 1,
+            CHUNK_BYTES,
+            2 * CHUNK_BYTES + 12345,
+            3 * CHUNK_BYTES - 1,
+            3 * CHUNK_BYTES,
+            3 * CHUNK_BYTES + 12,
+        ],
+    )
+    @pytest.mark.parametrize("bit", [0, 7])
+    def test_a_flipped_bit(self, place: int, bit: int) -> None:
+        before, after = sums_of(self.CONTENT), sums_of(flipped(self.CONTENT, place, bit))
+        assert before[0] != after[0]
+        assert before[1] != after[1]
+
+    def test_flipped_bits_anywhere(self) -> None:
+        """Every place of a small memory, and some of a large one: no two digests are the same."""
+        content = random_bytes(CHUNK_BYTES)
+        places = np.random.default_rng(1).choice(content.size, 40, replace=False)
+        digests = {digest_of(content)} | {digest_of(flipped(content, int(place), 3)) for place in places}
+        assert len(digests) == 41
+
+    @pytest.mark.parametrize("unit", [8, LANES * 8, CHUNK_BYTES], ids=["words", "rows", "chunks"])
+    def test_swapped(self, unit: int) -> None:
+        content = self.CONTENT.copy()
+        content[:unit], content[unit : 2 * unit] = self.CONTENT[unit : 2 * unit], self.CONTENT[:unit]
+        before, after = sums_of(self.CONTENT), sums_of(content)
+        assert before[0] != after[0]
+        assert before[1] != after[1]
+
+    def test_swapped_words_of_a_column(self) -> None:
+        content = self.CONTENT[:CHUNK_BYTES].copy()
+        words = content.view(np.uint64)
+        words[5], words[5 + 9 * LANES] = words[5 + 9 * LANES].copy(), words[5].copy()
+        assert digest_of(content) != digest_of(self.CONTENT[:CHUNK_BYTES])
+
+    @pytest.mark.parametrize("nbytes", [1, 8, 4096, CHUNK_BYTES - 1])
+    def test_zeros_at_the_end(self, nbytes: int) -> None:
+        """Padding is zeros; the length tells them apart."""
+        content = self.CONTENT[:nbytes]
+        digests = {digest_of(np.concatenate([content, np.zeros(more, np.uint8)])) for more in (0, 1, 2, 7, 8)}
+        assert len(digests) == 5
+
+    def test_zeros_of_any_length(self) -> None:
+        lengths = [0, 1, 8, 4096, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES]
+        assert len({digest_of(np.zeros(nbytes, np.uint8)) for nbytes in lengths}) == len(lengths)
+
+    def test_the_same_chunk_elsewhere(self) -> None:
+        chunk = self.CONTENT[:CHUNK_BYTES]
+        assert len({sums_of(chunk, first_chunk) for first_chunk in (0, 1, 2, 1000)}) == 4
+
+    def test_equal_chunks_do_not_cancel(self) -> None:
+        chunk = self.CONTENT[:CHUNK_BYTES]
+        assert digest_of(np.tile(chunk, 2)) != digest_of(np.zeros(2 * CHUNK_BYTES, np.uint8))
+
+
+class TestPieces:
+    @pytest.mark.parametrize("chunks_at_once", [1, 2, 8])
+    def test_do_not_depend_on_how_many_go_at_once(self, monkeypatch: pytest.MonkeyPatch, chunks_at_once: int) -> None:
+        content = random_bytes(5 * CHUNK_BYTES + 100)
+        expected = digest_of(content)
+        monkeypatch.setattr(digest, "_NUMPY_CHUNKS", chunks_at_once)
+        assert digest_of(content) == expected
+
+    def test_add_up(self) -> None:
+        content = random_bytes(4 * CHUNK_BYTES + 77)
+        whole = sums_of(content)
+        for cut in (CHUNK_BYTES, 3 * CHUNK_BYTES, 4 * CHUNK_BYTES):
+            first, second = sums_of(content[:cut]), sums_of(content[cut:], cut // CHUNK_BYTES)
+            added = tuple((one + two) & MASK for one, two in zip(first, second, strict=True))
+            assert added == whole, cut
+
+
+class TestDevice:
+    """Of device memory: whatever computes it on this machine, the values are the reference's."""
+
+    @pytest.mark.parametrize("pages", [1, 3])
+    def test_equals_the_reference(self, allocator: CuMemAllocator, memory: Memory, pages: int) -> None:
+        address = allocator.malloc(pages * PAGE)
+        content = memory.fill_random(address, pages * PAGE)
+        (segment,) = _core.segments()
+        assert DeviceDigester().of([segment]) == {segment.id: digest_of(np.frombuffer(content, np.uint8))}
+
+    def test_of_several_segments(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        expected = {}
+        for pages in (2, 1, 3):
+            address = allocator.malloc(pages * PAGE)
+            content = memory.fill_random(address, pages * PAGE)
+            expected[_core.segments()[-1].id] = digest_of(np.frombuffer(content, np.uint8))
+        assert DeviceDigester().of(_core.segments()) == expected
+        assert in_thread(lambda: DeviceDigester().of(_core.segments()[::-1])) == expected
+        assert DeviceDigester().of([]) == {}
+
+    @pytest.mark.sim
+    @pytest.mark.parametrize("bounce_bytes", [CHUNK_BYTES, 3 * CHUNK_BYTES])
+    def test_through_a_small_bounce_buffer(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, bounce_bytes: int
+    ) -> None:
+        """Segments larger than the buffer are read in pieces that begin on chunks."""
+        monkeypatch.setattr(digest, "_BOUNCE_BYTES", bounce_bytes)
+        address = allocator.malloc(2 * PAGE)
+        content = memory.fill_random(address, 2 * PAGE)
+        (segment,) = _core.segments()
+        assert DeviceDigester().of([segment])[segment.id] == digest_of(np.frombuffer(content, np.uint8))
+
+    @pytest.mark.sim
+    def test_runs_on_the_cpu_for_a_simulated_device(self, allocator: CuMemAllocator) -> None:
+        allocator.malloc(PAGE)
+        digester = DeviceDigester()
+        digester.of(_core.segments())
+        assert not digester.on_gpu
+
+    @pytest.mark.sim
+    @pytest.mark.parametrize(
+        "call", ["cuStreamCreate", "cuMemHostRegister", "cuMemcpyDtoHAsync", "cuStreamSynchronize"]
+    )
+    def test_failures_leave_nothing_behind(self, allocator: CuMemAllocator, call: str) -> None:
+        allocator.malloc(PAGE)
+        registered_bytes = sim.stats().registered_bytes
+        sim.fail(call, error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError, match=call) as raised:
+            DeviceDigester().of(_core.segments())
+        assert raised.value.call == call
+        assert sim.stats().registered_bytes == registered_bytes
+
+    def test_on_the_cpu_where_there_is_no_kernel(
+        self,
+        allocator: CuMemAllocator,
+        memory: Memory,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """A kernel that fails is replaced, once and with a warning; the values stay right."""
+
+        def fails(device: int, segments: object) -> dict[int, tuple[int, int]]:
+            raise RuntimeError("no such architecture")
+
+        content = memory.fill_random(allocator.malloc(PAGE), PAGE)
+        monkeypatch.setattr(digest, "_choose_kernel", lambda: fails)
+        (segment,) = _core.segments()
+        digester = DeviceDigester()
+        expected = {segment.id: digest_of(np.frombuffer(content, np.uint8))}
+        assert digester.of([segment]) == expected
+        assert digester.of([segment]) == expected
+        (record,) = caplog.records
+        assert "no such architecture" in record.getMessage()
+        assert "CUMEM_SLEEP_VERIFY" in record.getMessage()
+        assert not digester.on_gpu
+
+
+def test_text() -> None:
+    assert str(Digest(0x123, 0xABC)) == "00000000000001230000000000000abc"
+    assert Digest(1, 2) == Digest(1, 2) != Digest(2, 1)
+
+
+def test_reference_is_independent_of_the_machines_byte_order() -> None:
+    content = np.arange(4096, dtype=">u4")
+    swapped: Callable[[], Digest] = lambda: digest_of(content.astype("<u4").byteswap().view("u1"))  # noqa: E731
+    assert digest_of(content) == swapped()

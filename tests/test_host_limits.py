@@ -1,0 +1,207 @@
+"""What host memory and how many cores may be used, read from made-up systems."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from cumem_sleep import host_limits
+from cumem_sleep.host_limits import (
+    cgroup_available_bytes,
+    cgroup_limit_bytes,
+    mem_available_bytes,
+    memlock_limit_bytes,
+    usable_cores,
+)
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+class System:
+    """A root directory with just the files that a test needs."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def write(self, path: str, text: object) -> None:
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+
+    def group(self, path: str, **files: object) -> None:
+        """A control group; files are named with `_` for the first `.`."""
+        for name, text in files.items():
+            self.write(f"sys/fs/cgroup/{path}/{name.replace('_', '.', 1)}", text)
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> System:
+    return System(tmp_path)
+
+
+class TestMemAvailable:
+    def test_is_the_kernels_estimate(self, system: System) -> None:
+        system.write("proc/meminfo", "MemTotal:       8388608 kB\nMemFree: 1 kB\nMemAvailable:    2097152 kB")
+        assert mem_available_bytes(system.root) == 2 * GIB
+
+    def test_unknown(self, system: System) -> None:
+        assert mem_available_bytes(system.root) is None
+        system.write("proc/meminfo", "MemTotal: 8388608 kB\nMemFree: 1 kB")
+        assert mem_available_bytes(system.root) is None
+
+    def test_without_a_total(self, system: System) -> None:
+        system.write("proc/meminfo", "MemAvailable: 1024 kB")
+        assert mem_available_bytes(system.root) == MIB
+
+    @pytest.mark.parametrize("nonsense", ["", "MemAvailable", "MemAvailable: lots", "\0\0"])
+    def test_nonsense(self, system: System, nonsense: str) -> None:
+        system.write("proc/meminfo", nonsense)
+        assert mem_available_bytes(system.root) is None
+
+    def blocks(self, system: System, states: list[str], block_bytes: int = GIB) -> None:
+        system.write("sys/devices/system/memory/block_size_bytes", f"{block_bytes:x}")
+        for number, state in enumerate(states):
+            system.write(f"sys/devices/system/memory/memory{number}/state", state)
+
+    def test_memory_that_the_kernel_keeps_for_itself_is_not_available(self, system: System) -> None:
+        system.write("proc/meminfo", f"MemTotal: {int(98.3 * MIB)} kB\nMemAvailable: 1024 kB")
+        self.blocks(system, ["online"] * 100)
+        assert mem_available_bytes(system.root) == MIB
+
+    def test_memory_that_is_added_on_use_is_available(self, system: System) -> None:
+        """Some virtual machines start with a small MemTotal."""
+        system.write("proc/meminfo", f"MemTotal: {4 * MIB} kB\nMemAvailable: {3 * MIB} kB")
+        self.blocks(system, ["online"] * 100)
+        assert mem_available_bytes(system.root) == 3 * GIB + 95 * GIB - 4 * GIB
+
+    def test_memory_blocks_that_are_offline_do_not_count(self, system: System) -> None:
+        system.write("proc/meminfo", f"MemTotal: {4 * MIB} kB\nMemAvailable: {3 * MIB} kB")
+        self.blocks(system, ["online"] * 4 + ["offline"] * 96)
+        assert mem_available_bytes(system.root) == 3 * GIB
+
+    def test_of_this_machine(self) -> None:
+        available = mem_available_bytes()
+        assert available is not None
+        assert MIB < available < 1 << 50
+
+
+class TestCgroupV2:
+    @pytest.fixture(autouse=True)
+    def version_2(self, system: System) -> None:
+        system.write("proc/self/cgroup", "0::/pod/container")
+
+    def test_no_limit(self, system: System) -> None:
+        system.group("pod/container", memory_max="max", memory_current=5 * GIB)
+        assert cgroup_available_bytes(system.root) is None
+        assert cgroup_limit_bytes(system.root) is None
+
+    def test_limit(self, system: System) -> None:
+        system.group("pod/container", memory_max=8 * GIB, memory_current=5 * GIB)
+        assert cgroup_available_bytes(system.root) == 3 * GIB
+        assert cgroup_limit_bytes(system.root) == 8 * GIB
+
+    def test_page_cache_that_can_go_is_available(self, system: System) -> None:
+        stat = f"anon 5\nfile {4 * GIB}\ninactive_file {2 * GIB}\nactive_file {GIB}"
+        system.group("pod/container", memory_max=8 * GIB, memory_current=7 * GIB, memory_stat=stat)
+        assert cgroup_available_bytes(system.root) == 3 * GIB
+
+    def test_the_tightest_counts(self, system: System) -> None:
+        system.group("pod/container", memory_max=8 * GIB, memory_current=GIB)
+        system.group("pod", memory_max=10 * GIB, memory_current=9 * GIB)
+        system.group(".", memory_max="max", memory_current=20 * GIB)
+        assert cgroup_available_bytes(system.root) == GIB
+        assert cgroup_limit_bytes(system.root) == 8 * GIB
+
+    def test_over_the_limit_leaves_nothing(self, system: System) -> None:
+        system.group("pod/container", memory_max=GIB, memory_current=2 * GIB)
+        assert cgroup_available_bytes(system.root) == 0
+
+    def test_more_cache_than_usage(self, system: System) -> None:
+        system.group("pod/container", memory_max=GIB, memory_current=100, memory_stat=f"inactive_file {2 * GIB}")
+        assert cgroup_available_bytes(system.root) == GIB
+
+    def test_inside_a_container_the_mount_is_the_group(self, system: System) -> None:
+        """There the path names what lies outside of the mount."""
+        system.group(".", memory_max=4 * GIB, memory_current=GIB)
+        assert cgroup_available_bytes(system.root) == 3 * GIB
+
+    def test_nothing_readable(self, system: System) -> None:
+        assert cgroup_available_bytes(system.root) is None
+        system.group("pod/container", memory_max="nonsense", memory_current="")
+        assert cgroup_available_bytes(system.root) is None
+
+    @pytest.mark.parametrize("line", ["", "0", "0::", "::", "0::/../..", "garbage"])
+    def test_strange_membership(self, system: System, line: str) -> None:
+        system.write("proc/self/cgroup", line)
+        cgroup_available_bytes(system.root)
+        usable_cores(system.root)
+
+
+class TestCgroupV1:
+    @pytest.fixture(autouse=True)
+    def version_1(self, system: System) -> None:
+        system.write("proc/self/cgroup", "12:cpu,cpuacct:/job\n9:memory:/job\n1:name=systemd:/job\n0::/unified")
+
+    def test_limit(self, system: System) -> None:
+        system.group("memory/job", memory_limit_in_bytes=8 * GIB, memory_usage_in_bytes=5 * GIB)
+        assert cgroup_available_bytes(system.root) == 3 * GIB
+        assert cgroup_limit_bytes(system.root) == 8 * GIB
+
+    def test_no_limit_is_a_huge_number(self, system: System) -> None:
+        system.group("memory/job", memory_limit_in_bytes=9223372036854771712, memory_usage_in_bytes=GIB)
+        assert cgroup_available_bytes(system.root) is None
+        assert cgroup_limit_bytes(system.root) is None
+
+    def test_page_cache_of_the_whole_group(self, system: System) -> None:
+        stat = f"cache 1\ninactive_file {GIB}\ntotal_inactive_file {2 * GIB}"
+        system.group("memory/job", memory_limit_in_bytes=8 * GIB, memory_usage_in_bytes=7 * GIB, memory_stat=stat)
+        assert cgroup_available_bytes(system.root) == 3 * GIB
+
+    def test_limit_of_a_parent(self, system: System) -> None:
+        system.group("memory", memory_limit_in_bytes=2 * GIB, memory_usage_in_bytes=GIB)
+        system.group("memory/job", memory_limit_in_bytes=8 * GIB, memory_usage_in_bytes=GIB)
+        assert cgroup_available_bytes(system.root) == GIB
+
+
+class TestCores:
+    @pytest.fixture(autouse=True)
+    def eight_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+
+    def test_affinity(self, system: System) -> None:
+        assert usable_cores(system.root) == 8
+
+    @pytest.mark.parametrize(
+        ("quota", "cores"),
+        [("max 100000", 8), ("200000 100000", 2), ("150000 100000", 2), ("10000 100000", 1), ("9900000 100000", 8)],
+    )
+    def test_quota_of_version_2(self, system: System, quota: str, cores: int) -> None:
+        system.write("proc/self/cgroup", "0::/pod")
+        system.group("pod", cpu_max=quota)
+        assert usable_cores(system.root) == cores
+
+    @pytest.mark.parametrize(("quota", "cores"), [("-1", 8), ("300000", 3), ("50000", 1)])
+    def test_quota_of_version_1(self, system: System, quota: str, cores: int) -> None:
+        system.write("proc/self/cgroup", "3:cpu:/job")
+        system.group("cpu/job", cpu_cfs_quota_us=quota, cpu_cfs_period_us=100000)
+        assert usable_cores(system.root) == cores
+
+    def test_period_of_zero(self, system: System) -> None:
+        system.write("proc/self/cgroup", "0::/pod")
+        system.group("pod", cpu_max="100000 0")
+        assert usable_cores(system.root) == 8
+
+
+class TestMemlock:
+    @pytest.mark.parametrize(
+        ("soft", "may_lock_any", "expected"),
+        [(65536, False, 65536), (65536, True, None), (resource.RLIM_INFINITY, False, None)],
+    )
+    def test_limit(self, monkeypatch: pytest.MonkeyPatch, soft: int, may_lock_any: bool, expected: int | None) -> None:
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, resource.RLIM_INFINITY))
+        monkeypatch.setattr(host_limits, "_may_lock_any_memory", lambda: may_lock_any)
+        assert memlock_limit_bytes() == expected

@@ -1,0 +1,148 @@
+"""Settings: fields, environment variables, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from cumem_sleep import InvalidArgument, InvalidArgumentType, Settings
+from cumem_sleep.settings import PREFIX, parse_bytes
+
+
+def test_defaults() -> None:
+    assert Settings() == Settings.from_environment({})
+    assert Settings() == Settings(
+        driver="cuda", host_budget_bytes=None, retain_backups=True, verify="wake", poison=False, prefault_threads=None
+    )
+
+
+def test_are_immutable() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().driver = "sim"  # type: ignore[misc]
+
+
+def test_every_field_has_a_variable() -> None:
+    values = {
+        "driver": ("sim", "sim"),
+        "host_budget_bytes": ("12345", 12345),
+        "retain_backups": ("0", False),
+        "verify": ("off", "off"),
+        "poison": ("yes", True),
+        "prefault_threads": ("7", 7),
+    }
+    assert {field.name for field in dataclasses.fields(Settings)} == set(values)
+    environment = {PREFIX + name.upper(): text for name, (text, _) in values.items()}
+    assert dataclasses.asdict(Settings.from_environment(environment)) == {
+        name: value for name, (_, value) in values.items()
+    }
+
+
+def test_every_field_is_documented() -> None:
+    assert Settings.__doc__ is not None
+    for field in dataclasses.fields(Settings):
+        assert f"{field.name}: " in Settings.__doc__
+
+
+@pytest.mark.parametrize("text", ["", " ", "\t\n"])
+def test_empty_variables_leave_the_default(text: str) -> None:
+    environment = {PREFIX + field.name.upper(): text for field in dataclasses.fields(Settings)}
+    assert Settings.from_environment(environment) == Settings()
+
+
+def test_other_variables_are_ignored() -> None:
+    assert Settings.from_environment({"CUMEM_SLEEP_SIM_DEVICES": "2", "DRIVER": "sim", "HOME": "/"}) == Settings()
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUMEM_SLEEP_POISON", " on ")
+    assert Settings.from_environment().poison is True
+
+
+@pytest.mark.parametrize("text", ["1", "true", "True", "YES", "on"])
+def test_true(text: str) -> None:
+    assert Settings.from_environment({"CUMEM_SLEEP_POISON": text}).poison is True
+
+
+@pytest.mark.parametrize("text", ["0", "false", "FALSE", "no", "Off"])
+def test_false(text: str) -> None:
+    assert Settings.from_environment({"CUMEM_SLEEP_RETAIN_BACKUPS": text}).retain_backups is False
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("DRIVER", "CUDA"),
+        ("DRIVER", "cuda,sim"),
+        ("HOST_BUDGET_BYTES", "-1"),
+        ("HOST_BUDGET_BYTES", "30 Gigs"),
+        ("HOST_BUDGET_BYTES", "GiB"),
+        ("HOST_BUDGET_BYTES", "1e9"),
+        ("HOST_BUDGET_BYTES", "0x10"),
+        ("RETAIN_BACKUPS", "2"),
+        ("RETAIN_BACKUPS", "maybe"),
+        ("VERIFY", "on"),
+        ("POISON", "nope"),
+        ("PREFAULT_THREADS", "0"),
+        ("PREFAULT_THREADS", "-3"),
+        ("PREFAULT_THREADS", "1.5"),
+        ("PREFAULT_THREADS", "many"),
+        ("PREFAULT_THREADS", "²"),
+    ],
+)
+def test_bad_variable_is_named_with_its_value_and_what_is_allowed(variable: str, text: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"{PREFIX}{variable}={re.escape(repr(text))}.*allowed"):
+        Settings.from_environment({PREFIX + variable: text})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("driver", "vulkan", InvalidArgument),
+        ("driver", None, InvalidArgumentType),
+        ("verify", "always", InvalidArgument),
+        ("verify", True, InvalidArgumentType),
+        ("host_budget_bytes", -1, InvalidArgument),
+        ("host_budget_bytes", 1.5, InvalidArgumentType),
+        ("host_budget_bytes", True, InvalidArgumentType),
+        ("host_budget_bytes", "30GiB", InvalidArgumentType),
+        ("retain_backups", 1, InvalidArgumentType),
+        ("retain_backups", "yes", InvalidArgumentType),
+        ("poison", None, InvalidArgumentType),
+        ("prefault_threads", 0, InvalidArgument),
+        ("prefault_threads", 2.0, InvalidArgumentType),
+    ],
+)
+def test_bad_field_is_named_with_its_value(field: str, value: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=re.escape(f"{field}={value!r}")):
+        Settings(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("1073741824", 1 << 30),
+        ("512B", 512),
+        ("1KiB", 1024),
+        ("1KB", 1000),
+        ("500MB", 500_000_000),
+        ("30GiB", 30 << 30),
+        ("30gib", 30 << 30),
+        ("1.5 GiB", 3 << 29),
+        ("0.1GB", 100_000_000),
+        ("2TiB", 2 << 40),
+        (" 7 MB ", 7_000_000),
+        ("9007199254740993", 9007199254740993),
+        ("123456789.123456789GB", 123456789123456789),
+    ],
+)
+def test_bytes(text: str, nbytes: int) -> None:
+    assert parse_bytes("x", text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1 2", "1,5GiB", "-1", "1.GiB", ".5GiB", "1KK", "1Gi", "1PB", "NaN", "١"])
+def test_no_bytes(text: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^limit={re.escape(repr(text))}"):
+        parse_bytes("limit", text)
