@@ -90,12 +90,14 @@ class TorchPools:
             _make_immortal(self._allocator._allocator)
         self._torch.cuda.init()
         # A pool knows its allocator only on the device that is current when it is made. This way of changing the
-        # device, unlike torch.cuda.device, does not create a context (half a GiB) on a GPU that is not in use.
-        previous = self._torch.cuda._maybe_exchange_device(device)
+        # device, unlike torch.cuda.device, does not create a context (half a GiB) on a GPU that is not in use; but only
+        # the other call undoes it.
+        previous = self._torch.cuda.current_device()
+        self._torch.cuda._maybe_exchange_device(device)
         try:
             return self._torch.cuda.MemPool(self._allocator._allocator)
         finally:
-            self._torch.cuda._maybe_exchange_device(previous)
+            self._torch.cuda._exchange_device(previous)
 
     def _give_up(self, device: int, pool: Any) -> None:
         # PyTorch releases memory of pools that nobody holds, so the hold goes now. Not by destroying the MemPool: its

@@ -142,7 +142,7 @@ def test_bytes(text: str, nbytes: int) -> None:
     assert parse_bytes("x", text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "1 2", "1,5GiB", "-1", "1.GiB", ".5GiB", "1KK", "1Gi", "1PB", "NaN", "١"])
+@pytest.mark.parametrize("text", ["", "GiB", "1 2", "1,5GiB", "-1", "1.GiB", ".5GiB", "1KK", "1Gi", "1PB", "NaN"])
 def test_no_bytes(text: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^limit={re.escape(repr(text))}"):
         parse_bytes("limit", text)
