@@ -96,9 +96,15 @@ std::vector<SegmentPtr> SegmentTable::segments() const {
     return all;
 }
 
-void SegmentTable::pin(const std::vector<SegmentPtr>& segments) {
+std::vector<SegmentPtr> SegmentTable::pin(const std::vector<SegmentPtr>& segments) {
+    std::vector<SegmentPtr> pinned;
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const SegmentPtr& segment : segments) ++segment->pins;
+    for (const SegmentPtr& segment : segments) {
+        if (segment->freed) continue;
+        ++segment->pins;
+        pinned.push_back(segment);
+    }
+    return pinned;
 }
 
 void SegmentTable::unpin(const std::vector<SegmentPtr>& segments) noexcept {

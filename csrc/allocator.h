@@ -60,8 +60,9 @@ class SegmentTable {
     // Segments that are handed out, oldest first.
     std::vector<SegmentPtr> segments() const;
 
-    // A pinned segment keeps its address and memory; freeing it is put off until the last unpin.
-    void pin(const std::vector<SegmentPtr>& segments);
+    // A pinned segment keeps its address and memory; freeing it is put off until the last unpin. Returns those that
+    // were pinned: all but what was freed meanwhile.
+    std::vector<SegmentPtr> pin(const std::vector<SegmentPtr>& segments);
     void unpin(const std::vector<SegmentPtr>& segments) noexcept;
 
     // Takes physical memory away from all `backed_up` and `dropped` segments, or from none: first every mapping is

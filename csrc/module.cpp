@@ -17,7 +17,21 @@ using namespace cumem_sleep;
 
 namespace {
 
-using NoGil = py::call_guard<py::gil_scoped_release>;
+// Gives the interpreter lock up for a scope. Unlike pybind11's own, the destructor may throw: while Python exits it
+// ends daemon threads that ask for the lock by unwinding them, and a destructor that must not throw would end the
+// process.
+class WithoutInterpreter {
+  public:
+    WithoutInterpreter() : state_(PyEval_SaveThread()) {}
+    ~WithoutInterpreter() noexcept(false) { PyEval_RestoreThread(state_); }
+    WithoutInterpreter(const WithoutInterpreter&) = delete;
+    WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
+
+  private:
+    PyThreadState* state_;
+};
+
+using NoGil = py::call_guard<WithoutInterpreter>;
 
 struct DeviceInfo {
     std::string name, pci_bus_id;
@@ -63,12 +77,12 @@ void raise_pending_signal() {
 // Holds segments for one operation. An object rather than two calls, so that an interrupt between them loses no unpin.
 class Pinned {
   public:
-    explicit Pinned(std::vector<SegmentPtr> segments) : segments_(std::move(segments)) {
-        SegmentTable::get().pin(segments_);
-    }
+    explicit Pinned(const std::vector<SegmentPtr>& segments) : segments_(SegmentTable::get().pin(segments)) {}
     ~Pinned() { release(); }
     Pinned(const Pinned&) = delete;
     Pinned& operator=(const Pinned&) = delete;
+
+    const std::vector<SegmentPtr>& segments() const { return segments_; }
 
     void release() noexcept {
         SegmentTable::get().unpin(segments_);
@@ -200,9 +214,9 @@ PYBIND11_MODULE(_core, module) {
     module.def("free", [](CUdeviceptr address) { SegmentTable::get().free(address); }, py::arg("address"), NoGil());
     py::class_<Pinned>(module, "Pinned")
         .def(py::init<std::vector<SegmentPtr>>(), py::arg("segments"), NoGil())
-        .def("__enter__", [](Pinned&) {})
+        .def("__enter__", &Pinned::segments)
         .def("__exit__", [](Pinned& self, const py::args&) {
-            py::gil_scoped_release nogil;
+            const WithoutInterpreter unlocked;
             self.release();
         });
     module.def(
@@ -266,7 +280,7 @@ PYBIND11_MODULE(_core, module) {
             "__enter__", [](CopyStream& self) -> CopyStream& { return self; }, py::return_value_policy::reference)
         .def("__exit__",
              [](CopyStream& self, const py::args&) {
-                 py::gil_scoped_release nogil;
+                 const WithoutInterpreter unlocked;
                  self.close();
              })
         .def_property_readonly("device", &CopyStream::device)

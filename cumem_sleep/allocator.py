@@ -307,15 +307,15 @@ class CuMemAllocator:
 
     def _sleep(self, segments: Sequence[_core.Segment], is_dropped: Callable[[str], bool]) -> SleepReport:
         timer = PhaseTimer()
-        dropped = [segment for segment in segments if is_dropped(segment.tag)]
-        backed_up = [segment for segment in segments if not is_dropped(segment.tag)]
         if not segments:
             return self._logged(
                 SleepReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is awake")
             )
-        with _core.Pinned(backed_up + dropped):
+        with _core.Pinned(list(segments)) as pinned:
+            dropped = [segment for segment in pinned if is_dropped(segment.tag)]
+            backed_up = [segment for segment in pinned if not is_dropped(segment.tag)]
             with timer("quiesce"):
-                self._quiesce(segments)
+                self._quiesce(pinned)
             with timer("digest"):
                 digests = self._digests(backed_up)
             dirty = [segment for segment in backed_up if not self._is_clean(segment, digests)]
@@ -338,16 +338,16 @@ class CuMemAllocator:
             )
         )
 
-    def _wake(self, segments: list[_core.Segment]) -> WakeReport:
+    def _wake(self, asleep: list[_core.Segment]) -> WakeReport:
         timer = PhaseTimer()
-        if not segments:
+        if not asleep:
             return self._logged(
                 WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep")
             )
-        restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
-        blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
         verified_bytes = 0
-        with _core.Pinned(segments):
+        with _core.Pinned(asleep) as segments:
+            restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
+            blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
             self._check_device_memory(segments)
             try:
                 with ExitStack() as stack:  # on leaving it, no copy is in flight

@@ -19,7 +19,13 @@ def format_bytes(nbytes: int) -> str:
 
 
 class CumemSleepError(RuntimeError):
-    """Base of all errors of this package (a RuntimeError, as vLLM's allocator raises)."""
+    """Base of all errors of this package (a RuntimeError, as vLLM's allocator raises).
+
+    They can be pickled: a worker's error reaches the process that drives it whole.
+    """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
 
 
 class InvalidState(CumemSleepError):
@@ -125,6 +131,12 @@ class BackupMismatch(CumemSleepError):
             " the backup in host memory, or a copy, is damaged; all stays asleep. Wake again to retry the copy;"
             " if it fails again, discard the tag or restart and load the weights anew"
         )
+
+
+def _restored(kind: type[CumemSleepError], arguments: tuple[object, ...], facts: dict[str, object]) -> CumemSleepError:
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(facts)
+    return error
 
 
 def _sentence(*parts: str) -> str:

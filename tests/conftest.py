@@ -5,6 +5,7 @@ Tests marked `sim` need the simulated driver (its controls, its strictness), tes
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -36,6 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, skip in skipped.items():
             if item.get_closest_marker(marker):
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what collecting imported (PyTorch is large) need not be searched in every test
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import numpy as np
@@ -142,6 +142,18 @@ def quick_sums(content: npt.NDArray[np.uint8], first_chunk: int = 0) -> tuple[in
     return int(words.sum(dtype=np.uint64)) + first_chunk, int(np.bitwise_xor.reduce(words))
 
 
+@contextlib.contextmanager
+def raises(error_type: type[BaseException], *words: str) -> Iterator[None]:
+    """`pytest.raises` for scripts, which are slow enough to start without pytest."""
+    try:
+        yield
+    except error_type as error:
+        text = str(error)
+    else:
+        raise AssertionError(f"no {error_type.__name__}")
+    assert all(word in text for word in words), text
+
+
 def in_thread(work: Callable[[], _Result], timeout_s: float = 30) -> _Result:
     """The result of `work` on another thread, or what it raised."""
     results: list[_Result] = []
@@ -202,3 +214,45 @@ def run_script(
 def assert_clean_exit(process: subprocess.CompletedProcess[str]) -> None:
     """The script ended well and said nothing on standard error."""
     assert (process.returncode, process.stderr) == (0, ""), process.stdout + process.stderr
+
+
+class Cuda:
+    """A few calls of the simulated driver, as a program beside the allocator makes them. Not the allocator's own."""
+
+    GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
+    HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+    def __init__(self) -> None:
+        path = _core.driver_path()
+        assert path is not None
+        self._library = ctypes.CDLL(path)
+
+    def call(self, name: str, *arguments: object) -> None:
+        result = getattr(self._library, name)(*arguments)
+        assert result == 0, f"{name} returned {result}"
+
+    def enter(self) -> None:
+        """Make the context of device 0 current to this thread, as PyTorch does."""
+        context = ctypes.c_void_p()
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        self.call("cuCtxSetCurrent", context)
+
+    def leave(self) -> None:
+        self.call("cuCtxSetCurrent", None)
+
+    def stream(self) -> ctypes.c_void_p:
+        stream = ctypes.c_void_p()
+        self.call("cuStreamCreate", ctypes.byref(stream), 1)
+        return stream
+
+    def capture_is_valid(self, stream: ctypes.c_void_p) -> bool:
+        status = ctypes.c_int()
+        self.call("cuStreamIsCapturing", stream, ctypes.byref(status))
+        return status.value == 1
+
+    def end_capture(self, stream: ctypes.c_void_p) -> int:
+        graph = ctypes.c_void_p()
+        result: int = self._library.cuStreamEndCapture(stream, ctypes.byref(graph))
+        if graph:
+            self.call("cuGraphDestroy", graph)
+        return result

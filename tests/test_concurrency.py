@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from support import AWAKE, PAGE, Memory, assert_clean_exit, hooks, in_thread, run_script
+from support import AWAKE, PAGE, Cuda, Memory, assert_clean_exit, hooks, in_thread, run_script
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, InvalidState, _core, sim
 
@@ -207,9 +206,10 @@ class TestFreeDuringCopies:
         free_everything()
         """
 
-    @pytest.mark.parametrize("operation", ["sleep", "wake_up"])
-    @pytest.mark.parametrize("through_hook", [False, True])
-    @pytest.mark.parametrize("on_main_thread", [False, True])
+    @pytest.mark.parametrize(
+        ("operation", "through_hook", "on_main_thread"),
+        [("sleep", True, True), ("sleep", False, False), ("wake_up", True, False), ("wake_up", False, True)],
+    )
     def test_is_deferred(self, operation: str, through_hook: bool, on_main_thread: bool) -> None:
         constants = f"OPERATION, THROUGH_HOOK, OPERATE_ON_MAIN_THREAD, RETAIN = {operation!r}, {through_hook}, "
         constants += f"{on_main_thread}, {not through_hook}\n"
@@ -349,48 +349,6 @@ class TestHooks:
 # Graph captures
 
 
-class Cuda:
-    """A few calls of the simulated driver, as a program beside the allocator makes them. Not the allocator's own."""
-
-    GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
-    HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-    def __init__(self) -> None:
-        path = _core.driver_path()
-        assert path is not None
-        self._library = ctypes.CDLL(path)
-
-    def call(self, name: str, *arguments: object) -> None:
-        result = getattr(self._library, name)(*arguments)
-        assert result == 0, f"{name} returned {result}"
-
-    def enter(self) -> None:
-        """Make the context of device 0 current to this thread, as PyTorch does."""
-        context = ctypes.c_void_p()
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
-        self.call("cuCtxSetCurrent", context)
-
-    def leave(self) -> None:
-        self.call("cuCtxSetCurrent", None)
-
-    def stream(self) -> ctypes.c_void_p:
-        stream = ctypes.c_void_p()
-        self.call("cuStreamCreate", ctypes.byref(stream), 1)
-        return stream
-
-    def capture_is_valid(self, stream: ctypes.c_void_p) -> bool:
-        status = ctypes.c_int()
-        self.call("cuStreamIsCapturing", stream, ctypes.byref(status))
-        return status.value == 1
-
-    def end_capture(self, stream: ctypes.c_void_p) -> int:
-        graph = ctypes.c_void_p()
-        result: int = self._library.cuStreamEndCapture(stream, ctypes.byref(graph))
-        if graph:
-            self.call("cuGraphDestroy", graph)
-        return result
-
-
 @pytest.mark.sim
 class TestCapture:
     @pytest.fixture
@@ -502,7 +460,6 @@ class TestKernelInFlight:
 
     SCRIPT = """
         import ctypes, threading, time
-        from test_concurrency import Cuda
 
         reset_simulation()
         allocator, memory = fresh_allocator(), Memory()

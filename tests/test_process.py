@@ -119,7 +119,6 @@ class TestFork:
             self.WAIT,
             ALLOCATED,
             """
-            import pytest
             other = allocator.malloc(PAGE, "default")
             if ASLEEP:
                 allocator.sleep()
@@ -141,7 +140,7 @@ class TestFork:
                     "stream": lambda: _core.CopyStream(0),
                 }
                 for name, call in calls.items():
-                    with pytest.raises(InvalidState, match="fork"):
+                    with raises(InvalidState, "fork"):
                         call()
                         print(name)
                 library.cumem_sleep_free(other, PAGE, 0, None)
@@ -188,11 +187,10 @@ class TestFork:
             ALLOCATED,
             """
             import threading, time
-            import pytest
 
             def use():
                 for call in (allocator.usage, allocator.sleep, lambda: allocator.free(address)):
-                    with pytest.raises(InvalidState, match="fork"):
+                    with raises(InvalidState, "fork"):
                         call()
 
             sleeper = threading.Thread(target=allocator.sleep)
@@ -217,12 +215,8 @@ class TestExit:
         [
             "",
             "allocator.sleep()",
-            "allocator.sleep(); allocator.wake_up()",
-            "allocator.sleep(2)",
             "keep = memory.read(address, 2 * PAGE)",  # its stream and its block live to the end
-            "del allocator",
-            "import sys; sys.exit(0)",
-            "CuMemAllocator.instance = None; del allocator, memory",
+            "allocator.sleep(); allocator.wake_up(); CuMemAllocator.instance = None; del allocator, memory",
         ],
     )
     def test_with_memory(self, rest: str) -> None:
@@ -327,12 +321,8 @@ class TestDriver:
             """
             allocator = CuMemAllocator.get_instance()
             sim.fail("cuInit", error="CUDA_ERROR_NO_DEVICE")
-            try:
+            with raises(DriverError, "cuInit", "CUDA_ERROR_NO_DEVICE"):
                 allocator.malloc(PAGE)
-            except DriverError as error:
-                assert (error.call, error.error) == ("cuInit", "CUDA_ERROR_NO_DEVICE"), error
-            else:
-                raise AssertionError("no error")
             assert allocator.usage() == {}
             allocator.malloc(PAGE)
             free_everything()
@@ -377,34 +367,18 @@ class TestDriver:
             """
             allocator = CuMemAllocator(Settings(driver="sim"))
             allocator.free(allocator.malloc(PAGE))
-            try:
+            with raises(InvalidState, "libcuda_sim.so"):
                 CuMemAllocator(Settings(driver="cuda")).malloc(PAGE)
-            except InvalidState as error:
-                assert "libcuda_sim.so" in str(error)
-            else:
-                raise AssertionError("no error")
             """
         )
         assert_clean_exit(process)
 
 
 class TestSettings:
-    @pytest.mark.parametrize(
-        ("variable", "value", "allowed"),
-        [
-            ("CUMEM_SLEEP_DRIVER", "vulkan", "cuda, sim"),
-            ("CUMEM_SLEEP_HOST_BUDGET_BYTES", "much", "30GiB"),
-            ("CUMEM_SLEEP_RETAIN_BACKUPS", "perhaps", "true"),
-            ("CUMEM_SLEEP_VERIFY", "always", "off, wake"),
-            ("CUMEM_SLEEP_POISON", "2", "true"),
-            ("CUMEM_SLEEP_PREFAULT_THREADS", "0", "from 1"),
-        ],
-    )
-    def test_bad_value_names_the_variable(self, variable: str, value: str, allowed: str) -> None:
-        process = run_script(TestDriver.USE, **{variable: value})
+    def test_bad_value_names_the_variable(self) -> None:
+        process = run_script(TestDriver.USE, CUMEM_SLEEP_HOST_BUDGET_BYTES="much")
         assert_clean_exit(process)
-        assert process.stdout.startswith("InvalidArgument")
-        for words in (variable, repr(value), allowed):
+        for words in ("InvalidArgument", "CUMEM_SLEEP_HOST_BUDGET_BYTES='much'", "30GiB"):
             assert words in process.stdout
 
     def test_good_values_are_used(self) -> None:
@@ -424,8 +398,15 @@ class TestSettings:
         assert_clean_exit(process)
 
 
-@pytest.mark.parametrize("access", ["ctypes.string_at(address, 1)", "ctypes.memset(address, 0, 1)"])
-@pytest.mark.parametrize("operation", ["allocator.sleep()", "allocator.discard('weights')", "allocator.free(address)"])
+@pytest.mark.parametrize(
+    ("operation", "access"),
+    [
+        ("allocator.sleep()", "ctypes.string_at(address, 1)"),
+        ("allocator.sleep()", "ctypes.memset(address, 0, 1)"),
+        ("allocator.discard('weights')", "ctypes.string_at(address, 1)"),
+        ("allocator.free(address)", "ctypes.memset(address, 0, 1)"),
+    ],
+)
 def test_touching_memory_that_is_not_there_faults(operation: str, access: str) -> None:
     process = run_script(ALLOCATED, f"import ctypes\n{access}\n{operation}\nprint('so far', flush=True)\n{access}\n")
     assert process.returncode == -signal.SIGSEGV, process.stderr
