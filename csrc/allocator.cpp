@@ -54,27 +54,28 @@ SegmentPtr SegmentTable::allocate(size_t bytes, int device, const std::string& t
     return segment;
 }
 
-void SegmentTable::free(CUdeviceptr address) {
-    SegmentPtr segment;
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        const auto found = by_address_.find(address);
-        if (found == by_address_.end()) {
-            char text[128];
-            snprintf(text, sizeof text, "0x%llx is not the address of an allocation (freed before, or never made here)",
-                     static_cast<unsigned long long>(address));
-            throw InvalidState(text);
-        }
-        segment = found->second;
-        by_address_.erase(found);
-        segment->freed = true;
-        if (segment->pins > 0) return;  // unpin gives it back
+// The segment at `address`, no longer handed out; null if it is pinned: then the last unpin gives it back.
+SegmentPtr SegmentTable::take_out(CUdeviceptr address) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = by_address_.find(address);
+    if (found == by_address_.end()) {
+        char text[128];
+        snprintf(text, sizeof text, "0x%llx is not the address of an allocation (freed before, or never made here)",
+                 static_cast<unsigned long long>(address));
+        throw InvalidState(text);
     }
+    SegmentPtr segment = found->second;
+    by_address_.erase(found);
+    segment->freed = true;
+    return segment->pins > 0 ? nullptr : segment;
+}
+
+void SegmentTable::free(CUdeviceptr address) {
+    const SegmentPtr segment = take_out(address);
+    if (!segment) return;
     try {
         destroy(*segment);
-    } catch (const DriverError& error) {
-        // At exit the driver may be gone before us: the memory went with its context.
-        if (error.error == "CUDA_ERROR_DEINITIALIZED" || error.error == "CUDA_ERROR_CONTEXT_IS_DESTROYED") return;
+    } catch (const DriverError&) {
         std::lock_guard<std::mutex> lock(mutex_);
         if (segment->mapping.state() == Mapping::State::kMapped) {
             segment->freed = false;
@@ -83,6 +84,10 @@ void SegmentTable::free(CUdeviceptr address) {
         }
         deferred_.push_back(segment);  // half taken down, so out of use; the rest is tried again later
     }
+}
+
+void SegmentTable::free_for_good(CUdeviceptr address) {
+    if (const SegmentPtr segment = take_out(address)) destroy_or_defer(segment);
 }
 
 std::vector<SegmentPtr> SegmentTable::segments() const {
@@ -147,12 +152,12 @@ size_t SegmentTable::put_to_sleep(const std::vector<SegmentPtr>& backed_up, cons
 size_t SegmentTable::release_all(const std::vector<SegmentPtr>& segments) noexcept {
     size_t bytes = 0;
     for (const SegmentPtr& segment : segments) {
-        if (segment->mapping.state() != Mapping::State::kDetached) continue;
+        if (!segment->mapping.has_memory()) continue;
         // Tried twice and then left for later, never undone: the bytes of what was released before cannot be had back.
-        const bool released = try_twice([&] {
-            segment->mapping.release();
-            return true;
-        });
+        const bool released = segment->mapping.state() == Mapping::State::kDetached && try_twice([&] {
+                                  segment->mapping.release();
+                                  return true;
+                              });
         if (released) {
             bytes += segment->mapping.bytes();
         } else {
@@ -163,6 +168,26 @@ size_t SegmentTable::release_all(const std::vector<SegmentPtr>& segments) noexce
     return bytes;
 }
 
+// Detaches what is mapped although it sleeps, once no work runs that could use it. What the driver refuses stays
+// mapped, but asleep as far as anyone is told: the next wake fills it again.
+void SegmentTable::detach_unused(const std::vector<SegmentPtr>& segments) noexcept {
+    std::map<int, bool> is_quiet;
+    for (const SegmentPtr& segment : segments) {
+        if (segment->mapping.state() != Mapping::State::kMapped) continue;
+        const int device = segment->mapping.device();
+        if (!is_quiet.count(device))
+            is_quiet[device] = try_twice([&] {
+                wait_for_running_work(device);
+                return true;
+            });
+        if (!is_quiet[device]) continue;
+        try_twice([&] {
+            segment->mapping.detach();
+            return true;
+        });
+    }
+}
+
 void SegmentTable::finish_wake(const std::vector<SegmentPtr>& segments) noexcept {
     for (const SegmentPtr& segment : segments) segment->sleep = Segment::Sleep::kAwake;
 }
@@ -171,14 +196,7 @@ void SegmentTable::undo_wake(const std::vector<SegmentPtr>& segments) noexcept {
     std::vector<SegmentPtr> asleep;
     for (const SegmentPtr& segment : segments)
         if (segment->sleep != Segment::Sleep::kAwake) asleep.push_back(segment);
-    for (const SegmentPtr& segment : asleep) {
-        // What stays mapped because the driver refuses is asleep as far as anyone is told: the next wake fills it
-        // again.
-        try_twice([&] {
-            segment->mapping.detach();
-            return true;
-        });
-    }
+    detach_unused(asleep);
     release_all(asleep);
 }
 
@@ -189,11 +207,19 @@ size_t SegmentTable::reclaim() noexcept {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         deferred.swap(deferred_);
-        for (const SegmentPtr& segment : std::exchange(unreleased_, {}))
-            (segment->pins ? unreleased_ : unreleased).push_back(segment);
+        for (const SegmentPtr& segment : std::exchange(unreleased_, {})) {
+            if (segment->pins > 0) {
+                unreleased_.push_back(segment);
+            } else if (!segment->freed && segment->sleep != Segment::Sleep::kAwake) {
+                ++segment->pins;  // no wake and no free meanwhile
+                unreleased.push_back(segment);
+            }
+        }
     }
     for (const SegmentPtr& segment : deferred) destroy_or_defer(segment);
+    detach_unused(unreleased);
     release_all(unreleased);
+    unpin(unreleased);
     std::lock_guard<std::mutex> lock(mutex_);
     return deferred_.size() + unreleased_.size();
 }
@@ -206,7 +232,12 @@ void SegmentTable::destroy(Segment& segment) {
 
 void SegmentTable::destroy_or_defer(const SegmentPtr& segment) noexcept {
     const bool destroyed = try_twice([&] {
-        destroy(*segment);
+        try {
+            destroy(*segment);
+        } catch (const DriverError& error) {
+            // At exit the driver may be gone before us: the memory went with its context.
+            if (error.error != "CUDA_ERROR_DEINITIALIZED" && error.error != "CUDA_ERROR_CONTEXT_IS_DESTROYED") throw;
+        }
         return true;
     });
     if (destroyed) return;
@@ -239,7 +270,7 @@ void* cumem_sleep_malloc(size_t bytes, int device, CUstream) {
 void cumem_sleep_free(void* address, size_t, int, CUstream) {
     if (!address || Driver::is_forked()) return;
     try {
-        SegmentTable::get().free(reinterpret_cast<CUdeviceptr>(address));
+        SegmentTable::get().free_for_good(reinterpret_cast<CUdeviceptr>(address));
     } catch (const std::exception& error) {
         fprintf(stderr, "cumem-sleep: free: %s\n", error.what());
     }

@@ -6,6 +6,7 @@
 
 #include <cuda.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -33,11 +34,9 @@ struct Segment {
     const uint64_t id;  // never used twice in a process, unlike addresses
     const std::string tag;
     Mapping mapping;
-    Sleep sleep = Sleep::kAwake;
-
-    // Guarded by the table's mutex.
-    int pins = 0;
-    bool freed = false;
+    std::atomic<Sleep> sleep{Sleep::kAwake};
+    std::atomic<bool> freed{false};  // written under the table's mutex
+    int pins = 0;                    // guarded by the table's mutex
 };
 
 using SegmentPtr = std::shared_ptr<Segment>;
@@ -56,6 +55,9 @@ class SegmentTable {
     // Throws InvalidState for an address that is not handed out (never was, or freed before); DriverError if the driver
     // refuses (the segment is then still there and can be freed again).
     void free(CUdeviceptr address);
+    // The same for callers that will not ask again: what the driver refuses is tried again by `reclaim`. Throws
+    // InvalidState only.
+    void free_for_good(CUdeviceptr address);
 
     // Segments that are handed out, oldest first.
     std::vector<SegmentPtr> segments() const;
@@ -84,14 +86,16 @@ class SegmentTable {
     size_t reclaim() noexcept;
 
   private:
+    SegmentPtr take_out(CUdeviceptr address);
     void destroy(Segment& segment);
     void destroy_or_defer(const SegmentPtr& segment) noexcept;
     size_t release_all(const std::vector<SegmentPtr>& segments) noexcept;
+    void detach_unused(const std::vector<SegmentPtr>& segments) noexcept;
 
     mutable std::mutex mutex_;
     std::map<CUdeviceptr, SegmentPtr> by_address_;
     std::vector<SegmentPtr> deferred_;    // no longer handed out, but the driver would not take them back
-    std::vector<SegmentPtr> unreleased_;  // asleep, but the driver would not release their memory
+    std::vector<SegmentPtr> unreleased_;  // asleep, but the driver would not take their memory
     uint64_t next_id_ = 1;
 };
 

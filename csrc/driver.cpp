@@ -109,7 +109,6 @@ Driver::Driver(const std::string& path) : path_(path) {
     resolve(device_total_mem);
     resolve(device_get_pci_bus_id);
     resolve(primary_ctx_retain);
-    resolve(primary_ctx_get_state);
     resolve(ctx_get_current);
     resolve(ctx_set_current);
     resolve(ctx_push_current);
@@ -220,27 +219,44 @@ void synchronize(int device) {
     Driver::get().ctx_synchronize();
 }
 
+namespace {
+
+// What waiting needs on one device. Each has a lock of its own: a thread that waits for one device must not keep
+// another from freeing on a second, whose work may be what the first waits for.
+struct Waiter {
+    static constexpr size_t kPage = 4096;
+
+    std::mutex mutex;
+    CUdeviceptr unfreed = 0;  // what the driver would not free is used again by the next wait
+    alignas(kPage) uint8_t page[kPage];
+};
+
+Waiter& waiter_of(int device) {
+    static std::mutex mutex;
+    static auto* waiters = new std::map<int, Waiter>;  // never destroyed: memory may be freed at exit
+    std::lock_guard<std::mutex> lock(mutex);
+    return (*waiters)[device];
+}
+
+}  // namespace
+
 void wait_for_running_work(int device) {
     ContextScope scope(device);
     RelaxedCaptureScope relaxed;
     const Driver& driver = Driver::get();
-    static std::mutex mutex;
-    static std::map<int, CUdeviceptr> unfreed;  // what the driver would not free is used again by the next wait
-    std::lock_guard<std::mutex> lock(mutex);
-    CUdeviceptr& waiter = unfreed[device];
-    const CUresult result = waiter ? CUDA_SUCCESS : driver.mem_alloc.attempt(&waiter, 1);
+    Waiter& waiter = waiter_of(device);
+    std::lock_guard<std::mutex> lock(waiter.mutex);
+    const CUresult result = waiter.unfreed ? CUDA_SUCCESS : driver.mem_alloc.attempt(&waiter.unfreed, 1);
     if (result == CUDA_SUCCESS) {
-        driver.mem_free(waiter);
-        waiter = 0;
+        driver.mem_free(waiter.unfreed);
+        waiter.unfreed = 0;
         return;
     }
     if (result != CUDA_ERROR_OUT_OF_MEMORY) driver.fail(driver.mem_alloc.name, result);
     // A full device: unregistering host memory waits alike and needs none of it, but costs 100 us.
-    static constexpr size_t kPage = 4096;
-    alignas(kPage) static uint8_t page[kPage];
-    driver.mem_host_register(page, kPage, CU_MEMHOSTREGISTER_PORTABLE);
-    CUresult unregistered = driver.mem_host_unregister.attempt(page);
-    if (unregistered != CUDA_SUCCESS) unregistered = driver.mem_host_unregister.attempt(page);
+    driver.mem_host_register(waiter.page, Waiter::kPage, CU_MEMHOSTREGISTER_PORTABLE);
+    CUresult unregistered = driver.mem_host_unregister.attempt(waiter.page);
+    if (unregistered != CUDA_SUCCESS) unregistered = driver.mem_host_unregister.attempt(waiter.page);
     if (unregistered != CUDA_SUCCESS) driver.fail(driver.mem_host_unregister.name, unregistered);
 }
 

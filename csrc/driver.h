@@ -94,7 +94,6 @@ class Driver {
     // Contexts. Retaining the primary context creates it if need be (0.5 GiB of device memory on an H200). Push and pop
     // must pair up on one thread.
     Call<decltype(cuDevicePrimaryCtxRetain)> primary_ctx_retain{"cuDevicePrimaryCtxRetain"};
-    Call<decltype(cuDevicePrimaryCtxGetState)> primary_ctx_get_state{"cuDevicePrimaryCtxGetState"};
     Call<decltype(cuCtxGetCurrent)> ctx_get_current{"cuCtxGetCurrent"};
     Call<decltype(cuCtxSetCurrent)> ctx_set_current{"cuCtxSetCurrent"};
     Call<decltype(cuCtxPushCurrent)> ctx_push_current{"cuCtxPushCurrent", "cuCtxPushCurrent_v2"};

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
@@ -18,9 +19,33 @@ class HostMemoryError : public std::runtime_error {
     size_t bytes;
 };
 
+// Pages of this process: mapped when made, unmapped when destroyed, maybe pinned meanwhile.
+class HostPages {
+  public:
+    // Address space for `bytes` (rounded up to whole pages), aligned to huge pages. `numa_node` < 0: wherever.
+    HostPages(size_t bytes, int numa_node);
+    ~HostPages();
+    HostPages(const HostPages&) = delete;
+    HostPages& operator=(const HostPages&) = delete;
+
+    void pin(int device);
+    // Unpins and gives the memory back, not the addresses: they read as zeros. False if the driver refuses.
+    bool give_back() noexcept;
+
+    uint8_t* data() const { return data_; }
+    size_t bytes() const { return bytes_; }
+    bool pinned() const { return pinned_device_ >= 0; }
+
+  private:
+    uint8_t* data_ = nullptr;
+    size_t bytes_;
+    int pinned_device_ = -1;
+};
+
 // One block of host memory. Steps in order: construct (address space only), `touch` every part (any threads, disjoint
-// parts at once), `pin`, and it may be copied to and from. `close`, or the destructor, takes all of it back; no copy
-// may be in flight, and unpinning waits for all work that runs on the device (so the driver does it).
+// parts at once), `pin`, and it may be copied to and from. `close`, or the destructor, gives the memory back; no copy
+// may be in flight, and unpinning waits for all work that runs on the device (the driver does that). Somebody may hold
+// a view of a closed block, so its addresses stay until the destructor.
 class HostBlock {
   public:
     // `numa_node` < 0: wherever. Throws HostMemoryError.
@@ -35,14 +60,16 @@ class HostBlock {
     void pin(int device);
     void close() noexcept;
 
-    uint8_t* data() const { return data_; }
+    uint8_t* data() const { return pages_->data(); }
     size_t bytes() const { return bytes_; }
-    bool pinned() const { return pinned_device_ >= 0; }
+    bool pinned() const { return !closed_ && pages_->pinned(); }
 
   private:
-    uint8_t* data_ = nullptr;
+    void check_open() const;
+
     const size_t bytes_;
-    int pinned_device_ = -1;
+    std::shared_ptr<HostPages> pages_;
+    bool closed_ = false;
 };
 
 // Tries again what the driver would not unpin when its block was closed. Returns the bytes that are still held.

@@ -4,7 +4,11 @@
 #include <pybind11/stl.h>
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <mutex>
+#include <thread>
+#include <utility>
 
 #include "allocator.h"
 #include "driver.h"
@@ -98,6 +102,84 @@ struct CurrentContext {
     std::unique_ptr<SavedContext> saved;
 };
 
+// The lock that serialises operations. Holding it is an object, so that an interrupt at any moment releases it. It is
+// not reentrant: a signal handler, or what the garbage collector runs, must not begin an operation inside another.
+class OperationLock {
+  public:
+    // Waits, and lets signals be handled meanwhile, if `wait`; else returns false where it would have to. Throws
+    // InvalidState where waiting would be for ever: the calling thread holds it. Called with the interpreter lock.
+    bool acquire(bool wait) {
+        for (;;) {
+            {
+                const WithoutInterpreter unlocked;
+                std::unique_lock<std::mutex> lock(mutex_);
+                const bool own = held_ && owner_ == std::this_thread::get_id();
+                if (own && wait)
+                    throw InvalidState(
+                        "called from inside another operation of the allocator on the same thread (by a signal "
+                        "handler, or "
+                        "a finaliser): call it when that one has returned");
+                if (!own && wait) released_.wait_for(lock, std::chrono::milliseconds(50), [this] { return !held_; });
+                if (!held_) {
+                    held_ = true;
+                    owner_ = std::this_thread::get_id();
+                    return true;
+                }
+                if (!wait) return false;
+            }
+            if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+        }
+    }
+    void release() {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            held_ = false;
+        }
+        released_.notify_one();
+    }
+
+  private:
+    std::mutex mutex_;
+    std::condition_variable released_;
+    bool held_ = false;
+    std::thread::id owner_;
+};
+
+class Held {
+  public:
+    Held(std::shared_ptr<OperationLock> lock, bool wait) : lock_(lock->acquire(wait) ? std::move(lock) : nullptr) {}
+    ~Held() { release(); }
+    Held(const Held&) = delete;
+    Held& operator=(const Held&) = delete;
+
+    explicit operator bool() const { return lock_ != nullptr; }
+    void release() {
+        if (lock_) std::exchange(lock_, nullptr)->release();
+    }
+
+  private:
+    std::shared_ptr<OperationLock> lock_;
+};
+
+// The tag of the thread for a scope; only that thread gets its old tag back.
+class ThreadTag {
+  public:
+    explicit ThreadTag(const std::string& tag)
+        : thread_(std::this_thread::get_id()), outer_(exchange_thread_tag(tag)) {}
+    ~ThreadTag() { restore(); }
+    ThreadTag(const ThreadTag&) = delete;
+    ThreadTag& operator=(const ThreadTag&) = delete;
+
+    void restore() {
+        if (std::exchange(active_, false) && thread_ == std::this_thread::get_id()) exchange_thread_tag(outer_);
+    }
+
+  private:
+    const std::thread::id thread_;
+    const std::string outer_;
+    bool active_ = true;
+};
+
 // The hooks run without the interpreter; what Python does about a freed segment is put off to the main thread.
 std::atomic<bool> notification_pending{false};
 PyObject* on_free_callback = nullptr;
@@ -106,6 +188,8 @@ int notify_python(void*) {
     notification_pending = false;
     if (!on_free_callback) return 0;
     PyObject* result = PyObject_CallNoArgs(on_free_callback);
+    if (!result && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt))
+        return -1;  // raised in the main thread, where it is due
     if (!result) PyErr_WriteUnraisable(on_free_callback);
     Py_XDECREF(result);
     return 0;
@@ -190,8 +274,8 @@ PYBIND11_MODULE(_core, module) {
         .value("DROPPED", Segment::Sleep::kDropped);
     segment.def_readonly("id", &Segment::id)
         .def_readonly("tag", &Segment::tag)
-        .def_readonly("sleep", &Segment::sleep)
-        .def_readonly("freed", &Segment::freed)
+        .def_property_readonly("sleep", [](const Segment& self) { return self.sleep.load(); })
+        .def_property_readonly("freed", [](const Segment& self) { return self.freed.load(); })
         .def_property_readonly("address", [](const Segment& self) { return self.mapping.address(); })
         .def_property_readonly("bytes", [](const Segment& self) { return self.mapping.bytes(); })
         .def_property_readonly("device", [](const Segment& self) { return self.mapping.device(); })
@@ -204,7 +288,13 @@ PYBIND11_MODULE(_core, module) {
             },
             NoGil(), "Physical memory under the address again; the segment must be pinned.");
 
-    module.def("segments", [] { return SegmentTable::get().segments(); }, NoGil(), "Handed out, oldest first.");
+    module.def(
+        "segments",
+        [] {
+            if (Driver::is_open()) Driver::get();  // tells a forked child
+            return SegmentTable::get().segments();
+        },
+        NoGil(), "Handed out, oldest first.");
     module.def(
         "malloc",
         [](size_t bytes, const std::string& tag, int device) {
@@ -231,8 +321,19 @@ PYBIND11_MODULE(_core, module) {
         "reclaim", [] { return SegmentTable::get().reclaim() + reclaim_host_memory(); }, NoGil(),
         "Try again what the driver refused to take back earlier; 0 if nothing is held back any more.");
 
-    module.def("exchange_thread_tag", &exchange_thread_tag, py::arg("tag"),
-               "Set this thread's tag; returns the old one.");
+    py::class_<ThreadTag>(module, "ThreadTag")
+        .def(py::init<std::string>(), py::arg("tag"))
+        .def("__enter__", [](ThreadTag&) {})
+        .def("__exit__", [](ThreadTag& self, const py::args&) { self.restore(); });
+    py::class_<Held>(module, "Held")
+        .def("__enter__", [](Held& self) { return static_cast<bool>(self); })
+        .def("__exit__", [](Held& self, const py::args&) { self.release(); });
+    py::class_<OperationLock, std::shared_ptr<OperationLock>>(module, "OperationLock")
+        .def(py::init<>())
+        .def(
+            "hold",
+            [](const std::shared_ptr<OperationLock>& self, bool wait) { return std::make_unique<Held>(self, wait); },
+            py::arg("wait") = true, "Holds the lock; what `with` gives is whether it does.");
     module.def("thread_tag", [] { return thread_tag(); });
     module.def("on_free", &on_free, py::arg("callback").none(true),
                "Call `callback` on the main thread, soon, after the free hook gave memory back; None stops that.");

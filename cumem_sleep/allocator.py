@@ -9,9 +9,10 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
@@ -71,10 +72,9 @@ class CuMemAllocator:
                 raise InvalidState(
                     "this process already has a CuMemAllocator with memory handed out; use get_instance()"
                 )
-            other._store.clear()
-        # Not reentrant: what the garbage collector or a pending call frees in the middle of an operation must not touch
-        # the backups that the operation works on.
-        self._lock = threading.Lock()
+            other._retired = True
+        self._lock = _core.OperationLock()
+        self._retired: bool = False
         self._driver_checked = False
         self._store: BackupStore = BackupStore(self.settings)
         self._digester = DeviceDigester()
@@ -106,17 +106,11 @@ class CuMemAllocator:
             DriverError: no usable driver.
         """
         tag = DEFAULT_TAG if tag is None else _checked_tag(tag)
-        pools = self._open()
+        self._open()
+        pools = self._pools(import_torch=True)
         self._used_tags.add(tag)
-        outer = _core.exchange_thread_tag(tag)
-        try:
-            if pools is None:
-                yield
-            else:
-                with pools.use():
-                    yield
-        finally:
-            _core.exchange_thread_tag(outer)
+        with _core.ThreadTag(tag), nullcontext() if pools is None else pools.use():
+            yield
 
     @contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
@@ -128,15 +122,13 @@ class CuMemAllocator:
         Raises:
             InvalidState: PyTorch does not reach a GPU here.
         """
-        pools = self._open()
+        self._open()
+        pools = self._pools(import_torch=True)
         if pools is None:
             raise InvalidState("cudagraph_pool needs PyTorch and a GPU that it reaches")
         self._used_tags.add(GRAPH_TAG)
-        outer = _core.exchange_thread_tag(GRAPH_TAG)
-        try:
+        with _core.ThreadTag(GRAPH_TAG):
             yield pools.graph_pool_id()
-        finally:
-            _core.exchange_thread_tag(outer)
 
     def malloc(self, nbytes: int, tag: str | None = None, device: int = 0) -> int:
         """Allocate device memory without PyTorch.
@@ -163,8 +155,9 @@ class CuMemAllocator:
         free_bytes, total_bytes = _core.memory_info(device)
         if nbytes > total_bytes:  # beyond what the driver can be asked for, it answers "invalid value"
             raise OutOfDeviceMemory(nbytes, free_bytes, device)
+        address = _core.malloc(nbytes, tag, device)
         self._used_tags.add(tag)
-        return _core.malloc(nbytes, tag, device)
+        return address
 
     def free(self, address: int) -> None:
         """Give back what `malloc` returned, asleep or awake. Waits for the work that runs on its device first; a graph
@@ -189,28 +182,37 @@ class CuMemAllocator:
         """Give device memory back; addresses stay.
 
         In order: wait for the devices; digest what is to be backed up, to see what changed; take host memory for what
-        did; copy it; only then take the physical memory away. An error or an interrupt before that last step leaves
-        everything mapped with its bytes. An interrupt after it finds everything asleep, with its backups.
+        did; copy it; digest again, to see that nothing wrote to it meanwhile; only then take the physical memory away.
+        An error or an interrupt before that last step leaves everything mapped with its bytes. An interrupt after it
+        finds everything asleep, with its backups. What sleeps already stays as it is, whatever the level.
 
         Args:
             level: 0 touches nothing. 1 (the default) backs up all but `kv_cache`, which it drops. 2 drops `weights`
                 and `kv_cache` and backs up the rest. As in vLLM, tags given here are taken as `offload_tags`.
-            offload_tags: instead of a level: exactly these tags are backed up, every other one is dropped.
+            offload_tags: instead of a level: exactly these tags are backed up, every other one is dropped. (vLLM's own
+                allocator, called without arguments, backs up `default` alone; this one sleeps at level 1.)
 
         Returns:
             What was done. Where everything sleeps already, nothing, and the report says so.
 
         Raises:
-            InvalidArgument: no such level, or not tags.
-            InvalidState: a CUDA graph is being captured.
+            InvalidArgument: no such level; tags to back up of which not one was ever used (they may be misspelt).
+            InvalidState: a CUDA graph is being captured, or something wrote to the memory while it was backed up.
             OutOfHostMemory: a limit leaves too little for the backups.
             DriverError: the driver refused a call.
         """
-        if isinstance(level, str) or (level is not None and not isinstance(level, int)):
-            level, offload_tags = None, level if offload_tags is None else offload_tags
         if level is not None and offload_tags is not None:
             raise InvalidArgument(f"sleep(level={level!r}, offload_tags={offload_tags!r}): give one of the two")
-        is_dropped = _drop_all_but(offload_tags) if offload_tags is not None else _dropped_at_level(level)
+        if isinstance(level, Iterable):
+            level, offload_tags = None, level
+        if offload_tags is None:
+            is_dropped = _dropped_at_level(level)
+        else:
+            kept = self._tags_to_back_up(offload_tags)
+
+            def is_dropped(tag: str) -> bool:
+                return tag not in kept
+
         if is_dropped is None:
             return self._logged(SleepReport(note="level 0 keeps all memory; nothing was done"))
         with self._operation("sleep"):
@@ -227,7 +229,7 @@ class CuMemAllocator:
         chosen = self._known_tags(tags)
         with self._operation("discard"):
             awake = [s for s in _core.segments() if s.sleep == _Sleep.AWAKE and s.tag in chosen]
-            return self._sleep(awake, lambda tag: True)
+            return self._sleep(awake, lambda tag: True, "discard")
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
         """Take device memory again, at the same addresses, and restore what was backed up.
@@ -279,7 +281,7 @@ class CuMemAllocator:
 
     def get_current_usage(self) -> int:
         """Bytes of all segments, mapped or not (vLLM's call)."""
-        return sum(segment.bytes for segment in _core.segments()) if _core.driver_is_open() else 0
+        return _total(_core.segments())
 
     # Ending
 
@@ -305,12 +307,13 @@ class CuMemAllocator:
 
     # The sequences
 
-    def _sleep(self, segments: Sequence[_core.Segment], is_dropped: Callable[[str], bool]) -> SleepReport:
+    def _sleep(
+        self, segments: Sequence[_core.Segment], is_dropped: Callable[[str], bool], operation: str = "sleep"
+    ) -> SleepReport:
         timer = PhaseTimer()
         if not segments:
-            return self._logged(
-                SleepReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is awake")
-            )
+            note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
+            return self._logged(SleepReport(seconds=timer.seconds, note=note, operation=operation))
         with _core.Pinned(list(segments)) as pinned:
             dropped = [segment for segment in pinned if is_dropped(segment.tag)]
             backed_up = [segment for segment in pinned if not is_dropped(segment.tag)]
@@ -324,6 +327,8 @@ class CuMemAllocator:
             if dirty:
                 with timer("copy"):
                     self._store.fill(dirty, digests)
+            with timer("check"):
+                self._check_unchanged(backed_up, digests)
             with timer("release"):
                 freed_bytes = _core.put_to_sleep(backed_up, dropped)
         copied_bytes = _total(dirty)
@@ -335,6 +340,7 @@ class CuMemAllocator:
                 dropped_bytes=_total(dropped),
                 seconds=timer.seconds,
                 phases=timer.phases,
+                operation=operation,
             )
         )
 
@@ -372,8 +378,6 @@ class CuMemAllocator:
             except BaseException:
                 _core.undo_wake(segments)  # leaves alone what finish_wake has woken
                 raise
-            if not self.settings.retain_backups:
-                self._store.forget(restored)
         return self._logged(
             WakeReport(
                 mapped_bytes=_total(segments),
@@ -402,6 +406,19 @@ class CuMemAllocator:
         if self.settings.retain_backups and self.settings.verify == "off":
             wanted = list(segments)
         return self._digester.of(wanted)
+
+    def _check_unchanged(self, segments: Sequence[_core.Segment], digests: dict[int, Digest]) -> None:
+        """Refuse a sleep whose backups may hold other bytes than the device does by now."""
+        self._quiesce(segments)
+        taken = [segment for segment in segments if segment.id in digests]
+        now = self._digester.of(taken)
+        changed = [segment for segment in taken if now[segment.id] != digests[segment.id]]
+        if changed:
+            self._store.forget(changed)
+            raise InvalidState(
+                f"{_describe(changed[0])} was written to while it was backed up ({len(changed)} segments were): let no"
+                " work run on the GPU during sleep, and call again; everything is awake"
+            )
 
     def _is_clean(self, segment: _core.Segment, digests: dict[int, Digest]) -> bool:
         backup = self._store.get(segment)
@@ -432,15 +449,20 @@ class CuMemAllocator:
 
     # Around every operation
 
-    def _open(self) -> TorchPools | None:
-        """Open the driver at the first use; the PyTorch pools, if PyTorch reaches the GPU of this driver."""
+    def _open(self) -> None:
+        """Open the driver at the first use."""
+        if self._retired:
+            raise InvalidState("this CuMemAllocator was replaced by a newer one: use CuMemAllocator.get_instance()")
         if not self._driver_checked:
             open_driver(self.settings.driver)
             _core.on_free(_forget_freed_backups)
             self._driver_checked = True
         if _core.driver_is_forked():
             _core.device_count()  # raises, and says why
-        if self._torch_pools is None and not _core.driver_is_simulated():
+
+    def _pools(self, *, import_torch: bool = False) -> TorchPools | None:
+        """The PyTorch pools, if PyTorch is in use (or `import_torch`) and reaches the GPU of this driver."""
+        if self._torch_pools is None and not _core.driver_is_simulated() and (import_torch or "torch" in sys.modules):
             torch = torch_with_cuda()
             if torch is not None:
                 self._torch_pools = TorchPools(torch)
@@ -448,11 +470,12 @@ class CuMemAllocator:
 
     @contextmanager
     def _operation(self, name: str) -> Iterator[None]:
-        pools = self._open()
+        self._open()
+        pools = self._pools()
         with _core.CurrentContext():
             if pools is not None and pools.is_capturing():
                 raise InvalidState(f"{name} while this thread captures a CUDA graph: call it after the capture")
-        with self._lock, _core.CurrentContext():
+        with self._lock.hold(), _core.CurrentContext():
             if pools is not None and name == "sleep":
                 pools.trim()  # memory that no tensor uses need not be backed up
             _core.reclaim()
@@ -464,23 +487,34 @@ class CuMemAllocator:
 
     def _forget_freed(self) -> None:
         """Host memory of freed segments goes now, unless an operation is running: then when that ends."""
-        if self._lock.acquire(blocking=False):
-            try:
+        with self._lock.hold(wait=False) as held:
+            if held:
                 _core.reclaim()
                 self._store.prune()
-            finally:
-                self._lock.release()
 
     def _known_tags(self, tags: str | Iterable[str]) -> set[str]:
-        chosen = _checked_tags(tags)
-        known = {*DEFERRABLE_TAGS, *self._used_tags}
-        if _core.driver_is_open():
-            known.update(segment.tag for segment in _core.segments())
+        """The tags, if memory was ever given each of them (`weights` and `kv_cache` always count)."""
+        chosen = _checked_tags(tags, "tags")
+        known = self._all_tags()
         if unknown := chosen - known:
             raise InvalidArgument(
                 f"tags={sorted(unknown)!r}: no memory was ever given such a tag; known are {', '.join(sorted(known))}"
             )
         return chosen
+
+    def _tags_to_back_up(self, tags: str | Iterable[str]) -> set[str]:
+        """The tags. vLLM names some that it may not use; but if not one is known they are misspelt, and all is lost."""
+        chosen = _checked_tags(tags, "offload_tags")
+        known = {DEFAULT_TAG, *self._all_tags()}
+        if chosen and not chosen & known:
+            raise InvalidArgument(
+                f"offload_tags={sorted(chosen)!r}: no memory was ever given any of these tags, so everything would be"
+                f" dropped; known are {', '.join(sorted(known))}. offload_tags=() drops everything"
+            )
+        return chosen
+
+    def _all_tags(self) -> set[str]:
+        return {*DEFERRABLE_TAGS, *self._used_tags, *(segment.tag for segment in _core.segments())}
 
     def _logged(self, report: _Report) -> _Report:
         report = replace(report, simulated=_core.driver_is_simulated())
@@ -560,34 +594,34 @@ def _dropped_at_level(level: int | None) -> Callable[[str], bool] | None:
     """Which tags a level drops; None for the level that touches nothing."""
     if level is None:
         level = 1
-    if isinstance(level, bool) or level not in (0, 1, 2):
-        raise InvalidArgument(
-            f"level={level!r}: 0 (keep all), 1 (back up all but kv_cache) and 2 (drop weights and kv_cache) are allowed"
-        )
+    allowed = "0 (keep all), 1 (back up all but kv_cache) and 2 (drop weights and kv_cache) are allowed"
+    if isinstance(level, bool) or not isinstance(level, int):
+        raise InvalidArgumentType(f"level={level!r}: {allowed}")
+    if level not in (0, 1, 2):
+        raise InvalidArgument(f"level={level!r}: {allowed}")
     if level == 0:
         return None
     dropped = ("kv_cache",) if level == 1 else DEFERRABLE_TAGS
     return lambda tag: tag in dropped
 
 
-def _drop_all_but(offload_tags: str | Iterable[str]) -> Callable[[str], bool]:
-    kept = _checked_tags(offload_tags)
-    return lambda tag: tag not in kept
-
-
 def _checked_tag(tag: object) -> str:
     if not isinstance(tag, str):
         raise InvalidArgumentType(f"tag={tag!r}: a string is wanted")
-    if not tag:
-        raise InvalidArgument("tag='': a tag has at least one character")
+    if not tag or "\0" in tag:
+        raise InvalidArgument(f"tag={tag!r}: a tag has at least one character, and none that is zero")
+    try:
+        tag.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"tag={tag!r}: not valid Unicode") from None
     return tag
 
 
-def _checked_tags(tags: object) -> set[str]:
+def _checked_tags(tags: object, name: str) -> set[str]:
     if isinstance(tags, str):
         tags = (tags,)
     if not isinstance(tags, Iterable) or isinstance(tags, bytes):
-        raise InvalidArgumentType(f"tags={tags!r}: a string or several strings are wanted")
+        raise InvalidArgumentType(f"{name}={tags!r}: a string or several strings are wanted")
     return {_checked_tag(tag) for tag in tags}
 
 

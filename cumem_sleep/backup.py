@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from . import _core, host_limits
 from .digest import Digest
-from .errors import OutOfHostMemory
+from .errors import InvalidState, OutOfHostMemory
 from .settings import Settings
 
 SLAB_BYTES = 256 << 20
@@ -131,7 +131,10 @@ class BackupStore:
 
     def restore(self, segment: _core.Segment, stream: _core.CopyStream) -> None:
         """Start copying the backup of `segment` to its address, in `stream`'s order."""
-        for block, address in self._backups[segment.id].pieces():
+        backup = self.get(segment)
+        if backup is None:
+            raise InvalidState(f"the backup of the segment at 0x{segment.address:x} is gone: it cannot be restored")
+        for block, address in backup.pieces():
             stream.to_device(address, block, 0, block.bytes)
 
     def forget(self, segments: Iterable[_core.Segment]) -> None:
@@ -142,14 +145,18 @@ class BackupStore:
                 block.close()
 
     def prune(self) -> None:
-        """Forget what nobody can need: backups of segments that were freed or dropped, and incomplete ones."""
-        self.forget(
-            [
-                backup.segment
-                for backup in self._backups.values()
-                if backup.segment.freed or not backup.complete or backup.segment.sleep == _core.Segment.Sleep.DROPPED
-            ]
-        )
+        """Forget what nobody can need.
+
+        That is: backups of what was freed or dropped, incomplete ones, and those that the settings do not retain.
+        """
+        self.forget([backup.segment for backup in self._backups.values() if not self._is_needed(backup)])
+
+    def _is_needed(self, backup: Backup) -> bool:
+        if backup.segment.freed or not backup.complete:
+            return False
+        if backup.segment.sleep == _core.Segment.Sleep.AWAKE:
+            return self._settings.retain_backups
+        return backup.segment.sleep == _core.Segment.Sleep.BACKED_UP
 
     def clear(self) -> None:
         """Forget every backup of a segment that is awake."""
@@ -162,19 +169,19 @@ class BackupStore:
         )
 
     def _check(self, needed: int, keep: set[int]) -> None:
-        for backup in [*self._retained(keep), None]:
-            short = next(
-                (
-                    limit
-                    for limit in self.limits()
-                    if limit.available_bytes is not None and limit.available_bytes < needed
-                ),
-                None,
-            )
-            if short is None:
-                return
-            if backup is None:
-                raise OutOfHostMemory(needed, short.available_bytes or 0, short.name)
+        """Refuse what a limit leaves no room for, or evict as many retained backups, oldest first, as it takes."""
+        retained = self._retained(keep)
+        evictable = sum(backup.bytes for backup in retained)
+        missing = 0
+        for limit in self.limits():
+            if limit.available_bytes is not None and limit.available_bytes < needed:
+                if limit.available_bytes + evictable < needed:
+                    raise OutOfHostMemory(needed, limit.available_bytes, limit.name)
+                missing = max(missing, needed - limit.available_bytes)
+        for backup in retained:
+            if missing <= 0:
+                break
+            missing -= backup.bytes
             self.forget([backup.segment])
 
     def _retained(self, keep: set[int]) -> list[Backup]:

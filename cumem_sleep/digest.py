@@ -3,13 +3,14 @@
 The bytes are little-endian 64-bit words, cut into chunks of `CHUNK_BYTES`; a chunk is `ROWS` rows of `LANES` words.
 Each lane walks down its column with two independent chains,
 
-    a = (a ^ word) * K;  a ^= a >> s        (all modulo 2^64)
+    a = (a ^ word) * K;  a ^= a >> s        (all modulo 2^64; the second chain takes the word with its halves swapped)
 
 that start from the chunk's number and the lane's. A step is a bijection of the state for a given word, and of the word
 for a given state, so a changed word always changes the end of its chain. Ends are mixed (MurmurHash3's 64-bit
 finaliser, also a bijection) and summed over all lanes and chunks, once per chain: a single changed word always changes
-the sums, anything else goes unseen with probability near 2^-128. Sums do not depend on order, so chunks run in
-parallel. This detects damage; it does not resist an adversary.
+both sums. Changes of the highest bits of two words can be made to cancel in one chain, but those are not the highest
+bits for the other; damage that nobody designed goes unseen with probability near 2^-128. Sums do not depend on order,
+so chunks run in parallel. This detects damage; it does not resist an adversary.
 """
 
 from __future__ import annotations
@@ -73,9 +74,10 @@ def sums_of(content: npt.NDArray[np.uint8], first_chunk: int = 0) -> tuple[int, 
         if padding := -piece.size % CHUNK_BYTES:
             piece = np.concatenate([piece, np.zeros(padding, np.uint8)])
         words = piece.view("<u8").reshape(-1, ROWS, LANES)
+        swapped = (words << np.uint64(32)) | (words >> np.uint64(32))
         numbers = np.arange(len(words), dtype=np.uint64) + np.uint64(first_chunk + start // CHUNK_BYTES)
-        for chain in range(2):
-            totals[chain] = (totals[chain] + _chain_sum(words, numbers, chain)) & _MASK
+        for chain, taken in enumerate((words, swapped)):
+            totals[chain] = (totals[chain] + _chain_sum(taken, numbers, chain)) & _MASK
     return totals[0], totals[1]
 
 

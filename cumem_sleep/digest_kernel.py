@@ -56,7 +56,7 @@ def _chunk_sums(table, out, rows, LANES: tl.constexpr, UNROLL: tl.constexpr, STA
         word = tl.load(words + row * LANES + lane)
         a = (a ^ word) * _K0
         a ^= a >> _R0
-        b = (b ^ word) * _K1
+        b = (b ^ ((word << 32) | (word >> 32))) * _K1
         b ^= b >> _R1
     result = out.to(tl.pointer_type(tl.uint64)) + program * 2
     tl.store(result, tl.sum(_finalise(a), 0))

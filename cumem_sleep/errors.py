@@ -128,8 +128,8 @@ class BackupMismatch(CumemSleepError):
         self.actual = actual
         super().__init__(
             f"restored bytes of {segment} have digest {actual}, at sleep it was {expected}:"
-            " the backup in host memory, or a copy, is damaged; all stays asleep. Wake again to retry the copy;"
-            " if it fails again, discard the tag or restart and load the weights anew"
+            " the backup in host memory, or a copy, is damaged; all stays asleep. Wake again to retry the copy; if it"
+            " fails again, the backup is lost: free that memory, or restart, and load the weights anew"
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -37,6 +38,9 @@ class TorchPools:
         self._torch = torch
         self._allocator: Any = None
         self._graph_pools: dict[int, Any] = {}
+        self._configuration_lock = threading.Lock()
+        self._configuration: str | None = None  # to be put back when the last thread has left its pool
+        self._inside = 0
         self._version = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
     @contextmanager
@@ -102,7 +106,7 @@ class TorchPools:
     def _give_up(self, device: int, pool: Any) -> None:
         # PyTorch releases memory of pools that nobody holds, so the hold goes now. Not by destroying the MemPool: its
         # destructor asserts that no capture and no other pool is active, and a failed assertion there ends the process.
-        # So the object stays, without the hold that its destructor would give back.
+        # So the object (a few hundred bytes) stays, without the hold that its destructor would give back.
         _make_immortal(pool)
         self._torch._C._cuda_releasePool(device, pool.id)
 
@@ -112,17 +116,24 @@ class TorchPools:
         if self._version >= _POOLS_IGNORE_EXPANDABLE_SEGMENTS:
             yield
             return
-        settings = self._torch.cuda.memory._snapshot()["allocator_settings"]
-        if not settings.get("expandable_segments"):
-            yield
-            return
-        # A setter resets every option that its text leaves out, so the whole text is written back.
-        text = next((settings[name] for name in _CONF_VARIABLES if settings.get(name)), "expandable_segments:True")
-        self._set_configuration(_with_expandable_segments(text, enabled=False))
+        with self._configuration_lock:
+            self._inside += 1
+            if self._inside == 1:
+                settings = self._torch.cuda.memory._snapshot()["allocator_settings"]
+                if settings.get("expandable_segments"):
+                    # A setter resets every option that its text leaves out, so the whole text is written back.
+                    self._configuration = next(
+                        (settings[name] for name in _CONF_VARIABLES if settings.get(name)), "expandable_segments:True"
+                    )
+                    self._set_configuration(_with_expandable_segments(self._configuration, enabled=False))
         try:
             yield
         finally:
-            self._set_configuration(text)
+            with self._configuration_lock:
+                self._inside -= 1
+                if self._inside == 0 and self._configuration is not None:
+                    self._set_configuration(self._configuration)
+                    self._configuration = None
 
     def _set_configuration(self, text: str) -> None:
         setter = getattr(self._torch._C, "_accelerator_setAllocatorSettings", None)

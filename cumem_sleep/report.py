@@ -50,6 +50,7 @@ class SleepReport:
         phases: seconds by phase.
         note: why nothing was done, where nothing was.
         simulated: on the simulated driver: the seconds mean nothing.
+        operation: `sleep`, or `discard`.
     """
 
     freed_bytes: int = 0
@@ -60,14 +61,15 @@ class SleepReport:
     phases: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
     simulated: bool = False
+    operation: str = "sleep"
 
     def __str__(self) -> str:
         if self.note:
-            return f"{_prefix(self.simulated)}sleep: {self.note}"
+            return f"{_prefix(self.simulated)}{self.operation}: {self.note}"
         copy_s = self.phases.get("copy", 0.0)
         rate = f" at {rate_gbps(self.copied_bytes, copy_s):.1f} GB/s" if self.copied_bytes else ""
         return (
-            f"{_prefix(self.simulated)}sleep: freed {format_bytes(self.freed_bytes)} in {self.seconds:.3f} s"
+            f"{_prefix(self.simulated)}{self.operation}: freed {format_bytes(self.freed_bytes)} in {self.seconds:.3f} s"
             f" (copied {format_bytes(self.copied_bytes)}{rate}, unchanged {format_bytes(self.clean_bytes)},"
             f" dropped {format_bytes(self.dropped_bytes)}){_phases(self.phases)}"
         )

@@ -220,6 +220,7 @@ class Cuda:
     """A few calls of the simulated driver, as a program beside the allocator makes them. Not the allocator's own."""
 
     GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
+    NO_ACCESS, READ, READ_WRITE = 0, 1, 3
     HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
     def __init__(self) -> None:
@@ -256,3 +257,12 @@ class Cuda:
         if graph:
             self.call("cuGraphDestroy", graph)
         return result
+
+    def set_access(self, address: int, nbytes: int, device: int, flags: int) -> None:
+        description = (ctypes.c_int * 3)(1, device, flags)  # CUmemAccessDesc; 1 is a device
+        self.call("cuMemSetAccess", ctypes.c_uint64(address), ctypes.c_size_t(nbytes), description, ctypes.c_size_t(1))
+
+    def access(self, address: int, device: int) -> int:
+        flags, location = ctypes.c_ulonglong(), (ctypes.c_int * 2)(1, device)
+        self.call("cuMemGetAccess", ctypes.byref(flags), location, ctypes.c_uint64(address))
+        return flags.value

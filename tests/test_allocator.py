@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable
 
 import pytest
-from support import AWAKE, BACKED_UP, DROPPED, MIB, PAGE, SIMULATED, Memory, in_thread
+from support import AWAKE, BACKED_UP, DROPPED, MIB, PAGE, SIMULATED, Cuda, Memory, in_thread
 
 from cumem_sleep import (
     CuMemAllocator,
+    DriverError,
     InvalidArgument,
     InvalidArgumentType,
     InvalidState,
@@ -39,6 +40,18 @@ def fill(allocator: CuMemAllocator, memory: Memory, *tags: str, nbytes: int = PA
         address = allocator.malloc(nbytes, tag)
         filled[tag] = (address, memory.fill_random(address, nbytes))
     return filled
+
+
+def take_all_but(nbytes: int, allocator: CuMemAllocator, device: int = 0) -> list[int]:
+    """Allocate until about `nbytes` are free on the device; returns the addresses."""
+    taken = []
+    _, size = _core.memory_info(device)
+    while (size := min(size, (_core.memory_info(device)[0] - nbytes) // PAGE * PAGE)) > 0:
+        try:
+            taken.append(allocator.malloc(size, "eater", device))
+        except OutOfDeviceMemory:  # a GPU needs some for itself
+            size //= 2
+    return taken
 
 
 class TestMalloc:
@@ -217,7 +230,7 @@ class TestLevels:
             ({"default"}, {"default"}),
             ((), set()),
             ([], set()),
-            ("never_used", set()),
+            (("runtime", "weights"), {"weights"}),
         ],
     )
     @pytest.mark.parametrize("positional", [False, True])
@@ -236,6 +249,13 @@ class TestLevels:
         for tag in kept:
             address, content = filled[tag]
             assert memory.read(address, PAGE) == content
+
+    def test_misspelt_tags_drop_nothing(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        filled = fill(allocator, memory, "weights")
+        for tags in ("weigths", ["1"], {"weigths", "kvcache"}):
+            with pytest.raises(InvalidArgument, match=r"offload_tags=.* known are default, kv_cache, weights"):
+                allocator.sleep(offload_tags=tags)
+        assert memory.read(filled["weights"][0], PAGE) == filled["weights"][1]
 
     def test_one_of_level_and_offload_tags(self, allocator: CuMemAllocator) -> None:
         allocator.malloc(PAGE, "weights")
@@ -557,8 +577,7 @@ class TestDeviceMemoryIsShort:
         """Somebody else took the memory meanwhile: an error, all asleep, and the same call works later."""
         filled = fill(allocator, memory, "weights", "default", "kv_cache", nbytes=2 * PAGE)
         allocator.sleep()
-        free_bytes = _core.memory_info(0)[0] // PAGE * PAGE
-        eater = allocator.malloc(free_bytes - 3 * PAGE, "eater")
+        eaters = take_all_but(3 * PAGE, allocator)
         left, _ = _core.memory_info(0)
         for _ in range(2):
             with pytest.raises(OutOfDeviceMemory) as raised:
@@ -568,29 +587,30 @@ class TestDeviceMemoryIsShort:
             assert _core.memory_info(0)[0] == left
             asleep = {tag: usage.asleep_segments for tag, usage in allocator.usage().items()}
             assert asleep == {"weights": 1, "default": 1, "kv_cache": 1, "eater": 0}
-        allocator.free(eater)
+        for address in eaters:
+            allocator.free(address)
         allocator.wake_up()
         for tag in ("weights", "default"):
             address, content = filled[tag]
             assert memory.read(address, 2 * PAGE) == content
 
     def test_a_selective_wake_fits_where_all_does_not(self, allocator: CuMemAllocator, memory: Memory) -> None:
-        address, content = fill(allocator, memory, "weights", nbytes=2 * PAGE)["weights"]
-        allocator.malloc(4 * PAGE, "kv_cache")
+        address = allocator.malloc(16 * PAGE, "weights")
+        content = memory.fill_random(address, PAGE)
+        allocator.malloc(64 * PAGE, "kv_cache")
         allocator.sleep()
-        eater = allocator.malloc(_core.memory_info(0)[0] // PAGE * PAGE - 3 * PAGE, "eater")
+        take_all_but(32 * PAGE, allocator)
         with pytest.raises(OutOfDeviceMemory):
             allocator.wake_up()
-        assert allocator.wake_up("weights").restored_bytes == 2 * PAGE
-        assert memory.read(address, 2 * PAGE) == content
-        allocator.free(eater)
+        assert allocator.wake_up("weights").restored_bytes == 16 * PAGE
+        assert memory.read(address, PAGE) == content
 
     def test_free_on_a_full_device(self, allocator: CuMemAllocator, memory: Memory) -> None:
         """Waiting for the device must not need memory of it."""
         address, content = fill(allocator, memory, "weights")["weights"]
-        eater = allocator.malloc(_core.memory_info(0)[0] // PAGE * PAGE, "eater")
-        assert _core.memory_info(0)[0] < PAGE
-        allocator.free(eater)
+        for eater in take_all_but(0, allocator):
+            allocator.free(eater)
+        assert allocator.get_current_usage() == PAGE
         assert memory.read(address, PAGE) == content
 
 
@@ -644,7 +664,7 @@ class TestReports:
             assert str(report).startswith("[simulated] ") is SIMULATED
             assert 0 < sum(report.phases.values()) <= report.seconds
             assert all(seconds >= 0 for seconds in report.phases.values())
-        assert list(slept.phases) == ["quiesce", "digest", "host_memory", "copy", "release"]
+        assert list(slept.phases) == ["quiesce", "digest", "host_memory", "copy", "check", "release"]
         assert list(woken.phases) == ["map", "copy", "verify"]
         assert [record.getMessage() for record in caplog.records] == [str(slept), str(woken)]
         assert "freed 6.00 MiB" in str(slept)
@@ -676,6 +696,24 @@ def second_device(allocator: CuMemAllocator) -> None:
 
 @pytest.mark.usefixtures("second_device")
 class TestTwoDevices:
+    @pytest.mark.sim
+    def test_access_of_peers_outlives_sleep(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        """Whoever could reach the memory, and how, can after it woke; also after a sleep that failed."""
+        shared, own = (allocator.malloc(PAGE, "weights") for _ in range(2))
+        cuda = Cuda()
+        content = memory.fill_random(shared, PAGE)
+        cuda.set_access(shared, PAGE, device=1, flags=Cuda.READ)
+        for _ in range(2):
+            allocator.sleep()
+            allocator.wake_up()
+            assert [cuda.access(address, device=1) for address in (shared, own)] == [Cuda.READ, Cuda.NO_ACCESS]
+        sim.fail("cuMemUnmap", after=1, error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError):
+            allocator.sleep()
+        assert [cuda.access(address, device=1) for address in (shared, own)] == [Cuda.READ, Cuda.NO_ACCESS]
+        assert memory.read(shared, PAGE, device=1) == content
+        memory.close()
+
     def test_sleep_and_wake_together(self, allocator: CuMemAllocator, memory: Memory) -> None:
         contents = {}
         for device in (0, 1, 1, 0):
@@ -694,12 +732,13 @@ class TestTwoDevices:
             address = allocator.malloc(2 * PAGE, "weights", device)
             contents[address, device] = memory.fill_random(address, 2 * PAGE, device)
         allocator.sleep()
-        eater = allocator.malloc(_core.memory_info(1)[0] // PAGE * PAGE - PAGE, "eater", device=1)
+        eaters = take_all_but(PAGE, allocator, device=1)
         with pytest.raises(OutOfDeviceMemory) as raised:
             allocator.wake_up()
         assert (raised.value.device, raised.value.needed_bytes) == (1, 2 * PAGE)
         assert allocator.usage()["weights"].mapped_bytes == 0
-        allocator.free(eater)
+        for eater in eaters:
+            allocator.free(eater)
         allocator.wake_up()
         for (address, device), content in contents.items():
             assert memory.read(address, 2 * PAGE, device) == content
@@ -729,7 +768,7 @@ class TestBadInput:
     def test_tags_of_the_wrong_type(self, used: CuMemAllocator, tags: object) -> None:
         with pytest.raises(InvalidArgumentType, match="tag"):
             used.sleep(offload_tags=tags)  # type: ignore[arg-type]
-        with pytest.raises(InvalidArgumentType, match="tag"):
+        with pytest.raises(InvalidArgumentType, match="tag|level"):
             used.sleep(tags)  # type: ignore[arg-type]
         with pytest.raises(InvalidArgumentType, match="tag"):
             used.wake_up(tags)  # type: ignore[arg-type]

@@ -78,7 +78,8 @@ class Sequences(RuleBasedStateMachine):
         self.patch.start()
         reset_simulation()
         self.allocator = fresh_allocator()
-        self.allocator.free(self.allocator.malloc(1))
+        for tag in TAGS:  # tags that were never used are refused
+            self.allocator.free(self.allocator.malloc(1, tag))
         sim.configure(device_bytes=DEVICE_PAGES * PAGE)
         self.models: dict[int, Model] = {}
         self.written = 0
