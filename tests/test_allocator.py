@@ -768,7 +768,7 @@ class TestBadInput:
     def test_tags_of_the_wrong_type(self, used: CuMemAllocator, tags: object) -> None:
         with pytest.raises(InvalidArgumentType, match="tag"):
             used.sleep(offload_tags=tags)  # type: ignore[arg-type]
-        with pytest.raises(InvalidArgumentType, match="tag|level"):
+        with pytest.raises(InvalidArgumentType, match=r"tag|level"):
             used.sleep(tags)  # type: ignore[arg-type]
         with pytest.raises(InvalidArgumentType, match="tag"):
             used.wake_up(tags)  # type: ignore[arg-type]
