@@ -203,6 +203,7 @@ def run_script(
     path = os.pathsep.join([str(package_root), str(pathlib.Path(__file__).parent)])
     return subprocess.run(
         [sys.executable, "-c", script],
+        cwd=pathlib.Path(__file__).parent,  # not the checkout, whose package may not be built
         env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,

@@ -138,6 +138,7 @@ def as_module(*arguments: str, **environment: str) -> subprocess.CompletedProces
     kept["PYTHONPATH"] = str(pathlib.Path(cumem_sleep.__path__[0]).parent)
     return subprocess.run(
         [sys.executable, "-m", "cumem_sleep", *arguments],
+        cwd=pathlib.Path(__file__).parent,  # not the checkout, whose package may not be built
         env={**kept, **environment},
         capture_output=True,
         text=True,

@@ -325,6 +325,7 @@ def run_alone(script: str, **environment: str) -> subprocess.CompletedProcess[st
     """
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(script)],
+        cwd=pathlib.Path(__file__).parent,  # not the checkout, whose package may not be built
         env={**os.environ, "CUMEM_SLEEP_SIM_DEVICE_BYTES": str(64 * MIB), **environment},
         capture_output=True,
         text=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -32,6 +33,7 @@ torch.cuda.synchronize()
 def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", program],
+        cwd=pathlib.Path(__file__).parent,  # not the checkout, whose package may not be built
         capture_output=True,
         text=True,
         env={**os.environ, "CUMEM_SLEEP_DRIVER": "cuda", **environment},
