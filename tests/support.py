@@ -198,7 +198,9 @@ def run_script(
 
     Each part of the script may be indented as it likes.
     """
-    script = "\n".join(textwrap.dedent(part) for part in (preamble, *parts))
+    # A job in the background (of CI, say) has Ctrl-C ignored, and its children inherit that.
+    head = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); del signal"
+    script = "\n".join(textwrap.dedent(part) for part in (head, preamble, *parts))
     package_root = pathlib.Path(cumem_sleep.__path__[0]).parent
     path = os.pathsep.join([str(package_root), str(pathlib.Path(__file__).parent)])
     return subprocess.run(

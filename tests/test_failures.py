@@ -793,6 +793,25 @@ class TestDamage:
         world.allocator.free(weights.address)
         assert world.allocator.wake_up().mapped_bytes == 0
 
+    def test_a_half_written_backup_is_not_trusted(self, world: World) -> None:
+        """Not even when the bytes are again those that it held before a sleep failed half-way."""
+        _awake_with_backups(world)
+        before = dict(world.contents)
+        world.change()
+        sim.fail(
+            "cuMemcpyDtoHAsync", after=3 * 2 + 1, error="CUDA_ERROR_UNKNOWN"
+        )  # the digests copy, then one block is
+        with pytest.raises(DriverError, match="cuMemcpyDtoHAsync"):
+            world.allocator.sleep(offload_tags=World.TAGS)
+        sim.reset()
+        for segment in world.segments:
+            content = before[segment.id]
+            assert content is not None
+            ctypes.memmove(segment.address, content, PAGE)
+            world.contents[segment.id] = content
+        world.allocator.sleep(offload_tags=World.TAGS)
+        world.wake()
+
 
 class TestErrors:
     def test_of_the_driver_say_which_memory(self, world: World) -> None:

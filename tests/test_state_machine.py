@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from support import AWAKE, BACKED_UP, DROPPED, PAGE, free_everything, fresh_allocator, quick_sums, reset_simulation
 
-from cumem_sleep import CumemSleepError, OutOfDeviceMemory, SleepReport, _core, sim
+from cumem_sleep import CumemSleepError, OutOfDeviceMemory, OutOfHostMemory, SleepReport, _core, sim
 
 pytestmark = pytest.mark.sim
 
 DEVICE_PAGES = 12  # few enough that a wake may find too little
+BUDGET_PAGES = 4  # few enough that backups have to give way, or a sleep is refused
 TAGS = ("weights", "kv_cache", "default", "lora")
 CALLS = (
     "cuCtxPushCurrent",
@@ -77,7 +78,7 @@ class Sequences(RuleBasedStateMachine):
         self.patch = mock.patch("cumem_sleep.digest.sums_of", quick_sums)
         self.patch.start()
         reset_simulation()
-        self.allocator = fresh_allocator()
+        self.allocator = fresh_allocator(host_budget_bytes=BUDGET_PAGES * PAGE)
         for tag in TAGS:  # tags that were never used are refused
             self.allocator.free(self.allocator.malloc(1, tag))
         sim.configure(device_bytes=DEVICE_PAGES * PAGE)
@@ -115,7 +116,9 @@ class Sequences(RuleBasedStateMachine):
         try:
             return operation()
         except CumemSleepError as error:
-            if not failure and not (isinstance(error, OutOfDeviceMemory) and error.needed_bytes > error.free_bytes):
+            device_is_full = isinstance(error, OutOfDeviceMemory) and error.needed_bytes > error.free_bytes
+            host_is_full = isinstance(error, OutOfHostMemory) and error.needed_bytes > error.available_bytes
+            if not failure and not device_is_full and not host_is_full:
                 raise
             return error
         finally:
@@ -143,6 +146,8 @@ class Sequences(RuleBasedStateMachine):
         sure = True
         for segment, model in self.pairs():
             if segment.id not in chosen or model.sleep != AWAKE:
+                if model.sleep == AWAKE:
+                    self.models[segment.id] = replace(model, backup_is_sure=False)  # may have made room
                 continue
             if model.tag in dropped_tags:
                 dropped_bytes += model.nbytes
@@ -275,6 +280,7 @@ class Sequences(RuleBasedStateMachine):
                 assert held == (0 if model.saved is None else model.nbytes)
             host_bytes += held
         assert self.allocator._store.host_bytes == host_bytes
+        assert host_bytes <= BUDGET_PAGES * PAGE
         assert host_bytes <= sim.stats().registered_bytes <= 1.01 * host_bytes
 
 

@@ -77,7 +77,7 @@ def test_expandable_segments_do_not_matter(variable: str) -> None:
 assert allocator.usage()["weights"].bytes == 256 << 20, allocator.usage()
 free = torch.cuda.mem_get_info()[0]
 allocator.sleep(1)
-assert torch.cuda.mem_get_info()[0] - free >= 256 << 20
+assert torch.cuda.mem_get_info()[0] - free >= 252 << 20  # less the page tables of the pinned backup
 allocator.wake_up()
 assert torch.equal(weights.cpu(), expected)
 settings = torch.cuda.memory._snapshot()["allocator_settings"]
