@@ -44,7 +44,7 @@ def machine() -> dict[str, Any]:
         "triton": importlib.metadata.version("triton"),
         "cumem_sleep": importlib.metadata.version("cumem-sleep"),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("CUMEM_SLEEP_", "PYTORCH_"))},
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *(argument.removeprefix(f"{Path(argument).parent}/") for argument in sys.argv)]),
     }
 
 

@@ -433,7 +433,7 @@ class TestCopiesInFlight:
         memory.close()
         if OPERATION == "wake_up":
             allocator.sleep()
-        sim.fail(CALL, after=AFTER, error="CUDA_ERROR_UNKNOWN")
+        sim.fail(CALL, after=AFTER, error="CUDA_ERROR_UNKNOWN", times=TIMES)
         try:
             getattr(allocator, OPERATION)()
         except DriverError as error:
@@ -449,8 +449,8 @@ class TestCopiesInFlight:
         free_everything()
         """
 
-    def check(self, operation: str, call: str, after: int = 2) -> None:
-        constants = f"OPERATION, CALL, AFTER = {operation!r}, {call!r}, {after}\n"
+    def check(self, operation: str, call: str, after: int = 2, times: int = 1) -> None:
+        constants = f"OPERATION, CALL, AFTER, TIMES = {operation!r}, {call!r}, {after}, {times}\n"
         assert_clean_exit(run_script(constants, self.SCRIPT, CUMEM_SLEEP_SIM_COPY_DELAY_US="20000"))
 
     @pytest.mark.parametrize("call", ["cuMemMap", "cuMemCreate", "cuMemSetAccess", "cuMemcpyHtoDAsync"])
@@ -461,9 +461,10 @@ class TestCopiesInFlight:
     def test_at_sleep(self, call: str) -> None:
         self.check("sleep", call)
 
+    @pytest.mark.parametrize("times", [1, 3])  # 3: also while the stream is given back
     @pytest.mark.parametrize("operation", ["sleep", "wake_up"])
-    def test_waiting_for_them_fails_once(self, operation: str) -> None:
-        self.check(operation, "cuStreamSynchronize", after=0)
+    def test_waiting_for_them_fails(self, operation: str, times: int) -> None:
+        self.check(operation, "cuStreamSynchronize", after=0, times=times)
 
 
 # Interrupts
