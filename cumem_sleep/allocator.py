@@ -323,12 +323,13 @@ class CuMemAllocator:
                 digests = self._digests(backed_up)
             dirty = [segment for segment in backed_up if not self._is_clean(segment, digests)]
             with timer("host_memory"):
-                self._store.take(dirty)
+                self._store.take(dirty, keep=backed_up)
             if dirty:
                 with timer("copy"):
                     self._store.fill(dirty, digests)
             with timer("check"):
                 self._check_unchanged(backed_up, digests)
+                self._store.require(backed_up)
             with timer("release"):
                 freed_bytes = _core.put_to_sleep(backed_up, dropped)
         copied_bytes = _total(dirty)

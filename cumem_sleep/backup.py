@@ -79,11 +79,11 @@ class BackupStore:
             host_limits.HostLimit("MemAvailable", host_limits.mem_available_bytes()),
         ]
 
-    def take(self, segments: Sequence[_core.Segment]) -> None:
+    def take(self, segments: Sequence[_core.Segment], keep: Iterable[_core.Segment]) -> None:
         """Make room for backups of `segments`: address space now, pages when they are filled.
 
-        The whole need is checked first. Backups that are merely retained (their segments are awake and not in
-        `segments`) give way.
+        The whole need is checked first. Backups that are merely retained (of segments that are awake and not among
+        those to `keep`) give way.
 
         Raises:
             OutOfHostMemory: a limit leaves too little; nothing was taken.
@@ -91,7 +91,7 @@ class BackupStore:
         new = [segment for segment in segments if segment.id not in self._backups]
         needed = sum(segment.bytes for segment in new)
         if needed:
-            self._check(needed, keep={segment.id for segment in segments})
+            self._check(needed, {segment.id for segment in keep})
         nodes = {device: _core.device_info(device).numa_node for device in {segment.device for segment in new}}
         for segment in new:
             sizes = [min(SLAB_BYTES, segment.bytes - start) for start in range(0, segment.bytes, SLAB_BYTES)]
@@ -128,6 +128,16 @@ class BackupStore:
         for backup in backups:
             backup.digest = digests.get(backup.segment.id)
             backup.complete = True
+
+    def require(self, segments: Iterable[_core.Segment]) -> None:
+        """See that each of `segments` has a complete backup: the last look before its memory goes.
+
+        Raises:
+            InvalidState: one has none.
+        """
+        for segment in segments:
+            if self.get(segment) is None:
+                raise InvalidState(f"the segment at 0x{segment.address:x} has no complete backup: it stays awake")
 
     def restore(self, segment: _core.Segment, stream: _core.CopyStream) -> None:
         """Start copying the backup of `segment` to its address, in `stream`'s order."""

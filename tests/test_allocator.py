@@ -450,9 +450,9 @@ class TestWritesDuringSleep:
         changed = content[:-1] + bytes([content[-1] ^ 1])
         take, fill_backups = allocator._store.take, allocator._store.fill
 
-        def write_and_take(*arguments: object) -> None:
+        def write_and_take(*arguments: object, **more: object) -> None:
             memory.write(address, changed)
-            take(*arguments)  # type: ignore[arg-type]
+            take(*arguments, **more)  # type: ignore[arg-type]
 
         def fill_and_write(*arguments: object) -> None:
             fill_backups(*arguments)  # type: ignore[arg-type]
@@ -623,7 +623,6 @@ class TestHostMemory:
         allocator.sleep(offload_tags="default")
         assert held == [2 * PAGE]
 
-    # BUG: take() knows only the dirty segments, and evicts backups of clean ones that go to sleep in the same call.
     def test_backups_of_what_goes_to_sleep_do_not_give_way(self, make_allocator: MakeAllocator, memory: Memory) -> None:
         """They are clean, so nothing of theirs is copied: without the backup their bytes would be lost."""
         allocator = make_allocator(host_budget_bytes=2 * PAGE)

@@ -461,8 +461,8 @@ class TestCopiesInFlight:
     def test_at_sleep(self, call: str) -> None:
         self.check("sleep", call)
 
-    @pytest.mark.parametrize("times", [1, 3])  # 3: also while the stream is given back
-    @pytest.mark.parametrize("operation", ["sleep", "wake_up"])
+    # Three times: also while the stream is given back.
+    @pytest.mark.parametrize(("operation", "times"), [("sleep", 1), ("wake_up", 1), ("wake_up", 3)])
     def test_waiting_for_them_fails(self, operation: str, times: int) -> None:
         self.check(operation, "cuStreamSynchronize", after=0, times=times)
 
