@@ -54,8 +54,8 @@ SegmentPtr SegmentTable::allocate(size_t bytes, int device, const std::string& t
     return segment;
 }
 
-// The segment at `address`, no longer handed out; null if it is pinned: then the last unpin gives it back.
-SegmentPtr SegmentTable::take_out(CUdeviceptr address) {
+// The segment at `address`, no longer handed out, and whether it is pinned: then the last unpin gives it back.
+std::pair<SegmentPtr, bool> SegmentTable::take_out(CUdeviceptr address) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = by_address_.find(address);
     if (found == by_address_.end()) {
@@ -67,12 +67,12 @@ SegmentPtr SegmentTable::take_out(CUdeviceptr address) {
     SegmentPtr segment = found->second;
     by_address_.erase(found);
     segment->freed = true;
-    return segment->pins > 0 ? nullptr : segment;
+    return {segment, segment->pins > 0};
 }
 
-void SegmentTable::free(CUdeviceptr address) {
-    const SegmentPtr segment = take_out(address);
-    if (!segment) return;
+uint64_t SegmentTable::free(CUdeviceptr address) {
+    const auto [segment, pinned] = take_out(address);
+    if (pinned) return segment->id;
     try {
         destroy(*segment);
     } catch (const DriverError&) {
@@ -84,10 +84,11 @@ void SegmentTable::free(CUdeviceptr address) {
         }
         deferred_.push_back(segment);  // half taken down, so out of use; the rest is tried again later
     }
+    return segment->id;
 }
 
 void SegmentTable::free_for_good(CUdeviceptr address) {
-    if (const SegmentPtr segment = take_out(address)) destroy_or_defer(segment);
+    if (const auto [segment, pinned] = take_out(address); !pinned) destroy_or_defer(segment);
 }
 
 std::vector<SegmentPtr> SegmentTable::segments() const {

@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "vmm.h"
@@ -53,8 +54,8 @@ class SegmentTable {
     // Gives the segment at `address` back, asleep or awake, after waiting for the work that runs on its device; may be
     // called beside a graph capture. If an operation has the segment pinned, the memory goes when the operation ends.
     // Throws InvalidState for an address that is not handed out (never was, or freed before); DriverError if the driver
-    // refuses (the segment is then still there and can be freed again).
-    void free(CUdeviceptr address);
+    // refuses (the segment is then still there and can be freed again). Returns the segment's id.
+    uint64_t free(CUdeviceptr address);
     // The same for callers that will not ask again: what the driver refuses is tried again by `reclaim`. Throws
     // InvalidState only.
     void free_for_good(CUdeviceptr address);
@@ -86,7 +87,7 @@ class SegmentTable {
     size_t reclaim() noexcept;
 
   private:
-    SegmentPtr take_out(CUdeviceptr address);
+    std::pair<SegmentPtr, bool> take_out(CUdeviceptr address);
     void destroy(Segment& segment);
     void destroy_or_defer(const SegmentPtr& segment) noexcept;
     size_t release_all(const std::vector<SegmentPtr>& segments) noexcept;

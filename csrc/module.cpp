@@ -102,6 +102,11 @@ struct CurrentContext {
     std::unique_ptr<SavedContext> saved;
 };
 
+// Lets the thread work beside graph captures of other threads for a scope.
+struct RelaxedCapture {
+    std::unique_ptr<RelaxedCaptureScope> scope;
+};
+
 // The lock that serialises operations. Holding it is an object, so that an interrupt at any moment releases it. It is
 // not reentrant: a signal handler, or what the garbage collector runs, must not begin an operation inside another.
 class OperationLock {
@@ -301,7 +306,9 @@ PYBIND11_MODULE(_core, module) {
             return SegmentTable::get().allocate(bytes, device, tag)->mapping.address();
         },
         py::arg("bytes"), py::arg("tag"), py::arg("device"), NoGil());
-    module.def("free", [](CUdeviceptr address) { SegmentTable::get().free(address); }, py::arg("address"), NoGil());
+    module.def(
+        "free", [](CUdeviceptr address) { return SegmentTable::get().free(address); }, py::arg("address"), NoGil(),
+        "Returns the id of the segment that was there.");
     py::class_<Pinned>(module, "Pinned")
         .def(py::init<std::vector<SegmentPtr>>(), py::arg("segments"), NoGil())
         .def("__enter__", &Pinned::segments)
@@ -342,6 +349,11 @@ PYBIND11_MODULE(_core, module) {
         .def(py::init<>())
         .def("__enter__", [](CurrentContext& self) { self.saved = std::make_unique<SavedContext>(); })
         .def("__exit__", [](CurrentContext& self, const py::args&) { self.saved.reset(); });
+
+    py::class_<RelaxedCapture>(module, "RelaxedCapture")
+        .def(py::init<>())
+        .def("__enter__", [](RelaxedCapture& self) { self.scope = std::make_unique<RelaxedCaptureScope>(); })
+        .def("__exit__", [](RelaxedCapture& self, const py::args&) { self.scope.reset(); });
 
     py::class_<HostBlock, std::shared_ptr<HostBlock>>(module, "HostBlock", py::buffer_protocol())
         .def(py::init<size_t, int>(), py::arg("bytes"), py::arg("numa_node"))

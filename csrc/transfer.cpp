@@ -11,12 +11,19 @@ CopyStream::CopyStream(int device) : device_(device) {
 
 void CopyStream::close() noexcept {
     if (!stream_ || Driver::is_forked()) return;
-    // Destroying a stream does not wait for its work, and the caller gives the memory back next.
-    try_twice([this] {
+    // Destroying a stream does not wait for its work, and the caller gives the memory back next: if the driver refuses
+    // to wait for the stream, wait for the device.
+    const bool finished = try_twice([this] {
         ContextScope context(device_);
         RelaxedCaptureScope relaxed;
         return Driver::get().stream_synchronize.attempt(stream_) == CUDA_SUCCESS;
     });
+    if (!finished)
+        try_twice([this] {
+            ContextScope context(device_);
+            wait_for_running_work(device_);
+            return true;
+        });
     try_twice([this] {
         ContextScope context(device_);
         return Driver::get().stream_destroy.attempt(stream_) == CUDA_SUCCESS;

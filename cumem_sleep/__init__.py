@@ -11,6 +11,7 @@ from .errors import (
     OutOfDeviceMemory,
     OutOfHostMemory,
 )
+from .prepare import Preparation
 from .report import SleepReport, TagUsage, WakeReport
 from .settings import Settings
 
@@ -24,6 +25,7 @@ __all__ = [
     "InvalidState",
     "OutOfDeviceMemory",
     "OutOfHostMemory",
+    "Preparation",
     "Settings",
     "SleepReport",
     "TagUsage",

@@ -12,15 +12,17 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from . import _core
+from .ahead import Ahead
 from .backup import BackupStore
 from .digest import DeviceDigester, Digest
 from .errors import (
     BackupMismatch,
+    CumemSleepError,
     DriverError,
     InvalidArgument,
     InvalidArgumentType,
@@ -29,7 +31,9 @@ from .errors import (
     format_bytes,
 )
 from .pools import TorchPools, torch_with_cuda
+from .prepare import Preparation
 from .report import PhaseTimer, SleepReport, TagUsage, WakeReport
+from .restore import Restorer
 from .settings import Settings
 
 logger = logging.getLogger("cumem_sleep")
@@ -72,14 +76,18 @@ class CuMemAllocator:
                 raise InvalidState(
                     "this process already has a CuMemAllocator with memory handed out; use get_instance()"
                 )
+            other._stop_preparing()
             other._retired = True
         self._lock = _core.OperationLock()
         self._retired: bool = False
         self._driver_checked = False
         self._store: BackupStore = BackupStore(self.settings)
         self._digester = DeviceDigester()
+        self._restorer = Restorer()
         self._torch_pools: TorchPools | None = None
         self._used_tags: set[str] = set()
+        self._warm_devices: set[int] = set()
+        self._preparation: Preparation | None = None
         CuMemAllocator.instance = self
 
     @classmethod
@@ -111,6 +119,12 @@ class CuMemAllocator:
         self._used_tags.add(tag)
         with _core.ThreadTag(tag), nullcontext() if pools is None else pools.use():
             yield
+        self._warm_up()
+        if self.settings.prepare:
+            try:
+                self.prepare()
+            except CumemSleepError as error:
+                logger.warning("prepare did not begin, the next sleep copies everything: %s", error)
 
     @contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
@@ -171,8 +185,7 @@ class CuMemAllocator:
         if address >= 1 << 64:
             raise InvalidState(f"0x{address:x} is not an address: more than 64 bits")
         self._open()
-        _core.free(address)
-        self._forget_freed()
+        self._forget_freed(_core.free(address))
 
     # Sleeping and waking
 
@@ -258,6 +271,47 @@ class CuMemAllocator:
             ]
             return self._wake(asleep)
 
+    # Preparing
+
+    def prepare(self) -> Preparation:
+        """Back up in the background what a sleep at level 1 would copy, so that it will copy nothing. Returns at once.
+
+        Host memory is taken, pinned and filled by a thread while the model runs, also beside the capture of CUDA
+        graphs, at no more than `Settings.prepare_bytes_per_second`. What changes after that is found out, and copied,
+        by the sleep. Memory allocated later is not included: call it again. A new call ends the one before.
+
+        Returns:
+            What can be waited for and stopped, and says why it ended early if it did.
+
+        Raises:
+            InvalidState: the settings do not retain backups; this thread captures a CUDA graph.
+            OutOfHostMemory: a limit leaves too little for all of it; nothing was taken.
+        """
+        if not self.settings.retain_backups:
+            raise InvalidState("prepare() makes backups ahead, but retain_backups is off: none would be kept")
+        with self._operation("prepare"):
+            self._stop_preparing()
+            is_dropped = _dropped_at_level(1)
+            wanted = [s for s in _core.segments() if s.sleep == _Sleep.AWAKE and is_dropped and not is_dropped(s.tag)]
+            needed = _total(segment for segment in wanted if not self._store.host_bytes_of(segment))
+            self._store.check(needed, {segment.id for segment in wanted})
+            preparation = Preparation(
+                wanted,
+                self._lock,
+                self._store,
+                self._digester,
+                self.settings.prepare_bytes_per_second,
+                self._warm_up,
+            )
+            preparation.start()
+            self._preparation = preparation
+        return preparation
+
+    def _stop_preparing(self) -> None:
+        """May be called with or without the lock held, which the thread never waits for."""
+        if self._preparation is not None:
+            self._preparation.stop()
+
     # Looking
 
     def usage(self) -> dict[str, TagUsage]:
@@ -275,6 +329,7 @@ class CuMemAllocator:
                     mapped_bytes=sum(segment.bytes for segment in segments if segment.has_memory),
                     host_bytes=sum(self._store.host_bytes_of(segment) for segment in segments),
                     asleep_segments=sum(segment.sleep != _Sleep.AWAKE for segment in segments),
+                    backed_up_bytes=_total(segment for segment in segments if self._store.get(segment) is not None),
                 )
                 for tag, segments in by_tag.items()
             }
@@ -286,8 +341,12 @@ class CuMemAllocator:
     # Ending
 
     def release_backups(self) -> int:
-        """Give back the host memory of backups that are kept only to make the next sleep cheaper; returns its bytes."""
+        """Give back the host memory of backups that are kept only to make the next sleep cheaper; returns its bytes.
+
+        Ends what `prepare` has begun.
+        """
         with self._operation("release_backups"):
+            self._stop_preparing()
             before = self._store.host_bytes
             self._store.clear()
             return before - self._store.host_bytes
@@ -321,14 +380,15 @@ class CuMemAllocator:
                 self._quiesce(pinned)
             with timer("digest"):
                 digests = self._digests(backed_up)
-            dirty = [segment for segment in backed_up if not self._is_clean(segment, digests)]
+            dirty = [s for s in backed_up if not self._store.is_clean(s, digests.get(s.id))]
             with timer("host_memory"):
                 self._store.take(dirty, keep=backed_up)
             if dirty:
                 with timer("copy"):
                     self._store.fill(dirty, digests)
             with timer("check"):
-                self._check_unchanged(backed_up, digests)
+                if dirty:
+                    self._check_unchanged(backed_up, digests)
                 self._store.require(backed_up)
             with timer("release"):
                 freed_bytes = _core.put_to_sleep(backed_up, dropped)
@@ -351,43 +411,48 @@ class CuMemAllocator:
             return self._logged(
                 WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep")
             )
-        verified_bytes = 0
         with _core.Pinned(asleep) as segments:
             restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
             blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
             self._check_device_memory(segments)
+            expected = self._digests_at_sleep(restored) if self.settings.verify == "wake" else {}
+            checked = [segment for segment in restored if segment.id in expected]
+            kept_memory = {segment.id for segment in blank if segment.has_memory}  # the driver kept it, with its bytes
+            # What has bytes to come is mapped first: while the link is busy with those, mapping the rest costs nothing.
+            mapping = Ahead(1, {segment.id: [segment.map] for segment in restored + blank})
             try:
-                with ExitStack() as stack:  # on leaving it, no copy is in flight
-                    devices = {segment.device for segment in segments}
-                    streams = {device: stack.enter_context(_core.CopyStream(device)) for device in devices}
+                with mapping, self._digester.run(checked) as digests:
+                    if restored:
+                        with timer("copy"):
+                            self._restorer.restore(restored, self._store, mapping.wait, digests if checked else None)
                     with timer("map"):
-                        # Copies first: while the link is busy with them, mapping the rest costs nothing.
-                        for segment in restored + blank:
-                            is_new = not segment.has_memory  # else the driver kept the old memory, and its bytes
-                            segment.map()
-                            if segment.sleep == _Sleep.BACKED_UP:
-                                self._store.restore(segment, streams[segment.device])
-                            elif is_new and self.settings.poison and segment.tag != "kv_cache":
-                                streams[segment.device].poison(segment.address, segment.bytes)
-                    with timer("copy"):
-                        for stream in streams.values():
-                            stream.synchronize()
-                if self.settings.verify == "wake":
-                    with timer("verify"):
-                        verified_bytes = self._verify(restored)
+                        for segment in blank:
+                            mapping.wait(segment.id)
+                        if self.settings.poison:
+                            self._poison([s for s in blank if s.tag != "kv_cache" and s.id not in kept_memory])
+                    if checked:
+                        with timer("verify"):
+                            self._verify(checked, expected, digests.finish())
                 _core.finish_wake(segments)
             except BaseException:
+                mapping.stop()  # an interrupt may have come while it stopped
                 _core.undo_wake(segments)  # leaves alone what finish_wake has woken
                 raise
         return self._logged(
             WakeReport(
                 mapped_bytes=_total(segments),
                 restored_bytes=_total(restored),
-                verified_bytes=verified_bytes,
+                verified_bytes=_total(checked),
                 seconds=timer.seconds,
                 phases=timer.phases,
             )
         )
+
+    def _poison(self, segments: Sequence[_core.Segment]) -> None:
+        for segment in segments:
+            with _core.CopyStream(segment.device) as stream:
+                stream.poison(segment.address, segment.bytes)
+                stream.synchronize()
 
     def _quiesce(self, segments: Sequence[_core.Segment]) -> None:
         for device in sorted({segment.device for segment in segments}):
@@ -415,26 +480,22 @@ class CuMemAllocator:
         now = self._digester.of(taken)
         changed = [segment for segment in taken if now[segment.id] != digests[segment.id]]
         if changed:
-            self._store.forget(changed)
+            self._store.forget(segment.id for segment in changed)
             raise InvalidState(
                 f"{_describe(changed[0])} was written to while it was backed up ({len(changed)} segments were): let no"
                 " work run on the GPU during sleep, and call again; everything is awake"
             )
 
-    def _is_clean(self, segment: _core.Segment, digests: dict[int, Digest]) -> bool:
-        backup = self._store.get(segment)
-        return backup is not None and backup.digest is not None and backup.digest == digests.get(segment.id)
-
-    def _verify(self, segments: Sequence[_core.Segment]) -> int:
-        """Compare restored bytes with the digests taken at sleep; returns how many were compared."""
+    def _digests_at_sleep(self, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
+        """Of those whose digest was taken."""
         backups = [backup for backup in map(self._store.get, segments) if backup is not None]
-        expected = {backup.segment.id: backup.digest for backup in backups if backup.digest is not None}
-        checked = [segment for segment in segments if segment.id in expected]
-        actual = self._digester.of(checked)
-        for segment in checked:
+        return {backup.segment.id: backup.digest for backup in backups if backup.digest is not None}
+
+    @staticmethod
+    def _verify(segments: Sequence[_core.Segment], expected: dict[int, Digest], actual: dict[int, Digest]) -> None:
+        for segment in segments:
             if actual[segment.id] != expected[segment.id]:
                 raise BackupMismatch(_describe(segment), str(expected[segment.id]), str(actual[segment.id]))
-        return _total(checked)
 
     def _check_device_memory(self, segments: Sequence[_core.Segment]) -> None:
         """Refuse a wake that cannot fit before it maps anything; PyTorch's unused cache makes way first."""
@@ -461,6 +522,18 @@ class CuMemAllocator:
         if _core.driver_is_forked():
             _core.device_count()  # raises, and says why
 
+    def _warm_up(self) -> None:
+        """Compile what the first sleep and wake would otherwise wait for, once, when a pool is left."""
+        if self._torch_pools is None or self._torch_pools.is_capturing():
+            return
+        for device in {segment.device for segment in _core.segments()} - self._warm_devices:
+            self._warm_devices.add(device)
+            with _core.CurrentContext(), _core.RelaxedCapture():
+                if self.settings.verify == "wake" or self.settings.retain_backups:
+                    self._digester.warm_up(device)
+                if self._digester.on_gpu:
+                    self._restorer.warm_up(device)
+
     def _pools(self, *, import_torch: bool = False) -> TorchPools | None:
         """The PyTorch pools, if PyTorch is in use (or `import_torch`) and reaches the GPU of this driver."""
         if self._torch_pools is None and not _core.driver_is_simulated() and (import_torch or "torch" in sys.modules):
@@ -486,12 +559,15 @@ class CuMemAllocator:
             finally:
                 self._store.prune()
 
-    def _forget_freed(self) -> None:
-        """Host memory of freed segments goes now, unless an operation is running: then when that ends."""
+    def _forget_freed(self, segment_id: int | None = None) -> None:
+        """Host memory of freed segments (or of this one) goes now, unless an operation runs: then when that ends."""
         with self._lock.hold(wait=False) as held:
             if held:
                 _core.reclaim()
-                self._store.prune()
+                if segment_id is None:
+                    self._store.prune()
+                else:
+                    self._store.forget([segment_id])
 
     def _known_tags(self, tags: str | Iterable[str]) -> set[str]:
         """The tags, if memory was ever given each of them (`weights` and `kv_cache` always count)."""
@@ -587,8 +663,10 @@ def _forget_freed_backups() -> None:
 
 
 @atexit.register
-def _stop_listening() -> None:
+def _stop_at_exit() -> None:
     _core.on_free(None)
+    if CuMemAllocator.instance is not None:
+        CuMemAllocator.instance._stop_preparing()
 
 
 def _dropped_at_level(level: int | None) -> Callable[[str], bool] | None:

@@ -1,24 +1,35 @@
 """The backup store: what each segment's bytes look like in host memory, whether they are complete, and for how long.
 
-The store owns all host memory. A backup is one or more pinned blocks of at most `SLAB_BYTES`, so that the pages of one
-can be touched and registered while the GPU already fills another.
+The store owns all host memory. A backup is one or more pinned blocks, so that the pages of one can be touched and
+registered while the GPU already fills another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from . import _core, host_limits
+from .ahead import Ahead, Task
 from .digest import Digest
 from .errors import InvalidState, OutOfHostMemory
 from .settings import Settings
 
-SLAB_BYTES = 256 << 20
-_TOUCH_BYTES = 32 << 20
+SLAB_BYTES = 128 << 20
+_TOUCH_BYTES = 16 << 20
 _MOST_PREFAULT_THREADS = 16
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes that lie together, in a host block at `offset` and on the device at `address`."""
+
+    block: _core.HostBlock
+    offset: int
+    address: int
+    bytes: int
 
 
 @dataclass
@@ -28,23 +39,26 @@ class Backup:
     Attributes:
         complete: every byte was copied; only then may it be restored from.
         digest: of the bytes at sleep; None where nothing will be compared with it.
+        being_prepared: it is filled in the background (`prepare`), so it stays although it is not complete.
     """
 
     segment: _core.Segment
     blocks: tuple[_core.HostBlock, ...]
     complete: bool = False
     digest: Digest | None = None
+    being_prepared: bool = False
 
     @property
     def bytes(self) -> int:
         """Host memory that it holds."""
         return sum(block.bytes for block in self.blocks)
 
-    def pieces(self) -> Iterator[tuple[_core.HostBlock, int]]:
-        """The blocks, each with the device address that its bytes belong to."""
+    def pieces(self, at_most: int) -> Iterator[Piece]:
+        """All of it in order, in pieces of at most so many bytes."""
         address = self.segment.address
         for block in self.blocks:
-            yield block, address
+            for offset in range(0, block.bytes, at_most):
+                yield Piece(block, offset, address + offset, min(at_most, block.bytes - offset))
             address += block.bytes
 
 
@@ -70,16 +84,18 @@ class BackupStore:
         backup = self._backups.get(segment.id)
         return backup.bytes if backup else 0
 
-    def limits(self) -> list[host_limits.HostLimit]:
-        """Every limit that new host memory is checked against."""
+    def limits(self, needed: int | None = None) -> list[host_limits.HostLimit]:
+        """Every limit that new host memory is checked against; exact only as far as they may be below `needed`."""
         budget = self._settings.host_budget_bytes
         return [
             host_limits.HostLimit("budget", None if budget is None else max(0, budget - self.host_bytes)),
             host_limits.HostLimit("cgroup", host_limits.cgroup_available_bytes()),
-            host_limits.HostLimit("MemAvailable", host_limits.mem_available_bytes()),
+            host_limits.HostLimit("MemAvailable", host_limits.mem_available_bytes(enough=needed)),
         ]
 
-    def take(self, segments: Sequence[_core.Segment], keep: Iterable[_core.Segment]) -> None:
+    def take(
+        self, segments: Sequence[_core.Segment], keep: Iterable[_core.Segment], slab_bytes: int | None = None
+    ) -> None:
         """Make room for backups of `segments`: address space now, pages when they are filled.
 
         The whole need is checked first. Backups that are merely retained (of segments that are awake and not among
@@ -88,13 +104,14 @@ class BackupStore:
         Raises:
             OutOfHostMemory: a limit leaves too little; nothing was taken.
         """
+        slab_bytes = slab_bytes or SLAB_BYTES
         new = [segment for segment in segments if segment.id not in self._backups]
         needed = sum(segment.bytes for segment in new)
         if needed:
-            self._check(needed, {segment.id for segment in keep})
+            self.check(needed, {segment.id for segment in keep})
         nodes = {device: _core.device_info(device).numa_node for device in {segment.device for segment in new}}
         for segment in new:
-            sizes = [min(SLAB_BYTES, segment.bytes - start) for start in range(0, segment.bytes, SLAB_BYTES)]
+            sizes = [min(slab_bytes, segment.bytes - start) for start in range(0, segment.bytes, slab_bytes)]
             self._backups[segment.id] = Backup(
                 segment, tuple(_core.HostBlock(size, nodes[segment.device]) for size in sizes)
             )
@@ -110,24 +127,39 @@ class BackupStore:
         """
         backups = [self._backups[segment.id] for segment in segments]
         for backup in backups:
-            backup.complete, backup.digest = False, None
-        new = [block for backup in backups for block in backup.blocks if not block.pinned]
+            backup.complete, backup.digest, backup.being_prepared = False, None, False
+        blocks = [block for backup in backups for block in backup.blocks]
         with ExitStack() as stack:  # on leaving it, no copy is in flight
             devices = {segment.device for segment in segments}
             streams = {device: stack.enter_context(_core.CopyStream(device)) for device in devices}
-            with self._touching(new) as touched:
-                for backup in backups:
-                    stream = streams[backup.segment.device]
-                    for block, address in backup.pieces():
-                        if not block.pinned:
-                            touched(block)
-                            block.pin(stream.device)
-                        stream.to_host(block, 0, address, block.bytes)
+            touched = stack.enter_context(self._touching([block for block in blocks if not block.pinned]))
+            for backup in backups:
+                stream = streams[backup.segment.device]
+                for piece in backup.pieces(SLAB_BYTES):
+                    if not piece.block.pinned:
+                        touched.wait(id(piece.block))
+                        piece.block.pin(stream.device)
+                    stream.to_host(piece.block, piece.offset, piece.address, piece.bytes)
             for stream in streams.values():
                 stream.synchronize()
         for backup in backups:
             backup.digest = digests.get(backup.segment.id)
             backup.complete = True
+
+    def is_clean(self, segment: _core.Segment, digest: Digest | None) -> bool:
+        """Whether the complete backup of `segment` is of bytes with this digest."""
+        backup = self.get(segment)
+        return backup is not None and backup.digest is not None and backup.digest == digest
+
+    def begin_preparing(self, segment: _core.Segment) -> Backup:
+        """The backup of `segment`, which was taken, to be filled piece by piece; other operations may take it away."""
+        backup = self._backups[segment.id]
+        backup.complete, backup.digest, backup.being_prepared = False, None, True
+        return backup
+
+    def finish_preparing(self, backup: Backup, digest: Digest) -> None:
+        """Every byte is there, and the segment's are still those that `digest` was taken of."""
+        backup.complete, backup.digest, backup.being_prepared = True, digest, False
 
     def require(self, segments: Iterable[_core.Segment]) -> None:
         """See that each of `segments` has a complete backup: the last look before its memory goes.
@@ -139,30 +171,35 @@ class BackupStore:
             if self.get(segment) is None:
                 raise InvalidState(f"the segment at 0x{segment.address:x} has no complete backup: it stays awake")
 
-    def restore(self, segment: _core.Segment, stream: _core.CopyStream) -> None:
-        """Start copying the backup of `segment` to its address, in `stream`'s order."""
+    def pieces(self, segment: _core.Segment, at_most: int) -> Iterator[Piece]:
+        """The complete backup of `segment`, in order, in pieces of at most so many bytes.
+
+        Raises:
+            InvalidState: it has none.
+        """
         backup = self.get(segment)
         if backup is None:
             raise InvalidState(f"the backup of the segment at 0x{segment.address:x} is gone: it cannot be restored")
-        for block, address in backup.pieces():
-            stream.to_device(address, block, 0, block.bytes)
+        return backup.pieces(at_most)
 
-    def forget(self, segments: Iterable[_core.Segment]) -> None:
+    def forget(self, segment_ids: Iterable[int]) -> None:
         """Give back the host memory of these segments' backups."""
-        for segment in segments:
-            backup = self._backups.pop(segment.id, None)
-            for block in backup.blocks if backup else ():
-                block.close()
+        for segment_id in segment_ids:
+            backup = self._backups.pop(segment_id, None)
+            if backup is not None:
+                backup.being_prepared = False
+                for block in backup.blocks:
+                    block.close()
 
     def prune(self) -> None:
         """Forget what nobody can need.
 
         That is: backups of what was freed or dropped, incomplete ones, and those that the settings do not retain.
         """
-        self.forget([backup.segment for backup in self._backups.values() if not self._is_needed(backup)])
+        self.forget([segment_id for segment_id, backup in self._backups.items() if not self._is_needed(backup)])
 
     def _is_needed(self, backup: Backup) -> bool:
-        if backup.segment.freed or not backup.complete:
+        if backup.segment.freed or not (backup.complete or backup.being_prepared):
             return False
         if backup.segment.sleep == _core.Segment.Sleep.AWAKE:
             return self._settings.retain_backups
@@ -170,20 +207,19 @@ class BackupStore:
 
     def clear(self) -> None:
         """Forget every backup of a segment that is awake."""
-        self.forget(
-            [
-                backup.segment
-                for backup in self._backups.values()
-                if backup.segment.sleep != _core.Segment.Sleep.BACKED_UP
-            ]
-        )
+        asleep = _core.Segment.Sleep.BACKED_UP
+        self.forget([segment_id for segment_id, backup in self._backups.items() if backup.segment.sleep != asleep])
 
-    def _check(self, needed: int, keep: set[int]) -> None:
-        """Refuse what a limit leaves no room for, or evict as many retained backups, oldest first, as it takes."""
+    def check(self, needed: int, keep: set[int]) -> None:
+        """Refuse what a limit leaves no room for, or evict as many retained backups, oldest first, as it takes.
+
+        Raises:
+            OutOfHostMemory: a limit leaves too little; nothing was evicted.
+        """
         retained = self._retained(keep)
         evictable = sum(backup.bytes for backup in retained)
         missing = 0
-        for limit in self.limits():
+        for limit in self.limits(needed):
             if limit.available_bytes is not None and limit.available_bytes < needed:
                 if limit.available_bytes + evictable < needed:
                     raise OutOfHostMemory(needed, limit.available_bytes, limit.name)
@@ -192,7 +228,7 @@ class BackupStore:
             if missing <= 0:
                 break
             missing -= backup.bytes
-            self.forget([backup.segment])
+            self.forget([backup.segment.id])
 
     def _retained(self, keep: set[int]) -> list[Backup]:
         return [
@@ -201,35 +237,20 @@ class BackupStore:
             if backup.segment.sleep == _core.Segment.Sleep.AWAKE and backup.segment.id not in keep
         ]
 
-    @contextmanager
-    def _touching(self, blocks: Sequence[_core.HostBlock]) -> Iterator[_Touched]:
-        threads = self._settings.prefault_threads or min(_MOST_PREFAULT_THREADS, host_limits.usable_cores())
-        if not blocks:
-            yield _Touched({})
-            return
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="cumem-sleep-touch")
-        touched = _Touched({})
-        try:
-            with suppress(RuntimeError):  # no threads to be had (at exit, or a limit): then `touched` does it itself
-                for block in blocks:
-                    touched.pieces[id(block)] = [
-                        pool.submit(block.touch, start, min(_TOUCH_BYTES, block.bytes - start))
-                        for start in range(0, block.bytes, _TOUCH_BYTES)
-                    ]
-            yield touched
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    def _touching(self, blocks: Sequence[_core.HostBlock]) -> Ahead:
+        tasks: dict[int, list[Task]] = {
+            id(block): [
+                partial(block.touch, start, min(_TOUCH_BYTES, block.bytes - start))
+                for start in range(0, block.bytes, _TOUCH_BYTES)
+            ]
+            for block in blocks
+        }
+        return Ahead(self._settings.prefault_threads or _default_prefault_threads(), tasks)
 
 
-@dataclass
-class _Touched:
-    """Waits until the pages of one block are there; raises what touching them raised."""
+def _default_prefault_threads() -> int:
+    """Three quarters of the cores: one thread registers what they touch, and the GPU writes to the same memory.
 
-    pieces: dict[int, list[Future[None]]]
-
-    def __call__(self, block: _core.HostBlock) -> None:
-        pieces = self.pieces.pop(id(block), None)
-        if pieces is None:
-            block.touch(0, block.bytes)
-        for piece in pieces or ():
-            piece.result()
+    With 16 cores: 8 to 14 threads reach 36 to 38 GiB/s, 16 threads 29 (benchmarks/results/first_sleep_pipeline.json).
+    """
+    return min(_MOST_PREFAULT_THREADS, max(1, host_limits.usable_cores() * 3 // 4))

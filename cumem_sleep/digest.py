@@ -16,15 +16,20 @@ so chunks run in parallel. This detects damage; it does not resist an adversary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from . import _core
 from .errors import CumemSleepError
+
+if TYPE_CHECKING:
+    from .digest_kernel import GpuSums
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -59,7 +64,7 @@ class Digest:
 def digest_of(data: npt.ArrayLike) -> Digest:
     """The reference: the digest of the bytes of an array (any dtype, any length), on the CPU."""
     content = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-    return _with_length(sums_of(content), content.size)
+    return _digests_from(np.array([sums_of(content)], np.uint64), [content.size])[0]
 
 
 def sums_of(content: npt.NDArray[np.uint8], first_chunk: int = 0) -> tuple[int, int]:
@@ -98,22 +103,24 @@ def _chain_sum(words: Words, numbers: Words, chain: int) -> int:
     return int(state.sum(dtype=np.uint64))
 
 
-def _with_length(sums: tuple[int, int], nbytes: int) -> Digest:
-    """Memory of different lengths differs even where padding would hide it."""
-    high, low = (((total ^ nbytes) * multiplier) & _MASK for total, multiplier in zip(sums, _MULTIPLIERS, strict=True))
-    return Digest(high ^ (high >> 32), low ^ (low >> 32))
+def _digests_from(sums: Words, sizes: Sequence[int]) -> list[Digest]:
+    """From both sums of each content, and its length: contents differ by that even where padding would hide it."""
+    mixed = (sums ^ np.array(sizes, np.uint64)[:, None]) * np.array(_MULTIPLIERS, np.uint64)
+    mixed ^= mixed >> np.uint64(32)
+    return [Digest(high, low) for high, low in mixed.tolist()]
 
 
 class DeviceDigester:
     """Digests of segments: by the Triton kernel where PyTorch and Triton reach the GPU, else on the CPU."""
 
     def __init__(self) -> None:
-        self._kernel: Callable[[int, Sequence[_core.Segment]], dict[int, tuple[int, int]]] | None = None
+        self._chosen = False
+        self._kernel: ModuleType | None = None
 
     @property
     def on_gpu(self) -> bool:
         """Whether the GPU kernel is used (known after the first digest)."""
-        return self._kernel is not None and self._kernel is not _sums_through_host
+        return self._kernel is not None
 
     def of(self, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
         """The digest of each mapped segment, by its id. Waits for the result, not for other work on the device.
@@ -121,43 +128,121 @@ class DeviceDigester:
         Raises:
             DriverError, OutOfHostMemory: the memory could not be read.
         """
-        digests: dict[int, Digest] = {}
-        for device in sorted({segment.device for segment in segments}):
-            mine = [segment for segment in segments if segment.device == device]
-            sums = self._sums(device, mine)
-            digests.update({segment.id: _with_length(sums[segment.id], segment.bytes) for segment in mine})
-        return digests
+        with self.run(segments) as run:
+            run.start(segments)
+            return run.finish()
 
-    def _sums(self, device: int, segments: Sequence[_core.Segment]) -> dict[int, tuple[int, int]]:
-        if self._kernel is None:
-            self._kernel = _choose_kernel()
+    def run(self, segments: Sequence[_core.Segment]) -> DigestRun:
+        """For digests of (some of) `segments` that are wanted one after another."""
+        return DigestRun(self, segments)
+
+    def warm_up(self, device: int) -> None:
+        """Compile the kernels and load them now (half a second the first time), rather than during the first sleep."""
+        self._choose()
         try:
-            return self._kernel(device, segments)
+            if self._kernel is not None:
+                self._kernel.warm_up(device)
         except CumemSleepError:
             raise
-        except Exception as error:  # Triton compiles at the first use, and there is no end of ways in which that fails
-            if not self.on_gpu:
-                raise
-            _warn_of_slow_digests(f"the kernel failed: {error}")
-            self._kernel = _sums_through_host
-            return self._kernel(device, segments)
+        except Exception as error:
+            self._fall_back(error)
+
+    def _choose(self) -> None:
+        if not self._chosen:
+            self._kernel = _choose_kernel()
+            self._chosen = True
+
+    def _fall_back(self, error: Exception) -> None:
+        """Triton compiles at the first use, and there is no end of ways in which that fails."""
+        if self._kernel is None:
+            raise error
+        _warn_of_slow_digests(f"the kernel failed: {error}")
+        self._kernel = None
 
 
-def _choose_kernel() -> Callable[[int, Sequence[_core.Segment]], dict[int, tuple[int, int]]]:
+class DigestRun:
+    """Digests of segments that become ready one after another: the GPU computes them beside the copies of the next.
+
+    `segments` are all that may be asked for; they need not be mapped yet. It is a context, and leaving it waits.
+    """
+
+    def __init__(self, digester: DeviceDigester, segments: Sequence[_core.Segment]) -> None:
+        self._digester = digester
+        self._segments = segments
+        self._sums: dict[int, GpuSums] = {}  # by device
+        self._started: list[_core.Segment] = []
+
+    def __enter__(self) -> DigestRun:
+        self._digester._choose()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        while self._sums:
+            self._sums.popitem()[1].close()
+
+    def start(self, segments: Sequence[_core.Segment]) -> None:
+        """Their bytes are in place: begin. Where the CPU computes, it does so in `finish`.
+
+        Raises:
+            DriverError, OutOfHostMemory: the driver refused.
+        """
+        self._started += segments
+        try:
+            for device, mine in _by_device(segments).items():
+                if self._digester._kernel is not None:
+                    self._on_gpu(device).start([segment.id for segment in mine])
+        except CumemSleepError:
+            raise
+        except Exception as error:
+            self._digester._fall_back(error)
+
+    def finish(self) -> dict[int, Digest]:
+        """The digests of what was started since the last `finish`, by the segments' ids; waits for them.
+
+        Raises:
+            DriverError, OutOfHostMemory: the memory could not be read.
+        """
+        started, self._started = self._started, []
+        digests: dict[int, Digest] = {}
+        for device, mine in _by_device(started).items():
+            if self._digester._kernel is not None:
+                sums = self._on_gpu(device).finish([segment.id for segment in mine])
+            else:
+                sums = np.array([_sums_through_host(device, mine)], np.uint64).reshape(-1, 2)
+            values = _digests_from(sums, [segment.bytes for segment in mine])
+            digests.update(zip((segment.id for segment in mine), values, strict=True))
+        return digests
+
+    def _on_gpu(self, device: int) -> GpuSums:
+        if device not in self._sums:
+            assert self._digester._kernel is not None
+            mine = _by_device(self._segments)[device]
+            self._sums[device] = self._digester._kernel.GpuSums(device, mine)
+        return self._sums[device]
+
+
+def _by_device(segments: Iterable[_core.Segment]) -> dict[int, list[_core.Segment]]:
+    by_device: dict[int, list[_core.Segment]] = {}
+    for segment in segments:
+        by_device.setdefault(segment.device, []).append(segment)
+    return by_device
+
+
+def _choose_kernel() -> ModuleType | None:
     if _core.driver_is_simulated():
-        return _sums_through_host
+        return None
     try:
         import torch
 
         from . import digest_kernel
 
         if torch.cuda.is_available():
-            return digest_kernel.sums_on_gpu
+            return digest_kernel
         reason = "PyTorch does not reach the GPU"
     except ImportError as error:
         reason = str(error)
     _warn_of_slow_digests(reason)
-    return _sums_through_host
+    return None
 
 
 def _warn_of_slow_digests(reason: str) -> None:
@@ -168,23 +253,24 @@ def _warn_of_slow_digests(reason: str) -> None:
     )
 
 
-def _sums_through_host(device: int, segments: Sequence[_core.Segment]) -> dict[int, tuple[int, int]]:
+def _sums_through_host(device: int, segments: Sequence[_core.Segment]) -> list[tuple[int, int]]:
     """The reference on device memory, by way of a pinned block; works wherever the driver does."""
-    sums: dict[int, tuple[int, int]] = {}
-    if not segments:
-        return sums
     block = _core.HostBlock(min(_BOUNCE_BYTES, max(segment.bytes for segment in segments)), -1)
     with closing(block), _core.CopyStream(device) as stream:
         block.touch(0, block.bytes)
         block.pin(device)
         content = np.frombuffer(memoryview(block), np.uint8)
-        for segment in segments:
-            totals = (0, 0)
-            for start in range(0, segment.bytes, block.bytes):
-                nbytes = min(block.bytes, segment.bytes - start)
-                stream.to_host(block, 0, segment.address + start, nbytes)
-                stream.synchronize()
-                part = sums_of(content[:nbytes], start // CHUNK_BYTES)
-                totals = ((totals[0] + part[0]) & _MASK, (totals[1] + part[1]) & _MASK)
-            sums[segment.id] = totals
-    return sums
+        return [_segment_sums(segment, stream, block, content) for segment in segments]
+
+
+def _segment_sums(
+    segment: _core.Segment, stream: _core.CopyStream, block: _core.HostBlock, content: npt.NDArray[np.uint8]
+) -> tuple[int, int]:
+    totals = (0, 0)
+    for start in range(0, segment.bytes, block.bytes):
+        nbytes = min(block.bytes, segment.bytes - start)
+        stream.to_host(block, 0, segment.address + start, nbytes)
+        stream.synchronize()
+        part = sums_of(content[:nbytes], start // CHUNK_BYTES)
+        totals = ((totals[0] + part[0]) & _MASK, (totals[1] + part[1]) & _MASK)
+    return totals

@@ -24,15 +24,16 @@ class HostLimit:
     available_bytes: int | None
 
 
-def mem_available_bytes(root: Path = Path("/")) -> int | None:
+def mem_available_bytes(root: Path = Path("/"), enough: int | None = None) -> int | None:
     """What can be taken without swapping: the kernel's own estimate, and memory that it has yet to count.
 
-    Some virtual machines add memory as it is used: `MemTotal` starts far below what is there. The memory blocks that
-    the kernel has online tell; usually they exceed `MemTotal` by the few per cent that it keeps for itself.
+    The latter takes some milliseconds to find out, so it is left out where the former is `enough`. Some virtual
+    machines add memory as it is used: `MemTotal` starts far below what is there. The memory blocks that the kernel has
+    online tell; usually they exceed `MemTotal` by the few per cent that it keeps for itself.
     """
     meminfo = _meminfo(root)
     available, total = meminfo.get("MemAvailable"), meminfo.get("MemTotal")
-    if available is None or total is None:
+    if available is None or total is None or (enough is not None and available >= enough):
         return available
     uncounted = int(_online_bytes(root) * (1 - _KERNEL_SHARE)) - total
     return available + max(0, uncounted)

@@ -84,7 +84,8 @@ class WakeReport:
         restored_bytes: of these, copied back from backups.
         verified_bytes: of these, proven equal to the bytes at sleep by their digest.
         seconds: the whole call.
-        phases: seconds by phase.
+        phases: seconds by phase: `copy` (with mapping and digests beside it), `map` (what was left to map after that),
+            `verify` (what was left of the digests).
         note: why nothing was done, where nothing was.
         simulated: on the simulated driver: the seconds mean nothing.
     """
@@ -100,8 +101,11 @@ class WakeReport:
     def __str__(self) -> str:
         if self.note:
             return f"{_prefix(self.simulated)}wake: {self.note}"
-        restore_s = self.phases.get("map", 0.0) + self.phases.get("copy", 0.0)
-        rate = f" at {rate_gbps(self.restored_bytes, restore_s):.1f} GB/s" if self.restored_bytes else ""
+        rate = (
+            f" at {rate_gbps(self.restored_bytes, self.phases.get('copy', 0.0)):.1f} GB/s"
+            if self.restored_bytes
+            else ""
+        )
         return (
             f"{_prefix(self.simulated)}wake: mapped {format_bytes(self.mapped_bytes)} in {self.seconds:.3f} s"
             f" (restored {format_bytes(self.restored_bytes)}{rate}, verified {format_bytes(self.verified_bytes)})"
@@ -119,6 +123,7 @@ class TagUsage:
         mapped_bytes: of these, with physical device memory under them.
         host_bytes: pinned host memory held by their backups.
         asleep_segments: how many sleep.
+        backed_up_bytes: their bytes that have a complete backup, awake or asleep (`prepare` makes this grow).
     """
 
     segments: int = 0
@@ -126,6 +131,7 @@ class TagUsage:
     mapped_bytes: int = 0
     host_bytes: int = 0
     asleep_segments: int = 0
+    backed_up_bytes: int = 0
 
 
 def _prefix(simulated: bool) -> str:

@@ -32,8 +32,11 @@ class Settings:
         verify: `wake` checks the digest of every restored segment; `off` trusts the copies.
         poison: fill memory that was dropped, and wakes without its bytes, with 0xFF (NaN in every float type),
             except `kv_cache`: forgetting to reload weights then shows.
-        prefault_threads: threads that touch new host memory ahead of the copies; None is one for each core that
-            this process may use, at most 16.
+        prefault_threads: threads that touch new host memory ahead of the copies; None is three for every four cores
+            that this process may use, at most 16.
+        prepare: begin `CuMemAllocator.prepare` by itself, whenever a memory pool is left.
+        prepare_bytes_per_second: the most that `prepare` copies while the model runs; 0 is as much as goes. The
+            environment variable also takes units: `5GB`.
 
     Raises:
         InvalidArgument: a value is not allowed; the message names the field, the value and what is allowed.
@@ -45,13 +48,18 @@ class Settings:
     verify: str = "wake"
     poison: bool = False
     prefault_threads: int | None = None
+    prepare: bool = False
+    prepare_bytes_per_second: int = 8_000_000_000
 
     def __post_init__(self) -> None:
         _one_of("driver", self.driver, ("cuda", "sim"))
         _one_of("verify", self.verify, ("off", "wake"))
         _integer("host_budget_bytes", self.host_budget_bytes, minimum=0)
         _integer("prefault_threads", self.prefault_threads, minimum=1)
-        for name in ("retain_backups", "poison"):
+        if self.prepare_bytes_per_second is None:
+            raise InvalidArgumentType("prepare_bytes_per_second=None: a whole number is wanted")
+        _integer("prepare_bytes_per_second", self.prepare_bytes_per_second, minimum=0)
+        for name in ("retain_backups", "poison", "prepare"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentType(f"{name}={getattr(self, name)!r}: True or False is allowed")
 
@@ -113,6 +121,8 @@ _PARSERS: dict[str, Any] = {
     "verify": _parse_choice("off", "wake"),
     "poison": _parse_bool,
     "prefault_threads": _parse_threads,
+    "prepare": _parse_bool,
+    "prepare_bytes_per_second": parse_bytes,
 }
 
 

@@ -733,7 +733,7 @@ class TestReports:
             assert 0 < sum(report.phases.values()) <= report.seconds
             assert all(seconds >= 0 for seconds in report.phases.values())
         assert list(slept.phases) == ["quiesce", "digest", "host_memory", "copy", "check", "release"]
-        assert list(woken.phases) == ["map", "copy", "verify"]
+        assert list(woken.phases) == ["copy", "map", "verify"]
         assert [record.getMessage() for record in caplog.records] == [str(slept), str(woken)]
         assert "freed 6.00 MiB" in str(slept)
         assert "copied 2.00 MiB" in str(slept)
@@ -745,7 +745,9 @@ class TestReports:
         allocator.sleep()
         allocator.wake_up("weights")
         assert allocator.usage() == {
-            "weights": TagUsage(segments=2, bytes=4 * PAGE, mapped_bytes=4 * PAGE, host_bytes=4 * PAGE),
+            "weights": TagUsage(
+                segments=2, bytes=4 * PAGE, mapped_bytes=4 * PAGE, host_bytes=4 * PAGE, backed_up_bytes=4 * PAGE
+            ),
             "kv_cache": TagUsage(segments=1, bytes=PAGE, asleep_segments=1),
         }
         assert allocator.get_current_usage() == 5 * PAGE

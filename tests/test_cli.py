@@ -31,6 +31,7 @@ from cumem_sleep import (
     cli,
     demo,
 )
+from cumem_sleep.backup import BackupStore
 
 KV = ["--kv", "4MiB"]
 
@@ -281,7 +282,7 @@ def test_changed_address_is_1(
 def test_copy_of_unchanged_bytes_is_1(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(CuMemAllocator, "_is_clean", lambda self, segment, digests: False)
+    monkeypatch.setattr(BackupStore, "is_clean", lambda self, segment, digest: False)
     code, report = run_json(capsys, "demo", str(model), *KV)
     assert code == 1
     assert "was copied, though nothing had changed" in report["steps"][-1]["result"]

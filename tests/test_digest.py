@@ -230,11 +230,15 @@ class TestDevice:
     ) -> None:
         """A kernel that fails is replaced, once and with a warning; the values stay right."""
 
-        def fails(device: int, segments: object) -> dict[int, tuple[int, int]]:
-            raise RuntimeError("no such architecture")
+        class Fails:
+            """In place of `digest_kernel`."""
+
+            @staticmethod
+            def GpuSums(device: int, segments: object) -> None:  # noqa: N802
+                raise RuntimeError("no such architecture")
 
         content = memory.fill_random(allocator.malloc(PAGE), PAGE)
-        monkeypatch.setattr(digest, "_choose_kernel", lambda: fails)
+        monkeypatch.setattr(digest, "_choose_kernel", lambda: Fails)
         (segment,) = _core.segments()
         digester = DeviceDigester()
         expected = {segment.id: digest_of(np.frombuffer(content, np.uint8))}

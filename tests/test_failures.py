@@ -132,7 +132,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     reset_simulation()
     monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", MIB)  # two blocks for each segment
     monkeypatch.setattr("cumem_sleep.digest.sums_of", quick_sums)  # what it tells apart is not the question here
-    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda: None)  # reads hundreds of files
+    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
     current = World()
     yield current
     free_everything()
@@ -675,14 +675,14 @@ class TestHostMemoryIsShort:
     )
     def test_limits(self, world: World, monkeypatch: pytest.MonkeyPatch, function: str, limit: str) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(host_limits, function, lambda: 2 * PAGE - 1)
+            patch.setattr(host_limits, function, lambda **_: 2 * PAGE - 1)
             error = self._check_refused(world, limit)
             assert (error.needed_bytes, error.available_bytes) == (2 * PAGE, 2 * PAGE - 1)
         self._check_works(world)
 
     def test_limits_that_leave_just_enough(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(host_limits, "cgroup_available_bytes", lambda: 2 * PAGE)
-        monkeypatch.setattr(host_limits, "mem_available_bytes", lambda: 2 * PAGE)
+        monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: 2 * PAGE)
         self._check_works(world)
 
     def test_no_limit_applies_to_clean_segments(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:

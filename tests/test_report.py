@@ -39,7 +39,7 @@ WAKE = WakeReport(
     restored_bytes=55 * 10**9,
     verified_bytes=GIB,
     seconds=1.2,
-    phases={"map": 0.1, "copy": 0.9, "verify": 0.015},
+    phases={"copy": 1.0, "map": 0.1, "verify": 0.015},
 )
 
 
@@ -54,7 +54,7 @@ WAKE = WakeReport(
         (
             WAKE,
             "wake: mapped 61.00 GiB in 1.200 s (restored 51.22 GiB at 55.0 GB/s, verified 1.00 GiB);"
-            " map 0.100 s, copy 0.900 s, verify 0.015 s",
+            " copy 1.000 s, map 0.100 s, verify 0.015 s",
         ),
         (SleepReport(), "sleep: freed 0 B in 0.000 s (copied 0 B, unchanged 0 B, dropped 0 B)"),
         (WakeReport(), "wake: mapped 0 B in 0.000 s (restored 0 B, verified 0 B)"),

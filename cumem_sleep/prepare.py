@@ -1,0 +1,160 @@
+"""Backups made in the background while the model runs, so that the next sleep copies nothing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from . import _core
+from .backup import Backup, BackupStore, Piece
+from .digest import DeviceDigester, Digest, DigestRun
+from .errors import CumemSleepError, InvalidState
+
+logger = logging.getLogger("cumem_sleep")
+
+# What a running model waits for at most: its small copies queue behind a piece (0.15 ms), its launches behind the
+# registering of a block (0.5 ms).
+_PIECE_BYTES = 8 << 20
+_BLOCK_BYTES = 32 << 20
+_SHORTEST_PAUSE_S = 0.0002  # lets who waits for the allocator have it
+_POLL_S = 0.001
+
+
+class Preparation:
+    """Backups in the making; what `CuMemAllocator.prepare` returns. `TagUsage.backed_up_bytes` shows its progress.
+
+    A thread of its own backs up one segment after the other, piece by piece. It holds the allocator's lock for one
+    piece at a time, so that any operation may come between; what is asleep by then, freed, or backed up in another way
+    it passes over. A segment that the model writes to meanwhile is left to the sleep. The thread has no lower priority
+    than others, because it would then hold the interpreter lock for longer; its rate is bounded instead.
+
+    Attributes:
+        wanted_bytes: of all segments that it is to back up.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[_core.Segment],
+        lock: _core.OperationLock,
+        store: BackupStore,
+        digester: DeviceDigester,
+        bytes_per_second: int,
+        warm_up: Callable[[], None],
+    ) -> None:
+        self.wanted_bytes = sum(segment.bytes for segment in segments)
+        self._segments = segments
+        self._lock = lock
+        self._store = store
+        self._digester = digester
+        self._bytes_per_second = bytes_per_second
+        self._warm_up = warm_up
+        self._stopped = threading.Event()
+        self._error: CumemSleepError | None = None
+        # A daemon, so that it does not keep a process from exiting; at exit it is stopped in an orderly way.
+        self._thread = threading.Thread(target=self._run, name="cumem-sleep-prepare", daemon=True)
+
+    @property
+    def running(self) -> bool:
+        """Whether it still works."""
+        return self._thread.is_alive()
+
+    @property
+    def error(self) -> CumemSleepError | None:
+        """Why it ended early; what was backed up by then stays."""
+        return self._error
+
+    def start(self) -> None:
+        """Begin (`CuMemAllocator.prepare` has done so).
+
+        Raises:
+            InvalidState: no thread can be started.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise InvalidState(f"prepare() works in a thread, and none can be started: {error}") from error
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended, at most `timeout` seconds. Returns whether it has; `error` says how."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self.running
+
+    def stop(self) -> None:
+        """End it after the piece that is being copied. What was backed up stays. Stopping again does nothing."""
+        self._stopped.set()
+        self.wait()
+
+    def _run(self) -> None:
+        try:
+            with _core.RelaxedCapture(), self._digester.run(self._segments) as digests:
+                self._warm_up()
+                for segment in self._segments:
+                    self._prepare(segment, digests)
+                    self._prune()
+        except CumemSleepError as error:
+            self._error = error
+            logger.warning("prepare ended early, the next sleep copies the rest: %s", error)
+        finally:
+            self._prune()
+
+    def _prepare(self, segment: _core.Segment, digests: DigestRun) -> None:
+        with self._turn(segment) as mine:
+            if not mine:
+                return
+            before = self._digest(segment, digests)
+            if self._store.is_clean(segment, before):
+                return
+            self._store.take([segment], keep=self._segments, slab_bytes=_BLOCK_BYTES)
+            backup = self._store.begin_preparing(segment)
+        try:
+            with _core.CopyStream(segment.device) as stream:  # on leaving it, no copy is in flight
+                if all(self._copy(backup, piece, stream) for piece in backup.pieces(_PIECE_BYTES)):
+                    with self._turn(segment, backup) as mine:
+                        if mine and self._digest(segment, digests) == before:
+                            self._store.finish_preparing(backup, before)
+        finally:
+            backup.being_prepared = False
+
+    def _copy(self, backup: Backup, piece: Piece, stream: _core.CopyStream) -> bool:
+        """One piece, at the rate that was asked for; false if the backup is no longer ours to make."""
+        start = time.monotonic()
+        with self._turn(backup.segment, backup) as mine:
+            if not mine:
+                return False
+            if not piece.block.pinned:
+                piece.block.touch(0, piece.block.bytes)
+                piece.block.pin(stream.device)
+            stream.to_host(piece.block, piece.offset, piece.address, piece.bytes)
+            stream.synchronize()
+        seconds = piece.bytes / self._bytes_per_second if self._bytes_per_second else 0.0
+        self._stopped.wait(max(_SHORTEST_PAUSE_S, seconds - (time.monotonic() - start)))
+        return True
+
+    @contextmanager
+    def _turn(self, segment: _core.Segment, backup: Backup | None = None) -> Iterator[bool]:
+        """Holds the allocator's lock; gives whether the segment is still awake (and this backup still to be made)."""
+        while not self._stopped.is_set():
+            # Never waits for the lock: who stops this thread may hold it.
+            with self._lock.hold(wait=False) as held:
+                if held:
+                    with _core.Pinned([segment]) as pinned:
+                        awake = bool(pinned) and segment.sleep == _core.Segment.Sleep.AWAKE
+                        yield awake and (backup is None or backup.being_prepared)
+                    return
+            self._stopped.wait(_POLL_S)
+        yield False
+
+    @staticmethod
+    def _digest(segment: _core.Segment, digests: DigestRun) -> Digest:
+        digests.start([segment])
+        return digests.finish()[segment.id]
+
+    def _prune(self) -> None:
+        """What did not become complete goes, and what was freed: now, or when the operation that runs now has ended."""
+        with self._lock.hold(wait=False) as held:
+            if held:
+                self._store.prune()
