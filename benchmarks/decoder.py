@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from record import GIB, write
+from record import GIB, touch_host_memory, write
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from cumem_sleep import CuMemAllocator
-from cumem_sleep.bench.host_memory import touch_host_memory
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY = 4096, 36, 32, 8, 128, 12288, 151936
 POSITIONS = 8192

@@ -11,6 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cumem_sleep.bench.host_memory import touch_host_memory
+
+__all__ = ["GIB", "machine", "touch_host_memory", "write"]
+
 GIB = 1 << 30
 
 

@@ -26,7 +26,7 @@ _EMBEDDING_PAGES = -(-2 * _VOCABULARY * _HIDDEN // PAGE_BYTES)
 _MODEL_PAGES = 2 * _EMBEDDING_PAGES + _LAYERS * sum(_LAYER_PAGES)
 MODEL_WEIGHTS_BYTES = _MODEL_PAGES * PAGE_BYTES
 MODEL_KV_BYTES = int(54.63 * (1 << 30)) // PAGE_BYTES * PAGE_BYTES  # what vLLM 0.26 took beside it on an H200
-LEAST_MODEL_BYTES = -(-_MODEL_PAGES // (_LAYERS * min(_LAYER_PAGES))) * PAGE_BYTES
+LEAST_MODEL_BYTES = -(-_MODEL_PAGES // _EMBEDDING_PAGES) * PAGE_BYTES  # then every segment has a page
 
 _SIMULATED_WEIGHTS_BYTES, _SIMULATED_KV_BYTES = 256 << 20, 128 << 20
 
@@ -190,13 +190,13 @@ def model_like(nbytes: int) -> tuple[int, ...]:
     Raises:
         InvalidArgument: too little for a single layer.
     """
-    pages = nbytes // PAGE_BYTES
-    layers = min(_LAYERS, pages * _LAYERS * min(_LAYER_PAGES) // _MODEL_PAGES)
-    if layers < 1:
+    if nbytes < LEAST_MODEL_BYTES:
         raise InvalidArgument(
             f"--weights {format_bytes(nbytes)}: at least {format_bytes(LEAST_MODEL_BYTES)} look like a model;"
             " --segment-size takes less"
         )
+    pages = nbytes // PAGE_BYTES
+    layers = min(_LAYERS, pages * _LAYERS * min(_LAYER_PAGES) // _MODEL_PAGES)
     embedding = layers * _EMBEDDING_PAGES
     layer = [_LAYERS * part for part in _LAYER_PAGES]
     return _spread(pages, [embedding, *(layer * layers), embedding])
@@ -249,7 +249,7 @@ def _totals(request: Request, room: Room) -> tuple[int, int, str]:
         # Too small a GPU is shared as the model would share it; the host may still be what binds the weights.
         share = room.device_bytes * wished_weights // (wished_weights + wished_kv)
         weights_bytes = min(wished_weights, _whole_pages(share), room.weights_that_fit(0))
-    if weights_bytes < PAGE_BYTES:
+    if weights_bytes < (LEAST_MODEL_BYTES if request.segment_bytes is None else request.segment_bytes):
         raise InvalidState(f"no room for a model: {room}; free some memory, or give --weights and --kv")
     kv_bytes, _ = _chosen_kv(request, room, weights_bytes, wished_kv)
     if weights_bytes == wished_weights and kv_bytes in (wished_kv, request.kv_bytes):
@@ -263,8 +263,8 @@ def _chosen_kv(request: Request, room: Room, weights_bytes: int, wished: int | N
         return request.kv_bytes, ""
     if wished is None:
         wished = _SIMULATED_KV_BYTES if room.simulated else MODEL_KV_BYTES
-    fits = room.kv_that_fits(weights_bytes)
-    return max(PAGE_BYTES, min(wished, fits)), f"a KV cache of {format_bytes(min(wished, fits))} was chosen: {room}"
+    chosen = max(PAGE_BYTES, min(wished, room.kv_that_fits(weights_bytes)))
+    return chosen, f"a KV cache of {format_bytes(chosen)} was chosen: {room}"
 
 
 def _check(workload: Workload, room: Room) -> None:
