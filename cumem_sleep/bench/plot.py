@@ -81,7 +81,7 @@ def draw(report: BenchReport, path: Path) -> None:
 
 
 def _title(report: BenchReport) -> str:
-    where = "simulated driver" if report.machine.simulated else report.machine.gpu
+    where = "the simulated driver" if report.machine.simulated else report.machine.gpu
     return (
         f"Sleep and wake on {where}: {format_bytes(report.weights_bytes)} of weights in {report.segments} segments,\n"
         f"{format_bytes(report.kv_cache_bytes)} of KV cache; {report.rounds_text()},"
