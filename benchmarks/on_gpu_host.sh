@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the project on a GPU host without network and runs what needs a GPU; raw results go to the folder $1.
-#   benchmarks/on_gpu_host.sh OUT [tests] [sanitizer] [decoder] [copies]
+#   benchmarks/on_gpu_host.sh OUT [tests] [sanitizer] [decoder] [bench]
 # Runs of the suite leave their last lines in OUT/*.txt, measurements their raw JSON.
 set -uo pipefail
 out=$1
@@ -22,7 +22,7 @@ for what in "$@"; do
             -k "not 200_cycles and not in_flight and not without_room and not captured_in_its_pool and not cupy" 2>&1 | tee "$out/sanitizer.txt"
         ;;
     decoder) timeout 200 python3 benchmarks/decoder.py --out "$out/decoder.json" --checkpoint /tmp/qwen3-8b ;;
-    copies) timeout 200 python3 benchmarks/copies.py --out "$out/copies.json" ;;
+    bench) timeout 280 python3 -m cumem_sleep bench --weights 62488MiB --kv 54.63GiB --json >"$out/bench.json" ;;
     *) echo "unknown: $what" && false ;;
     esac || status=1
 done

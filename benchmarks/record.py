@@ -11,6 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cumem_sleep.bench.host_memory import touch_host_memory
+
+__all__ = ["GIB", "machine", "touch_host_memory", "write"]
+
 GIB = 1 << 30
 
 
@@ -53,34 +57,3 @@ def write(path: Path, results: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), **results}, indent=2) + "\n")
     print(f"wrote {path.name}", file=sys.stderr)
-
-
-def resident_bytes() -> int:
-    """Host memory of this process that is in RAM."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def touch_host_memory(nbytes: int) -> None:
-    """Use host memory once and give it back.
-
-    Virtual machines get some of their RAM only when it is first used, at a tenth of the speed: without this, a first
-    sleep measures the hypervisor.
-    """
-    import mmap
-    from concurrent.futures import ThreadPoolExecutor
-
-    from cumem_sleep import host_limits
-
-    region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    region.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(region)
-    zeros = bytes(64 << 20)
-
-    def fill(start: int) -> None:
-        end = min(start + len(zeros), nbytes)
-        view[start:end] = zeros[: end - start]
-
-    with ThreadPoolExecutor(host_limits.usable_cores()) as pool:
-        list(pool.map(fill, range(0, nbytes, len(zeros))))
-    view.release()
-    region.close()

@@ -15,7 +15,8 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from . import __version__, _core, demo, doctor
+from . import __version__, _core, bench, demo, doctor
+from .allocator import CuMemAllocator
 from .errors import BackupMismatch, CumemSleepError, InvalidArgument
 from .settings import parse_bytes
 
@@ -23,6 +24,7 @@ EXIT_OK, EXIT_CHECK_FAILED, EXIT_ERROR = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 _WIDTH_WITHOUT_TERMINAL = 120
+_LONGEST_PAUSE_S = 3600
 
 _DESCRIPTION = """\
 Sleep mode for GPU memory: weights and KV cache give their GPU memory back in
@@ -34,6 +36,7 @@ examples:
   cumem-sleep demo model.safetensors   the same with a model of yours
   cumem-sleep doctor                   is this machine ready, and is it fast
   cumem-sleep doctor --json            the same for a program
+  cumem-sleep bench                    what sleep and wake cost here, beside the link
 
 environment:
   CUMEM_SLEEP_DRIVER=sim               run on the simulated driver: needs no GPU, its times mean nothing
@@ -78,6 +81,33 @@ examples:
   CUMEM_SLEEP_DRIVER=sim cumem-sleep doctor"""
 
 
+_BENCH_DESCRIPTION = """\
+Measures what sleep and wake cost on this machine, in a process of its own: the link
+both ways, the first sleep, sleeps with nothing, one segment or everything changed,
+without backups and after prepare(), level 2, and wakes with and without the KV cache,
+right after the sleep and some seconds later (the driver wipes freed memory meanwhile).
+
+The weights are the 258 segments of a Qwen3-32B as vLLM has them, scaled; or equal ones
+(--segment-size); or a model's (--model). Contents are random. After each wake every byte
+of the weights is compared with what it was, outside of the measured time.
+
+Without sizes, those of a 32B model beside vLLM on an H200 are taken, or what fits.
+On the simulated driver everything is small, and the times mean nothing."""
+
+_BENCH_EPILOG = """\
+examples:
+  cumem-sleep bench
+  cumem-sleep bench --weights 30GiB --kv 20GiB --plot sleep.png
+  cumem-sleep bench --model model.safetensors --rounds 5 --json > bench.json
+  cumem-sleep bench --model Qwen3-8B/ --device 1
+  cumem-sleep bench --weights 8GiB --segment-size 2MiB
+  CUMEM_SLEEP_DRIVER=sim cumem-sleep bench --pause 0
+
+how to read it:
+  seconds are medians; "x link" is how many times as long as the link alone would need.
+  "first sleep" takes and pins host memory; "prepared sleep" finds that done by "prepare"."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code.
 
@@ -89,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that knows no "✓" gets "?"
     parser = _parser()
     options = parser.parse_args(arguments)
+    options.command_line = ["cumem-sleep", *(sys.argv[1:] if arguments is None else arguments)]
     if options.run is None:
         parser.print_help(sys.stderr)
         return EXIT_ERROR
@@ -138,15 +169,50 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_demo)
 
+    text = "what sleep and wake cost on this machine, beside the link"
+    bench_command = new(commands.add_parser, "bench", help=text, description=_BENCH_DESCRIPTION, epilog=_BENCH_EPILOG)
+    _add_bench_options(bench_command)
+    bench_command.set_defaults(run=_bench)
+
     text = "is this machine ready, and is it fast"
     doctor_command = new(
         commands.add_parser, "doctor", help=text, description=_DOCTOR_DESCRIPTION, epilog=_DOCTOR_EPILOG
     )
     doctor_command.set_defaults(run=_doctor)
-    for each in (command, doctor_command):
+    for each in (command, bench_command, doctor_command):
         each.add_argument("--json", action="store_true", help="print JSON (progress goes to standard error)")
     parsed: argparse.ArgumentParser = parser
     return parsed
+
+
+def _add_bench_options(command: argparse.ArgumentParser) -> None:
+    sizes = (
+        ("--weights", "of all weights, as 30GiB or 500MB (default: what the description says)"),
+        ("--kv", "of the KV cache (default: likewise)"),
+        ("--segment-size", "all weights in equal segments of this size, a multiple of 2MiB"),
+    )
+    for option, text in sizes:
+        command.add_argument(option, type=_size, metavar="SIZE", help=text)
+    command.add_argument(
+        "--model",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="PATH",
+        help="segments for the tensors of a safetensors file, or of a folder of shards; only headers are read",
+    )
+    command.add_argument("--rounds", type=_count, default=3, metavar="N", help="how often each step runs (default: 3)")
+    command.add_argument("--device", type=int, default=0, metavar="N", help="CUDA ordinal (default: 0)")
+    command.add_argument(
+        "--pause", type=_seconds, default=3.0, metavar="S", help="seconds before the later wakes (default: 3)"
+    )
+    command.add_argument(
+        "--touch-host-memory",
+        action=argparse.BooleanOptionalAction,
+        help="use host memory once before measuring: virtual machines give it slowly at first"
+        " (default: on a GPU yes, simulated no)",
+    )
+    command.add_argument("--plot", type=Path, metavar="FILE", help="draw the seconds (.png, .svg, .pdf; matplotlib)")
 
 
 def _size(text: str) -> int:
@@ -165,6 +231,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= _LONGEST_PAUSE_S:
+        raise argparse.ArgumentTypeError(f"{text!r}: seconds from 0 to {_LONGEST_PAUSE_S} are allowed")
+    return seconds
+
+
 # Commands
 
 
@@ -173,9 +249,7 @@ def _demo(options: argparse.Namespace) -> int:
         progress("look at the weights", 0, 0)
         source = demo.source_from_files(options.models) if options.models else demo.synthetic_source()
         weights = demo.lay_out(source.tensors)
-        allocator, why_simulated = demo.open_allocator(os.environ)
-        if why_simulated:
-            _say(f"{why_simulated}: running on the simulated driver (CUMEM_SLEEP_DRIVER=cuda insists on a GPU)")
+        allocator = _open_allocator()
         if _core.driver_is_simulated():
             demo.make_room(os.environ, weights, options.kv)
         report = demo.run(
@@ -196,6 +270,33 @@ def _demo(options: argparse.Namespace) -> int:
     return EXIT_OK if report.ok else EXIT_CHECK_FAILED
 
 
+def _bench(options: argparse.Namespace) -> int:
+    if options.plot is not None:
+        bench.check_plot(options.plot)
+    request = bench.Request(options.weights, options.kv, options.segment_size, tuple(options.model))
+    with _progress() as progress:
+        allocator = _open_allocator()
+        if _core.driver_is_simulated():
+            bench.enlarge_simulated_device(os.environ)
+        room = bench.Room.now(options.device, allocator.settings)
+        workload = bench.plan(request, room)
+        if workload.why:
+            _say(f"{'simulated: ' if room.simulated else ''}{workload.why}", style="")
+        touch = not room.simulated if options.touch_host_memory is None else options.touch_host_memory
+        how = bench.Options(options.device, options.rounds, options.pause, touch, options.command_line)
+        report = bench.run(allocator, workload, room, how, progress)
+    if options.plot is not None:
+        bench.draw(report, options.plot)
+        _say(f"{'simulated: ' if room.simulated else ''}wrote {options.plot}", style="")
+    if options.json:
+        _print_json(report.to_json())
+    else:
+        _print(report.headline(), report.table(), report.conclusion())
+        if room.simulated:
+            _print(bench.SIMULATED_NOTE)
+    return EXIT_OK if report.ok else EXIT_CHECK_FAILED
+
+
 def _doctor(options: argparse.Namespace) -> int:
     with _progress() as progress:
         report = doctor.examine(doctor.Machine(), lambda name: progress(name, 0, 0))
@@ -206,6 +307,13 @@ def _doctor(options: argparse.Namespace) -> int:
         if report.simulated:
             _print(doctor.SIMULATED_NOTE)
     return EXIT_OK if report.ok else EXIT_CHECK_FAILED
+
+
+def _open_allocator() -> CuMemAllocator:
+    allocator, why_simulated = demo.open_allocator(os.environ)
+    if why_simulated:
+        _say(f"{why_simulated}: running on the simulated driver (CUMEM_SLEEP_DRIVER=cuda insists on a GPU)")
+    return allocator
 
 
 # Output

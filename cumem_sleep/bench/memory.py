@@ -1,0 +1,213 @@
+"""Device memory of the benchmark: allocated as users do, filled with random bytes, and checked.
+
+The checksums share nothing with the layer's own digests: a sum of words, each multiplied by its odd place, so that a
+changed word always changes it. On a GPU PyTorch does it all; on the simulated driver NumPy, at the very addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _core
+from ..allocator import CuMemAllocator
+from ..errors import InvalidState, OutOfDeviceMemory, format_bytes
+from ..pools import torch_with_cuda
+
+_PART_WORDS = 1 << 22  # checked at a time
+_OWN_SEGMENT_BYTES = 10 << 20  # from here on PyTorch's caching allocator takes a segment for each tensor
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Region:
+    """The memory of one segment, `index` among those of its tag."""
+
+    tag: str
+    index: int
+    address: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.tag} segment {self.index} at 0x{self.address:x} ({format_bytes(self.nbytes)})"
+
+
+class DeviceMemory(Protocol):
+    """Memory of one device. What is filled or checked must be awake."""
+
+    def allocate(self, sizes: Sequence[int], tag: str) -> tuple[Region, ...]:
+        """A segment for each size.
+
+        Raises:
+            OutOfDeviceMemory: there is too little.
+        """
+        ...
+
+    def fill(self, regions: Iterable[Region]) -> None:
+        """Write fresh random bytes."""
+        ...
+
+    def checksums(self, regions: Iterable[Region]) -> list[int]:
+        """64 bits for each region, sensitive to every bit and to the place of every word."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for the device, and give back what filling and checking used beside the regions."""
+        ...
+
+    def close(self) -> None:
+        """Free all of it, asleep or awake."""
+        ...
+
+
+def open_memory(allocator: CuMemAllocator, device: int) -> DeviceMemory:
+    """What fits the driver in use.
+
+    Raises:
+        InvalidState: on a GPU that PyTorch does not reach.
+    """
+    if _core.driver_is_simulated():
+        return SimulatedMemory(allocator, device)
+    torch = torch_with_cuda()
+    if torch is None:
+        raise InvalidState(
+            "on a GPU, bench fills and checks memory with PyTorch, which is not installed or does not reach it:"
+            " pip install torch (a build for CUDA)"
+        )
+    return TorchMemory(allocator, torch, torch.device("cuda", device))
+
+
+class SimulatedMemory:
+    """Simulated device memory, which the host reaches at the same address."""
+
+    def __init__(self, allocator: CuMemAllocator, device: int) -> None:
+        self._allocator = allocator
+        self._device = device
+        self._addresses: list[int] = []
+        self._random = np.random.Generator(np.random.SFC64())
+
+    def allocate(self, sizes: Sequence[int], tag: str) -> tuple[Region, ...]:
+        """By `malloc`."""
+        regions = []
+        for index, nbytes in enumerate(sizes):
+            self._addresses.append(self._allocator.malloc(nbytes, tag, self._device))
+            regions.append(Region(tag, index, self._addresses[-1], nbytes))
+        return tuple(regions)
+
+    def fill(self, regions: Iterable[Region]) -> None:
+        """Uniformly random bytes."""
+        for region in regions:
+            for part in _parts(region):
+                part[:] = self._random.integers(0, _MASK, part.size, np.uint64, endpoint=True)
+
+    def checksums(self, regions: Iterable[Region]) -> list[int]:
+        """With NumPy."""
+        places = np.arange(1, 2 * _PART_WORDS, 2, dtype=np.uint64)
+        return [
+            _combined(int((part * places[: part.size]).sum(dtype=np.uint64)) for part in _parts(region))
+            for region in regions
+        ]
+
+    def settle(self) -> None:
+        """Nothing runs on."""
+
+    def close(self) -> None:
+        """By `free`."""
+        while self._addresses:
+            self._allocator.free(self._addresses.pop())
+
+
+class TorchMemory:
+    """Memory of a GPU, in the allocator's own PyTorch pool, as a model server has it."""
+
+    def __init__(self, allocator: CuMemAllocator, torch: Any, device: Any) -> None:
+        self._allocator = allocator
+        self._torch = torch
+        self._device = device
+        self._tensors: dict[Region, Any] = {}
+        self._addresses: list[int] = []
+
+    def allocate(self, sizes: Sequence[int], tag: str) -> tuple[Region, ...]:
+        """A tensor for each size, in the pool of this tag."""
+        regions = []
+        with self._allocator.use_memory_pool(tag):
+            for index, nbytes in enumerate(sizes):
+                tensor = self._tensor(nbytes, tag)
+                regions.append(Region(tag, index, tensor.data_ptr(), nbytes))
+                self._tensors[regions[-1]] = tensor
+        return tuple(regions)
+
+    def _tensor(self, nbytes: int, tag: str) -> Any:
+        if nbytes >= _OWN_SEGMENT_BYTES:
+            try:
+                return self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._device)
+            except self._torch.OutOfMemoryError:
+                free_bytes, _ = _core.memory_info(self._device.index)
+                raise OutOfDeviceMemory(nbytes, free_bytes, self._device.index, segment=f"a {tag} tensor") from None
+        # PyTorch would put several into one segment, and the segments are what is measured.
+        address = self._allocator.malloc(nbytes, tag, self._device.index)
+        self._addresses.append(address)
+        return self._torch.as_tensor(_DeviceArray(address, nbytes), device=self._device)
+
+    def fill(self, regions: Iterable[Region]) -> None:
+        """Normally distributed bf16, as weights are: these bytes are neither zeros nor quite random."""
+        for region in regions:
+            self._tensors[region].view(self._torch.bfloat16).normal_()
+
+    def checksums(self, regions: Iterable[Region]) -> list[int]:
+        """On the device; int64 wraps there as it must."""
+        torch = self._torch
+        places = torch.arange(1, 2 * _PART_WORDS, 2, dtype=torch.int64, device=self._device)
+        sums: list[list[Any]] = [
+            [
+                (part * places[: part.numel()]).sum()
+                for part in self._tensors[region].view(torch.int64).split(_PART_WORDS)
+            ]
+            for region in regions
+        ]
+        flat = iter(torch.stack([each for of_region in sums for each in of_region]).tolist())
+        return [_combined(next(flat) for _ in of_region) for of_region in sums]
+
+    def settle(self) -> None:
+        """PyTorch keeps what it used until it is told not to."""
+        if self._device.type == "cuda":
+            self._torch.cuda.synchronize(self._device)
+            self._torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """PyTorch gives the segments back as soon as it keeps none of them for later."""
+        self._tensors.clear()
+        self.settle()
+        while self._addresses:
+            self._allocator.free(self._addresses.pop())
+
+
+class _DeviceArray:
+    """Device memory as other libraries see it (the CUDA array interface, version 3)."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _parts(region: Region) -> Iterator[npt.NDArray[np.uint64]]:
+    words = np.ctypeslib.as_array((ctypes.c_uint64 * (region.nbytes // 8)).from_address(region.address))
+    for start in range(0, words.size, _PART_WORDS):
+        yield words[start : start + _PART_WORDS]
+
+
+def _combined(sums: Iterable[int]) -> int:
+    total = 0
+    for number, part in enumerate(sums):
+        total = (total * 31 + number + part) & _MASK
+    return total

@@ -1,0 +1,273 @@
+"""What the benchmark found: facts of every step, their medians, a table, and JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+from rich.box import ROUNDED
+from rich.table import Table
+
+from ..errors import format_bytes
+from ..report import rate_gbps
+from .machine import MachineFacts
+
+SIMULATED_NOTE = "Simulated driver: no GPU was used, and these times mean nothing."
+_GIB = 1 << 30
+
+
+class Kind(Enum):
+    """What a step does; it decides which way its bytes go."""
+
+    SLEEP = "sleep"
+    WAKE = "wake"
+    PREPARE = "prepare"
+
+
+@dataclass(frozen=True)
+class Link:
+    """Pinned copies of `bytes` each way: the ceiling."""
+
+    to_host_gbps: float
+    to_device_gbps: float
+    bytes: int
+
+    def gbps(self, kind: Kind) -> float:
+        """In the direction of such a step."""
+        return self.to_device_gbps if kind is Kind.WAKE else self.to_host_gbps
+
+
+@dataclass(frozen=True)
+class DigestSpeed:
+    """Digests of all weights, several times."""
+
+    bytes: int
+    seconds: tuple[float, ...]
+
+    @property
+    def gbps(self) -> float:
+        """By the median."""
+        return rate_gbps(self.bytes, statistics.median(self.seconds))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measured call.
+
+    Attributes:
+        name: the same in every round.
+        seconds: wall clock of the whole call, as the caller sees it.
+        bytes: copied to the host, or restored.
+        link_gbps: of the link in that direction.
+        phases: seconds by phase, as the layer reports them.
+        verified_bytes: after a wake: weights that were compared with what they were, by the benchmark's own checksums.
+        host_bytes_per_byte: after a sleep with backups: host memory that they hold, per byte backed up.
+        left_on_gpu_bytes: after a sleep: of the whole device, by all processes, CUDA contexts included.
+    """
+
+    name: str
+    kind: Kind
+    round: int
+    seconds: float
+    bytes: int
+    link_gbps: float
+    phases: Mapping[str, float] = field(default_factory=dict)
+    verified_bytes: int | None = None
+    host_bytes_per_byte: float | None = None
+    left_on_gpu_bytes: int | None = None
+
+    @property
+    def gbps(self) -> float:
+        """Over the whole call; 0 where nothing was copied."""
+        return rate_gbps(self.bytes, self.seconds)
+
+    @property
+    def times_link(self) -> float | None:
+        """How many times as long as the link alone would take; None where nothing was copied."""
+        return self.seconds / (self.bytes / self.link_gbps / 1e9) if self.bytes else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Without what this kind of step does not have."""
+        optional = {
+            "verified_bytes": self.verified_bytes,
+            "host_bytes_per_byte": self.host_bytes_per_byte,
+            "left_on_gpu_bytes": self.left_on_gpu_bytes,
+        }
+        return {
+            "step": self.name,
+            "round": self.round,
+            "seconds": self.seconds,
+            "bytes": self.bytes,
+            "gbps": self.gbps,
+            "times_link": self.times_link,
+            "phases": dict(self.phases),
+            **{name: value for name, value in optional.items() if value is not None},
+        }
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All steps of one name: medians, and the spread of the seconds.
+
+    Attributes:
+        link_seconds: what the link alone would take for the median bytes; None where nothing was copied.
+        host_bytes_per_byte, left_on_gpu_bytes: the most of all.
+    """
+
+    name: str
+    count: int
+    seconds: float
+    least_seconds: float
+    most_seconds: float
+    bytes: int
+    gbps: float
+    times_link: float | None
+    link_seconds: float | None
+    host_bytes_per_byte: float | None
+    left_on_gpu_bytes: int | None
+
+    @classmethod
+    def of(cls, steps: list[Step]) -> Summary:
+        """Of at least one step, all of one name."""
+        seconds = [step.seconds for step in steps]
+        nbytes = int(statistics.median(step.bytes for step in steps))
+        ratios = [step.times_link for step in steps if step.times_link is not None]
+        return cls(
+            name=steps[0].name,
+            count=len(steps),
+            seconds=statistics.median(seconds),
+            least_seconds=min(seconds),
+            most_seconds=max(seconds),
+            bytes=nbytes,
+            gbps=statistics.median(step.gbps for step in steps),
+            times_link=statistics.median(ratios) if ratios else None,
+            link_seconds=nbytes / steps[0].link_gbps / 1e9 if nbytes else None,
+            host_bytes_per_byte=max(
+                (step.host_bytes_per_byte for step in steps if step.host_bytes_per_byte is not None), default=None
+            ),
+            left_on_gpu_bytes=max(
+                (step.left_on_gpu_bytes for step in steps if step.left_on_gpu_bytes is not None), default=None
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """The whole run.
+
+    Attributes:
+        workload: what the segments are modelled on; then how many weight segments there are, and the bytes.
+        host_memory_touched_before: all of it was used once before anything was measured.
+        digest: None if the run ended early.
+        wrong: which bytes differed after which wake; "" if none did. The run ends there.
+    """
+
+    machine: MachineFacts
+    workload: str
+    segments: int
+    weights_bytes: int
+    kv_cache_bytes: int
+    rounds: int
+    host_memory_touched_before: bool
+    link: Link
+    steps: tuple[Step, ...]
+    digest: DigestSpeed | None = None
+    wrong: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all bytes came back."""
+        return not self.wrong
+
+    def summaries(self) -> list[Summary]:
+        """One for each name, in the order in which they first ran."""
+        by_name: dict[str, list[Step]] = {}
+        for step in self.steps:
+            by_name.setdefault(step.name, []).append(step)
+        return [Summary.of(steps) for steps in by_name.values()]
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        digest = self.digest and {
+            "bytes": self.digest.bytes,
+            "seconds": list(self.digest.seconds),
+            "gbps": self.digest.gbps,
+        }
+        return {
+            **({"note": SIMULATED_NOTE} if self.machine.simulated else {}),
+            "machine": asdict(self.machine),
+            "workload": {
+                "name": self.workload,
+                "segments": self.segments,
+                "weights_bytes": self.weights_bytes,
+                "kv_cache_bytes": self.kv_cache_bytes,
+            },
+            "rounds": self.rounds,
+            "host_memory_touched_before": self.host_memory_touched_before,
+            "link_gbps": {"to_host": self.link.to_host_gbps, "to_device": self.link.to_device_gbps},
+            "digest": digest,
+            "steps": [step.to_json() for step in self.steps],
+            "bytes_checked": self.ok,
+            "wrong": self.wrong,
+        }
+
+    def rounds_text(self) -> str:
+        """How many, in words."""
+        return f"{self.rounds} round{'' if self.rounds == 1 else 's'}"
+
+    def headline(self) -> str:
+        """Where, on what, and against which ceiling."""
+        machine = self.machine
+        versions = [f"driver {machine.driver or 'not known'}", f"{machine.cores} cores", f"Python {machine.python}"]
+        versions += [f"{name} {version}" for name, version in (("PyTorch", machine.torch),) if version]
+        touched = "used once before, since virtual machines give it slowly at first"
+        lines = [
+            f"{machine.gpu}: {', '.join(versions)}",
+            f"{self.workload}: {format_bytes(self.weights_bytes)} of weights in {self.segments} segments,"
+            f" {format_bytes(self.kv_cache_bytes)} of KV cache; random contents",
+            f"host memory: {touched if self.host_memory_touched_before else 'as it was'}",
+            f"link: {self.link.to_host_gbps:.1f} GB/s to the host, {self.link.to_device_gbps:.1f} GB/s to the GPU"
+            f" (pinned copies of {format_bytes(self.link.bytes)}, in this run)",
+        ]
+        if self.digest is not None:
+            median = statistics.median(self.digest.seconds)
+            lines.append(f"digest of all weights: {median:.4f} s, {self.digest.gbps:.1f} GB/s")
+        return "\n".join(("simulated: " if machine.simulated else "") + line for line in lines)
+
+    def table(self) -> Table:
+        """A row for each step; what copies hardly anything is not held against the link."""
+        title = f"cumem-sleep bench, {self.rounds_text()}"
+        table = Table(
+            title=title + (" (simulated driver)" if self.machine.simulated else ""), header_style="bold", box=ROUNDED
+        )
+        table.add_column("step", no_wrap=True)
+        headings = ("seconds", "from–to", "copied GB", "GB/s", "× link", "host bytes per byte", "left on GPU")
+        for heading in headings:
+            table.add_column(heading, justify="right")
+        for each in self.summaries():
+            table.add_row(
+                each.name,
+                f"{each.seconds:.3f}",
+                f"{each.least_seconds:.3f}–{each.most_seconds:.3f}" if each.count > 1 else "–",
+                f"{each.bytes / 1e9:.2f}",
+                f"{each.gbps:.1f}" if each.bytes else "–",
+                f"{each.times_link:.2f}" if each.times_link and each.bytes >= self.weights_bytes // 10 else "–",
+                "–" if each.host_bytes_per_byte is None else f"{each.host_bytes_per_byte:.3f}",
+                "–" if each.left_on_gpu_bytes is None else f"{each.left_on_gpu_bytes / _GIB:.2f} GiB",
+            )
+        return table
+
+    def conclusion(self) -> str:
+        """Whether the bytes came back, and how to read the table."""
+        if self.wrong:
+            return f"FAILED: {self.wrong}"
+        checked = [step.verified_bytes for step in self.steps if step.verified_bytes]
+        return (
+            f"After each of {len(checked)} wakes every byte of the weights equalled what it was"
+            f" ({format_bytes(sum(checked))} compared in all).\n"
+            "seconds: median; × link: times as long as the link alone needs for these bytes;\n"
+            "left on GPU: of the whole device, by every process, CUDA contexts included."
+        )

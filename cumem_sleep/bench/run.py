@@ -1,0 +1,272 @@
+"""The steps of the benchmark, in order; what is not asked about (filling, checking) stays out of the measured time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from .. import _core
+from ..allocator import CuMemAllocator
+from ..demo import Progress
+from ..digest import DeviceDigester
+from ..errors import InvalidState
+from .host_memory import touch_host_memory
+from .link import link_bytes, measure_link
+from .machine import machine_facts
+from .memory import DeviceMemory, Region, open_memory
+from .report import BenchReport, DigestSpeed, Kind, Step
+from .workload import Room, Workload
+
+_CHANGED_SEGMENT = 7  # of a model: gate_up_proj of the second layer, a large one
+_POLL_S = 0.25
+_TOUCHED_SHARE = 0.95  # of what is free: the rest of the machine needs some too
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure.
+
+    Attributes:
+        pause_s: before the wakes that are not right after their sleep.
+        touch_host_memory: use host memory once before anything is measured.
+        command: for the record.
+    """
+
+    device: int = 0
+    rounds: int = 3
+    pause_s: float = 3.0
+    touch_host_memory: bool = True
+    command: Sequence[str] = ("cumem-sleep", "bench")
+
+
+def run(allocator: CuMemAllocator, workload: Workload, room: Room, options: Options, progress: Progress) -> BenchReport:
+    """Measure; ends at the first wake after which bytes differ, and the report says so. Frees all that it allocated.
+
+    Raises:
+        CumemSleepError: the layer, or the driver, refused something.
+    """
+    if _core.segments():
+        raise InvalidState("this process has memory of the layer already: bench measures in a process of its own")
+    with ExitStack() as stack:
+        memory = open_memory(allocator, options.device)
+        stack.callback(memory.close)
+        if options.touch_host_memory:
+            _touch_host_memory(workload, room, progress)
+        progress("measure the link", 0, 0)
+        link = measure_link(allocator, options.device, link_bytes(room))
+        progress("allocate and fill", 0, 0)
+        weights = memory.allocate(workload.weights, "weights")
+        kv_cache = memory.allocate(workload.kv_cache, "kv_cache")
+        _check_segments((*weights, *kv_cache))
+        usage = allocator.usage()
+        report = BenchReport(
+            machine=machine_facts(options.device, options.command),
+            workload=workload.name,
+            segments=usage["weights"].segments,
+            weights_bytes=usage["weights"].bytes,
+            kv_cache_bytes=usage["kv_cache"].bytes,
+            rounds=options.rounds,
+            host_memory_touched_before=options.touch_host_memory,
+            link=link,
+            steps=(),
+        )
+        bench = _Bench(allocator, memory, weights, kv_cache, report, options, progress)
+        try:
+            bench.play()
+        except _WrongBytesError as error:
+            return replace(report, steps=tuple(bench.steps), wrong=str(error))
+        return replace(report, steps=tuple(bench.steps), digest=bench.digest_speed())
+
+
+class _WrongBytesError(Exception):
+    """After a wake some bytes are not what they were; what follows would say nothing."""
+
+
+class _Bench:
+    def __init__(
+        self,
+        allocator: CuMemAllocator,
+        memory: DeviceMemory,
+        weights: tuple[Region, ...],
+        kv_cache: tuple[Region, ...],
+        report: BenchReport,
+        options: Options,
+        progress: Progress,
+    ) -> None:
+        self.steps: list[Step] = []
+        self._allocator = allocator
+        self._memory = memory
+        self._weights = weights
+        self._kv_cache = kv_cache
+        self._report = report
+        self._options = options
+        self._progress = progress
+        self._expected: list[int] | None = None  # None: the weights hold nothing that matters
+        self._round = 1
+
+    def play(self) -> None:
+        self._rewrite(self._weights)
+        self._sleep("first sleep")
+        self._wake("wake")
+        for number in range(1, self._options.rounds + 1):
+            self._round = number
+            self._play_round()
+
+    def digest_speed(self) -> DigestSpeed:
+        """Of all weights, after one that does not count (it may compile the kernel)."""
+        self._progress("digest", 0, 0)
+        segments = [segment for segment in _core.segments() if segment.tag == "weights"]
+        digester = DeviceDigester()
+        seconds = []
+        self._memory.settle()
+        with _core.CurrentContext():
+            digester.of(segments)
+            for _ in range(max(3, self._options.rounds)):
+                start = time.perf_counter()
+                digester.of(segments)
+                seconds.append(time.perf_counter() - start)
+        return DigestSpeed(self._report.weights_bytes, tuple(seconds))
+
+    def _play_round(self) -> None:
+        later = f"{self._options.pause_s:g} s later"
+        self._sleep("clean sleep")
+        self._wake("wake")
+        self._rewrite(self._weights)
+        self._sleep("dirty sleep")
+        self._pause()
+        self._wake(f"wake, {later}")
+        self._rewrite([self._weights[_CHANGED_SEGMENT % len(self._weights)]])
+        self._sleep("one segment changed")
+        self._wake("wake, weights", ["weights"])
+        self._wake("wake, kv_cache", ["kv_cache"])
+        self._allocator.release_backups()
+        self._sleep("sleep without backups")
+        self._pause()
+        self._wake(f"wake, weights, {later}", ["weights"])
+        self._wake("wake, kv_cache", ["kv_cache"])
+        self._sleep("level 2 sleep", level=2)
+        self._expected = None
+        self._wake("level 2 wake")
+        self._rewrite(self._weights)
+        self._prepare()
+        self._sleep("prepared sleep")
+        self._wake("wake")
+
+    # Steps
+
+    def _sleep(self, name: str, level: int = 1) -> None:
+        self._show(name)
+        self._memory.settle()
+        start = time.perf_counter()
+        report = self._allocator.sleep(level)
+        seconds = time.perf_counter() - start
+        backed_up = report.copied_bytes + report.clean_bytes
+        held = sum(usage.host_bytes for usage in self._allocator.usage().values())
+        free_bytes, total_bytes = _core.memory_info(self._options.device)
+        self.steps.append(
+            Step(
+                name,
+                Kind.SLEEP,
+                self._round,
+                seconds,
+                report.copied_bytes,
+                self._report.link.gbps(Kind.SLEEP),
+                report.phases,
+                host_bytes_per_byte=held / backed_up if backed_up else None,
+                left_on_gpu_bytes=total_bytes - free_bytes,
+            )
+        )
+
+    def _wake(self, name: str, tags: Sequence[str] | None = None) -> None:
+        self._show(name)
+        start = time.perf_counter()
+        report = self._allocator.wake_up(tags)
+        seconds = time.perf_counter() - start
+        differences = self._differences(kv_is_awake=tags != ["weights"])
+        self.steps.append(
+            Step(
+                name,
+                Kind.WAKE,
+                self._round,
+                seconds,
+                report.restored_bytes,
+                self._report.link.gbps(Kind.WAKE),
+                report.phases,
+                verified_bytes=0 if self._expected is None else self._report.weights_bytes,
+            )
+        )
+        if differences:
+            more = f", and {len(differences) - 1} more" if len(differences) > 1 else ""
+            raise _WrongBytesError(f"after '{name}' in round {self._round}: {differences[0]}{more}")
+
+    def _prepare(self) -> None:
+        """Backups are made while the weights are awake, as while a model serves; here nothing else runs."""
+        self._show("prepare")
+        self._memory.settle()
+        start = time.perf_counter()
+        preparation = self._allocator.prepare()
+        try:
+            while not preparation.wait(_POLL_S):
+                done = self._allocator.usage()["weights"].backed_up_bytes
+                self._show("prepare", done, self._report.weights_bytes)
+        except BaseException:
+            preparation.stop()
+            raise
+        seconds = time.perf_counter() - start
+        if preparation.error is not None:
+            raise preparation.error
+        backed_up = self._allocator.usage()["weights"].backed_up_bytes
+        link_gbps = self._report.link.gbps(Kind.PREPARE)
+        self.steps.append(Step("prepare", Kind.PREPARE, self._round, seconds, backed_up, link_gbps))
+
+    def _pause(self) -> None:
+        self._show(f"pause of {self._options.pause_s:g} s")
+        time.sleep(self._options.pause_s)
+
+    # Contents
+
+    def _rewrite(self, regions: Sequence[Region]) -> None:
+        """Fresh random bytes, and what the weights must equal from now on."""
+        self._show("fill")
+        self._memory.fill(regions)
+        if self._expected is None:
+            self._expected = self._memory.checksums(self._weights)
+        else:
+            for region, checksum in zip(regions, self._memory.checksums(regions), strict=True):
+                self._expected[region.index] = checksum
+
+    def _differences(self, kv_is_awake: bool) -> list[str]:
+        """Which weight segments are not what they were. The KV cache is overwritten first: it may share no page."""
+        self._show("check")
+        if kv_is_awake:
+            self._memory.fill(self._kv_cache)
+        if self._expected is None:
+            return []
+        actual = self._memory.checksums(self._weights)
+        return [
+            f"{region} has checksum {now:016x}, not {before:016x}"
+            for region, before, now in zip(self._weights, self._expected, actual, strict=True)
+            if now != before
+        ]
+
+    def _show(self, what: str, done: int = 0, total: int = 0) -> None:
+        self._progress(f"round {self._round} of {self._options.rounds}: {what}", done, total)
+
+
+def _touch_host_memory(workload: Workload, room: Room, progress: Progress) -> None:
+    """As much as will be used: the backups, or what the link is measured with."""
+    nbytes = max(workload.weights_bytes, link_bytes(room))
+    if room.host_bytes is not None:
+        nbytes = min(nbytes, int(_TOUCHED_SHARE * room.host_bytes))
+    show: Callable[[int], None] = lambda done: progress("use host memory once", done, nbytes)  # noqa: E731
+    touch_host_memory(nbytes, _core.device_info(room.device).numa_node, show)
+
+
+def _check_segments(regions: Sequence[Region]) -> None:
+    """See that the layer has a segment for each: else something that never sleeps would be checked."""
+    sizes = {segment.address: segment.bytes for segment in _core.segments()}
+    for region in regions:
+        if sizes.get(region.address, 0) < region.nbytes:
+            raise InvalidState(f"{region} is no segment of the layer: is PyTorch's caching allocator configured away?")
