@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the project on a GPU host without network and runs what needs a GPU; raw results go to the folder $1.
-#   benchmarks/on_gpu_host.sh OUT [tests] [sanitizer] [decoder] [copies]
+#   benchmarks/on_gpu_host.sh OUT [tests] [sanitizer] [decoder] [copies] [peers]
+# What `peers` compares with comes from .gpu/peers.tar.xz (benchmarks/peers_bundle.py), if it is there.
 # Runs of the suite leave their last lines in OUT/*.txt, measurements their raw JSON.
 set -uo pipefail
 out=$1
@@ -23,6 +24,12 @@ for what in "$@"; do
         ;;
     decoder) timeout 200 python3 benchmarks/decoder.py --out "$out/decoder.json" --checkpoint /tmp/qwen3-8b ;;
     copies) timeout 200 python3 benchmarks/copies.py --out "$out/copies.json" ;;
+    peers)
+        # About eight minutes; after --deadline no process is started, a minute later none is left.
+        if [ -f .gpu/peers.tar.xz ]; then tar xJf .gpu/peers.tar.xz -C /tmp/site || exit 1; fi
+        timeout -k 10 580 python3 -m pytest -p no:cacheprovider benchmarks/test_peers.py --deadline=450 \
+            --benchmark-json="$out/peers.json" 2>&1 | tee "$out/peers.txt"
+        ;;
     *) echo "unknown: $what" && false ;;
     esac || status=1
 done
