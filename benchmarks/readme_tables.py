@@ -123,8 +123,10 @@ def peers_table(result: dict[str, Any]) -> list[str]:
         return digits(statistics.median(values) / per) if values else "not measured"
 
     lines = [
-        f"**Beside its peers**, the same tensors: {workload['segments']} segments, {workload['weights_bytes'] / GIB:.2f}"
-        f" GiB of weights, {workload['kv_cache_bytes'] / GIB:.2f} GiB of KV cache. Each layer in processes of its own, one after the other, in one run; every byte checked after every wake."
+        f"**Beside its peers**, the same tensors: {workload['segments']} segments,"
+        f" {workload['weights_bytes'] / GIB:.2f} GiB of weights, {workload['kv_cache_bytes'] / GIB:.2f} GiB of KV"
+        " cache. Each layer in processes of its own, one after the other, in one run; every byte checked after every"
+        " wake."
         f" {machine(result)}. The link: {link_gbps(result, 'to_host')} to the host,"
         f" {link_gbps(result, 'to_device')} to the GPU. Seconds, median and range:",
         "",
@@ -180,6 +182,7 @@ def draw_peers(result: dict[str, Any]) -> None:
         )
         axes.bar_label(bars, [f" {digits(value)} s" for value in medians], fontsize=8)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.margins(x=0.12)
     axes.set_yticks(range(len(PLOTTED)), PLOTTED)
     axes.invert_yaxis()

@@ -197,7 +197,8 @@ def results(
 def test_tables_say_what_was_not_measured(results: pathlib.Path, tables: ModuleType) -> None:
     tables.main()
     readme = (results.parent / "README.md").read_text()
-    assert readme.startswith("Above.\n") and readme.endswith("Below.\n")
+    assert readme.startswith("Above.\n")
+    assert readme.endswith("Below.\n")
     first_sleep = next(line for line in readme.splitlines() if line.startswith("| first sleep | "))
     assert first_sleep.count("not measured") == 3
     assert re.search(r"^vLLM `cumem` was not measured: vllm (is not installed|needs a GPU)\.$", readme, re.MULTILINE)
