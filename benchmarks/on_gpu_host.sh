@@ -25,7 +25,7 @@ for what in "$@"; do
     decoder) timeout 200 python3 benchmarks/decoder.py --out "$out/decoder.json" --checkpoint /tmp/qwen3-8b ;;
     copies) timeout 200 python3 benchmarks/copies.py --out "$out/copies.json" ;;
     peers)
-        # About eight minutes; after --deadline no process is started, a minute later none is left.
+        # After --deadline seconds no process is started that would end later; a minute on, none is left.
         if [ -f .gpu/peers.tar.xz ]; then tar xJf .gpu/peers.tar.xz -C /tmp/site || exit 1; fi
         timeout -k 10 580 python3 -m pytest -p no:cacheprovider benchmarks/test_peers.py --deadline=450 \
             --benchmark-json="$out/peers.json" 2>&1 | tee "$out/peers.txt"

@@ -229,10 +229,10 @@ class Recording:
     def _measure_machine(self) -> None:
         try:
             with Process("none", self._ends_at) as process:
-                self.machine = process.ask("machine")
                 # As much as any layer takes here: vLLM's backups are rounded up.
                 process.ask("touch_host_memory", nbytes=int(self.workload.weights_bytes * 1.2))
                 self.link = process.ask("link", nbytes=self.workload.link_bytes, rounds=3)
+                self.machine = process.ask("machine")
         except (WorkerFailed, NotInstalled) as error:
             self.machine_error = str(error)
         self._say(f"{self._elapsed_s:5.0f} s  machine and link: {self.machine_error or 'measured'}")

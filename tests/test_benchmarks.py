@@ -17,13 +17,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from support import SIMULATED
 
 import cumem_sleep
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
 
-pytestmark = [pytest.mark.sim, pytest.mark.skipif(not SIMULATED, reason="needs the simulated driver")]
+pytestmark = pytest.mark.sim
 pytest.importorskip("pytest_benchmark")
 
 
