@@ -61,6 +61,7 @@ class Workload:
         sizes: bytes of each weight.
         kv_bytes: of the KV cache.
         processes: how often a first sleep is measured, at most.
+        rounds: of later sleeps and wakes in the first of these processes, at most (`Layer.rounds` may be fewer).
         pause_s: before a late wake.
         deadline_s: no further process is started that would end later than this; what runs `GRACE_S` later is ended.
     """
