@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the project on a GPU host without network and runs what needs a GPU; raw results go to the folder $1.
-#   benchmarks/on_gpu_host.sh OUT [tests] [sanitizer] [decoder] [bench]
+#   benchmarks/on_gpu_host.sh OUT [tests] [sanitizer] [decoder] [bench] [small] [peers]
+# What `peers` compares with comes from .gpu/peers.tar.xz (benchmarks/peers_bundle.py), if it is there.
 # Runs of the suite leave their last lines in OUT/*.txt, measurements their raw JSON.
 set -uo pipefail
 out=$1
@@ -23,6 +24,16 @@ for what in "$@"; do
         ;;
     decoder) timeout 200 python3 benchmarks/decoder.py --out "$out/decoder.json" --checkpoint /tmp/qwen3-8b ;;
     bench) timeout 280 python3 -m cumem_sleep bench --weights 62488MiB --kv 54.63GiB --json >"$out/bench.json" ;;
+    small)
+        timeout 200 python3 -m cumem_sleep bench --weights 8000MiB --segment-size 2MiB --kv 20GiB --json \
+            >"$out/bench_small_segments.json"
+        ;;
+    peers)
+        # After --deadline seconds no process is started that would end later; a minute on, none is left.
+        if [ -f .gpu/peers.tar.xz ]; then tar xJf .gpu/peers.tar.xz -C /tmp/site || exit 1; fi
+        timeout -k 10 580 python3 -m pytest -p no:cacheprovider benchmarks/test_peers.py --deadline=450 \
+            --benchmark-json="$out/peers.json" 2>&1 | tee "$out/peers.txt"
+        ;;
     *) echo "unknown: $what" && false ;;
     esac || status=1
 done

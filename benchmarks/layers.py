@@ -1,0 +1,210 @@
+"""The sleep-mode layers that are compared, with one face.
+
+Each is used as its own documentation says, in a process that holds nothing else. Importing this module imports none of
+them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+SIMULATED = os.environ.get("CUMEM_SLEEP_DRIVER") == "sim"
+
+
+class NotInstalled(Exception):
+    """The layer cannot be measured here; the text says why."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """The C functions that PyTorch's caching allocator calls: malloc(bytes, device, stream), free(address, …)."""
+
+    malloc: Any
+    free: Any
+
+    @classmethod
+    def of(cls, library: str, malloc: str, free: str) -> Hooks:
+        loaded = ctypes.CDLL(library)
+        hooks = cls(getattr(loaded, malloc), getattr(loaded, free))
+        hooks.malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        hooks.malloc.restype = ctypes.c_void_p
+        hooks.free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        hooks.free.restype = None
+        return hooks
+
+
+class Layer:
+    """What a layer can be asked for. Level 1 keeps the weights' bytes in host memory, level 2 drops them; both drop the
+    KV cache.
+
+    Raises:
+        NotInstalled: on construction.
+    """
+
+    title: ClassVar[str]  # of its column in the README
+    packages: ClassVar[tuple[str, ...]]  # import name and distribution name
+    levels: ClassVar[tuple[int, ...]] = (1, 2)
+    # Of later sleeps and wakes in one process: fewer where each of them takes tens of seconds.
+    rounds: ClassVar[int] = 3
+    needs_gpu: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec(self.packages[0]) is None:
+            raise NotInstalled(f"{self.packages[1]} is not installed")
+        if SIMULATED and self.needs_gpu:
+            raise NotInstalled(f"{self.packages[1]} needs a GPU")
+
+    def version(self) -> str:
+        try:
+            return importlib.metadata.version(self.packages[1])
+        except importlib.metadata.PackageNotFoundError:
+            return "not installed but on the path"
+
+    def pool(self, tag: str) -> AbstractContextManager[object]:
+        """What PyTorch allocates inside belongs to the layer, under `tag`: `weights` or `kv_cache`."""
+        raise NotImplementedError
+
+    def sleep(self, level: int) -> None:
+        raise NotImplementedError
+
+    def wake(self) -> None:
+        raise NotImplementedError
+
+    def hooks(self) -> Hooks:
+        """To be called inside a pool."""
+        raise NotImplementedError
+
+
+class CumemSleep(Layer):
+    """Our own, with its default settings: backups kept, restored bytes verified."""
+
+    title = "cumem-sleep"
+    packages = ("cumem_sleep", "cumem-sleep")
+    needs_gpu = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        from cumem_sleep import CuMemAllocator
+
+        self._allocator = CuMemAllocator.get_instance()
+
+    def pool(self, tag: str) -> AbstractContextManager[object]:
+        return self._allocator.use_memory_pool(tag)
+
+    def sleep(self, level: int) -> None:
+        self._allocator.sleep(level)
+
+    def wake(self) -> None:
+        self._allocator.wake_up()
+
+    def hooks(self) -> Hooks:
+        from cumem_sleep import _core
+
+        return Hooks.of(_core.__file__, "cumem_sleep_malloc", "cumem_sleep_free")
+
+
+class Vllm(Layer):
+    """vLLM's own allocator, called as its worker calls it (`GPUWorker.sleep`)."""
+
+    title = "vLLM `cumem`"
+    packages = ("vllm", "vllm")
+
+    def __init__(self) -> None:
+        super().__init__()
+        from vllm.device_allocator import cumem
+
+        if not cumem.cumem_available:  # it hides why: the same imports, for their error
+            for module in ("vllm.cumem_allocator", "vllm.distributed.device_communicators.cuda_wrapper"):
+                importlib.import_module(module)
+            raise RuntimeError("vLLM says that its cumem allocator is not available")
+        if cumem.CuMemAllocator.__module__ != cumem.__name__:
+            raise RuntimeError(f"vLLM's allocator was replaced by {cumem.CuMemAllocator.__module__}'s")
+        self._library = cumem.lib_name
+        self._allocator = cumem.CuMemAllocator.get_instance()
+
+    def pool(self, tag: str) -> AbstractContextManager[object]:
+        return self._allocator.use_memory_pool(tag)
+
+    def sleep(self, level: int) -> None:
+        self._allocator.sleep(offload_tags=("weights",) if level == 1 else ())
+
+    def wake(self) -> None:
+        self._allocator.wake_up()
+
+    def hooks(self) -> Hooks:
+        return Hooks.of(self._library, "my_malloc", "my_free")
+
+
+class TorchMemorySaver(Layer):
+    """torch_memory_saver as a pluggable allocator (its hook mode `torch`), weights backed up to pinned memory.
+
+    Whether bytes are kept is fixed where memory is allocated, so there is no level 2 for the same memory.
+    """
+
+    title = "torch_memory_saver"
+    packages = ("torch_memory_saver", "torch_memory_saver")
+    levels = (1,)
+    rounds = 1
+    retain_backups: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torch_memory_saver import torch_memory_saver
+
+        torch_memory_saver.hook_mode = "torch"
+        torch_memory_saver.retain_cpu_backup = self.retain_backups
+        if bool(torch_memory_saver.retain_cpu_backup) != self.retain_backups:
+            raise RuntimeError(f"retain_cpu_backup={self.retain_backups} had no effect")
+        self._saver = torch_memory_saver
+
+    def pool(self, tag: str) -> AbstractContextManager[object]:
+        if tag == "kv_cache":
+            return self._saver.region(tag=tag)
+        return self._saver.region(tag=tag, enable_cpu_backup=True, cpu_backup_backend="pinned")
+
+    def sleep(self, level: int) -> None:
+        assert level in self.levels
+        self._saver.pause()
+
+    def wake(self) -> None:
+        self._saver.resume()
+
+    def hooks(self) -> Hooks:
+        from torch_memory_saver.utils import get_binary_path_from_package
+
+        library = get_binary_path_from_package("torch_memory_saver_hook_mode_torch")
+        return Hooks.of(str(library), "tms_torch_malloc", "tms_torch_free")
+
+
+class TorchMemorySaverRetained(TorchMemorySaver):
+    """The same, with its host memory kept across wakes."""
+
+    title = "torch_memory_saver, backups retained"
+    rounds = 3
+    retain_backups = True
+
+
+class Bare(Layer):
+    """No layer: for what is measured of the machine itself."""
+
+    title = "no layer"
+    packages = ("cumem_sleep", "cumem-sleep")
+    needs_gpu = False
+
+    def pool(self, tag: str) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+LAYERS: dict[str, type[Layer]] = {
+    "cumem-sleep": CumemSleep,
+    "vllm": Vllm,
+    "torch_memory_saver": TorchMemorySaver,
+    "torch_memory_saver-retained": TorchMemorySaverRetained,
+}

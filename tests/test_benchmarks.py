@@ -1,0 +1,247 @@
+"""The comparison with other layers: its processes, pipes and results, on the simulated driver; and the README's tables.
+
+The layers that need a GPU are said to be missing here, which is what a user sees without them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import cumem_sleep
+
+BENCHMARKS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
+
+pytestmark = pytest.mark.sim
+pytest.importorskip("pytest_benchmark")
+
+
+def run_peers(out: pathlib.Path, *options: str) -> subprocess.CompletedProcess[str]:
+    package_root = pathlib.Path(cumem_sleep.__path__[0]).parent
+    small = ["--decoder-layers=1", "--scale=2048", "--pause=0", "--rounds=1", "--processes=2"]
+    command = [sys.executable, "-m", "pytest", str(BENCHMARKS / "test_peers.py"), "-p", "no:cacheprovider"]
+    return subprocess.run(
+        [*command, "-o", "timeout=1", *small, *options, f"--benchmark-json={out}"],
+        cwd=pathlib.Path(__file__).parent,  # not the checkout, whose package may not be built
+        env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": str(package_root)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """Output and JSON of a small run of all layers."""
+    out = tmp_path_factory.mktemp("peers") / "peers.json"
+    process = run_peers(out)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout, json.loads(out.read_text())
+
+
+@pytest.fixture
+def benchmark_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    names = ("layers", "readme_tables", "recording")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def tables(benchmark_modules: None) -> ModuleType:
+    return importlib.import_module("readme_tables")
+
+
+def test_every_step_is_measured_in_fresh_processes(peers: tuple[str, dict[str, Any]]) -> None:
+    _, result = peers
+    rounds = {benchmark["name"]: benchmark["stats"]["rounds"] for benchmark in result["benchmarks"]}
+    assert rounds["test_step[first sleep-cumem-sleep]"] == 2
+    assert rounds["test_step[wake right after sleeping-cumem-sleep]"] == 3
+    assert rounds["test_step[sleep at level 2-cumem-sleep]"] == 1
+    assert rounds["test_step[malloc of a 20 MiB segment-cumem-sleep]"] == 5
+    assert rounds["test_link[to_host]"] == 3
+    assert all(min(benchmark["stats"]["data"]) > 0 for benchmark in result["benchmarks"])
+    assert result["layers"]["cumem-sleep"]["wakes_checked"] == 4
+    assert result["layers"]["cumem-sleep"]["error"] is None
+
+
+def test_missing_layers_are_said(peers: tuple[str, dict[str, Any]]) -> None:
+    output, result = peers
+    for layer, package in (("vllm", "vllm"), ("torch_memory_saver-retained", "torch_memory_saver")):
+        reason = result["layers"][layer]["not_installed"]
+        assert reason in (f"{package} is not installed", f"{package} needs a GPU")
+        assert re.search(rf"^{layer}.*NOT MEASURED: {reason}$", output, re.MULTILINE)
+
+
+def test_results_do_not_name_the_machine(peers: tuple[str, dict[str, Any]]) -> None:
+    _, result = peers
+    assert "node" not in result["machine_info"]
+    assert str(pathlib.Path(result["machine"]["command"].split()[1]).parent) == "."
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("raise RuntimeError('no luck')", "sleep: RuntimeError: no luck"),
+        ("import os; print('last words'); os._exit(3)", "sleep: ended with status 3"),
+    ],
+)
+def test_a_failing_layer_loses_nothing_of_the_others(
+    benchmark_modules: None, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, broken: str, said: str
+) -> None:
+    """A layer that fails at its second sleep keeps its first, and the next layer is measured."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
+        "import layers\n"
+        "class Broken(layers.CumemSleep):\n"
+        "    title = 'broken'\n"
+        "    sleeps = 0\n"
+        "    def sleep(self, level):\n"
+        "        self.sleeps += 1\n"
+        f"        if self.sleeps > 1: {broken}\n"
+        "        super().sleep(level)\n"
+        "layers.LAYERS['broken'] = Broken\n"
+    )
+    package_root = pathlib.Path(cumem_sleep.__path__[0]).parent
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{package_root}")
+    recording = importlib.import_module("recording")
+    layers = importlib.import_module("layers")
+    monkeypatch.setitem(layers.LAYERS, "broken", layers.CumemSleep)
+    workload = recording.Workload([4096] * 3, 4096, 2, 1, 0.0, 60.0, 4096, 2)
+    run = recording.Recording(workload, lambda line: None)
+    run.run(["broken", "cumem-sleep"])
+    assert run.records["broken"].error.startswith(said)
+    assert "last words" not in broken or "last words" in run.records["broken"].error
+    assert [len(seconds) for seconds in run.records["broken"].seconds.values()] == [1, 1]
+    assert run.records["cumem-sleep"].error is None
+    assert len(run.records["cumem-sleep"].seconds["first sleep"]) == 2
+
+
+def test_changed_bytes_are_found(
+    benchmark_modules: None, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
+        "import layers\n"
+        "class Forgetful(layers.CumemSleep):\n"
+        "    def sleep(self, level):\n"
+        "        self._allocator.sleep(2)\n"
+        "layers.LAYERS['cumem-sleep'] = Forgetful\n"
+    )
+    package_root = pathlib.Path(cumem_sleep.__path__[0]).parent
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{package_root}")
+    recording = importlib.import_module("recording")
+    run = recording.Recording(recording.Workload([4096] * 3, 4096, 1, 1, 0.0, 60.0, 4096, 2), lambda line: None)
+    run.run(["cumem-sleep"])
+    assert "bytes differ after it, in tensors [0, 1, 2]" in run.records["cumem-sleep"].error
+
+
+# The README's tables
+
+
+MACHINE = {"gpu": "A GPU", "driver, pcie generation, width": "580.1, 5, 16", "cores": 16, "torch": "2.11.0"}
+
+
+def bench_result() -> dict[str, Any]:
+    steps = [
+        ("first sleep", 3.0, 65e9, 2.5),
+        ("wake", 1.5, 65e9, 1.2),
+        ("wake", 1.3, 65e9, 1.1),
+        ("other", 0.1, 0, None),
+    ]
+    return {
+        "machine": MACHINE,
+        "workload": {"name": "32b", "segments": 258, "weights_bytes": 61 << 30, "kv_cache_bytes": 54 << 30},
+        "link_gbps": {"to_host": 55.0, "to_device": 54.0},
+        "digest": {"bytes": 61 << 30, "seconds": [0.018, 0.019], "gbps": 3500.0},
+        "steps": [
+            {"step": step, "seconds": seconds, "bytes": nbytes, "gbps": nbytes / seconds / 1e9, "times_link": ratio}
+            for step, seconds, nbytes, ratio in steps
+        ],
+    }
+
+
+@pytest.fixture
+def results(
+    peers: tuple[str, dict[str, Any]], tables: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> pathlib.Path:
+    """A project whose results are made up, and whose README has nothing in it yet."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "peers.json").write_text(json.dumps({**peers[1], "machine": MACHINE}))
+    for name in ("bench.json", "bench_small_segments.json"):
+        (folder / name).write_text(json.dumps(bench_result()))
+    (folder / "decoder.json").write_bytes((BENCHMARKS / "results" / "decoder.json").read_bytes())
+    (tmp_path / "README.md").write_text(f"Above.\n\n{tables.BEGIN}\n{tables.END}\n\nBelow.\n")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", folder)
+    monkeypatch.setattr(tables, "PLOT", tmp_path / "docs" / "peers.svg")
+    monkeypatch.setattr(tables, "draw_peers", lambda result: None)
+    monkeypatch.setattr(sys, "argv", ["readme_tables.py"])
+    return folder
+
+
+def test_tables_say_what_was_not_measured(results: pathlib.Path, tables: ModuleType) -> None:
+    tables.main()
+    readme = (results.parent / "README.md").read_text()
+    assert readme.startswith("Above.\n")
+    assert readme.endswith("Below.\n")
+    first_sleep = next(line for line in readme.splitlines() if line.startswith("| first sleep | "))
+    assert first_sleep.count("not measured") == 3
+    assert re.search(r"^vLLM `cumem` was not measured: vllm (is not installed|needs a GPU)\.$", readme, re.MULTILINE)
+    assert "| wake | 1.40 (1.30–1.50) | 65.0 | 46.7 | 1.15 |" in readme
+
+
+def test_check_notices_other_figures_and_an_old_plot(
+    results: pathlib.Path, tables: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["readme_tables.py", "--check"])
+    with pytest.raises(SystemExit, match=r"README\.md: its figures"):
+        tables.main()
+    monkeypatch.setattr(sys, "argv", ["readme_tables.py"])
+    tables.main()
+    monkeypatch.setattr(sys, "argv", ["readme_tables.py", "--check"])
+    with pytest.raises(SystemExit, match=r"peers\.svg: not made from"):
+        tables.main()
+    tables.PLOT.parent.mkdir()
+    tables.PLOT.write_text(f"<svg>{tables.peers_digest()}</svg>")
+    tables.main()
+
+
+def test_missing_and_simulated_results_are_refused(
+    results: pathlib.Path, tables: ModuleType, peers: tuple[str, dict[str, Any]]
+) -> None:
+    (results / "peers.json").write_text(json.dumps(peers[1]))
+    with pytest.raises(SystemExit, match="simulated"):
+        tables.main()
+    (results / "peers.json").unlink()
+    with pytest.raises(SystemExit, match=r"peers\.json is missing"):
+        tables.main()
+
+
+def test_the_plot_is_the_same_for_the_same_result(
+    results: pathlib.Path, tables: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.undo()
+    monkeypatch.setattr(tables, "RESULTS", results)
+    plots = []
+    for name in ("a.svg", "b.svg"):
+        monkeypatch.setattr(tables, "PLOT", results / name)
+        tables.draw_peers(tables.load("peers.json"))
+        plots.append((results / name).read_text())
+    assert plots[0] == plots[1]
+    assert tables.peers_digest() in plots[0]
+    assert "first sleep" in plots[0]
