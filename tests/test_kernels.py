@@ -1,4 +1,4 @@
-"""The Triton kernel without a GPU: it compiles for one, and in Triton's interpreter it equals the reference."""
+"""The Triton kernels without a GPU: they compile for one, and in Triton's interpreter they do what they should."""
 
 from __future__ import annotations
 
@@ -46,6 +46,49 @@ def test_the_kernel_equals_the_reference_in_the_interpreter() -> None:
         kernel._chunk_sums[(2,)](table.ctypes.data, out.ctypes.data, kernel.ROWS, kernel.LANES, 1, 1)
         expected = sums_of(content, first_chunk=7)
         assert tuple(int(x) for x in out.sum(axis=0)) == expected, (out, expected)
+        """,
+        TRITON_INTERPRET="1",
+    )
+    assert process.returncode == 0, process.stderr
+
+
+def test_the_copy_kernel_compiles_for_a_gpu() -> None:
+    process = run_script(
+        """
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        from cumem_sleep import copy_kernel as kernel
+
+        source = ASTSource(
+            fn=kernel._copy_chunks,
+            signature={"table": "i64", "chunks": "i32", "PROGRAMS": "constexpr", "WORDS": "constexpr",
+                       "CHUNK": "constexpr"},
+            constexprs={"PROGRAMS": kernel._PROGRAMS, "WORDS": kernel._WORDS, "CHUNK": kernel.CHUNK_BYTES // 8},
+        )
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernel._WARPS})
+        assert "ld.global.v2.b64" in compiled.asm["ptx"]  # 16 bytes at once
+        """
+    )
+    assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.sim
+def test_the_copy_kernel_copies_in_the_interpreter() -> None:
+    process = run_script(
+        """
+        import numpy as np
+        from cumem_sleep import copy_kernel as kernel
+
+        source = np.random.default_rng(6).integers(0, 256, 3 * kernel.CHUNK_BYTES, np.uint8)
+        target = np.zeros(4 * kernel.CHUNK_BYTES, np.uint8)
+        table = np.array([[source.ctypes.data + i * kernel.CHUNK_BYTES, target.ctypes.data + j * kernel.CHUNK_BYTES]
+                          for i, j in ((0, 2), (2, 0), (1, 3))], np.uint64)
+        kernel._copy_chunks[(kernel._PROGRAMS,)](
+            table.ctypes.data, 3, kernel._PROGRAMS, kernel._WORDS, kernel.CHUNK_BYTES // 8
+        )
+        parts = source.reshape(3, -1)
+        assert np.array_equal(target.reshape(4, -1), np.stack([parts[2], 0 * parts[0], parts[0], parts[1]]))
         """,
         TRITON_INTERPRET="1",
     )
