@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the project on a GPU host without network and runs what needs a GPU; raw results go to the folder $1.
-#   benchmarks/on_gpu_host.sh OUT [tests] [sanitizer] [decoder] [bench] [small] [peers]
+#   benchmarks/on_gpu_host.sh OUT [tests] [sanitizer] [decoder] [bench] [small] [prepare] [peers]
 # What `peers` compares with comes from .gpu/peers.tar.xz (benchmarks/peers_bundle.py), if it is there.
 # Runs of the suite leave their last lines in OUT/*.txt, measurements their raw JSON.
 set -uo pipefail
@@ -28,6 +28,7 @@ for what in "$@"; do
         timeout 200 python3 -m cumem_sleep bench --weights 8000MiB --segment-size 2MiB --kv 20GiB --json \
             >"$out/bench_small_segments.json"
         ;;
+    prepare) timeout 200 python3 benchmarks/prepare_cost.py --out "$out/prepare_cost.json" ;;
     peers)
         # After --deadline seconds no process is started that would end later; a minute on, none is left.
         if [ -f .gpu/peers.tar.xz ]; then tar xJf .gpu/peers.tar.xz -C /tmp/site || exit 1; fi

@@ -231,7 +231,7 @@ class Recording:
         try:
             with Process("none", self._ends_at) as process:
                 # As much as any layer takes here: vLLM's backups are rounded up.
-                process.ask("touch_host_memory", nbytes=int(self.workload.weights_bytes * 1.2))
+                process.ask("touch_host_memory", nbytes=int(self.workload.weights_bytes * 1.8))
                 self.link = process.ask("link", nbytes=self.workload.link_bytes, rounds=3)
                 self.machine = process.ask("machine")
         except (WorkerFailed, NotInstalled) as error:

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate, chain
 from typing import Any, ClassVar, TypeVar
 
 from . import _core
@@ -45,6 +47,8 @@ DEFERRABLE_TAGS = ("weights", "kv_cache")
 
 _Report = TypeVar("_Report", SleepReport, WakeReport)
 _Sleep = _core.Segment.Sleep
+# Copying so much takes longer than the digests of all the rest.
+_HEAD_BYTES = 2 << 30
 _CAPTURE_ERRORS = "CUDA_ERROR_STREAM_CAPTURE_"
 
 
@@ -194,8 +198,9 @@ class CuMemAllocator:
     ) -> SleepReport:
         """Give device memory back; addresses stay.
 
-        In order: wait for the devices; digest what is to be backed up, to see what changed; take host memory for what
-        did; copy it; digest again, to see that nothing wrote to it meanwhile; only then take the physical memory away.
+        In order: wait for the devices; take host memory for what has no backup; digest what is to be backed up, to see
+        what changed; copy that; digest again, to see that nothing wrote to it meanwhile; only then take the physical
+        memory away.
         An error or an interrupt before that last step leaves everything mapped with its bytes. An interrupt after it
         finds everything asleep, with its backups. What sleeps already stays as it is, whatever the level.
 
@@ -378,14 +383,16 @@ class CuMemAllocator:
             backed_up = [segment for segment in pinned if not is_dropped(segment.tag)]
             with timer("quiesce"):
                 self._quiesce(pinned)
-            with timer("digest"):
-                digests = self._digests(backed_up)
-            dirty = [s for s in backed_up if not self._store.is_clean(s, digests.get(s.id))]
             with timer("host_memory"):
-                self._store.take(dirty, keep=backed_up)
-            if dirty:
+                self._store.take(backed_up, keep=backed_up)
+            digests: dict[int, Digest] = {}
+            changed_parts = self._changed_parts(backed_up, digests)
+            with timer("digest"):
+                first_changed = next(changed_parts, [])
+            dirty: list[_core.Segment] = []
+            if first_changed:
                 with timer("copy"):
-                    self._store.fill(dirty, digests)
+                    dirty = self._store.fill(chain([first_changed], changed_parts), digests, candidates=backed_up)
             with timer("check"):
                 if dirty:
                     self._check_unchanged(backed_up, digests)
@@ -418,13 +425,18 @@ class CuMemAllocator:
             expected = self._digests_at_sleep(restored) if self.settings.verify == "wake" else {}
             checked = [segment for segment in restored if segment.id in expected]
             kept_memory = {segment.id for segment in blank if segment.has_memory}  # the driver kept it, with its bytes
-            # What has bytes to come is mapped first: while the link is busy with those, mapping the rest costs nothing.
-            mapping = Ahead(1, {segment.id: [segment.map] for segment in restored + blank})
+            half_restored = threading.Event()
+            mapping = Ahead(1, _mapping_tasks(restored, half_restored, blank))
             try:
                 with mapping, self._digester.run(checked) as digests:
-                    if restored:
-                        with timer("copy"):
-                            self._restorer.restore(restored, self._store, mapping.wait, digests if checked else None)
+                    try:
+                        if restored:
+                            with timer("copy"):
+                                self._restorer.restore(
+                                    restored, self._store, mapping.wait, half_restored, digests if checked else None
+                                )
+                    finally:
+                        half_restored.set()
                     with timer("map"):
                         for segment in blank:
                             mapping.wait(segment.id)
@@ -465,6 +477,16 @@ class CuMemAllocator:
                         " now; that capture is invalid, capture again"
                     ) from error
                 raise
+
+    def _changed_parts(
+        self, segments: Sequence[_core.Segment], digests: dict[int, Digest]
+    ) -> Iterator[list[_core.Segment]]:
+        """Segments that do not equal their backup, in parts: while one is copied, the next is digested."""
+        for part in _head_and_rest(segments):
+            digests.update(self._digests(part))
+            changed = [segment for segment in part if not self._store.is_clean(segment, digests.get(segment.id))]
+            if changed:
+                yield changed
 
     def _digests(self, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
         """Of what will be compared: with a backup now, or after a wake."""
@@ -709,6 +731,33 @@ def _check_integer(name: str, value: object, minimum: int) -> None:
         raise InvalidArgumentType(f"{name}={value!r}: a whole number is wanted")
     if value < minimum:
         raise InvalidArgument(f"{name}={value!r}: at least {minimum} is allowed")
+
+
+def _mapping_tasks(
+    restored: Sequence[_core.Segment], half_restored: threading.Event, blank: Sequence[_core.Segment]
+) -> dict[int, list[Callable[[], None]]]:
+    """What has bytes to come is mapped first. The rest follows when half of those are there: it costs nothing then.
+
+    Earlier it could have to wait for the driver, which wipes freed memory before it gives it out again, and hold a lock
+    of the driver meanwhile that copies need too.
+    """
+    tasks: dict[int, list[Callable[[], None]]] = {segment.id: [segment.map] for segment in restored}
+    for place, segment in enumerate(blank):
+        tasks[segment.id] = [segment.map] if place or not restored else [partial(_wait, half_restored), segment.map]
+    return tasks
+
+
+def _wait(event: threading.Event) -> None:
+    event.wait()
+
+
+def _head_and_rest(segments: Sequence[_core.Segment]) -> Iterator[Sequence[_core.Segment]]:
+    """The first segments of at least `_HEAD_BYTES`, then all others."""
+    sums = accumulate(segment.bytes for segment in segments)
+    end = next((end for end, nbytes in enumerate(sums, start=1) if nbytes >= _HEAD_BYTES), len(segments))
+    yield segments[:end]
+    if segments[end:]:
+        yield segments[end:]
 
 
 def _total(segments: Iterable[_core.Segment]) -> int:

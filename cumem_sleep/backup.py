@@ -6,10 +6,12 @@ registered while the GPU already fills another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from . import _core, host_limits
 from .ahead import Ahead, Task
@@ -20,6 +22,7 @@ from .settings import Settings
 SLAB_BYTES = 128 << 20
 _TOUCH_BYTES = 16 << 20
 _MOST_PREFAULT_THREADS = 16
+_MUCH_BYTES = 1 << 30  # unpinning and freeing takes 16 ms
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,14 @@ class BackupStore:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._backups: dict[int, Backup] = {}
+        self._going: list[_core.HostBlock] = []  # given back by a thread just now
+        self._giving_back: threading.Thread | None = None
 
     @property
     def host_bytes(self) -> int:
         """Pinned host memory that is held."""
-        return sum(backup.bytes for backup in self._backups.values())
+        going = sum(block.bytes for block in self._going if block.pinned)
+        return sum(backup.bytes for backup in self._backups.values()) + going
 
     def get(self, segment: _core.Segment) -> Backup | None:
         """The complete backup of `segment`, if there is one."""
@@ -116,25 +122,36 @@ class BackupStore:
                 segment, tuple(_core.HostBlock(size, nodes[segment.device]) for size in sizes)
             )
 
-    def fill(self, segments: Sequence[_core.Segment], digests: dict[int, Digest]) -> None:
-        """Copy the bytes of `segments` into their backups; returns when every byte is there.
+    def fill(
+        self,
+        parts: Iterable[Sequence[_core.Segment]],
+        digests: Mapping[int, Digest],
+        candidates: Sequence[_core.Segment],
+    ) -> list[_core.Segment]:
+        """Copy the bytes of all segments of `parts` into their backups; returns them, when every byte is there.
 
         Pages of new blocks are touched by threads ahead of the copies; a block is registered when it is next, while the
-        GPU fills the ones before.
+        GPU fills the ones before. The next part is asked for while the one before is being copied.
+
+        Args:
+            parts: segments for whose backups room was taken.
+            digests: of the same bytes, by the segments' ids; may grow with the parts.
+            candidates: all that `parts` may name; of these, those without a backup must be among them.
 
         Raises:
             OutOfHostMemory, DriverError: a backup is incomplete; `prune` gives its memory back.
         """
-        backups = [self._backups[segment.id] for segment in segments]
-        for backup in backups:
-            backup.complete, backup.digest, backup.being_prepared = False, None, False
-        blocks = [block for backup in backups for block in backup.blocks]
+        filled: list[Backup] = []
+        new = [block for segment in candidates for block in self._backups[segment.id].blocks if not block.pinned]
         with ExitStack() as stack:  # on leaving it, no copy is in flight
-            devices = {segment.device for segment in segments}
+            devices = {segment.device for segment in candidates}
             streams = {device: stack.enter_context(_core.CopyStream(device)) for device in devices}
-            touched = stack.enter_context(self._touching([block for block in blocks if not block.pinned]))
-            for backup in backups:
-                stream = streams[backup.segment.device]
+            touched = stack.enter_context(self._touching(new))
+            for segment in chain.from_iterable(parts):
+                backup = self._backups[segment.id]
+                backup.complete, backup.digest, backup.being_prepared = False, None, False
+                filled.append(backup)
+                stream = streams[segment.device]
                 for piece in backup.pieces(SLAB_BYTES):
                     if not piece.block.pinned:
                         touched.wait(id(piece.block))
@@ -142,9 +159,10 @@ class BackupStore:
                     stream.to_host(piece.block, piece.offset, piece.address, piece.bytes)
             for stream in streams.values():
                 stream.synchronize()
-        for backup in backups:
+        for backup in filled:
             backup.digest = digests.get(backup.segment.id)
             backup.complete = True
+        return [backup.segment for backup in filled]
 
     def is_clean(self, segment: _core.Segment, digest: Digest | None) -> bool:
         """Whether the complete backup of `segment` is of bytes with this digest."""
@@ -188,15 +206,37 @@ class BackupStore:
             backup = self._backups.pop(segment_id, None)
             if backup is not None:
                 backup.being_prepared = False
-                for block in backup.blocks:
-                    block.close()
+                _close(backup.blocks)
 
     def prune(self) -> None:
         """Forget what nobody can need.
 
-        That is: backups of what was freed or dropped, incomplete ones, and those that the settings do not retain.
+        That is: backups of what was freed or dropped, incomplete ones, and those that the settings do not retain. Much
+        memory is given back by a thread, since that takes as long as copying it did.
         """
-        self.forget([segment_id for segment_id, backup in self._backups.items() if not self._is_needed(backup)])
+        unneeded = [segment_id for segment_id, backup in self._backups.items() if not self._is_needed(backup)]
+        if sum(self._backups[segment_id].bytes for segment_id in unneeded) < _MUCH_BYTES:
+            self.forget(unneeded)
+            return
+        self.settle()
+        for segment_id in unneeded:
+            backup = self._backups.pop(segment_id)
+            backup.being_prepared = False
+            self._going += backup.blocks
+        self._giving_back = threading.Thread(target=_close, args=(self._going,), name="cumem-sleep-give-back")
+        try:
+            self._giving_back.start()
+        except RuntimeError:  # no thread to be had
+            self._giving_back = None
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until everything that was forgotten has gone back to the system."""
+        if self._giving_back is not None:
+            self._giving_back.join()
+            self._giving_back = None
+        _close(self._going)
+        self._going = []
 
     def _is_needed(self, backup: Backup) -> bool:
         if backup.segment.freed or not (backup.complete or backup.being_prepared):
@@ -206,7 +246,8 @@ class BackupStore:
         return backup.segment.sleep == _core.Segment.Sleep.BACKED_UP
 
     def clear(self) -> None:
-        """Forget every backup of a segment that is awake."""
+        """Forget every backup of a segment that is awake; returns when its memory has gone back to the system."""
+        self.settle()
         asleep = _core.Segment.Sleep.BACKED_UP
         self.forget([segment_id for segment_id, backup in self._backups.items() if backup.segment.sleep != asleep])
 
@@ -216,6 +257,7 @@ class BackupStore:
         Raises:
             OutOfHostMemory: a limit leaves too little; nothing was evicted.
         """
+        self.settle()
         retained = self._retained(keep)
         evictable = sum(backup.bytes for backup in retained)
         missing = 0
@@ -246,6 +288,11 @@ class BackupStore:
             for block in blocks
         }
         return Ahead(self._settings.prefault_threads or _default_prefault_threads(), tasks)
+
+
+def _close(blocks: Iterable[_core.HostBlock]) -> None:
+    for block in blocks:
+        block.close()
 
 
 def _default_prefault_threads() -> int:

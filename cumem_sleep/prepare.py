@@ -52,6 +52,7 @@ class Preparation:
         self._bytes_per_second = bytes_per_second
         self._warm_up = warm_up
         self._stopped = threading.Event()
+        self._due = 0.0  # when the next piece may be copied, as time.monotonic() has it
         self._error: CumemSleepError | None = None
         # A daemon, so that it does not keep a process from exiting; at exit it is stopped in an orderly way.
         self._thread = threading.Thread(target=self._run, name="cumem-sleep-prepare", daemon=True)
@@ -94,7 +95,6 @@ class Preparation:
                 self._warm_up()
                 for segment in self._segments:
                     self._prepare(segment, digests)
-                    self._prune()
         except CumemSleepError as error:
             self._error = error
             logger.warning("prepare ended early, the next sleep copies the rest: %s", error)
@@ -117,11 +117,12 @@ class Preparation:
                         if mine and self._digest(segment, digests) == before:
                             self._store.finish_preparing(backup, before)
         finally:
-            backup.being_prepared = False
+            if backup.being_prepared:
+                backup.being_prepared = False
+                self._prune()
 
     def _copy(self, backup: Backup, piece: Piece, stream: _core.CopyStream) -> bool:
         """One piece, at the rate that was asked for; false if the backup is no longer ours to make."""
-        start = time.monotonic()
         with self._turn(backup.segment, backup) as mine:
             if not mine:
                 return False
@@ -130,9 +131,15 @@ class Preparation:
                 piece.block.pin(stream.device)
             stream.to_host(piece.block, piece.offset, piece.address, piece.bytes)
             stream.synchronize()
-        seconds = piece.bytes / self._bytes_per_second if self._bytes_per_second else 0.0
-        self._stopped.wait(max(_SHORTEST_PAUSE_S, seconds - (time.monotonic() - start)))
+        self._pace(piece.bytes)
         return True
+
+    def _pace(self, nbytes: int) -> None:
+        """Wait as the rate demands; what taking a block cost may be made up for until the end of that block."""
+        now = time.monotonic()
+        seconds = nbytes / self._bytes_per_second if self._bytes_per_second else 0.0
+        self._due = max(self._due + seconds, now - seconds * _BLOCK_BYTES / _PIECE_BYTES)
+        self._stopped.wait(max(_SHORTEST_PAUSE_S, self._due - now))
 
     @contextmanager
     def _turn(self, segment: _core.Segment, backup: Backup | None = None) -> Iterator[bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("cumem_sleep")
 
 _BATCH_BYTES = 64 << 20
-_BATCHES_BETWEEN_TRIALS = 32  # 42 ms: a trial costs 1.5 ms while the driver wipes memory
-_WORTH_MEASURING_BYTES = 1 << 30
-# A quiet copy engine beats the processors by 7 %, one that wipes memory has half their speed.
-_ENGINE_IS_FREE = 0.8
+_BATCHES_IN_FLIGHT = 4  # 5 ms of work: the driver may keep us waiting for as long while it maps
+_BATCHES_TIMED = 8
+_BATCHES_BETWEEN_TRIALS = 32
+_WORTH_CHOOSING_BYTES = 1 << 30
+# Of the best rate seen; the engine has less than half of it while it wipes memory as well.
+_ENGINE_IS_BUSY = 0.7
 
 
 @dataclass
@@ -49,13 +52,14 @@ class Batch:
 class Restorer:
     """Copies backups to mapped segments.
 
-    Two batches are in flight on each device, on two streams, so that the link never waits for us. There are two ways:
-    the copy engine, and a kernel that reads host memory (`copy_kernel`), which is the faster one as long as the driver
-    wipes memory that was just freed, by this process or another. So both are tried, and the engine now and then again.
+    Some batches are in flight on each device, so that the link never waits for us. They go one of two ways: by the copy
+    engine, or by a kernel that reads host memory (`copy_kernel`). The latter is a little slower, but twice as fast
+    while the driver wipes memory that was just freed, by this process or another. So the engine's rate is watched.
     """
 
     def __init__(self) -> None:
         self._kernel_devices: set[int] = set()
+        self._best_rates: dict[int, _BestRate] = {}
 
     def warm_up(self, device: int) -> None:
         """Compile and load the kernel for `device`; without this only the copy engine is used there."""
@@ -75,6 +79,7 @@ class Restorer:
         segments: Sequence[_core.Segment],
         store: BackupStore,
         mapped: Callable[[int], None],
+        half_done: threading.Event,
         digests: DigestRun | None,
     ) -> None:
         """Copy the backups of `segments`; returns when every byte is there. Begins their digests.
@@ -83,6 +88,7 @@ class Restorer:
             segments: asleep, with complete backups.
             store: has the backups.
             mapped: waits until the segment of that id is mapped.
+            half_done: set when half of the bytes are there.
             digests: to be started for each segment once it is complete; None for no digests.
 
         Raises:
@@ -92,24 +98,28 @@ class Restorer:
             lanes = []
             for device in sorted({segment.device for segment in segments}):
                 mine = [segment for segment in segments if segment.device == device]
-                lanes.append(_Lane(mapped, digests, self._ways_to_copy(device, mine, stack)).run(_batches(mine, store)))
-            for _ in zip_longest(*lanes):
-                pass
+                ways = self._ways_to_copy(device, mine, stack)
+                lane = _Lane(mapped, digests, ways, self._best_rates.setdefault(device, _BestRate()))
+                lanes.append(lane.run(_batches(mine, store)))
+            total, copied = sum(segment.bytes for segment in segments), 0
+            for turn in zip_longest(*lanes, fillvalue=0):
+                copied += sum(turn)
+                if 2 * copied >= total:
+                    half_done.set()
 
     def _ways_to_copy(self, device: int, segments: Sequence[_core.Segment], stack: ExitStack) -> list[_Way]:
-        kernels: list[GpuCopies] = []
-        if device in self._kernel_devices and sum(segment.bytes for segment in segments) >= _WORTH_MEASURING_BYTES:
+        kernels: list[GpuCopies | None] = [None] * _BATCHES_IN_FLIGHT
+        if device in self._kernel_devices and sum(segment.bytes for segment in segments) >= _WORTH_CHOOSING_BYTES:
             from .copy_kernel import GpuCopies
 
             # Their tables must outlive the copies, so they are made, and given back, around the streams.
-            kernels = [stack.enter_context(closing(GpuCopies(device, _BATCH_BYTES))) for _ in range(2)]
-        streams = [stack.enter_context(_core.CopyStream(device)) for _ in range(2)]
-        return [_Way(stream, kernels[place] if kernels else None) for place, stream in enumerate(streams)]
+            kernels = [stack.enter_context(closing(GpuCopies(device, _BATCH_BYTES))) for _ in kernels]
+        return [_Way(stack.enter_context(_core.CopyStream(device)), kernel) for kernel in kernels]
 
 
 @dataclass
 class _Way:
-    """One of the two streams of a device, and the kernel's table for it."""
+    """One of the streams of a device, and the kernel's table for it."""
 
     stream: _core.CopyStream
     kernel: GpuCopies | None
@@ -131,28 +141,34 @@ class _Way:
 class _Lane:
     """The copies to one device."""
 
-    def __init__(self, mapped: Callable[[int], None], digests: DigestRun | None, ways: list[_Way]) -> None:
+    def __init__(
+        self,
+        mapped: Callable[[int], None],
+        digests: DigestRun | None,
+        ways: list[_Way],
+        best_rate: _BestRate,
+    ) -> None:
         self._mapped = mapped
         self._digests = digests
         self._ways = ways
+        self._choices = _choices(best_rate) if ways[0].kernel is not None else _engine_alone()
         self._in_flight: list[tuple[Batch, _Way]] = []
 
-    def run(self, batches: Iterator[Batch]) -> Iterator[None]:
-        """Yields after each batch that was begun, so that several devices take turns."""
-        choices = _choices() if self._ways[0].kernel else _engine_alone()
-        by_engine, is_trial = next(choices)
+    def run(self, batches: Iterator[Batch]) -> Iterator[int]:
+        """Yields after each batch that was begun, its bytes: so several devices take turns."""
+        choice = next(self._choices)
         for number, batch in enumerate(batches):
             for segment in batch.segments:
                 self._mapped(segment.id)
-            if is_trial:
+            if choice.alone:
                 self._finish(leave=0)
             start = time.perf_counter()
-            way = self._ways[number % 2]
-            way.start(batch, by_engine=by_engine)
+            way = self._ways[number % len(self._ways)]
+            way.start(batch, by_engine=choice.by_engine)
             self._in_flight.append((batch, way))
-            self._finish(leave=0 if is_trial else 1)
-            by_engine, is_trial = choices.send(batch.bytes / (time.perf_counter() - start))
-            yield
+            self._finish(leave=0 if choice.alone else len(self._ways) - 1)
+            choice = self._choices.send((batch.bytes, time.perf_counter() - start))
+            yield batch.bytes
         self._finish(leave=0)
 
     def _finish(self, leave: int) -> None:
@@ -164,23 +180,60 @@ class _Lane:
                 self._digests.start(batch.completed)
 
 
-def _choices() -> Generator[tuple[bool, bool], float, None]:
-    """Whether the engine copies the next batch, and whether that is a trial: then nothing runs beside it.
+@dataclass(frozen=True)
+class _Choice:
+    """How to copy the next batch.
 
-    Is sent the rate of the batch before.
+    Attributes:
+        by_engine: by the copy engine, else by the kernel.
+        alone: with nothing beside it, so that its time tells the rate.
     """
-    engine = yield True, True
-    processors = yield False, True
-    while engine < _ENGINE_IS_FREE * processors:
-        for _ in range(_BATCHES_BETWEEN_TRIALS):
-            yield False, False
-        engine = yield True, True
-    yield from _engine_alone()
+
+    by_engine: bool
+    alone: bool
 
 
-def _engine_alone() -> Generator[tuple[bool, bool], float, None]:
+@dataclass
+class _BestRate:
+    """The highest rate seen on a link, in bytes per second."""
+
+    value: float = 0.0
+
+    def see(self, nbytes: int, seconds: float) -> float:
+        """Returns this rate."""
+        rate = nbytes / seconds
+        self.value = max(self.value, rate)
+        return rate
+
+
+def _choices(best: _BestRate) -> Generator[_Choice, tuple[int, float], None]:
+    """What to do with each next batch; is sent the bytes and seconds of the one before.
+
+    Both ways are tried first. The engine is used until it turns out slow beside the best rate seen; then the kernel for
+    a while, and the engine is tried again.
+    """
+    best.see(*(yield _Choice(by_engine=False, alone=True)))
     while True:
-        yield True, False
+        if best.see(*(yield _Choice(by_engine=True, alone=True))) >= _ENGINE_IS_BUSY * best.value:
+            while (yield from _engine_for_a_while(best)) >= _ENGINE_IS_BUSY * best.value:
+                pass
+        for _ in range(_BATCHES_BETWEEN_TRIALS):
+            yield _Choice(by_engine=False, alone=False)
+
+
+def _engine_for_a_while(best: _BestRate) -> Generator[_Choice, tuple[int, float], float]:
+    """The rate of some batches, not counting the first few: they have yet to fill the queue."""
+    nbytes, seconds = 0, 0.0
+    for number in range(_BATCHES_IN_FLIGHT + _BATCHES_TIMED):
+        batch_bytes, batch_s = yield _Choice(by_engine=True, alone=False)
+        if number >= _BATCHES_IN_FLIGHT:
+            nbytes, seconds = nbytes + batch_bytes, seconds + batch_s
+    return best.see(nbytes, seconds)
+
+
+def _engine_alone() -> Generator[_Choice, tuple[int, float], None]:
+    while True:
+        yield _Choice(by_engine=True, alone=False)
 
 
 def _batches(segments: Sequence[_core.Segment], store: BackupStore) -> Iterator[Batch]:

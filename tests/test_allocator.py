@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from support import AWAKE, BACKED_UP, DROPPED, MIB, PAGE, SIMULATED, Cuda, Memory, in_thread
@@ -448,21 +449,18 @@ class TestWritesDuringSleep:
         """Work that still runs may change bytes that were digested or copied already: then the backup is worthless."""
         (address, content), (other, other_content) = fill(allocator, memory, "weights", "default").values()
         changed = content[:-1] + bytes([content[-1] ^ 1])
-        take, fill_backups = allocator._store.take, allocator._store.fill
+        fill_backups = allocator._store.fill
 
-        def write_and_take(*arguments: object, **more: object) -> None:
-            memory.write(address, changed)
-            take(*arguments, **more)  # type: ignore[arg-type]
-
-        def fill_and_write(*arguments: object) -> None:
-            fill_backups(*arguments)  # type: ignore[arg-type]
-            memory.write(address, changed)
+        def write_and_fill(*arguments: Any, **more: Any) -> list[_core.Segment]:
+            if when == "before":
+                memory.write(address, changed)
+            filled = fill_backups(*arguments, **more)
+            if when == "after":
+                memory.write(address, changed)
+            return filled
 
         with monkeypatch.context() as patch:
-            if when == "before":
-                patch.setattr(allocator._store, "take", write_and_take)
-            else:
-                patch.setattr(allocator._store, "fill", fill_and_write)
+            patch.setattr(allocator._store, "fill", write_and_fill)
             with pytest.raises(InvalidState, match="written to"):
                 allocator.sleep()
         assert sleep_states() == {"weights": AWAKE, "default": AWAKE}
@@ -732,7 +730,7 @@ class TestReports:
             assert str(report).startswith("[simulated] ") is SIMULATED
             assert 0 < sum(report.phases.values()) <= report.seconds
             assert all(seconds >= 0 for seconds in report.phases.values())
-        assert list(slept.phases) == ["quiesce", "digest", "host_memory", "copy", "check", "release"]
+        assert list(slept.phases) == ["quiesce", "host_memory", "digest", "copy", "check", "release"]
         assert list(woken.phases) == ["copy", "map", "verify"]
         assert [record.getMessage() for record in caplog.records] == [str(slept), str(woken)]
         assert "freed 6.00 MiB" in str(slept)

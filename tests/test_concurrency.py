@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from support import AWAKE, PAGE, Cuda, Memory, assert_clean_exit, hooks, in_thread, run_script
@@ -233,9 +234,9 @@ def test_pending_work_does_not_disturb_the_operation_that_it_interrupts(
 
     fill = store.fill
 
-    def patched_fill(*arguments: object) -> None:
+    def patched_fill(*arguments: Any, **more: Any) -> list[_core.Segment]:
         monkeypatch.setattr(_core.HostBlock, "pin", free_and_pin)
-        fill(*arguments)  # type: ignore[arg-type]
+        return fill(*arguments, **more)
 
     monkeypatch.setattr(store, "fill", patched_fill)
     allocator.sleep()

@@ -256,8 +256,8 @@ class _Bench:
 
 
 def _touch_host_memory(workload: Workload, room: Room, progress: Progress) -> None:
-    """As much as will be used: the backups, or what the link is measured with."""
-    nbytes = max(workload.weights_bytes, link_bytes(room))
+    """Twice what will be used, for the backups or to measure the link: the kernel may choose other pages then."""
+    nbytes = 2 * max(workload.weights_bytes, link_bytes(room))
     if room.host_bytes is not None:
         nbytes = min(nbytes, int(_TOUCHED_SHARE * room.host_bytes))
     show: Callable[[int], None] = lambda done: progress("use host memory once", done, nbytes)  # noqa: E731
