@@ -1,4 +1,4 @@
-"""What `prepare()` costs a model that runs meanwhile: a decode step in a CUDA graph, bound by memory, as a server does it.
+"""What `prepare()` costs a model that runs meanwhile: a decode step in a CUDA graph, bound by memory.
 
     python benchmarks/prepare_cost.py --out result.json
 

@@ -80,12 +80,12 @@ class CuMemAllocator:
                 raise InvalidState(
                     "this process already has a CuMemAllocator with memory handed out; use get_instance()"
                 )
-            other._stop_preparing()
+            other._stop_background_work()
             other._retired = True
         self._lock = _core.OperationLock()
         self._retired: bool = False
         self._driver_checked = False
-        self._store: BackupStore = BackupStore(self.settings)
+        self._store: BackupStore = BackupStore(self.settings, self._lock)
         self._digester = DeviceDigester()
         self._restorer = Restorer()
         self._torch_pools: TorchPools | None = None
@@ -316,6 +316,10 @@ class CuMemAllocator:
         """May be called with or without the lock held, which the thread never waits for."""
         if self._preparation is not None:
             self._preparation.stop()
+
+    def _stop_background_work(self) -> None:
+        self._stop_preparing()
+        self._store.stop()
 
     # Looking
 
@@ -688,7 +692,7 @@ def _forget_freed_backups() -> None:
 def _stop_at_exit() -> None:
     _core.on_free(None)
     if CuMemAllocator.instance is not None:
-        CuMemAllocator.instance._stop_preparing()
+        CuMemAllocator.instance._stop_background_work()
 
 
 def _dropped_at_level(level: int | None) -> Callable[[str], bool] | None:

@@ -23,6 +23,7 @@ SLAB_BYTES = 128 << 20
 _TOUCH_BYTES = 16 << 20
 _MOST_PREFAULT_THREADS = 16
 _MUCH_BYTES = 1 << 30  # unpinning and freeing takes 16 ms
+_BETWEEN_BLOCKS_S = 0.0002  # for who waits for the lock
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,15 @@ class Backup:
 class BackupStore:
     """All backups of the process, by segment. Not thread safe: the allocator's lock guards it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, lock: _core.OperationLock) -> None:
         self._settings = settings
         self._backups: dict[int, Backup] = {}
-        self._going: list[_core.HostBlock] = []  # given back by a thread just now
-        self._giving_back: threading.Thread | None = None
+        self._going = GivingBack(lock)
 
     @property
     def host_bytes(self) -> int:
         """Pinned host memory that is held."""
-        going = sum(block.bytes for block in self._going if block.pinned)
-        return sum(backup.bytes for backup in self._backups.values()) + going
+        return sum(backup.bytes for backup in self._backups.values()) + self._going.bytes
 
     def get(self, segment: _core.Segment) -> Backup | None:
         """The complete backup of `segment`, if there is one."""
@@ -218,25 +217,16 @@ class BackupStore:
         if sum(self._backups[segment_id].bytes for segment_id in unneeded) < _MUCH_BYTES:
             self.forget(unneeded)
             return
-        self.settle()
+        blocks: list[_core.HostBlock] = []
         for segment_id in unneeded:
             backup = self._backups.pop(segment_id)
             backup.being_prepared = False
-            self._going += backup.blocks
-        self._giving_back = threading.Thread(target=_close, args=(self._going,), name="cumem-sleep-give-back")
-        try:
-            self._giving_back.start()
-        except RuntimeError:  # no thread to be had
-            self._giving_back = None
-            self.settle()
+            blocks += backup.blocks
+        self._going.start(blocks)
 
-    def settle(self) -> None:
-        """Wait until everything that was forgotten has gone back to the system."""
-        if self._giving_back is not None:
-            self._giving_back.join()
-            self._giving_back = None
-        _close(self._going)
-        self._going = []
+    def stop(self) -> None:
+        """End what goes on in the background. May be called without the lock."""
+        self._going.stop()
 
     def _is_needed(self, backup: Backup) -> bool:
         if backup.segment.freed or not (backup.complete or backup.being_prepared):
@@ -247,7 +237,7 @@ class BackupStore:
 
     def clear(self) -> None:
         """Forget every backup of a segment that is awake; returns when its memory has gone back to the system."""
-        self.settle()
+        self._going.finish()
         asleep = _core.Segment.Sleep.BACKED_UP
         self.forget([segment_id for segment_id, backup in self._backups.items() if backup.segment.sleep != asleep])
 
@@ -257,7 +247,7 @@ class BackupStore:
         Raises:
             OutOfHostMemory: a limit leaves too little; nothing was evicted.
         """
-        self.settle()
+        self._going.finish()
         retained = self._retained(keep)
         evictable = sum(backup.bytes for backup in retained)
         missing = 0
@@ -288,6 +278,57 @@ class BackupStore:
             for block in blocks
         }
         return Ahead(self._settings.prefault_threads or _default_prefault_threads(), tasks)
+
+
+class GivingBack:
+    """Unpins and frees host memory in a thread, one block at a time, as long as no operation runs.
+
+    An operation that came at the same time would wait for every block: the driver locks both out of each other.
+    """
+
+    def __init__(self, lock: _core.OperationLock) -> None:
+        self._lock = lock
+        self._blocks: list[_core.HostBlock] = []  # guarded by the lock
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What has yet to go."""
+        return sum(block.bytes for block in self._blocks)
+
+    def start(self, blocks: Iterable[_core.HostBlock]) -> None:
+        """Give these back soon. The lock must be held, as for `finish`."""
+        self._blocks += blocks
+        if self._thread is not None:
+            return
+        self._thread = threading.Thread(target=self._run, name="cumem-sleep-give-back", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread to be had: at exit, or a limit
+            self._thread = None
+            self.finish()
+
+    def finish(self) -> None:
+        """Give back what is left now."""
+        while self._blocks:
+            self._blocks.pop().close()
+
+    def stop(self) -> None:
+        """End the thread, for the exit of the process; what is left goes with it."""
+        self._stopped.set()
+        thread = self._thread
+        if thread is not None and thread.ident is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_BETWEEN_BLOCKS_S):
+            with self._lock.hold(wait=False) as held:
+                if held and not self._blocks:
+                    self._thread = None
+                    return
+                if held:
+                    self._blocks.pop().close()
 
 
 def _close(blocks: Iterable[_core.HostBlock]) -> None:

@@ -24,7 +24,7 @@ logger = logging.getLogger("cumem_sleep")
 _BATCH_BYTES = 64 << 20
 _BATCHES_IN_FLIGHT = 4  # 5 ms of work: the driver may keep us waiting for as long while it maps
 _BATCHES_TIMED = 8
-_BATCHES_BETWEEN_TRIALS = 32
+_BATCHES_BETWEEN_TRIALS = 48
 _WORTH_CHOOSING_BYTES = 1 << 30
 # Of the best rate seen; the engine has less than half of it while it wipes memory as well.
 _ENGINE_IS_BUSY = 0.7

@@ -49,7 +49,7 @@ class Settings:
     poison: bool = False
     prefault_threads: int | None = None
     prepare: bool = False
-    prepare_bytes_per_second: int = 8_000_000_000
+    prepare_bytes_per_second: int = 5_000_000_000
 
     def __post_init__(self) -> None:
         _one_of("driver", self.driver, ("cuda", "sim"))

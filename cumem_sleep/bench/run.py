@@ -256,8 +256,8 @@ class _Bench:
 
 
 def _touch_host_memory(workload: Workload, room: Room, progress: Progress) -> None:
-    """Twice what will be used, for the backups or to measure the link: the kernel may choose other pages then."""
-    nbytes = 2 * max(workload.weights_bytes, link_bytes(room))
+    """More than will be used, for the backups or to measure the link: the kernel may choose other pages then."""
+    nbytes = 4 * max(workload.weights_bytes, link_bytes(room))
     if room.host_bytes is not None:
         nbytes = min(nbytes, int(_TOUCHED_SHARE * room.host_bytes))
     show: Callable[[int], None] = lambda done: progress("use host memory once", done, nbytes)  # noqa: E731
