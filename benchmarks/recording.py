@@ -230,8 +230,6 @@ class Recording:
     def _measure_machine(self) -> None:
         try:
             with Process("none", self._ends_at) as process:
-                # As much as any layer takes here: vLLM's backups are rounded up.
-                process.ask("touch_host_memory", nbytes=int(self.workload.weights_bytes * 1.8))
                 self.link = process.ask("link", nbytes=self.workload.link_bytes, rounds=3)
                 self.machine = process.ask("machine")
         except (WorkerFailed, NotInstalled) as error:
@@ -272,15 +270,18 @@ class Recording:
             for _ in range(rounds):
                 record.add(SLEEP_2, process.ask("sleep", level=2)["seconds"])
                 record.add(WAKE_2, process.ask("wake")["seconds"])  # with undefined bytes
+        segments = self.workload.hook_segments
+        costs = process.ask("hook_cost", sizes=list(HOOK_SEGMENT_BYTES), segments=segments, rounds=5)
         for nbytes in HOOK_SEGMENT_BYTES:
-            costs = process.ask("hook_cost", nbytes=nbytes, segments=self.workload.hook_segments, rounds=5)
-            for call, seconds in costs.items():
+            for call, seconds in costs[str(nbytes)].items():
                 record.seconds[f"{call} of a {nbytes // MIB} MiB segment"] = seconds
         return after_first_wake
 
     def _first_sleep_and_wake(self, process: Process, layer: str) -> float:
         record = self.records[layer]
         process.ask("load", sizes=self.workload.sizes, kv_bytes=self.workload.kv_bytes)
+        # Right before it is needed: the hypervisor takes free memory away within seconds. As much as any layer takes.
+        process.ask("touch_host_memory", nbytes=int(self.workload.weights_bytes * 1.3))
         slept = process.ask("sleep", level=1)
         record.add(FIRST_SLEEP, slept["seconds"])
         record.host_bytes.append(slept["host_bytes"])

@@ -84,6 +84,7 @@ uint64_t SegmentTable::free(CUdeviceptr address) {
         }
         deferred_.push_back(segment);  // half taken down, so out of use; the rest is tried again later
     }
+    release_waiters();  // only hooks free hundreds at once; `reclaim` follows them
     return segment->id;
 }
 
@@ -199,6 +200,7 @@ void SegmentTable::undo_wake(const std::vector<SegmentPtr>& segments) noexcept {
         if (segment->sleep != Segment::Sleep::kAwake) asleep.push_back(segment);
     detach_unused(asleep);
     release_all(asleep);
+    release_waiters();  // the wake may be asked for again, and need every byte
 }
 
 size_t SegmentTable::reclaim() noexcept {
@@ -221,6 +223,7 @@ size_t SegmentTable::reclaim() noexcept {
     detach_unused(unreleased);
     release_all(unreleased);
     unpin(unreleased);
+    release_waiters();
     std::lock_guard<std::mutex> lock(mutex_);
     return deferred_.size() + unreleased_.size();
 }
@@ -229,6 +232,8 @@ void SegmentTable::destroy(Segment& segment) {
     ContextScope context(segment.mapping.device());
     if (segment.mapping.state() == Mapping::State::kMapped) wait_for_running_work(segment.mapping.device());
     segment.mapping.destroy();
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (by_address_.empty()) release_waiters();
 }
 
 void SegmentTable::destroy_or_defer(const SegmentPtr& segment) noexcept {

@@ -588,12 +588,11 @@ class CuMemAllocator:
     def _forget_freed(self, segment_id: int | None = None) -> None:
         """Host memory of freed segments (or of this one) goes now, unless an operation runs: then when that ends."""
         with self._lock.hold(wait=False) as held:
-            if held:
+            if held and segment_id is not None:
+                self._store.forget([segment_id])
+            elif held:
                 _core.reclaim()
-                if segment_id is None:
-                    self._store.prune()
-                else:
-                    self._store.forget([segment_id])
+                self._store.prune()
 
     def _known_tags(self, tags: str | Iterable[str]) -> set[str]:
         """The tags, if memory was ever given each of them (`weights` and `kv_cache` always count)."""

@@ -35,6 +35,11 @@ class Piece:
     address: int
     bytes: int
 
+    def split(self, nbytes: int) -> tuple[Piece, Piece]:
+        """The first so many bytes, and the rest."""
+        rest = Piece(self.block, self.offset + nbytes, self.address + nbytes, self.bytes - nbytes)
+        return Piece(self.block, self.offset, self.address, nbytes), rest
+
 
 @dataclass
 class Backup:
@@ -57,12 +62,13 @@ class Backup:
         """Host memory that it holds."""
         return sum(block.bytes for block in self.blocks)
 
-    def pieces(self, at_most: int) -> Iterator[Piece]:
-        """All of it in order, in pieces of at most so many bytes."""
+    def pieces(self, at_most: int | None = None) -> Iterator[Piece]:
+        """All of it in order, in pieces of at most so many bytes; None: in whole blocks."""
         address = self.segment.address
         for block in self.blocks:
-            for offset in range(0, block.bytes, at_most):
-                yield Piece(block, offset, address + offset, min(at_most, block.bytes - offset))
+            step = at_most or block.bytes
+            for offset in range(0, block.bytes, step):
+                yield Piece(block, offset, address + offset, min(step, block.bytes - offset))
             address += block.bytes
 
 
@@ -151,7 +157,7 @@ class BackupStore:
                 backup.complete, backup.digest, backup.being_prepared = False, None, False
                 filled.append(backup)
                 stream = streams[segment.device]
-                for piece in backup.pieces(SLAB_BYTES):
+                for piece in backup.pieces():
                     if not piece.block.pinned:
                         touched.wait(id(piece.block))
                         piece.block.pin(stream.device)
@@ -188,8 +194,8 @@ class BackupStore:
             if self.get(segment) is None:
                 raise InvalidState(f"the segment at 0x{segment.address:x} has no complete backup: it stays awake")
 
-    def pieces(self, segment: _core.Segment, at_most: int) -> Iterator[Piece]:
-        """The complete backup of `segment`, in order, in pieces of at most so many bytes.
+    def pieces(self, segment: _core.Segment) -> Iterator[Piece]:
+        """The complete backup of `segment`, in order, a piece for each block.
 
         Raises:
             InvalidState: it has none.
@@ -197,7 +203,7 @@ class BackupStore:
         backup = self.get(segment)
         if backup is None:
             raise InvalidState(f"the backup of the segment at 0x{segment.address:x} is gone: it cannot be restored")
-        return backup.pieces(at_most)
+        return backup.pieces()
 
     def forget(self, segment_ids: Iterable[int]) -> None:
         """Give back the host memory of these segments' backups."""

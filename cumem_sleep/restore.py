@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import TYPE_CHECKING
 
 from . import _core
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("cumem_sleep")
 
 _BATCH_BYTES = 64 << 20
+_ENGINE_BATCH_BYTES = 256 << 20  # 0.4 % faster
 _BATCHES_IN_FLIGHT = 4  # 5 ms of work: the driver may keep us waiting for as long while it maps
-_BATCHES_TIMED = 8
+_BATCHES_TIMED = 4
 _BATCHES_BETWEEN_TRIALS = 48
 _WORTH_CHOOSING_BYTES = 1 << 30
 # Of the best rate seen; the engine has less than half of it while it wipes memory as well.
@@ -47,6 +48,34 @@ class Batch:
     def bytes(self) -> int:
         """In all pieces."""
         return sum(piece.bytes for piece in self.pieces)
+
+
+class Batches:
+    """All bytes of `segments`, in order, in batches of any size."""
+
+    def __init__(self, segments: Sequence[_core.Segment], store: BackupStore) -> None:
+        # With each piece, what the batch that ends with it completes.
+        self._pieces: list[tuple[_core.Segment, Piece, bool]] = []
+        for segment in segments:
+            pieces = list(store.pieces(segment))
+            self._pieces += [(segment, piece, piece is pieces[-1]) for piece in pieces]
+        self._pieces.reverse()
+
+    def next(self, nbytes: int) -> Batch:
+        """At most so many bytes; none where nothing is left."""
+        batch = Batch()
+        while self._pieces and nbytes > 0:
+            segment, piece, is_last = self._pieces.pop()
+            if piece.bytes > nbytes:
+                piece, rest = piece.split(nbytes)
+                self._pieces.append((segment, rest, is_last))
+                is_last = False
+            batch.pieces.append(piece)
+            batch.segments.append(segment)
+            if is_last:
+                batch.completed.append(segment)
+            nbytes -= piece.bytes
+        return batch
 
 
 class Restorer:
@@ -100,7 +129,7 @@ class Restorer:
                 mine = [segment for segment in segments if segment.device == device]
                 ways = self._ways_to_copy(device, mine, stack)
                 lane = _Lane(mapped, digests, ways, self._best_rates.setdefault(device, _BestRate()))
-                lanes.append(lane.run(_batches(mine, store)))
+                lanes.append(lane.run(Batches(mine, store)))
             total, copied = sum(segment.bytes for segment in segments), 0
             for turn in zip_longest(*lanes, fillvalue=0):
                 copied += sum(turn)
@@ -154,10 +183,13 @@ class _Lane:
         self._choices = _choices(best_rate) if ways[0].kernel is not None else _engine_alone()
         self._in_flight: list[tuple[Batch, _Way]] = []
 
-    def run(self, batches: Iterator[Batch]) -> Iterator[int]:
+    def run(self, batches: Batches) -> Iterator[int]:
         """Yields after each batch that was begun, its bytes: so several devices take turns."""
         choice = next(self._choices)
-        for number, batch in enumerate(batches):
+        for number in count():
+            batch = batches.next(_ENGINE_BATCH_BYTES if choice.by_engine and not choice.alone else _BATCH_BYTES)
+            if not batch.pieces:
+                break
             for segment in batch.segments:
                 self._mapped(segment.id)
             if choice.alone:
@@ -234,19 +266,3 @@ def _engine_for_a_while(best: _BestRate) -> Generator[_Choice, tuple[int, float]
 def _engine_alone() -> Generator[_Choice, tuple[int, float], None]:
     while True:
         yield _Choice(by_engine=True, alone=False)
-
-
-def _batches(segments: Sequence[_core.Segment], store: BackupStore) -> Iterator[Batch]:
-    """All bytes of `segments`, in order, in batches of `_BATCH_BYTES`."""
-    batch, room = Batch(), _BATCH_BYTES
-    for segment in segments:
-        for piece in store.pieces(segment, at_most=_BATCH_BYTES):
-            if piece.bytes > room:
-                yield batch
-                batch, room = Batch(), _BATCH_BYTES
-            batch.pieces.append(piece)
-            batch.segments.append(segment)
-            room -= piece.bytes
-        batch.completed.append(segment)
-    if batch.pieces:
-        yield batch
