@@ -303,8 +303,8 @@ class CuMemAllocator:
                 self.settings.prepare_bytes_per_second,
                 self._warm_up,
             )
+            self._preparation = preparation  # before it starts: an interrupt must not lose it
             preparation.start()
-            self._preparation = preparation
         return preparation
 
     def _stop_preparing(self) -> None:
@@ -422,6 +422,7 @@ class CuMemAllocator:
             mapping = Ahead(1, {segment.id: [segment.map] for segment in restored + blank})
             try:
                 with mapping, self._digester.run(checked) as digests:
+                    mapping.start()
                     if restored:
                         with timer("copy"):
                             self._restorer.restore(restored, self._store, mapping.wait, digests if checked else None)

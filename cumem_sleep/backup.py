@@ -132,7 +132,9 @@ class BackupStore:
         with ExitStack() as stack:  # on leaving it, no copy is in flight
             devices = {segment.device for segment in segments}
             streams = {device: stack.enter_context(_core.CopyStream(device)) for device in devices}
-            touched = stack.enter_context(self._touching([block for block in blocks if not block.pinned]))
+            touched = self._touching([block for block in blocks if not block.pinned])
+            stack.callback(touched.stop)  # once more: an interrupt may have come while it stopped
+            stack.enter_context(touched).start()
             for backup in backups:
                 stream = streams[backup.segment.device]
                 for piece in backup.pieces(SLAB_BYTES):
