@@ -13,6 +13,7 @@ from support import (
     AWAKE,
     MIB,
     PAGE,
+    PREAMBLE,
     SIMULATED,
     Cuda,
     Memory,
@@ -292,6 +293,31 @@ class TestAlone:
         assert allocator.sleep().copied_bytes == 0
         allocator.wake_up()
         check_bytes(memory, contents)
+
+    def test_no_copy_is_in_flight_between_turns(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Then the segment may go at any time."""
+        fill(allocator, memory, *TAGS)
+        in_flight: list[int] = []
+        seen: list[list[int]] = []
+        to_host, synchronize = _core.CopyStream.to_host, _core.CopyStream.synchronize
+
+        def noted_copy(
+            stream: _core.CopyStream, block: _core.HostBlock, offset: int, address: int, nbytes: int
+        ) -> None:
+            to_host(stream, block, offset, address, nbytes)
+            in_flight.append(stream.handle)
+
+        def noted_wait(stream: _core.CopyStream) -> None:
+            synchronize(stream)
+            in_flight[:] = [handle for handle in in_flight if handle != stream.handle]
+
+        turns = Turns(monkeypatch, lambda: seen.append(list(in_flight)))
+        monkeypatch.setattr(_core.CopyStream, "to_host", noted_copy)
+        monkeypatch.setattr(_core.CopyStream, "synchronize", noted_wait)
+        turns.prepare(allocator)
+        assert seen == [[]] * TURNS
 
     def test_memory_allocated_later_needs_another(self, allocator: CuMemAllocator, memory: Memory) -> None:
         fill(allocator, memory, *TAGS)
@@ -1055,6 +1081,19 @@ class TestProcess:
         """At one byte per second it would take weeks."""
         process = run_script(f"RATE = {rate}", BEGUN, rest, CUMEM_SLEEP_SIM_COPY_DELAY_US="5000")
         assert_clean_exit(process)
+
+    def test_exit_ends_it_in_an_orderly_way(self) -> None:
+        """Before the interpreter is taken down, not by that."""
+        first = """
+            import atexit
+            state = {}
+            atexit.register(lambda: print("running" if state["preparation"].running else "ended"))
+            """
+        process = run_script(
+            first, PREAMBLE, "RATE = 1", BEGUN, "state['preparation'] = preparation", preamble="", timeout_s=30
+        )
+        assert_clean_exit(process)
+        assert process.stdout == "ended\n"
 
     @pytest.mark.parametrize("as_python_does", [False, True])
     def test_fork_meanwhile(self, as_python_does: bool) -> None:
