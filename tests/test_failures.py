@@ -623,6 +623,8 @@ def threads_at_work() -> list[str]:
 
 def test_interrupt_of_prepare(world: World) -> None:
     """What it began can be ended, wherever the interrupt came."""
+    free_everything()
+    world.__init__(prepare_bytes_per_second=1)  # type: ignore[misc]  # else it would end by itself
     allocator = world.allocator
     with Interrupter() as clean:
         allocator.prepare()
@@ -630,6 +632,7 @@ def test_interrupt_of_prepare(world: World) -> None:
     problems = []
     for index in chosen:
         allocator.release_backups()
+        allocator._preparation = None  # as at first, so that the places are the same
         interrupter = Interrupter(index)
         try:
             with interrupter:

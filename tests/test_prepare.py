@@ -18,7 +18,6 @@ from support import (
     Cuda,
     Memory,
     assert_clean_exit,
-    fresh_allocator,
     hooks,
     in_thread,
     quick_sums,
@@ -773,15 +772,61 @@ class TestBesideOthers:
         preparation.stop()
 
     def test_a_replaced_allocator_stops_preparing(
+        self, make_allocator: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        allocator = make_allocator(prepare_bytes_per_second=1)  # would go on for days
+        (address,) = fill(allocator, memory, "weights")
+        gate = Gate(monkeypatch)
+        preparation = allocator.prepare()
+        gate.wait()
+        gate.open()
+        allocator.free(address)
+        make_allocator()
+        assert not preparation.running
+        assert preparation.error is None
+        assert allocator._store.host_bytes == 0
+
+    def test_a_sleep_takes_the_backup_over(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        (address,) = fill(allocator, memory, "weights")
-        turns = Turns(monkeypatch)
-        preparation = turns.begin(allocator)
-        allocator.free(address)
-        fresh_allocator()
-        assert not preparation.running
-        assert allocator._store.host_bytes == 0
+        """It completes what was half done; the preparation must not write to it any more, though all is awake again."""
+        contents = fill(allocator, memory, *TAGS)
+        address, content = next(iter(contents.items()))
+
+        def act() -> None:
+            if turns.count == 3:
+                allocator.sleep()
+                allocator.wake_up()
+                memory.write(address, changed(content, -1))
+            elif turns.count == 4:
+                memory.write(address, content)
+
+        turns = Turns(monkeypatch, act)
+        turns.prepare(allocator)
+        allocator.sleep()
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
+    def test_an_old_backup_counts_no_more_once_it_is_written_to(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not even if the segment has the old bytes again."""
+        contents = fill(allocator, memory, *TAGS)
+        allocator.sleep()
+        allocator.wake_up()
+        address, content = next(iter(contents.items()))
+        memory.write(address, changed(content))
+
+        def act() -> None:
+            assert turns.preparation is not None
+            turns.preparation._stopped.set()
+            memory.write(address, content)
+
+        turns = Turns(monkeypatch, act, at=2)
+        turns.prepare(allocator)
+        allocator.sleep()
+        allocator.wake_up()
+        check_bytes(memory, contents)
 
 
 @pytest.mark.sim

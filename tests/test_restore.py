@@ -590,7 +590,7 @@ class TestWake:
         allocator.wake_up()
         check_bytes(memory, contents)
 
-    @pytest.mark.parametrize("where", ["mapping", "copying"])
+    @pytest.mark.parametrize("where", ["mapping", "copying", "copying, and stopping"])
     @pytest.mark.parametrize("error", [KeyboardInterrupt, OutOfHostMemory])
     def test_the_mapping_thread_is_at_rest_before_a_failed_wake_is_undone(
         self,
@@ -606,6 +606,7 @@ class TestWake:
         last = _core.segments()[-1].address
         in_map, go = threading.Event(), threading.Event()
         at_undo: list[bool] = []
+        stops: list[Ahead] = []
         map_segment, undo_wake = _core.Segment.map, _core.undo_wake
         shutdown = Ahead.stop
 
@@ -620,6 +621,9 @@ class TestWake:
             raise error(1, 0, "here") if error is OutOfHostMemory else error
 
         def stop(ahead: Ahead) -> None:
+            stops.append(ahead)
+            if where == "copying, and stopping" and len(stops) == 1:
+                raise KeyboardInterrupt
             threading.Timer(0.02, go.set).start()  # after this has begun to wait, most likely; else nothing is shown
             shutdown(ahead)
 
@@ -631,11 +635,11 @@ class TestWake:
             patch.setattr(_core.Segment, "map", slow_map)
             patch.setattr(_core, "undo_wake", undo)
             patch.setattr(Ahead, "stop", stop)
-            if where == "copying":
+            if where != "mapping":
                 patch.setattr(_core.CopyStream, "to_device", fail)
             else:
                 patch.setattr(Ahead, "wait", fail)
-            with pytest.raises(error):
+            with pytest.raises(KeyboardInterrupt if where == "copying, and stopping" else error):
                 allocator.wake_up()
         assert at_undo == [True], "undone while the thread was mapping"
         assert all(segment.sleep != AWAKE and not segment.has_memory for segment in _core.segments())
