@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from functools import partial
 
 Task = Callable[[], None]
+
+_POLL_S = 0.001
 
 
 class Ahead:
     """Threads that run tasks in order, each task under the key of what it is for; a context around their use.
 
-    Where no thread can be started (at interpreter exit, or a limit), the one who waits does the work.
+    Where no thread can be started (at interpreter exit, or a limit), the one who waits does the work; then a task may
+    run a second time, after the first.
     """
 
     def __init__(self, threads: int, tasks: Mapping[int, Sequence[Task]]) -> None:
         self._tasks = dict(tasks)
         self._futures: dict[int, list[Future[None]]] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cumem-sleep-ahead")
+        self._stopped = False
+        self._at_work: set[int] = set()
 
     def __enter__(self) -> Ahead:
-        with suppress(RuntimeError):
-            for key, tasks in self._tasks.items():
-                self._futures[key] = [self._pool.submit(task) for task in tasks]
         return self
+
+    def start(self) -> None:
+        """Begin, inside the context: whatever interrupts this, leaving it ends the threads."""
+        try:
+            for key, tasks in self._tasks.items():
+                self._futures[key] = [self._pool.submit(partial(self._run, task)) for task in tasks]
+        except RuntimeError:
+            # The refused task may be in the queue all the same: no thread may come to it beside the one who waits.
+            self.stop()
+            self._futures.clear()
 
     def wait(self, key: int) -> None:
         """Return when the tasks of `key` have run, raise what one of them raised. Waiting again does nothing."""
@@ -38,10 +52,13 @@ class Ahead:
 
     def stop(self) -> None:
         """Wait for what runs, drop what has not begun. An interrupt is raised after that; stop again as you like."""
+        self._stopped = True
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
                 self._pool.shutdown(wait=True, cancel_futures=True)
+                while self._at_work:  # a thread that the pool lost, because an interrupt came as it was started
+                    time.sleep(_POLL_S)
                 break
             except KeyboardInterrupt as error:
                 interrupt = error
@@ -50,3 +67,11 @@ class Ahead:
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
+
+    def _run(self, task: Task) -> None:
+        self._at_work.add(threading.get_ident())
+        try:
+            if not self._stopped:
+                task()
+        finally:
+            self._at_work.discard(threading.get_ident())

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, chain
 from typing import Any, ClassVar, TypeVar
 
@@ -308,8 +307,8 @@ class CuMemAllocator:
                 self.settings.prepare_bytes_per_second,
                 self._warm_up,
             )
+            self._preparation = preparation  # before it starts: an interrupt must not lose it
             preparation.start()
-            self._preparation = preparation
         return preparation
 
     def _stop_preparing(self) -> None:
@@ -429,21 +428,21 @@ class CuMemAllocator:
             expected = self._digests_at_sleep(restored) if self.settings.verify == "wake" else {}
             checked = [segment for segment in restored if segment.id in expected]
             kept_memory = {segment.id for segment in blank if segment.has_memory}  # the driver kept it, with its bytes
-            half_restored = threading.Event()
-            mapping = Ahead(1, _mapping_tasks(restored, half_restored, blank))
+            mapping = Ahead(1, {segment.id: [segment.map] for segment in restored})
+            # Begins when half of the bytes are there, because it costs nothing then. Earlier it could have to wait for
+            # the driver to wipe freed memory, and hold a lock of the driver meanwhile that copies need.
+            mapping_blank = Ahead(1, {segment.id: [segment.map] for segment in blank})
             try:
-                with mapping, self._digester.run(checked) as digests:
-                    try:
-                        if restored:
-                            with timer("copy"):
-                                self._restorer.restore(
-                                    restored, self._store, mapping.wait, half_restored, digests if checked else None
-                                )
-                    finally:
-                        half_restored.set()
+                with mapping, mapping_blank, self._digester.run(checked) as digests:
+                    mapping.start()
+                    if restored:
+                        with timer("copy"):
+                            self._restorer.restore(
+                                restored, self._store, mapping.wait, mapping_blank.start, digests if checked else None
+                            )
                     with timer("map"):
                         for segment in blank:
-                            mapping.wait(segment.id)
+                            mapping_blank.wait(segment.id)
                         if self.settings.poison:
                             self._poison([s for s in blank if s.tag != "kv_cache" and s.id not in kept_memory])
                     if checked:
@@ -451,7 +450,8 @@ class CuMemAllocator:
                             self._verify(checked, expected, digests.finish())
                 _core.finish_wake(segments)
             except BaseException:
-                mapping.stop()  # an interrupt may have come while it stopped
+                mapping.stop()  # an interrupt may have come while they stopped
+                mapping_blank.stop()
                 _core.undo_wake(segments)  # leaves alone what finish_wake has woken
                 raise
         return self._logged(
@@ -734,24 +734,6 @@ def _check_integer(name: str, value: object, minimum: int) -> None:
         raise InvalidArgumentType(f"{name}={value!r}: a whole number is wanted")
     if value < minimum:
         raise InvalidArgument(f"{name}={value!r}: at least {minimum} is allowed")
-
-
-def _mapping_tasks(
-    restored: Sequence[_core.Segment], half_restored: threading.Event, blank: Sequence[_core.Segment]
-) -> dict[int, list[Callable[[], None]]]:
-    """What has bytes to come is mapped first. The rest follows when half of those are there: it costs nothing then.
-
-    Earlier it could have to wait for the driver, which wipes freed memory before it gives it out again, and hold a lock
-    of the driver meanwhile that copies need too.
-    """
-    tasks: dict[int, list[Callable[[], None]]] = {segment.id: [segment.map] for segment in restored}
-    for place, segment in enumerate(blank):
-        tasks[segment.id] = [segment.map] if place or not restored else [partial(_wait, half_restored), segment.map]
-    return tasks
-
-
-def _wait(event: threading.Event) -> None:
-    event.wait()
 
 
 def _head_and_rest(segments: Sequence[_core.Segment]) -> Iterator[Sequence[_core.Segment]]:

@@ -151,7 +151,9 @@ class BackupStore:
         with ExitStack() as stack:  # on leaving it, no copy is in flight
             devices = {segment.device for segment in candidates}
             streams = {device: stack.enter_context(_core.CopyStream(device)) for device in devices}
-            touched = stack.enter_context(self._touching(new))
+            touched = self._touching(new)
+            stack.callback(touched.stop)  # once more: an interrupt may have come while it stopped
+            stack.enter_context(touched).start()
             for segment in chain.from_iterable(parts):
                 backup = self._backups[segment.id]
                 backup.complete, backup.digest, backup.being_prepared = False, None, False

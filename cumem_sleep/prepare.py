@@ -86,6 +86,8 @@ class Preparation:
 
     def stop(self) -> None:
         """End it after the piece that is being copied. What was backed up stays. Stopping again does nothing."""
+        if _core.driver_is_forked():
+            return  # the child has no such thread, and its locks as the thread had them just then: maybe held
         self._stopped.set()
         self.wait()
 

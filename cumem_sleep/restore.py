@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -108,7 +107,7 @@ class Restorer:
         segments: Sequence[_core.Segment],
         store: BackupStore,
         mapped: Callable[[int], None],
-        half_done: threading.Event,
+        half_done: Callable[[], None],
         digests: DigestRun | None,
     ) -> None:
         """Copy the backups of `segments`; returns when every byte is there. Begins their digests.
@@ -117,7 +116,7 @@ class Restorer:
             segments: asleep, with complete backups.
             store: has the backups.
             mapped: waits until the segment of that id is mapped.
-            half_done: set when half of the bytes are there.
+            half_done: called once, when half of the bytes are on their way.
             digests: to be started for each segment once it is complete; None for no digests.
 
         Raises:
@@ -130,11 +129,12 @@ class Restorer:
                 ways = self._ways_to_copy(device, mine, stack)
                 lane = _Lane(mapped, digests, ways, self._best_rates.setdefault(device, _BestRate()))
                 lanes.append(lane.run(Batches(mine, store)))
-            total, copied = sum(segment.bytes for segment in segments), 0
+            half = sum(segment.bytes for segment in segments) // 2
+            begun = 0
             for turn in zip_longest(*lanes, fillvalue=0):
-                copied += sum(turn)
-                if 2 * copied >= total:
-                    half_done.set()
+                before, begun = begun, begun + sum(turn)
+                if before < half <= begun:
+                    half_done()
 
     def _ways_to_copy(self, device: int, segments: Sequence[_core.Segment], stack: ExitStack) -> list[_Way]:
         kernels: list[GpuCopies | None] = [None] * _BATCHES_IN_FLIGHT

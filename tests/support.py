@@ -116,6 +116,7 @@ def free_everything() -> None:
     if SIMULATED:
         sim.reset()
     try:
+        allocator._stop_preparing()
         for segment in _core.segments():
             allocator.free(segment.address)
         if _core.driver_is_open():

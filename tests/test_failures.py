@@ -9,6 +9,7 @@ import gc
 import linecache
 import os
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -58,14 +59,17 @@ class World:
 
     TAGS = ("weights", "kv_cache", "default")
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, devices: int = 1, **settings: object) -> None:
         self.allocator = fresh_allocator(**settings)
         self.contents: dict[int, bytes | None] = {}  # by the segment's id; None: undefined, the bytes were dropped
         self.extra = 0  # a segment that a phase makes and frees
         self._random_bytes = np.random.default_rng(0).bytes(PAGE + 4096)
         self._defined = 0
-        for tag in self.TAGS:
-            self.allocator.malloc(PAGE, tag)
+        sim.configure(devices=devices)
+        self.devices = devices
+        for device in range(devices):
+            for tag in self.TAGS:
+                self.allocator.malloc(PAGE, tag, device)
         self.define()
 
     @property
@@ -81,8 +85,8 @@ class World:
             gc.collect()
         _core.reclaim()  # as the next operation does: what makes many frees cheap is kept until then
         stats = sim.stats()
-        free_bytes, _ = _core.memory_info(0)
-        return stats.live_handles, stats.mapped_bytes, stats.reserved_bytes, stats.registered_bytes, free_bytes
+        free_bytes = [_core.memory_info(device)[0] for device in range(self.devices)]
+        return stats.live_handles, stats.mapped_bytes, stats.reserved_bytes, stats.registered_bytes, *free_bytes
 
     def unaccounted_bytes(self) -> int:
         """Registered host memory that the store does not know of; an exception that nobody dropped may hold some."""
@@ -271,11 +275,22 @@ ALL_CALLS_OF = ("malloc", "first sleep", "wake of all", "free awake", "free asle
 @pytest.mark.parametrize("error_name", ["CUDA_ERROR_UNKNOWN", "CUDA_ERROR_OUT_OF_MEMORY"])
 @pytest.mark.parametrize("phase", PHASES, ids=str)
 def test_every_driver_call_may_fail_once(world: World, phase: Phase, error_name: str) -> None:
+    _check_every_call(world, phase, error_name, error_name == "CUDA_ERROR_UNKNOWN" and phase.name in ALL_CALLS_OF)
+
+
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase.name in ("first sleep", "wake of all")], ids=str)
+def test_every_driver_call_may_fail_once_with_two_devices(world: World, phase: Phase) -> None:
+    free_everything()
+    world.__init__(devices=2)  # type: ignore[misc]
+    _check_every_call(world, phase, "CUDA_ERROR_UNKNOWN", False)
+
+
+def _check_every_call(world: World, phase: Phase, error_name: str, context_calls_too: bool) -> None:
     phase.prepare(world)
     sim.reset()
     phase.operate(world)
     calls = {call: count for call, count in sim.stats().calls.items() if count}
-    if error_name != "CUDA_ERROR_UNKNOWN" or phase.name not in ALL_CALLS_OF:
+    if not context_calls_too:
         calls = {call: count for call, count in calls.items() if call not in CONTEXT_CALLS}
     expected, held = list(world.state().values()), world.held()
     problems = []
@@ -303,7 +318,7 @@ def _start_over(world: World) -> None:
     CuMemAllocator.instance = None
     gc.collect()
     sim.reset()
-    world.__init__()  # type: ignore[misc]
+    world.__init__(world.devices)  # type: ignore[misc]
 
 
 # Several calls fail, for long
@@ -467,6 +482,7 @@ class TestCopiesInFlight:
 
     @pytest.mark.parametrize("call", ["cuMemMap", "cuMemCreate", "cuMemSetAccess", "cuMemcpyHtoDAsync"])
     def test_at_wake(self, call: str) -> None:
+        """The first three in the thread that maps ahead, while what it mapped before is being filled."""
         self.check("wake_up", call)
 
     @pytest.mark.parametrize("call", ["cuMemHostRegister", "cuMemcpyDtoHAsync"])
@@ -474,14 +490,16 @@ class TestCopiesInFlight:
         self.check("sleep", call)
 
     # Three times: also while the stream is given back.
-    @pytest.mark.parametrize(("operation", "times"), [("sleep", 1), ("wake_up", 1), ("wake_up", 3)])
+    @pytest.mark.parametrize(("operation", "times"), [("sleep", 1), ("sleep", 3), ("wake_up", 1), ("wake_up", 3)])
     def test_waiting_for_them_fails(self, operation: str, times: int) -> None:
         self.check(operation, "cuStreamSynchronize", after=0, times=times)
 
 
 # Interrupts
 
-_INTERRUPTED_FILES = ("allocator.py", "backup.py", "digest.py", "report.py", "contextlib.py")
+_INTERRUPTED_FILES = tuple(
+    f"cumem_sleep/{name}.py" for name in ("ahead", "allocator", "backup", "digest", "prepare", "report", "restore")
+)
 Position = tuple[str, int, str]  # file, line, event
 
 
@@ -540,11 +558,11 @@ class Interrupter:
 
 
 def _is_watched(frame: types.FrameType) -> bool:
+    """Code of this package, and of contextlib where this package calls it."""
     file = frame.f_code.co_filename
-    if not file.endswith(_INTERRUPTED_FILES):
-        return False
-    caller = frame.f_back
-    return "cumem_sleep" in file or (caller is not None and "cumem_sleep" in caller.f_code.co_filename)
+    if file.endswith("contextlib.py") and frame.f_back is not None:
+        file = frame.f_back.f_code.co_filename
+    return file.endswith(_INTERRUPTED_FILES)
 
 
 def _chosen(positions: list[Position]) -> list[int]:
@@ -590,9 +608,46 @@ def _check_one_interrupt(world: World, phase: Phase, index: int) -> None:
     assert len(sleeps) == 1, "some sleep and some do not"
     assert all(segment.has_memory is (segment.sleep == AWAKE) for segment in world.segments)
     world.check_bytes()
+    assert threads_at_work() == [], "a thread goes on"
     in_thread(world.allocator.usage, timeout_s=5)  # the lock is free again
     world.wake()
     assert {segment.sleep for segment in world.segments} == {AWAKE}
+
+
+def threads_at_work() -> list[str]:
+    """Of ours. One that was told to end, and does so by itself, does not count."""
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("cumem-sleep")]
+    for thread in ours:
+        thread.join(5)
+    return [thread.name for thread in ours if thread.is_alive()]
+
+
+def test_interrupt_of_prepare(world: World) -> None:
+    """What it began can be ended, wherever the interrupt came."""
+    free_everything()
+    world.__init__(prepare_bytes_per_second=1)  # type: ignore[misc]  # else it would end by itself
+    allocator = world.allocator
+    with Interrupter() as clean:
+        allocator.prepare()
+    chosen = _chosen(clean.positions)
+    problems = []
+    for index in chosen:
+        allocator.release_backups()
+        allocator._preparation = None  # as at first, so that the places are the same
+        interrupter = Interrupter(index)
+        try:
+            with interrupter:
+                allocator.prepare()
+        except KeyboardInterrupt:
+            pass
+        file, line, event = clean.positions[index]
+        in_thread(allocator.usage, timeout_s=5)
+        allocator.release_backups()
+        if threads_at_work() or allocator._store.host_bytes:
+            problems.append(f"{event} at line {line} of {file}: it goes on")
+    world.check_bytes()
+    assert len(chosen) > 50
+    assert not problems, f"{len(problems)} of {len(chosen)}:\n" + "\n".join(problems[:20])
 
 
 def test_interrupt_by_a_signal() -> None:

@@ -233,6 +233,23 @@ class Sequences(RuleBasedStateMachine):
                 self.models[segment.id] = replace(model, sleep=AWAKE, content=self.after_wake(model))
 
     @rule(failure=failures)
+    def prepare(self, failure: Failure) -> None:
+        def prepare_all() -> None:
+            preparation = self.allocator.prepare()
+            assert preparation.wait(30)
+            if preparation.error is not None:
+                raise preparation.error
+
+        result = self.attempt(failure, prepare_all)
+        for segment, model in self.pairs():
+            if model.sleep != AWAKE:
+                continue
+            if isinstance(result, CumemSleepError) or model.tag == "kv_cache":  # the latter's may have made room
+                self.models[segment.id] = replace(model, backup_is_sure=False)
+            else:
+                self.models[segment.id] = replace(model, saved=model.content, backup_is_sure=model.content is not None)
+
+    @rule(failure=failures)
     def release_backups(self, failure: Failure) -> None:
         self.attempt(failure, self.allocator.release_backups)
         for segment, model in self.pairs():
