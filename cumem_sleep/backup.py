@@ -183,7 +183,7 @@ class BackupStore:
         return backup
 
     def finish_preparing(self, backup: Backup, digest: Digest) -> None:
-        """Every byte is there, and the segment's are still those that `digest` was taken of."""
+        """Every block was filled; `digest` is of what lies there."""
         backup.complete, backup.digest, backup.being_prepared = True, digest, False
 
     def require(self, segments: Iterable[_core.Segment]) -> None:

@@ -16,11 +16,12 @@ so chunks run in parallel. This detects damage; it does not resist an adversary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,7 @@ _BOUNCE_BYTES = 32 << 20
 _NUMPY_CHUNKS = 8  # chunks at once: their state stays in a core's cache
 
 Words = npt.NDArray[np.uint64]
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -187,14 +189,9 @@ class DigestRun:
             DriverError, OutOfHostMemory: the driver refused.
         """
         self._started += segments
-        try:
-            for device, mine in _by_device(segments).items():
-                if self._digester._kernel is not None:
-                    self._on_gpu(device).start([segment.id for segment in mine])
-        except CumemSleepError:
-            raise
-        except Exception as error:
-            self._digester._fall_back(error)
+        for device, mine in _by_device(segments).items():
+            contents = [[(segment.address, segment.bytes)] for segment in mine]
+            self._on_gpu(device, partial(_start, contents=contents))
 
     def finish(self) -> dict[int, Digest]:
         """The digests of what was started since the last `finish`, by the segments' ids; waits for them.
@@ -205,20 +202,50 @@ class DigestRun:
         started, self._started = self._started, []
         digests: dict[int, Digest] = {}
         for device, mine in _by_device(started).items():
-            if self._digester._kernel is not None:
-                sums = self._on_gpu(device).finish([segment.id for segment in mine])
-            else:
+            sums = self._on_gpu(device, _finish)
+            if sums is None:
                 sums = np.array([_sums_through_host(device, mine)], np.uint64).reshape(-1, 2)
             values = _digests_from(sums, [segment.bytes for segment in mine])
             digests.update(zip((segment.id for segment in mine), values, strict=True))
         return digests
 
-    def _on_gpu(self, device: int) -> GpuSums:
-        if device not in self._sums:
-            assert self._digester._kernel is not None
-            mine = _by_device(self._segments)[device]
-            self._sums[device] = self._digester._kernel.GpuSums(device, mine)
-        return self._sums[device]
+    def of_copy(self, segment: _core.Segment, blocks: Sequence[_core.HostBlock]) -> Digest:
+        """The digest of bytes of `segment` that lie in pinned `blocks`; nothing else may be started.
+
+        Raises:
+            DriverError: the driver refused.
+        """
+        parts = [(block.address, block.bytes) for block in blocks]
+
+        self._on_gpu(segment.device, partial(_start, contents=[parts]))
+        sums = self._on_gpu(segment.device, _finish)
+        if sums is None:
+            sums = np.array([_sums_of_blocks(blocks)], np.uint64)
+        return _digests_from(sums, [segment.bytes])[0]
+
+    def _on_gpu(self, device: int, compute: Callable[[GpuSums], _Result]) -> _Result | None:
+        """None: there is no kernel, or none any more."""
+        kernel = self._digester._kernel
+        if kernel is None:
+            return None
+        try:
+            if device not in self._sums:
+                mine = (segment for segment in self._segments if segment.device == device)
+                self._sums[device] = kernel.GpuSums(device, sum(segment.bytes for segment in mine) // CHUNK_BYTES)
+            return compute(self._sums[device])
+        except CumemSleepError:
+            raise
+        except Exception as error:
+            self._digester._fall_back(error)
+            return None
+
+
+def _start(sums: GpuSums, contents: Sequence[Sequence[tuple[int, int]]]) -> None:
+    sums.start(contents)
+
+
+def _finish(sums: GpuSums) -> Words:
+    return sums.finish()
 
 
 def _by_device(segments: Iterable[_core.Segment]) -> dict[int, list[_core.Segment]]:
@@ -261,6 +288,15 @@ def _sums_through_host(device: int, segments: Sequence[_core.Segment]) -> list[t
         block.pin(device)
         content = np.frombuffer(memoryview(block), np.uint8)
         return [_segment_sums(segment, stream, block, content) for segment in segments]
+
+
+def _sums_of_blocks(blocks: Sequence[_core.HostBlock]) -> tuple[int, int]:
+    totals, first_chunk = (0, 0), 0
+    for block in blocks:
+        part = sums_of(np.frombuffer(memoryview(block), np.uint8), first_chunk)
+        totals = ((totals[0] + part[0]) & _MASK, (totals[1] + part[1]) & _MASK)
+        first_chunk += block.bytes // CHUNK_BYTES
+    return totals
 
 
 def _segment_sums(

@@ -65,42 +65,57 @@ def _chunk_sums(table, out, rows, LANES: tl.constexpr, UNROLL: tl.constexpr, STA
 
 
 class GpuSums:
-    """Both sums of segments of one device, computed on a stream of its own.
+    """Both sums of several contents, computed on a stream of its own.
 
-    Segments are whole chunks (they are multiples of 2 MiB). The tables hold 32 bytes for each chunk.
+    A content is one or more parts, each (address, bytes) of memory that the GPU reaches: the device's, or pinned host
+    memory. Parts are whole chunks (segments are multiples of 2 MiB, and blocks of a backup too). The tables hold 32
+    bytes for each chunk.
+
+    Args:
+        chunks: the most that are started between two calls of `finish`.
     """
 
-    def __init__(self, device: int, segments: Sequence[_core.Segment]) -> None:
-        counts = np.array([segment.bytes // CHUNK_BYTES for segment in segments])
-        ends = np.cumsum(counts)
-        self._firsts = ends - counts
-        self._ranges = list(zip(self._firsts.tolist(), counts.tolist(), strict=True))
-        self._place = {segment.id: place for place, segment in enumerate(segments)}
-        numbers = np.arange(ends[-1]) - np.repeat(self._firsts, counts)
-        self._entry_bytes = int(ends[-1]) * 16
+    def __init__(self, device: int, chunks: int) -> None:
+        self._firsts: list[int] = []
+        self._used = 0
+        self._entry_bytes = chunks * 16
         self._block = pinned_block(2 * self._entry_bytes, device)
         try:
-            table, self._sums = np.frombuffer(memoryview(self._block), np.uint64).reshape(2, -1, 2)
-            table[:, 0] = np.repeat([segment.address for segment in segments], counts) + numbers * CHUNK_BYTES
-            table[:, 1] = numbers
+            self._table, self._sums = np.frombuffer(memoryview(self._block), np.uint64).reshape(2, -1, 2)
             self._stream = _core.CopyStream(device)
             self._external = torch.cuda.ExternalStream(self._stream.handle, device=device)  # type: ignore[no-untyped-call]
         except BaseException:
             self._block.close()
             raise
 
-    def start(self, ids: Sequence[int]) -> None:
-        """Launch the kernel over these segments: once for each run of them that lies together in the table."""
+    def start(self, contents: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Begin with these contents, in one launch."""
+        starts: list[tuple[int, int, int]] = []  # of each part: address, number of its first chunk, chunks
+        begin = self._used
+        for parts in contents:
+            self._firsts.append(self._used)
+            for address, nbytes in parts:
+                chunks = nbytes // CHUNK_BYTES
+                starts.append((address, self._used - self._firsts[-1], chunks))
+                self._used += chunks
+        if not starts:
+            return
+        addresses, numbers, counts = np.array(starts).T
+        within = np.arange(self._used - begin) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._table[begin : self._used, 0] = np.repeat(addresses, counts) + within * CHUNK_BYTES
+        self._table[begin : self._used, 1] = np.repeat(numbers, counts) + within
+        table = self._block.address + begin * 16
         with torch.cuda.stream(self._external):
-            for first, count in _runs(sorted(self._ranges[self._place[i]] for i in ids)):
-                table = self._block.address + first * 16
-                _chunk_sums[(count,)](table, table + self._entry_bytes, ROWS, LANES, _UNROLL, _STAGES, num_warps=_WARPS)
+            _chunk_sums[(self._used - begin,)](
+                table, table + self._entry_bytes, ROWS, LANES, _UNROLL, _STAGES, num_warps=_WARPS
+            )
 
-    def finish(self, ids: Sequence[int]) -> npt.NDArray[np.uint64]:
-        """The sums of these segments, of shape (segments, 2); waits for the kernels."""
+    def finish(self) -> npt.NDArray[np.uint64]:
+        """The sums of what was started since the last call, in order, of shape (contents, 2); waits for the kernels."""
         self._stream.synchronize()
-        totals: npt.NDArray[np.uint64] = np.add.reduceat(self._sums, self._firsts, axis=0)
-        return totals[[self._place[i] for i in ids]]
+        firsts, used, self._firsts, self._used = self._firsts, self._used, [], 0
+        sums: npt.NDArray[np.uint64] = np.add.reduceat(self._sums[:used], firsts, axis=0)
+        return sums
 
     def close(self) -> None:
         """Wait for the kernels and give the tables back."""
@@ -110,26 +125,9 @@ class GpuSums:
 
 def warm_up(device: int) -> None:
     """Compile and load the kernel; what it reads meanwhile is pinned host memory."""
-    block = pinned_block(CHUNK_BYTES + 32, device)
-    with closing(block), _core.CopyStream(device) as stream:
-        table = np.frombuffer(memoryview(block), np.uint64, 4, CHUNK_BYTES)
-        table[:2] = block.address, 0
-        external = torch.cuda.ExternalStream(stream.handle, device=device)  # type: ignore[no-untyped-call]
-        entry = block.address + CHUNK_BYTES
-        with torch.cuda.stream(external):
-            _chunk_sums[(1,)](entry, entry + 16, ROWS, LANES, _UNROLL, _STAGES, num_warps=_WARPS)
-        stream.synchronize()
-
-
-def _runs(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(first, count) with neighbours joined."""
-    joined: list[tuple[int, int]] = []
-    for first, count in ranges:
-        if joined and sum(joined[-1]) == first:
-            joined[-1] = (joined[-1][0], joined[-1][1] + count)
-        else:
-            joined.append((first, count))
-    return joined
+    with closing(pinned_block(CHUNK_BYTES, device)) as block, closing(GpuSums(device, 1)) as sums:
+        sums.start([[(block.address, CHUNK_BYTES)]])
+        sums.finish()
 
 
 def pinned_block(nbytes: int, device: int) -> _core.HostBlock:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from . import _core
 from .backup import Backup, BackupStore, Piece
-from .digest import DeviceDigester, Digest, DigestRun
+from .digest import DeviceDigester, DigestRun
 from .errors import CumemSleepError, InvalidState
 
 logger = logging.getLogger("cumem_sleep")
@@ -28,8 +28,8 @@ class Preparation:
 
     A thread of its own backs up one segment after the other, piece by piece. It holds the allocator's lock for one
     piece at a time, so that any operation may come between; what is asleep by then, freed, or backed up in another way
-    it passes over. A segment that the model writes to meanwhile is left to the sleep. The thread has no lower priority
-    than others, because it would then hold the interpreter lock for longer; its rate is bounded instead.
+    it passes over. What the model writes to meanwhile, or later, the sleep finds out and copies. The thread has no
+    lower priority than others, because it would then hold the interpreter lock for longer; its rate is bounded instead.
 
     Attributes:
         wanted_bytes: of all segments that it is to back up.
@@ -52,7 +52,7 @@ class Preparation:
         self._bytes_per_second = bytes_per_second
         self._warm_up = warm_up
         self._stopped = threading.Event()
-        self._due = 0.0  # when the next piece may be copied, as time.monotonic() has it
+        self._due = time.monotonic()  # when the next piece may be copied
         self._error: CumemSleepError | None = None
         # A daemon, so that it does not keep a process from exiting; at exit it is stopped in an orderly way.
         self._thread = threading.Thread(target=self._run, name="cumem-sleep-prepare", daemon=True)
@@ -107,7 +107,8 @@ class Preparation:
         with self._turn(segment) as mine:
             if not mine:
                 return
-            before = self._digest(segment, digests)
+            digests.start([segment])
+            before = digests.finish()[segment.id]
             if self._store.is_clean(segment, before):
                 return
             self._store.take([segment], keep=self._segments, slab_bytes=_BLOCK_BYTES)
@@ -116,7 +117,9 @@ class Preparation:
             with _core.CopyStream(segment.device) as stream:  # on leaving it, no copy is in flight
                 if all(self._copy(backup, piece, stream) for piece in backup.pieces(_PIECE_BYTES)):
                     with self._turn(segment, backup) as mine:
-                        if mine and self._digest(segment, digests) == before:
+                        # The copy's own digest, not the segment's again: bytes may change and change back while they
+                        # are copied, as counters and workspaces do that every kernel leaves at zero.
+                        if mine and digests.of_copy(segment, backup.blocks) == before:
                             self._store.finish_preparing(backup, before)
         finally:
             if backup.being_prepared:
@@ -156,11 +159,6 @@ class Preparation:
                     return
             self._stopped.wait(_POLL_S)
         yield False
-
-    @staticmethod
-    def _digest(segment: _core.Segment, digests: DigestRun) -> Digest:
-        digests.start([segment])
-        return digests.finish()[segment.id]
 
     def _prune(self) -> None:
         """What did not become complete goes, and what was freed: now, or when the operation that runs now has ended."""

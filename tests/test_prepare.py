@@ -43,7 +43,7 @@ MakeAllocator = Callable[..., CuMemAllocator]
 PREPARING = "cumem-sleep-prepare"  # the thread's name
 TAGS = ("weights", "default")
 # For two segments of two pieces: each is begun, copied twice, finished and tidied up after; and at the end once more.
-TURNS = 11
+TURNS = 9
 COPYING = (1, 2, 3)  # turns of the first segment between its two digests
 MANY = 1_000_000
 
@@ -233,16 +233,16 @@ class TestAlone:
         turns = Turns(monkeypatch, look)
         assert turns.prepare(allocator).error is None
         assert turns.count == TURNS
-        done = [0] * 4 + [PAGE] * 5 + [2 * PAGE] * 2
+        done = [0] * 4 + [PAGE] * 4 + [2 * PAGE]
         assert [backed_up for backed_up, _ in seen] == done
-        assert [host for _, host in seen] == [0] + [PAGE] * 5 + [2 * PAGE] * 5, "memory is taken as it is needed"
+        assert [host for _, host in seen] == [0] + [PAGE] * 4 + [2 * PAGE] * 4, "memory is taken as it is needed"
         check_bytes(memory, contents)
 
     @pytest.mark.parametrize(("rate", "pause_s"), [(0, 0.0002), (4 * MIB, 0.25), (1 << 60, 0.0002)])
     def test_rate(
         self, make_allocator: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, rate: int, pause_s: float
     ) -> None:
-        """After each piece it rests for as long as the piece should have taken, and at least a little."""
+        """After each piece it rests until the next is due, and at least a little."""
         allocator = make_allocator(prepare_bytes_per_second=rate)
         fill(allocator, memory, *TAGS)
         pauses: list[float] = []
@@ -276,7 +276,9 @@ class TestAlone:
         while preparation.running:
             preparation._thread.join(30)
         assert preparation.error is None
-        assert [pause for pause in pauses if pause >= 0] == [pytest.approx(pause_s)] * 4
+        assert [pause for pause in pauses if pause >= 0] == pytest.approx(
+            [pause_s * n if rate == 4 * MIB else pause_s for n in (1, 2, 3, 4)]
+        )
 
     def test_again_ends_the_one_before(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
@@ -576,22 +578,18 @@ class TestBesideOthers:
         check_bytes(memory, contents)
 
     @pytest.mark.parametrize("at", COPYING)
-    def test_a_write_during_the_copy_makes_it_void(
+    def test_a_write_during_the_copy(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, at: int
     ) -> None:
+        """To what was copied already (after turn 1): the backup is true, of the bytes before. Else it is void."""
         contents = fill(allocator, memory, *TAGS)
         Turns(monkeypatch, Other(allocator, memory, contents).write_first, at).prepare(allocator)
-        assert [usage.backed_up_bytes for usage in allocator.usage().values()] == [0, PAGE]
+        assert [usage.backed_up_bytes for usage in allocator.usage().values()] == [PAGE if at > 1 else 0, PAGE]
         report = allocator.sleep()
         assert (report.copied_bytes, report.clean_bytes) == (PAGE, PAGE)
         allocator.wake_up()
         check_bytes(memory, contents)
 
-    @pytest.mark.xfail(
-        strict=True,
-        raises=BackupMismatch,
-        reason="the backup counts as complete by the digests of the segment before and after, not by its own",
-    )
     def test_bytes_that_change_and_change_back_during_the_copy(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -730,7 +728,7 @@ class TestBesideOthers:
         turns._act, turns._at = stop, at
         preparation = turns.prepare(allocator)
         assert preparation.error is None
-        complete = sum(at >= last for last in (3, 8))
+        complete = sum(at >= last for last in (3, 7))
         assert backed_up_bytes(allocator) == allocator._store.host_bytes == complete * PAGE
         preparation.stop()
         preparation.stop()
@@ -984,7 +982,7 @@ class TestHostMemoryIsShort:
                         limit = host_limits.HostLimit("budget", PAGE - 1)
                         patch.setattr(allocator._store, "limits", lambda needed=None: [limit])
 
-                turns._act, turns._at = shrink, 5 * complete
+                turns._act, turns._at = shrink, 4 * complete
             else:
                 refuse = {"mmap": refuse_mmap, "touch": refuse_touch, "register": refuse_register}[stage]
                 refuse(patch, after=2 * complete + 1)  # in the middle of a segment
@@ -1059,7 +1057,7 @@ class TestDriverErrors:
             for call, count in sim.stats().calls.items()
             if count and (error_name == "CUDA_ERROR_UNKNOWN" or not call.startswith(("cuCtx", "cuThread")))
         }
-        assert calls["cuMemcpyDtoHAsync"] == 4 + 4  # and the digests, before and after
+        assert calls["cuMemcpyDtoHAsync"] == 4 + 2  # and the digests
         allocator.release_backups()
         problems = []
         for call, count in calls.items():
