@@ -298,7 +298,7 @@ class CuMemAllocator:
             is_dropped = _dropped_at_level(1)
             wanted = [s for s in _core.segments() if s.sleep == _Sleep.AWAKE and is_dropped and not is_dropped(s.tag)]
             needed = _total(segment for segment in wanted if not self._store.host_bytes_of(segment))
-            self._store.check(needed, {segment.id for segment in wanted})
+            self._store.check(needed, wanted)
             preparation = Preparation(
                 wanted,
                 self._lock,

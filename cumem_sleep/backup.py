@@ -79,6 +79,7 @@ class BackupStore:
         self._settings = settings
         self._backups: dict[int, Backup] = {}
         self._going = GivingBack(lock)
+        self._numa_nodes: dict[int, int] = {}  # by device
 
     @property
     def host_bytes(self) -> int:
@@ -119,13 +120,11 @@ class BackupStore:
         new = [segment for segment in segments if segment.id not in self._backups]
         needed = sum(segment.bytes for segment in new)
         if needed:
-            self.check(needed, {segment.id for segment in keep})
-        nodes = {device: _core.device_info(device).numa_node for device in {segment.device for segment in new}}
+            self.check(needed, keep)
         for segment in new:
+            node = self._numa_node(segment.device)
             sizes = [min(slab_bytes, segment.bytes - start) for start in range(0, segment.bytes, slab_bytes)]
-            self._backups[segment.id] = Backup(
-                segment, tuple(_core.HostBlock(size, nodes[segment.device]) for size in sizes)
-            )
+            self._backups[segment.id] = Backup(segment, tuple(_core.HostBlock(size, node) for size in sizes))
 
     def fill(
         self,
@@ -249,26 +248,34 @@ class BackupStore:
         asleep = _core.Segment.Sleep.BACKED_UP
         self.forget([segment_id for segment_id, backup in self._backups.items() if backup.segment.sleep != asleep])
 
-    def check(self, needed: int, keep: set[int]) -> None:
+    def check(self, needed: int, keep: Iterable[_core.Segment]) -> None:
         """Refuse what a limit leaves no room for, or evict as many retained backups, oldest first, as it takes.
 
         Raises:
             OutOfHostMemory: a limit leaves too little; nothing was evicted.
         """
         self._going.finish()
-        retained = self._retained(keep)
+        limits = [(limit.available_bytes, limit.name) for limit in self.limits(needed)]
+        short = [(available, name) for available, name in limits if available is not None and available < needed]
+        if not short:
+            return
+        retained = self._retained({segment.id for segment in keep})
         evictable = sum(backup.bytes for backup in retained)
         missing = 0
-        for limit in self.limits(needed):
-            if limit.available_bytes is not None and limit.available_bytes < needed:
-                if limit.available_bytes + evictable < needed:
-                    raise OutOfHostMemory(needed, limit.available_bytes, limit.name)
-                missing = max(missing, needed - limit.available_bytes)
+        for available, name in short:
+            if available + evictable < needed:
+                raise OutOfHostMemory(needed, available, name)
+            missing = max(missing, needed - available)
         for backup in retained:
             if missing <= 0:
                 break
             missing -= backup.bytes
             self.forget([backup.segment.id])
+
+    def _numa_node(self, device: int) -> int:
+        if device not in self._numa_nodes:
+            self._numa_nodes[device] = _core.device_info(device).numa_node
+        return self._numa_nodes[device]
 
     def _retained(self, keep: set[int]) -> list[Backup]:
         return [

@@ -30,6 +30,7 @@ from . import _core
 from .errors import CumemSleepError
 
 if TYPE_CHECKING:
+    from .backup import Piece
     from .digest_kernel import GpuSums
 
 logger = logging.getLogger("cumem_sleep")
@@ -173,6 +174,7 @@ class DigestRun:
         self._segments = segments
         self._sums: dict[int, GpuSums] = {}  # by device
         self._started: list[_core.Segment] = []
+        self._copy_sums: Words
 
     def __enter__(self) -> DigestRun:
         self._digester._choose()
@@ -190,7 +192,7 @@ class DigestRun:
         """
         self._started += segments
         for device, mine in _by_device(segments).items():
-            contents = [[(segment.address, segment.bytes)] for segment in mine]
+            contents = [(segment.address, segment.bytes) for segment in mine]
             self._on_gpu(device, partial(_start, contents=contents))
 
     def finish(self) -> dict[int, Digest]:
@@ -209,19 +211,32 @@ class DigestRun:
             digests.update(zip((segment.id for segment in mine), values, strict=True))
         return digests
 
-    def of_copy(self, segment: _core.Segment, blocks: Sequence[_core.HostBlock]) -> Digest:
-        """The digest of bytes of `segment` that lie in pinned `blocks`; nothing else may be started.
+    def begin_copy(self) -> None:
+        """For the digest of a copy in pinned host memory, one at a time: `add_copy` each piece, then `finish_copy`."""
+        self._copy_sums = np.zeros((1, 2), np.uint64)
+
+    def add_copy(self, segment: _core.Segment, piece: Piece) -> None:
+        """Take one piece of the copy of `segment` into account; waits for it.
+
+        The GPU reads it a piece at a time because what it reads from the host holds up whatever else it does.
 
         Raises:
             DriverError: the driver refused.
         """
-        parts = [(block.address, block.bytes) for block in blocks]
-
-        self._on_gpu(segment.device, partial(_start, contents=[parts]))
+        first_chunk = (piece.address - segment.address) // CHUNK_BYTES
+        content = (piece.block.address + piece.offset, piece.bytes)
+        self._on_gpu(segment.device, partial(_start, contents=[content], first_chunk=first_chunk))
         sums = self._on_gpu(segment.device, _finish)
         if sums is None:
-            sums = np.array([_sums_of_blocks(blocks)], np.uint64)
-        return _digests_from(sums, [segment.bytes])[0]
+            content_of_block = np.frombuffer(memoryview(piece.block), np.uint8)
+            sums = np.array(
+                [sums_of(content_of_block[piece.offset : piece.offset + piece.bytes], first_chunk)], np.uint64
+            )
+        self._copy_sums += sums
+
+    def finish_copy(self, segment: _core.Segment) -> Digest:
+        """The digest of the copy, all of whose pieces were added."""
+        return _digests_from(self._copy_sums, [segment.bytes])[0]
 
     def _on_gpu(self, device: int, compute: Callable[[GpuSums], _Result]) -> _Result | None:
         """None: there is no kernel, or none any more."""
@@ -240,8 +255,8 @@ class DigestRun:
             return None
 
 
-def _start(sums: GpuSums, contents: Sequence[Sequence[tuple[int, int]]]) -> None:
-    sums.start(contents)
+def _start(sums: GpuSums, contents: Sequence[tuple[int, int]], first_chunk: int = 0) -> None:
+    sums.start(contents, first_chunk)
 
 
 def _finish(sums: GpuSums) -> Words:
@@ -288,15 +303,6 @@ def _sums_through_host(device: int, segments: Sequence[_core.Segment]) -> list[t
         block.pin(device)
         content = np.frombuffer(memoryview(block), np.uint8)
         return [_segment_sums(segment, stream, block, content) for segment in segments]
-
-
-def _sums_of_blocks(blocks: Sequence[_core.HostBlock]) -> tuple[int, int]:
-    totals, first_chunk = (0, 0), 0
-    for block in blocks:
-        part = sums_of(np.frombuffer(memoryview(block), np.uint8), first_chunk)
-        totals = ((totals[0] + part[0]) & _MASK, (totals[1] + part[1]) & _MASK)
-        first_chunk += block.bytes // CHUNK_BYTES
-    return totals
 
 
 def _segment_sums(

@@ -67,9 +67,8 @@ def _chunk_sums(table, out, rows, LANES: tl.constexpr, UNROLL: tl.constexpr, STA
 class GpuSums:
     """Both sums of several contents, computed on a stream of its own.
 
-    A content is one or more parts, each (address, bytes) of memory that the GPU reaches: the device's, or pinned host
-    memory. Parts are whole chunks (segments are multiples of 2 MiB, and blocks of a backup too). The tables hold 32
-    bytes for each chunk.
+    A content is (address, bytes) of memory that the GPU reaches: the device's, or pinned host memory. It has whole
+    chunks (segments are multiples of 2 MiB, and pieces of a backup too). The tables hold 32 bytes for each chunk.
 
     Args:
         chunks: the most that are started between two calls of `finish`.
@@ -88,25 +87,22 @@ class GpuSums:
             self._block.close()
             raise
 
-    def start(self, contents: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Begin with these contents, in one launch."""
-        starts: list[tuple[int, int, int]] = []  # of each part: address, number of its first chunk, chunks
-        begin = self._used
-        for parts in contents:
-            self._firsts.append(self._used)
-            for address, nbytes in parts:
-                chunks = nbytes // CHUNK_BYTES
-                starts.append((address, self._used - self._firsts[-1], chunks))
-                self._used += chunks
-        if not starts:
+    def start(self, contents: Sequence[tuple[int, int]], first_chunk: int = 0) -> None:
+        """Begin with these contents, in one launch; the number of each one's first chunk is `first_chunk`."""
+        if not contents:
             return
-        addresses, numbers, counts = np.array(starts).T
-        within = np.arange(self._used - begin) - np.repeat(np.cumsum(counts) - counts, counts)
-        self._table[begin : self._used, 0] = np.repeat(addresses, counts) + within * CHUNK_BYTES
-        self._table[begin : self._used, 1] = np.repeat(numbers, counts) + within
+        addresses, sizes = np.array(contents).T
+        counts = sizes // CHUNK_BYTES
+        firsts = np.cumsum(counts) - counts
+        begin, end = self._used, self._used + int(counts.sum())
+        within = np.arange(end - begin) - np.repeat(firsts, counts)
+        self._table[begin:end, 0] = np.repeat(addresses, counts) + within * CHUNK_BYTES
+        self._table[begin:end, 1] = within + first_chunk
+        self._firsts += (firsts + begin).tolist()
+        self._used = end
         table = self._block.address + begin * 16
         with torch.cuda.stream(self._external):
-            _chunk_sums[(self._used - begin,)](
+            _chunk_sums[(end - begin,)](
                 table, table + self._entry_bytes, ROWS, LANES, _UNROLL, _STAGES, num_warps=_WARPS
             )
 
@@ -126,7 +122,7 @@ class GpuSums:
 def warm_up(device: int) -> None:
     """Compile and load the kernel; what it reads meanwhile is pinned host memory."""
     with closing(pinned_block(CHUNK_BYTES, device)) as block, closing(GpuSums(device, 1)) as sums:
-        sums.start([[(block.address, CHUNK_BYTES)]])
+        sums.start([(block.address, CHUNK_BYTES)])
         sums.finish()
 
 

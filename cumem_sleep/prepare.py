@@ -113,29 +113,31 @@ class Preparation:
                 return
             self._store.take([segment], keep=self._segments, slab_bytes=_BLOCK_BYTES)
             backup = self._store.begin_preparing(segment)
+        digests.begin_copy()
         try:
-            with _core.CopyStream(segment.device) as stream:  # on leaving it, no copy is in flight
-                if all(self._copy(backup, piece, stream) for piece in backup.pieces(_PIECE_BYTES)):
-                    with self._turn(segment, backup) as mine:
-                        # The copy's own digest, not the segment's again: bytes may change and change back while they
-                        # are copied, as counters and workspaces do that every kernel leaves at zero.
-                        if mine and digests.of_copy(segment, backup.blocks) == before:
-                            self._store.finish_preparing(backup, before)
+            if all(self._copy(backup, piece, digests) for piece in backup.pieces(_PIECE_BYTES)):
+                with self._turn(segment, backup) as mine:
+                    # The copy's own digest, not the segment's again: bytes may change and change back while they are
+                    # copied, as counters and workspaces do that every kernel leaves at zero.
+                    if digests.finish_copy(segment) == before and mine:
+                        self._store.finish_preparing(backup, before)
         finally:
             if backup.being_prepared:
                 backup.being_prepared = False
                 self._prune()
 
-    def _copy(self, backup: Backup, piece: Piece, stream: _core.CopyStream) -> bool:
+    def _copy(self, backup: Backup, piece: Piece, digests: DigestRun) -> bool:
         """One piece, at the rate that was asked for; false if the backup is no longer ours to make."""
         with self._turn(backup.segment, backup) as mine:
             if not mine:
                 return False
             if not piece.block.pinned:
                 piece.block.touch(0, piece.block.bytes)
-                piece.block.pin(stream.device)
-            stream.to_host(piece.block, piece.offset, piece.address, piece.bytes)
-            stream.synchronize()
+                piece.block.pin(backup.segment.device)
+            with _core.CopyStream(backup.segment.device) as stream:  # on leaving it, no copy is in flight
+                stream.to_host(piece.block, piece.offset, piece.address, piece.bytes)
+                stream.synchronize()
+            digests.add_copy(backup.segment, piece)
         self._pace(piece.bytes)
         return True
 

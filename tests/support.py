@@ -122,6 +122,7 @@ def free_everything() -> None:
             allocator.free(segment.address)
         if _core.driver_is_open():
             assert _core.reclaim() == 0
+            allocator._store._going.finish()  # much goes in a thread
         assert allocator._store.host_bytes == 0
         if SIMULATED:
             if _held() != _held_before:

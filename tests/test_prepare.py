@@ -1063,6 +1063,7 @@ class TestDriverErrors:
         for call, count in calls.items():
             for position in range(count):
                 sim.reset()
+                allocator._store._numa_nodes.clear()  # so that the device is asked again
                 sim.fail(call, after=position, error=error_name)
                 try:
                     self.check(allocator, memory, contents, call)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 from .. import _core
 from ..allocator import CuMemAllocator
@@ -52,8 +53,6 @@ def run(allocator: CuMemAllocator, workload: Workload, room: Room, options: Opti
     with ExitStack() as stack:
         memory = open_memory(allocator, options.device)
         stack.callback(memory.close)
-        if options.touch_host_memory:
-            _touch_host_memory(workload, room, progress)
         progress("measure the link", 0, 0)
         link = measure_link(allocator, options.device, link_bytes(room))
         progress("allocate and fill", 0, 0)
@@ -73,8 +72,9 @@ def run(allocator: CuMemAllocator, workload: Workload, room: Room, options: Opti
             steps=(),
         )
         bench = _Bench(allocator, memory, weights, kv_cache, report, options, progress)
+        touch = partial(_touch_host_memory, workload, room, progress) if options.touch_host_memory else _nothing
         try:
-            bench.play()
+            bench.play(touch)
         except _WrongBytesError as error:
             return replace(report, steps=tuple(bench.steps), wrong=str(error))
         return replace(report, steps=tuple(bench.steps), digest=bench.digest_speed())
@@ -106,8 +106,9 @@ class _Bench:
         self._expected: list[int] | None = None  # None: the weights hold nothing that matters
         self._round = 1
 
-    def play(self) -> None:
+    def play(self, touch_host_memory: Callable[[], None]) -> None:
         self._rewrite(self._weights)
+        touch_host_memory()  # right before it is needed: a hypervisor takes free memory away within seconds
         self._sleep("first sleep")
         self._wake("wake")
         for number in range(1, self._options.rounds + 1):
@@ -256,12 +257,16 @@ class _Bench:
 
 
 def _touch_host_memory(workload: Workload, room: Room, progress: Progress) -> None:
-    """More than will be used, for the backups or to measure the link: the kernel may choose other pages then."""
-    nbytes = 4 * max(workload.weights_bytes, link_bytes(room))
+    """More than will be used for backups: the kernel may choose other pages then."""
+    nbytes = 2 * workload.weights_bytes
     if room.host_bytes is not None:
         nbytes = min(nbytes, int(_TOUCHED_SHARE * room.host_bytes))
     show: Callable[[int], None] = lambda done: progress("use host memory once", done, nbytes)  # noqa: E731
     touch_host_memory(nbytes, _core.device_info(room.device).numa_node, show)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _check_segments(regions: Sequence[Region]) -> None:
