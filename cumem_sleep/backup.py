@@ -324,6 +324,8 @@ class GivingBack:
 
     def stop(self) -> None:
         """End the thread, for the exit of the process; what is left goes with it."""
+        if _core.driver_is_forked():
+            return  # the child has no such thread, and its locks as the thread had them just then: maybe held
         self._stopped.set()
         thread = self._thread
         if thread is not None and thread.ident is not None:
