@@ -80,6 +80,9 @@ class CuMemAllocator:
                     "this process already has a CuMemAllocator with memory handed out; use get_instance()"
                 )
             other._stop_background_work()
+            if not _core.driver_is_forked():
+                with other._lock.hold():
+                    other._store.clear()  # what its thread has left, which nobody could ask it for any more
             other._retired = True
         self._lock = _core.OperationLock()
         self._retired: bool = False

@@ -221,10 +221,10 @@ class BackupStore:
         memory is given back by a thread, since that takes as long as copying it did.
         """
         unneeded = [segment_id for segment_id, backup in self._backups.items() if not self._is_needed(backup)]
+        blocks: list[_core.HostBlock] = []
         if sum(self._backups[segment_id].bytes for segment_id in unneeded) < _MUCH_BYTES:
             self.forget(unneeded)
-            return
-        blocks: list[_core.HostBlock] = []
+            unneeded = []
         for segment_id in unneeded:
             backup = self._backups.pop(segment_id)
             backup.being_prepared = False
@@ -313,9 +313,12 @@ class GivingBack:
         return sum(block.bytes for block in self._blocks)
 
     def start(self, blocks: Iterable[_core.HostBlock]) -> None:
-        """Give these back soon. The lock must be held, as for `finish`."""
+        """Give these back soon. The lock must be held, as for `finish`.
+
+        Nothing new may be given, too: an interrupt may have kept the thread from starting the last time.
+        """
         self._blocks += blocks
-        if self._thread is not None:
+        if not self._blocks or (self._thread is not None and self._thread.is_alive()):
             return
         self._thread = threading.Thread(target=self._run, name="cumem-sleep-give-back", daemon=True)
         try:
@@ -331,6 +334,8 @@ class GivingBack:
 
     def stop(self) -> None:
         """End the thread, for the exit of the process; what is left goes with it."""
+        if _core.driver_is_forked():
+            return  # the child has no such thread, and its locks as the thread had them just then: maybe held
         self._stopped.set()
         thread = self._thread
         if thread is not None and thread.ident is not None:

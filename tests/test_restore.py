@@ -8,7 +8,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import cumem_sleep
 from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, OutOfHostMemory, _core, host_limits, restore, sim
 from cumem_sleep.ahead import Ahead
 from cumem_sleep.backup import Backup, Piece
-from cumem_sleep.restore import Batch, Restorer, _batches, _choices, _Lane, _Way
+from cumem_sleep.restore import Batch, Batches, Restorer, _BestRate, _Choice, _choices, _Lane, _Way
 
 MakeAllocator = Callable[..., CuMemAllocator]
 
@@ -201,12 +201,18 @@ class Store:
             for part in parts
         }
 
-    def pieces(self, part: Part, at_most: int) -> Iterator[Piece]:
-        return self.backups[part.id].pieces(at_most)
+    def pieces(self, part: Part) -> Iterator[Piece]:
+        return self.backups[part.id].pieces()
 
 
 def parts_of(*sizes: int) -> list[Part]:
     return [Part(number, size, number << 32) for number, size in enumerate(sizes, start=1)]
+
+
+def batches_of(parts: list[Part], store: Store, sizes: Iterator[int]) -> list[Batch]:
+    """All there are, each of at most the next of `sizes`."""
+    batches = Batches(parts, store)  # type: ignore[arg-type]
+    return list(iter(lambda: batches.next(next(sizes)), Batch()))
 
 
 class TestBatches:
@@ -214,84 +220,142 @@ class TestBatches:
     @pytest.mark.parametrize(
         "sizes", [(1,), (8,), (9,), (4, 4, 4), (8, 8), (20, 1, 1), (1, 20, 1), (7, 7, 7), (1,) * 30, (64, 64), ()]
     )
+    @pytest.mark.parametrize("wanted_bytes", [(8,), (1,), (8, 32), (5, 1, 13), (1000,)], ids=str)
     def test_hold_every_byte_once_and_in_order(
-        self, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], block_bytes: int
+        self, sizes: tuple[int, ...], block_bytes: int, wanted_bytes: tuple[int, ...]
     ) -> None:
-        monkeypatch.setattr(restore, "_BATCH_BYTES", 8)
         parts = parts_of(*sizes)
         store = Store(parts, block_bytes)
-        batches = list(_batches(parts, store))  # type: ignore[arg-type]
-        assert all(0 < batch.bytes <= 8 for batch in batches)
+        batches = batches_of(parts, store, cycle(wanted_bytes))
+        for batch, wanted in zip(batches[:-1], cycle(wanted_bytes)):
+            assert batch.bytes == wanted, "many small segments are not many small copies"
+        assert not batches or 0 < batches[-1].bytes <= wanted_bytes[(len(batches) - 1) % len(wanted_bytes)]
         bytes_there = [
             (piece.address + place, id(piece.block), piece.offset + place)
             for batch in batches
             for piece in batch.pieces
             for place in range(piece.bytes)
         ]
-        wanted = [
+        wanted_there = [
             (part.address + start + place, id(block), place)
             for part in parts
             for start, block in zip(range(0, part.bytes, block_bytes), store.backups[part.id].blocks, strict=True)
             for place in range(block.bytes)
         ]
-        assert bytes_there == wanted
+        assert bytes_there == wanted_there
         completed = [segment.id for batch in batches for segment in batch.completed]
         assert completed == [part.id for part in parts]
         for number, batch in enumerate(batches):
-            in_it = {piece.address >> 32 for piece in batch.pieces}
-            assert {segment.id for segment in batch.segments} == in_it
+            in_it = [piece.address >> 32 for piece in batch.pieces]
+            assert [segment.id for segment in batch.segments] == in_it
             later = {piece.address >> 32 for after in batches[number + 1 :] for piece in after.pieces}
-            assert {segment.id for segment in batch.completed} == in_it - later
+            assert {segment.id for segment in batch.completed} == set(in_it) - later
 
-    def test_are_full(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Two neighbours never fit into one: many small segments are not many small copies."""
-        monkeypatch.setattr(restore, "_BATCH_BYTES", 8)
-        parts = parts_of(*[1, 3, 2] * 10)
-        sizes = [batch.bytes for batch in _batches(parts, Store(parts, 128))]  # type: ignore[arg-type]
-        assert all(one + next_one > 8 for one, next_one in pairwise(sizes))
+    def test_split_no_more_than_they_must(self) -> None:
+        """A piece for each block, where the batch has room for it: copies of a block are one copy."""
+        parts = parts_of(20, 6)
+        batches = batches_of(parts, Store(parts, 10), iter([4, 100, 100]))
+        assert [[piece.bytes for piece in batch.pieces] for batch in batches] == [[4], [6, 10, 6]]
+
+    def test_none_is_left_after_the_last(self) -> None:
+        parts = parts_of(3)
+        batches = Batches(parts, Store(parts, 3))  # type: ignore[arg-type]
+        assert batches.next(3).bytes == 3
+        for _ in range(2):
+            assert batches.next(3) == Batch()
 
 
 # The choice between two ways
 
-ENGINE, KERNEL = True, False
+KERNEL, KERNEL_ALONE = _Choice(by_engine=False, alone=False), _Choice(by_engine=False, alone=True)
+ENGINE, ENGINE_ALONE = _Choice(by_engine=True, alone=False), _Choice(by_engine=True, alone=True)
+# Between two looks at the engine's rate, and until the engine is tried again.
+ENGINE_FOR_A_WHILE = [ENGINE] * (restore._BATCHES_IN_FLIGHT + restore._BATCHES_TIMED)
+KERNEL_FOR_A_WHILE = [KERNEL] * restore._BATCHES_BETWEEN_TRIALS
+FREE, FAST_KERNEL, BUSY = 55.0, 51.0, 22.0  # GB/s
 
 
 class TestChoices:
-    def choose(self, rates: dict[bool, list[float] | float], count: int) -> list[tuple[bool, bool]]:
-        """What is chosen for so many batches, where each way copies at these rates (one after another)."""
-        choices = _choices()
-        given = [next(choices)]
-        left = {way: list(rate) if isinstance(rate, list) else None for way, rate in rates.items()}
-        while len(given) < count:
-            way, is_trial = given[-1]
-            queue = left[way]
-            rate = rates[way] if queue is None else queue.pop(0) if is_trial else 0.0  # only trials are measured
-            assert isinstance(rate, float)
-            given.append(choices.send(rate))
-        return given
+    def choose(
+        self, count: int, engine: Callable[[int], float], kernel: float = FAST_KERNEL, best: _BestRate | None = None
+    ) -> list[_Choice]:
+        """What is chosen for so many batches; `engine` is its rate by the number of the batch.
+
+        What says nothing of a rate gets a time that would spoil all if it counted.
+        """
+        choices = _choices(best or _BestRate())
+        chosen = [next(choices)]
+        while len(chosen) < count:
+            choice = chosen[-1]
+            rate = engine(len(chosen) - 1) if choice.by_engine else kernel if choice.alone else 1e-3
+            chosen.append(choices.send((100, 100 / rate)))
+        return chosen
 
     def test_both_are_tried_alone(self) -> None:
-        assert self.choose({ENGINE: 55.0, KERNEL: 51.0}, 2) == [(ENGINE, True), (KERNEL, True)]
+        assert self.choose(2, lambda _: FREE) == [KERNEL_ALONE, ENGINE_ALONE]
 
-    @pytest.mark.parametrize("engine", [55.0, 51.0, 0.8 * 51.0])
+    @pytest.mark.parametrize("engine", [FREE, FAST_KERNEL, 0.71 * FAST_KERNEL])
     def test_a_free_engine_copies_all(self, engine: float) -> None:
-        assert self.choose({ENGINE: engine, KERNEL: 51.0}, 200)[2:] == [(ENGINE, False)] * 198
+        assert self.choose(200, lambda _: engine)[2:] == [ENGINE] * 198
 
-    def test_a_busy_engine_is_tried_again_and_again(self) -> None:
-        chosen = self.choose({ENGINE: 22.0, KERNEL: 51.0}, 2 + 33 * 4)[2:]
-        assert chosen == ([(KERNEL, False)] * 32 + [(ENGINE, True)]) * 4
+    @pytest.mark.parametrize("engine", [BUSY, 0.69 * FAST_KERNEL])
+    def test_a_busy_engine_is_tried_again_and_again(self, engine: float) -> None:
+        turn = [*KERNEL_FOR_A_WHILE, ENGINE_ALONE]
+        assert self.choose(2 + 4 * len(turn), lambda _: engine)[2:] == turn * 4
 
-    def test_an_engine_that_becomes_free_takes_over_for_good(self) -> None:
-        chosen = self.choose({ENGINE: [22.0, 24.0, 54.0], KERNEL: 51.0}, 2 + 33)
-        chosen = self.choose({ENGINE: [22.0, 24.0, 54.0], KERNEL: [51.0]}, 2 + 33 * 2)
-        assert chosen[2:] == ([(KERNEL, False)] * 32 + [(ENGINE, True)]) * 2
-        choices = _choices()
-        rates = iter([22.0, 51.0, *[1.0] * 32, 54.0])
-        next(choices)
-        for rate in rates:
-            last = choices.send(rate)
-        assert last == (ENGINE, False)
-        assert [choices.send(0.001) for _ in range(100)] == [(ENGINE, False)] * 100
+    def test_an_engine_that_becomes_free_takes_over(self) -> None:
+        third_trial = 1 + 2 * (len(KERNEL_FOR_A_WHILE) + 1)
+        chosen = self.choose(400, lambda number: FREE if number >= third_trial else BUSY)[2:]
+        assert chosen[: third_trial - 1] == [*KERNEL_FOR_A_WHILE, ENGINE_ALONE] * 2
+        assert chosen[third_trial - 1 :] == [ENGINE] * len(chosen[third_trial - 1 :])
+
+    @pytest.mark.parametrize("whiles", [0, 1, 5])
+    def test_an_engine_that_becomes_slow_hands_over_and_is_handed_back(self, whiles: int) -> None:
+        """It has so many whiles, is slow in the next, and at the trial after that it is free again."""
+        slow_from = 2 + whiles * len(ENGINE_FOR_A_WHILE)
+        slow_to = slow_from + len(ENGINE_FOR_A_WHILE)
+        chosen = self.choose(500, lambda number: BUSY if slow_from <= number < slow_to else FREE)
+        after = [KERNEL_ALONE, ENGINE_ALONE, *ENGINE_FOR_A_WHILE * (whiles + 1), *KERNEL_FOR_A_WHILE, ENGINE_ALONE]
+        assert chosen[: len(after)] == after
+        assert chosen[len(after) :] == [ENGINE] * (500 - len(after))
+
+    def test_slow_once_more_after_a_good_trial(self) -> None:
+        """A trial alone may be lucky: what counts is the rate with the queue full."""
+        turn = [ENGINE_ALONE, *ENGINE_FOR_A_WHILE, *KERNEL_FOR_A_WHILE]
+        is_trial = {1 + turn_number * len(turn) for turn_number in range(4)}
+        chosen = self.choose(1 + 4 * len(turn), lambda number: FREE if number in is_trial else BUSY)
+        assert chosen == [KERNEL_ALONE, *turn * 4]
+
+    @pytest.mark.parametrize("rate", [1e-3, 1e9])
+    def test_what_fills_the_queue_does_not_count(self, rate: float) -> None:
+        """Nor for the best rate seen: nothing is waited for yet, so it may seem to take no time."""
+
+        def engine(number: int) -> float:
+            place = (number - 2) % len(ENGINE_FOR_A_WHILE)
+            return rate if number >= 2 and place < restore._BATCHES_IN_FLIGHT else FREE
+
+        assert self.choose(100, engine)[2:] == [ENGINE] * 98
+
+    @pytest.mark.parametrize(("slow_batches", "is_busy"), [(1, False), (2, True)])
+    def test_all_timed_batches_count_together(self, slow_batches: int, is_busy: bool) -> None:
+        """Of four, one at 35 and three at 55 GB/s make 48; two at 25 make 34. The least that is enough is 38.5."""
+        slow = range(2 + restore._BATCHES_IN_FLIGHT, 2 + restore._BATCHES_IN_FLIGHT + slow_batches)
+        rate = {1: 35.0, 2: 25.0}[slow_batches]
+        chosen = self.choose(3 + len(ENGINE_FOR_A_WHILE), lambda number: rate if number in slow else FREE)
+        assert chosen[-1] == (KERNEL if is_busy else ENGINE)
+
+    def test_the_best_rate_is_also_the_engines(self) -> None:
+        """It is busy although it is still faster than the kernel was."""
+        chosen = self.choose(3 + len(ENGINE_FOR_A_WHILE), lambda number: 100.0 if number == 1 else 60.0, kernel=30.0)
+        assert chosen[2:] == [*ENGINE_FOR_A_WHILE, KERNEL]
+
+    def test_the_best_rate_is_of_the_link_not_of_one_wake(self) -> None:
+        """Where both ways are slow at first, only an earlier wake tells that the engine is busy."""
+        best = _BestRate()
+        assert self.choose(3, lambda _: BUSY, kernel=BUSY, best=best)[-1] == ENGINE
+        assert self.choose(3, lambda _: FREE, best=best)[-1] == ENGINE
+        assert best.value == pytest.approx(FREE)
+        assert self.choose(3, lambda _: BUSY, kernel=BUSY, best=best)[-1] == KERNEL
 
 
 # A lane
@@ -347,30 +411,42 @@ class FakeDigests:
         self.log.events += [("digest", segment.id) for segment in segments]
 
 
+@pytest.fixture
+def one_segment_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches as large as the segments, so that numbers of segments are numbers of batches."""
+    monkeypatch.setattr(restore, "_BATCH_BYTES", 4)
+    monkeypatch.setattr(restore, "_ENGINE_BATCH_BYTES", 4)
+
+
+@pytest.mark.usefixtures("one_segment_each")
 class TestLane:
-    """One batch for each segment, so that numbers of segments are numbers of batches."""
+    def batches(self, count: int) -> Batches:
+        parts = parts_of(*[4] * count)
+        return Batches(parts, Store(parts, 4))  # type: ignore[arg-type]
 
-    def batches(self, count: int) -> Iterator[Batch]:
-        for part in parts_of(*[4] * count):
-            piece = Piece(Block(4), 0, part.address, 4)  # type: ignore[arg-type]
-            yield Batch([piece], [part], [part])  # type: ignore[list-item]
-
-    def lane(self, log: Log, kernels: bool = False, digests: bool = True) -> tuple[_Lane, list[FakeStream]]:
+    def lane(
+        self, log: Log, kernels: bool = False, digests: bool = True, ways: int = 2
+    ) -> tuple[_Lane, list[FakeStream]]:
         def mapped(number: int) -> None:
             log.events.append(("mapped", number))
 
-        streams = [FakeStream(number, log) for number in range(2)]
-        ways = [_Way(stream, FakeKernel(log) if kernels else None) for stream in streams]  # type: ignore[arg-type]
-        return _Lane(mapped, FakeDigests(log) if digests else None, ways), streams  # type: ignore[arg-type]
+        streams = [FakeStream(number, log) for number in range(ways)]
+        all_ways = [_Way(stream, FakeKernel(log) if kernels else None) for stream in streams]  # type: ignore[arg-type]
+        lane = _Lane(mapped, FakeDigests(log) if digests else None, all_ways, _BestRate())  # type: ignore[arg-type]
+        return lane, streams
 
+    @pytest.mark.parametrize("ways", [1, 2, 4])
     @pytest.mark.parametrize("kernels", [False, True])
     @pytest.mark.parametrize("count", [0, 1, 2, 3, 9])
-    def test_order(self, kernels: bool, count: int) -> None:
+    def test_order(self, kernels: bool, count: int, ways: int) -> None:
         log = Log()
-        lane, _ = self.lane(log, kernels)
+        lane, _ = self.lane(log, kernels, ways=ways)
         most = 0
-        for _ in lane.run(self.batches(count)):
+        sizes = []
+        for nbytes in lane.run(self.batches(count)):
+            sizes.append(nbytes)
             most = max(most, len(log.flying))
+        assert sizes == [4] * count
         assert log.flying == []
         for number in range(1, count + 1):
             mine = [event for event, batch in log.events if batch == number]
@@ -382,10 +458,11 @@ class TestLane:
             ]
         copies = [batch for event, batch in log.events if event in ("engine", "kernel")]
         assert copies == list(range(1, count + 1))
-        if count > 2 and not kernels:
-            assert most == 1, "one is left in flight while we prepare the next"
-            for number in range(1, count):  # the next is begun before this one is waited for
-                assert log.events.index(("engine", number + 1)) < log.events.index(("done", number))
+        if not kernels:
+            assert most == min(ways - 1, count), "all but one are left in flight while we prepare the next"
+            for number in range(1, count - ways + 2):  # the next is begun before this one is waited for
+                begun = log.events.index(("engine", number + ways - 1))
+                assert begun < log.events.index(("done", number))
 
     def test_trials_run_alone(self) -> None:
         log = Log()
@@ -393,33 +470,76 @@ class TestLane:
         for _ in lane.run(self.batches(2)):
             assert log.flying == []
         assert [e for e in log.events if e[0] in ("engine", "kernel", "done")] == [
-            ("engine", 1),
+            ("kernel", 1),
             ("done", 1),
-            ("kernel", 2),
+            ("engine", 2),
             ("done", 2),
         ]
 
-    def test_a_later_trial_waits_for_what_flies(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(restore, "_BATCHES_BETWEEN_TRIALS", 3)
-        clock = iter(range(1000))
-        rates = {"engine": 10, "kernel": 1}  # seconds that each takes
-        log = Log()
-        now = [0.0]
+    def run_with_clock(
+        self, monkeypatch: pytest.MonkeyPatch, log: Log, count: int, **seconds: Callable[[], int]
+    ) -> list[int]:
+        """The sizes of the batches of so many segments; each takes as long as its way does just then."""
+        ticks = iter(range(10**6))
+        spent = [0]
+        counted = [0]
 
         def perf_counter() -> float:
-            starts = [event for event, _ in log.events if event in rates]
-            now[0] = float(sum(rates[event] for event in starts)) + next(clock) * 1e-9
-            return now[0]
+            starts = [event for event, _ in log.events if event in seconds]
+            spent[0] += sum(seconds[event]() for event in starts[counted[0] :])
+            counted[0] = len(starts)
+            return spent[0] + next(ticks) * 1e-9
 
         monkeypatch.setattr(restore.time, "perf_counter", perf_counter)
         lane, _ = self.lane(log, kernels=True)
-        for _ in lane.run(self.batches(11)):
-            pass
-        ways = [event for event, _ in log.events if event in rates]
-        assert ways == ["engine", "kernel", *["kernel"] * 3, "engine", *["kernel"] * 3, "engine", "kernel"]
-        copies = [e for e in log.events if e[0] in (*rates, "done")]
+        return list(lane.run(self.batches(count)))
+
+    def test_a_later_trial_waits_for_what_flies(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(restore, "_BATCHES_BETWEEN_TRIALS", 3)
+        log = Log()
+        self.run_with_clock(monkeypatch, log, 11, engine=lambda: 10, kernel=lambda: 1)
+        ways = [event for event, _ in log.events if event in ("engine", "kernel")]
+        assert ways == ["kernel", "engine", *["kernel"] * 3, "engine", *["kernel"] * 3, "engine", "kernel"]
+        copies = [e for e in log.events if e[0] in ("engine", "kernel", "done")]
+        assert copies.index(("kernel", 5)) < copies.index(("done", 4)), "no trial, not alone"
         assert copies.index(("done", 5)) < copies.index(("engine", 6)) < copies.index(("done", 6))
         assert copies.index(("done", 6)) < copies.index(("kernel", 7))
+
+    def test_an_engine_that_becomes_slow_hands_over_to_the_kernel_and_back(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(restore, "_BATCHES_BETWEEN_TRIALS", 3)
+        log = Log()
+        is_slow = range(15, 30)  # by the number of the batch
+
+        def engine() -> int:
+            return 10 if sum(event in ("engine", "kernel") for event, _ in log.events) in is_slow else 1
+
+        self.run_with_clock(monkeypatch, log, 50, engine=engine, kernel=lambda: 1)
+        ways = [event for event, _ in log.events if event in ("engine", "kernel")]
+        assert ways == [
+            "kernel",
+            *["engine"] * (1 + len(ENGINE_FOR_A_WHILE) * 2),
+            *["kernel", "kernel", "kernel", "engine"] * 3,  # of these trials the third finds it free
+            *["engine"] * (50 - 1 - 1 - 16 - 12),
+        ]
+        assert log.flying == []
+        for number in range(1, 51):
+            assert [event for event, batch in log.events if batch == number and event in ("done", "digest")] == [
+                "done",
+                "digest",
+            ]
+
+    def test_batches_of_the_engine_are_larger(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """But for trials, and as the kernel's table has it."""
+        monkeypatch.setattr(restore, "_ENGINE_BATCH_BYTES", 20)
+        monkeypatch.setattr(restore, "_BATCHES_BETWEEN_TRIALS", 2)
+        lane, _ = self.lane(Log())
+        assert list(lane.run(self.batches(12))) == [20, 20, 8]
+        sizes = self.run_with_clock(monkeypatch, Log(), 12, engine=lambda: 1, kernel=lambda: 1)
+        assert sizes == [4, 4, 20, 20]
+        sizes = self.run_with_clock(monkeypatch, Log(), 12, engine=lambda: 10, kernel=lambda: 1)
+        assert sizes == [4] * 12
 
     def test_without_digests(self) -> None:
         log = Log()
@@ -438,7 +558,7 @@ class TestLane:
 
 class TestWay:
     def piece(self) -> Batch:
-        return next(TestLane().batches(1))
+        return TestLane().batches(1).next(4)
 
     def test_a_kernel_that_fails_is_done_without(self, caplog: pytest.LogCaptureFixture) -> None:
         log = Log()
@@ -495,6 +615,7 @@ class TestWarmUp:
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four batches for each page, two blocks."""
     monkeypatch.setattr(restore, "_BATCH_BYTES", MIB // 2)
+    monkeypatch.setattr(restore, "_ENGINE_BATCH_BYTES", MIB // 2)
     monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", MIB)
     if SIMULATED:
         monkeypatch.setattr("cumem_sleep.digest.sums_of", quick_sums)
@@ -514,13 +635,19 @@ def check_bytes(memory: Memory, contents: dict[int, bytes]) -> None:
         assert memory.read(address, len(content)) == content
 
 
+def assert_all_asleep() -> None:
+    """And no thread at work on it."""
+    assert all(segment.sleep != AWAKE and not segment.has_memory for segment in _core.segments())
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("cumem-sleep")]
+
+
 @pytest.mark.usefixtures("small_batches")
 class TestWake:
     @pytest.mark.parametrize("batch_bytes", [MIB // 2, MIB, 3 * MIB, 64 * MIB])
     def test_bytes_in_batches_of_any_size(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
     ) -> None:
-        monkeypatch.setattr(restore, "_BATCH_BYTES", batch_bytes)
+        monkeypatch.setattr(restore, "_ENGINE_BATCH_BYTES", batch_bytes)
         contents = fill(allocator, memory, [PAGE, 3 * PAGE, PAGE, 2 * PAGE])
         allocator.sleep()
         report = allocator.wake_up()
@@ -592,37 +719,58 @@ class TestWake:
 
     @pytest.mark.parametrize("where", ["mapping", "copying", "copying, and stopping"])
     @pytest.mark.parametrize("error", [KeyboardInterrupt, OutOfHostMemory])
-    def test_the_mapping_thread_is_at_rest_before_a_failed_wake_is_undone(
+    @pytest.mark.parametrize("what", ["weights", "kv_cache"])
+    def test_the_mapping_thread_is_at_rest_before_a_failed_wake_is_undone(  # noqa: PLR0915
         self,
         allocator: CuMemAllocator,
         memory: Memory,
         monkeypatch: pytest.MonkeyPatch,
         where: str,
         error: type[BaseException],
+        what: str,
     ) -> None:
-        """The error comes while the thread is in the middle of mapping; undoing at once would leave that mapped."""
+        """The error comes while the thread is in the middle of mapping; undoing at once would leave that mapped.
+
+        One thread maps what will be restored, another, that begins later, what has no bytes to come.
+        """
         contents = fill(allocator, memory, [PAGE] * 3)
+        *_, last_copied = contents
+        fill(allocator, memory, [PAGE] if what == "kv_cache" else [], "kv_cache")
         allocator.sleep()
-        last = _core.segments()[-1].address
+        last = _core.segments()[-1]
         in_map, go = threading.Event(), threading.Event()
         at_undo: list[bool] = []
         stops: list[Ahead] = []
         map_segment, undo_wake = _core.Segment.map, _core.undo_wake
-        shutdown = Ahead.stop
+        wait, shutdown, to_device = Ahead.wait, Ahead.stop, _core.CopyStream.to_device
 
         def slow_map(segment: _core.Segment) -> None:
-            if segment.address == last:
+            if segment.address == last.address:
                 in_map.set()
                 assert go.wait(30)
             map_segment(segment)
 
-        def fail(*_: object) -> None:
+        def fail() -> None:
             assert in_map.wait(30)
             raise error(1, 0, "here") if error is OutOfHostMemory else error
 
+        def fail_to_wait(ahead: Ahead, key: int) -> None:
+            if key == last.id:
+                fail()
+            wait(ahead, key)
+
+        def fail_to_copy(stream: _core.CopyStream, address: int, *more: Any) -> None:
+            if what == "weights" or address == last_copied:
+                fail()
+            to_device(stream, address, *more)
+
+        fails: Any = (Ahead, "wait", fail_to_wait)
+        if where != "mapping":
+            fails = (_core.CopyStream, "to_device", fail_to_copy)
+
         def stop(ahead: Ahead) -> None:
-            stops.append(ahead)
-            if where == "copying, and stopping" and len(stops) == 1:
+            if where == "copying, and stopping" and ahead._at_work and not stops:
+                stops.append(ahead)
                 raise KeyboardInterrupt
             threading.Timer(0.02, go.set).start()  # after this has begun to wait, most likely; else nothing is shown
             shutdown(ahead)
@@ -635,23 +783,24 @@ class TestWake:
             patch.setattr(_core.Segment, "map", slow_map)
             patch.setattr(_core, "undo_wake", undo)
             patch.setattr(Ahead, "stop", stop)
-            if where != "mapping":
-                patch.setattr(_core.CopyStream, "to_device", fail)
-            else:
-                patch.setattr(Ahead, "wait", fail)
+            patch.setattr(*fails)
             with pytest.raises(KeyboardInterrupt if where == "copying, and stopping" else error):
                 allocator.wake_up()
         assert at_undo == [True], "undone while the thread was mapping"
-        assert all(segment.sleep != AWAKE and not segment.has_memory for segment in _core.segments())
-        assert not [t for t in threading.enumerate() if t.name.startswith("cumem-sleep")]
+        assert len(stops) == (where == "copying, and stopping")
+        assert_all_asleep()
         allocator.wake_up()
         check_bytes(memory, contents)
 
+    @pytest.mark.parametrize("thread", [1, 2])
     def test_an_interrupt_as_the_mapping_thread_starts(
-        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, thread: int
     ) -> None:
+        """The second one maps what has no bytes to come."""
         contents = fill(allocator, memory, [PAGE] * 3)
+        fill(allocator, memory, [PAGE] * 2, "kv_cache")
         allocator.sleep()
+        threads: list[threading.Thread] = []
         start, map_segment, undo_wake = threading.Thread.start, _core.Segment.map, _core.undo_wake
         in_map = threading.Event()
         mapping: list[int] = []
@@ -659,15 +808,18 @@ class TestWake:
 
         def slow_map(segment: _core.Segment) -> None:
             mapping.append(segment.address)
-            in_map.set()
+            if (segment.tag == "kv_cache") == (thread == 2):
+                in_map.set()
             threading.Event().wait(0.05)
             map_segment(segment)
             mapping.remove(segment.address)
 
-        def interrupted(thread: threading.Thread) -> None:
-            start(thread)
-            assert in_map.wait(30)
-            raise KeyboardInterrupt
+        def interrupted(one: threading.Thread) -> None:
+            start(one)
+            threads.append(one)
+            if len(threads) == thread:
+                assert in_map.wait(30)
+                raise KeyboardInterrupt
 
         def undo(segments: list[_core.Segment]) -> None:
             mapped_at_undo.append(list(mapping))
@@ -680,7 +832,7 @@ class TestWake:
             with pytest.raises(KeyboardInterrupt):
                 allocator.wake_up()
         assert mapped_at_undo == [[]], "undone while the thread was mapping"
-        assert all(segment.sleep != AWAKE and not segment.has_memory for segment in _core.segments())
+        assert_all_asleep()
         allocator.wake_up()
         check_bytes(memory, contents)
 
@@ -708,6 +860,236 @@ class TestWake:
         for (address, device), content in contents.items():
             assert memory.read(address, PAGE, device) == content
         memory.close()
+
+
+class TestHalfDone:
+    """`Restorer.restore` says when half of the bytes are on their way."""
+
+    def restore(
+        self, monkeypatch: pytest.MonkeyPatch, parts: list[Part], batch_bytes: int, half_done: Callable[[int], None]
+    ) -> Log:
+        """`half_done` is given the bytes on their way."""
+        log = Log()
+
+        class Stream(FakeStream):
+            def __init__(self, device: int) -> None:
+                super().__init__(len(log.in_flight), log)
+
+            def to_device(self, address: int, block: object, offset: int, nbytes: int) -> None:
+                super().to_device(address, block, offset, nbytes)
+                log.events.append(("bytes", nbytes))
+
+            def __enter__(self) -> Stream:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                self.synchronize()
+
+        def begun_bytes() -> int:
+            return sum(nbytes for event, nbytes in log.events if event == "bytes")  # type: ignore[misc]
+
+        def half() -> None:
+            log.events.append(("half", begun_bytes()))
+            half_done(begun_bytes())
+
+        monkeypatch.setattr(_core, "CopyStream", Stream)
+        monkeypatch.setattr(restore, "_ENGINE_BATCH_BYTES", batch_bytes)
+        store = Store(parts, 8)
+        Restorer().restore(parts, store, lambda _: None, half, None)  # type: ignore[arg-type]
+        assert begun_bytes() == sum(part.bytes for part in parts)
+        assert log.flying == []
+        return log
+
+    @pytest.mark.parametrize("batch_bytes", [1, 3, 8, 20, 1000])
+    @pytest.mark.parametrize("sizes", [(8,), (8, 8), (20, 1, 1), (1, 1, 20), (7,) * 9, (100, 5, 100)], ids=str)
+    @pytest.mark.parametrize("devices", [1, 2, 3])
+    def test_once_and_as_soon_as_it_is(
+        self, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], batch_bytes: int, devices: int
+    ) -> None:
+        parts = parts_of(*sizes)
+        for number, part in enumerate(parts):
+            part.device = number % devices
+        calls: list[int] = []
+        self.restore(monkeypatch, parts, batch_bytes, calls.append)
+        (begun,) = calls
+        half = sum(sizes) // 2
+        assert begun >= half
+        assert begun - min(devices, len(sizes)) * batch_bytes < half, "a batch of each device before, it was so already"
+
+    def test_what_it_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(_: int) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            self.restore(monkeypatch, parts_of(8, 8, 8), 4, fail)
+
+
+@pytest.mark.usefixtures("small_batches")
+class TestBlankSegments:
+    """What has no bytes to come is mapped by a second thread, in the second half of the copies."""
+
+    @pytest.fixture
+    def contents(self, allocator: CuMemAllocator, memory: Memory) -> dict[int, bytes]:
+        """Blank segments first, so that nothing is in order just because segments are."""
+        fill(allocator, memory, [PAGE] * 2, "kv_cache")
+        contents = fill(allocator, memory, [PAGE] * 4)
+        fill(allocator, memory, [PAGE], "kv_cache")
+        return contents
+
+    @pytest.fixture
+    def begun(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+        """The sizes of the copies to the device that were asked for."""
+        begun: list[int] = []
+        to_device = _core.CopyStream.to_device
+
+        def noted(stream: _core.CopyStream, address: int, block: _core.HostBlock, offset: int, nbytes: int) -> None:
+            to_device(stream, address, block, offset, nbytes)
+            begun.append(nbytes)
+
+        monkeypatch.setattr(_core.CopyStream, "to_device", noted)
+        yield begun
+        monkeypatch.undo()
+
+    def test_are_mapped_from_half_on(
+        self,
+        allocator: CuMemAllocator,
+        memory: Memory,
+        contents: dict[int, bytes],
+        begun: list[int],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Not sooner; and not later, for the last copy but waits for them here."""
+        begun_at_map: list[tuple[str, int]] = []
+        blank_mapped = threading.Event()
+        map_segment, to_device = _core.Segment.map, _core.CopyStream.to_device
+
+        def noted(segment: _core.Segment) -> None:
+            begun_at_map.append((segment.tag, sum(begun)))
+            map_segment(segment)
+            if [tag for tag, _ in begun_at_map].count("kv_cache") == 3:
+                blank_mapped.set()
+
+        def wait(stream: _core.CopyStream, *more: Any) -> None:
+            if sum(begun) == 4 * PAGE - MIB // 2:
+                assert blank_mapped.wait(30)
+            to_device(stream, *more)
+
+        allocator.sleep()
+        begun.clear()
+        monkeypatch.setattr(_core.Segment, "map", noted)
+        monkeypatch.setattr(_core.CopyStream, "to_device", wait)
+        allocator.wake_up()
+        assert len(begun_at_map) == 7
+        assert all(nbytes >= 2 * PAGE for tag, nbytes in begun_at_map if tag == "kv_cache")
+        assert blank_mapped.is_set()
+        assert sum(begun) == 4 * PAGE
+        check_bytes(memory, contents)
+
+    @pytest.mark.parametrize("level", [1, 2])
+    def test_alone_are_mapped_at_once(
+        self, allocator: CuMemAllocator, memory: Memory, contents: dict[int, bytes], begun: list[int], level: int
+    ) -> None:
+        allocator.sleep(level)
+        report = allocator.wake_up(tags="kv_cache")
+        assert (report.mapped_bytes, report.restored_bytes) == (3 * PAGE, 0)
+        assert begun == []
+        assert all(segment.has_memory is (segment.tag == "kv_cache") for segment in _core.segments())
+        if level == 1:
+            allocator.wake_up()
+            check_bytes(memory, contents)
+
+    def test_all_is_blank(self, allocator: CuMemAllocator, contents: dict[int, bytes], begun: list[int]) -> None:
+        allocator.sleep(2)
+        assert allocator.wake_up().mapped_bytes == (3 + len(contents)) * PAGE
+        assert begun == []
+        assert all(segment.sleep == AWAKE and segment.has_memory for segment in _core.segments())
+
+    @pytest.mark.parametrize("refused", [1, 2])
+    def test_where_only_so_many_threads_can_be_started(
+        self,
+        allocator: CuMemAllocator,
+        memory: Memory,
+        contents: dict[int, bytes],
+        monkeypatch: pytest.MonkeyPatch,
+        refused: int,
+    ) -> None:
+        start = threading.Thread.start
+        starts: list[threading.Thread] = []
+
+        def refuse(thread: threading.Thread) -> None:
+            starts.append(thread)
+            if len(starts) == refused:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        allocator.sleep()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            assert allocator.wake_up().mapped_bytes == 7 * PAGE
+        assert len(starts) == 2
+        check_bytes(memory, contents)
+
+    @pytest.mark.parametrize("place", [0, 1, 2])
+    @pytest.mark.parametrize("restored", [True, False])
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, DriverError])
+    def test_that_cannot_be_mapped_leave_all_asleep(
+        self,
+        allocator: CuMemAllocator,
+        memory: Memory,
+        contents: dict[int, bytes],
+        monkeypatch: pytest.MonkeyPatch,
+        place: int,
+        restored: bool,
+        error: type[BaseException],
+    ) -> None:
+        """With what was restored by then. An interrupt hits the one who waits, or who maps if nobody else does."""
+        allocator.sleep(1 if restored else 2)
+        before = [segment.sleep for segment in _core.segments()]
+        chosen = [segment for segment in _core.segments() if segment.tag == "kv_cache"][place]
+        map_segment, wait = _core.Segment.map, Ahead.wait
+
+        def fail() -> None:
+            raise error("cuMemCreate", "CUDA_ERROR_UNKNOWN", "", "") if error is DriverError else error
+
+        def fail_to_map(segment: _core.Segment) -> None:
+            if segment.id == chosen.id:
+                fail()
+            map_segment(segment)
+
+        def fail_to_wait(ahead: Ahead, key: int) -> None:
+            if key == chosen.id:
+                fail()
+            wait(ahead, key)
+
+        with monkeypatch.context() as patch:
+            if error is DriverError or not restored:
+                patch.setattr(_core.Segment, "map", fail_to_map)
+            else:
+                patch.setattr(Ahead, "wait", fail_to_wait)
+            for _ in range(2):
+                with pytest.raises(error):
+                    allocator.wake_up()
+                assert_all_asleep()
+                assert [segment.sleep for segment in _core.segments()] == before
+        allocator.wake_up()
+        if restored:
+            check_bytes(memory, contents)
+
+    def test_a_mismatch_after_they_were_mapped(
+        self, allocator: CuMemAllocator, memory: Memory, contents: dict[int, bytes]
+    ) -> None:
+        allocator.sleep()
+        (first, *_) = [segment for segment in _core.segments() if segment.tag == "weights"]
+        backup = allocator._store.get(first)
+        assert backup is not None
+        content = np.frombuffer(memoryview(backup.blocks[0]), np.uint8)
+        content[5] ^= 1
+        with pytest.raises(BackupMismatch):
+            allocator.wake_up()
+        assert_all_asleep()
+        content[5] ^= 1
+        allocator.wake_up()
+        check_bytes(memory, contents)
 
 
 class TestManySegments:

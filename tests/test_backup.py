@@ -1,0 +1,711 @@
+"""Host memory of backups: filled in two parts at a sleep, and given back in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from support import AWAKE, MIB, PAGE, PREAMBLE, SIMULATED, Memory, assert_clean_exit, in_thread, quick_sums, run_script
+
+from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, host_limits, sim
+from cumem_sleep.digest import DeviceDigester, Digest
+
+MakeAllocator = Callable[..., CuMemAllocator]
+
+GIVING_BACK = "cumem-sleep-give-back"  # the thread's name
+
+
+@pytest.fixture(autouse=True)
+def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each page."""
+    monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", MIB)
+    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
+    if SIMULATED:
+        monkeypatch.setattr("cumem_sleep.digest.sums_of", quick_sums)
+
+
+def fill(allocator: CuMemAllocator, memory: Memory, pages: Sequence[int], tag: str = "weights") -> dict[int, bytes]:
+    """A segment of random bytes of each size: the bytes by address."""
+    addresses = [(allocator.malloc(count * PAGE, tag), count * PAGE) for count in pages]
+    return {address: memory.fill_random(address, nbytes) for address, nbytes in addresses}
+
+
+def check_bytes(memory: Memory, contents: dict[int, bytes]) -> None:
+    for address, content in contents.items():
+        assert memory.read(address, len(content)) == content
+
+
+def change(memory: Memory, contents: dict[int, bytes], address: int, place: int = -1) -> None:
+    """One byte of this segment."""
+    content = bytearray(contents[address])
+    content[place] ^= 0xFF
+    contents[address] = bytes(content)
+    memory.write(address, contents[address])
+
+
+# A sleep goes in two parts
+
+
+HEAD_PAGES = 3
+SIZES = (1, 2, 1, 1, 2, 1)  # pages: the first two are the head
+
+
+@pytest.fixture
+def small_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cumem_sleep.allocator._HEAD_BYTES", HEAD_PAGES * PAGE)
+
+
+class Events:
+    """What is digested, and copied for a backup, in order: places of segments."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[int], object] = lambda number: None) -> None:
+        """`act` is called before each digest, with its number."""
+        self.seen: list[tuple[str, list[int]]] = []
+        self._digesting = False
+        digest, to_host, synchronize = DeviceDigester.of, _core.CopyStream.to_host, _core.CopyStream.synchronize
+        places = {segment.id: place for place, segment in enumerate(_core.segments())}
+        addresses = [(segment.address, segment.bytes) for segment in _core.segments()]
+
+        def of(digester: DeviceDigester, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
+            act(len(self.digests))
+            self.seen.append(("digest", [places[segment.id] for segment in segments]))
+            self._digesting = True
+            try:
+                return digest(digester, segments)
+            finally:
+                self._digesting = False
+
+        def copy(stream: _core.CopyStream, block: _core.HostBlock, offset: int, address: int, nbytes: int) -> None:
+            to_host(stream, block, offset, address, nbytes)
+            if not self._digesting:
+                (place,) = (at for at, (start, size) in enumerate(addresses) if start <= address < start + size)
+                if self.seen and self.seen[-1][0] == "copy":
+                    self.seen[-1][1].append(place)
+                else:
+                    self.seen.append(("copy", [place]))
+
+        def wait(stream: _core.CopyStream) -> None:
+            synchronize(stream)
+            if not self._digesting:
+                self.seen.append(("wait", []))
+
+        monkeypatch.setattr(DeviceDigester, "of", of)
+        monkeypatch.setattr(_core.CopyStream, "to_host", copy)
+        monkeypatch.setattr(_core.CopyStream, "synchronize", wait)
+
+    @property
+    def digests(self) -> list[list[int]]:
+        return [places for event, places in self.seen if event == "digest"]
+
+    @property
+    def copied(self) -> set[int]:
+        return {place for event, places in self.seen if event == "copy" for place in places}
+
+
+@pytest.mark.usefixtures("small_head")
+class TestParts:
+    @pytest.mark.parametrize(
+        "dirty",
+        [(), (0,), (1,), (0, 1), (2,), (5,), (3, 4), (1, 2), (0, 5), (0, 1, 2, 3, 4, 5)],
+        ids=lambda dirty: ",".join(map(str, dirty)) or "none",
+    )
+    def test_copy_what_changed(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, dirty: tuple[int, ...]
+    ) -> None:
+        contents = fill(allocator, memory, SIZES)
+        addresses = list(contents)
+        for turn in range(2):
+            allocator.sleep()
+            assert allocator.wake_up().verified_bytes == 8 * PAGE
+            check_bytes(memory, contents)
+            for place in dirty:
+                change(memory, contents, addresses[place], place=[-1, 0][turn])
+        with monkeypatch.context() as patch:
+            events = Events(patch)
+            report = allocator.sleep()
+        copied_bytes = sum(SIZES[place] for place in dirty) * PAGE
+        assert (report.copied_bytes, report.clean_bytes) == (copied_bytes, 8 * PAGE - copied_bytes)
+        assert events.copied == set(dirty)
+        again = [[0, 1, 2, 3, 4, 5]] if dirty else []
+        assert events.digests == [[0, 1], [2, 3, 4, 5], *again], "what is clean needs no second digest"
+        assert allocator.wake_up().verified_bytes == 8 * PAGE
+        check_bytes(memory, contents)
+        report = allocator.sleep()
+        assert (report.copied_bytes, report.clean_bytes) == (0, 8 * PAGE)
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
+    @pytest.mark.parametrize(
+        ("head_bytes", "head"), [(1, 1), (PAGE, 1), (PAGE + 1, 2), (7 * PAGE, 5), (8 * PAGE, 6), (100 * PAGE, 6)]
+    )
+    def test_heads_of_any_size(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, head_bytes: int, head: int
+    ) -> None:
+        monkeypatch.setattr("cumem_sleep.allocator._HEAD_BYTES", head_bytes)
+        contents = fill(allocator, memory, SIZES)
+        with monkeypatch.context() as patch:
+            events = Events(patch)
+            assert allocator.sleep().copied_bytes == 8 * PAGE
+        parts = [part for part in (list(range(head)), list(range(head, 6))) if part]
+        assert events.digests == [*parts, [0, 1, 2, 3, 4, 5]]
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
+    def test_the_rest_is_digested_behind_the_copies_of_the_head(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Which nobody waits for before."""
+        contents = fill(allocator, memory, SIZES)
+        with monkeypatch.context() as patch:
+            events = Events(patch)
+            allocator.sleep()
+        seen = [(event, sorted(set(places))) for event, places in events.seen]
+        assert seen[:5] == [
+            ("digest", [0, 1]),
+            ("copy", [0, 1]),
+            ("digest", [2, 3, 4, 5]),
+            ("copy", [2, 3, 4, 5]),
+            ("wait", []),
+        ]
+        assert seen[-1] == ("digest", [0, 1, 2, 3, 4, 5])
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
+    @pytest.mark.parametrize("verify", ["wake", "off"])
+    @pytest.mark.parametrize("retain_backups", [True, False])
+    def test_whatever_the_settings(
+        self, make_allocator: MakeAllocator, memory: Memory, verify: str, retain_backups: bool
+    ) -> None:
+        allocator = make_allocator(verify=verify, retain_backups=retain_backups)
+        contents = fill(allocator, memory, SIZES)
+        addresses = list(contents)
+        for dirty in ((0, 1, 2, 3, 4, 5), (0,), (4, 5), ()):
+            for place in dirty:
+                change(memory, contents, addresses[place])
+            report = allocator.sleep()
+            copied = [SIZES[place] for place in dirty] if retain_backups else SIZES
+            assert report.copied_bytes == sum(copied) * PAGE
+            allocator.wake_up()
+            check_bytes(memory, contents)
+
+    def test_new_segments_among_clean_ones(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        contents = fill(allocator, memory, SIZES)
+        allocator.sleep()
+        allocator.wake_up()
+        first, _, third, *_ = contents
+        for address in (first, third):  # the head is another, then
+            allocator.free(address)
+            del contents[address]
+        contents |= fill(allocator, memory, [2, 1])
+        report = allocator.sleep()
+        assert (report.copied_bytes, report.clean_bytes) == (3 * PAGE, 6 * PAGE)
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
+    def test_a_limit_refuses_before_anything_is_digested(
+        self, make_allocator: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        allocator = make_allocator(host_budget_bytes=7 * PAGE)
+        contents = fill(allocator, memory, SIZES)
+        with monkeypatch.context() as patch:
+            events = Events(patch)
+            with pytest.raises(OutOfHostMemory):
+                allocator.sleep()
+        assert events.seen == []
+        assert allocator._store.host_bytes == 0
+        check_bytes(memory, contents)
+
+    @pytest.mark.parametrize("error", [DriverError, KeyboardInterrupt, OutOfHostMemory])
+    @pytest.mark.parametrize("number", [0, 1, 2], ids=["head", "rest", "again"])
+    @pytest.mark.parametrize("dirty", [None, (0,), (1, 4), (5,)], ids=str)
+    def test_a_digest_that_fails_leaves_all_awake(
+        self,
+        allocator: CuMemAllocator,
+        memory: Memory,
+        monkeypatch: pytest.MonkeyPatch,
+        error: type[BaseException],
+        number: int,
+        dirty: tuple[int, ...] | None,
+    ) -> None:
+        contents = fill(allocator, memory, SIZES)
+        addresses = list(contents)
+        if dirty is not None:
+            allocator.sleep()
+            allocator.wake_up()
+            for place in dirty:
+                change(memory, contents, addresses[place])
+
+        def act(at: int) -> None:
+            if at == number:
+                raise {
+                    DriverError: DriverError("cuStreamSynchronize", "CUDA_ERROR_UNKNOWN", "", ""),
+                    OutOfHostMemory: OutOfHostMemory(1, 0, "madvise"),
+                }.get(error, error)
+
+        with monkeypatch.context() as patch:
+            events = Events(patch, act)
+            with pytest.raises(error):
+                allocator.sleep()
+        assert all(segment.sleep == AWAKE and segment.has_memory for segment in _core.segments())
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("cumem-sleep")]
+        check_bytes(memory, contents)
+        for place, segment in enumerate(_core.segments()):
+            backup = allocator._store.get(segment)
+            if place in events.copied and number < 2:
+                assert backup is None, "half a sleep's copies are no backup"
+            elif dirty is not None and place not in dirty:
+                assert backup is not None, "it was clean"
+        memory.close()
+        held = sum(allocator._store.host_bytes_of(segment) for segment in _core.segments())
+        assert allocator._store.host_bytes == held
+        if SIMULATED:
+            assert sim.stats().registered_bytes == held
+        allocator.sleep()
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
+    @pytest.mark.parametrize("place", [0, 1, 2, 5])
+    @pytest.mark.parametrize("number", [1, 2], ids=["while the rest is digested", "after all copies"])
+    def test_what_is_written_to_meanwhile_is_noticed(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, place: int, number: int
+    ) -> None:
+        """Also in what was clean: the copies take long, and it is digested again with the rest."""
+        contents = fill(allocator, memory, SIZES)
+        addresses = list(contents)
+        allocator.sleep()
+        allocator.wake_up()
+        change(memory, contents, addresses[1], place=7)
+
+        def act(at: int) -> None:
+            if at == number:
+                change(memory, contents, addresses[place])
+
+        is_late = place < 2 or number == 2  # else it is just what is digested then
+        with monkeypatch.context() as patch:
+            events = Events(patch, act)
+            with pytest.raises(InvalidState, match="written to") if is_late else contextlib.nullcontext():
+                allocator.sleep()
+        assert events.digests[-1] == [0, 1, 2, 3, 4, 5]
+        if is_late:
+            assert all(segment.sleep == AWAKE and segment.has_memory for segment in _core.segments())
+            check_bytes(memory, contents)
+            allocator.sleep()
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
+
+# Given back in the background
+
+
+class Gate:
+    """While it is closed, the thread that gives back finds an operation at work at each try."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open = False
+        self.tries = 0
+        hold = _core.OperationLock.hold
+
+        def refused(lock: _core.OperationLock, wait: bool = True) -> Any:
+            if threading.current_thread().name == GIVING_BACK:
+                self.tries += 1
+                if not self.is_open:
+                    return contextlib.nullcontext(False)
+            return hold(lock, wait)
+
+        monkeypatch.setattr(_core.OperationLock, "hold", refused)
+
+    def wait(self) -> None:
+        """For the thread to have tried in vain."""
+        tries = self.tries
+        until(lambda: self.tries > tries + 2)
+
+
+def until(reached: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not reached():
+        assert time.monotonic() < deadline, "it never comes to that"
+        time.sleep(0.0005)
+
+
+def threads_giving_back() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == GIVING_BACK]
+
+
+def wait_for_the_end(allocator: CuMemAllocator, host_bytes: int = 0) -> None:
+    """Until only so much is held, and the thread has ended."""
+    until(lambda: not allocator._store._going.bytes and not threads_giving_back())
+    assert allocator._store.host_bytes == host_bytes
+    assert allocator._store._going._thread is None
+
+
+@pytest.fixture
+def closed_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The thread of each block of a backup that was given back."""
+    closed: list[str] = []
+    close = _core.HostBlock.close
+
+    def noted(block: _core.HostBlock) -> None:
+        if block.bytes == MIB:  # others are no backups
+            closed.append(threading.current_thread().name)
+        close(block)
+
+    monkeypatch.setattr(_core.HostBlock, "close", noted)
+    return closed
+
+
+@pytest.fixture
+def much(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Three pages are much."""
+    monkeypatch.setattr("cumem_sleep.backup._MUCH_BYTES", 3 * PAGE)
+    yield
+    for thread in threads_giving_back():
+        thread.join(30)
+
+
+MAIN = threading.main_thread().name
+
+
+@pytest.mark.usefixtures("much")
+class TestGivingBack:
+    def going(self, allocator: CuMemAllocator, memory: Memory, pages: int = 4) -> dict[int, bytes]:
+        """Segments that are awake and whose backups are no longer wanted."""
+        contents = fill(allocator, memory, [1] * pages)
+        allocator.sleep()
+        allocator.wake_up()
+        memory.close()
+        return contents
+
+    @pytest.fixture
+    def unretained(self, make_allocator: MakeAllocator) -> CuMemAllocator:
+        return make_allocator(retain_backups=False)
+
+    def test_after_a_wake(self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str]) -> None:
+        contents = self.going(unretained, memory)
+        wait_for_the_end(unretained)
+        assert closed_by == [GIVING_BACK] * 8
+        if SIMULATED:
+            assert sim.stats().registered_bytes == 0
+        check_bytes(memory, contents)
+
+    def test_after_a_sleep_that_drops(self, allocator: CuMemAllocator, memory: Memory, closed_by: list[str]) -> None:
+        fill(allocator, memory, [2, 2])
+        kept = fill(allocator, memory, [1, 2], "default")
+        allocator.sleep()
+        allocator.wake_up()
+        allocator.sleep(2)
+        wait_for_the_end(allocator, 3 * PAGE)
+        assert closed_by == [GIVING_BACK] * 8
+        allocator.wake_up()
+        check_bytes(memory, kept)
+
+    def test_little_goes_at_once(
+        self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        Gate(monkeypatch)
+        self.going(unretained, memory, pages=2)
+        assert unretained._store.host_bytes == 0
+        assert closed_by == [MAIN] * 4
+        assert threads_giving_back() == []
+
+    def test_not_beside_an_operation(self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str]) -> None:
+        """None but one that began with it: that block is waited for."""
+        store = unretained._store
+        with pytest.MonkeyPatch.context() as patch:
+            gate = Gate(patch)
+            self.going(unretained, memory)
+            gate.wait()
+            with unretained._lock.hold():
+                gate.is_open = True
+                gate.wait()
+                assert closed_by == []
+                assert store.host_bytes == 4 * PAGE
+            wait_for_the_end(unretained)
+
+    def test_a_block_at_a_time(
+        self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An operation may come between any two."""
+        hold = _core.OperationLock.hold
+        most = [0]
+
+        class Counted:
+            def __init__(self, held: _core.Held) -> None:
+                self.held = held
+
+            def __enter__(self) -> bool:
+                self.before = len(closed_by)
+                return self.held.__enter__()
+
+            def __exit__(self, *exception: object) -> None:
+                most[0] = max(most[0], len(closed_by) - self.before)
+                self.held.__exit__(*exception)
+
+        def counted(lock: _core.OperationLock, wait: bool = True) -> Any:
+            held = hold(lock, wait)
+            return Counted(held) if threading.current_thread().name == GIVING_BACK else held
+
+        monkeypatch.setattr(_core.OperationLock, "hold", counted)
+        self.going(unretained, memory)
+        wait_for_the_end(unretained)
+        assert most == [1]
+
+    def test_operations_meanwhile(
+        self, make_allocator: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, closed_by: list[str]
+    ) -> None:
+        """Those that take no host memory leave it to the thread; then it goes on."""
+        allocator = make_allocator()
+        contents = fill(allocator, memory, [2, 2])
+        kept = fill(allocator, memory, [1], "default")
+        allocator.sleep()
+        allocator.wake_up()
+        gate = Gate(monkeypatch)
+        allocator.sleep(2)
+        for _ in range(2):
+            allocator.wake_up()
+            check_bytes(memory, kept)
+            allocator.usage()
+            for address in contents:
+                memory.write(address, contents[address])
+            assert allocator.sleep(2).clean_bytes == PAGE
+        allocator.wake_up()
+        gate.wait()
+        assert closed_by == []
+        assert allocator._store.host_bytes == 5 * PAGE
+        assert sum(usage.backed_up_bytes for usage in allocator.usage().values()) == PAGE
+        gate.is_open = True
+        wait_for_the_end(allocator, PAGE)
+
+    @pytest.mark.parametrize("operation", ["sleep", "prepare"])
+    @pytest.mark.parametrize("spare_pages", [0, 3])
+    def test_a_budget_counts_what_still_goes(
+        self,
+        make_allocator: MakeAllocator,
+        memory: Memory,
+        monkeypatch: pytest.MonkeyPatch,
+        operation: str,
+        spare_pages: int,
+    ) -> None:
+        """It makes way at once, all of it, for what needs host memory."""
+        allocator = make_allocator(host_budget_bytes=(5 + spare_pages) * PAGE)
+        contents = fill(allocator, memory, [2, 2])
+        contents |= fill(allocator, memory, [1], "default")
+        allocator.sleep()
+        allocator.wake_up()
+        gate = Gate(monkeypatch)
+        allocator.sleep(2)
+        allocator.wake_up()
+        for address in contents:
+            memory.write(address, contents[address])
+        memory.close()
+        gate.wait()
+        budget = allocator._store.limits()[0]
+        assert (budget.name, budget.available_bytes) == ("budget", spare_pages * PAGE)
+        most = [0]
+        touch = _core.HostBlock.touch
+
+        def noted(block: _core.HostBlock, offset: int, nbytes: int) -> None:
+            most[0] = max(most[0], allocator._store.host_bytes)
+            touch(block, offset, nbytes)
+
+        monkeypatch.setattr(_core.HostBlock, "touch", noted)
+        if operation == "prepare":
+            assert allocator.prepare().wait(30)
+        report = allocator.sleep()
+        assert (report.copied_bytes == 0) == (operation == "prepare")
+        assert most == [5 * PAGE]
+        allocator.wake_up()
+        check_bytes(memory, contents)
+        gate.is_open = True
+        wait_for_the_end(allocator, 5 * PAGE)
+
+    @pytest.mark.parametrize("call", ["release_backups", "close"])
+    def test_release_returns_when_all_is_back(
+        self, unretained: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, call: str
+    ) -> None:
+        gate = Gate(monkeypatch)
+        contents = self.going(unretained, memory)
+        gate.wait()
+        assert unretained._store.host_bytes == 4 * PAGE
+        assert getattr(unretained, call)() == (4 * PAGE if call == "release_backups" else None)
+        assert unretained._store.host_bytes == 0
+        if SIMULATED:
+            assert sim.stats().registered_bytes == 0
+        gate.is_open = True
+        wait_for_the_end(unretained)
+        check_bytes(memory, contents)
+
+    def test_more_comes_while_the_thread_works_and_after(
+        self, unretained: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gate = Gate(monkeypatch)
+        segments = fill(unretained, memory, [1] * 6)
+        unretained.sleep(offload_tags=["weights"])
+        unretained.wake_up()
+        assert len(threads_giving_back()) == 1
+        with unretained._lock.hold():
+            for segment in _core.segments():
+                unretained._store.take([segment], keep=[])  # gives back what goes, and then all of it goes again
+            unretained._store.prune()
+        assert len(threads_giving_back()) == 1
+        assert unretained._store.host_bytes == 6 * PAGE
+        gate.is_open = True
+        wait_for_the_end(unretained)
+        unretained.sleep()
+        unretained.wake_up()
+        wait_for_the_end(unretained)
+        check_bytes(memory, segments)
+
+    def test_without_threads_it_goes_at_once(
+        self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        start = threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if thread.name == GIVING_BACK:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            contents = self.going(unretained, memory)
+            assert unretained._store.host_bytes == 0
+        assert closed_by == [MAIN] * 8
+        unretained.sleep()
+        unretained.wake_up()
+        wait_for_the_end(unretained)
+        assert closed_by[8:] == [GIVING_BACK] * 8
+        check_bytes(memory, contents)
+
+    def test_of_a_replaced_allocator(
+        self, make_allocator: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The old one does no more work, and holds nothing, though somebody may still have it."""
+        allocator = make_allocator(retain_backups=False)
+        gate = Gate(monkeypatch)
+        for address in self.going(allocator, memory):
+            allocator.free(address)
+        gate.wait()
+        assert allocator._store.host_bytes == 4 * PAGE
+        make_allocator()
+        assert threads_giving_back() == []
+        assert allocator._store.host_bytes == 0
+        if SIMULATED:
+            assert sim.stats().registered_bytes == 0
+
+    @pytest.mark.parametrize("began", [True, False])
+    def test_an_interrupt_as_the_thread_starts(
+        self, unretained: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, began: bool
+    ) -> None:
+        """All goes back all the same, at the latest after the next operation."""
+        start = threading.Thread.start
+
+        def interrupted(thread: threading.Thread) -> None:
+            if thread.name != GIVING_BACK or began:
+                start(thread)
+            if thread.name == GIVING_BACK:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                self.going(unretained, memory)
+        assert all(segment.sleep == AWAKE for segment in _core.segments())
+        in_thread(unretained.usage)
+        wait_for_the_end(unretained)
+
+    def test_stopping_ends_the_thread(
+        self, unretained: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gate = Gate(monkeypatch)
+        self.going(unretained, memory)
+        gate.wait()
+        for _ in range(2):
+            unretained._store.stop()
+            assert threads_giving_back() == []
+        unretained.release_backups()
+        assert unretained._store.host_bytes == 0
+
+
+# Processes
+
+GOING = """
+    import os, sys, threading, time
+    from cumem_sleep import backup
+
+    backup._MUCH_BYTES, backup.SLAB_BYTES, backup._BETWEEN_BLOCKS_S = PAGE, MIB, BETWEEN_S
+    reset_simulation()
+    allocator, memory = fresh_allocator(retain_backups=False), Memory()
+    contents = {}
+    for _ in range(4):
+        address = allocator.malloc(4 * PAGE, "weights")
+        contents[address] = memory.fill_random(address, 4 * PAGE)
+    memory.close()
+    allocator.sleep()
+    allocator.wake_up()
+    going = allocator._store._going
+    """
+
+
+@pytest.mark.sim
+class TestProcess:
+    @pytest.mark.parametrize("between_s", [0, 1000])
+    @pytest.mark.parametrize("rest", ["sys.exit(0)", "CuMemAllocator.instance = None; del allocator, going"])
+    def test_exit_meanwhile(self, between_s: float, rest: str) -> None:
+        assert_clean_exit(run_script(f"BETWEEN_S = {between_s}", GOING, rest, timeout_s=30))
+
+    def test_exit_ends_it_in_an_orderly_way(self) -> None:
+        """Before the interpreter is taken down, not by that."""
+        first = """
+            import atexit
+            state = {}
+            atexit.register(lambda: print("at work" if state["thread"].is_alive() else "ended"))
+            """
+        process = run_script(
+            first, PREAMBLE, "BETWEEN_S = 1000", GOING, "state['thread'] = going._thread", preamble="", timeout_s=30
+        )
+        assert_clean_exit(process)
+        assert process.stdout == "ended\n"
+
+    @pytest.mark.parametrize("as_python_does", [False, True])
+    def test_fork_meanwhile(self, as_python_does: bool) -> None:
+        """The child has the thread's locks as they were, and no thread that would give them back."""
+        process = run_script(
+            "BETWEEN_S = 0.05",
+            GOING,
+            f"""
+            held, forked = threading.Event(), threading.Event()
+
+            def hold():
+                with going._stopped._cond:
+                    held.set()
+                    forked.wait(30)
+
+            holder = threading.Thread(target=hold)
+            holder.start()
+            assert held.wait(30)
+            child = os.fork()
+            if child == 0:
+                for call in (allocator.usage, allocator.sleep, allocator.release_backups):
+                    with raises(InvalidState, "fork"):
+                        call()
+                allocator.close()
+                sys.exit(0) if {as_python_does} else os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            forked.set()
+            assert going.bytes
+            backup._BETWEEN_BLOCKS_S = 0
+            while going._thread is not None:
+                time.sleep(0.001)
+            assert allocator._store.host_bytes == 0
+            for address, content in contents.items():
+                assert memory.read(address, 4 * PAGE) == content
+            memory.close()
+            free_everything()
+            """,
+            timeout_s=20,
+        )
+        assert_clean_exit(process)
