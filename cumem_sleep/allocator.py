@@ -84,7 +84,7 @@ class CuMemAllocator:
                 with other._lock.hold():
                     other._store.clear()  # what its thread has left, which nobody could ask it for any more
             other._retired = True
-        self._lock = _core.OperationLock()
+        self._lock: _core.OperationLock = _core.OperationLock()
         self._retired: bool = False
         self._driver_checked = False
         self._store: BackupStore = BackupStore(self.settings, self._lock)
