@@ -203,6 +203,26 @@ def draw_peers(result: dict[str, Any]) -> None:
     PLOT.write_text("\n".join(line.rstrip() for line in PLOT.read_text().splitlines()) + "\n")
 
 
+def prepare_table(result: dict[str, Any]) -> list[str]:
+    """What a model that runs meanwhile pays."""
+    lines = [
+        "**prepare() beside a running model**: a decode step in a CUDA graph that reads"
+        f" {result['weights_bytes'] / GIB:.0f} GiB of weights, its token copied to the host each time."
+        f" {machine(result)}.",
+        "",
+        "| limit GB/s | reached GB/s | step alone ms (mean, p99) | step meanwhile ms (mean, p99) | slower by |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["rates"]:
+        alone, meanwhile = row["alone"], row["meanwhile"]
+        lines.append(
+            f"| {row['rate_limit_gbps'] or 'none'} | {row['prepare_gbps']:.1f} | {alone['mean_ms']:.2f},"
+            f" {alone['p99_ms']:.2f} | {meanwhile['mean_ms']:.2f}, {meanwhile['p99_ms']:.2f} |"
+            f" {row['slowdown']:.1%} |"
+        )
+    return lines
+
+
 def decoder_table(result: dict[str, Any]) -> list[str]:
     """Identity of logits and addresses, and what stays on the GPU."""
     lines = [
@@ -233,11 +253,17 @@ def section() -> str:
         "",
         *bench_table(load("bench_small_segments.json"), "Small segments"),
         "",
+        *prepare_table(load("prepare_cost.json")),
+        "",
         *decoder_table(load("decoder.json")),
         "",
-        "A wake right after a sleep is slower because the driver wipes the freed memory at that time. A first sleep"
-        " includes taking and pinning host memory, and compiling the digest kernel once. Pinned host memory costs 2 MiB"
-        " of GPU memory per GiB. Raw results, with the commands that made them: `benchmarks/results/`.",
+        "A first sleep takes and pins host memory. The virtual machines of these runs get their RAM only as it is used,"
+        " and lose it soon when it is free, so the first one in a process is slower than `sleep without backups`, which"
+        " is the same work in memory that the machine still has; `prepare()` takes all of it out of the sleep. A wake"
+        " right after a sleep is a little slower because the driver wipes the freed memory at that time. Frees in the"
+        " first table were measured one by one from Python; many at once, as PyTorch's `empty_cache()` makes them, share"
+        " what makes waiting for the GPU cheap. Pinned host memory costs 2 MiB of GPU memory per GiB. Raw results, with the"
+        " commands that made them: `benchmarks/results/`.",
         "",
         END,
     ]

@@ -43,6 +43,7 @@ SegmentPtr SegmentTable::allocate(size_t bytes, int device, const std::string& t
             segment->mapping.map();
         } catch (const OutOfDeviceMemory&) {
             reclaim();  // what the driver held back may be had now
+            release_waiters();
             segment->mapping.map();
         }
     } catch (...) {
@@ -84,7 +85,7 @@ uint64_t SegmentTable::free(CUdeviceptr address) {
         }
         deferred_.push_back(segment);  // half taken down, so out of use; the rest is tried again later
     }
-    release_waiters();  // only hooks free hundreds at once; `reclaim` follows them
+    release_waiters();  // only hooks free hundreds at once; the next operation gives it back after them
     return segment->id;
 }
 
@@ -223,7 +224,6 @@ size_t SegmentTable::reclaim() noexcept {
     detach_unused(unreleased);
     release_all(unreleased);
     unpin(unreleased);
-    release_waiters();
     std::lock_guard<std::mutex> lock(mutex_);
     return deferred_.size() + unreleased_.size();
 }

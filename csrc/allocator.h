@@ -82,7 +82,7 @@ class SegmentTable {
     void finish_wake(const std::vector<SegmentPtr>& segments) noexcept;
     void undo_wake(const std::vector<SegmentPtr>& segments) noexcept;
 
-    // Tries again what the driver refused earlier, and gives back what makes many frees cheap. Never throws; returns
+    // Tries again what the driver refused earlier. Never throws; returns
     // the number of segments that still hold memory which nobody uses.
     size_t reclaim() noexcept;
 

@@ -227,8 +227,7 @@ struct Waiter {
     static constexpr size_t kPage = 4096;
 
     std::mutex mutex;
-    // One byte that stays: without a neighbour, each allocation takes a page from the device and gives it back, 48 us
-    // instead of 3.
+    // One byte that stays: without a neighbour, each allocation takes a page from the device and gives it back.
     CUdeviceptr neighbour = 0;
     CUdeviceptr unfreed = 0;  // what the driver would not free is used again by the next wait
     alignas(kPage) uint8_t page[kPage];

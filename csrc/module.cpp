@@ -325,8 +325,12 @@ PYBIND11_MODULE(_core, module) {
     module.def("finish_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().finish_wake(all); });
     module.def("undo_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().undo_wake(all); }, NoGil());
     module.def(
-        "reclaim", [] { return SegmentTable::get().reclaim() + reclaim_host_memory(); }, NoGil(),
-        "Try again what the driver refused to take back earlier; 0 if nothing is held back any more.");
+        "reclaim",
+        [] {
+            if (Driver::is_open() && !Driver::is_forked()) release_waiters();
+            return SegmentTable::get().reclaim() + reclaim_host_memory();
+        },
+        NoGil(), "Try again what the driver refused to take back earlier; 0 if nothing is held back any more.");
 
     py::class_<ThreadTag>(module, "ThreadTag")
         .def(py::init<std::string>(), py::arg("tag"))

@@ -594,7 +594,6 @@ class CuMemAllocator:
             if held and segment_id is not None:
                 self._store.forget([segment_id])
             elif held:
-                _core.reclaim()
                 self._store.prune()
 
     def _known_tags(self, tags: str | Iterable[str]) -> set[str]:

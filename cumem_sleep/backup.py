@@ -357,8 +357,5 @@ def _close(blocks: Iterable[_core.HostBlock]) -> None:
 
 
 def _default_prefault_threads() -> int:
-    """Three quarters of the cores: one thread registers what they touch, and the GPU writes to the same memory.
-
-    With 16 cores: 8 to 14 threads reach 36 to 38 GiB/s, 16 threads 29 (benchmarks/results/first_sleep_pipeline.json).
-    """
+    """Three quarters of the cores: another thread registers what they touch, and would starve beside more."""
     return min(_MOST_PREFAULT_THREADS, max(1, host_limits.usable_cores() * 3 // 4))

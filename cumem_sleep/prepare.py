@@ -16,7 +16,7 @@ from .errors import CumemSleepError, InvalidState
 logger = logging.getLogger("cumem_sleep")
 
 # What a running model waits for at most: its small copies queue behind a piece (0.15 ms), its launches behind the
-# registering of a block (0.5 ms).
+# registering of a block (0.5 ms). Measured: benchmarks/results/wake_paths.json, prepare_cost.json.
 _PIECE_BYTES = 8 << 20
 _BLOCK_BYTES = 32 << 20
 _SHORTEST_PAUSE_S = 0.0002  # lets who waits for the allocator have it
