@@ -257,13 +257,14 @@ def section() -> str:
         "",
         *decoder_table(load("decoder.json")),
         "",
-        "A first sleep takes and pins host memory. The virtual machines of these runs get their RAM only as it is used,"
-        " and lose it soon when it is free, so the first one in a process is slower than `sleep without backups`, which"
-        " is the same work in memory that the machine still has; `prepare()` takes all of it out of the sleep. A wake"
-        " right after a sleep is a little slower because the driver wipes the freed memory at that time. Frees in the"
-        " first table were measured one by one from Python; many at once, as PyTorch's `empty_cache()` makes them, share"
-        " what makes waiting for the GPU cheap. Pinned host memory costs 2 MiB of GPU memory per GiB. Raw results, with the"
-        " commands that made them: `benchmarks/results/`.",
+        "A first sleep takes and pins host memory. The virtual machines of these runs get their RAM only as"
+        " it is used, and lose it soon when it is free, so the first one in a process is slower than `sleep"
+        " without backups`, which is the same work in memory that the machine still has; `prepare()` takes all"
+        " of it out of the sleep. A wake right after a sleep is a little slower because the driver wipes the"
+        " freed memory at that time. Frees in the first table were measured one by one from Python; many at"
+        " once, as PyTorch's `empty_cache()` makes them, share what makes waiting for the GPU cheap. Pinned"
+        " host memory costs 2 MiB of GPU memory per GiB. Raw results, with the commands that made them:"
+        " `benchmarks/results/`.",
         "",
         END,
     ]

@@ -235,6 +235,7 @@ PHASES = [
 
 def _check_one_failure(world: World, phase: Phase, call: str, position: int, error_name: str) -> None:
     phase.prepare(world)
+    world.allocator._store._numa_nodes.clear()  # so that the device is asked again
     before = world.state()
     sim.reset()
     sim.fail(call, after=position, error=error_name)
@@ -287,6 +288,7 @@ def test_every_driver_call_of_a_wake_of_two_devices_may_fail_once(world: World) 
 
 def _check_every_call(world: World, phase: Phase, error_name: str, context_calls_too: bool) -> None:
     phase.prepare(world)
+    world.allocator._store._numa_nodes.clear()  # so that the device is asked again
     sim.reset()
     phase.operate(world)
     calls = {call: count for call, count in sim.stats().calls.items() if count}
@@ -578,6 +580,7 @@ INTERRUPTED = [phase for phase in PHASES if phase.name in ("first sleep", "sleep
 @pytest.mark.parametrize("phase", INTERRUPTED, ids=str)
 def test_interrupt_anywhere(world: World, phase: Phase) -> None:
     phase.prepare(world)
+    world.allocator._store._numa_nodes.clear()  # so that the device is asked again
     unaccounted_bytes = world.unaccounted_bytes()
     with Interrupter() as clean:
         phase.operate(world)
@@ -586,6 +589,7 @@ def test_interrupt_anywhere(world: World, phase: Phase) -> None:
     for index in chosen:
         try:
             phase.prepare(world)
+            world.allocator._store._numa_nodes.clear()  # so that the device is asked again
             _check_one_interrupt(world, phase, index)
             assert world.unaccounted_bytes() == unaccounted_bytes, "registered host memory is left"
         except Exception as error:
