@@ -20,7 +20,6 @@ from cumem_sleep import (
     InvalidState,
     Settings,
     SleepReport,
-    TagUsage,
     WakeReport,
     _core,
     bench,
@@ -87,9 +86,6 @@ def _nothing_left_behind() -> Iterator[None]:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "_SIMULATED_BYTES", 4 * MIB)
     monkeypatch.setattr(digest, "sums_of", quick_sums)
-    if not hasattr(CuMemAllocator, "prepare"):
-        monkeypatch.setattr(CuMemAllocator, "prepare", backed_up_at_once, raising=False)
-        monkeypatch.setattr(TagUsage, "backed_up_bytes", property(lambda self: self.host_bytes), raising=False)
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:

@@ -36,7 +36,7 @@ def draw(report: BenchReport, path: Path) -> None:
     """
     from matplotlib.figure import Figure  # not pyplot, which looks for a display
 
-    rows = report.summaries()
+    rows = [row for row in report.summaries() if row.name != "prepare"]  # nobody waits for that one
     places = range(len(rows))
     figure = Figure(figsize=(9, 1.6 + 0.38 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
