@@ -95,7 +95,7 @@ def test_results_do_not_name_the_machine(peers: tuple[str, dict[str, Any]]) -> N
     ("broken", "said"),
     [
         ("raise RuntimeError('no luck')", "sleep: RuntimeError: no luck"),
-        ("import os; print('last words'); os._exit(3)", "sleep: ended with status 3"),
+        ("import os; print('last words', flush=True); os._exit(3)", "sleep: ended with status 3"),
     ],
 )
 def test_a_failing_layer_loses_nothing_of_the_others(
@@ -183,7 +183,8 @@ def results(
     (folder / "peers.json").write_text(json.dumps({**peers[1], "machine": MACHINE}))
     for name in ("bench.json", "bench_small_segments.json"):
         (folder / name).write_text(json.dumps(bench_result()))
-    (folder / "decoder.json").write_bytes((BENCHMARKS / "results" / "decoder.json").read_bytes())
+    for name in ("decoder.json", "prepare_cost.json"):
+        (folder / name).write_bytes((BENCHMARKS / "results" / name).read_bytes())
     (tmp_path / "README.md").write_text(f"Above.\n\n{tables.BEGIN}\n{tables.END}\n\nBelow.\n")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "RESULTS", folder)
