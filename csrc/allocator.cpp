@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
+#include <set>
 #include <utility>
 
 #include "driver.h"
@@ -43,7 +44,7 @@ SegmentPtr SegmentTable::allocate(size_t bytes, int device, const std::string& t
             segment->mapping.map();
         } catch (const OutOfDeviceMemory&) {
             reclaim();  // what the driver held back may be had now
-            release_waiters();
+            release_waiter(device);
             segment->mapping.map();
         }
     } catch (...) {
@@ -51,8 +52,13 @@ SegmentPtr SegmentTable::allocate(size_t bytes, int device, const std::string& t
         throw;
     }
     std::lock_guard<std::mutex> lock(mutex_);
-    by_address_.emplace(segment->mapping.address(), segment);
+    hand_out(segment);
     return segment;
+}
+
+void SegmentTable::hand_out(const SegmentPtr& segment) {
+    by_address_.emplace(segment->mapping.address(), segment);
+    ++handed_out_[segment->mapping.device()];
 }
 
 // The segment at `address`, no longer handed out, and whether it is pinned: then the last unpin gives it back.
@@ -67,6 +73,7 @@ std::pair<SegmentPtr, bool> SegmentTable::take_out(CUdeviceptr address) {
     }
     SegmentPtr segment = found->second;
     by_address_.erase(found);
+    --handed_out_[segment->mapping.device()];
     segment->freed = true;
     return {segment, segment->pins > 0};
 }
@@ -80,12 +87,12 @@ uint64_t SegmentTable::free(CUdeviceptr address) {
         std::lock_guard<std::mutex> lock(mutex_);
         if (segment->mapping.state() == Mapping::State::kMapped) {
             segment->freed = false;
-            by_address_.emplace(address, segment);
+            hand_out(segment);
             throw;
         }
         deferred_.push_back(segment);  // half taken down, so out of use; the rest is tried again later
     }
-    release_waiters();  // only hooks free hundreds at once; the next operation gives it back after them
+    release_waiter(segment->mapping.device());  // only hooks free hundreds at once; an operation gives it back then
     return segment->id;
 }
 
@@ -201,7 +208,9 @@ void SegmentTable::undo_wake(const std::vector<SegmentPtr>& segments) noexcept {
         if (segment->sleep != Segment::Sleep::kAwake) asleep.push_back(segment);
     detach_unused(asleep);
     release_all(asleep);
-    release_waiters();  // the wake may be asked for again, and need every byte
+    std::set<int> devices;
+    for (const SegmentPtr& segment : asleep) devices.insert(segment->mapping.device());
+    for (const int device : devices) release_waiter(device);  // the wake may be asked for again, and need every byte
 }
 
 size_t SegmentTable::reclaim() noexcept {
@@ -232,8 +241,12 @@ void SegmentTable::destroy(Segment& segment) {
     ContextScope context(segment.mapping.device());
     if (segment.mapping.state() == Mapping::State::kMapped) wait_for_running_work(segment.mapping.device());
     segment.mapping.destroy();
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (by_address_.empty()) release_waiters();
+    bool is_last = false;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        is_last = handed_out_[segment.mapping.device()] == 0;
+    }
+    if (is_last) release_waiter(segment.mapping.device());
 }
 
 void SegmentTable::destroy_or_defer(const SegmentPtr& segment) noexcept {

@@ -87,6 +87,7 @@ class SegmentTable {
     size_t reclaim() noexcept;
 
   private:
+    void hand_out(const SegmentPtr& segment);
     std::pair<SegmentPtr, bool> take_out(CUdeviceptr address);
     void destroy(Segment& segment);
     void destroy_or_defer(const SegmentPtr& segment) noexcept;
@@ -95,6 +96,7 @@ class SegmentTable {
 
     mutable std::mutex mutex_;
     std::map<CUdeviceptr, SegmentPtr> by_address_;
+    std::map<int, size_t> handed_out_;    // segments of by_address_, by device
     std::vector<SegmentPtr> deferred_;    // no longer handed out, but the driver would not take them back
     std::vector<SegmentPtr> unreleased_;  // asleep, but the driver would not take their memory
     uint64_t next_id_ = 1;

@@ -264,17 +264,15 @@ void wait_for_running_work(int device) {
     if (unregistered != CUDA_SUCCESS) driver.fail(driver.mem_host_unregister.name, unregistered);
 }
 
-void release_waiters() noexcept {
-    std::lock_guard<std::mutex> all(waiters_mutex);
-    for (auto& [device, waiter] : *waiters) {
-        std::lock_guard<std::mutex> lock(waiter.mutex);
-        const bool freed = !waiter.neighbour || try_twice([&, device = device] {
-            ContextScope scope(device);
-            RelaxedCaptureScope relaxed;
-            return Driver::get().mem_free.attempt(waiter.neighbour) == CUDA_SUCCESS;
-        });
-        if (freed) waiter.neighbour = 0;
-    }
+void release_waiter(int device) noexcept {
+    Waiter& waiter = waiter_of(device);
+    std::lock_guard<std::mutex> lock(waiter.mutex);
+    const bool freed = !waiter.neighbour || try_twice([&] {
+        ContextScope scope(device);
+        RelaxedCaptureScope relaxed;
+        return Driver::get().mem_free.attempt(waiter.neighbour) == CUDA_SUCCESS;
+    });
+    if (freed) waiter.neighbour = 0;
 }
 
 }  // namespace cumem_sleep

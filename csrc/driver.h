@@ -226,7 +226,7 @@ void synchronize(int device);
 // Measured with driver 580 for kernels on several streams, copies both ways, graph replays and host functions.
 void wait_for_running_work(int device);
 
-// Gives back what makes waiting cheap (a page of each device). The next wait takes it again.
-void release_waiters() noexcept;
+// Gives back what makes waiting cheap (a page of the device), which waits as well. The next wait takes it again.
+void release_waiter(int device) noexcept;
 
 }  // namespace cumem_sleep

@@ -257,6 +257,8 @@ PYBIND11_MODULE(_core, module) {
         },
         py::arg("device"), NoGil(), "(free, total) bytes of the device. Creates its primary context if need be.");
     module.def("synchronize", &synchronize, py::arg("device"), NoGil());
+    module.def("release_waiter", &release_waiter, py::arg("device"), NoGil(),
+               "Give back the page that makes waiting cheap, if it was taken; waits for the device.");
     module.def("numa_node", &numa_node, py::arg("pci_bus_id"));
 
     py::class_<DeviceInfo>(module, "DeviceInfo")
@@ -325,12 +327,8 @@ PYBIND11_MODULE(_core, module) {
     module.def("finish_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().finish_wake(all); });
     module.def("undo_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().undo_wake(all); }, NoGil());
     module.def(
-        "reclaim",
-        [] {
-            if (Driver::is_open() && !Driver::is_forked()) release_waiters();
-            return SegmentTable::get().reclaim() + reclaim_host_memory();
-        },
-        NoGil(), "Try again what the driver refused to take back earlier; 0 if nothing is held back any more.");
+        "reclaim", [] { return SegmentTable::get().reclaim() + reclaim_host_memory(); }, NoGil(),
+        "Try again what the driver refused to take back earlier; 0 if nothing is held back any more.");
 
     py::class_<ThreadTag>(module, "ThreadTag")
         .def(py::init<std::string>(), py::arg("tag"))

@@ -427,6 +427,8 @@ class CuMemAllocator:
         with _core.Pinned(asleep) as segments:
             restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
             blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
+            for device in sorted({segment.device for segment in segments}):
+                _core.release_waiter(device)
             self._check_device_memory(segments)
             expected = self._digests_at_sleep(restored) if self.settings.verify == "wake" else {}
             checked = [segment for segment in restored if segment.id in expected]
@@ -453,9 +455,13 @@ class CuMemAllocator:
                             self._verify(checked, expected, digests.finish())
                 _core.finish_wake(segments)
             except BaseException:
-                mapping.stop()  # an interrupt may have come while they stopped
-                mapping_blank.stop()
-                _core.undo_wake(segments)  # leaves alone what finish_wake has woken
+                try:  # once more: an interrupt may have come while they stopped
+                    mapping.stop()
+                finally:
+                    try:
+                        mapping_blank.stop()
+                    finally:
+                        _core.undo_wake(segments)  # leaves alone what finish_wake has woken
                 raise
         return self._logged(
             WakeReport(
@@ -477,6 +483,7 @@ class CuMemAllocator:
         for device in sorted({segment.device for segment in segments}):
             try:
                 _core.synchronize(device)
+                _core.release_waiter(device)
             except DriverError as error:
                 if error.error.startswith(_CAPTURE_ERRORS):
                     raise InvalidState(
@@ -591,10 +598,14 @@ class CuMemAllocator:
     def _forget_freed(self, segment_id: int | None = None) -> None:
         """Host memory of freed segments (or of this one) goes now, unless an operation runs: then when that ends."""
         with self._lock.hold(wait=False) as held:
+            if held:
+                _core.reclaim()
             if held and segment_id is not None:
                 self._store.forget([segment_id])
             elif held:
                 self._store.prune()
+            else:
+                self._store.has_freed = True  # for who holds the lock
 
     def _known_tags(self, tags: str | Iterable[str]) -> set[str]:
         """The tags, if memory was ever given each of them (`weights` and `kv_cache` always count)."""
@@ -685,7 +696,7 @@ def open_driver(driver: str) -> None:
 
 def _forget_freed_backups() -> None:
     """Called on the main thread after PyTorch freed segments through the hook."""
-    if CuMemAllocator.instance is not None:
+    if CuMemAllocator.instance is not None and not _core.driver_is_forked():
         CuMemAllocator.instance._forget_freed()
 
 

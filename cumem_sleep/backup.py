@@ -7,7 +7,7 @@ registered while the GPU already fills another.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +78,8 @@ class BackupStore:
     def __init__(self, settings: Settings, lock: _core.OperationLock) -> None:
         self._settings = settings
         self._backups: dict[int, Backup] = {}
-        self._going = GivingBack(lock)
+        self.has_freed = False  # a segment was freed while somebody held the lock
+        self._going = GivingBack(lock, self.prune_freed)
         self._numa_nodes: dict[int, int] = {}  # by device
 
     @property
@@ -99,10 +100,13 @@ class BackupStore:
     def limits(self, needed: int | None = None) -> list[host_limits.HostLimit]:
         """Every limit that new host memory is checked against; exact only as far as they may be below `needed`."""
         budget = self._settings.host_budget_bytes
+        # Taken, but not touched yet: what the system counts as available is promised to these already.
+        promised = sum(block.bytes for backup in self._backups.values() for block in backup.blocks if not block.pinned)
+        enough = None if needed is None else needed + promised
         return [
             host_limits.HostLimit("budget", None if budget is None else max(0, budget - self.host_bytes)),
-            host_limits.HostLimit("cgroup", host_limits.cgroup_available_bytes()),
-            host_limits.HostLimit("MemAvailable", host_limits.mem_available_bytes(enough=needed)),
+            host_limits.HostLimit("cgroup", _less(host_limits.cgroup_available_bytes(), promised)),
+            host_limits.HostLimit("MemAvailable", _less(host_limits.mem_available_bytes(enough=enough), promised)),
         ]
 
     def take(
@@ -220,6 +224,7 @@ class BackupStore:
         That is: backups of what was freed or dropped, incomplete ones, and those that the settings do not retain. Much
         memory is given back by a thread, since that takes as long as copying it did.
         """
+        self.has_freed = False
         unneeded = [segment_id for segment_id, backup in self._backups.items() if not self._is_needed(backup)]
         blocks: list[_core.HostBlock] = []
         if sum(self._backups[segment_id].bytes for segment_id in unneeded) < _MUCH_BYTES:
@@ -230,6 +235,12 @@ class BackupStore:
             backup.being_prepared = False
             blocks += backup.blocks
         self._going.start(blocks)
+
+    def prune_freed(self) -> None:
+        """For who holds the lock without an operation: forget what was freed meanwhile."""
+        if self.has_freed:
+            self.has_freed = False
+            self.forget([segment_id for segment_id, backup in self._backups.items() if backup.segment.freed])
 
     def stop(self) -> None:
         """End what goes on in the background. May be called without the lock."""
@@ -301,8 +312,9 @@ class GivingBack:
     An operation that came at the same time would wait for every block: the driver locks both out of each other.
     """
 
-    def __init__(self, lock: _core.OperationLock) -> None:
+    def __init__(self, lock: _core.OperationLock, before_release: Callable[[], None]) -> None:
         self._lock = lock
+        self._before_release = before_release
         self._blocks: list[_core.HostBlock] = []  # guarded by the lock
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -349,6 +361,11 @@ class GivingBack:
                     return
                 if held:
                     self._blocks.pop().close()
+                    self._before_release()
+
+
+def _less(available_bytes: int | None, promised: int) -> int | None:
+    return None if available_bytes is None else max(0, available_bytes - promised)
 
 
 def _close(blocks: Iterable[_core.HostBlock]) -> None:

@@ -61,7 +61,7 @@ class GpuCopies:
         ends_of_copies = [(piece.block.address + piece.offset, piece.address) for piece in pieces]
         self._table[: ends[-1]] = np.repeat(ends_of_copies, sizes, axis=0) + offsets[:, None]
         external = torch.cuda.ExternalStream(stream.handle, device=self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(external):
+        with torch.cuda.device(self._device), torch.cuda.stream(external):
             for first in range(0, int(ends[-1]), _CHUNKS_PER_LAUNCH):
                 chunks = min(_CHUNKS_PER_LAUNCH, int(ends[-1]) - first)
                 self._launch(self._block.address + 16 * first, chunks)

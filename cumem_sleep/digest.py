@@ -158,7 +158,7 @@ class DeviceDigester:
     def _fall_back(self, error: Exception) -> None:
         """Triton compiles at the first use, and there is no end of ways in which that fails."""
         if self._kernel is None:
-            raise error
+            return  # another thread has done so
         _warn_of_slow_digests(f"the kernel failed: {error}")
         self._kernel = None
 

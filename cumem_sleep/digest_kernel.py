@@ -77,6 +77,7 @@ class GpuSums:
     def __init__(self, device: int, chunks: int) -> None:
         self._firsts: list[int] = []
         self._used = 0
+        self._device = device
         self._entry_bytes = chunks * 16
         self._block = pinned_block(2 * self._entry_bytes, device)
         try:
@@ -101,7 +102,8 @@ class GpuSums:
         self._firsts += (firsts + begin).tolist()
         self._used = end
         table = self._block.address + begin * 16
-        with torch.cuda.stream(self._external):
+        # With the device, else leaving the stream creates a context on the thread's own device, which may be another.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._external):
             _chunk_sums[(end - begin,)](
                 table, table + self._entry_bytes, ROWS, LANES, _UNROLL, _STAGES, num_warps=_WARPS
             )

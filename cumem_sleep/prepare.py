@@ -97,8 +97,8 @@ class Preparation:
                 self._warm_up()
                 for segment in self._segments:
                     self._prepare(segment, digests)
-        except CumemSleepError as error:
-            self._error = error
+        except Exception as error:
+            self._error = error if isinstance(error, CumemSleepError) else InvalidState(f"prepare failed: {error!r}")
             logger.warning("prepare ended early, the next sleep copies the rest: %s", error)
         finally:
             self._prune()
@@ -158,6 +158,7 @@ class Preparation:
                     with _core.Pinned([segment]) as pinned:
                         awake = bool(pinned) and segment.sleep == _core.Segment.Sleep.AWAKE
                         yield awake and (backup is None or backup.being_prepared)
+                    self._store.prune_freed()
                     return
             self._stopped.wait(_POLL_S)
         yield False

@@ -83,7 +83,7 @@ class World:
         """All that the driver holds for this process; equal states hold the same."""
         if self.unaccounted_bytes():
             gc.collect()
-        _core.reclaim()  # as the next operation does: what makes many frees cheap is kept until then
+        _core.release_waiter(0)  # what makes many frees cheap is kept until the next sleep or wake
         stats = sim.stats()
         free_bytes = [_core.memory_info(device)[0] for device in range(self.devices)]
         return stats.live_handles, stats.mapped_bytes, stats.reserved_bytes, stats.registered_bytes, *free_bytes
