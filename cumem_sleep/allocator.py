@@ -11,6 +11,7 @@ import gc
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -43,6 +44,10 @@ DEFAULT_TAG = "default"
 GRAPH_TAG = "cudagraph"
 # The only tags that a selective wake may leave asleep, and that a level may drop (as in vLLM).
 DEFERRABLE_TAGS = ("weights", "kv_cache")
+
+# Whose threads are to end in good order at exit; those that were let go of as well, as long as a thread works for them.
+_allocators: weakref.WeakSet[CuMemAllocator] = weakref.WeakSet()
+_stores: weakref.WeakSet[BackupStore] = weakref.WeakSet()
 
 _Report = TypeVar("_Report", SleepReport, WakeReport)
 _Sleep = _core.Segment.Sleep
@@ -88,6 +93,8 @@ class CuMemAllocator:
         self._retired: bool = False
         self._driver_checked = False
         self._store: BackupStore = BackupStore(self.settings, self._lock)
+        _allocators.add(self)
+        _stores.add(self._store)
         self._digester = DeviceDigester()
         self._restorer = Restorer()
         self._torch_pools: TorchPools | None = None
@@ -703,8 +710,10 @@ def _forget_freed_backups() -> None:
 @atexit.register
 def _stop_at_exit() -> None:
     _core.on_free(None)
-    if CuMemAllocator.instance is not None:
-        CuMemAllocator.instance._stop_background_work()
+    for allocator in list(_allocators):
+        allocator._stop_background_work()
+    for store in list(_stores):
+        store.stop()
 
 
 def _dropped_at_level(level: int | None) -> Callable[[str], bool] | None:
