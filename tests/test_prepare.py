@@ -1182,3 +1182,36 @@ class TestProcess:
             """,
         )
         assert_clean_exit(process)
+
+
+class TestForeignErrorsAndPromisedMemory:
+    def test_an_error_of_another_kind_is_told(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        contents = fill(allocator, memory, *TAGS)
+
+        def fails(*_: object) -> None:
+            raise MemoryError("no more")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("cumem_sleep.digest.DigestRun.add_copy", fails)
+            preparation = finished(allocator.prepare())
+        assert isinstance(preparation.error, InvalidState)
+        assert "no more" in str(preparation.error)
+        assert allocator._store.host_bytes == 0
+        allocator.sleep()
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
+    def test_memory_that_was_taken_but_not_touched_is_not_offered_again(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        contents = fill(allocator, memory, *TAGS)
+        first, second = _core.segments()
+        monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: 2 * PAGE - 1)
+        allocator._store.take([first], keep=[first, second])
+        with pytest.raises(OutOfHostMemory, match="MemAvailable"):
+            allocator._store.take([second], keep=[first, second])
+        allocator._store.clear()
+        monkeypatch.undo()
+        check_bytes(memory, contents)
