@@ -1,0 +1,22 @@
+"""What vLLM loads of cumem-sleep. Nothing here is imported before it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .gate import SleepGate
+
+__all__ = ["SleepGate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "SleepGate":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .gate import SleepGate
+    from .gate_settings import GateSettings
+
+    # vLLM resolves the class before it serves, but makes the gate only in the ASGI lifespan, whose errors uvicorn
+    # takes for "no lifespan": a bad setting has to stop the server here.
+    GateSettings.from_environment()
+    return SleepGate
