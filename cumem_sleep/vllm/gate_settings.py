@@ -108,4 +108,6 @@ def _check_token(label: str, value: object) -> None:
     if not isinstance(value, str):
         raise InvalidArgumentType(f"{label}: a string is wanted")
     if not value or not all("!" <= letter <= "~" for letter in value):
-        raise InvalidArgument(f"{label}: printable ASCII without spaces is allowed, at least one letter (unset: no token)")
+        raise InvalidArgument(
+            f"{label}: printable ASCII without spaces is allowed, at least one letter (unset: no token)"
+        )

@@ -153,18 +153,19 @@ class Collector:
 _registered: Collector | None = None
 
 
-def register(status: WorkerStatus, outcomes: Counter[str]) -> None:
-    """Put the metrics where vLLM's `/metrics` finds them; a later gate of the same process takes the place over."""
+def register(status: WorkerStatus, outcomes: Counter[str]) -> bool:
+    """Put the metrics where vLLM's `/metrics` finds them; a later gate takes the place over. False: they cannot be."""
     global _registered
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # set by vLLM for several API servers: no custom collectors then
         logger.warning("several API servers share /metrics: the cumem_sleep metrics are left out")
-        return
+        return False
     try:
         from prometheus_client import REGISTRY
     except ImportError:
         logger.debug("prometheus_client is not installed: no cumem_sleep metrics")
-        return
+        return False
     if _registered is not None:
         REGISTRY.unregister(_registered)
     _registered = Collector(status, outcomes)
     REGISTRY.register(_registered)
+    return True
