@@ -192,11 +192,10 @@ class SleepGate:
                     raise Refused(model.why_not(), settings.retry_after_s, "rejected")
                 if left_s <= 0:
                     raise Refused(model.why_not(), settings.retry_after_s, "timed_out")
-                step: Awaitable[Any] = model.changed.wait()
                 wakes = policy == "wake" and (model.may_be_woken or model.phase is Phase.CHANGING)
                 if wakes:
                     self._raise_failure()
-                    step = asyncio.shield(model.wake())
+                step: Awaitable[Any] = asyncio.shield(model.wake()) if wakes else model.changed.wait()
                 await _first(step, gone, min(left_s, POLL_S) if model.several_servers else left_s)
                 if gone.done():
                     raise ClientGone

@@ -96,6 +96,7 @@ class Collector:
     def __init__(self, status: WorkerStatus, outcomes: Counter[str]) -> None:
         self._status = status
         self._outcomes = outcomes
+        self._failed = False
 
     def describe(self) -> list[Any]:
         """Nothing is fixed: families of workers that never answered are absent."""
@@ -103,19 +104,29 @@ class Collector:
 
     def collect(self) -> Iterator[Any]:
         """All metric families, newest values."""
+        try:
+            families = self._families()
+        except Exception:  # it would take vLLM's own metrics down with it
+            if not self._failed:
+                logger.exception("the cumem_sleep metrics are left out: the workers' answer is not understood")
+            self._failed = True
+            return
+        yield from families
+
+    def _families(self) -> list[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families: dict[str, Any] = {}
 
-        def add(kind: Any, name: str, text: str, value: float, **labels: str) -> None:
+        def add(kind: Any, name: str, text: str, value: float, /, **labels: str) -> None:
             if name not in families:
                 families[name] = kind(f"cumem_sleep:{name}", text, labels=list(labels))
             families[name].add_metric(list(labels.values()), value)
 
-        def gauge(name: str, text: str, value: float, **labels: str) -> None:
+        def gauge(name: str, text: str, value: float, /, **labels: str) -> None:
             add(GaugeMetricFamily, name, text, value, **labels)
 
-        def counter(name: str, text: str, value: float, **labels: str) -> None:
+        def counter(name: str, text: str, value: float, /, **labels: str) -> None:
             add(CounterMetricFamily, name, text, value, **labels)
 
         for worker in self._status.ranks:
@@ -147,7 +158,7 @@ class Collector:
         for outcome, count in self._outcomes.items():
             text = "Requests that met a sleeping model, by what became of them."
             counter("gate_requests", text, count, outcome=outcome)
-        yield from families.values()
+        return list(families.values())
 
 
 _registered: Collector | None = None

@@ -73,7 +73,7 @@ class SleepingModel:
 
     @property
     def has_sleep_modes(self) -> bool:
-        """Since 0.18 (or little before) vLLM stops its scheduler before it sleeps, and level 0 does no more than that.
+        """Whether vLLM stops its scheduler before it sleeps, and does no more than that at level 0 (0.18; not 0.14).
 
         Without, it sleeps under requests that run, and level 0 drops everything, as level 2 does.
         """
