@@ -30,22 +30,27 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 HEALTH = ("/health", "/ping")
 WAKES = ("/wake_up", "/wake")
+WAKE_UP = {"path": "/wake_up", "raw_path": b"/wake_up"}  # for ASGI, as if no proxy had added a root path
 CHANGES = ("/sleep", *WAKES, "/release_kv_cache_memory", "/reload_weights", "/resume")
-# Write weights: of no use, and a crash of the GPU, while these sleep.
-WRITES = ("/start_weight_update", "/start_draft_weight_update", "/update_weights", "/finish_weight_update")
-WRITE_METHODS = ("reload_weights", "update_weights")
+# What touches weights crashes the GPU while they sleep.
+TOUCHES = (
+    *("/start_weight_update", "/start_draft_weight_update", "/update_weights", "/finish_weight_update"),
+    "/weight_checker",
+)
+TOUCHING_METHODS = ("reload_weights", "update_weights")
 LOADS = ("/update_weights", "/finish_weight_update", "/collective_rpc")
 WEIGHTS_ASLEEP = "weights are asleep: POST /wake_up?tags=weights first"
 GUARDED = {
     *CHANGES,
-    *WRITES,
-    *("/pause", "/collective_rpc", "/update_weight_version", "/weight_checker"),
+    *TOUCHES,
+    *("/pause", "/collective_rpc", "/update_weight_version"),
     *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"),
 }
 # Every other POST is held to run the model, also those of a vLLM to come, except what is known not to touch it.
 HARMLESS = {
     *("/abort_requests", "/tokenize", "/detokenize", "/start_profile", "/stop_profile", "/is_scaling_elastic_ep"),
-    *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/scale_elastic_ep", "/fault_tolerance/apply"),
+    "/fault_tolerance/apply",
+    *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/v1/messages/count_tokens"),
 }
 
 HEALTH_WITHIN_S = 1.0
@@ -190,17 +195,15 @@ class SleepGate:
                 left_s = deadline - model.clock()
                 if policy == "reject" or not _has_api_key(scope):  # nobody unknown wakes it, or takes up memory
                     raise Refused(model.why_not(), settings.retry_after_s, "rejected")
+                if policy == "wake":
+                    self._raise_failure()
                 if left_s <= 0:
                     raise Refused(model.why_not(), settings.retry_after_s, "timed_out")
-                wakes = policy == "wake" and (model.may_be_woken or model.phase is Phase.CHANGING)
-                if wakes:
-                    self._raise_failure()
+                wakes = policy == "wake" and model.may_be_woken
                 step: Awaitable[Any] = asyncio.shield(model.wake()) if wakes else model.changed.wait()
                 await _first(step, gone, min(left_s, POLL_S) if model.several_servers else left_s)
                 if gone.done():
                     raise ClientGone
-                if wakes and not model.serves:
-                    self._raise_failure()
                 await model.look()
         finally:
             gone.cancel()
@@ -221,7 +224,7 @@ class SleepGate:
             return await _reply(send, 401, _error(401, "an admin token is needed"), {"WWW-Authenticate": "Bearer"})
         if not self._dev_mode:  # vLLM has none of these paths then
             return await self._app(scope, receive, send)
-        if path in CHANGES or path in WRITES or path == "/collective_rpc":
+        if path in CHANGES or path in TOUCHES or path == "/collective_rpc":
             await model.changes_end()
             try:
                 await model.look()
@@ -229,12 +232,12 @@ class SleepGate:
                 logger.debug("the engine does not say whether it sleeps: %s", error)
         if path in CHANGES:
             answer = await self._change(path, scope, receive)
-        elif path in WRITES and "weights" in model.asleep:
+        elif path in TOUCHES and "weights" in model.asleep:
             answer = _conflict(WEIGHTS_ASLEEP)
         else:
             inbox = Inbox(receive)
             method = await _rpc_method(inbox) if path == "/collective_rpc" else ""
-            if method in WRITE_METHODS and "weights" in model.asleep:
+            if method in TOUCHING_METHODS and "weights" in model.asleep:
                 answer = _conflict(WEIGHTS_ASLEEP)
             else:
                 answer = await _answer(self._app, scope, inbox)
@@ -259,7 +262,7 @@ class SleepGate:
                     await self._idle.wait()
             code = 500
             try:
-                answer = await _answer(self._app, _at(scope, "/wake_up") if path in WAKES else scope, receive)
+                answer = await _answer(self._app, {**scope, **WAKE_UP} if path in WAKES else scope, receive)
                 code = _status(answer)
             finally:
                 if path == "/sleep" and code >= 500:
@@ -271,8 +274,6 @@ class SleepGate:
                     model.woke(query.get("tags", ()))
                 elif path == "/release_kv_cache_memory":
                     model.released()
-                else:
-                    model.paused = False
             return answer
 
     async def _reload(self) -> list[Message]:
@@ -318,13 +319,6 @@ def _path(scope: Scope) -> str:
     if root and path.startswith(root + "/"):
         path = path[len(root) :]
     return path.rstrip("/") or "/"
-
-
-def _at(scope: Scope, path: str) -> Scope:
-    """The same request to another path."""
-    root = str(scope.get("root_path", "")).rstrip("/")
-    whole = root + path if root and str(scope["path"]).startswith(root + "/") else path
-    return {**scope, "path": whole, "raw_path": whole.encode()}
 
 
 def _is_harmless(path: str) -> bool:

@@ -69,7 +69,8 @@ class SleepingModel:
     @property
     def may_be_woken(self) -> bool:
         """Whether there is a sleep that a request may end."""
-        return (self.level == 0 or bool(self.asleep)) and not self.paused and not self.staged
+        sleeps = self.level == 0 or bool(self.asleep) or self.weights_lost
+        return sleeps and not self.paused and not self.staged
 
     @property
     def has_sleep_modes(self) -> bool:
@@ -177,7 +178,7 @@ class SleepingModel:
         sleeps_again = hasattr(self.engine, "release_kv_cache_memory") and "weights" not in self.asleep
         if self.asleep and not sleeps_again:
             return  # vLLM lets sleeping memory lie; since 0.33 not if only the KV cache sleeps
-        self.level = level or self.level or 0
+        self.level = level
         if level > 0:
             self.asleep = set(TAGS)
             self.weights_lost |= level >= 2

@@ -215,7 +215,7 @@ class FakeVllm:
             return (503 if self.engine.dead else 200), None
         if route.startswith("POST /v1/") or route in ("POST /score", "POST /some_future_path"):
             return 200, {"text": await self.engine.generate()}
-        if scope["method"] in ("GET", "HEAD", "OPTIONS") or path in ("/tokenize", "/v1/chat/completions/render"):
+        if scope["method"] in ("GET", "HEAD", "OPTIONS") or path in ("/tokenize", "/fault_tolerance/apply"):
             return 200, {"path": path}
         return await self._dev_route(path, query, body) if self.dev_mode else (404, {"detail": "Not Found"})
 
@@ -239,7 +239,12 @@ class FakeVllm:
             await engine.collective_rpc(json.loads(body)["method"])
         elif path in ("/update_weights", "/finish_weight_update"):
             engine.write_weights()
-        elif path not in ("/start_weight_update", "/reset_prefix_cache", "/init_weight_transfer_engine"):
+        elif path not in (
+            "/start_weight_update",
+            "/weight_checker",
+            "/reset_prefix_cache",
+            "/init_weight_transfer_engine",
+        ):
             return 404, {"detail": "Not Found"}
         return 200, {"status": path}
 
@@ -320,13 +325,16 @@ class Held:
             half = len(body) // 2
             self._incoming.put_nowait({"type": "http.request", "body": body[:half], "more_body": True})
             self._incoming.put_nowait({"type": "http.request", "body": body[half:], "more_body": False})
-        self._kind = scope["type"]
+        self._kind, self._received = scope["type"], False
         self.task = asyncio.ensure_future(gate(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
-        return await self._incoming.get()
+        message = await self._incoming.get()
+        self._received = True
+        return message
 
     async def _send(self, message: Any) -> None:
+        assert self._kind == "http" or self._received, "a websocket is connected before anything is sent"
         self.sent.append(message)
 
     def leave(self) -> None:

@@ -319,6 +319,9 @@ def test_level_0_counts_as_asleep(serve: Serve) -> None:
         assert "level 0" in (await client.ask()).error["message"]
         await client.post("/wake_up?tags=scheduling")
         assert (await client.ask()).code == 200
+        await client.engine.pause_generation()
+        await client.post("/sleep?level=deep")
+        assert (await client.ask()).body == {"text": "queued"}, "the level ended with the sleep"
 
     run(scenario())
 
@@ -354,20 +357,24 @@ def test_a_failed_wake_fails_all_who_waited_and_is_tried_again_later(
             assert response.code == 503
             assert "waking it failed: OutOfDeviceMemory: needed 61 GiB" in response.error["message"]
             assert response.headers["retry-after"] == "30"
-        now += 29
+        now += 28.5
         response = await client.ask()
-        assert response.headers["retry-after"] == "1"
+        assert response.headers["retry-after"] == "2"
         assert "needed 61 GiB" in response.error["message"]
         assert client.engine.count("wake_up") == 1
-        now += 1
+        now += 1.5
         assert (await client.ask()).body == {"text": "good"}
         assert client.engine.count("wake_up") == 2
         assert outcomes(client) == {"rejected": 4, "woke": 1}
+        assert sum("waking on request failed" in record.message for record in caplog.records) == 1
+        await client.post("/sleep")
+        client.engine.fails["wake_up"] = [RuntimeError("again")]
+        assert (await client.ask()).code == 503
+        await client.post("/wake_up")
         await client.post("/sleep")
         assert (await client.ask()).code == 200, "an old failure says nothing about the next sleep"
 
     run(scenario())
-    assert sum("waking on request failed" in record.message for record in caplog.records) == 1
 
 
 def test_a_failed_reload_is_tried_again_where_it_stopped(serve: Serve) -> None:
@@ -383,6 +390,23 @@ def test_a_failed_reload_is_tried_again_where_it_stopped(serve: Serve) -> None:
         assert (await client.ask()).body == {"text": "good"}
         calls = [call for call in client.engine.calls[before:] if call not in ("is_sleeping", "cumem_sleep_status")]
         assert calls == ["reload_weights", ("wake_up", ["kv_cache"]), "generate"]
+
+    run(scenario())
+
+
+def test_a_failed_reload_is_tried_again_also_when_nothing_sleeps_any_more(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(on_request="wake", retry_after_s=1)
+        now = 0.0
+        client.gate.model.clock = lambda: now
+        await client.post("/sleep?level=2")
+        await client.post("/wake_up?tags=kv_cache")
+        client.engine.fails["reload_weights"] = [RuntimeError("no such file")]
+        assert "no such file" in (await client.ask()).error["message"]
+        assert client.engine.asleep == set()
+        assert (await client.ask()).code == 503
+        now += 2
+        assert (await client.ask()).body == {"text": "good"}
 
     run(scenario())
 
@@ -491,6 +515,7 @@ def test_requests_during_a_wake(serve: Serve, policy: str) -> None:
         request = client.begin("POST", "/v1/completions")
         await until_idle()
         assert request.task.done() == (policy == "reject")
+        assert (await client.get("/health")).body["status"] == "changing"
         client.engine.waits["wake_up"].set()
         await wake.response()
         assert (await request.response()).code == (503 if policy == "reject" else 200)
@@ -585,6 +610,8 @@ def test_an_answer_from_before_a_change_is_not_believed(serve: Serve) -> None:
         async with client.gate.model.change():
             await engine.sleep(1)
             engine.waits["is_sleeping"].set()
+            await until_idle()
+            assert client.gate.model.phase is Phase.CHANGING
         assert (await request.response()).code == 503
 
     run(scenario())
@@ -641,12 +668,25 @@ def test_a_sleep_that_failed_after_the_scheduler_stopped_is_level_0(serve: Serve
     run(scenario())
 
 
+def test_a_sleep_that_failed_during_a_pause_leaves_the_pause(serve: Serve, policy: str) -> None:
+    async def scenario() -> None:
+        client = serve(on_request=policy)
+        await client.post("/pause")
+        client.engine.fails["sleep"] = [RuntimeError("OutOfHostMemory")]
+        with pytest.raises(RuntimeError, match="OutOfHostMemory"):
+            await client.post("/sleep")
+        assert (await client.ask()).body == {"text": "queued"}
+        assert client.engine.count("wake_up") == 0
+
+    run(scenario())
+
+
 def test_a_refused_sleep_changes_nothing(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve()
         assert (await client.post("/sleep?level=deep")).code == 422
         assert (await client.ask()).code == 200
-        await client.post("/pause")
+        await client.engine.pause_generation()
         assert (await client.post("/sleep?level=deep")).code == 422
         assert (await client.ask()).body == {"text": "queued"}
 
@@ -679,6 +719,16 @@ def test_an_engine_that_does_not_say_what_it_does_is_asked_by_the_next_request(s
         assert client.gate.model.phase is Phase.UNKNOWN
         assert (await client.ask()).code == 503
 
+    run(scenario())
+
+
+def test_an_engine_that_does_not_answer_is_vllms_to_tell(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        client = serve()
+        client.engine.waits["is_sleeping"] = asyncio.Event()
+        assert (await client.ask()).code == 200
+
+    monkeypatch.setattr("cumem_sleep.vllm.sleeping_model.ASK_WITHIN_S", 0.01)
     run(scenario())
 
 
@@ -718,7 +768,7 @@ def test_a_request_wakes_the_rest_after_a_partial_wake(serve: Serve, plugin: boo
         client = serve(on_request="wake")
         client.engine.plugin = plugin
         await client.post("/sleep")
-        await client.post("/wake_up?tags=kv_cache")
+        await client.post("/wake_up?tags=kv_cache&tags=scheduling")
         await client.post("/wake_up?tags=kv_cache&tags=weights")  # vLLM ignores it: kv_cache is awake
         assert client.engine.asleep == {"weights"}
         assert (await client.ask()).body == {"text": "good"}
@@ -762,11 +812,54 @@ def test_requests_between_the_steps_of_a_level_2_wake_are_held(serve: Serve, pol
         request = client.begin("POST", "/v1/completions")
         await until_idle()
         assert client.engine.count("reload_weights") == 0, "somebody else is loading them"
+        assert client.gate.model._waking is None, "nor does it try again and again"
         await client.post("/wake_up?tags=kv_cache")
         await until_idle()
         assert not request.task.done()
         assert (await client.post(load, body=b'{"method": "reload_weights"}')).code == 200
         assert (await request.response()).body == {"text": "good"}
+
+    run(scenario())
+
+
+def test_what_was_called_while_the_weights_slept_did_not_load_them(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve()
+        await client.post("/sleep?level=2")
+        assert (await client.post("/collective_rpc", body=b'{"method": "set_up_transfer"}')).code == 200
+        await client.post("/wake_up")
+        assert (await client.ask()).code == 503
+
+    run(scenario())
+
+
+def test_a_sleep_after_a_wake_without_the_weights_may_be_ended_by_a_request(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(on_request="wake")
+        await client.post("/sleep?level=2")
+        await client.post("/wake_up")
+        await client.post("/sleep?level=2")
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+def test_a_request_that_came_during_a_staged_wake_does_not_interfere(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(on_request="wake")
+        await client.post("/sleep?level=2")
+        client.engine.waits["wake_up"] = asyncio.Event()
+        wake = client.begin("POST", "/wake_up?tags=weights")
+        await until_idle()
+        request = client.begin("POST", "/v1/completions")
+        await until_idle()
+        client.engine.waits["wake_up"].set()
+        await wake.response()
+        await until_idle()
+        assert client.engine.count("reload_weights") == 0
+        await client.post("/update_weights")
+        assert (await request.response()).body == {"text": "good"}
+        assert client.engine.count("reload_weights") == 0
 
     run(scenario())
 
@@ -929,7 +1022,14 @@ def test_wake_is_wake_up(serve: Serve, path: str) -> None:
     run(scenario())
 
 
-WRITES = ("/reload_weights", "/update_weights", "/start_weight_update", "/finish_weight_update", "/collective_rpc")
+WRITES = (
+    "/reload_weights",
+    "/weight_checker",
+    "/update_weights",
+    "/start_weight_update",
+    "/finish_weight_update",
+    "/collective_rpc",
+)
 
 
 @pytest.mark.parametrize("path", WRITES)
@@ -988,6 +1088,16 @@ def test_nothing_is_open_without_dev_mode(serve: Serve, monkeypatch: pytest.Monk
 ADMIN = ("/sleep", "/wake_up", "/wake", "/reload_weights", "/release_kv_cache_memory", "/pause", "/resume")
 ADMIN += ("/collective_rpc", "/update_weights", "/start_weight_update", "/finish_weight_update", "/sleep/")
 ADMIN += ("/start_draft_weight_update", "/init_weight_transfer_engine", "/update_weight_version", "/weight_checker")
+
+
+def test_the_admin_token_is_for_posts(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(admin_token=TOKEN)
+        for method in ("OPTIONS", "HEAD", "GET"):
+            assert (await client.request(method, "/sleep")).code == 200, "what vLLM makes of it"
+        assert client.engine.calls == []
+
+    run(scenario())
 
 
 @pytest.mark.parametrize("path", ADMIN)
@@ -1063,6 +1173,7 @@ def test_a_request_without_the_api_key_wakes_nothing_and_is_not_held(
     [
         *("/v1/chat/completions", "/v1/completions/", "/score", "/some_future_path", "/v1/load_lora_adapter"),
         *("/invocations", "/generate", "/inference/v1/generate", "/v2/embed", "//v1/completions", "/v1/messages"),
+        "/scale_elastic_ep",
     ],
 )
 def test_posts_are_gated(serve: Serve, path: str) -> None:
@@ -1080,6 +1191,7 @@ def test_posts_are_gated(serve: Serve, path: str) -> None:
     [
         *("GET /v1/models", "GET /version", "GET /metrics", "GET /load", "GET /is_sleeping", "HEAD /health"),
         *("OPTIONS /v1/completions", "OPTIONS /sleep", "POST /tokenize", "POST /v1/chat/completions/render"),
+        *("GET /sleep", "POST /v1/messages/count_tokens", "POST /fault_tolerance/apply"),
         *("POST /reset_prefix_cache", "POST /abort_requests", "POST /v1/responses/resp_1/cancel"),
         "POST /init_weight_transfer_engine",
     ],
@@ -1295,14 +1407,16 @@ def test_with_several_servers_a_held_request_notices_what_another_does(
     run(scenario())
 
 
-def test_with_several_servers_weights_loaded_through_another_count(serve: Serve) -> None:
+@pytest.mark.parametrize("awake_between", [True, False])
+def test_with_several_servers_weights_loaded_through_another_count(serve: Serve, awake_between: bool) -> None:
     async def scenario() -> None:
         client = serve(on_request="wake")
         client.vllm.state.args.api_server_count = 2
         await client.post("/sleep?level=2")
         await client.engine.wake_up()
         client.engine.write_weights()
-        assert (await client.ask()).body == {"text": "good"}
+        if awake_between:
+            assert (await client.ask()).body == {"text": "good"}
         await client.engine.sleep(1)
         assert (await client.ask()).body == {"text": "good"}
         assert client.engine.count("reload_weights") == 0
