@@ -100,7 +100,12 @@ def _parse_choice(*allowed: str) -> Any:
     return parse
 
 
-def _parse_bool(variable: str, text: str) -> bool:
+def parse_bool(variable: str, text: str) -> bool:
+    """`"1"`, `"true"`, `"yes"`, `"on"`, and their opposites.
+
+    Raises:
+        InvalidArgument: none of these; the message starts with `variable`.
+    """
     if text.lower() in _TRUE:
         return True
     if text.lower() in _FALSE:
@@ -117,11 +122,11 @@ def _parse_threads(variable: str, text: str) -> int:
 _PARSERS: dict[str, Any] = {
     "driver": _parse_choice("cuda", "sim"),
     "host_budget_bytes": parse_bytes,
-    "retain_backups": _parse_bool,
+    "retain_backups": parse_bool,
     "verify": _parse_choice("off", "wake"),
-    "poison": _parse_bool,
+    "poison": parse_bool,
     "prefault_threads": _parse_threads,
-    "prepare": _parse_bool,
+    "prepare": parse_bool,
     "prepare_bytes_per_second": parse_bytes,
 }
 
