@@ -577,7 +577,7 @@ class CuMemAllocator:
             raise InvalidState("this CuMemAllocator was replaced by a newer one: use CuMemAllocator.get_instance()")
         if not self._driver_checked:
             open_driver(self.settings.driver)
-            logger.info("memory pools come from cumem-sleep, %s", self.settings)
+            logger.info("cumem-sleep: memory pools come from this layer (%s)", self.settings.summary())
             _core.on_free(_forget_freed_backups)
             self._driver_checked = True
         if _core.driver_is_forked():
@@ -670,7 +670,7 @@ class CuMemAllocator:
         report = replace(report, simulated=_core.driver_is_simulated())
         if not report.note:
             self._totals[report.operation] = self._totals.get(report.operation, OperationTotals()).plus(report)
-        logger.info("%s", report)
+        logger.info("cumem-sleep: %s", report)
         return report
 
 

@@ -63,6 +63,11 @@ class Settings:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentType(f"{name}={getattr(self, name)!r}: True or False is allowed")
 
+    def summary(self) -> str:
+        """The fields that are not as they are by default, for a log line."""
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return "settings: " + (", ".join(changed) or "the defaults")
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
         """Settings from `CUMEM_SLEEP_<FIELD>` variables; a variable that is unset or empty leaves the default.
