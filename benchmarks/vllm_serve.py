@@ -4,7 +4,8 @@
     python benchmarks/vllm_serve.py --out result.json --shape 32B --ways cold,prepared
 
 One server after the other, random weights (the same for all), torch.compile and CUDA graphs on. After every wake the
-greedy tokens must be those from before the first sleep. What the layer itself says about its phases is kept as well.
+greedy tokens must be those from before the first sleep. What the layer itself says about its phases is kept as well. A
+result file that is there already keeps its other ways.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ from typing import Any
 
 from checkpoints import SHAPES, write_config
 from model_server import HOST, Deadline, Server, gpu_memory_in_use_bytes
-from record import write
+from record import touch_host_memory, write
 
 PROMPT = [(7919 * (j + 3)) % 150000 for j in range(64)]
 TOKENS = 16
 PORT = 8070
 WAYS = {
     "cold": {"CUMEM_SLEEP_PREPARE": "0"},
+    "touched": {"CUMEM_SLEEP_PREPARE": "0"},
     "prepared": {"CUMEM_SLEEP_PREPARE": "1"},
     "vllm": {"CUMEM_SLEEP_DISABLE": "1"},
 }
 SAYS = {
     "cold": "this layer; the first sleep takes and pins its host memory",
+    "touched": "as cold, right after another process used as much host memory: the VM has its RAM by then",
     "prepared": "this layer, CUMEM_SLEEP_PREPARE=1: backups are made in the background after the start",
     "vllm": "vLLM's own layer",
 }
@@ -74,6 +77,8 @@ def measure(way: str, arguments: argparse.Namespace, deadline: Deadline, logs: P
         before = server.complete(PROMPT, TOKENS).tokens
         if way == "prepared":
             facts["prepared_after_s"] = wait_until_prepared(server, 60)
+        if way == "touched":
+            touch_host_memory(int(SHAPES[arguments.shape].weights_bytes * 1.1))
         facts["gpu_bytes_awake"] = gpu_memory_in_use_bytes()
         for number in range(1 + arguments.rounds):
             if number == 1:  # the later ones are apart from what the first left to do
@@ -87,7 +92,6 @@ def measure(way: str, arguments: argparse.Namespace, deadline: Deadline, logs: P
             facts.setdefault("first_token_s", []).append(answer.first_token_s)
             if answer.tokens != before:
                 raise server.failure(f"other tokens after wake {number + 1}: {answer.tokens} instead of {before}")
-        time.sleep(0)
         server.post("/sleep?level=1")
         time.sleep(3)  # the driver has wiped the freed memory by then
         facts["wake_after_3_s"] = server.post("/wake_up")
@@ -125,7 +129,7 @@ def main() -> None:
     write_config(arguments.work / arguments.shape, SHAPES[arguments.shape])
     logs = arguments.out.parent / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    ways: dict[str, Any] = {}
+    ways: dict[str, Any] = json.loads(arguments.out.read_text())["ways"] if arguments.out.exists() else {}
     for way in arguments.ways.split(","):
         try:
             ways[way] = measure(way, arguments, deadline, logs)
