@@ -352,7 +352,7 @@ class Bench:
     def add(self, record: Record, switch: Switch) -> None:
         record.switches.append(switch)
         if not switch.tokens_identical:
-            record.error = f"tokens of {switch.new} differ after switch {len(record.switches)}"
+            record.error = record.error or f"tokens of {switch.new} differ after switch {len(record.switches)}"
         reload = f" + {switch.reload_s:.3f}" if switch.reload_s is not None else ""
         self.say(
             f"  {switch.old} → {switch.new}: {switch.off_s:.3f} + {switch.on_s:.3f}{reload} s,"
@@ -378,7 +378,7 @@ class Bench:
                 why = f"not reached: {name} failed"
 
     def _compile_cache_marker(self, model: Model) -> Path:
-        return self._work / "started" / f"{model.shape_name}-{self.quantization}"
+        return self._work / "started" / f"{model.folder.name}-{self.quantization}"
 
     def _workload(self) -> dict[str, Any]:
         arguments = self.arguments
@@ -420,15 +420,13 @@ class Bench:
         if not _has_room(folder, nbytes):
             raise SystemExit(f"no room for {nbytes / 1e9:.0f} GB of checkpoints")
         start = time.perf_counter()
+        write: list[str | Path] = [sys.executable, HERE / "checkpoints.py"]
         writers = [
-            subprocess.Popen(
-                [sys.executable, str(HERE / "checkpoints.py"), str(model.folder)]
-                + ["--shape", model.shape_name, "--seed", str(model.seed)]
-            )
+            subprocess.Popen([*write, model.folder, "--shape", model.shape_name, "--seed", str(model.seed)])
             for model in missing
         ]
         try:
-            if any([writer.wait(self.deadline.limit(300)) for writer in writers]):
+            if any(writer.wait(self.deadline.limit(300)) for writer in writers):
                 raise SystemExit("checkpoints could not be written")
         finally:
             for writer in writers:

@@ -1,6 +1,6 @@
 """What `vllm serve` is to a client, without a model: health, streamed completions, sleep, wake, reloading.
 
-It takes vLLM's arguments. Tokens depend on the model and the prompt, and on nothing else unless it is told to be broken.
+It takes vLLM's arguments. Tokens depend on the model and the prompt, and on nothing else unless it is to be broken.
 Two of them share a GPU on which one fits: `FAKE_GPU` is a folder, and who finds the other awake in it fails.
 """
 
@@ -84,10 +84,10 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         self.answer(200 if self.path == "/health" else 404)
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         url = urlsplit(self.path)
         query = parse_qs(url.query)
         body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
@@ -95,9 +95,8 @@ class Handler(BaseHTTPRequestHandler):
             model.sleep(int(query["level"][0]))
         elif url.path == "/wake_up":
             model.wake(set(query.get("tags", ("weights", "kv_cache"))))
-        elif url.path == "/reload_weights" and arguments.middleware:
-            model.reload()
-        elif url.path == "/collective_rpc" and body["method"] == "reload_weights":
+        elif url.path == ("/reload_weights" if arguments.middleware else "/collective_rpc"):
+            assert arguments.middleware or body == {"method": "reload_weights"}
             model.reload()
         elif url.path == "/v1/completions":
             return self.complete(body)
