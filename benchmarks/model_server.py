@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -87,7 +88,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._environment},
+                env=self._environment,
                 start_new_session=True,  # its own process group: what it starts ends with it
             )
         while not self._is_healthy():
@@ -157,6 +158,10 @@ class Server:
     def tail(self, lines: int = TAIL_LINES) -> list[str]:
         """The end of its log."""
         return self.log.read_text(errors="replace").splitlines()[-lines:]
+
+    def lines_that_say(self, pattern: str) -> list[str]:
+        """Lines of its log; cut, for some print all of a configuration."""
+        return [line[:300] for line in self.log.read_text(errors="replace").splitlines() if re.search(pattern, line)]
 
     @contextlib.contextmanager
     def _request(

@@ -83,6 +83,7 @@ class Way:
         return self.environment.get("CUMEM_SLEEP_PREPARE") == "1"
 
 
+DECIDED_BY_WAY = ("CUMEM_SLEEP_DISABLE", "CUMEM_SLEEP_PREPARE")
 THEIRS = {"CUMEM_SLEEP_DISABLE": "1"}
 PREPARED = {"CUMEM_SLEEP_PREPARE": "1"}
 UNPREPARED = {"CUMEM_SLEEP_PREPARE": "0"}
@@ -171,6 +172,7 @@ class Record:
 
     Attributes:
         shares_servers_of: the way that started the servers and saw their first sleeps.
+        layer_says: what a server's log, when it had started, says of this layer: none where vLLM is on its own.
         tokens: the two answers of each model when it had just started, by its name.
         same_tokens_as: whether another way's models, with the same quantization, began with the same answers.
         error: what ended it, or which tokens differed; what was measured before that is kept.
@@ -183,6 +185,7 @@ class Record:
     machine: dict[str, Any]
     page_cache_dropped: bool = False
     shares_servers_of: str | None = None
+    layer_says: list[str] = field(default_factory=list)
     starts: list[Start] = field(default_factory=list)
     first_sleeps: list[FirstSleep] = field(default_factory=list)
     tokens: dict[str, list[list[int]]] = field(default_factory=dict)
@@ -287,7 +290,9 @@ class Bench:
             command += ["--enforce-eager"]
         if way.gate and not arguments.no_gate:
             command += ["--middleware", GATE]
+        inherited = {name: value for name, value in os.environ.items() if name not in DECIDED_BY_WAY}
         environment = {
+            **inherited,
             **way.environment,
             "HF_HUB_OFFLINE": "1",
             "VLLM_CACHE_ROOT": str(self._work / "vllm"),
@@ -323,7 +328,7 @@ class Bench:
         seconds = server.stop()
         if server.log.is_file():
             with self.arguments.out.with_suffix(".log").open("a") as log:
-                print(f"== {title}, server {server.name}", *server.tail(60), sep="\n", file=log)
+                print(f"== {title}, server {server.name}", *server.tail(150), sep="\n", file=log)
             server.log.unlink()
         return seconds
 
@@ -504,6 +509,7 @@ def start_both(bench: Bench, pair: Pair, name: str, record: Record) -> None:
     for model in bench.models:
         server = pair.servers[model.name]
         record.starts.append(bench.start(server, model))
+        record.layer_says = server.lines_that_say("cumem.sleep")[:5]
         bench.know_tokens(record, bench.key(name), model, bench.answers(server))
         if way.prepares:
             pause_s = bench.arguments.prepare_pause

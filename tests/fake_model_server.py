@@ -119,6 +119,7 @@ class Handler(BaseHTTPRequestHandler):
         return None
 
 
+print(f"{'vLLM' if WAY == 'vllm' else 'cumem-sleep'} is in use", flush=True)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 server = ThreadingHTTPServer((arguments.host, arguments.port), Handler)
 try:

@@ -95,7 +95,7 @@ def result_of(tmp_path: pathlib.Path) -> dict[str, Any]:
 
 
 def test_all_ways_are_measured_and_later_runs_add_theirs(run: Run, tmp_path: pathlib.Path) -> None:
-    process = run()
+    process = run(CUMEM_SLEEP_DISABLE="1")  # which way is which is not for the environment to say
     assert process.returncode == 0, process.stdout + process.stderr
     ways = result_of(tmp_path)["ways"]
     assert list(ways) == ["vllm", "level1", "level2", "restart"]
@@ -109,6 +109,8 @@ def test_all_ways_are_measured_and_later_runs_add_theirs(run: Run, tmp_path: pat
     assert ways["vllm"]["tokens"]["A"] != ways["vllm"]["tokens"]["B"]
     assert [sleep["model"] for sleep in ways["level1"]["first_sleeps"]] == ["A", "B"]
     assert ways["level2"]["shares_servers_of"] == "level1"
+    assert ways["level1"]["layer_says"] == ["cumem-sleep is in use"]
+    assert ways["vllm"]["layer_says"] == []
     assert all(switch["reload_s"] > 0 for switch in ways["level2"]["switches"])
     assert all(switch["checkpoint_cached"] == 1 for switch in ways["level2"]["switches"] + ways["restart"]["switches"])
     assert [start["compile_cache_warm"] for start in ways["vllm"]["starts"]] == [False, False]
@@ -211,7 +213,9 @@ def test_processes_that_a_server_leaves_are_ended(
     module = benchmark_module("model_server")
     pid_file = tmp_path / "pid"
     program = "trap 'exit 0' TERM; (trap '' TERM; exec sleep 99) & echo $! >\"$0\"; wait"
-    server = module.Server("A", ["sh", "-c", program, str(pid_file)], 9, {}, tmp_path / "log", module.Deadline(60))
+    server = module.Server(
+        "A", ["sh", "-c", program, str(pid_file)], 9, dict(os.environ), tmp_path / "log", module.Deadline(60)
+    )
     module.STOP_S = 0.3
     with pytest.raises(module.ServerFailed, match="not ready within"):
         server.start(0.5)
