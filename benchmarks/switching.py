@@ -172,7 +172,7 @@ class Record:
 
     Attributes:
         shares_servers_of: the way that started the servers and saw their first sleeps.
-        layer_says: what a server's log, when it had started, says of this layer: none where vLLM is on its own.
+        layer_says: what the log of a server that has just started says of this layer.
         tokens: the two answers of each model when it had just started, by its name.
         same_tokens_as: whether another way's models, with the same quantization, began with the same answers.
         error: what ended it, or which tokens differed; what was measured before that is kept.

@@ -169,7 +169,7 @@ def test_a_failing_server_loses_nothing_of_the_rest(
     assert process.returncode == 1
     ways = result_of(tmp_path)["ways"]
     assert ways["vllm"]["error"] is None
-    assert re.match(said, ways["level1"]["error"])
+    assert re.match(said, ways["level1"]["error"], re.DOTALL)
     assert ways["level2"]["error"] == "not reached: level1 failed"
     assert "failed: level1, level2" in process.stderr
 
