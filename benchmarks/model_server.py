@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -70,6 +69,7 @@ class Server:
         log: Path,
         deadline: Deadline,
     ) -> None:
+        """`environment` adds to that of this process."""
         self.name = name
         self.log = log
         self._command = [*command, "--served-model-name", name, "--host", HOST, "--port", str(port)]
@@ -88,7 +88,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environment,
+                env={**os.environ, **self._environment},
                 start_new_session=True,  # its own process group: what it starts ends with it
             )
         while not self._is_healthy():
@@ -126,6 +126,11 @@ class Server:
             response.read()
         return time.perf_counter() - start
 
+    def call_worker(self, method: str) -> Any:
+        """What one of the methods of vLLM's (first) worker returns."""
+        with self._request("POST", "/collective_rpc", {"method": method}, 60.0) as response:
+            return json.load(response)["results"][0]
+
     def complete(self, prompt: Sequence[int], tokens: int, *, limit_s: float = 120.0) -> Answer:
         """Greedy tokens, streamed one by one."""
         request = {
@@ -158,10 +163,6 @@ class Server:
     def tail(self, lines: int = TAIL_LINES) -> list[str]:
         """The end of its log."""
         return self.log.read_text(errors="replace").splitlines()[-lines:]
-
-    def lines_that_say(self, pattern: str) -> list[str]:
-        """Lines of its log; cut, for some print all of a configuration."""
-        return [line[:300] for line in self.log.read_text(errors="replace").splitlines() if re.search(pattern, line)]
 
     @contextlib.contextmanager
     def _request(

@@ -60,7 +60,8 @@ GATE = "cumem_sleep.vllm.SleepGate"
 RAM_DISK = Path("/dev/shm")
 SLOW_WRITE_S = 90.0  # checkpoints that would take longer to write go to the RAM disk
 HOST_MEMORY_PER_WEIGHT = 1.3  # as much as any layer takes
-PREPARE_BYTES_PER_SECOND = 4e9  # prepare()'s default limit is 5 GB/s
+PREPARE_S = 30.0  # a 14B model's backups take 7 s
+STATUS = "cumem_sleep_status"  # of a worker whose memory is in this layer; vLLM alone does not know it
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Way:
     Attributes:
         level: of sleep; `None` is a restart.
         environment: of the servers; ways with the same one share servers.
-        gate: whether this layer's HTTP gate is in the server.
+        gate: whether this layer, and its HTTP gate, is in the server.
     """
 
     title: str
@@ -83,10 +84,9 @@ class Way:
         return self.environment.get("CUMEM_SLEEP_PREPARE") == "1"
 
 
-DECIDED_BY_WAY = ("CUMEM_SLEEP_DISABLE", "CUMEM_SLEEP_PREPARE")
 THEIRS = {"CUMEM_SLEEP_DISABLE": "1"}
-PREPARED = {"CUMEM_SLEEP_PREPARE": "1"}
-UNPREPARED = {"CUMEM_SLEEP_PREPARE": "0"}
+PREPARED = {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "1"}
+UNPREPARED = {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "0"}
 WAYS = {
     "vllm": Way("vLLM's sleep mode, level 1", 1, THEIRS),
     "vllm-level2": Way("vLLM's sleep mode, level 2", 2, THEIRS),
@@ -172,7 +172,8 @@ class Record:
 
     Attributes:
         shares_servers_of: the way that started the servers and saw their first sleeps.
-        layer_says: what the log of a server that has just started says of this layer.
+        prepared_s: seconds from a model's first answers until its backups were complete.
+        layer_status: this layer's own figures after the last switch, by model.
         tokens: the two answers of each model when it had just started, by its name.
         same_tokens_as: whether another way's models, with the same quantization, began with the same answers.
         error: what ended it, or which tokens differed; what was measured before that is kept.
@@ -185,7 +186,8 @@ class Record:
     machine: dict[str, Any]
     page_cache_dropped: bool = False
     shares_servers_of: str | None = None
-    layer_says: list[str] = field(default_factory=list)
+    prepared_s: dict[str, float | None] = field(default_factory=dict)
+    layer_status: dict[str, Any] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
     first_sleeps: list[FirstSleep] = field(default_factory=list)
     tokens: dict[str, list[list[int]]] = field(default_factory=dict)
@@ -290,9 +292,7 @@ class Bench:
             command += ["--enforce-eager"]
         if way.gate and not arguments.no_gate:
             command += ["--middleware", GATE]
-        inherited = {name: value for name, value in os.environ.items() if name not in DECIDED_BY_WAY}
         environment = {
-            **inherited,
             **way.environment,
             "HF_HUB_OFFLINE": "1",
             "VLLM_CACHE_ROOT": str(self._work / "vllm"),
@@ -501,6 +501,8 @@ def measure_sleeping(bench: Bench, records: dict[str, Record]) -> None:
                 record.shares_servers_of = bench.key(first)
                 record.tokens = records[first].tokens
             run_switches(bench, pair, record)
+            if WAYS[name].gate:
+                record.layer_status = {model: server.call_worker(STATUS) for model, server in pair.servers.items()}
 
 
 def start_both(bench: Bench, pair: Pair, name: str, record: Record) -> None:
@@ -509,11 +511,10 @@ def start_both(bench: Bench, pair: Pair, name: str, record: Record) -> None:
     for model in bench.models:
         server = pair.servers[model.name]
         record.starts.append(bench.start(server, model))
-        record.layer_says = server.lines_that_say("cumem.sleep")[:5]
         bench.know_tokens(record, bench.key(name), model, bench.answers(server))
         if way.prepares:
-            pause_s = bench.arguments.prepare_pause
-            time.sleep(model.shape.weights_bytes / PREPARE_BYTES_PER_SECOND + 1 if pause_s is None else pause_s)
+            record.prepared_s[model.name] = seconds = wait_until_prepared(server)
+            bench.say(f"  {model.name} is {'' if seconds is not None else 'not '}prepared")
         else:
             # The hypervisor gives it only when it is used; on other machines it is there.
             touch_host_memory(int(model.shape.weights_bytes * HOST_MEMORY_PER_WEIGHT))
@@ -522,6 +523,17 @@ def start_both(bench: Bench, pair: Pair, name: str, record: Record) -> None:
         bench.say(f"  first sleep of {model.name}: {seconds:.3f} s")
         bench.results.save()
     pair.wake(bench.models[0].name)
+
+
+def wait_until_prepared(server: Server) -> float | None:
+    """Seconds until all weights have a backup; `None` if that does not come about, and the first sleep does the rest."""
+    start = time.perf_counter()
+    while (seconds := time.perf_counter() - start) < PREPARE_S:
+        usage = server.call_worker(STATUS)["usage"]["weights"]
+        if usage["backed_up_bytes"] == usage["bytes"]:
+            return seconds
+        time.sleep(0.2)
+    return None
 
 
 def sleep_level(record: Record) -> int:
@@ -650,7 +662,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--no-gate", action="store_true", help="without this layer's HTTP gate")
     add("--prompt-tokens", type=int, default=512)
     add("--max-tokens", type=int, default=16)
-    add("--prepare-pause", type=float, help="seconds from a server's start to its first sleep, where it prepares")
     add("--start-timeout", type=float, default=240.0)
     add("--deadline", type=float, default=550.0, help="seconds after which the run ends (default %(default)s)")
     add("--port", type=int, default=8100, help="of A; B has the next one")

@@ -30,7 +30,7 @@ assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
 config = json.loads((arguments.folder / "config.json").read_text())
 
 GPU = pathlib.Path(os.environ["FAKE_GPU"], "in-use")
-WAY = "vllm" if os.environ.get("CUMEM_SLEEP_DISABLE") else "layer"
+WAY = "vllm" if os.environ["CUMEM_SLEEP_DISABLE"] == "1" else "layer"
 BROKEN = json.loads(os.environ.get("FAKE_BROKEN", "{}")) if os.environ.get("FAKE_BROKEN_WAY", WAY) == WAY else {}
 
 
@@ -39,6 +39,7 @@ class Model:
         self.asleep: set[str] = set()
         self.weights_are_lost = False
         self.sleeps = 0
+        self.asked = 0
         self.take_gpu()
 
     def take_gpu(self) -> None:
@@ -59,6 +60,12 @@ class Model:
         if self.asleep == {"weights", "kv_cache"}:
             self.take_gpu()
         self.asleep -= tags
+
+    def status(self) -> dict[str, Any]:
+        """Its backups are complete when it is asked the second time."""
+        assert WAY == "layer"
+        self.asked += 1
+        return {"usage": {"weights": {"bytes": 2, "backed_up_bytes": min(self.asked, 2)}}}
 
     def reload(self) -> None:
         assert "weights" not in self.asleep
@@ -95,6 +102,8 @@ class Handler(BaseHTTPRequestHandler):
             model.sleep(int(query["level"][0]))
         elif url.path == "/wake_up":
             model.wake(set(query.get("tags", ("weights", "kv_cache"))))
+        elif url.path == "/collective_rpc" and body["method"] == "cumem_sleep_status":
+            return self.answer(200, {"results": [model.status()]})
         elif url.path == ("/reload_weights" if arguments.middleware else "/collective_rpc"):
             assert arguments.middleware or body == {"method": "reload_weights"}
             model.reload()
@@ -119,7 +128,6 @@ class Handler(BaseHTTPRequestHandler):
         return None
 
 
-print(f"{'vLLM' if WAY == 'vllm' else 'cumem-sleep'} is in use", flush=True)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 server = ThreadingHTTPServer((arguments.host, arguments.port), Handler)
 try:
