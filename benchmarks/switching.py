@@ -526,7 +526,7 @@ def start_both(bench: Bench, pair: Pair, name: str, record: Record) -> None:
 
 
 def wait_until_prepared(server: Server) -> float | None:
-    """Seconds until all weights have a backup; `None` if that does not come about, and the first sleep does the rest."""
+    """Seconds until all weights have a backup; `None` if that takes too long: the first sleep does the rest."""
     start = time.perf_counter()
     while (seconds := time.perf_counter() - start) < PREPARE_S:
         usage = server.call_worker(STATUS)["usage"]["weights"]
