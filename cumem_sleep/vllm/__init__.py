@@ -1,9 +1,26 @@
 """cumem-sleep in vLLM: installing the package is enough (README.md, "With vLLM").
 
 `plugin.register` is the entry point in the group `vllm.general_plugins`; `SleepGate` is for
-`vllm serve --middleware cumem_sleep.vllm.SleepGate`. Nothing here imports vLLM before it is needed.
+`vllm serve --middleware cumem_sleep.vllm.SleepGate`. Nothing is imported before it is asked for.
 """
 
-from .gate import SleepGate
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .gate import SleepGate
 
 __all__ = ["SleepGate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "SleepGate":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .gate import SleepGate
+    from .gate_settings import GateSettings
+
+    # vLLM resolves the class before it serves, but makes the gate only in the ASGI lifespan, whose errors uvicorn
+    # takes for "no lifespan": a bad setting has to stop the server here.
+    GateSettings.from_environment()
+    return SleepGate

@@ -1,0 +1,113 @@
+"""Settings of the HTTP gate, from the environment of `vllm serve`."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..errors import InvalidArgument, InvalidArgumentType
+from ..settings import PREFIX
+
+_CHOICES = {"on_request": ("reject", "wait", "wake"), "health": ("auto", "ok", "unavailable")}
+_SECONDS = {"request_deadline_s": 0, "retry_after_s": 1}  # the least that is allowed
+_MOST_S = 86_400
+
+
+@dataclass(frozen=True)
+class GateSettings:
+    """How the gate answers for a sleeping model. Immutable; `CUMEM_SLEEP_<FIELD>` in the environment.
+
+    Attributes:
+        on_request: what becomes of an inference request while the model sleeps: `reject` (503 at once), `wait` (held
+            until somebody wakes the model), `wake` (the request wakes it).
+        request_deadline_s: how long `wait` and `wake` hold a request before it gets its 503.
+        retry_after_s: what the 503 says in `Retry-After`, in whole seconds; also the pause after a failed wake.
+        health: `/health` and `/ping` of a sleeping server: `ok` (200), `unavailable` (503), or `auto`: 200 if requests
+            would be served, that is with `wait` and `wake`.
+        admin_token: with it, sleep, wake, pause, weight updates and their kin need `Authorization: Bearer <token>`.
+
+    Raises:
+        InvalidArgument: a value is not allowed; the message names the field, the value and what is allowed.
+    """
+
+    on_request: str = "reject"
+    request_deadline_s: float = 60.0
+    retry_after_s: int = 5
+    health: str = "auto"
+    admin_token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in _CHOICES:
+            _check_choice(name, name, getattr(self, name))
+        for name in _SECONDS:
+            _check_seconds(name, name, getattr(self, name))
+        if self.admin_token is not None:
+            _check_token("admin_token", self.admin_token)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> GateSettings:
+        """Settings from `CUMEM_SLEEP_<FIELD>` variables; a variable that is unset or empty leaves the default.
+
+        An empty token is an error, though: it would open what somebody wanted closed.
+
+        Raises:
+            InvalidArgument: a variable has a bad value; the message names the variable, the value (never a token's)
+                and what is allowed.
+        """
+        environment = os.environ if environment is None else environment
+        values: dict[str, Any] = {}
+        for each in fields(cls):
+            variable = PREFIX + each.name.upper()
+            text = environment.get(variable, "")
+            if each.name == "admin_token":
+                if variable in environment:
+                    _check_token(variable, text)
+                    values[each.name] = text
+            elif text.strip():
+                values[each.name] = _parse(variable, each.name, text.strip())
+        return cls(**values)
+
+
+def _parse(variable: str, name: str, text: str) -> str | float | int:
+    if name in _CHOICES:
+        _check_choice(variable, name, text)
+        return text
+    try:
+        seconds: float = int(text) if name == "retry_after_s" else float(text)
+    except ValueError:
+        raise InvalidArgument(f"{variable}={text!r}: {_allowed_seconds(name)}") from None
+    _check_seconds(variable, name, seconds)
+    return seconds
+
+
+def _check_choice(label: str, name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise InvalidArgumentType(f"{label}={value!r}: a string is wanted, one of {', '.join(_CHOICES[name])}")
+    if value not in _CHOICES[name]:
+        raise InvalidArgument(f"{label}={value!r}: one of {', '.join(_CHOICES[name])} is allowed")
+
+
+def _check_seconds(label: str, name: str, value: object) -> None:
+    wanted: tuple[type, ...] = (int,) if name == "retry_after_s" else (int, float)
+    if isinstance(value, bool) or not isinstance(value, wanted):
+        raise InvalidArgumentType(f"{label}={value!r}: {_allowed_seconds(name)}")
+    assert isinstance(value, (int, float))
+    if not (math.isfinite(value) and _SECONDS[name] <= value <= _MOST_S):
+        raise InvalidArgument(f"{label}={value!r}: {_allowed_seconds(name)}")
+
+
+def _allowed_seconds(name: str) -> str:
+    kind = "a whole number of seconds" if name == "retry_after_s" else "seconds"
+    return f"{kind} from {_SECONDS[name]} to {_MOST_S} {'is' if name == 'retry_after_s' else 'are'} allowed"
+
+
+def _check_token(label: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise InvalidArgumentType(f"{label}: a string is wanted")
+    if not value or not all("!" <= letter <= "~" for letter in value):
+        raise InvalidArgument(
+            f"{label}: printable ASCII without spaces is allowed, at least one letter (unset: no token)"
+        )

@@ -1,0 +1,183 @@
+"""Prometheus metrics of the layer on vLLM's `/metrics`, from what the workers say of themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, TypedDict
+
+logger = logging.getLogger("cumem_sleep")
+
+STATUS_METHOD = "cumem_sleep_status"
+ANSWER_WITHIN_S = 1.0
+
+
+class Usage(TypedDict):
+    """One tag's memory in one worker, as in `cumem_sleep.TagUsage`."""
+
+    segments: int
+    bytes: int
+    mapped_bytes: int
+    host_bytes: int
+    asleep_segments: int
+    backed_up_bytes: int
+
+
+class Operation(TypedDict):
+    """What one worker's sleeps, wakes or discards added up to, as in `cumem_sleep.OperationTotals`."""
+
+    count: int
+    failures: int
+    seconds: float
+    phases: dict[str, float]
+    bytes: dict[str, int]
+
+
+class RankStatus(TypedDict):
+    """One worker's answer to `cumem_sleep_status`."""
+
+    rank: int
+    devices: list[int]
+    simulated: bool
+    usage: dict[str, Usage]
+    operations: dict[str, Operation]
+    device_used_bytes: int
+    device_total_bytes: int
+
+
+class WorkerStatus:
+    """What the workers last said. One question is under way at a time, and nobody waits for it longer than he wants.
+
+    The question carries no timeout of vLLM's: its executors would then leave the late answer in the workers' queues,
+    where the next call takes it for its own. For the same reason it is never cancelled.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: list[RankStatus] = []
+        self._question: asyncio.Task[list[RankStatus] | None] | None = None
+        self._exists = True
+
+    def ask(self, engine: Any) -> asyncio.Task[list[RankStatus] | None]:
+        """Ask all workers, or join the question under way; the task's result is None if there is no answer."""
+        if self._question is None or self._question.done():
+            self._question = asyncio.create_task(self._ask(engine))
+        return self._question
+
+    async def fresh(self, engine: Any) -> list[RankStatus] | None:
+        """An answer to a question asked now or still under way, None if none came in time (or none ever will)."""
+        question = self.ask(engine)
+        await asyncio.wait({question}, timeout=ANSWER_WITHIN_S)
+        return question.result() if question.done() and not question.cancelled() else None
+
+    async def _ask(self, engine: Any) -> list[RankStatus] | None:
+        if not self._exists:
+            return None
+        try:
+            self.ranks = list(await engine.collective_rpc(STATUS_METHOD))
+        except Exception as error:
+            if "not implemented" in str(error):  # vLLM's words for a method that its workers do not have
+                self._exists = False
+                logger.warning(
+                    "cumem-sleep is not at work in vLLM's workers: no cumem_sleep metrics, and the gate goes by the"
+                    " sleeps and wakes that pass through it"
+                )
+            else:
+                logger.debug("no answer to %s: %s", STATUS_METHOD, error)
+            return None
+        return self.ranks
+
+
+class Collector:
+    """A prometheus_client collector: the workers' last answer, and what the gate did with requests."""
+
+    def __init__(self, status: WorkerStatus, outcomes: Counter[str]) -> None:
+        self._status = status
+        self._outcomes = outcomes
+        self._failed = False
+
+    def describe(self) -> list[Any]:
+        """Nothing is fixed: families of workers that never answered are absent."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """All metric families, newest values."""
+        try:
+            families = self._families()
+        except Exception:  # it would take vLLM's own metrics down with it
+            if not self._failed:
+                logger.exception("the cumem_sleep metrics are left out: the workers' answer is not understood")
+            self._failed = True
+            return
+        yield from families
+
+    def _families(self) -> list[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        families: dict[str, Any] = {}
+
+        def add(kind: Any, name: str, text: str, value: float, /, **labels: str) -> None:
+            if name not in families:
+                families[name] = kind(f"cumem_sleep:{name}", text, labels=list(labels))
+            families[name].add_metric(list(labels.values()), value)
+
+        def gauge(name: str, text: str, value: float, /, **labels: str) -> None:
+            add(GaugeMetricFamily, name, text, value, **labels)
+
+        def counter(name: str, text: str, value: float, /, **labels: str) -> None:
+            add(CounterMetricFamily, name, text, value, **labels)
+
+        for worker in self._status.ranks:
+            rank = str(worker["rank"])
+            simulated = str(worker["simulated"]).lower()
+            devices = ",".join(map(str, worker["devices"]))
+            gauge("info", "Workers.", 1, rank=rank, devices=devices, simulated=simulated)
+            text = "Device memory in use, by all processes."
+            gauge("device_used_bytes", text, worker["device_used_bytes"], rank=rank)
+            gauge("device_total_bytes", "Device memory.", worker["device_total_bytes"], rank=rank)
+            for tag, usage in worker["usage"].items():
+                asleep_bytes = usage["bytes"] - usage["mapped_bytes"]
+                text = "Segments' bytes, with device memory under them (mapped) or without (asleep)."
+                gauge("memory_bytes", text, usage["mapped_bytes"], rank=rank, tag=tag, state="mapped")
+                gauge("memory_bytes", text, asleep_bytes, rank=rank, tag=tag, state="asleep")
+                gauge("host_bytes", "Pinned host memory held by backups.", usage["host_bytes"], rank=rank, tag=tag)
+                text = "Segments' bytes with a complete backup, awake or asleep."
+                gauge("backed_up_bytes", text, usage["backed_up_bytes"], rank=rank, tag=tag)
+                gauge("segments", "Segments.", usage["segments"], rank=rank, tag=tag)
+            for name, done in worker["operations"].items():
+                which = {"rank": rank, "operation": name}
+                text = "Sleeps, wakes and discards."
+                counter("operations", text, done["count"], **which, result="ok")
+                counter("operations", text, done["failures"], **which, result="failed")
+                counter("operation_seconds", "Time they took.", done["seconds"], **which)
+                for phase, seconds in done["phases"].items():
+                    counter("operation_phase_seconds", "Time they took, by phase.", seconds, **which, phase=phase)
+                for kind, nbytes in done["bytes"].items():
+                    counter("operation_bytes", "Bytes they moved, by what was done.", nbytes, **which, kind=kind)
+        for outcome, count in self._outcomes.items():
+            text = "Requests that met a sleeping model, by what became of them."
+            counter("gate_requests", text, count, outcome=outcome)
+        return list(families.values())
+
+
+_registered: Collector | None = None
+
+
+def register(status: WorkerStatus, outcomes: Counter[str]) -> bool:
+    """Put the metrics where vLLM's `/metrics` finds them; a later gate takes the place over. False: they cannot be."""
+    global _registered
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # set by vLLM for several API servers: no custom collectors then
+        logger.warning("several API servers share /metrics: the cumem_sleep metrics are left out")
+        return False
+    try:
+        from prometheus_client import REGISTRY
+    except ImportError:
+        logger.debug("prometheus_client is not installed: no cumem_sleep metrics")
+        return False
+    if _registered is not None:
+        REGISTRY.unregister(_registered)
+    _registered = Collector(status, outcomes)
+    REGISTRY.register(_registered)
+    return True

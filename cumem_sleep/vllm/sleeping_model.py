@@ -1,0 +1,248 @@
+"""What the HTTP gate knows of the model's sleep, and how a request wakes it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from enum import Enum
+from typing import Any
+
+from . import metrics
+from .gate_settings import GateSettings
+
+logger = logging.getLogger("cumem_sleep")
+
+TAGS = frozenset(("weights", "kv_cache"))  # what vLLM's executors put to sleep
+ASK_WITHIN_S = 10.0
+
+
+class Phase(Enum):
+    """Where the model is, as far as the gate knows."""
+
+    UNKNOWN = "unknown"  # at the start, and after every change: the engine is asked
+    AWAKE = "awake"
+    ASLEEP = "asleep"  # some memory sleeps, or at level 0 only the scheduler
+    CHANGING = "changing"  # a sleep, a wake or a reload is under way
+
+
+class SleepingModel:
+    """What is known of the model's sleep. Whatever changes it passes through `change`, one at a time.
+
+    Attributes:
+        engine: vLLM's engine client.
+        phase: see `Phase`. The facts below outlive an unknown phase.
+        level: of the sleep; None while awake.
+        asleep: tags of the memory that sleeps.
+        weights_lost: dropped (level 2) and not loaded again since: answers would be plausible garbage.
+        paused: by somebody's POST /pause, which a request must not resume.
+        staged: somebody else woke weights that were dropped, and is loading them: a request must not interfere.
+        failure: why waking on request failed, and until when nobody tries again (a time of `clock`).
+        changed: set, and replaced, whenever what is known changes.
+        several_servers: other processes serve the same engine, so a sleep may pass unseen.
+    """
+
+    def __init__(self, settings: GateSettings, status: metrics.WorkerStatus) -> None:
+        self.engine: Any = None
+        self.phase = Phase.UNKNOWN
+        self.level: int | None = None
+        self.asleep: set[str] = set()
+        self.weights_lost = self.paused = self.staged = False
+        self.failure: tuple[str, float] | None = None
+        self.changed = asyncio.Event()
+        self.several_servers = False
+        self.clock = time.monotonic
+        self._settings = settings
+        self._status = status
+        self._lock = asyncio.Lock()
+        self._changes = 0  # begun and ended; an answer to a question asked before the last of them is worthless
+        self._waking: asyncio.Task[None] | None = None
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests may run."""
+        return self.phase is Phase.AWAKE and not self.weights_lost
+
+    @property
+    def may_be_woken(self) -> bool:
+        """Whether there is a sleep that a request may end."""
+        return (self.level == 0 or bool(self.asleep)) and not self.paused and not self.staged
+
+    @property
+    def has_sleep_modes(self) -> bool:
+        """Whether vLLM stops its scheduler before it sleeps, and does no more than that at level 0 (0.18; not 0.14).
+
+        Without, it sleeps under requests that run, and level 0 drops everything, as level 2 does.
+        """
+        return "mode" in inspect.signature(self.engine.sleep).parameters
+
+    def why_not(self) -> str:
+        """Why requests cannot run now, in a sentence for the client."""
+        if self.phase is Phase.CHANGING:
+            return "the model is falling asleep or waking up"
+        if self.phase is Phase.AWAKE:
+            return "weights were dropped at level 2 and not loaded again: POST /reload_weights"
+        return f"the model is asleep (level {self.level}): POST /wake_up"
+
+    # What the engine says
+
+    async def look(self) -> None:
+        """Make the phase known. A model that is known to be awake costs nothing, except beside other API servers.
+
+        Raises:
+            Exception: of the engine, which is then in no state to serve.
+        """
+        while self.phase is Phase.UNKNOWN or (self.several_servers and self.phase is not Phase.CHANGING):
+            changes = self._changes
+            sleeping = bool(await asyncio.wait_for(self.engine.is_sleeping(), ASK_WITHIN_S))
+            ranks = await self._status.fresh(self.engine) if sleeping else None
+            # vLLM from 0.18 on says that it sleeps while its scheduler is paused. Only the workers know better.
+            is_paused = getattr(self.engine, "is_paused", None) if sleeping and ranks is None else None
+            paused = bool(is_paused and await asyncio.wait_for(is_paused(), ASK_WITHIN_S))
+            if changes == self._changes:
+                if sleeping:
+                    self._learn_asleep(ranks, paused)
+                else:
+                    self._learn_awake()
+                return
+
+    def _learn_awake(self) -> None:
+        if self.several_servers:
+            self.weights_lost = False  # another server may have loaded them
+        self.level, self.asleep, self.paused, self.failure = None, set(), False, None
+        self._enter(Phase.AWAKE)
+
+    def _learn_asleep(self, ranks: list[metrics.RankStatus] | None, scheduler_paused: bool) -> None:
+        if ranks is not None:
+            usages = [
+                (tag, usage) for rank in ranks for tag, usage in rank["usage"].items() if usage["asleep_segments"]
+            ]
+            self.asleep = {tag for tag, _ in usages}
+            lost = any(tag == "weights" and usage["backed_up_bytes"] < usage["bytes"] for tag, usage in usages)
+            if self.several_servers and "weights" in self.asleep:
+                self.weights_lost = lost
+            self.weights_lost |= lost
+        elif not self.asleep and self.level != 0 and not scheduler_paused:
+            self.asleep = set(TAGS)  # vLLM means memory, and nobody says which
+        if self.asleep:
+            self.level = self.level or (2 if self.weights_lost else 1)
+        # Else it is somebody's pause, if not a sleep at level 0: vLLM itself queues or rejects such requests.
+        self._enter(Phase.ASLEEP if self.asleep or self.level == 0 else Phase.AWAKE)
+
+    def _enter(self, phase: Phase) -> None:
+        if phase is not self.phase:
+            self.phase = phase
+            self._tell()
+
+    def _tell(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    # What passes through
+
+    @asynccontextmanager
+    async def change(self, disturbs: bool = True) -> AsyncIterator[None]:
+        """One sleep, wake, reload or resume; others wait. Afterwards, also after a failure, the engine is asked.
+
+        With `disturbs=False` a model that serves keeps serving: waking what is awake changes nothing.
+        """
+        async with self._lock:
+            self._changes += 1
+            if disturbs or not self.serves:
+                self._enter(Phase.CHANGING)
+            try:
+                yield
+            finally:
+                self._changes += 1
+                self._enter(Phase.UNKNOWN)
+                try:
+                    await self.look()
+                except Exception as error:
+                    logger.debug("the engine does not say whether it sleeps: %s", error)
+                if self.phase is Phase.AWAKE:  # asleep, it was asked just now
+                    self._status.ask(self.engine)
+
+    async def changes_end(self) -> None:
+        """Wait until nothing is changing."""
+        async with self._lock:
+            pass
+
+    def slept(self, level: int) -> None:
+        """A sleep passed."""
+        if level == 0 and not self.has_sleep_modes:
+            level = 2
+        sleeps_again = hasattr(self.engine, "release_kv_cache_memory") and "weights" not in self.asleep
+        if self.asleep and not sleeps_again:
+            return  # vLLM lets sleeping memory lie; since 0.33 not if only the KV cache sleeps
+        self.level = level or self.level or 0
+        if level > 0:
+            self.asleep = set(TAGS)
+            self.weights_lost |= level >= 2
+            self.staged = False
+
+    def slept_badly(self) -> None:
+        """A sleep failed, but may have stopped the scheduler before it did: that is level 0."""
+        if not self.paused:
+            self.level = self.level or 0
+
+    def woke(self, tags: Iterable[str]) -> None:
+        """A wake of these tags passed (none: of all). vLLM ignores calls that name a tag that is awake."""
+        wanted = (set(tags) - {"scheduling"}) if tags else set(self.asleep)
+        if wanted <= self.asleep:
+            self.asleep -= wanted
+        self.staged = self.weights_lost and "weights" not in self.asleep
+
+    def released(self) -> None:
+        """The KV cache was dropped, by itself."""
+        self.asleep.add("kv_cache")
+
+    def loaded(self) -> None:
+        """Weights were written."""
+        if "weights" not in self.asleep:
+            self.weights_lost = self.staged = False
+            self._tell()
+
+    # Waking on request
+
+    def wake(self) -> asyncio.Task[None]:
+        """Wake it: one task for all who ask meanwhile, which ends with no request. It never raises: see `failure`."""
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.create_task(self._wake())
+        return self._waking
+
+    async def _wake(self) -> None:
+        cause = "it sleeps still, or again"
+        try:
+            async with self.change(disturbs=False):
+                if not self.may_be_woken:
+                    return
+                start, what = (
+                    time.perf_counter(),
+                    f"level {self.level}{', weights loaded' if self.weights_lost else ''}",
+                )
+                await self._wake_in_order()
+        except Exception as error:
+            cause = " ".join(str(error).split()) or type(error).__name__
+        if self.serves:
+            logger.info("cumem-sleep gate: woke on request in %.3f s (%s)", time.perf_counter() - start, what)
+        else:
+            self.failure = cause, self.clock() + self._settings.retry_after_s
+            logger.warning("cumem-sleep gate: waking on request failed: %s", cause)
+
+    async def _wake_in_order(self) -> None:
+        """As vLLM documents it for level 2: weights, their reload, the KV cache. Its prefix cache is empty since."""
+        if self.level == 0 and not self.asleep:
+            await self.engine.wake_up(["scheduling"])
+            return
+        if self.weights_lost:
+            if "weights" in self.asleep:
+                await self.engine.wake_up(["weights"])
+                self.asleep.discard("weights")
+            await self.engine.collective_rpc("reload_weights")
+            self.loaded()
+        if self.asleep:
+            rest = self.asleep & TAGS
+            await self.engine.wake_up(sorted(rest) if rest < TAGS and rest else None)

@@ -1,0 +1,344 @@
+"""A stand-in for `vllm serve`: an ASGI app and an engine client that behave, and crash, as vLLM's do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import parse_qs
+
+TAGS = frozenset(("weights", "kv_cache"))
+
+
+class Crash(BaseException):
+    """The GPU met unmapped memory. No handler may swallow it."""
+
+
+class FakeEngine:
+    """vLLM 0.33's engine client: its state, the calls it got, and what the next calls wait for or fail with."""
+
+    plugin = True
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.asleep: set[str] = set()
+        self.scheduler_paused = False
+        self.weights = "good"
+        self.backed_up = False
+        self.dead = False
+        self.fails: dict[str, list[BaseException]] = defaultdict(list)
+        self.waits: dict[str, asyncio.Event] = {}
+        self.entered: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+
+    async def _called(self, name: str, *arguments: Any) -> None:
+        self.calls.append((name, *arguments) if arguments else name)
+        if self.dead:
+            raise RuntimeError("EngineCore encountered an issue")
+        self.entered[name].set()
+        if name in self.waits:
+            await self.waits[name].wait()
+        if self.fails[name]:
+            raise self.fails[name].pop(0)
+
+    def count(self, name: str) -> int:
+        return sum(call == name or call[0] == name for call in self.calls)
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self.scheduler_paused = True
+        await self._called("sleep", level, mode)
+        if level > 0 and "weights" not in self.asleep:
+            self._sleep(level)
+
+    def _sleep(self, level: int) -> None:
+        self.asleep = set(TAGS)
+        self.backed_up = level == 1
+        if level != 1:
+            self.weights = "garbage"
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        await self._called("wake_up", tags)
+        wanted = set(self.asleep if tags is None else tags) - {"scheduling"}
+        if wanted <= self.asleep:
+            self.asleep -= wanted
+        if not self.asleep:
+            self.scheduler_paused = False
+        return not self.asleep
+
+    async def release_kv_cache_memory(self) -> None:
+        await self._called("release_kv_cache_memory")
+        if not self.scheduler_paused:
+            raise RuntimeError("requires a completed pause first")
+        self.asleep.add("kv_cache")
+
+    async def pause_generation(self) -> None:
+        await self._called("pause")
+        self.scheduler_paused = True
+
+    async def resume_generation(self) -> None:
+        await self._called("resume")
+        self.scheduler_paused = False
+        if self.asleep:
+            raise Crash("scheduler resumed on unmapped memory")
+
+    async def is_paused(self) -> bool:
+        return self.scheduler_paused
+
+    async def is_sleeping(self) -> bool:
+        await self._called("is_sleeping")
+        return self.scheduler_paused or bool(self.asleep)
+
+    async def check_health(self) -> None:
+        if self.dead:
+            raise RuntimeError("EngineDeadError")
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> list[Any]:
+        assert timeout is None, "vLLM's executors lose track of late answers"
+        await self._called(method)
+        if method == "cumem_sleep_status":
+            if not self.plugin:
+                raise RuntimeError(f"Call to collective_rpc method failed: Method {method!r} is not implemented.")
+            return [self.status(0), self.status(1)]
+        if method in ("reload_weights", "update_weights"):
+            self.write_weights()
+        return [None]
+
+    def write_weights(self) -> None:
+        if "weights" in self.asleep:
+            raise Crash("weights written while they sleep")
+        self.weights = "good"
+
+    def status(self, rank: int) -> dict[str, Any]:
+        def usage(tag: str, nbytes: int, backed_up: int) -> dict[str, int]:
+            asleep = tag in self.asleep
+            return {
+                "segments": 2,
+                "bytes": nbytes,
+                "mapped_bytes": 0 if asleep else nbytes,
+                "host_bytes": backed_up,
+                "asleep_segments": 2 if asleep else 0,
+                "backed_up_bytes": backed_up,
+            }
+
+        return {
+            "rank": rank,
+            "devices": [rank + 4],
+            "simulated": True,
+            "usage": {
+                "weights": usage("weights", 600, 600 if self.backed_up else 0),
+                "kv_cache": usage("kv_cache", 400, 0),
+            },
+            "operations": {
+                "sleep": {
+                    "count": 3,
+                    "failures": 1,
+                    "seconds": 2.5,
+                    "phases": {"copy": 2.0, "unmap": 0.5},
+                    "bytes": {"freed": 1000, "copied": 600},
+                }
+            },
+            "device_used_bytes": 50,
+            "device_total_bytes": 2000,
+        }
+
+    async def generate(self) -> str:
+        if self.dead:
+            raise RuntimeError("EngineDeadError")
+        if self.asleep:
+            raise Crash("a request ran on unmapped memory")
+        await self._called("generate")
+        if self.asleep:
+            raise Crash("memory was pulled from under a request")
+        return "queued" if self.scheduler_paused else self.weights
+
+
+class OldEngine(FakeEngine):
+    """vLLM 0.14's: no modes of sleep, level 0 drops everything, the scheduler knows nothing of it."""
+
+    release_kv_cache_memory = None  # type: ignore[assignment]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "release_kv_cache_memory":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+    async def sleep(self, level: int = 1) -> None:  # type: ignore[override]
+        await self._called("sleep", level)
+        if not self.asleep:
+            self._sleep(level)
+
+
+class FakeVllm:
+    """What is below the gate: routes of `vllm serve`, in dev mode or not."""
+
+    def __init__(self, engine: FakeEngine | None = None, dev_mode: bool = True, api_keys: tuple[str, ...] = ()) -> None:
+        self.engine = engine or FakeEngine()
+        self.dev_mode = dev_mode
+        self.api_keys = api_keys
+        self.seen: list[str] = []
+        self.bodies: list[bytes] = []
+        self.state = SimpleNamespace(engine_client=self.engine, args=SimpleNamespace(api_key=None, api_server_count=1))
+        self.user_middleware = [SimpleNamespace(kwargs={"tokens": list(api_keys)})] if api_keys else []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            self.seen.append("lifespan")
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+        self.seen.append(f"{scope.get('method', 'WEBSOCKET')} {path}")
+        if scope["type"] == "websocket":
+            assert (await receive())["type"] == "websocket.connect"
+            await send({"type": "websocket.accept"})
+            await send({"type": "websocket.send", "text": await self.engine.generate()})
+            return
+        body, more = b"", scope["method"] == "POST"
+        while more:
+            message = await receive()
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        self.bodies.append(body)
+        code, content = await self._route(scope, path, body)
+        await send({"type": "http.response.start", "status": code, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+
+    async def _route(self, scope: Any, path: str, body: bytes) -> tuple[int, Any]:
+        headers = dict(scope["headers"])
+        query = parse_qs(scope["query_string"].decode())
+        given = headers.get(b"authorization", b"").decode().removeprefix("Bearer ")
+        if self.api_keys and path.startswith("/v1") and given not in self.api_keys:
+            return 401, {"error": "Unauthorized"}
+        route = f"{scope['method']} {path}"
+        if route in ("GET /health", "GET /ping", "POST /ping"):
+            return (503 if self.engine.dead else 200), None
+        if route.startswith("POST /v1/") or route in ("POST /score", "POST /some_future_path"):
+            return 200, {"text": await self.engine.generate()}
+        if scope["method"] in ("GET", "HEAD", "OPTIONS") or path in ("/tokenize", "/v1/chat/completions/render"):
+            return 200, {"path": path}
+        return await self._dev_route(path, query, body) if self.dev_mode else (404, {"detail": "Not Found"})
+
+    async def _dev_route(self, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
+        engine = self.engine
+        if path == "/sleep":
+            level = query.get("level", ["1"])[0]
+            if not level.isdigit():
+                return 422, {"detail": "level"}
+            modes = (query.get("mode", ["abort"])[0],) if not isinstance(engine, OldEngine) else ()
+            await engine.sleep(int(level), *modes)
+        elif path == "/wake_up":
+            await engine.wake_up(query.get("tags"))
+        elif path == "/release_kv_cache_memory":
+            await engine.release_kv_cache_memory()
+        elif path == "/pause":
+            await engine.pause_generation()
+        elif path == "/resume":
+            await engine.resume_generation()
+        elif path == "/collective_rpc":
+            await engine.collective_rpc(json.loads(body)["method"])
+        elif path in ("/update_weights", "/finish_weight_update"):
+            engine.write_weights()
+        elif path not in ("/start_weight_update", "/reset_prefix_cache", "/init_weight_transfer_engine"):
+            return 404, {"detail": "Not Found"}
+        return 200, {"status": path}
+
+
+class Response:
+    """What came back."""
+
+    def __init__(self, messages: list[dict[str, Any]]) -> None:
+        self.messages = messages
+
+    @property
+    def code(self) -> int:
+        return int(next(each["status"] for each in self.messages if each["type"] == "http.response.start"))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        start = next(each for each in self.messages if each["type"] == "http.response.start")
+        return {name.decode(): value.decode() for name, value in start["headers"]}
+
+    @property
+    def body(self) -> Any:
+        return json.loads(b"".join(each.get("body", b"") for each in self.messages))
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """OpenAI's error, its shape checked."""
+        error: dict[str, Any] = self.body["error"]
+        assert set(self.body) == {"error"}
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == self.code
+        assert self.headers["content-type"] == "application/json"
+        return error
+
+
+class Client:
+    """Sends requests to a gate in front of a fake vLLM."""
+
+    def __init__(self, gate: Any, vllm: FakeVllm) -> None:
+        self.gate = gate
+        self.vllm = vllm
+        self.engine = vllm.engine
+
+    def begin(self, method: str, target: str, body: bytes = b"{}", key: str = "", **scope: Any) -> Held:
+        path, _, query = target.partition("?")
+        headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+        scope = {
+            **{"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": headers},
+            **{"app": self.vllm, "root_path": ""},
+            **scope,
+        }
+        if scope["type"] == "websocket":
+            del scope["method"]
+        return Held(self.gate, scope, body)
+
+    async def request(self, method: str, target: str, body: bytes = b"{}", key: str = "", **scope: Any) -> Response:
+        return await self.begin(method, target, body, key, **scope).response()
+
+    async def post(self, target: str, body: bytes = b"{}", key: str = "", **scope: Any) -> Response:
+        return await self.request("POST", target, body, key, **scope)
+
+    async def get(self, target: str, **scope: Any) -> Response:
+        return await self.request("GET", target, **scope)
+
+    async def ask(self, key: str = "") -> Response:
+        """An inference request."""
+        return await self.post("/v1/completions", key=key)
+
+
+class Held:
+    """A request under way."""
+
+    def __init__(self, gate: Any, scope: Any, body: bytes) -> None:
+        self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.sent: list[dict[str, Any]] = []
+        if scope["type"] == "websocket":
+            self._incoming.put_nowait({"type": "websocket.connect"})
+        else:
+            half = len(body) // 2
+            self._incoming.put_nowait({"type": "http.request", "body": body[:half], "more_body": True})
+            self._incoming.put_nowait({"type": "http.request", "body": body[half:], "more_body": False})
+        self._kind = scope["type"]
+        self.task = asyncio.ensure_future(gate(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        return await self._incoming.get()
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def leave(self) -> None:
+        """The client disconnects."""
+        self._incoming.put_nowait({"type": f"{self._kind}.disconnect"})
+
+    async def response(self) -> Response:
+        await asyncio.wait_for(self.task, 30)
+        return Response(self.sent)
+
+
+async def until_idle() -> None:
+    """Lets every task run until it waits for something that does not come by itself."""
+    for _ in range(100):
+        await asyncio.sleep(0)

@@ -1,0 +1,261 @@
+"""The layer's metrics on vLLM's `/metrics`: what the gate asks for, and what Prometheus gets to read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+from fake_vllm import Client, FakeEngine, FakeVllm, until_idle
+
+from cumem_sleep.vllm import SleepGate, metrics
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+
+
+@pytest.fixture
+def scraped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if prometheus_client were installed."""
+    monkeypatch.setattr(metrics, "register", lambda *_: True)
+
+
+def run(scenario: Awaitable[None]) -> None:
+    async def within() -> None:
+        await asyncio.wait_for(scenario, 60)
+
+    asyncio.run(within())
+
+
+def serve(vllm: FakeVllm | None = None) -> Client:
+    vllm = vllm or FakeVllm()
+    return Client(SleepGate(vllm), vllm)
+
+
+# Asking the workers
+
+
+@pytest.mark.usefixtures("scraped")
+def test_asked_after_every_change_and_at_every_scrape() -> None:
+    async def scenario() -> None:
+        client = serve()
+        engine, status = client.engine, client.gate._status
+        await client.ask()
+        assert engine.count("cumem_sleep_status") == 0
+        await client.post("/sleep")
+        assert engine.count("cumem_sleep_status") == 1
+        assert status.ranks[0]["usage"]["weights"]["mapped_bytes"] == 0
+        await client.post("/wake_up")
+        await until_idle()
+        assert engine.count("cumem_sleep_status") == 2
+        assert status.ranks[1]["usage"]["weights"]["mapped_bytes"] == 600
+        assert (await client.get("/metrics")).code == 200
+        assert engine.count("cumem_sleep_status") == 3
+
+    run(scenario())
+
+
+@pytest.mark.usefixtures("scraped")
+def test_an_engine_that_does_not_answer_does_not_hang_the_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        client = serve()
+        await client.get("/metrics")
+        ranks = client.gate._status.ranks
+        client.engine.waits["cumem_sleep_status"] = asyncio.Event()
+        for _ in range(3):
+            assert (await client.get("/metrics")).code == 200
+        assert client.gate._status.ranks is ranks, "the last snapshot stays"
+        assert client.engine.count("cumem_sleep_status") == 2, "and nobody asks twice at a time"
+        client.engine.waits["cumem_sleep_status"].set()
+        await until_idle()
+        assert client.gate._status.ranks is not ranks, "a late answer is one, too"
+
+    monkeypatch.setattr(metrics, "ANSWER_WITHIN_S", 0.01)
+    run(scenario())
+
+
+@pytest.mark.usefixtures("scraped")
+def test_a_scrape_during_a_sleep_asks_nothing() -> None:
+    async def scenario() -> None:
+        client = serve()
+        client.engine.waits["sleep"] = asyncio.Event()
+        sleep = client.begin("POST", "/sleep")
+        await until_idle()
+        assert (await client.get("/metrics")).code == 200
+        assert client.engine.count("cumem_sleep_status") == 0
+        client.engine.waits["sleep"].set()
+        await sleep.response()
+
+    run(scenario())
+
+
+@pytest.mark.usefixtures("scraped")
+def test_without_the_plugin_nobody_asks_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        client = serve()
+        client.engine.plugin = False
+        for _ in range(3):
+            assert (await client.get("/metrics")).code == 200
+        await client.post("/sleep")
+        assert (await client.ask()).code == 503, "the gate works without"
+        await client.post("/wake_up")
+        assert (await client.ask()).code == 200
+        assert client.engine.count("cumem_sleep_status") == 1
+        assert client.gate._status.ranks == []
+
+    run(scenario())
+    assert sum("not at work" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.usefixtures("scraped")
+def test_other_failures_pass(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        client = serve()
+        client.engine.fails["cumem_sleep_status"] = [RuntimeError("a worker stumbled")]
+        assert (await client.get("/metrics")).code == 200
+        assert (await client.get("/metrics")).code == 200
+        assert len(client.gate._status.ranks) == 2
+
+    run(scenario())
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_several_api_servers_leave_the_metrics_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        client = serve()
+        assert (await client.get("/metrics")).code == 200
+        assert client.engine.calls == []
+
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/tmp/nowhere")
+    run(scenario())
+    assert sum("left out" in record.message for record in caplog.records) == 1
+
+
+# What Prometheus reads
+
+
+def samples(collector: metrics.Collector) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in collector.collect()
+        for sample in family.samples
+    }
+
+
+def collector_of(engine: FakeEngine, outcomes: Counter[str] | None = None) -> metrics.Collector:
+    status = metrics.WorkerStatus()
+    run(_ask(status, engine))
+    return metrics.Collector(status, outcomes or Counter())
+
+
+async def _ask(status: metrics.WorkerStatus, engine: FakeEngine) -> None:
+    assert await status.fresh(engine)
+
+
+EXPECTED = {
+    "info": [({"devices": "4", "simulated": "true"}, 1)],
+    "device_used_bytes": [({}, 50)],
+    "device_total_bytes": [({}, 2000)],
+    "memory_bytes": [
+        ({"tag": "weights", "state": "mapped"}, 0),
+        ({"tag": "weights", "state": "asleep"}, 600),
+        ({"tag": "kv_cache", "state": "mapped"}, 400),
+        ({"tag": "kv_cache", "state": "asleep"}, 0),
+    ],
+    "host_bytes": [({"tag": "weights"}, 600), ({"tag": "kv_cache"}, 0)],
+    "backed_up_bytes": [({"tag": "weights"}, 600), ({"tag": "kv_cache"}, 0)],
+    "segments": [({"tag": "weights"}, 2), ({"tag": "kv_cache"}, 2)],
+    "operations_total": [
+        ({"operation": "sleep", "result": "ok"}, 3),
+        ({"operation": "sleep", "result": "failed"}, 1),
+    ],
+    "operation_seconds_total": [({"operation": "sleep"}, 2.5)],
+    "operation_phase_seconds_total": [
+        ({"operation": "sleep", "phase": "copy"}, 2.0),
+        ({"operation": "sleep", "phase": "unmap"}, 0.5),
+    ],
+    "operation_bytes_total": [
+        ({"operation": "sleep", "kind": "freed"}, 1000),
+        ({"operation": "sleep", "kind": "copied"}, 600),
+    ],
+}
+
+
+def test_families() -> None:
+    pytest.importorskip("prometheus_client", reason="needs prometheus_client (in vLLM's environments)")
+    engine = FakeEngine()
+    engine.asleep, engine.backed_up = {"weights"}, True
+    found = samples(collector_of(engine, Counter(rejected=3, woke=1)))
+    wanted = {
+        (f"cumem_sleep:{name}", frozenset({**labels, "rank": "0"}.items())): value
+        for name, values in EXPECTED.items()
+        for labels, value in values
+    }
+    for outcome, count in (("rejected", 3), ("woke", 1)):
+        wanted[("cumem_sleep:gate_requests_total", frozenset({("outcome", outcome)}))] = count
+    of_rank_1 = {key for key in found if ("rank", "1") in key[1]}
+    assert {key: value for key, value in found.items() if key not in of_rank_1} == wanted
+    assert len(of_rank_1) == sum(map(len, EXPECTED.values()))
+
+
+def test_an_answer_that_is_not_understood_takes_nothing_down(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("prometheus_client", reason="needs prometheus_client (in vLLM's environments)")
+    collector = collector_of(FakeEngine())
+    del collector._status.ranks[1]["usage"]
+    assert samples(collector) == samples(collector) == {}
+    assert sum("not understood" in record.message for record in caplog.records) == 1
+
+
+def test_the_text_that_a_scrape_gets() -> None:
+    client = pytest.importorskip("prometheus_client", reason="needs prometheus_client (in vLLM's environments)")
+    registry = client.CollectorRegistry(auto_describe=True)
+    registry.register(collector_of(FakeEngine()))
+    text = client.generate_latest(registry).decode()
+    assert 'cumem_sleep:memory_bytes{rank="0",state="mapped",tag="weights"} 600.0' in text
+    assert "# TYPE cumem_sleep:operation_seconds_total counter" in text
+    assert "# TYPE cumem_sleep:memory_bytes gauge" in text
+    for line in text.splitlines():
+        assert line.startswith(("# HELP cumem_sleep:", "# TYPE cumem_sleep:", "cumem_sleep:"))
+
+
+def test_a_later_gate_takes_the_place_over() -> None:
+    client = pytest.importorskip("prometheus_client", reason="needs prometheus_client (in vLLM's environments)")
+
+    async def scenario() -> None:
+        first, second = serve(), serve()
+        assert "cumem_sleep:" not in client.generate_latest().decode(), "nothing is known yet"
+        await first.post("/sleep")
+        await first.ask()
+        assert "cumem_sleep:" not in client.generate_latest().decode()
+        await second.post("/sleep")
+        await second.ask()
+        text = client.generate_latest().decode()
+        assert text.count('cumem_sleep:gate_requests_total{outcome="rejected"} 1.0') == 1
+        assert text.count('cumem_sleep:segments{rank="1",tag="weights"} 2.0') == 1
+
+    run(scenario())
+
+
+def test_a_gate_without_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        client = serve()
+        assert (await client.get("/metrics")).code == 200
+        assert client.engine.calls == []
+
+    monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
+    run(scenario())
+
+
+def test_the_workers_answer_is_what_the_gate_reads() -> None:
+    answer: Any = FakeEngine().status(0)
+    assert set(answer) == set(metrics.RankStatus.__annotations__)
+    assert all(set(usage) == set(metrics.Usage.__annotations__) for usage in answer["usage"].values())
+    assert all(set(done) == set(metrics.Operation.__annotations__) for done in answer["operations"].values())
