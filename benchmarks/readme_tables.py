@@ -1,6 +1,6 @@
-"""Writes the README's "Measured" section and its plot from the raw results, so that no figure is typed by hand.
+"""Writes the README's "Measured" section and its plots from the raw results, so that no figure is typed by hand.
 
-python benchmarks/readme_tables.py            # rewrites README.md and docs/peers.svg; needs matplotlib
+python benchmarks/readme_tables.py            # rewrites README.md and the plots in docs/; needs matplotlib
 python benchmarks/readme_tables.py --check    # fails if they say something else
 """
 
@@ -10,6 +10,8 @@ import argparse
 import hashlib
 import json
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,15 @@ from recording import CLEAN_SLEEP, DIRTY_SLEEP, FIRST_SLEEP, HOOKS, LATE_WAKE, S
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PLOT = ROOT / "docs" / "peers.svg"
+SWITCHING = "switching.json"  # is left out as long as it is not there
+SWITCHING_PLOT = ROOT / "docs" / "switching.svg"
 BEGIN = "<!-- measured: made by benchmarks/readme_tables.py from benchmarks/results, do not edit -->"
 END = "<!-- /measured -->"
 GIB = 1 << 30
 MIB = 1 << 20
 PLOTTED = (FIRST_SLEEP, CLEAN_SLEEP, DIRTY_SLEEP, WAKE, LATE_WAKE)
 # Okabe and Ito's, which the colour-blind tell apart.
-COLOURS = ("#0072B2", "#E69F00", "#CC79A7", "#009E73")
+COLOURS = ("#0072B2", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#D55E00")
 
 
 def load(name: str) -> dict[str, Any]:
@@ -154,53 +158,195 @@ def peers_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def digest_of(name: str) -> str:
+    return "sha256:" + hashlib.sha256((RESULTS / name).read_bytes()).hexdigest()
+
+
 def peers_digest() -> str:
-    return "sha256:" + hashlib.sha256((RESULTS / "peers.json").read_bytes()).hexdigest()
+    return digest_of("peers.json")
 
 
-def draw_peers(result: dict[str, Any]) -> None:
-    """docs/peers.svg, the same bytes for the same result; it names the result that it was made from."""
+@dataclass(frozen=True)
+class Bars:
+    """One colour of a plot: seconds by group; a group may be missing."""
+
+    label: str
+    seconds: dict[str, float]
+
+
+def draw_bars(plot: Path, source: str, title: str, groups: Sequence[str], series: Sequence[Bars]) -> None:
+    """A plot that is the same for the same result; it names the result that it was made from."""
     import matplotlib as mpl
 
     mpl.use("svg")
-    mpl.rcParams.update({"svg.hashsalt": "peers", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10})
+    mpl.rcParams.update({"svg.hashsalt": source.removesuffix(".json"), "svg.fonttype": "none"})
+    mpl.rcParams.update({"font.family": "sans-serif", "font.size": 10})
     from matplotlib import pyplot
 
-    seconds = samples(result)
-    layers = [(name, layer) for name, layer in result["layers"].items() if (FIRST_SLEEP, name) in seconds]
-    figure, axes = pyplot.subplots(figsize=(8.5, 1.2 + 0.2 * len(PLOTTED) * (len(layers) + 1)), layout="constrained")
-    height = 1 / (len(layers) + 1)
-    for number, (name, layer) in enumerate(layers):
-        steps = [(at, step) for at, step in enumerate(PLOTTED) if (step, name) in seconds]
-        medians = [statistics.median(seconds[step, name]) for _, step in steps]
+    figure, axes = pyplot.subplots(figsize=(8.5, 1.2 + 0.2 * len(groups) * (len(series) + 1)), layout="constrained")
+    height = 1 / (len(series) + 1)
+    for number, one in enumerate(series):
+        present = [(at, group) for at, group in enumerate(groups) if group in one.seconds]
+        values = [one.seconds[group] for _, group in present]
         bars = axes.barh(
-            [at + (number - (len(layers) - 1) / 2) * height for at, _ in steps],
-            medians,
+            [at + (number - (len(series) - 1) / 2) * height for at, _ in present],
+            values,
             height,
-            label=layer["title"].replace("`", ""),
+            label=one.label,
             color=COLOURS[number % len(COLOURS)],
         )
-        axes.bar_label(bars, [f" {digits(value)} s" for value in medians], fontsize=8)
+        axes.bar_label(bars, [f" {digits(value)} s" for value in values], fontsize=8)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.margins(x=0.12)
-    axes.set_yticks(range(len(PLOTTED)), PLOTTED)
+    axes.set_yticks(range(len(groups)), groups)
     axes.invert_yaxis()
     axes.set_xlabel("seconds (logarithmic)")
     axes.spines[["top", "right"]].set_visible(False)
-    workload = result["workload"]
-    axes.set_title(
-        f"{workload['weights_bytes'] / GIB:.0f} GiB of weights, {workload['kv_cache_bytes'] / GIB:.0f} GiB of KV cache,"
-        f" {result['machine']['gpu']}",
-        fontsize=10,
-    )
+    axes.set_title(title, fontsize=10)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    PLOT.parent.mkdir(exist_ok=True)
-    facts = {"Date": None, "Creator": None, "Description": f"made from peers.json {peers_digest()}"}
-    figure.savefig(PLOT, metadata=facts, facecolor="white")
+    plot.parent.mkdir(exist_ok=True)
+    facts = {"Date": None, "Creator": None, "Description": f"made from {source} {digest_of(source)}"}
+    figure.savefig(plot, metadata=facts, facecolor="white")
     pyplot.close(figure)
     # Matplotlib leaves spaces at ends of lines, which Git complains about.
-    PLOT.write_text("\n".join(line.rstrip() for line in PLOT.read_text().splitlines()) + "\n")
+    plot.write_text("\n".join(line.rstrip() for line in plot.read_text().splitlines()) + "\n")
+
+
+def draw_peers(result: dict[str, Any]) -> None:
+    """docs/peers.svg."""
+    seconds, workload = samples(result), result["workload"]
+    series = [
+        Bars(
+            layer["title"].replace("`", ""),
+            {step: statistics.median(seconds[step, name]) for step in PLOTTED if (step, name) in seconds},
+        )
+        for name, layer in result["layers"].items()
+        if (FIRST_SLEEP, name) in seconds
+    ]
+    title = (
+        f"{workload['weights_bytes'] / GIB:.0f} GiB of weights, {workload['kv_cache_bytes'] / GIB:.0f} GiB of KV cache,"
+        f" {result['machine']['gpu']}"
+    )
+    draw_bars(PLOT, "peers.json", title, PLOTTED, series)
+
+
+SWITCH, FIRST_TOKEN, ANSWERED = "switch", "first token after it", "switch and answer"
+SWITCHING_ROWS = {
+    "old model: sleep or stop": "off_s",
+    "new model: wake or start": "on_s",
+    "new model: weights read again": "reload_s",
+    SWITCH: "switch_s",
+    FIRST_TOKEN: "first_token_s",
+    "first token after a warm-up request": "warm_first_token_s",
+    ANSWERED: "total_s",
+}
+SWITCHING_PLOTTED = (SWITCH, FIRST_TOKEN, ANSWERED)
+
+
+def switching_ways(result: dict[str, Any], quantization: str | None) -> list[dict[str, Any]]:
+    """Those that have a figure or an error, restarts first."""
+    ways = [way for way in result["ways"].values() if way["quantization"] == quantization]
+    return sorted(ways, key=lambda way: way["level"] is not None)
+
+
+def switching_seconds(way: dict[str, Any], key: str) -> list[float]:
+    """Of its switches; a restart that had to compile does not count."""
+    switches = [switch for switch in way["switches"] if switch["compile_cache_warm"] is not False]
+    return [switch[key] for switch in switches if switch[key] is not None]
+
+
+def switching_table(result: dict[str, Any]) -> list[str]:
+    """Each way's median and range; FP8 in a table of its own."""
+    workload = result["workload"]
+    models = [
+        f"{name} = {model['shape']}, {model['weights_bytes'] / GIB:.1f} GiB"
+        for name, model in workload["models"].items()
+    ]
+    version = f"vLLM {result['machine']['vllm']}"
+    loaded = "dummy weights" if workload["load_format"] == "dummy" else "weights from safetensors files"
+    lines = [
+        f"**Two models on one GPU, switched**: {' and '.join(models)} in bf16, {loaded}, {version}, each server with"
+        f" {workload['gpu_memory_utilization']:.0%} of the GPU; A → B → A → …, after each switch an answer of"
+        f" {workload['max_tokens']} tokens to {workload['prompt_tokens']}, all of one run's tokens the ones of"
+        f" the start. {machine(result)}. Seconds, as an HTTP client sees them, median and range:",
+        "",
+        *_switching_rows(switching_ways(result, None)),
+        "",
+        f"![Seconds of a switch by way](docs/{SWITCHING_PLOT.name})",
+    ]
+    if fp8 := switching_ways(result, "fp8"):
+        lines += ["", "The same with weights quantised to FP8:", "", *_switching_rows(fp8)]
+    remarks = _switching_remarks(result)
+    return [*lines, "", " ".join(remarks)] if remarks else lines
+
+
+def _switching_rows(ways: list[dict[str, Any]]) -> list[str]:
+    def row(head: str, cells: list[str]) -> str:
+        return f"| {head} | {' | '.join(cells)} |"
+
+    def cell(way: dict[str, Any], key: str) -> str:
+        if values := switching_seconds(way, key):
+            return spread(values)
+        return "–" if way["switches"] else "not measured"
+
+    def faster(way: dict[str, Any], key: str) -> str:
+        restarts = [value for other in ways if other["level"] is None for value in switching_seconds(other, key)]
+        mine = switching_seconds(way, key)
+        if way["level"] is None or not restarts or not mine:
+            return "–"
+        return digits(statistics.median(restarts) / statistics.median(mine)) + " ×"
+
+    def first_sleep(way: dict[str, Any], model: str) -> str:
+        sleeps = [sleep["seconds"] for sleep in way["first_sleeps"] if sleep["model"] == model]
+        return spread(sleeps) if sleeps else "–"
+
+    lines = [row("", [_title(way) for way in ways]), "|---" * (len(ways) + 1) + "|"]
+    for model in ("A", "B"):
+        lines.append(row(f"first sleep of {model}", [first_sleep(way, model) for way in ways]))
+    for head, key in SWITCHING_ROWS.items():
+        lines.append(row(head, [cell(way, key) for way in ways]))
+        if head in (SWITCH, ANSWERED) and any(way["level"] is None for way in ways):
+            lines.append(row(f"{head}, faster than restart", [faster(way, key) for way in ways]))
+    return [*lines, row("switches", [str(len(switching_seconds(way, "switch_s"))) for way in ways])]
+
+
+def _title(way: dict[str, Any]) -> str:
+    return str(way["title"]) + (", page cache empty" if way["page_cache_dropped"] else "")
+
+
+def _switching_remarks(result: dict[str, Any]) -> list[str]:
+    ways = result["ways"].values()
+    cached = [s["checkpoint_cached"] for way in ways if not way["page_cache_dropped"] for s in way["switches"]]
+    remarks = []
+    if fractions := [fraction for fraction in cached if fraction is not None]:
+        where = "a RAM disk" if (result["checkpoints"] or {}).get("in_memory") else "the disk"
+        remarks.append(
+            f"Checkpoints lay on {where}; the page cache held {min(fractions):.0%} to {max(fractions):.0%} of what a"
+            " restart or reload read. Restarts had a warm compile cache."
+        )
+    for way in ways:
+        if way["error"]:
+            remarks.append(f"{_title(way)} ({way['quantization'] or 'bf16'}) failed: {way['error'].splitlines()[0]}.")
+    return remarks
+
+
+def draw_switching(result: dict[str, Any]) -> None:
+    """docs/switching.svg."""
+    series = [
+        Bars(
+            _title(way),
+            {
+                group: statistics.median(values)
+                for group in SWITCHING_PLOTTED
+                if (values := switching_seconds(way, SWITCHING_ROWS[group]))
+            },
+        )
+        for way in switching_ways(result, None)
+    ]
+    models = " and ".join(str(model["shape"]) for model in result["workload"]["models"].values())
+    title = f"{models}, one {result['machine']['gpu']}"
+    draw_bars(SWITCHING_PLOT, SWITCHING, title, SWITCHING_PLOTTED, series)
 
 
 def prepare_table(result: dict[str, Any]) -> list[str]:
@@ -244,9 +390,11 @@ def decoder_table(result: dict[str, Any]) -> list[str]:
 
 
 def section() -> str:
+    switching = [*switching_table(load(SWITCHING)), ""] if (RESULTS / SWITCHING).is_file() else []
     lines = [
         BEGIN,
         "",
+        *switching,
         *peers_table(load("peers.json")),
         "",
         *bench_table(load("bench.json"), "A 32B model's memory"),
@@ -278,15 +426,20 @@ def main() -> None:
     readme = ROOT / "README.md"
     old = readme.read_text()
     new = old[: old.index(BEGIN)] + section() + old[old.index(END) + len(END) :]
+    plots = {"peers.json": (PLOT, draw_peers)}
+    if (RESULTS / SWITCHING).is_file():
+        plots[SWITCHING] = (SWITCHING_PLOT, draw_switching)
     if not check:
         readme.write_text(new)
-        draw_peers(load("peers.json"))
+        for name, (_, draw) in plots.items():
+            draw(load(name))
         return
     run = "run benchmarks/readme_tables.py"
     if new != old:
         raise SystemExit(f"README.md: its figures are not those of benchmarks/results; {run}")
-    if not PLOT.is_file() or peers_digest() not in PLOT.read_text():
-        raise SystemExit(f"docs/{PLOT.name}: not made from benchmarks/results/peers.json; {run}")
+    for name, (plot, _) in plots.items():
+        if not plot.is_file() or digest_of(name) not in plot.read_text():
+            raise SystemExit(f"docs/{plot.name}: not made from benchmarks/results/{name}; {run}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from .errors import (
     OutOfHostMemory,
 )
 from .prepare import Preparation
-from .report import SleepReport, TagUsage, WakeReport
+from .report import OperationTotals, SleepReport, TagUsage, WakeReport
 from .settings import Settings
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "InvalidArgument",
     "InvalidArgumentType",
     "InvalidState",
+    "OperationTotals",
     "OutOfDeviceMemory",
     "OutOfHostMemory",
     "Preparation",

@@ -34,7 +34,7 @@ from .errors import (
 )
 from .pools import TorchPools, torch_with_cuda
 from .prepare import Preparation
-from .report import PhaseTimer, SleepReport, TagUsage, WakeReport
+from .report import OperationTotals, PhaseTimer, SleepReport, TagUsage, WakeReport
 from .restore import Restorer
 from .settings import Settings
 
@@ -72,6 +72,8 @@ class CuMemAllocator:
 
     instance: ClassVar[CuMemAllocator | None] = None
     default_tag: ClassVar[str] = DEFAULT_TAG
+    # Whether leaving a pool is when `Settings.prepare` begins; vLLM's plugin begins after the warm-up instead.
+    prepares_after_pools: ClassVar[bool] = True
     _instance_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, settings: Settings | None = None) -> None:
@@ -101,6 +103,7 @@ class CuMemAllocator:
         self._used_tags: set[str] = set()
         self._warm_devices: set[int] = set()
         self._preparation: Preparation | None = None
+        self._totals: dict[str, OperationTotals] = {}
         CuMemAllocator.instance = self
 
     @classmethod
@@ -133,7 +136,7 @@ class CuMemAllocator:
         with _core.ThreadTag(tag), nullcontext() if pools is None else pools.use():
             yield
         self._warm_up()
-        if self.settings.prepare:
+        if self.settings.prepare and self.prepares_after_pools:
             try:
                 self.prepare()
             except CumemSleepError as error:
@@ -242,7 +245,7 @@ class CuMemAllocator:
 
         if is_dropped is None:
             return self._logged(SleepReport(note="level 0 keeps all memory; nothing was done"))
-        with self._operation("sleep"):
+        with self._operation("sleep"), self._counted("sleep"):
             awake = [segment for segment in _core.segments() if segment.sleep == _Sleep.AWAKE]
             return self._sleep(awake, is_dropped)
 
@@ -254,7 +257,7 @@ class CuMemAllocator:
             InvalidState, DriverError: as `sleep`.
         """
         chosen = self._known_tags(tags)
-        with self._operation("discard"):
+        with self._operation("discard"), self._counted("discard"):
             awake = [s for s in _core.segments() if s.sleep == _Sleep.AWAKE and s.tag in chosen]
             return self._sleep(awake, lambda tag: True, "discard")
 
@@ -276,7 +279,7 @@ class CuMemAllocator:
             DriverError: the driver refused a call.
         """
         chosen = None if tags is None else self._known_tags(tags)
-        with self._operation("wake_up"):
+        with self._operation("wake_up"), self._counted("wake"):
             asleep = [
                 segment
                 for segment in _core.segments()
@@ -356,6 +359,10 @@ class CuMemAllocator:
         """Bytes of all segments, mapped or not (vLLM's call)."""
         return _total(_core.segments())
 
+    def totals(self) -> dict[str, OperationTotals]:
+        """What all sleeps, wakes and discards did so far, by operation."""
+        return dict(self._totals)
+
     # Ending
 
     def release_backups(self) -> int:
@@ -419,6 +426,7 @@ class CuMemAllocator:
                 copied_bytes=copied_bytes,
                 clean_bytes=_total(backed_up) - copied_bytes,
                 dropped_bytes=_total(dropped),
+                left_bytes=self._left_on_devices(segments),
                 seconds=timer.seconds,
                 phases=timer.phases,
                 operation=operation,
@@ -499,6 +507,15 @@ class CuMemAllocator:
                     ) from error
                 raise
 
+    @staticmethod
+    def _left_on_devices(segments: Sequence[_core.Segment]) -> int:
+        """Bytes in use on the devices of these segments; 0 if the driver does not say, since all is asleep by now."""
+        try:
+            information = [_core.memory_info(device) for device in {segment.device for segment in segments}]
+        except DriverError:
+            return 0
+        return sum(total_bytes - free_bytes for free_bytes, total_bytes in information)
+
     def _changed_parts(
         self, segments: Sequence[_core.Segment], digests: dict[int, Digest]
     ) -> Iterator[list[_core.Segment]]:
@@ -560,6 +577,7 @@ class CuMemAllocator:
             raise InvalidState("this CuMemAllocator was replaced by a newer one: use CuMemAllocator.get_instance()")
         if not self._driver_checked:
             open_driver(self.settings.driver)
+            logger.info("cumem-sleep: memory pools come from this layer (%s)", self.settings.summary())
             _core.on_free(_forget_freed_backups)
             self._driver_checked = True
         if _core.driver_is_forked():
@@ -602,6 +620,16 @@ class CuMemAllocator:
             finally:
                 self._store.prune()
 
+    @contextmanager
+    def _counted(self, operation: str) -> Iterator[None]:
+        """Count it among the failures if it raises."""
+        try:
+            yield
+        except BaseException:
+            totals = self._totals.get(operation, OperationTotals())
+            self._totals[operation] = replace(totals, failures=totals.failures + 1)
+            raise
+
     def _forget_freed(self, segment_id: int | None = None) -> None:
         """Host memory of freed segments (or of this one) goes now, unless an operation runs: then when that ends."""
         with self._lock.hold(wait=False) as held:
@@ -640,7 +668,9 @@ class CuMemAllocator:
 
     def _logged(self, report: _Report) -> _Report:
         report = replace(report, simulated=_core.driver_is_simulated())
-        logger.info("%s", report)
+        if not report.note:
+            self._totals[report.operation] = self._totals.get(report.operation, OperationTotals()).plus(report)
+        logger.info("cumem-sleep: %s", report)
         return report
 
 

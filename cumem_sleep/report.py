@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .errors import format_bytes
 
@@ -46,6 +46,8 @@ class SleepReport:
         copied_bytes: backed up by copying to host memory in this call.
         clean_bytes: backed up already and unchanged since: not copied.
         dropped_bytes: given back without a backup; the bytes are gone.
+        left_bytes: what is still in use afterwards on the devices that it concerned, by this process (the CUDA context,
+            graphs, buffers of NCCL, memory of no pool) and by others; 0 where nothing was done.
         seconds: the whole call.
         phases: seconds by phase.
         note: why nothing was done, where nothing was.
@@ -57,6 +59,7 @@ class SleepReport:
     copied_bytes: int = 0
     clean_bytes: int = 0
     dropped_bytes: int = 0
+    left_bytes: int = 0
     seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
@@ -68,10 +71,11 @@ class SleepReport:
             return f"{_prefix(self.simulated)}{self.operation}: {self.note}"
         copy_s = self.phases.get("copy", 0.0)
         rate = f" at {rate_gbps(self.copied_bytes, copy_s):.1f} GB/s" if self.copied_bytes else ""
+        left = f", {format_bytes(self.left_bytes)} left on the GPU" if self.left_bytes else ""
         return (
             f"{_prefix(self.simulated)}{self.operation}: freed {format_bytes(self.freed_bytes)} in {self.seconds:.3f} s"
             f" (copied {format_bytes(self.copied_bytes)}{rate}, unchanged {format_bytes(self.clean_bytes)},"
-            f" dropped {format_bytes(self.dropped_bytes)}){_phases(self.phases)}"
+            f" dropped {format_bytes(self.dropped_bytes)}){left}{_phases(self.phases)}"
         )
 
 
@@ -88,6 +92,7 @@ class WakeReport:
             `verify` (what was left of the digests).
         note: why nothing was done, where nothing was.
         simulated: on the simulated driver: the seconds mean nothing.
+        operation: `wake`.
     """
 
     mapped_bytes: int = 0
@@ -97,6 +102,7 @@ class WakeReport:
     phases: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
     simulated: bool = False
+    operation: str = "wake"
 
     def __str__(self) -> str:
         if self.note:
@@ -132,6 +138,43 @@ class TagUsage:
     host_bytes: int = 0
     asleep_segments: int = 0
     backed_up_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class OperationTotals:
+    """All calls of one operation (`sleep`, `wake`, `discard`) so far, but those that had nothing to do.
+
+    Attributes:
+        count: how many succeeded.
+        failures: how many raised, and left everything as it was.
+        seconds: of those that succeeded.
+        phases: their seconds by phase.
+        bytes: what became of the memory: `freed`, `copied`, `clean`, `dropped` or `mapped`, `restored`, `verified`.
+    """
+
+    count: int = 0
+    failures: int = 0
+    seconds: float = 0.0
+    phases: Mapping[str, float] = field(default_factory=dict)
+    bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def plus(self, report: SleepReport | WakeReport) -> OperationTotals:
+        """These totals and one more report."""
+        names = (
+            ("freed", "copied", "clean", "dropped")
+            if isinstance(report, SleepReport)
+            else ("mapped", "restored", "verified")
+        )
+        return replace(
+            self,
+            count=self.count + 1,
+            seconds=self.seconds + report.seconds,
+            phases={
+                phase: self.phases.get(phase, 0.0) + report.phases.get(phase, 0.0)
+                for phase in {**self.phases, **report.phases}
+            },
+            bytes={name: self.bytes.get(name, 0) + getattr(report, f"{name}_bytes") for name in names},
+        )
 
 
 def _prefix(simulated: bool) -> str:

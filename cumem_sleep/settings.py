@@ -63,6 +63,11 @@ class Settings:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentType(f"{name}={getattr(self, name)!r}: True or False is allowed")
 
+    def summary(self) -> str:
+        """The fields that are not as they are by default, for a log line."""
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return "settings: " + (", ".join(changed) or "the defaults")
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
         """Settings from `CUMEM_SLEEP_<FIELD>` variables; a variable that is unset or empty leaves the default.
@@ -100,7 +105,12 @@ def _parse_choice(*allowed: str) -> Any:
     return parse
 
 
-def _parse_bool(variable: str, text: str) -> bool:
+def parse_bool(variable: str, text: str) -> bool:
+    """`"1"`, `"true"`, `"yes"`, `"on"`, and their opposites.
+
+    Raises:
+        InvalidArgument: none of these; the message starts with `variable`.
+    """
     if text.lower() in _TRUE:
         return True
     if text.lower() in _FALSE:
@@ -117,11 +127,11 @@ def _parse_threads(variable: str, text: str) -> int:
 _PARSERS: dict[str, Any] = {
     "driver": _parse_choice("cuda", "sim"),
     "host_budget_bytes": parse_bytes,
-    "retain_backups": _parse_bool,
+    "retain_backups": parse_bool,
     "verify": _parse_choice("off", "wake"),
-    "poison": _parse_bool,
+    "poison": parse_bool,
     "prefault_threads": _parse_threads,
-    "prepare": _parse_bool,
+    "prepare": parse_bool,
     "prepare_bytes_per_second": parse_bytes,
 }
 

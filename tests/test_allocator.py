@@ -732,7 +732,9 @@ class TestReports:
             assert all(seconds >= 0 for seconds in report.phases.values())
         assert list(slept.phases) == ["quiesce", "host_memory", "digest", "copy", "check", "release"]
         assert list(woken.phases) == ["copy", "map", "verify"]
-        assert [record.getMessage() for record in caplog.records] == [str(slept), str(woken)]
+        assert [record.getMessage() for record in caplog.records] == [
+            f"cumem-sleep: {report}" for report in (slept, woken)
+        ]
         assert "freed 6.00 MiB" in str(slept)
         assert "copied 2.00 MiB" in str(slept)
         assert "mapped 6.00 MiB" in str(woken)

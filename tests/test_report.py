@@ -31,6 +31,7 @@ SLEEP = SleepReport(
     copied_bytes=50 * 10**9,
     clean_bytes=GIB,
     dropped_bytes=2 * GIB,
+    left_bytes=GIB,
     seconds=1.25,
     phases={"quiesce": 0.001, "copy": 1.0, "release": 0.2},
 )
@@ -48,8 +49,8 @@ WAKE = WakeReport(
     [
         (
             SLEEP,
-            "sleep: freed 61.00 GiB in 1.250 s (copied 46.57 GiB at 50.0 GB/s, unchanged 1.00 GiB, dropped 2.00 GiB);"
-            " quiesce 0.001 s, copy 1.000 s, release 0.200 s",
+            "sleep: freed 61.00 GiB in 1.250 s (copied 46.57 GiB at 50.0 GB/s, unchanged 1.00 GiB, dropped 2.00 GiB),"
+            " 1.00 GiB left on the GPU; quiesce 0.001 s, copy 1.000 s, release 0.200 s",
         ),
         (
             WAKE,

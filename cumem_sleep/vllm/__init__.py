@@ -1,4 +1,8 @@
-"""What vLLM loads of cumem-sleep. Nothing here is imported before it is asked for."""
+"""cumem-sleep in vLLM: installing the package is enough (README.md, "With vLLM").
+
+`plugin.register` is the entry point in the group `vllm.general_plugins`; `SleepGate` is for
+`vllm serve --middleware cumem_sleep.vllm.SleepGate`. Nothing is imported before it is asked for.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Usage(TypedDict):
 
 
 class Operation(TypedDict):
-    """What one worker's sleeps, wakes or discards added up to; `failures` are among `count`."""
+    """What one worker's sleeps, wakes or discards added up to, as in `cumem_sleep.OperationTotals`."""
 
     count: int
     failures: int
@@ -40,7 +40,7 @@ class RankStatus(TypedDict):
     """One worker's answer to `cumem_sleep_status`."""
 
     rank: int
-    device: int
+    devices: list[int]
     simulated: bool
     usage: dict[str, Usage]
     operations: dict[str, Operation]
@@ -132,7 +132,8 @@ class Collector:
         for worker in self._status.ranks:
             rank = str(worker["rank"])
             simulated = str(worker["simulated"]).lower()
-            gauge("info", "Workers.", 1, rank=rank, device=str(worker["device"]), simulated=simulated)
+            devices = ",".join(map(str, worker["devices"]))
+            gauge("info", "Workers.", 1, rank=rank, devices=devices, simulated=simulated)
             text = "Device memory in use, by all processes."
             gauge("device_used_bytes", text, worker["device_used_bytes"], rank=rank)
             gauge("device_total_bytes", "Device memory.", worker["device_total_bytes"], rank=rank)
@@ -148,7 +149,7 @@ class Collector:
             for name, done in worker["operations"].items():
                 which = {"rank": rank, "operation": name}
                 text = "Sleeps, wakes and discards."
-                counter("operations", text, done["count"] - done["failures"], **which, result="ok")
+                counter("operations", text, done["count"], **which, result="ok")
                 counter("operations", text, done["failures"], **which, result="failed")
                 counter("operation_seconds", "Time they took.", done["seconds"], **which)
                 for phase, seconds in done["phases"].items():

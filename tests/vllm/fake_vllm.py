@@ -125,7 +125,7 @@ class FakeEngine:
 
         return {
             "rank": rank,
-            "device": rank + 4,
+            "devices": [rank + 4],
             "simulated": True,
             "usage": {
                 "weights": usage("weights", 600, 600 if self.backed_up else 0),

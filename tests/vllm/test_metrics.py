@@ -161,7 +161,7 @@ async def _ask(status: metrics.WorkerStatus, engine: FakeEngine) -> None:
 
 
 EXPECTED = {
-    "info": [({"device": "4", "simulated": "true"}, 1)],
+    "info": [({"devices": "4", "simulated": "true"}, 1)],
     "device_used_bytes": [({}, 50)],
     "device_total_bytes": [({}, 2000)],
     "memory_bytes": [
@@ -174,7 +174,7 @@ EXPECTED = {
     "backed_up_bytes": [({"tag": "weights"}, 600), ({"tag": "kv_cache"}, 0)],
     "segments": [({"tag": "weights"}, 2), ({"tag": "kv_cache"}, 2)],
     "operations_total": [
-        ({"operation": "sleep", "result": "ok"}, 2),
+        ({"operation": "sleep", "result": "ok"}, 3),
         ({"operation": "sleep", "result": "failed"}, 1),
     ],
     "operation_seconds_total": [({"operation": "sleep"}, 2.5)],

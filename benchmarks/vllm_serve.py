@@ -1,0 +1,154 @@
+"""Sleep and wake of `vllm serve`, as a client sees them over HTTP: this layer, cold and prepared, and vLLM's own.
+
+    python benchmarks/vllm_serve.py --out result.json --shape 32B            # about four minutes on an H200
+    python benchmarks/vllm_serve.py --out result.json --shape 32B --ways cold,prepared
+
+One server after the other, random weights (the same for all), torch.compile and CUDA graphs on. After every wake the
+greedy tokens must be those from before the first sleep. What the layer itself says about its phases is kept as well. A
+result file that is there already keeps its other ways.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import urllib.request
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from checkpoints import SHAPES, write_config
+from model_server import HOST, Deadline, Server, gpu_memory_in_use_bytes
+from record import touch_host_memory, write
+
+PROMPT = [(7919 * (j + 3)) % 150000 for j in range(64)]
+TOKENS = 16
+PORT = 8070
+WAYS = {
+    "cold": {"CUMEM_SLEEP_PREPARE": "0"},
+    "touched": {"CUMEM_SLEEP_PREPARE": "0"},
+    "prepared": {"CUMEM_SLEEP_PREPARE": "1"},
+    "vllm": {"CUMEM_SLEEP_DISABLE": "1"},
+}
+SAYS = {
+    "cold": "this layer; the first sleep takes and pins its host memory",
+    "touched": "as cold, right after another process used as much host memory: the VM has its RAM by then",
+    "prepared": "this layer, CUMEM_SLEEP_PREPARE=1: backups are made in the background after the start",
+    "vllm": "vLLM's own layer",
+}
+
+
+def status(server: Server) -> dict[str, Any]:
+    """The layer's own numbers, from the worker."""
+    body = json.dumps({"method": "cumem_sleep_status"}).encode()
+    request = urllib.request.Request(
+        f"http://{HOST}:{PORT}/collective_rpc", body, {"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.loads(response.read())["results"][0]
+
+
+def wait_until_prepared(server: Server, limit_s: float) -> float:
+    """Seconds until all weights have a backup, and the most that is missing then is what changes all the time."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < limit_s:
+        usage = status(server)["usage"]["weights"]
+        if usage["backed_up_bytes"] == usage["bytes"]:
+            return time.perf_counter() - start
+        time.sleep(0.5)
+    raise server.failure(f"not prepared within {limit_s:.0f} s: {usage}")
+
+
+def measure(way: str, arguments: argparse.Namespace, deadline: Deadline, logs: Path) -> dict[str, Any]:
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(arguments.work / arguments.shape)),
+        *("--load-format", "dummy", "--skip-tokenizer-init", "--enable-sleep-mode", "--max-model-len", "4096"),
+        *("--gpu-memory-utilization", str(arguments.gpu_memory_utilization), "--seed", "0"),
+        *(() if way == "vllm" else ("--middleware", "cumem_sleep.vllm.SleepGate")),
+    ]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CACHE_ROOT": str(arguments.work / "cache"), **WAYS[way]}
+    server = Server(way, command, PORT, environment, logs / f"serve_{way}.log", deadline)
+    facts: dict[str, Any] = {"says": SAYS[way], "environment": WAYS[way], "command": command[1:]}
+    try:
+        facts["start_s"] = server.start(240)
+        before = server.complete(PROMPT, TOKENS).tokens
+        if way == "prepared":
+            facts["prepared_after_s"] = wait_until_prepared(server, 60)
+        if way == "touched":
+            touch_host_memory(int(SHAPES[arguments.shape].weights_bytes * 1.1))
+        facts["gpu_bytes_awake"] = gpu_memory_in_use_bytes()
+        for number in range(1 + arguments.rounds):
+            if number == 1:  # the later ones are apart from what the first left to do
+                time.sleep(3)
+            facts.setdefault("first_sleep_s" if number == 0 else "later_sleeps_s", []).append(
+                server.post("/sleep?level=1")
+            )
+            facts.setdefault("gpu_bytes_asleep", []).append(gpu_memory_in_use_bytes())
+            facts.setdefault("wakes_s", []).append(server.post("/wake_up"))
+            answer = server.complete(PROMPT, TOKENS)
+            facts.setdefault("first_token_s", []).append(answer.first_token_s)
+            if answer.tokens != before:
+                raise server.failure(f"other tokens after wake {number + 1}: {answer.tokens} instead of {before}")
+        server.post("/sleep?level=1")
+        time.sleep(3)  # the driver has wiped the freed memory by then
+        facts["wake_after_3_s"] = server.post("/wake_up")
+        facts["tokens_identical"] = server.complete(PROMPT, TOKENS).tokens == before
+        if way != "vllm":
+            facts["status"] = status(server)
+    finally:
+        server.stop()
+    words = (
+        "cumem-sleep:",
+        "CuMemAllocator:",
+        "Sleep mode freed",
+        "It took",
+        "Graph capturing finished",
+        "init engine",
+    )
+    lines = (logs / f"serve_{way}.log").read_text(errors="replace").splitlines()
+    facts["log"] = [line.split("] ", 1)[-1] for line in lines if any(word in line for word in words)]
+    return facts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shape", choices=SHAPES, default="32B")
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}, separated by commas")
+    parser.add_argument("--rounds", type=int, default=5, help="later sleeps")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
+    parser.add_argument(
+        "--work", type=Path, default=Path("/tmp/vllm-serve"), help="folder for config and compile cache"
+    )
+    parser.add_argument("--deadline", type=float, default=560, help="seconds that all of it may take")
+    arguments = parser.parse_args()
+    deadline = Deadline(arguments.deadline)
+    write_config(arguments.work / arguments.shape, SHAPES[arguments.shape])
+    logs = arguments.out.parent / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    ways: dict[str, Any] = json.loads(arguments.out.read_text())["ways"] if arguments.out.exists() else {}
+    for way in arguments.ways.split(","):
+        try:
+            ways[way] = measure(way, arguments, deadline, logs)
+        except Exception as error:
+            ways[way] = {"error": f"{type(error).__name__}: {error}"}
+        write(arguments.out, {"vllm": version("vllm"), "shape": arguments.shape, "prompt": PROMPT, "ways": ways})
+    print(f"{'way':10}{'start':>8}{'first sleep':>13}{'later':>8}{'wake':>8}{'wake 3 s':>10}{'TTFT':>8}  s; asleep GiB")
+    for way, facts in ways.items():
+        if "error" in facts:
+            print(f"{way:10}FAILED {facts['error']}")
+            continue
+        print(
+            f"{way:10}{facts['start_s']:8.1f}{facts['first_sleep_s'][0]:13.3f}"
+            f"{statistics.median(facts['later_sleeps_s']):8.3f}{statistics.median(facts['wakes_s']):8.3f}"
+            f"{facts['wake_after_3_s']:10.3f}{statistics.median(facts['first_token_s']):8.3f}"
+            f"  {facts['gpu_bytes_asleep'][-1] / (1 << 30):.2f}"
+        )
+    sys.exit(any("error" in facts for facts in ways.values()))
+
+
+if __name__ == "__main__":
+    main()

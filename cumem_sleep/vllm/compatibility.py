@@ -1,0 +1,121 @@
+"""What this layer needs of vLLM, and where vLLM's versions differ: the one place that knows.
+
+| | since |
+|---|---|
+| `CuMemAllocator.release_pools`, `close`; `device_allocator.sleep_mode_backend` | 0.26 or shortly before |
+| `CuMemAllocator.discard` (`release_kv_cache_memory`) | 0.30 or shortly before |
+| `CuMemAllocator.cudagraph_pool`, tags `runtime` and `cudagraph` backed up at every level | 0.33 or shortly before |
+
+Tested are 0.11.2, 0.18.1, 0.26.0 and 0.33.0 (tests/vllm); what lies between is checked when it is used, by `misfit`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ..allocator import CuMemAllocator
+
+# Minor versions; older ones ask for a PyTorch below 2.9, newer ones have not been seen.
+OLDEST, NEWEST = (0, 11), (0, 33)
+
+
+def is_cuda() -> bool:
+    """Whether vLLM runs on NVIDIA GPUs here. Does not initialise CUDA."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
+
+
+def misfit() -> str | None:
+    """Why this layer cannot serve the installed vLLM, or None where everything that it relies on is there."""
+    return _version_misfit() or _allocator_misfit() or _worker_misfit() or _backend_misfit()
+
+
+def register_backend(name: str, module: str, class_name: str) -> None:
+    """Make a sleep-mode backend known, where vLLM has a registry of them; again is harmless."""
+    factory = _backend_factory()
+    if factory is not None and name not in factory._registry:
+        factory.register_backend(name, module, class_name)
+
+
+def _version_misfit() -> str | None:
+    from vllm import __version__
+
+    numbers = re.match(r"(\d+)\.(\d+)", __version__)
+    known = f"known are {_dotted(OLDEST)} to {_dotted(NEWEST)}"
+    if not numbers:
+        return f"its version {__version__!r} cannot be told; {known}"
+    if not OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
+        return f"its version {__version__} is not known to work with it; {known}"
+    return None
+
+
+def _allocator_misfit() -> str | None:
+    """Every call that vLLM's own allocator takes, this one must take."""
+    try:
+        theirs = importlib.import_module("vllm.device_allocator.cumem").CuMemAllocator
+    except (ImportError, AttributeError) as error:
+        return f"vllm.device_allocator.cumem.CuMemAllocator cannot be imported ({error})"
+    for name, attribute in vars(theirs).items():
+        if name.startswith("_"):
+            continue
+        if not hasattr(CuMemAllocator, name):
+            return f"its CuMemAllocator.{name} is new"
+        if callable(attribute) or isinstance(attribute, staticmethod | classmethod):
+            reason = _refused_parameter(getattr(theirs, name), getattr(CuMemAllocator, name))
+            if reason:
+                return f"its CuMemAllocator.{name} takes {reason}"
+    return None
+
+
+def _refused_parameter(theirs: Callable[..., Any], ours: Callable[..., Any]) -> str | None:
+    """A parameter of `theirs` that `ours` does not take by the same name, or takes only differently."""
+    accepted = inspect.signature(ours).parameters
+    for name, parameter in inspect.signature(theirs).parameters.items():
+        if name not in accepted:
+            return f"{name!r}, which is new"
+        if parameter.kind is not accepted[name].kind or (
+            parameter.default is not parameter.empty and accepted[name].default is parameter.empty
+        ):
+            return f"{name!r} differently ({parameter})"
+    return None
+
+
+def _worker_misfit() -> str | None:
+    try:
+        worker_base = importlib.import_module("vllm.v1.worker.worker_base")
+        worker, wrapper = worker_base.WorkerBase, worker_base.WorkerWrapperBase
+    except (ImportError, AttributeError) as error:
+        return f"vllm.v1.worker.worker_base has not what is wanted ({error})"
+    if not hasattr(worker, "compile_or_warm_up_model") or not hasattr(wrapper, "__getattr__"):
+        return "its workers warm up in another way (WorkerBase.compile_or_warm_up_model behind WorkerWrapperBase)"
+    return None
+
+
+def _backend_misfit() -> str | None:
+    factory = _backend_factory()
+    if factory is None:
+        return None
+    if not isinstance(getattr(factory, "_registry", None), dict):
+        return "its SleepModeBackendFactory has no registry"
+    parameters = list(inspect.signature(factory.register_backend).parameters)
+    if parameters != ["name", "module_path", "class_name"]:
+        return f"its SleepModeBackendFactory.register_backend takes {', '.join(parameters)}"
+    return None
+
+
+def _backend_factory() -> Any:
+    """The registry of sleep-mode backends; None in versions that have none."""
+    try:
+        module = importlib.import_module("vllm.device_allocator.sleep_mode_backend")
+    except ModuleNotFoundError:
+        return None
+    return getattr(module, "SleepModeBackendFactory", None)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

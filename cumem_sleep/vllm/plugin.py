@@ -1,0 +1,102 @@
+"""The entry point in `vllm.general_plugins`, called by vLLM in every process of a server, sometimes more than once.
+
+It puts this layer's allocator where vLLM's own stood. vLLM asks for that class whenever sleep mode (or its cumem
+allocator) is enabled and never otherwise, so nothing changes for who uses neither.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict
+from typing import Any
+
+from .. import _core
+from ..allocator import CuMemAllocator
+from ..errors import CumemSleepError
+from ..settings import PREFIX, Settings, parse_bool
+from . import compatibility
+
+logger = logging.getLogger("cumem_sleep")
+
+DISABLE = PREFIX + "DISABLE"
+BACKEND_NAME = "cumem_sleep"
+# Set by the first process of a server that says why it keeps vLLM's own layer; the others inherit it.
+_REFUSED = "_CUMEM_SLEEP_REFUSED"
+
+
+def register() -> None:
+    """Let vLLM's workers allocate from this layer, unless it is disabled or does not fit the installed vLLM.
+
+    Raises:
+        InvalidArgument: an environment variable has a bad value: better at the start than at the first sleep.
+    """
+    if parse_bool(DISABLE, os.environ.get(DISABLE, "").strip() or "0"):
+        return
+    Settings.from_environment()
+    _log_as_vllm_does()
+    if not compatibility.is_cuda():
+        logger.debug("cumem-sleep: vLLM does not run on CUDA here; it keeps its own allocator")
+        return
+    if misfit := compatibility.misfit():
+        if _REFUSED not in os.environ:
+            os.environ[_REFUSED] = "1"
+            logger.warning(
+                "cumem-sleep does not serve this vLLM, whose own sleep mode stays: %s. (%s=1 takes this message away.)",
+                misfit,
+                DISABLE,
+            )
+        return
+    _take_over()
+
+
+def _take_over() -> None:
+    from vllm.device_allocator import cumem
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    if cumem.CuMemAllocator is CuMemAllocator:
+        return
+    cumem.CuMemAllocator = CuMemAllocator
+    CuMemAllocator.prepares_after_pools = False
+    WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
+    WorkerWrapperBase.cumem_sleep_status = cumem_sleep_status
+    compatibility.register_backend(BACKEND_NAME, f"{__package__}.backend", "CumemSleepBackend")
+
+
+def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The worker's own, and after it, if the settings say so, the backups for the first sleep (in the background)."""
+    result = self.worker.compile_or_warm_up_model(*args, **kwargs)
+    allocator = CuMemAllocator.instance
+    if allocator is not None and allocator.settings.prepare and allocator.get_current_usage():
+        try:
+            allocator.prepare()
+        except CumemSleepError as error:
+            logger.warning("prepare did not begin, the first sleep copies everything: %s", error)
+    return result
+
+
+def cumem_sleep_status(self: Any) -> dict[str, Any]:
+    """What `collective_rpc("cumem_sleep_status")` answers for one worker: plain numbers, for metrics and for people."""
+    allocator = CuMemAllocator.get_instance()
+    devices = sorted({segment.device for segment in _core.segments()})
+    free_bytes, total_bytes = (sum(numbers) for numbers in zip((0, 0), *map(_core.memory_info, devices), strict=True))
+    return {
+        "rank": self.worker.rank,
+        "devices": devices,
+        "simulated": allocator.settings.driver == "sim",
+        "usage": {tag: asdict(usage) for tag, usage in allocator.usage().items()},
+        "operations": {operation: asdict(totals) for operation, totals in allocator.totals().items()},
+        "device_used_bytes": total_bytes - free_bytes,
+        "device_total_bytes": total_bytes,
+    }
+
+
+def _log_as_vllm_does() -> None:
+    """Write where vLLM writes, which configures only its own loggers, unless the user has seen to it."""
+    ours, theirs = logging.getLogger("cumem_sleep"), logging.getLogger("vllm")
+    if ours.handlers or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.level)
+    ours.propagate = theirs.propagate

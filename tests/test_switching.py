@@ -1,0 +1,353 @@
+"""The switching benchmark against a server without a model (`fake_model_server.py`), and what is made of its result."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import cumem_sleep
+
+TESTS = pathlib.Path(__file__).resolve().parent
+BENCHMARKS = TESTS.parent / "benchmarks"
+MODULES = ("checkpoints", "model_server", "page_cache", "readme_tables", "recording", "layers", "switching")
+
+pytestmark = pytest.mark.sim
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def two_free_ports() -> int:
+    """The first of them."""
+    for _ in range(100):
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+    raise AssertionError("no two free ports in a row")
+
+
+@pytest.fixture
+def environment(tmp_path: pathlib.Path) -> dict[str, str]:
+    """Of the benchmark and its servers; there is a GPU on which nobody is awake."""
+    (tmp_path / "gpu").mkdir()
+    package_root = pathlib.Path(cumem_sleep.__path__[0]).parent
+    return {**os.environ, "FAKE_GPU": str(tmp_path / "gpu"), "PYTHONPATH": str(package_root)}
+
+
+@pytest.fixture
+def command(tmp_path: pathlib.Path, benchmark_module: Callable[[str], ModuleType]) -> list[str]:
+    """Two models of the smallest shape, whose checkpoints seem to be there already."""
+    checkpoints = benchmark_module("checkpoints")
+    for seed in (1, 2):
+        folder = tmp_path / "checkpoints" / f"tiny-{seed}"
+        checkpoints.write_config(folder, checkpoints.SHAPES["tiny"])
+        (folder / checkpoints.INDEX).write_text(json.dumps({"metadata": {"seed": seed}}))
+        (folder / "model.safetensors").write_bytes(b"weights")
+    server = f"{sys.executable} {TESTS / 'fake_model_server.py'}"
+    start = [sys.executable, str(BENCHMARKS / "switching.py"), "--out", str(tmp_path / "switching.json")]
+    start += ["--models", "tiny,tiny", "--work", str(tmp_path / "work"), "--checkpoints", str(tmp_path / "checkpoints")]
+    return [*start, "--port", str(two_free_ports()), "--server-command", server]
+
+
+@pytest.fixture
+def run(command: list[str], environment: dict[str, str]) -> Run:
+    def start(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *options],
+            env={**environment, **variables},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
+    return start
+
+
+def result_of(tmp_path: pathlib.Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((tmp_path / "switching.json").read_text())
+    return result
+
+
+def test_all_ways_are_measured_and_later_runs_add_theirs(run: Run, tmp_path: pathlib.Path) -> None:
+    process = run(CUMEM_SLEEP_DISABLE="1")  # which way is which is not for the environment to say
+    assert process.returncode == 0, process.stdout + process.stderr
+    ways = result_of(tmp_path)["ways"]
+    assert list(ways) == ["vllm", "level1", "level2", "restart"]
+    directions = {name: [f"{switch['old']}{switch['new']}" for switch in way["switches"]] for name, way in ways.items()}
+    assert directions["restart"] == ["AB", "BA"]
+    assert all(directions[name] == ["AB", "BA", "AB", "BA", "AB"] for name in ("vllm", "level1", "level2"))
+    for way in ways.values():
+        assert way["error"] is None
+        assert all(switch["tokens_identical"] for switch in way["switches"])
+        assert way["tokens"] == ways["vllm"]["tokens"]
+    assert ways["vllm"]["tokens"]["A"] != ways["vllm"]["tokens"]["B"]
+    assert [sleep["model"] for sleep in ways["level1"]["first_sleeps"]] == ["A", "B"]
+    assert ways["level2"]["shares_servers_of"] == "level1"
+    assert ways["level1"]["prepared_s"].keys() == ways["level2"]["layer_status"].keys() == {"A", "B"}
+    assert ways["vllm"]["layer_status"] == {}
+    assert all(switch["reload_s"] > 0 for switch in ways["level2"]["switches"])
+    assert all(switch["checkpoint_cached"] == 1 for switch in ways["level2"]["switches"] + ways["restart"]["switches"])
+    assert [start["compile_cache_warm"] for start in ways["vllm"]["starts"]] == [False, False]
+    assert all(switch["compile_cache_warm"] for switch in ways["restart"]["switches"])
+    assert not list((tmp_path / "gpu").iterdir())  # all servers ended
+    assert (tmp_path / "switching.log").read_text().count("== cumem-sleep, level 1, server") == 2
+
+    process = run("--fp8", "--ways", "level1,vllm", "--switches", "1", "--no-gate")
+    assert process.returncode == 0, process.stdout + process.stderr
+    added = result_of(tmp_path)["ways"]
+    assert {name: added[name] for name in ways} == ways
+    assert [name for name in added if name not in ways] == ["level1 fp8", "vllm fp8"]
+    assert added["vllm fp8"]["same_tokens_as"] == {"level1 fp8": True}
+
+    process = run("--prompt-tokens", "4")
+    assert process.returncode == 1
+    assert "switching.json is of another workload" in process.stderr
+
+
+def test_a_restart_never_finds_the_compile_cache_cold(run: Run, tmp_path: pathlib.Path) -> None:
+    process = run("--ways", "restart,level2", "--restart-switches", "1", "--switches", "2", "--drop-page-cache")
+    assert process.returncode == 0, process.stdout + process.stderr
+    ways = result_of(tmp_path)["ways"]
+    assert list(ways) == ["restart uncached", "level2 uncached"]
+    restart = ways["restart uncached"]
+    assert [start["model"] for start in restart["starts"]] == ["B", "A"]
+    assert [switch["compile_cache_warm"] for switch in restart["switches"]] == [True]
+    assert [sleep["level"] for sleep in ways["level2 uncached"]["first_sleeps"]] == [2, 2]
+
+
+def test_other_tokens_fail_the_run_and_are_recorded(run: Run, tmp_path: pathlib.Path) -> None:
+    broken = json.dumps({"forgets_at_sleep": 2})  # the first sleep after the one before the switches
+    process = run("--ways", "vllm,level1", FAKE_BROKEN=broken, FAKE_BROKEN_WAY="vllm")
+    assert process.returncode == 1
+    assert "failed: vllm" in process.stderr
+    assert "TOKENS DIFFER" in process.stdout
+    ways = result_of(tmp_path)["ways"]
+    assert ways["vllm"]["error"] == "tokens of A differ after switch 2"
+    assert [switch["tokens_identical"] for switch in ways["vllm"]["switches"]].count(False) >= 1
+    assert len(ways["vllm"]["switches"]) == 5
+    assert ways["level1"]["error"] is None
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({"dies_at_sleep": 3}, r"server [AB]: /sleep\?level=1: .*\n +\| last words"),
+        ({"tokens_missing": 1}, r"server A: /v1/completions: 15 tokens instead of 16"),
+    ],
+)
+def test_a_failing_server_loses_nothing_of_the_rest(
+    run: Run, tmp_path: pathlib.Path, broken: dict[str, int], said: str
+) -> None:
+    """A killed server would hold its GPU here as none does in truth: the way that fails comes last."""
+    process = run("--ways", "vllm,level1,level2", FAKE_BROKEN=json.dumps(broken), FAKE_BROKEN_WAY="layer")
+    assert process.returncode == 1
+    ways = result_of(tmp_path)["ways"]
+    assert ways["vllm"]["error"] is None
+    assert re.match(said, ways["level1"]["error"], re.DOTALL)
+    assert ways["level2"]["error"] == "not reached: level1 failed"
+    assert "failed: level1, level2" in process.stderr
+
+
+@pytest.mark.parametrize(
+    ("server", "options", "said"),
+    [
+        ("sh -c 'echo no luck; exit 3'", (), r"ended with status 3 before it was ready\n    \| no luck"),
+        ("sh -c 'exec sleep 99'", ("--start-timeout", "0.2"), "not ready within 0 s"),
+        ("sh -c 'exec sleep 99'", ("--deadline", "1"), "no time left"),
+    ],
+)
+def test_servers_that_never_start(
+    run: Run, tmp_path: pathlib.Path, server: str, options: tuple[str, ...], said: str
+) -> None:
+    process = run("--ways", "restart", "--server-command", server, *options)
+    assert process.returncode == 1
+    assert re.search(said, result_of(tmp_path)["ways"]["restart"]["error"])
+
+
+def test_servers_end_with_the_benchmark(
+    command: list[str], environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    process = subprocess.Popen(
+        [*command, "--ways", "vllm", "--switches", "100000"], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "A → B" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    process.stdout.read()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert not list((tmp_path / "gpu").iterdir())
+    assert result_of(tmp_path)["ways"]["vllm"]["error"] == f"SystemExit: {128 + signal.SIGTERM}"
+
+
+def test_processes_that_a_server_leaves_are_ended(
+    benchmark_module: Callable[[str], ModuleType], tmp_path: pathlib.Path
+) -> None:
+    module = benchmark_module("model_server")
+    pid_file = tmp_path / "pid"
+    program = "trap 'exit 0' TERM; (trap '' TERM; exec sleep 99) & echo $! >\"$0\"; wait"
+    server = module.Server("A", ["sh", "-c", program, str(pid_file)], 9, {}, tmp_path / "log", module.Deadline(60))
+    module.STOP_S = 0.3
+    with pytest.raises(module.ServerFailed, match="not ready within"):
+        server.start(0.5)
+    assert server.stop() >= 0.3
+    stat = pathlib.Path(f"/proc/{int(pid_file.read_text())}/stat")
+    for _ in range(100):
+        try:
+            state = stat.read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            break
+        if state in "ZX":
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("it still runs")
+    assert server.stop() < 0.3
+
+
+def test_ways_and_models_are_checked(run: Run) -> None:
+    for options, said in (
+        (("--ways", "vllm,level3"), "unknown ways: level3"),
+        (("--models", "8B"), "two of"),
+        (("--load-format", "dummy"), "dummy weights are nowhere"),
+    ):
+        process = run(*options)
+        assert process.returncode == 2
+        assert said in process.stderr
+
+
+# Checkpoints
+
+
+def test_checkpoints_have_the_names_and_values_of_the_shape(
+    benchmark_module: Callable[[str], ModuleType], tmp_path: pathlib.Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    checkpoints = benchmark_module("checkpoints")
+    shape = checkpoints.SHAPES["tiny"]
+    models = []
+    for seed in (1, 2):
+        folder = tmp_path / str(seed)
+        assert not checkpoints.is_written(folder, shape, seed)
+        checkpoints.write_checkpoint(folder, shape, seed)
+        assert checkpoints.is_written(folder, shape, seed)
+        assert not checkpoints.is_written(folder, shape, seed + 1)
+        index = json.loads((folder / checkpoints.INDEX).read_text())
+        tensors = {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
+        assert tensors.keys() == index["weight_map"].keys()
+        assert sum(2 * tensor.numel() for tensor in tensors.values()) == shape.weights_bytes
+        models.append(tensors)
+    query = "model.layers.1.self_attn.q_proj.weight"
+    assert models[0][query].dtype == torch.bfloat16
+    assert models[0][query].shape == (256, 256)
+    assert models[0][query].float().std().item() == pytest.approx(0.02, rel=0.05)
+    assert not torch.equal(models[0][query], models[1][query])
+    assert not torch.equal(models[0][query], models[0]["model.layers.0.self_attn.q_proj.weight"])
+    assert models[0]["model.norm.weight"].eq(1).all()
+
+
+def test_sizes_of_the_shapes(benchmark_module: Callable[[str], ModuleType]) -> None:
+    shapes = benchmark_module("checkpoints").SHAPES
+    sizes = {name: round(shape.weights_bytes / (1 << 30), 2) for name, shape in shapes.items() if name != "tiny"}
+    assert sizes == {"0.6B": 1.11, "8B": 15.26, "14B": 27.51, "32B": 61.02}
+    assert "lm_head.weight" not in shapes["0.6B"].shards()["model-outer.safetensors"]
+
+
+def test_the_page_cache_is_asked(benchmark_module: Callable[[str], ModuleType], tmp_path: pathlib.Path) -> None:
+    module = benchmark_module("page_cache")
+    files = [tmp_path / "empty", tmp_path / "a", tmp_path / "b"]
+    for number, path in enumerate(files):
+        path.write_bytes(os.urandom(1 << 20) * number)
+    assert module.cached_fraction(files) == 1.0
+    assert module.cached_fraction([]) == 0.0
+    module.drop(files)
+    assert module.cached_fraction(files) in (0.0, 1.0)  # a RAM disk keeps it
+
+
+# The README's table and plot
+
+
+@pytest.fixture
+def results(run: Run, tmp_path: pathlib.Path, benchmark_module: Callable[[str], ModuleType]) -> dict[str, Any]:
+    """As if measured: an eightfold first restart, cold; all times known."""
+    process = run("--ways", "vllm,level2,restart", "--switches", "3", "--restart-switches", "3")
+    assert process.returncode == 0, process.stdout + process.stderr
+    result = result_of(tmp_path)
+    result["machine"] = {"gpu": "A GPU", "driver": "580.1", "cores": 16, "torch": "2.11.0", "vllm": "0.26.0"}
+    for name, seconds in (("vllm", 2.0), ("level2", 4.0), ("restart", 40.0)):
+        for number, switch in enumerate(result["ways"][name]["switches"]):
+            switch["switch_s"] = seconds * (1 + number / 10)
+            switch["total_s"] = switch["switch_s"] + 1
+    result["ways"]["restart"]["switches"][0].update(switch_s=320.0, compile_cache_warm=False)
+    result["ways"]["vllm"]["error"] = "server A: no luck\n    | last words"
+    result["ways"]["vllm fp8"] = {**result["ways"]["vllm"], "quantization": "fp8", "switches": [], "first_sleeps": []}
+    return result
+
+
+def test_the_table_counts_only_restarts_that_did_not_compile(
+    results: dict[str, Any], benchmark_module: Callable[[str], ModuleType]
+) -> None:
+    lines = benchmark_module("readme_tables").switching_table(results)
+    assert "| switch | 46.0 (44.0–48.0) | 2.20 (2.00–2.40) | 4.40 (4.00–4.80) |" in lines
+    assert "| switch, faster than restart | – | 20.9 × | 10.5 × |" in lines
+    assert "| switches | 2 | 3 | 3 |" in lines
+    assert "| switch | not measured |" in lines  # with FP8
+    text = "\n".join(lines)
+    assert "A = Qwen3-tiny, 0.0 GiB and B = Qwen3-tiny" in text
+    assert "vLLM's sleep mode, level 1 (bf16) failed: server A: no luck." in text
+    assert "the page cache held 100% to 100%" in text
+
+
+def test_plot_and_check(
+    results: dict[str, Any],
+    benchmark_module: Callable[[str], ModuleType],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("matplotlib")
+    tables = benchmark_module("readme_tables")
+    (tmp_path / "switching.json").write_text(json.dumps(results))
+    for name in ("peers.json", "bench.json", "bench_small_segments.json", "prepare_cost.json", "decoder.json"):
+        (tmp_path / name).write_bytes((BENCHMARKS / "results" / name).read_bytes())
+    (tmp_path / "README.md").write_text(f"{tables.BEGIN}\n{tables.END}\n")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "PLOT", tmp_path / "docs" / "peers.svg")
+    monkeypatch.setattr(tables, "SWITCHING_PLOT", tmp_path / "docs" / "switching.svg")
+    monkeypatch.setattr(sys, "argv", ["readme_tables.py"])
+    tables.main()
+    assert "Two models on one GPU, switched" in (tmp_path / "README.md").read_text()
+    assert "first token after it" in tables.SWITCHING_PLOT.read_text()
+    monkeypatch.setattr(sys, "argv", ["readme_tables.py", "--check"])
+    tables.main()
+    tables.SWITCHING_PLOT.write_text("<svg/>")
+    with pytest.raises(SystemExit, match=r"switching\.svg: not made from"):
+        tables.main()
