@@ -42,6 +42,7 @@ struct DeviceInfo {
     size_t total_bytes = 0, granularity_bytes = 0;
     int capability_major = 0, capability_minor = 0, numa = -1;
     bool virtual_memory = false, posix_fd = false, fabric = false, gpu_direct_rdma = false;
+    bool host_pointers = false;  // kernels reach registered host memory under its host address
 };
 
 DeviceInfo device_info(int device) {
@@ -62,6 +63,7 @@ DeviceInfo device_info(int device) {
     driver.device_total_mem(&info.total_bytes, device);
     info.capability_major = attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
     info.capability_minor = attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+    info.host_pointers = attribute(CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
     info.virtual_memory = attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
     if (!info.virtual_memory) return info;
     info.granularity_bytes = granularity(device);
@@ -272,7 +274,8 @@ PYBIND11_MODULE(_core, module) {
         .def_readonly("virtual_memory", &DeviceInfo::virtual_memory)
         .def_readonly("posix_fd", &DeviceInfo::posix_fd)
         .def_readonly("fabric", &DeviceInfo::fabric)
-        .def_readonly("gpu_direct_rdma", &DeviceInfo::gpu_direct_rdma);
+        .def_readonly("gpu_direct_rdma", &DeviceInfo::gpu_direct_rdma)
+        .def_readonly("host_pointers", &DeviceInfo::host_pointers);
 
     py::class_<Segment, SegmentPtr> segment(module, "Segment");
     py::enum_<Segment::Sleep>(segment, "Sleep")

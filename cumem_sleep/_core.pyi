@@ -35,6 +35,7 @@ class DeviceInfo:
     posix_fd: bool
     fabric: bool
     gpu_direct_rdma: bool
+    host_pointers: bool
 
 class Segment:
     class Sleep(Enum):

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import AWAKE, MIB, PAGE, SIMULATED, Memory, assert_clean_exit, quick_sums, run_script
+from support import AWAKE, DRIVER, MIB, PAGE, SIMULATED, Memory, assert_clean_exit, quick_sums, run_script
 
 import cumem_sleep
 from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, OutOfHostMemory, _core, host_limits, restore, sim
 from cumem_sleep.ahead import Ahead
+from cumem_sleep.allocator import open_driver
 from cumem_sleep.backup import Backup, Piece
 from cumem_sleep.restore import Batch, Batches, Restorer, _BestRate, _Choice, _choices, _Lane, _Way
 
@@ -584,12 +585,19 @@ class TestWarmUp:
         module.warm_up = work  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(cumem_sleep, "copy_kernel", module, raising=False)
+        open_driver(DRIVER)
         restorer = Restorer()
         restorer.warm_up(0)
         return restorer
 
     def test_makes_the_kernel_a_choice(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.warm_up(monkeypatch, lambda device: None)._kernel_devices == {0}
+
+    def test_not_where_kernels_do_not_reach_pinned_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_core, "device_info", lambda device: types.SimpleNamespace(host_pointers=False))
+        warmed: list[int] = []
+        assert self.warm_up(monkeypatch, warmed.append)._kernel_devices == set()
+        assert warmed == []
 
     def test_a_kernel_that_does_not_compile(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
