@@ -9,7 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from support import AWAKE, MIB, PAGE, PREAMBLE, SIMULATED, Memory, assert_clean_exit, in_thread, quick_sums, run_script
+from support import (
+    AWAKE,
+    MIB,
+    PAGE,
+    PREAMBLE,
+    SIMULATED,
+    Memory,
+    assert_clean_exit,
+    hooks,
+    in_thread,
+    quick_sums,
+    run_script,
+)
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, host_limits, sim
 from cumem_sleep.digest import DeviceDigester, Digest
@@ -476,6 +488,34 @@ class TestGivingBack:
         assert sum(usage.backed_up_bytes for usage in allocator.usage().values()) == PAGE
         gate.is_open = True
         wait_for_the_end(allocator, PAGE)
+
+    @pytest.mark.parametrize("through_hook", [False, True])
+    def test_backups_of_what_is_freed_meanwhile_go_with_it(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, through_hook: bool
+    ) -> None:
+        """Whoever frees finds the lock held, and no operation may follow that would forget them."""
+        fill(allocator, memory, [2, 2])
+        (freed,) = fill(allocator, memory, [1], "default")
+        allocator.sleep()
+        allocator.wake_up()
+        memory.close()
+        close = _core.HostBlock.close
+        begun: list[str] = []
+
+        def free() -> None:
+            hooks().cumem_sleep_free(freed, PAGE, 0, None) if through_hook else allocator.free(freed)
+
+        def free_and_close(block: _core.HostBlock) -> None:
+            if not begun and threading.current_thread().name == GIVING_BACK:
+                begun.append("freeing")
+                in_thread(free)
+                until(lambda: allocator._store.has_freed)
+            close(block)
+
+        monkeypatch.setattr(_core.HostBlock, "close", free_and_close)
+        allocator.sleep(2)
+        wait_for_the_end(allocator)
+        assert begun
 
     @pytest.mark.parametrize("operation", ["sleep", "prepare"])
     @pytest.mark.parametrize("spare_pages", [0, 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -648,6 +649,29 @@ class TestBesideOthers:
         gate.open()
         finished(preparation)
         assert allocator._store.host_bytes == PAGE
+
+    @pytest.mark.parametrize("through_hook", [False, True])
+    def test_a_backup_of_what_is_freed_goes_after_the_piece(
+        self, make_allocator: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, through_hook: bool
+    ) -> None:
+        """Not only at the end, which at one byte per second is weeks away."""
+        allocator = make_allocator(prepare_bytes_per_second=1)
+        (freed,) = fill(allocator, memory, "weights")
+        allocator.sleep()
+        allocator.wake_up()
+        fill(allocator, memory, "default")
+        gate = Gate(monkeypatch)
+        preparation = allocator.prepare()
+        gate.wait()
+        in_thread(lambda: hooks().cumem_sleep_free(freed, PAGE, 0, None) if through_hook else allocator.free(freed))
+        assert allocator._store.host_bytes == 2 * PAGE
+        gate.open()
+        deadline = time.monotonic() + 30
+        while allocator._store.host_bytes != PAGE:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert preparation.running
+        preparation.stop()
 
     @pytest.mark.parametrize("operation", ["sleep", "wake_up", "discard", "usage", "release_backups", "close"])
     def test_waits_for_the_piece_and_no_longer(

@@ -800,6 +800,39 @@ class TestWake:
         allocator.wake_up()
         check_bytes(memory, contents)
 
+    @pytest.mark.parametrize("second", range(4))
+    def test_a_second_interrupt_does_not_keep_a_wake_from_being_undone(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, second: int
+    ) -> None:
+        """It comes as the two threads are waited for, on leaving their context or once more before the undoing."""
+        contents = fill(allocator, memory, [PAGE] * 3)
+        fill(allocator, memory, [PAGE], "kv_cache")
+        allocator.sleep()
+        *_, last = contents
+        stop, to_device = Ahead.stop, _core.CopyStream.to_device
+        stops: list[Ahead] = []
+
+        def interrupted_copy(stream: _core.CopyStream, address: int, *more: Any) -> None:
+            if address == last:
+                raise KeyboardInterrupt
+            to_device(stream, address, *more)
+
+        def interrupted_stop(ahead: Ahead) -> None:
+            stop(ahead)
+            stops.append(ahead)
+            if len(stops) == second + 1:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_core.CopyStream, "to_device", interrupted_copy)
+            patch.setattr(Ahead, "stop", interrupted_stop)
+            with pytest.raises(KeyboardInterrupt):
+                allocator.wake_up()
+        assert len(stops) == 4
+        assert_all_asleep()
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
     @pytest.mark.parametrize("thread", [1, 2])
     def test_an_interrupt_as_the_mapping_thread_starts(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, thread: int
