@@ -286,6 +286,8 @@ PYBIND11_MODULE(_core, module) {
         .def_readonly("tag", &Segment::tag)
         .def_property_readonly("sleep", [](const Segment& self) { return self.sleep.load(); })
         .def_property_readonly("freed", [](const Segment& self) { return self.freed.load(); })
+        .def(
+            "note_backup", [](Segment& self) { self.has_backup = true; }, "Host memory is about to be held for it.")
         .def_property_readonly("address", [](const Segment& self) { return self.mapping.address(); })
         .def_property_readonly("bytes", [](const Segment& self) { return self.mapping.bytes(); })
         .def_property_readonly("device", [](const Segment& self) { return self.mapping.device(); })
@@ -347,8 +349,10 @@ PYBIND11_MODULE(_core, module) {
             [](const std::shared_ptr<OperationLock>& self, bool wait) { return std::make_unique<Held>(self, wait); },
             py::arg("wait") = true, "Holds the lock; what `with` gives is whether it does.");
     module.def("thread_tag", [] { return thread_tag(); });
-    module.def("on_free", &on_free, py::arg("callback").none(true),
-               "Call `callback` on the main thread, soon, after the free hook gave memory back; None stops that.");
+    module.def(
+        "on_free", &on_free, py::arg("callback").none(true),
+        "Call `callback` on the main thread, soon, after the free hook gave back a segment that had a backup, or\n"
+        "whose memory the driver refused to take; None stops that.");
 
     py::class_<CurrentContext>(module, "CurrentContext")
         .def(py::init<>())

@@ -51,6 +51,7 @@ class Segment:
     sleep: Segment.Sleep
     freed: bool
     has_memory: bool
+    def note_backup(self) -> None: ...
     def map(self) -> None: ...
 
 class ThreadTag:
