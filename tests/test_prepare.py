@@ -14,11 +14,11 @@ from support import (
     AWAKE,
     MIB,
     PAGE,
-    PREAMBLE,
     SIMULATED,
     Cuda,
     Memory,
     assert_clean_exit,
+    assert_thread_ends_in_order,
     hooks,
     in_thread,
     quick_sums,
@@ -1119,7 +1119,7 @@ class TestDriverErrors:
 # Processes
 
 BEGUN = """
-    import os, sys, threading
+    import sys, threading
 
     reset_simulation()
     allocator, memory = fresh_allocator(prepare_bytes_per_second=RATE), Memory()
@@ -1156,44 +1156,16 @@ class TestProcess:
 
     def test_exit_ends_it_in_an_orderly_way(self) -> None:
         """Before the interpreter is taken down, not by that."""
-        first = """
-            import atexit
-            state = {}
-            atexit.register(lambda: print("running" if state["preparation"].running else "ended"))
-            """
-        process = run_script(
-            first, PREAMBLE, "RATE = 1", BEGUN, "state['preparation'] = preparation", preamble="", timeout_s=30
-        )
-        assert_clean_exit(process)
-        assert process.stdout == "ended\n"
+        assert_thread_ends_in_order("RATE = 1", BEGUN, thread="preparation._thread")
 
     @pytest.mark.parametrize("as_python_does", [False, True])
     def test_fork_meanwhile(self, as_python_does: bool) -> None:
-        """The child has the thread's locks as they were, and no thread that would give them back."""
         process = run_script(
             "RATE = 1",
             BEGUN,
             f"""
-            sys.stdout.flush()
-            held, forked = threading.Event(), threading.Event()
-
-            def hold():
-                with preparation._stopped._cond:
-                    held.set()
-                    forked.wait(30)
-
-            holder = threading.Thread(target=hold)
-            holder.start()
-            assert held.wait(30)
-            child = os.fork()
-            forked.set()
-            if child == 0:
-                for call in (allocator.prepare, allocator.usage, allocator.sleep):
-                    with raises(InvalidState, "fork"):
-                        call()
-                allocator.close()
-                sys.exit(0) if {as_python_does} else os._exit(0)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            calls = (allocator.prepare, allocator.usage, allocator.sleep)
+            fork_beside(preparation._stopped._cond, allocator, *calls, as_python_does={as_python_does})
             assert preparation.running
             assert allocator.sleep().copied_bytes == 4 * PAGE
             allocator.wake_up()
