@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recording import CLEAN_SLEEP, DIRTY_SLEEP, FIRST_SLEEP, HOOKS, LATE_WAKE, STEPS, WAKE
+from recording import CLEAN_SLEEP, DIRTY_SLEEP, FIRST_SLEEP, HOOK_SEGMENT_BYTES, HOOKS, LATE_WAKE, STEPS, WAKE
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -26,6 +26,7 @@ BEGIN = "<!-- measured: made by benchmarks/readme_tables.py from benchmarks/resu
 END = "<!-- /measured -->"
 GIB = 1 << 30
 MIB = 1 << 20
+BOTH_HOOKS = tuple(f"malloc and free of a {nbytes // MIB} MiB segment" for nbytes in HOOK_SEGMENT_BYTES)
 PLOTTED = (FIRST_SLEEP, CLEAN_SLEEP, DIRTY_SLEEP, WAKE, LATE_WAKE)
 # Okabe and Ito's, which the colour-blind tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#D55E00")
@@ -93,12 +94,18 @@ def bench_table(result: dict[str, Any], title: str) -> list[str]:
 
 
 def samples(result: dict[str, Any]) -> dict[tuple[str, str], list[float]]:
-    """Seconds by step and layer, of pytest-benchmark's JSON."""
-    return {
+    """Seconds by step and layer, of pytest-benchmark's JSON; and of both hooks together."""
+    seconds: dict[tuple[str, str], list[float]] = {
         (info["step"], info["layer"]): benchmark["stats"]["data"]
         for benchmark in result["benchmarks"]
         if "step" in (info := benchmark["extra_info"])
     }
+    for both, malloc, free in zip(BOTH_HOOKS, HOOKS[::2], HOOKS[1::2], strict=True):
+        for layer in result["layers"]:
+            if (free, layer) in seconds:
+                rounds = zip(seconds[malloc, layer], seconds[free, layer], strict=True)
+                seconds[both, layer] = [sum(pair) for pair in rounds]
+    return seconds
 
 
 def link_gbps(result: dict[str, Any], direction: str) -> str:
@@ -137,7 +144,7 @@ def peers_table(result: dict[str, Any]) -> list[str]:
         row("", titles),
         "|---" * (len(titles) + 1) + "|",
         *(row(step, [step_cell(step, name, 1) for name in layers]) for step in STEPS),
-        *(row(f"{hook}, µs", [step_cell(hook, name, 1e6) for name in layers]) for hook in HOOKS),
+        *(row(f"{hook}, µs", [step_cell(hook, name, 1e6) for name in layers]) for hook in (*HOOKS, *BOTH_HOOKS)),
         row(
             "host memory per byte of weights",
             [fact_cell(layer["host_bytes"], workload["weights_bytes"]) for layer in layers.values()],
@@ -409,8 +416,7 @@ def section() -> str:
         " it is used, and lose it soon when it is free, so the first one in a process is slower than `sleep"
         " without backups`, which is the same work in memory that the machine still has; `prepare()` takes all"
         " of it out of the sleep. A wake right after a sleep is a little slower because the driver wipes the"
-        " freed memory at that time. Frees in the first table were measured one by one from Python; many at"
-        " once, as PyTorch's `empty_cache()` makes them, share what makes waiting for the GPU cheap. Pinned"
+        " freed memory at that time. A free waits for the work that runs on the GPU, as vLLM's does not. Pinned"
         " host memory costs 2 MiB of GPU memory per GiB. Raw results, with the commands that made them:"
         " `benchmarks/results/`.",
         "",

@@ -256,6 +256,8 @@ class Recording:
 
     def _main_process(self, process: Process, layer: str) -> float:
         record = self.records[layer]
+        # First: after a sleep at level 2 a layer may give host memory back in the background.
+        self._measure_hooks(process, record)
         after_first_wake = self._first_sleep_and_wake(process, layer)
         rounds = min(self.workload.rounds, LAYERS[layer].rounds)
         for _ in range(rounds):
@@ -270,12 +272,14 @@ class Recording:
             for _ in range(rounds):
                 record.add(SLEEP_2, process.ask("sleep", level=2)["seconds"])
                 record.add(WAKE_2, process.ask("wake")["seconds"])  # with undefined bytes
+        return after_first_wake
+
+    def _measure_hooks(self, process: Process, record: Record) -> None:
         segments = self.workload.hook_segments
         costs = process.ask("hook_cost", sizes=list(HOOK_SEGMENT_BYTES), segments=segments, rounds=5)
         for nbytes in HOOK_SEGMENT_BYTES:
             for call, seconds in costs[str(nbytes)].items():
                 record.seconds[f"{call} of a {nbytes // MIB} MiB segment"] = seconds
-        return after_first_wake
 
     def _first_sleep_and_wake(self, process: Process, layer: str) -> float:
         record = self.records[layer]

@@ -96,8 +96,12 @@ uint64_t SegmentTable::free(CUdeviceptr address) {
     return segment->id;
 }
 
-void SegmentTable::free_for_good(CUdeviceptr address) {
-    if (const auto [segment, pinned] = take_out(address); !pinned) destroy_or_defer(segment);
+bool SegmentTable::free_for_good(CUdeviceptr address) {
+    const auto [segment, pinned] = take_out(address);
+    if (!pinned) destroy_or_defer(segment);
+    if (segment->has_backup) return true;
+    std::lock_guard<std::mutex> lock(mutex_);
+    return !deferred_.empty() || !unreleased_.empty();
 }
 
 std::vector<SegmentPtr> SegmentTable::segments() const {
@@ -113,6 +117,7 @@ std::vector<SegmentPtr> SegmentTable::segments() const {
 
 std::vector<SegmentPtr> SegmentTable::pin(const std::vector<SegmentPtr>& segments) {
     std::vector<SegmentPtr> pinned;
+    std::lock_guard<std::mutex> reclaiming(reclaiming_);
     std::lock_guard<std::mutex> lock(mutex_);
     for (const SegmentPtr& segment : segments) {
         if (segment->freed) continue;
@@ -216,23 +221,29 @@ void SegmentTable::undo_wake(const std::vector<SegmentPtr>& segments) noexcept {
 size_t SegmentTable::reclaim() noexcept {
     if (!Driver::is_open() || Driver::is_forked()) return 0;
     std::vector<SegmentPtr> deferred;
-    std::vector<SegmentPtr> unreleased;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         deferred.swap(deferred_);
-        for (const SegmentPtr& segment : std::exchange(unreleased_, {})) {
-            if (segment->pins > 0) {
-                unreleased_.push_back(segment);
-            } else if (!segment->freed && segment->sleep != Segment::Sleep::kAwake) {
-                ++segment->pins;  // no wake and no free meanwhile
-                unreleased.push_back(segment);
-            }
-        }
     }
     for (const SegmentPtr& segment : deferred) destroy_or_defer(segment);
-    detach_unused(unreleased);
-    release_all(unreleased);
-    unpin(unreleased);
+    {
+        std::lock_guard<std::mutex> reclaiming(reclaiming_);
+        std::vector<SegmentPtr> unreleased;
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            for (const SegmentPtr& segment : std::exchange(unreleased_, {})) {
+                if (segment->pins > 0) {
+                    unreleased_.push_back(segment);
+                } else if (!segment->freed && segment->sleep != Segment::Sleep::kAwake) {
+                    ++segment->pins;  // not freed meanwhile
+                    unreleased.push_back(segment);
+                }
+            }
+        }
+        detach_unused(unreleased);
+        release_all(unreleased);
+        unpin(unreleased);
+    }
     std::lock_guard<std::mutex> lock(mutex_);
     return deferred_.size() + unreleased_.size();
 }
@@ -289,9 +300,9 @@ void* cumem_sleep_malloc(size_t bytes, int device, CUstream) {
 void cumem_sleep_free(void* address, size_t, int, CUstream) {
     if (!address || Driver::is_forked()) return;
     try {
-        SegmentTable::get().free_for_good(reinterpret_cast<CUdeviceptr>(address));
+        const bool has_more = SegmentTable::get().free_for_good(reinterpret_cast<CUdeviceptr>(address));
+        if (void (*listener)() = free_listener; listener && has_more) listener();
     } catch (const std::exception& error) {
         fprintf(stderr, "cumem-sleep: free: %s\n", error.what());
     }
-    if (void (*listener)() = free_listener) listener();
 }

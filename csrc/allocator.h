@@ -36,8 +36,9 @@ struct Segment {
     const std::string tag;
     Mapping mapping;
     std::atomic<Sleep> sleep{Sleep::kAwake};
-    std::atomic<bool> freed{false};  // written under the table's mutex
-    int pins = 0;                    // guarded by the table's mutex
+    std::atomic<bool> freed{false};       // written under the table's mutex
+    std::atomic<bool> has_backup{false};  // host memory may be held for it; set by the backup store, and never unset
+    int pins = 0;                         // guarded by the table's mutex
 };
 
 using SegmentPtr = std::shared_ptr<Segment>;
@@ -57,14 +58,14 @@ class SegmentTable {
     // refuses (the segment is then still there and can be freed again). Returns the segment's id.
     uint64_t free(CUdeviceptr address);
     // The same for callers that will not ask again: what the driver refuses is tried again by `reclaim`. Throws
-    // InvalidState only.
-    void free_for_good(CUdeviceptr address);
+    // InvalidState only. Returns whether more is to be given back: host memory of its backup, or what was refused.
+    bool free_for_good(CUdeviceptr address);
 
     // Segments that are handed out, oldest first.
     std::vector<SegmentPtr> segments() const;
 
     // A pinned segment keeps its address and memory; freeing it is put off until the last unpin. Returns those that
-    // were pinned: all but what was freed meanwhile.
+    // were pinned: all but what was freed meanwhile. Waits for a `reclaim` on another thread.
     std::vector<SegmentPtr> pin(const std::vector<SegmentPtr>& segments);
     void unpin(const std::vector<SegmentPtr>& segments) noexcept;
 
@@ -82,7 +83,7 @@ class SegmentTable {
     void finish_wake(const std::vector<SegmentPtr>& segments) noexcept;
     void undo_wake(const std::vector<SegmentPtr>& segments) noexcept;
 
-    // Tries again what the driver refused earlier. Never throws; returns
+    // Tries again what the driver refused earlier, but leaves alone what an operation has pinned. Never throws; returns
     // the number of segments that still hold memory which nobody uses.
     size_t reclaim() noexcept;
 
@@ -94,6 +95,9 @@ class SegmentTable {
     size_t release_all(const std::vector<SegmentPtr>& segments) noexcept;
     void detach_unused(const std::vector<SegmentPtr>& segments) noexcept;
 
+    // Held, before `mutex_`, for as long as sleeping segments are taken down: an operation that pinned them in the
+    // middle of that would map what is being released.
+    std::mutex reclaiming_;
     mutable std::mutex mutex_;
     std::map<CUdeviceptr, SegmentPtr> by_address_;
     std::map<int, size_t> handed_out_;    // segments of by_address_, by device
@@ -106,7 +110,8 @@ class SegmentTable {
 std::string exchange_thread_tag(std::string tag);
 const std::string& thread_tag();
 
-// Called, without the interpreter lock, after a hook freed a segment: host memory of its backup may go.
+// Called, without the interpreter lock, after a hook freed a segment that leaves more to be given back: not after each,
+// because what Python does then costs as much as a driver call or two.
 void set_free_listener(void (*listener)());
 
 }  // namespace cumem_sleep

@@ -1,7 +1,7 @@
 #include "driver.h"
 
 #include <dlfcn.h>
-#include <unistd.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace {
 constexpr int kOldestDriver = 12000;
 
 std::atomic<const Driver*> open_driver{nullptr};
-std::atomic<int> open_pid{0};
+std::atomic<bool> forked{false};  // a hook looks at it eight times: getpid, a system call, would cost a microsecond
 
 std::string sentence(const std::string& call, const std::string& error, const std::string& detail,
                      const std::string& segment) {
@@ -66,7 +66,7 @@ void Driver::open(const std::string& path) {
         return;
     }
     open_driver = new Driver(path);
-    open_pid = getpid();
+    pthread_atfork(nullptr, nullptr, [] { forked = true; });
 }
 
 const Driver& Driver::get() {
@@ -82,7 +82,7 @@ const Driver& Driver::get() {
 
 bool Driver::is_open() noexcept { return open_driver != nullptr; }
 
-bool Driver::is_forked() noexcept { return open_driver != nullptr && open_pid != getpid(); }
+bool Driver::is_forked() noexcept { return forked; }
 
 Driver::Driver(const std::string& path) : path_(path) {
     library_ = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);

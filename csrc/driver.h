@@ -147,7 +147,6 @@ class Driver {
     void* library_ = nullptr;
     int version_ = 0;
     bool simulated_ = false;
-    int pid_ = 0;
 };
 
 template <typename... Args>

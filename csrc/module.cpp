@@ -42,6 +42,7 @@ struct DeviceInfo {
     size_t total_bytes = 0, granularity_bytes = 0;
     int capability_major = 0, capability_minor = 0, numa = -1;
     bool virtual_memory = false, posix_fd = false, fabric = false, gpu_direct_rdma = false;
+    bool host_pointers = false;  // kernels reach registered host memory under its host address
 };
 
 DeviceInfo device_info(int device) {
@@ -62,6 +63,7 @@ DeviceInfo device_info(int device) {
     driver.device_total_mem(&info.total_bytes, device);
     info.capability_major = attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
     info.capability_minor = attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+    info.host_pointers = attribute(CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
     info.virtual_memory = attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
     if (!info.virtual_memory) return info;
     info.granularity_bytes = granularity(device);
@@ -272,7 +274,8 @@ PYBIND11_MODULE(_core, module) {
         .def_readonly("virtual_memory", &DeviceInfo::virtual_memory)
         .def_readonly("posix_fd", &DeviceInfo::posix_fd)
         .def_readonly("fabric", &DeviceInfo::fabric)
-        .def_readonly("gpu_direct_rdma", &DeviceInfo::gpu_direct_rdma);
+        .def_readonly("gpu_direct_rdma", &DeviceInfo::gpu_direct_rdma)
+        .def_readonly("host_pointers", &DeviceInfo::host_pointers);
 
     py::class_<Segment, SegmentPtr> segment(module, "Segment");
     py::enum_<Segment::Sleep>(segment, "Sleep")
@@ -283,6 +286,8 @@ PYBIND11_MODULE(_core, module) {
         .def_readonly("tag", &Segment::tag)
         .def_property_readonly("sleep", [](const Segment& self) { return self.sleep.load(); })
         .def_property_readonly("freed", [](const Segment& self) { return self.freed.load(); })
+        .def(
+            "note_backup", [](Segment& self) { self.has_backup = true; }, "Host memory is about to be held for it.")
         .def_property_readonly("address", [](const Segment& self) { return self.mapping.address(); })
         .def_property_readonly("bytes", [](const Segment& self) { return self.mapping.bytes(); })
         .def_property_readonly("device", [](const Segment& self) { return self.mapping.device(); })
@@ -344,8 +349,10 @@ PYBIND11_MODULE(_core, module) {
             [](const std::shared_ptr<OperationLock>& self, bool wait) { return std::make_unique<Held>(self, wait); },
             py::arg("wait") = true, "Holds the lock; what `with` gives is whether it does.");
     module.def("thread_tag", [] { return thread_tag(); });
-    module.def("on_free", &on_free, py::arg("callback").none(true),
-               "Call `callback` on the main thread, soon, after the free hook gave memory back; None stops that.");
+    module.def(
+        "on_free", &on_free, py::arg("callback").none(true),
+        "Call `callback` on the main thread, soon, after the free hook gave back a segment that had a backup, or\n"
+        "whose memory the driver refused to take; None stops that.");
 
     py::class_<CurrentContext>(module, "CurrentContext")
         .def(py::init<>())

@@ -35,6 +35,7 @@ class DeviceInfo:
     posix_fd: bool
     fabric: bool
     gpu_direct_rdma: bool
+    host_pointers: bool
 
 class Segment:
     class Sleep(Enum):
@@ -50,6 +51,7 @@ class Segment:
     sleep: Segment.Sleep
     freed: bool
     has_memory: bool
+    def note_backup(self) -> None: ...
     def map(self) -> None: ...
 
 class ThreadTag:

@@ -128,7 +128,9 @@ class BackupStore:
         for segment in new:
             node = self._numa_node(segment.device)
             sizes = [min(slab_bytes, segment.bytes - start) for start in range(0, segment.bytes, slab_bytes)]
+            segment.note_backup()
             self._backups[segment.id] = Backup(segment, tuple(_core.HostBlock(size, node) for size in sizes))
+            self.has_freed |= segment.freed  # before it was noted: nobody will say so
 
     def fill(
         self,

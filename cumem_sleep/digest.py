@@ -119,6 +119,7 @@ class DeviceDigester:
     def __init__(self) -> None:
         self._chosen = False
         self._kernel: ModuleType | None = None
+        self._reaches_host: dict[int, bool] = {}  # by device
 
     @property
     def on_gpu(self) -> bool:
@@ -143,8 +144,8 @@ class DeviceDigester:
         """Compile the kernels and load them now (half a second the first time), rather than during the first sleep."""
         self._choose()
         try:
-            if self._kernel is not None:
-                self._kernel.warm_up(device)
+            if (kernel := self._kernel_for(device)) is not None:
+                kernel.warm_up(device)
         except CumemSleepError:
             raise
         except Exception as error:
@@ -154,6 +155,16 @@ class DeviceDigester:
         if not self._chosen:
             self._kernel = _choose_kernel()
             self._chosen = True
+
+    def _kernel_for(self, device: int) -> ModuleType | None:
+        """None, too, where kernels do not reach pinned memory under its host address: there lie the tables of ours."""
+        if self._kernel is None:
+            return None
+        if device not in self._reaches_host:
+            self._reaches_host[device] = _core.device_info(device).host_pointers
+            if not self._reaches_host[device]:
+                _warn_of_slow_digests(f"kernels of device {device} do not reach pinned host memory by its host address")
+        return self._kernel if self._reaches_host[device] else None
 
     def _fall_back(self, error: Exception) -> None:
         """Triton compiles at the first use, and there is no end of ways in which that fails."""
@@ -240,7 +251,7 @@ class DigestRun:
 
     def _on_gpu(self, device: int, compute: Callable[[GpuSums], _Result]) -> _Result | None:
         """None: there is no kernel, or none any more."""
-        kernel = self._digester._kernel
+        kernel = self._digester._kernel_for(device)
         if kernel is None:
             return None
         try:
@@ -289,8 +300,8 @@ def _choose_kernel() -> ModuleType | None:
 
 def _warn_of_slow_digests(reason: str) -> None:
     logger.warning(
-        "digests are computed on the CPU, at about 1 GB/s, because the GPU kernel needs PyTorch with CUDA and Triton"
-        " (%s); install them, or set CUMEM_SLEEP_VERIFY=off and CUMEM_SLEEP_RETAIN_BACKUPS=0 to do without digests",
+        "digests are computed on the CPU, at about 1 GB/s (%s); the GPU kernel needs PyTorch with CUDA and Triton:"
+        " install them, or set CUMEM_SLEEP_VERIFY=off and CUMEM_SLEEP_RETAIN_BACKUPS=0 to do without digests",
         reason,
     )
 

@@ -47,6 +47,7 @@ _OTHER_VARIABLES = tuple(
         "SIM_DEVICE_BYTES",
         "SIM_DRIVER_VERSION",
         "SIM_FABRIC",
+        "SIM_HOST_POINTERS",
         "SANITIZE",
         "WERROR",
         "TEST_DRIVER",

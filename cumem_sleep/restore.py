@@ -90,7 +90,12 @@ class Restorer:
         self._best_rates: dict[int, _BestRate] = {}
 
     def warm_up(self, device: int) -> None:
-        """Compile and load the kernel for `device`; without this only the copy engine is used there."""
+        """Compile and load the kernel for `device`; without this only the copy engine is used there.
+
+        Nor is the kernel used where kernels do not reach pinned memory under its host address.
+        """
+        if not _core.device_info(device).host_pointers:
+            return
         try:
             from . import copy_kernel
 

@@ -224,6 +224,47 @@ def assert_clean_exit(process: subprocess.CompletedProcess[str]) -> None:
     assert (process.returncode, process.stderr) == (0, ""), process.stdout + process.stderr
 
 
+def assert_thread_ends_in_order(*parts: str, thread: str, timeout_s: float = 30) -> None:
+    """The script may leave `thread` (an expression) at work: it has ended before the interpreter is taken down."""
+    first = """
+        import atexit
+        left = []
+        atexit.register(lambda: print("at work" if left[0].is_alive() else "ended"))
+        """
+    process = run_script(first, PREAMBLE, *parts, f"left.append({thread})", preamble="", timeout_s=timeout_s)
+    assert_clean_exit(process)
+    assert process.stdout == "ended\n"
+
+
+def fork_beside(
+    held: threading.Condition, allocator: CuMemAllocator, *calls: Callable[[], object], as_python_does: bool
+) -> None:
+    """For scripts: fork while another thread has this lock, as a thread of the allocator's may have it at any time.
+
+    The child has no thread that would ever give it back. It sees that `calls` are refused there, and exits. Returns in
+    the parent, when the child has exited well.
+    """
+    is_held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with held:
+            is_held.set()
+            forked.wait(30)
+
+    threading.Thread(target=hold).start()
+    assert is_held.wait(30)
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        for call in calls:
+            with raises(cumem_sleep.InvalidState, "fork"):
+                call()
+        allocator.close()
+        sys.exit(0) if as_python_does else os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    forked.set()
+
+
 class Cuda:
     """A few calls of the simulated driver, as a program beside the allocator makes them. Not the allocator's own."""
 

@@ -9,7 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from support import AWAKE, MIB, PAGE, PREAMBLE, SIMULATED, Memory, assert_clean_exit, in_thread, quick_sums, run_script
+from support import (
+    AWAKE,
+    MIB,
+    PAGE,
+    SIMULATED,
+    Memory,
+    assert_clean_exit,
+    assert_thread_ends_in_order,
+    hooks,
+    in_thread,
+    quick_sums,
+    run_script,
+)
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, host_limits, sim
 from cumem_sleep.digest import DeviceDigester, Digest
@@ -477,6 +489,34 @@ class TestGivingBack:
         gate.is_open = True
         wait_for_the_end(allocator, PAGE)
 
+    @pytest.mark.parametrize("through_hook", [False, True])
+    def test_backups_of_what_is_freed_meanwhile_go_with_it(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, through_hook: bool
+    ) -> None:
+        """Whoever frees finds the lock held, and no operation may follow that would forget them."""
+        fill(allocator, memory, [2, 2])
+        (freed,) = fill(allocator, memory, [1], "default")
+        allocator.sleep()
+        allocator.wake_up()
+        memory.close()
+        close = _core.HostBlock.close
+        begun: list[str] = []
+
+        def free() -> None:
+            hooks().cumem_sleep_free(freed, PAGE, 0, None) if through_hook else allocator.free(freed)
+
+        def free_and_close(block: _core.HostBlock) -> None:
+            if not begun and threading.current_thread().name == GIVING_BACK:
+                begun.append("freeing")
+                in_thread(free)
+                until(lambda: allocator._store.has_freed)
+            close(block)
+
+        monkeypatch.setattr(_core.HostBlock, "close", free_and_close)
+        allocator.sleep(2)
+        wait_for_the_end(allocator)
+        assert begun
+
     @pytest.mark.parametrize("operation", ["sleep", "prepare"])
     @pytest.mark.parametrize("spare_pages", [0, 3])
     def test_a_budget_counts_what_still_goes(
@@ -631,7 +671,7 @@ class TestGivingBack:
 # Processes
 
 GOING = """
-    import os, sys, threading, time
+    import sys, time
     from cumem_sleep import backup
 
     backup._MUCH_BYTES, backup.SLAB_BYTES, backup._BETWEEN_BLOCKS_S = PAGE, MIB, BETWEEN_S
@@ -657,43 +697,16 @@ class TestProcess:
 
     def test_exit_ends_it_in_an_orderly_way(self) -> None:
         """Before the interpreter is taken down, not by that."""
-        first = """
-            import atexit
-            state = {}
-            atexit.register(lambda: print("at work" if state["thread"].is_alive() else "ended"))
-            """
-        process = run_script(
-            first, PREAMBLE, "BETWEEN_S = 1000", GOING, "state['thread'] = going._thread", preamble="", timeout_s=30
-        )
-        assert_clean_exit(process)
-        assert process.stdout == "ended\n"
+        assert_thread_ends_in_order("BETWEEN_S = 1000", GOING, thread="going._thread")
 
     @pytest.mark.parametrize("as_python_does", [False, True])
     def test_fork_meanwhile(self, as_python_does: bool) -> None:
-        """The child has the thread's locks as they were, and no thread that would give them back."""
         process = run_script(
             "BETWEEN_S = 0.05",
             GOING,
             f"""
-            held, forked = threading.Event(), threading.Event()
-
-            def hold():
-                with going._stopped._cond:
-                    held.set()
-                    forked.wait(30)
-
-            holder = threading.Thread(target=hold)
-            holder.start()
-            assert held.wait(30)
-            child = os.fork()
-            if child == 0:
-                for call in (allocator.usage, allocator.sleep, allocator.release_backups):
-                    with raises(InvalidState, "fork"):
-                        call()
-                allocator.close()
-                sys.exit(0) if {as_python_does} else os._exit(0)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-            forked.set()
+            calls = (allocator.usage, allocator.sleep, allocator.release_backups)
+            fork_beside(going._stopped._cond, allocator, *calls, as_python_does={as_python_does})
             assert going.bytes
             backup._BETWEEN_BLOCKS_S = 0
             while going._thread is not None:

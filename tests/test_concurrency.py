@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support import AWAKE, PAGE, Cuda, Memory, assert_clean_exit, hooks, in_thread, run_script
+from support import AWAKE, PAGE, SIMULATED, Cuda, Memory, assert_clean_exit, hooks, in_thread, run_script
 
-from cumem_sleep import CuMemAllocator, CumemSleepError, InvalidState, _core, sim
+from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, InvalidState, _core, sim
+from cumem_sleep.allocator import _forget_freed_backups
 
 SLOW_COPIES_US = "20000"
 
@@ -346,6 +347,39 @@ class TestHooks:
             time.sleep(0.001)
         assert allocator._store.host_bytes == PAGE
 
+    def test_python_learns_only_of_what_leaves_more_to_be_given_back(
+        self, allocator: CuMemAllocator, memory: Memory
+    ) -> None:
+        """What it does then costs more than a driver call, and most frees leave nothing."""
+        library = hooks()
+        told: list[None] = []
+        with_backup, without = [library.cumem_sleep_malloc(PAGE, 0, None) for _ in range(2)]
+        allocator._store.take(_core.segments()[:1], keep=[])
+        _core.on_free(lambda: told.append(None))
+        try:
+            library.cumem_sleep_free(without, PAGE, 0, None)
+            assert told == []
+            library.cumem_sleep_free(with_backup, PAGE, 0, None)
+            assert told == [None]
+            if SIMULATED:
+                refused = library.cumem_sleep_malloc(PAGE, 0, None)
+                sim.fail("cuMemRelease", times=2, error="CUDA_ERROR_UNKNOWN")
+                library.cumem_sleep_free(refused, PAGE, 0, None)
+                assert told == [None] * 2
+        finally:
+            _core.on_free(_forget_freed_backups)
+        allocator.usage()
+        assert allocator._store.host_bytes == 0
+
+    def test_a_backup_that_is_made_as_its_segment_is_freed(self, allocator: CuMemAllocator) -> None:
+        """Too early for the hook to know of it, so who makes it notices."""
+        address = allocator.malloc(PAGE)
+        with _core.Pinned(_core.segments()) as pinned, allocator._lock.hold():
+            hooks().cumem_sleep_free(address, PAGE, 0, None)
+            allocator._store.take(pinned, keep=[])
+            allocator._store.prune_freed()
+            assert allocator._store.host_bytes == 0
+
 
 # Graph captures
 
@@ -450,6 +484,117 @@ class TestCapture:
         assert allocator.sleep().copied_bytes == PAGE
         allocator.wake_up()
         assert memory.read(address, PAGE) == content
+
+
+# Work in flight
+
+
+class Running:
+    """Work on device 0 of the simulated driver that goes on until it is ended, or for too long."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._started, self._ending, self.ended = threading.Event(), threading.Event(), threading.Event()
+        self._work = Cuda.HostFunction(self._run)
+        self._stream = cuda.stream()
+        cuda.call("cuLaunchHostFunc", self._stream, self._work, None)
+        assert self._started.wait(30)
+
+    def _run(self, _: object) -> None:
+        self._started.set()
+        self._ending.wait(3)
+        self.ended.set()
+
+    def end(self) -> None:
+        self._ending.set()
+
+    def close(self) -> None:
+        self.end()
+        self._cuda.call("cuStreamSynchronize", self._stream)
+        self._cuda.call("cuStreamDestroy_v2", self._stream)
+
+
+@pytest.fixture
+def running(allocator: CuMemAllocator) -> Iterator[Callable[[], Running]]:
+    """Begins it."""
+    allocator._open()
+    cuda = Cuda()
+    cuda.enter()
+    begun: list[Running] = []
+
+    def begin() -> Running:
+        begun.append(Running(cuda))
+        return begun[-1]
+
+    yield begin
+    for work in begun:
+        work.close()
+    cuda.leave()
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("call", ["free", "free through hook", "free of all", "usage", "release_waiter"])
+def test_work_of_one_device_does_not_hold_up_another(
+    allocator: CuMemAllocator, running: Callable[[], Running], call: str
+) -> None:
+    """Both devices have a page that makes waiting cheap, and giving it back waits as well."""
+    sim.configure(devices=2)
+    library = hooks()
+    freed, _ = [allocator.malloc(PAGE) for _ in range(2)]
+    others = [allocator.malloc(PAGE, device=1) for _ in range(3)]
+    library.cumem_sleep_free(freed, PAGE, 0, None)
+    library.cumem_sleep_free(others.pop(), PAGE, 1, None)
+    work = running()
+    calls: dict[str, Callable[[], object]] = {
+        "free": lambda: allocator.free(others[0]),
+        "free through hook": lambda: library.cumem_sleep_free(others[0], PAGE, 1, None),
+        "free of all": lambda: [library.cumem_sleep_free(other, PAGE, 1, None) for other in others],
+        "usage": allocator.usage,
+        "release_waiter": lambda: _core.release_waiter(1),
+    }
+    in_thread(calls[call])
+    assert not work.ended.is_set(), "it waited"
+
+
+@pytest.mark.sim
+def test_memory_that_is_being_reclaimed_is_not_pinned(
+    allocator: CuMemAllocator, memory: Memory, running: Callable[[], Running]
+) -> None:
+    """An allocation that finds no room takes what the driver refused to take before: no wake may map it meanwhile."""
+    address = allocator.malloc(PAGE, "weights")
+    content = memory.fill_random(address, PAGE)
+    allocator.sleep()
+    sim.fail("cuMemcpyHtoDAsync", error="CUDA_ERROR_UNKNOWN")
+    sim.fail("cuMemUnmap", times=2, error="CUDA_ERROR_UNKNOWN")
+    with pytest.raises(DriverError):
+        allocator.wake_up()
+    (segment,) = _core.segments()
+    assert segment.has_memory, "nothing was refused"
+    free_bytes, _ = _core.memory_info(0)
+    work = running()
+    waits = sim.stats().calls["cuMemFree"]
+    made: list[int] = []
+    seen: list[bool] = []
+    malloc = threading.Thread(target=lambda: made.append(_core.malloc(free_bytes + PAGE, "eater", 0)), daemon=True)
+    malloc.start()
+    while sim.stats().calls["cuMemFree"] == waits:
+        time.sleep(0.0005)
+
+    def pin() -> None:
+        with _core.Pinned([segment]):
+            seen.append(segment.has_memory)
+
+    pinning = threading.Thread(target=pin, daemon=True)
+    pinning.start()
+    pinning.join(0.1)
+    assert seen == []
+    work.end()
+    for thread in (malloc, pinning):
+        thread.join(30)
+    assert seen == [False]
+    _core.free(made[0])
+    allocator.wake_up()
+    assert memory.read(address, PAGE) == content
 
 
 # Kernels in flight

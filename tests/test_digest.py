@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support import PAGE, Memory, in_thread
+from support import PAGE, Memory, assert_clean_exit, in_thread, run_script
 
 from cumem_sleep import CuMemAllocator, DriverError, _core, digest, sim
 from cumem_sleep.digest import CHUNK_BYTES, LANES, ROWS, DeviceDigester, Digest, digest_of, sums_of
@@ -248,6 +248,41 @@ class TestDevice:
         assert "no such architecture" in record.getMessage()
         assert "CUMEM_SLEEP_VERIFY" in record.getMessage()
         assert not digester.on_gpu
+
+    @pytest.mark.sim
+    def test_on_the_cpu_where_kernels_do_not_reach_pinned_memory(self) -> None:
+        """The tables of the kernel lie there. Each device is asked once, and the others keep their kernel."""
+        process = run_script(
+            """
+            import logging, types
+            import numpy as np
+            from cumem_sleep import digest
+            from cumem_sleep.digest import DeviceDigester, digest_of
+
+            def never(*_):
+                raise AssertionError("the kernel was used")
+
+            reset_simulation()
+            allocator, memory = fresh_allocator(), Memory()
+            content = memory.fill_random(allocator.malloc(PAGE), PAGE)
+            warnings = []
+            logging.getLogger("cumem_sleep").addFilter(lambda record: warnings.append(record.getMessage()))
+            digest._choose_kernel = lambda: types.SimpleNamespace(GpuSums=never, warm_up=never)
+            digester = DeviceDigester()
+            digester.warm_up(0)
+            sim.reset()
+            for _ in range(2):
+                (found,) = digester.of(_core.segments()).values()
+                assert found == digest_of(np.frombuffer(content, np.uint8))
+            assert sim.stats().calls["cuDeviceGetAttribute"] == 0, "asked again"
+            (warning,) = warnings
+            assert "device 0 do not reach pinned host memory" in warning
+            memory.close()
+            free_everything()
+            """,
+            CUMEM_SLEEP_SIM_HOST_POINTERS="0",
+        )
+        assert_clean_exit(process)
 
 
 def test_text() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,11 +14,11 @@ from support import (
     AWAKE,
     MIB,
     PAGE,
-    PREAMBLE,
     SIMULATED,
     Cuda,
     Memory,
     assert_clean_exit,
+    assert_thread_ends_in_order,
     hooks,
     in_thread,
     quick_sums,
@@ -649,6 +650,29 @@ class TestBesideOthers:
         finished(preparation)
         assert allocator._store.host_bytes == PAGE
 
+    @pytest.mark.parametrize("through_hook", [False, True])
+    def test_a_backup_of_what_is_freed_goes_after_the_piece(
+        self, make_allocator: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, through_hook: bool
+    ) -> None:
+        """Not only at the end, which at one byte per second is weeks away."""
+        allocator = make_allocator(prepare_bytes_per_second=1)
+        (freed,) = fill(allocator, memory, "weights")
+        allocator.sleep()
+        allocator.wake_up()
+        fill(allocator, memory, "default")
+        gate = Gate(monkeypatch)
+        preparation = allocator.prepare()
+        gate.wait()
+        in_thread(lambda: hooks().cumem_sleep_free(freed, PAGE, 0, None) if through_hook else allocator.free(freed))
+        assert allocator._store.host_bytes == 2 * PAGE
+        gate.open()
+        deadline = time.monotonic() + 30
+        while allocator._store.host_bytes != PAGE:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert preparation.running
+        preparation.stop()
+
     @pytest.mark.parametrize("operation", ["sleep", "wake_up", "discard", "usage", "release_backups", "close"])
     def test_waits_for_the_piece_and_no_longer(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, operation: str
@@ -1095,7 +1119,7 @@ class TestDriverErrors:
 # Processes
 
 BEGUN = """
-    import os, sys, threading
+    import sys, threading
 
     reset_simulation()
     allocator, memory = fresh_allocator(prepare_bytes_per_second=RATE), Memory()
@@ -1132,44 +1156,16 @@ class TestProcess:
 
     def test_exit_ends_it_in_an_orderly_way(self) -> None:
         """Before the interpreter is taken down, not by that."""
-        first = """
-            import atexit
-            state = {}
-            atexit.register(lambda: print("running" if state["preparation"].running else "ended"))
-            """
-        process = run_script(
-            first, PREAMBLE, "RATE = 1", BEGUN, "state['preparation'] = preparation", preamble="", timeout_s=30
-        )
-        assert_clean_exit(process)
-        assert process.stdout == "ended\n"
+        assert_thread_ends_in_order("RATE = 1", BEGUN, thread="preparation._thread")
 
     @pytest.mark.parametrize("as_python_does", [False, True])
     def test_fork_meanwhile(self, as_python_does: bool) -> None:
-        """The child has the thread's locks as they were, and no thread that would give them back."""
         process = run_script(
             "RATE = 1",
             BEGUN,
             f"""
-            sys.stdout.flush()
-            held, forked = threading.Event(), threading.Event()
-
-            def hold():
-                with preparation._stopped._cond:
-                    held.set()
-                    forked.wait(30)
-
-            holder = threading.Thread(target=hold)
-            holder.start()
-            assert held.wait(30)
-            child = os.fork()
-            forked.set()
-            if child == 0:
-                for call in (allocator.prepare, allocator.usage, allocator.sleep):
-                    with raises(InvalidState, "fork"):
-                        call()
-                allocator.close()
-                sys.exit(0) if {as_python_does} else os._exit(0)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            calls = (allocator.prepare, allocator.usage, allocator.sleep)
+            fork_beside(preparation._stopped._cond, allocator, *calls, as_python_does={as_python_does})
             assert preparation.running
             assert allocator.sleep().copied_bytes == 4 * PAGE
             allocator.wake_up()

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import AWAKE, MIB, PAGE, SIMULATED, Memory, assert_clean_exit, quick_sums, run_script
+from support import AWAKE, DRIVER, MIB, PAGE, SIMULATED, Memory, assert_clean_exit, quick_sums, run_script
 
 import cumem_sleep
 from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, OutOfHostMemory, _core, host_limits, restore, sim
 from cumem_sleep.ahead import Ahead
+from cumem_sleep.allocator import open_driver
 from cumem_sleep.backup import Backup, Piece
 from cumem_sleep.restore import Batch, Batches, Restorer, _BestRate, _Choice, _choices, _Lane, _Way
 
@@ -584,12 +585,19 @@ class TestWarmUp:
         module.warm_up = work  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(cumem_sleep, "copy_kernel", module, raising=False)
+        open_driver(DRIVER)
         restorer = Restorer()
         restorer.warm_up(0)
         return restorer
 
     def test_makes_the_kernel_a_choice(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.warm_up(monkeypatch, lambda device: None)._kernel_devices == {0}
+
+    def test_not_where_kernels_do_not_reach_pinned_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_core, "device_info", lambda device: types.SimpleNamespace(host_pointers=False))
+        warmed: list[int] = []
+        assert self.warm_up(monkeypatch, warmed.append)._kernel_devices == set()
+        assert warmed == []
 
     def test_a_kernel_that_does_not_compile(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -788,6 +796,39 @@ class TestWake:
                 allocator.wake_up()
         assert at_undo == [True], "undone while the thread was mapping"
         assert len(stops) == (where == "copying, and stopping")
+        assert_all_asleep()
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
+    @pytest.mark.parametrize("second", range(4))
+    def test_a_second_interrupt_does_not_keep_a_wake_from_being_undone(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, second: int
+    ) -> None:
+        """It comes as the two threads are waited for, on leaving their context or once more before the undoing."""
+        contents = fill(allocator, memory, [PAGE] * 3)
+        fill(allocator, memory, [PAGE], "kv_cache")
+        allocator.sleep()
+        *_, last = contents
+        stop, to_device = Ahead.stop, _core.CopyStream.to_device
+        stops: list[Ahead] = []
+
+        def interrupted_copy(stream: _core.CopyStream, address: int, *more: Any) -> None:
+            if address == last:
+                raise KeyboardInterrupt
+            to_device(stream, address, *more)
+
+        def interrupted_stop(ahead: Ahead) -> None:
+            stop(ahead)
+            stops.append(ahead)
+            if len(stops) == second + 1:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_core.CopyStream, "to_device", interrupted_copy)
+            patch.setattr(Ahead, "stop", interrupted_stop)
+            with pytest.raises(KeyboardInterrupt):
+                allocator.wake_up()
+        assert len(stops) == 4
         assert_all_asleep()
         allocator.wake_up()
         check_bytes(memory, contents)

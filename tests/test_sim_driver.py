@@ -454,6 +454,11 @@ class TestDevices:
         handle = ctypes.c_uint64()
         assert driver("cuMemCreate", ctypes.byref(handle), PAGE, properties(handle_types=FABRIC), 0) == NOT_PERMITTED
 
+    def test_host_pointers_may_be_disclaimed(self, load: Callable[..., Driver]) -> None:
+        driver = load(HOST_POINTERS=0)
+        driver.start()
+        assert driver.get(Int, "cuDeviceGetAttribute", 91, 0) == 0
+
     def test_invalid_ordinals(self, driver: Driver) -> None:
         value = ctypes.c_uint64()
         for ordinal in (-1, 1):

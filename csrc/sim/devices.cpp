@@ -22,9 +22,10 @@ int attribute(const Device& device, int attrib) {
         case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
         case CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY:
         case CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED:
-        case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM:
         case CU_DEVICE_ATTRIBUTE_CONCURRENT_KERNELS:
             return 1;
+        case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM:
+            return Simulation::instance().settings.host_pointers;
         // On request claimed although cuMemCreate refuses it: so do hosts whose GPUs could, but whose fabric is not set
         // up.
         case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:

@@ -51,6 +51,7 @@ Settings Settings::from_environment() {
     settings.driver_version = static_cast<int>(number("CUMEM_SLEEP_SIM_DRIVER_VERSION", 13000, 1000, 1000000));
     settings.copy_delay_us = static_cast<unsigned>(number("CUMEM_SLEEP_SIM_COPY_DELAY_US", 200, 0, 60000000));
     settings.claims_fabric = number("CUMEM_SLEEP_SIM_FABRIC", 0, 0, 1) == 1;
+    settings.host_pointers = number("CUMEM_SLEEP_SIM_HOST_POINTERS", 1, 0, 1) == 1;
     return settings;
 }
 
