@@ -4,6 +4,20 @@
 `vllm serve --middleware cumem_sleep.vllm.SleepGate`. Nothing here imports vLLM before it is needed.
 """
 
-from .gate import SleepGate
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .gate import SleepGate
 
 __all__ = ["SleepGate"]
+
+
+def __getattr__(name: str) -> object:
+    """The gate is of use in the server's process alone; the plugin is loaded in all."""
+    if name == "SleepGate":
+        from .gate import SleepGate
+
+        return SleepGate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

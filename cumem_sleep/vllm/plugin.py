@@ -28,16 +28,15 @@ _REFUSED = "_CUMEM_SLEEP_REFUSED"
 def register() -> None:
     """Let vLLM's workers allocate from this layer, unless it is disabled or does not fit the installed vLLM.
 
+    Elsewhere than on CUDA nothing happens.
+
     Raises:
         InvalidArgument: an environment variable has a bad value: better at the start than at the first sleep.
     """
-    if parse_bool(DISABLE, os.environ.get(DISABLE, "").strip() or "0"):
+    if parse_bool(DISABLE, os.environ.get(DISABLE, "").strip() or "0") or not compatibility.is_cuda():
         return
     Settings.from_environment()
     _log_as_vllm_does()
-    if not compatibility.is_cuda():
-        logger.debug("cumem-sleep: vLLM does not run on CUDA here; it keeps its own allocator")
-        return
     if misfit := compatibility.misfit():
         if _REFUSED not in os.environ:
             os.environ[_REFUSED] = "1"
@@ -92,11 +91,12 @@ def cumem_sleep_status(self: Any) -> dict[str, Any]:
 
 
 def _log_as_vllm_does() -> None:
-    """Write where vLLM writes, which configures only its own loggers, unless the user has seen to it."""
+    """Write where vLLM writes, which configures only its own loggers, unless the user has seen to ours."""
     ours, theirs = logging.getLogger("cumem_sleep"), logging.getLogger("vllm")
     if ours.handlers or not theirs.handlers:
         return
     for handler in theirs.handlers:
         ours.addHandler(handler)
-    ours.setLevel(theirs.level)
+    if ours.level == logging.NOTSET:
+        ours.setLevel(theirs.level)
     ours.propagate = theirs.propagate
