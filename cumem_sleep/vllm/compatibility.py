@@ -2,9 +2,16 @@
 
 | | since |
 |---|---|
-| `CuMemAllocator.release_pools`, `close`; `device_allocator.sleep_mode_backend` | 0.26 or shortly before |
-| `CuMemAllocator.discard` (`release_kv_cache_memory`) | 0.30 or shortly before |
-| `CuMemAllocator.cudagraph_pool`, tags `runtime` and `cudagraph` backed up at every level | 0.33 or shortly before |
+| `enable_cumem_allocator`: the allocator without sleep mode | between 0.19 and 0.22 |
+| `device_allocator.get_mem_allocator_instance` | 0.23.0 |
+| `CuMemAllocator.release_pools`, `close`; `device_allocator.sleep_mode_backend` | 0.25.0 |
+| `CuMemAllocator.discard` | 0.28.0 |
+| `SleepModeBackend.discard`, `Worker.discard`, `release_kv_cache_memory` | 0.31.0 |
+| `CuMemAllocator.cudagraph_pool`; tags `runtime` and `cudagraph` are backed up at every level | 0.32.0 |
+| `--sleep-mode-backend` | 0.33.0 |
+
+Graph memory comes from `cudagraph_pool` only with the backend `cumem`, vLLM's default, which reaches this layer as well.
+Up to 0.26 a wake of `kv_cache` alone after level 2 restores buffers of weights that still sleep: wake `weights` first.
 
 Tested are 0.11.2, 0.18.1, 0.26.0 and 0.33.0 (tests/vllm); what lies between is checked when it is used, by `misfit`.
 """

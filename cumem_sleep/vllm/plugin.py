@@ -92,11 +92,19 @@ def cumem_sleep_status(self: Any) -> dict[str, Any]:
 
 def _log_as_vllm_does() -> None:
     """Write where vLLM writes, which configures only its own loggers, unless the user has seen to ours."""
-    ours, theirs = logging.getLogger("cumem_sleep"), logging.getLogger("vllm")
-    if ours.handlers or not theirs.handlers:
+    ours = logging.getLogger("cumem_sleep")
+    if ours.handlers:
         return
-    for handler in theirs.handlers:
-        ours.addHandler(handler)
+    ours.addHandler(_ToVllm())
+    ours.propagate = False
     if ours.level == logging.NOTSET:
-        ours.setLevel(theirs.level)
-    ours.propagate = theirs.propagate
+        ours.setLevel(logging.DEBUG)  # vLLM's level decides
+
+
+class _ToVllm(logging.Handler):
+    """Passes records on to vLLM's logger, which some versions configure only after the plugins were loaded."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        theirs = logging.getLogger("vllm")
+        if theirs.isEnabledFor(record.levelno):
+            theirs.handle(record)

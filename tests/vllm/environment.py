@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest.mock import MagicMock
@@ -49,6 +49,14 @@ def simulate_cuda(folder: pathlib.Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
     # vLLM does without Triton where it sees no driver, unless there is no device to see: then there may be one later.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def in_fork(work: Callable[[], object]) -> None:
+    """Run it in a forked process, as vLLM's workers are where CUDA is not in use yet."""
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
 
 
 @pytest.fixture(scope="session")
