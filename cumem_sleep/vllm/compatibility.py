@@ -10,7 +10,7 @@
 | `CuMemAllocator.cudagraph_pool`; tags `runtime` and `cudagraph` are backed up at every level | 0.32.0 |
 | `--sleep-mode-backend` | 0.33.0 |
 
-Graph memory comes from `cudagraph_pool` only with the backend `cumem`, vLLM's default, which reaches this layer as well.
+Graph memory comes from `cudagraph_pool` only with the backend `cumem`, vLLM's default, which reaches this layer, too.
 Up to 0.26 a wake of `kv_cache` alone after level 2 restores buffers of weights that still sleep: wake `weights` first.
 
 Tested are 0.11.2, 0.18.1, 0.26.0 and 0.33.0 (tests/vllm); what lies between is checked when it is used, by `misfit`.
