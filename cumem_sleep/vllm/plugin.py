@@ -50,11 +50,10 @@ def register() -> None:
 
 
 def _take_over() -> None:
+    """Again is harmless."""
     from vllm.device_allocator import cumem
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    if cumem.CuMemAllocator is CuMemAllocator:
-        return
     cumem.CuMemAllocator = CuMemAllocator
     CuMemAllocator.prepares_after_pools = False
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model

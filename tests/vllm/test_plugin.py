@@ -311,6 +311,7 @@ class TestLog:
         assert "memory pools come from cumem-sleep" in lines[0]
         assert "sleep: freed 2.00 MiB" in lines[1]
         assert len(lines) == 2
+        assert not logging.getLogger("cumem_sleep").propagate  # not a second time, by the root's handlers
 
     def test_where_vllm_is_configured_late(self, stock: Stock, request: pytest.FixtureRequest) -> None:
         """VLLM 0.33 does so after it has loaded the plugins."""
