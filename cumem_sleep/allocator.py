@@ -42,6 +42,7 @@ logger = logging.getLogger("cumem_sleep")
 
 DEFAULT_TAG = "default"
 GRAPH_TAG = "cudagraph"
+RUNTIME_TAG = "runtime"  # vLLM's, for what belongs to no model, as LoRA's buffers
 # The only tags that a selective wake may leave asleep, and that a level may drop (as in vLLM).
 DEFERRABLE_TAGS = ("weights", "kv_cache")
 
@@ -653,9 +654,9 @@ class CuMemAllocator:
         return chosen
 
     def _tags_to_back_up(self, tags: str | Iterable[str]) -> set[str]:
-        """The tags. vLLM names some that it may not use; but if not one is known they are misspelt, and all is lost."""
+        """The tags. vLLM names all that it may use; but if not one is known they are misspelt, and all is lost."""
         chosen = _checked_tags(tags, "offload_tags")
-        known = {DEFAULT_TAG, *self._all_tags()}
+        known = {DEFAULT_TAG, RUNTIME_TAG, GRAPH_TAG, *self._all_tags()}
         if chosen and not chosen & known:
             raise InvalidArgument(
                 f"offload_tags={sorted(chosen)!r}: no memory was ever given any of these tags, so everything would be"

@@ -149,6 +149,8 @@ CALLS: dict[str, tuple[str, list[Any]]] = {
     "cuEventSynchronize": ("", [Handle]),
     "cuEventQuery": ("", [Handle]),
     "cuLaunchHostFunc": ("", [Handle, HostFunction, ctypes.c_void_p]),
+    "cuPointerGetAttribute": ("", [Ref, Int, Address]),
+    "cuTensorMapEncodeTiled": ("", [Ref, Int, UInt, Ref, Ref, Ref, Ref, Ref, Int, Int, Int, Int]),
 }
 
 
@@ -1649,12 +1651,19 @@ class TestProcess:
         assert result.stdout == "done\n", result.stderr
 
     def test_stands_in_for_libcuda(self, tmp_path: pathlib.Path) -> None:
-        """A program linked to libcuda.so.1 finds the calls that vLLM's cumem_allocator needs."""
+        """A program linked to libcuda.so.1 finds what the extensions of vLLM's wheels (0.11.2 to 0.33.0) name.
+
+        What they name and this driver lacks fails the import of all of vLLM's kernels, and its allocator with them;
+        tests/vllm looks into the installed wheel.
+        """
         (tmp_path / "libcuda.so.1").symlink_to(sim.library_path())
         calls = [
+            # vllm.cumem_allocator
             *("cuCtxGetCurrent", "cuCtxSetCurrent", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain"),
             *("cuGetErrorString", "cuMemAddressFree", "cuMemAddressReserve", "cuMemCreate"),
             *("cuMemGetAllocationGranularity", "cuMemMap", "cuMemRelease", "cuMemSetAccess", "cuMemUnmap"),
+            # vllm._C (custom all-reduce, quantised kernels), vllm.vllm_flash_attn, FlashMLA, QuTLASS
+            *("cuPointerGetAttribute", "cuTensorMapEncodeTiled", "cuGetProcAddress_v2", "cuDriverGetVersion"),
         ]
         result = run_alone(
             f"""
@@ -1668,6 +1677,14 @@ class TestProcess:
             LD_LIBRARY_PATH=str(tmp_path),
         )
         assert result.stdout == "0\n", result.stderr
+
+    @pytest.mark.parametrize("name", ["cuPointerGetAttribute", "cuTensorMapEncodeTiled"])
+    def test_is_there_to_be_linked_against(self, load: Callable[..., Driver], name: str) -> None:
+        driver = load()
+        arguments = [kind(0) for kind in CALLS[name][1]]
+        assert driver(name, *arguments) == NOT_INITIALIZED
+        driver.ok("cuInit", 0)
+        assert driver(name, *arguments) == NOT_SUPPORTED
 
     def test_many_threads(self, load: Callable[..., Driver]) -> None:
         driver = load(DEVICES=2, COPY_DELAY_US=0)

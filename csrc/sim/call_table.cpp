@@ -67,6 +67,8 @@ constexpr const char* kCallNames[] = {
     "cuEventSynchronize",
     "cuEventQuery",
     "cuLaunchHostFunc",
+    "cuPointerGetAttribute",
+    "cuTensorMapEncodeTiled",
 };
 
 }  // namespace

@@ -2,9 +2,16 @@
 
 | | since |
 |---|---|
-| `CuMemAllocator.release_pools`, `close`; `device_allocator.sleep_mode_backend` | 0.26 or shortly before |
-| `CuMemAllocator.discard` (`release_kv_cache_memory`) | 0.30 or shortly before |
-| `CuMemAllocator.cudagraph_pool`, tags `runtime` and `cudagraph` backed up at every level | 0.33 or shortly before |
+| `enable_cumem_allocator`: the allocator without sleep mode | between 0.19 and 0.22 |
+| `device_allocator.get_mem_allocator_instance` | 0.23.0 |
+| `CuMemAllocator.release_pools`, `close`; `device_allocator.sleep_mode_backend` | 0.25.0 |
+| `CuMemAllocator.discard` | 0.28.0 |
+| `SleepModeBackend.discard`, `Worker.discard`, `release_kv_cache_memory` | 0.31.0 |
+| `CuMemAllocator.cudagraph_pool`; tags `runtime` and `cudagraph` are backed up at every level | 0.32.0 |
+| `--sleep-mode-backend` | 0.33.0 |
+
+Graph memory comes from `cudagraph_pool` only with the backend `cumem`, vLLM's default, which reaches this layer, too.
+Up to 0.26 a wake of `kv_cache` alone after level 2 restores buffers of weights that still sleep: wake `weights` first.
 
 Tested are 0.11.2, 0.18.1, 0.26.0 and 0.33.0 (tests/vllm); what lies between is checked when it is used, by `misfit`.
 """
@@ -22,6 +29,9 @@ from ..allocator import CuMemAllocator
 # Minor versions; older ones ask for a PyTorch below 2.9, newer ones have not been seen.
 OLDEST, NEWEST = (0, 11), (0, 33)
 
+# What the plugin adds to `WorkerWrapperBase`.
+WRAPPED = ("compile_or_warm_up_model", "cumem_sleep_status")
+
 
 def is_cuda() -> bool:
     """Whether vLLM runs on NVIDIA GPUs here. Does not initialise CUDA."""
@@ -32,7 +42,10 @@ def is_cuda() -> bool:
 
 def misfit() -> str | None:
     """Why this layer cannot serve the installed vLLM, or None where everything that it relies on is there."""
-    return _version_misfit() or _allocator_misfit() or _worker_misfit() or _backend_misfit()
+    try:
+        return _version_misfit() or _allocator_misfit() or _worker_misfit() or _backend_misfit()
+    except Exception as error:  # a vLLM of a shape that nobody thought of is to start all the same
+        return f"looking at it failed with {type(error).__name__}: {error}"
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:
@@ -58,14 +71,18 @@ def _allocator_misfit() -> str | None:
     """Every call that vLLM's own allocator takes, this one must take."""
     try:
         theirs = importlib.import_module("vllm.device_allocator.cumem").CuMemAllocator
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # its C++ part and CUDA's runtime come with it
         return f"vllm.device_allocator.cumem.CuMemAllocator cannot be imported ({error})"
-    for name, attribute in vars(theirs).items():
+    if theirs is CuMemAllocator:
+        return None
+    if getattr(theirs, "instance", None) is not None:
+        return "its own CuMemAllocator is in use already"
+    for name in dir(theirs):
         if name.startswith("_"):
             continue
         if not hasattr(CuMemAllocator, name):
             return f"its CuMemAllocator.{name} is new"
-        if callable(attribute) or isinstance(attribute, staticmethod | classmethod):
+        if callable(getattr(theirs, name)):
             reason = _refused_parameter(getattr(theirs, name), getattr(CuMemAllocator, name))
             if reason:
                 return f"its CuMemAllocator.{name} takes {reason}"
@@ -86,12 +103,17 @@ def _refused_parameter(theirs: Callable[..., Any], ours: Callable[..., Any]) -> 
 
 
 def _worker_misfit() -> str | None:
+    """The wrapper of every worker must pass on what it does not have itself: that is where the plugin steps in."""
     try:
         worker_base = importlib.import_module("vllm.v1.worker.worker_base")
         worker, wrapper = worker_base.WorkerBase, worker_base.WorkerWrapperBase
-    except (ImportError, AttributeError) as error:
-        return f"vllm.v1.worker.worker_base has not what is wanted ({error})"
-    if not hasattr(worker, "compile_or_warm_up_model") or not hasattr(wrapper, "__getattr__"):
+    except Exception as error:
+        return f"vllm.v1.worker.worker_base cannot be used ({error})"
+    for name in WRAPPED:
+        own = getattr(wrapper, name, None)
+        if own is not None and not own.__module__.startswith(__package__):
+            return f"its WorkerWrapperBase.{name} is new"
+    if not hasattr(worker, "compile_or_warm_up_model") or "__getattr__" not in vars(wrapper):
         return "its workers warm up in another way (WorkerBase.compile_or_warm_up_model behind WorkerWrapperBase)"
     return None
 
@@ -102,9 +124,14 @@ def _backend_misfit() -> str | None:
         return None
     if not isinstance(getattr(factory, "_registry", None), dict):
         return "its SleepModeBackendFactory has no registry"
-    parameters = list(inspect.signature(factory.register_backend).parameters)
-    if parameters != ["name", "module_path", "class_name"]:
-        return f"its SleepModeBackendFactory.register_backend takes {', '.join(parameters)}"
+    try:
+        inspect.signature(factory.register_backend).bind("name", "module", "class")
+    except TypeError as error:
+        return f"its SleepModeBackendFactory.register_backend takes other arguments ({error})"
+    from .backend import CumemSleepBackend
+
+    if missing := getattr(CumemSleepBackend, "__abstractmethods__", None):
+        return f"its SleepModeBackend asks for {', '.join(sorted(missing))}"
     return None
 
 

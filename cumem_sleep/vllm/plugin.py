@@ -28,16 +28,15 @@ _REFUSED = "_CUMEM_SLEEP_REFUSED"
 def register() -> None:
     """Let vLLM's workers allocate from this layer, unless it is disabled or does not fit the installed vLLM.
 
+    Elsewhere than on CUDA nothing happens.
+
     Raises:
         InvalidArgument: an environment variable has a bad value: better at the start than at the first sleep.
     """
-    if parse_bool(DISABLE, os.environ.get(DISABLE, "").strip() or "0"):
+    if parse_bool(DISABLE, os.environ.get(DISABLE, "").strip() or "0") or not compatibility.is_cuda():
         return
     Settings.from_environment()
     _log_as_vllm_does()
-    if not compatibility.is_cuda():
-        logger.debug("cumem-sleep: vLLM does not run on CUDA here; it keeps its own allocator")
-        return
     if misfit := compatibility.misfit():
         if _REFUSED not in os.environ:
             os.environ[_REFUSED] = "1"
@@ -51,11 +50,10 @@ def register() -> None:
 
 
 def _take_over() -> None:
+    """Again is harmless."""
     from vllm.device_allocator import cumem
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    if cumem.CuMemAllocator is CuMemAllocator:
-        return
     cumem.CuMemAllocator = CuMemAllocator
     CuMemAllocator.prepares_after_pools = False
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
@@ -92,11 +90,20 @@ def cumem_sleep_status(self: Any) -> dict[str, Any]:
 
 
 def _log_as_vllm_does() -> None:
-    """Write where vLLM writes, which configures only its own loggers, unless the user has seen to it."""
-    ours, theirs = logging.getLogger("cumem_sleep"), logging.getLogger("vllm")
-    if ours.handlers or not theirs.handlers:
+    """Write where vLLM writes, which configures only its own loggers, unless the user has seen to ours."""
+    ours = logging.getLogger("cumem_sleep")
+    if ours.handlers:
         return
-    for handler in theirs.handlers:
-        ours.addHandler(handler)
-    ours.setLevel(theirs.level)
-    ours.propagate = theirs.propagate
+    ours.addHandler(_ToVllm())
+    ours.propagate = False
+    if ours.level == logging.NOTSET:
+        ours.setLevel(logging.DEBUG)  # vLLM's level decides
+
+
+class _ToVllm(logging.Handler):
+    """Passes records on to vLLM's logger, which some versions configure only after the plugins were loaded."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        theirs = logging.getLogger("vllm")
+        if theirs.isEnabledFor(record.levelno):
+            theirs.handle(record)

@@ -1,0 +1,16 @@
+// Calls that this driver does not have, and that programs are linked against which run beside the layer: the loader
+// finds them, who calls them is refused. vLLM's extensions (0.11 to 0.33) name both: the first for its custom
+// all-reduce, the second for kernels, which cannot run here anyway.
+#include "simulation.h"
+
+using namespace cumem_sim;
+
+CUresult CUDAAPI cuPointerGetAttribute(void*, CUpointer_attribute, CUdeviceptr) {
+    return driver_call("cuPointerGetAttribute", Needs::kInit, [](Call&) { return CUDA_ERROR_NOT_SUPPORTED; });
+}
+
+CUresult CUDAAPI cuTensorMapEncodeTiled(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                        const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                        CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+    return driver_call("cuTensorMapEncodeTiled", Needs::kInit, [](Call&) { return CUDA_ERROR_NOT_SUPPORTED; });
+}

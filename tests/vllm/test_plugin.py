@@ -1,0 +1,345 @@
+"""The plugin in a real vLLM, without a GPU: is found, replaces what it must, stands back where it does not fit."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import io
+import logging
+import sys
+import types
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+from environment import Stock, in_fork, skip_unless_vllm
+from fresh_process import Findings
+
+from cumem_sleep import CuMemAllocator, InvalidArgument, sim
+from cumem_sleep.vllm import compatibility, plugin
+
+skip_unless_vllm()
+pytestmark = pytest.mark.sim
+
+PAGE = 2 << 20
+
+
+@pytest.fixture(scope="session")
+def findings(spawned: Connection, vllm_version: tuple[int, int]) -> Findings:
+    assert spawned.poll(90), "the spawned process does not answer"
+    found: Findings = spawned.recv()
+    assert found.error == ""
+    return found
+
+
+@pytest.fixture
+def logged(stock: Stock) -> Iterator[io.StringIO]:
+    """What the layer says through vLLM's logger, configured after the plugin was loaded or before."""
+    text, theirs = io.StringIO(), logging.getLogger("vllm")
+    handler = logging.StreamHandler(text)
+    handler.addFilter(logging.Filter("cumem_sleep"))
+    level = theirs.level
+    theirs.addHandler(handler)
+    theirs.setLevel(logging.INFO)
+    yield text
+    theirs.removeHandler(handler)
+    theirs.setLevel(level)
+
+
+def load() -> None:
+    """As vLLM does at the start of every process."""
+    import vllm.plugins
+
+    vllm.plugins.plugins_loaded = False
+    vllm.plugins.load_general_plugins()
+
+
+class TestLoading:
+    def test_is_found_by_its_entry_point(self) -> None:
+        (entry_point,) = [
+            point
+            for point in importlib.metadata.entry_points(group="vllm.general_plugins")
+            if point.name == "cumem_sleep"
+        ]
+        assert entry_point.load() is plugin.register
+
+    def test_replaces_the_allocator_where_vllm_looks_for_it(self, plugged: Stock) -> None:
+        from vllm.device_allocator.cumem import CuMemAllocator as Imported
+
+        assert Imported is CuMemAllocator
+        assert not CuMemAllocator.prepares_after_pools
+        import vllm.device_allocator
+
+        if hasattr(vllm.device_allocator, "get_mem_allocator_instance"):
+            assert vllm.device_allocator.get_mem_allocator_instance() is CuMemAllocator.get_instance()
+
+    def test_nothing_in_vllm_keeps_the_class_that_was_replaced(self, stock: Stock) -> None:
+        """The other modules import it when they need it; one that holds it would go by the plugin."""
+        holders = [
+            f"{module.__name__}.{name}"
+            for module in list(sys.modules.values())
+            if getattr(module, "__name__", "").startswith("vllm") and module is not stock.cumem
+            for name, value in list(vars(module).items())
+            if value is stock.allocator
+        ]
+        assert holders == []
+
+    def test_twice_is_harmless(self, plugged: Stock) -> None:
+        before = dict(vars(plugged.wrapper)), set(plugged.registry or ())
+        load()
+        plugin.register()
+        assert (dict(vars(plugged.wrapper)), set(plugged.registry or ())) == before
+        assert plugged.cumem.CuMemAllocator is CuMemAllocator
+
+    def test_in_a_fresh_process(self, findings: Findings) -> None:
+        assert findings.replaced
+        assert not findings.cuda_initialized
+        assert findings.threads == 0
+
+    def test_costs_few_imports(self, findings: Findings) -> None:
+        """An engine and its workers import the rest anyway."""
+        assert {name for name in findings.imported if not name.startswith("vllm.device_allocator")} <= {
+            "vllm.cumem_allocator",
+            "vllm.distributed.device_communicators.cuda_wrapper",
+        }
+
+    def test_calls_no_driver(self, stock: Stock) -> None:
+        calls = dict(sim.stats().calls)
+        load()
+        assert dict(sim.stats().calls) == calls
+        assert CuMemAllocator.instance is None
+
+
+class TestLeftAlone:
+    """Nothing of vLLM changes."""
+
+    def test_other_plugins_only(self, findings: Findings) -> None:
+        assert findings.ours_without_plugins == []
+
+    def test_disabled_in_a_fresh_process(self, findings: Findings) -> None:
+        assert findings.vllm_when_disabled == []
+
+    @pytest.mark.parametrize("value", ["1", "true", " ON "])
+    def test_disabled(self, stock: Stock, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+        monkeypatch.setenv("CUMEM_SLEEP_DISABLE", value)
+        monkeypatch.setenv("CUMEM_SLEEP_VERIFY", "nonsense")
+        load()
+        assert stock.is_untouched()
+
+    @pytest.mark.parametrize("value", ["", "0", "off"])
+    def test_not_disabled(self, stock: Stock, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+        monkeypatch.setenv("CUMEM_SLEEP_DISABLE", value)
+        load()
+        assert not stock.is_untouched()
+
+    @pytest.mark.parametrize("platform", ["CPU", "ROCM", "XPU", "UNSPECIFIED"])
+    def test_without_cuda(
+        self, stock: Stock, monkeypatch: pytest.MonkeyPatch, logged: io.StringIO, platform: str
+    ) -> None:
+        import vllm.platforms
+        from vllm.platforms.interface import Platform, PlatformEnum
+
+        kind = type(f"{platform}Platform", (Platform,), {"_enum": PlatformEnum[platform]})
+        monkeypatch.setattr(vllm.platforms, "_current_platform", kind())
+        monkeypatch.setenv("CUMEM_SLEEP_VERIFY", "nonsense")
+        load()
+        assert stock.is_untouched()
+        assert logged.getvalue() == ""
+
+    def test_a_bad_value_is_found_at_the_start(self, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+        for variable in ("CUMEM_SLEEP_DISABLE", "CUMEM_SLEEP_HOST_BUDGET_BYTES"):
+            with monkeypatch.context() as context:
+                context.setenv(variable, "nonsense")
+                with pytest.raises(InvalidArgument, match=f"{variable}='nonsense'"):
+                    load()
+            assert stock.is_untouched()
+
+
+class TestFit:
+    """What the layer relies on is there; what is not there is named, and vLLM's own allocator stays."""
+
+    def test_this_version(self, stock: Stock) -> None:
+        assert compatibility.misfit() is None
+
+    def test_once_plugged_in(self, plugged: Stock) -> None:
+        assert compatibility.misfit() is None
+
+    @pytest.mark.parametrize(
+        ("version", "fits"),
+        [
+            ("0.11.0", True),
+            ("0.26.1.dev3+g0123abc", True),  # built from source
+            ("0.26.0+fork.cu129", True),
+            ("0.33.1rc1", True),
+            ("0.10.2", False),
+            ("0.34.0", False),
+            ("0.34.0rc1.dev5+g0123abc", False),
+            ("1.0.0", False),
+            ("0.1.dev1+g0123abc", False),  # built from source without the tags
+            ("dev", False),  # vLLM's word where it cannot tell
+            ("", False),
+        ],
+    )
+    def test_versions(self, stock: Stock, monkeypatch: pytest.MonkeyPatch, version: str, fits: bool) -> None:
+        import vllm
+
+        monkeypatch.setattr(vllm, "__version__", version)
+        misfit = compatibility.misfit()
+        assert (misfit is None) == fits
+        if misfit:
+            assert version in misfit
+            assert "known are 0.11 to 0.33" in misfit
+
+    def change_method(self, stock: Stock, monkeypatch: pytest.MonkeyPatch, name: str, method: object) -> str:
+        monkeypatch.setattr(stock.allocator, name, method, raising=False)
+        misfit = compatibility.misfit()
+        assert misfit
+        return misfit
+
+    def test_a_new_method(self, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert "CuMemAllocator.defragment is new" in self.change_method(
+            stock, monkeypatch, "defragment", lambda self: None
+        )
+
+    def test_a_new_method_of_a_base_class(self, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Base:
+            def defragment(self) -> None: ...
+
+        monkeypatch.setattr(stock.cumem, "CuMemAllocator", type("CuMemAllocator", (stock.allocator, Base), {}))
+        assert "CuMemAllocator.defragment is new" in (compatibility.misfit() or "")
+
+    def test_a_new_parameter(self, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+        def sleep(self: object, offload_tags: object = None, compress: bool = False) -> None: ...
+
+        misfit = self.change_method(stock, monkeypatch, "sleep", sleep)
+        assert "CuMemAllocator.sleep takes 'compress', which is new" in misfit
+
+    def test_a_parameter_of_another_kind(self, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+        def wake_up(self: object, *tags: str) -> None: ...
+
+        misfit = self.change_method(stock, monkeypatch, "wake_up", wake_up)
+        assert "CuMemAllocator.wake_up takes 'tags' differently (*tags: " in misfit
+
+    def test_a_parameter_that_can_be_left_out(self, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+        def discard(self: object, tags: str = "kv_cache") -> None: ...
+
+        misfit = self.change_method(stock, monkeypatch, "discard", discard)
+        assert "CuMemAllocator.discard takes 'tags' differently (tags: " in misfit
+
+    def test_a_new_attribute(self, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert "CuMemAllocator.policy is new" in self.change_method(stock, monkeypatch, "policy", "lru")
+
+    def test_no_allocator(self, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(stock.cumem, "CuMemAllocator")
+        assert "vllm.device_allocator.cumem.CuMemAllocator cannot be imported" in (compatibility.misfit() or "")
+        for broken in (None, BrokenModule()):
+            monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", broken)
+            assert "vllm.device_allocator.cumem.CuMemAllocator cannot be imported" in (compatibility.misfit() or "")
+
+    def test_its_allocator_is_in_use(self, stock: Stock) -> None:
+        stock.allocator.instance = object()
+        assert "its own CuMemAllocator is in use already" in (compatibility.misfit() or "")
+
+    def test_other_workers(self, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm.v1.worker import worker_base
+
+        with monkeypatch.context() as context:
+            context.setattr(stock.wrapper, "compile_or_warm_up_model", Stock.restore, raising=False)
+            assert "WorkerWrapperBase.compile_or_warm_up_model is new" in (compatibility.misfit() or "")
+        with monkeypatch.context() as context:
+            context.delattr(stock.wrapper, "__getattr__")
+            assert "its workers warm up in another way" in (compatibility.misfit() or "")
+        with monkeypatch.context() as context:
+            context.delattr(worker_base.WorkerBase, "compile_or_warm_up_model")
+            assert "its workers warm up in another way" in (compatibility.misfit() or "")
+        monkeypatch.delattr(worker_base, "WorkerWrapperBase")
+        assert "vllm.v1.worker.worker_base cannot be used" in (compatibility.misfit() or "")
+
+    def test_another_registry(self, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+        factory = compatibility._backend_factory()
+        if factory is None:
+            pytest.skip("this vLLM has no registry of sleep-mode backends")
+        with monkeypatch.context() as context:
+            context.setattr(factory, "register_backend", lambda name, module_path, class_name, rank: None)
+            assert "register_backend takes other arguments (missing a required" in (compatibility.misfit() or "")
+        with monkeypatch.context() as context:
+            context.setattr(factory, "_registry", None)
+            assert "its SleepModeBackendFactory has no registry" in (compatibility.misfit() or "")
+        from cumem_sleep.vllm.backend import CumemSleepBackend
+
+        monkeypatch.setattr(CumemSleepBackend, "__abstractmethods__", frozenset({"compact"}))
+        assert "its SleepModeBackend asks for compact" in (compatibility.misfit() or "")
+
+    def test_what_nobody_thought_of(self, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stock.wrapper, "cumem_sleep_status", 7, raising=False)
+        assert "looking at it failed with AttributeError" in (compatibility.misfit() or "")
+
+    def test_its_own_layer_stays_and_one_warning_says_why(
+        self, stock: Stock, monkeypatch: pytest.MonkeyPatch, logged: io.StringIO
+    ) -> None:
+        import vllm
+
+        monkeypatch.setattr(vllm, "__version__", "0.99.0")
+        load()
+        load()
+        in_fork(load)  # of the server's processes, only the first says so
+        assert stock.is_untouched()
+        assert logged.getvalue().splitlines() == [
+            "cumem-sleep does not serve this vLLM, whose own sleep mode stays: its version 0.99.0 is not known to work"
+            " with it; known are 0.11 to 0.33. (CUMEM_SLEEP_DISABLE=1 takes this message away.)"
+        ]
+
+
+class BrokenModule(types.ModuleType):
+    """As a vLLM whose C++ part cannot be loaded."""
+
+    def __init__(self) -> None:
+        super().__init__("vllm.device_allocator.cumem")
+
+    def __getattr__(self, name: str) -> object:
+        raise OSError("libcudart is not loaded in the current process")
+
+
+class TestLog:
+    def test_goes_where_vllm_writes(self, stock: Stock, logged: io.StringIO) -> None:
+        load()
+        load()
+        allocator = CuMemAllocator.get_instance()
+        allocator.malloc(PAGE, "weights")
+        allocator.sleep(1)
+        lines = logged.getvalue().splitlines()
+        assert "memory pools come from cumem-sleep" in lines[0]
+        assert "sleep: freed 2.00 MiB" in lines[1]
+        assert len(lines) == 2
+        assert not logging.getLogger("cumem_sleep").propagate  # not a second time, by the root's handlers
+
+    def test_where_vllm_is_configured_late(self, stock: Stock, request: pytest.FixtureRequest) -> None:
+        """VLLM 0.33 does so after it has loaded the plugins."""
+        load()
+        logged = request.getfixturevalue("logged")
+        logging.getLogger("cumem_sleep").info("here")
+        assert logged.getvalue() == "here\n"
+
+    def test_vllm_sets_the_level(self, stock: Stock, logged: io.StringIO) -> None:
+        load()
+        logging.getLogger("vllm").setLevel(logging.WARNING)
+        logging.getLogger("cumem_sleep").info("not here")
+        assert logged.getvalue() == ""
+
+    def test_fits_its_format(self) -> None:
+        from vllm.logger import _FORMAT
+        from vllm.logging_utils import NewLineFormatter
+
+        record = logging.LogRecord("cumem_sleep", logging.INFO, plugin.__file__, 1, "first\nsecond", (), None)
+        record.vllm_process_name = "EngineCore"
+        assert NewLineFormatter(_FORMAT).format(record).endswith("second")
+
+    def test_handlers_and_levels_of_the_user_stay(self, stock: Stock) -> None:
+        ours, mine = logging.getLogger("cumem_sleep"), logging.NullHandler()
+        ours.addHandler(mine)
+        load()
+        assert (ours.handlers, ours.level, ours.propagate) == ([mine], logging.NOTSET, True)
+        ours.removeHandler(mine)
+        ours.setLevel(logging.ERROR)
+        load()
+        assert ours.level == logging.ERROR

@@ -1,0 +1,407 @@
+"""The code of vLLM's own workers, executors and sleep-mode backends, on memory of this layer (simulated driver).
+
+What is simulated: PyTorch's CUDA calls that read memory sizes or wait, and the model. What is real: everything of vLLM
+between the executor and the allocator.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pickle
+import types
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from environment import Stock, skip_unless_vllm
+from support import Memory, fresh_allocator
+
+from cumem_sleep import CuMemAllocator, DriverError, OutOfDeviceMemory, _core, sim
+from cumem_sleep.vllm import compatibility
+
+skip_unless_vllm()
+pytestmark = pytest.mark.sim
+
+PAGE = 2 << 20
+
+
+class Model:
+    """Stands for a PyTorch model: what a worker asks of one when it sleeps."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.buffer = torch.arange(4.0)
+
+    def named_buffers(self) -> Iterator[tuple[str, Any]]:
+        yield "scale", self.buffer
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        yield from ()
+
+
+class ModelRunner:
+    """Stands for vLLM's model runner."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+        self.kv_cache_wakes = 0
+        self.shut_down = False
+
+    def get_draft_model(self) -> None:
+        return None
+
+    def post_kv_cache_wake_up(self) -> None:
+        self.kv_cache_wakes += 1
+
+    def shutdown(self) -> None:
+        self.shut_down = True
+
+    def ensure_kv_transfer_shutdown(self) -> None: ...
+
+
+@pytest.fixture
+def worker(plugged: Stock, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """VLLM's real GPU worker, without the constructor, which wants a GPU."""
+    import torch
+    from vllm.v1.worker import gpu_worker
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: _core.memory_info(0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device=None: _core.memory_info(0), raising=False)
+    model_config = types.SimpleNamespace(
+        enable_sleep_mode=True,
+        enable_cumem_allocator=True,
+        enable_nccl_comm_suspend=False,
+        sleep_mode_backend="cumem",
+        sleep_preserve_parameter_names=[],
+    )
+    worker = gpu_worker.Worker.__new__(gpu_worker.Worker)
+    worker.vllm_config = types.SimpleNamespace(model_config=model_config)
+    worker.model_config = model_config
+    worker.cache_config = types.SimpleNamespace(cache_dtype="auto")
+    worker.model_runner = ModelRunner()
+    worker.rank = 3
+    worker.profiler = worker.weight_transfer_engine = worker.worker_sentinel = None
+    worker.elastic_ep_executor = types.SimpleNamespace(shutdown=lambda: None)
+    worker._sleep_mode_backend = None
+    worker._sleep_saved_buffers = {}
+    worker._sleep_saved_parameters = {}
+    worker._sleep_saved_draft_buffers = {}
+    worker._sleep_rebuild_draft_metadata_buffers = False
+    return worker
+
+
+class Contents:
+    """Memory of every tag that vLLM uses, allocated in the worker's own pools, and what was written to it."""
+
+    def __init__(self, worker: Any, memory: Memory, *more_tags: str) -> None:
+        self._memory = memory
+        self.addresses: dict[str, int] = {}
+        self.bytes: dict[str, bytes] = {}
+        for tag in ("weights", "kv_cache", *more_tags):
+            with worker._maybe_get_memory_pool_context(tag):
+                self.addresses[tag] = CuMemAllocator.get_instance().malloc(PAGE)
+            self.bytes[tag] = memory.fill_random(self.addresses[tag], PAGE)
+
+    def is_there(self, tag: str) -> bool:
+        return self._memory.read(self.addresses[tag], PAGE) == self.bytes[tag]
+
+    def free(self) -> None:
+        for address in self.addresses.values():
+            CuMemAllocator.get_instance().free(address)
+
+
+def asleep() -> set[str]:
+    return {tag for tag, usage in CuMemAllocator.get_instance().usage().items() if usage.asleep_segments}
+
+
+backends = pytest.mark.parametrize("backend", ["cumem", "cumem_sleep"])
+
+
+@pytest.fixture
+def choose(worker: Any) -> Any:
+    """Chooses vLLM's sleep-mode backend by name; skips where there is no choice."""
+
+    def choose(backend: str) -> None:
+        if backend != "cumem" and compatibility._backend_factory() is None:
+            pytest.skip("this vLLM has no registry of sleep-mode backends")
+        worker.model_config.sleep_mode_backend = backend
+
+    return choose
+
+
+class TestWorker:
+    @backends
+    def test_level_1(self, worker: Any, memory: Memory, choose: Any, backend: str) -> None:
+        choose(backend)
+        contents = Contents(worker, memory)
+        for _ in range(2):
+            worker.sleep(level=1)
+            assert asleep() == {"weights", "kv_cache"}
+            worker.wake_up()
+            assert asleep() == set()
+            assert contents.is_there("weights")
+        assert not contents.is_there("kv_cache")
+
+    @backends
+    def test_level_2(self, worker: Any, memory: Memory, choose: Any, backend: str) -> None:
+        choose(backend)
+        contents, model = Contents(worker, memory), worker.model_runner.model
+        worker.sleep(level=2)
+        assert asleep() == {"weights", "kv_cache"}
+        model.buffer.zero_()
+        worker.wake_up(tags=["weights"])
+        assert asleep() == {"kv_cache"}
+        assert not contents.is_there("weights")
+        assert model.buffer.tolist() == [0, 1, 2, 3]  # vLLM keeps buffers itself
+        memory.write(contents.addresses["weights"], contents.bytes["weights"])  # reload_weights
+        worker.wake_up(tags=["kv_cache"])
+        assert asleep() == set()
+        assert contents.is_there("weights")
+
+    @backends
+    @pytest.mark.parametrize("first", ["weights", "kv_cache"])
+    def test_in_two_steps(self, worker: Any, memory: Memory, choose: Any, backend: str, first: str) -> None:
+        choose(backend)
+        contents = Contents(worker, memory)
+        worker.sleep(level=1)
+        worker.wake_up(tags=[first])
+        assert asleep() == {"weights", "kv_cache"} - {first}
+        worker.wake_up(tags=sorted(asleep()))
+        assert asleep() == set()
+        assert contents.is_there("weights")
+
+    @backends
+    def test_kv_cache_alone(self, worker: Any, memory: Memory, choose: Any, backend: str) -> None:
+        if not hasattr(worker, "discard"):
+            pytest.skip("this vLLM cannot release the KV cache alone")
+        choose(backend)
+        contents = Contents(worker, memory)
+        worker.discard(("kv_cache",))
+        assert asleep() == {"kv_cache"}
+        assert contents.is_there("weights")
+        worker.sleep(level=1)
+        worker.wake_up()
+        assert contents.is_there("weights")
+
+    @backends
+    @pytest.mark.parametrize("level", [1, 2])
+    def test_runtime_state_and_graphs_stay(
+        self, stock: Stock, worker: Any, memory: Memory, choose: Any, backend: str, level: int
+    ) -> None:
+        choose(backend)
+        if backend == "cumem" and not hasattr(stock.allocator, "cudagraph_pool"):
+            pytest.skip("this vLLM tags neither runtime state nor graphs")
+        contents = Contents(worker, memory, "runtime", "cudagraph")
+        worker.sleep(level=level)
+        worker.wake_up(tags=["kv_cache"])
+        assert contents.is_there("runtime")
+        assert contents.is_there("cudagraph")
+
+    def test_a_second_engine_in_one_process(self, worker: Any, memory: Memory) -> None:
+        for _ in range(2):
+            contents = Contents(worker, memory)
+            worker.sleep(level=1)
+            worker.wake_up()
+            with pytest.raises(AssertionError, match="one instance per process"):
+                worker._maybe_get_memory_pool_context("weights")
+            contents.free()
+            worker.shutdown()
+            assert CuMemAllocator.get_instance().get_current_usage() == 0
+
+    def test_shut_down_asleep(self, worker: Any, memory: Memory) -> None:
+        contents = Contents(worker, memory)
+        worker.sleep(level=1)
+        contents.free()
+        worker.shutdown()
+        assert CuMemAllocator.get_instance().get_current_usage() == 0
+
+    def test_without_sleep_mode(self, worker: Any) -> None:
+        worker.model_config.enable_sleep_mode = worker.model_config.enable_cumem_allocator = False
+        assert isinstance(worker._maybe_get_memory_pool_context("weights"), nullcontext)
+        assert CuMemAllocator.instance is None
+
+    @backends
+    @pytest.mark.parametrize("call", ["cuMemHostRegister", "cuMemUnmap", "cuMemcpyDtoHAsync"])
+    def test_a_sleep_that_fails(self, worker: Any, memory: Memory, choose: Any, backend: str, call: str) -> None:
+        choose(backend)
+        contents = Contents(worker, memory)
+        sim.fail(call, error="CUDA_ERROR_UNKNOWN", times=100)
+        with pytest.raises(DriverError, match=call):
+            worker.sleep(level=1)
+        sim.reset()
+        assert asleep() == set()
+        assert contents.is_there("weights")
+        assert contents.is_there("kv_cache")
+        worker.sleep(level=1)
+        worker.wake_up()
+        assert contents.is_there("weights")
+
+    @backends
+    def test_a_wake_that_fails(self, worker: Any, memory: Memory, choose: Any, backend: str) -> None:
+        choose(backend)
+        contents = Contents(worker, memory)
+        worker.sleep(level=1)
+        sim.fail("cuMemCreate", after=1)
+        with pytest.raises(OutOfDeviceMemory):
+            worker.wake_up()
+        assert asleep() == {"weights", "kv_cache"}
+        worker.wake_up()
+        assert contents.is_there("weights")
+
+
+class TestBackend:
+    @pytest.fixture
+    def backend(self, plugged: Stock) -> Any:
+        factory = compatibility._backend_factory()
+        if factory is None:
+            pytest.skip("this vLLM has no registry of sleep-mode backends")
+        assert {"cumem", "cumem_sleep"} <= set(factory._registry)
+        return factory.create_backend(types.SimpleNamespace(sleep_mode_backend="cumem_sleep"))
+
+    def test_says_what_survives(self, backend: Any) -> None:
+        assert backend.preserves_communicators()
+        assert backend.preserves_compiled_artifacts()
+        assert backend.preserves_graphs_with_communicators()
+        assert not backend.supports_durable_storage()
+
+    def test_tells_its_state(self, backend: Any) -> None:
+        allocator = CuMemAllocator.get_instance()
+        for tag in ("weights", "kv_cache"):
+            allocator.malloc(PAGE, tag)
+        states = [backend.state()]
+        for step in (
+            lambda: backend.suspend(1),
+            lambda: backend.resume(["weights"]),
+            lambda: backend.resume(["kv_cache"]),
+            lambda: backend.discard(("kv_cache",)),
+            backend.resume,
+        ):
+            step()
+            states.append(backend.state())
+        assert states == ["RUNNING", "SUSPENDED", "SUSPENDED", "RUNNING", "SUSPENDED", "RUNNING"]
+
+    def test_tells_its_state_after_failures(self, backend: Any) -> None:
+        CuMemAllocator.get_instance().malloc(PAGE, "weights")
+        sim.fail("cuMemUnmap", error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError):
+            backend.suspend(1)
+        assert backend.state() == "RUNNING"
+        backend.suspend(2)
+        sim.fail("cuMemCreate")
+        with pytest.raises(OutOfDeviceMemory):
+            backend.resume()
+        assert backend.state() == "SUSPENDED"
+
+    def test_is_supported_only_where_the_layer_is(self, backend: Any, plugged: Stock) -> None:
+        plugged.cumem.CuMemAllocator = plugged.allocator
+        factory = compatibility._backend_factory()
+        with pytest.raises(ValueError, match="cumem_sleep"):
+            factory.create_backend(types.SimpleNamespace(sleep_mode_backend="cumem_sleep"))
+
+
+class TestExecutor:
+    """Calls that reach every worker through its wrapper."""
+
+    @pytest.fixture
+    def executor(self, plugged: Stock) -> Any:
+        """VLLM's executor of one process, around a worker that does nothing."""
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        executor = UniProcExecutor.__new__(UniProcExecutor)
+        executor.driver_worker = plugged.wrapper.__new__(plugged.wrapper)
+        executor.driver_worker.worker = types.SimpleNamespace(rank=3, compile_or_warm_up_model=lambda: "compiled")
+        return executor
+
+    @pytest.mark.parametrize("wanted", [True, False])
+    def test_prepares_after_the_warm_up(self, executor: Any, make_allocator: Any, wanted: bool) -> None:
+        allocator = fresh_allocator(prepare=wanted, prepare_bytes_per_second=0)
+        with allocator.use_memory_pool("weights"):
+            allocator.malloc(PAGE)
+        assert allocator._preparation is None
+        assert executor.collective_rpc("compile_or_warm_up_model") == ["compiled"]
+        assert (allocator._preparation is not None) == wanted
+        if allocator._preparation is not None:
+            allocator._preparation.wait(30)
+            assert allocator.sleep(1).copied_bytes == 0
+
+    def test_a_preparation_that_cannot_begin(
+        self, executor: Any, make_allocator: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import logging
+
+        monkeypatch.setattr(logging.getLogger("cumem_sleep"), "propagate", True)
+        allocator = fresh_allocator(prepare=True, host_budget_bytes=1)
+        allocator.malloc(PAGE, "weights")
+        assert executor.collective_rpc("compile_or_warm_up_model") == ["compiled"]
+        assert "prepare did not begin" in caplog.text
+
+    def test_without_memory_there_is_nothing_to_prepare(self, executor: Any, make_allocator: Any) -> None:
+        assert executor.collective_rpc("compile_or_warm_up_model") == ["compiled"]
+        assert CuMemAllocator.instance is None
+        allocator = fresh_allocator(prepare=True)
+        assert executor.collective_rpc("compile_or_warm_up_model") == ["compiled"]
+        assert allocator._preparation is None
+
+    def test_a_warm_up_that_fails(self, executor: Any, make_allocator: Any) -> None:
+        allocator = fresh_allocator(prepare=True)
+        allocator.malloc(PAGE, "weights")
+
+        def fail() -> None:
+            raise RuntimeError("out of registers")
+
+        executor.driver_worker.worker.compile_or_warm_up_model = fail
+        with pytest.raises(RuntimeError, match="out of registers"):
+            executor.collective_rpc("compile_or_warm_up_model")
+        assert allocator._preparation is None
+
+    def test_status(self, executor: Any) -> None:
+        (before,) = executor.collective_rpc("cumem_sleep_status")
+        assert (before["rank"], before["devices"], before["usage"], before["operations"]) == (3, [], {}, {})
+        allocator = CuMemAllocator.get_instance()
+        for tag in ("weights", "kv_cache"):
+            allocator.malloc(PAGE, tag)
+        allocator.sleep(1)
+        (status,) = executor.collective_rpc("cumem_sleep_status")
+        assert json.loads(json.dumps(status)) == pickle.loads(pickle.dumps(status)) == status
+        assert status["simulated"]
+        assert status["devices"] == [0]
+        assert status["usage"]["weights"]["host_bytes"] == PAGE
+        assert status["usage"]["kv_cache"]["mapped_bytes"] == 0
+        assert status["operations"]["sleep"]["count"] == 1
+        assert 0 <= status["device_used_bytes"] < status["device_total_bytes"]
+
+    def test_other_executors_use_the_wrapper_too(self, plugged: Stock) -> None:
+        import vllm.v1.executor.multiproc_executor as multiproc
+
+        assert multiproc.WorkerWrapperBase is plugged.wrapper
+        folder = inspect.getsourcefile(multiproc)
+        assert folder is not None
+        import pathlib
+
+        ray = pathlib.Path(folder).with_name("ray_utils.py").read_text()
+        second = pathlib.Path(folder).with_name("ray_executor_v2.py")
+        assert "class RayWorkerWrapper(WorkerWrapperBase)" in ray or "class RayWorkerProc(WorkerProc)" in (
+            second.read_text()
+        )
+
+
+def test_engine_has_what_the_gate_calls(vllm_version: tuple[int, int]) -> None:
+    from vllm.engine.protocol import EngineClient
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    calls: dict[str, tuple[tuple[object, ...], dict[str, object]]] = {
+        "sleep": ((), {"level": 1}),
+        "wake_up": ((), {"tags": None}),
+        "is_sleeping": ((), {}),
+        "collective_rpc": (("cumem_sleep_status",), {"timeout": 5.0}),
+    }
+    for engine in (EngineClient, AsyncLLM):
+        for name, (arguments, keywords) in calls.items():
+            method = getattr(engine, name)
+            assert inspect.iscoroutinefunction(method)
+            inspect.signature(method).bind(None, *arguments, **keywords)
