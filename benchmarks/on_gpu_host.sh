@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Builds the project on a GPU host without network and runs what needs a GPU; raw results go to the folder $1.
 #   benchmarks/on_gpu_host.sh OUT [tests] [sanitizer] [decoder] [bench] [small] [prepare] [peers] [switching] [switching_fp8]
+#       [scenarios] [two_gpus] [serve]
 # What `peers` compares with comes from .gpu/peers.tar.xz (benchmarks/peers_bundle.py), if it is there; vLLM for
-# `switching` from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed. Both parts of that benchmark add to one file,
+# the last five from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed. Both parts of that benchmark add to one file,
 # which begins as .gpu/switching.json if that is there.
 # Runs of the suite leave their last lines in OUT/*.txt, measurements their raw JSON.
 set -uo pipefail
@@ -13,14 +14,19 @@ export PYTHONPATH=/tmp/site:$PWD/benchmarks PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 python3 -m pip install --no-build-isolation --no-deps -q --upgrade --target /tmp/site . || exit 1
 status=0
 
-# The rest of ten minutes; what is not measured by then keeps what it has.
-switching() {
+with_vllm() {
     local archive
+    export HF_HUB_OFFLINE=1 VLLM_USE_FLASHINFER_SAMPLER=0
     if ! python3 -c 'import importlib.metadata; importlib.metadata.version("vllm")' 2>/dev/null; then
         for archive in .gpu/1/*.tar.xz .gpu/2/*.tar.xz; do
             [ ! -f "$archive" ] || tar xJf "$archive" -C /tmp/site || return 1
         done
     fi
+}
+
+# The rest of ten minutes; what is not measured by then keeps what it has.
+switching() {
+    with_vllm || return 1
     mkdir -p /tmp/switching
     if [ -f .gpu/switching.json ] && [ ! -f /tmp/switching/switching.json ]; then
         cp .gpu/switching.json /tmp/switching/ || return 1
@@ -56,6 +62,12 @@ for what in "$@"; do
         timeout -k 10 580 python3 -m pytest -p no:cacheprovider benchmarks/test_peers.py --deadline=450 \
             --benchmark-json="$out/peers.json" 2>&1 | tee "$out/peers.txt"
         ;;
+    scenarios) with_vllm && timeout 400 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" --jobs 6 ;;
+    two_gpus)
+        with_vllm && timeout 400 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" \
+            --only model_8b,model_32b,tensor_parallel_2 --jobs 2
+        ;;
+    serve) with_vllm && timeout 580 python3 benchmarks/vllm_serve.py --out "$out/vllm_serve.json" ;;
     switching) switching ;;
     switching_fp8) switching --fp8 --ways vllm,level1 ;;
     *) echo "unknown: $what" && false ;;

@@ -22,6 +22,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 PLOT = ROOT / "docs" / "peers.svg"
 SWITCHING = "switching.json"  # is left out as long as it is not there
 SWITCHING_PLOT = ROOT / "docs" / "switching.svg"
+SCENARIOS_BEGIN = "<!-- scenarios: made by benchmarks/readme_tables.py from benchmarks/results, do not edit -->"
+SCENARIOS_END = "<!-- /scenarios -->"
 BEGIN = "<!-- measured: made by benchmarks/readme_tables.py from benchmarks/results, do not edit -->"
 END = "<!-- /measured -->"
 GIB = 1 << 30
@@ -356,6 +358,59 @@ def draw_switching(result: dict[str, Any]) -> None:
     draw_bars(SWITCHING_PLOT, SWITCHING, title, SWITCHING_PLOTTED, series)
 
 
+SERVE_ROWS = {
+    "first sleep": "first_sleep_s",
+    "later sleeps": "later_sleeps_s",
+    "wake right after a sleep": "wakes_s",
+    "wake 3 s later": "wake_after_3_s",
+    "first token after a wake": "first_token_s",
+}
+SERVE_TITLES = {
+    "cold": "cumem-sleep, cold",
+    "touched": "cumem-sleep, host memory used before",
+    "prepared": "cumem-sleep, `CUMEM_SLEEP_PREPARE=1`",
+    "vllm": "vLLM's own",
+}
+
+
+def serve_table(result: dict[str, Any]) -> list[str]:
+    """What a client of `vllm serve` waits for."""
+    ways = {way: facts for way, facts in result["ways"].items() if "error" not in facts}
+    names = [way for way in SERVE_TITLES if way in ways]
+    usage = next(facts["status"]["usage"] for facts in ways.values() if "status" in facts)
+    sizes = " and ".join(f"{usage[tag]['bytes'] / GIB:.1f} GiB of {tag}" for tag in ("weights", "kv_cache"))
+    lines = [
+        f"**`vllm serve`, a Qwen3-{result['shape']}-shaped model**, level 1: {sizes}, vLLM {result['vllm']},"
+        f" torch.compile and CUDA graphs on, the same tokens after every wake. {machine(result)}. Seconds, as an HTTP"
+        " client sees them, median and range:",
+        "",
+        f"|  | {' | '.join(SERVE_TITLES[name] for name in names)} |",
+        "|---" * (len(names) + 1) + "|",
+    ]
+    for head, key in SERVE_ROWS.items():
+        cells = [ways[name][key] for name in names]
+        lines.append(f"| {head} | {' | '.join(spread(c if isinstance(c, list) else [c]) for c in cells)} |")
+    left = [f"{ways[name]['gpu_bytes_asleep'][-1] / GIB:.2f}" for name in names]
+    return [*lines, f"| left on the GPU asleep, GiB | {' | '.join(left)} |"]
+
+
+def scenarios_table(result: dict[str, Any]) -> list[str]:
+    """What was tried with a real vLLM, and how it ended."""
+    outcomes = result["scenarios"]
+    versions = ", ".join(sorted({outcome["machine"]["vllm"] for outcome in outcomes.values()}))
+    gpus = ", ".join(sorted({outcome["machine"]["gpu"] for outcome in outcomes.values()}))
+    lines = [
+        f"Run with vLLM {versions} on an {gpus} (`benchmarks/vllm_scenarios.py`):",
+        "",
+        "| scenario | |",
+        "|---|---|",
+    ]
+    for name, outcome in outcomes.items():
+        ended = "" if outcome["passed"] else " **Failed.**"
+        lines.append(f"| {name.replace('_', ' ')} | {outcome['says']}{ended} |")
+    return lines
+
+
 def prepare_table(result: dict[str, Any]) -> list[str]:
     """What a model that runs meanwhile pays."""
     lines = [
@@ -402,6 +457,8 @@ def section() -> str:
         BEGIN,
         "",
         *switching,
+        *serve_table(load("vllm_serve.json")),
+        "",
         *peers_table(load("peers.json")),
         "",
         *bench_table(load("bench.json"), "A 32B model's memory"),
@@ -425,13 +482,20 @@ def section() -> str:
     return "\n".join(lines)
 
 
+def replaced(text: str, begin: str, section: str, end: str) -> str:
+    """The text with what lies between the two marks, and they themselves, replaced."""
+    return text[: text.index(begin)] + section + text[text.index(end) + len(end) :]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if something is not up to date")
     check = parser.parse_args().check
     readme = ROOT / "README.md"
     old = readme.read_text()
-    new = old[: old.index(BEGIN)] + section() + old[old.index(END) + len(END) :]
+    scenarios = json.loads((RESULTS / "vllm_scenarios.json").read_text())
+    listed = "\n".join([SCENARIOS_BEGIN, "", *scenarios_table(scenarios), "", SCENARIOS_END])
+    new = replaced(replaced(old, BEGIN, section(), END), SCENARIOS_BEGIN, listed, SCENARIOS_END)
     plots = {"peers.json": (PLOT, draw_peers)}
     if (RESULTS / SWITCHING).is_file():
         plots[SWITCHING] = (SWITCHING_PLOT, draw_switching)

@@ -4,7 +4,8 @@
     python benchmarks/vllm_scenarios.py --out result.json --only model_8b,model_32b,tensor_parallel_2    # two GPUs
 
 Every scenario is a process of its own with a small model (Qwen3-0.6B's shape, random weights on disk). It compares
-greedy tokens before and after, and whatever else it is about, and fails if one thing is not as it should be.
+greedy tokens before and after, and whatever else it is about, and fails if one thing is not as it should be. A result
+file that is there already keeps its other scenarios.
 """
 
 from __future__ import annotations
@@ -736,20 +737,27 @@ def main() -> None:
     if arguments.run:
         run_one(arguments.run, arguments.out, model)
     from checkpoints import SHAPES, write_checkpoint
-    from record import write
+    from record import machine
 
+    names = arguments.only.split(",")
+    if unknown := set(names) - set(SCENARIOS):
+        parser.error(f"--only: {', '.join(sorted(unknown))}: no such scenario; there are {', '.join(SCENARIOS)}")
     for seed, name in enumerate(("model", "other"), start=1):
         write_checkpoint(arguments.work / name, SHAPES["0.6B"], seed)
     logs = arguments.out.parent / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    names = arguments.only.split(",")
+    found: dict[str, Any] = {"scenarios": {}}
+    if arguments.out.exists():
+        found = json.loads(arguments.out.read_text())
+    facts = {"vllm": version("vllm"), **machine()}
     outcomes: dict[str, Any] = {}
     with ThreadPoolExecutor(arguments.jobs) as pool:
         together = [name for name in names if name not in ALONE]
         futures = {name: pool.submit(run_in_process, name, arguments.work, logs) for name in together}
         for name in [*together, *ALONE.intersection(names)]:
             outcomes[name] = futures[name].result() if name in futures else run_in_process(name, arguments.work, logs)
-            write(arguments.out, {"vllm": version("vllm"), "scenarios": outcomes})
+            found["scenarios"][name] = {**outcomes[name], "machine": facts}
+            arguments.out.write_text(json.dumps(found, indent=2) + "\n")
     for name, outcome in outcomes.items():
         print(f"{'passed' if outcome['passed'] else 'FAILED':8}{name:40}{outcome.get('seconds', 0):6.1f} s")
         if not outcome["passed"]:
