@@ -184,9 +184,11 @@ def results(
     (folder / "peers.json").write_text(json.dumps({**peers[1], "machine": MACHINE}))
     for name in ("bench.json", "bench_small_segments.json"):
         (folder / name).write_text(json.dumps(bench_result()))
-    for name in ("decoder.json", "prepare_cost.json"):
+    for name in ("decoder.json", "prepare_cost.json", "vllm_serve.json", "vllm_scenarios.json"):
         (folder / name).write_bytes((BENCHMARKS / "results" / name).read_bytes())
-    (tmp_path / "README.md").write_text(f"Above.\n\n{tables.BEGIN}\n{tables.END}\n\nBelow.\n")
+    (tmp_path / "README.md").write_text(
+        f"Above.\n\n{tables.SCENARIOS_BEGIN}\n{tables.SCENARIOS_END}\n{tables.BEGIN}\n{tables.END}\n\nBelow.\n"
+    )
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "RESULTS", folder)
     monkeypatch.setattr(tables, "PLOT", tmp_path / "docs" / "peers.svg")
@@ -200,12 +202,31 @@ def test_tables_say_what_was_not_measured(results: pathlib.Path, tables: ModuleT
     readme = (results.parent / "README.md").read_text()
     assert readme.startswith("Above.\n")
     assert readme.endswith("Below.\n")
-    first_sleep = next(line for line in readme.splitlines() if line.startswith("| first sleep | "))
+    peers = readme[readme.index("**Beside its peers**") :]
+    first_sleep = next(line for line in peers.splitlines() if line.startswith("| first sleep | "))
     assert first_sleep.count("not measured") == 3
     assert re.search(r"^vLLM `cumem` was not measured: vllm (is not installed|needs a GPU)\.$", readme, re.MULTILINE)
     assert "| wake | 1.40 (1.30–1.50) | 65.0 | 46.7 | 1.15 |" in readme
     hooks = next(line for line in readme.splitlines() if line.startswith("| malloc and free of a 2 MiB segment, µs | "))
     assert hooks.count("not measured") == 3
+
+
+def test_tables_of_vllm(results: pathlib.Path, tables: ModuleType) -> None:
+    """A scenario that failed is said, a way of serving that failed is left out."""
+    scenarios = json.loads((results / "vllm_scenarios.json").read_text())
+    scenarios["scenarios"]["lora"]["passed"] = False
+    (results / "vllm_scenarios.json").write_text(json.dumps(scenarios))
+    serve = json.loads((results / "vllm_serve.json").read_text())
+    serve["ways"]["vllm"] = {"error": "no luck"}
+    serve["ways"]["cold"]["later_sleeps_s"] = [0.1, 0.3, 0.2]
+    (results / "vllm_serve.json").write_text(json.dumps(serve))
+    tables.main()
+    readme = (results.parent / "README.md").read_text()
+    assert len(re.findall(r"^\| lora \| .* \*\*Failed\.\*\* \|$", readme, re.MULTILINE)) == 1
+    assert readme.count("**Failed.**") == 1
+    served = readme[readme.index("**`vllm serve`") : readme.index("**Beside its peers**")]
+    assert "vLLM's own |" not in served
+    assert "| later sleeps | 0.200 (0.100–0.300) |" in served
 
 
 def test_check_notices_other_figures_and_an_old_plot(
