@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import pathlib
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
