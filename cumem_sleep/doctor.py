@@ -25,6 +25,8 @@ from . import __version__, _core, host_limits
 from .allocator import open_driver
 from .errors import CumemSleepError, DriverError, OutOfDeviceMemory, format_bytes
 from .settings import PREFIX, Settings
+from .vllm import compatibility, plugin
+from .vllm.gate_settings import GateSettings
 
 SIMULATED_NOTE = "Simulated driver: no GPU was looked at, and times measured with it mean nothing."
 
@@ -53,6 +55,7 @@ _OTHER_VARIABLES = tuple(
         "TEST_DRIVER",
     )
 )
+_ADMIN_TOKEN = PREFIX + "ADMIN_TOKEN"
 _CUPY_DISTRIBUTIONS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 _TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-nightly")
 
@@ -468,9 +471,23 @@ def triton(machine: Machine) -> Check:
 
 
 def vllm(machine: Machine) -> Check:
-    """The server that this layer plugs into."""
+    """The server that this layer plugs into: a version that the plugin serves, and the plugin not switched off."""
+    name = "vLLM"
     version = machine.version_of("vllm")
-    return Check("vLLM", Status.OK, "not installed (optional)" if version is None else version)
+    if version is None:
+        return Check(name, Status.OK, "not installed (optional)")
+    if misfit := compatibility.version_misfit(version):
+        return Check(
+            name, Status.WARN, f"{version}, which keeps its own sleep mode: {misfit}", "install a known version"
+        )
+    disabled = machine.environment.get(plugin.DISABLE, "").strip().lower() not in ("", "0", "false", "no", "off")
+    plugins = machine.environment.get("VLLM_PLUGINS")
+    if disabled or (plugins is not None and plugin.NAME not in plugins.split(",")):
+        switch = plugin.DISABLE if disabled else "VLLM_PLUGINS"
+        return Check(
+            name, Status.OK, f"{version}, which keeps its own sleep mode: {switch}={machine.environment[switch]}"
+        )
+    return Check(name, Status.OK, f"{version}, with sleep mode in this layer")
 
 
 def cupy(machine: Machine) -> Check:
@@ -498,12 +515,14 @@ def settings(machine: Machine) -> Check:
     """Which settings are in force, and variables that look like settings and are none."""
     name = "settings"
     given = {variable: text for variable, text in machine.environment.items() if variable.startswith(PREFIX)}
-    known = [PREFIX + setting.name.upper() for setting in fields(Settings)]
-    in_force = [f"{variable}={text}" for variable, text in sorted(given.items()) if variable in known and text.strip()]
+    known = [PREFIX + setting.name.upper() for setting in (*fields(Settings), *fields(GateSettings))]
+    shown = {**given, **({_ADMIN_TOKEN: "…"} if given.get(_ADMIN_TOKEN) else {})}
+    in_force = [f"{variable}={text}" for variable, text in sorted(shown.items()) if variable in known and text.strip()]
     in_force += [f"{variable}={given[variable]}" for variable in _OTHER_VARIABLES if variable in given]
     found = ", ".join(in_force) or "all at their defaults"
     try:
         Settings.from_environment(given)
+        GateSettings.from_environment(given)
     except CumemSleepError as error:
         return Check(name, Status.FAIL, str(error), "correct the variable, or unset it")
     unknown = sorted(given.keys() - {*known, *_OTHER_VARIABLES})

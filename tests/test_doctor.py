@@ -200,7 +200,24 @@ def test_other_packages(tmp_path: pathlib.Path) -> None:
     files = {**package("triton", "3.7.1"), **package("vllm", "0.26.0"), **package("cupy-cuda13x", "13.6.0")}
     full = machine(tmp_path, files)
     found = [look(full).found for look in (doctor.triton, doctor.vllm, doctor.cupy)]
-    assert found == ["3.7.1", "0.26.0", "13.6.0"]
+    assert found == ["3.7.1", "0.26.0, with sleep mode in this layer", "13.6.0"]
+
+
+@pytest.mark.parametrize(
+    ("version", "environment", "status", "found"),
+    [
+        ("0.33.1", {"VLLM_PLUGINS": "other,cumem_sleep", "CUMEM_SLEEP_DISABLE": "0"}, Status.OK, "in this layer"),
+        ("0.26.0", {"CUMEM_SLEEP_DISABLE": "1"}, Status.OK, "keeps its own sleep mode: CUMEM_SLEEP_DISABLE=1"),
+        ("0.26.0", {"VLLM_PLUGINS": "other"}, Status.OK, "keeps its own sleep mode: VLLM_PLUGINS=other"),
+        ("0.34.0", {}, Status.WARN, "known are 0.11 to 0.33"),
+        ("0.10.2", {}, Status.WARN, "known are 0.11 to 0.33"),
+    ],
+)
+def test_vllm(version: str, environment: dict[str, str], status: Status, found: str, tmp_path: pathlib.Path) -> None:
+    check = doctor.vllm(machine(tmp_path, package("vllm", version), environment))
+    assert (check.status, bool(check.advice)) == (status, status is Status.WARN)
+    assert check.found.startswith(version)
+    assert found in check.found
 
 
 @pytest.mark.parametrize(
@@ -229,6 +246,8 @@ def test_expandable_segments(
         ({"HOME": "/"}, Status.OK, "all at their defaults", ""),
         ({"CUMEM_SLEEP_VERIFY": "off", "CUMEM_SLEEP_POISON": ""}, Status.OK, "CUMEM_SLEEP_VERIFY=off", ""),
         ({"CUMEM_SLEEP_DISABLE": "1"}, Status.OK, "CUMEM_SLEEP_DISABLE=1", ""),
+        ({"CUMEM_SLEEP_ON_REQUEST": "wake"}, Status.OK, "CUMEM_SLEEP_ON_REQUEST=wake", ""),
+        ({"CUMEM_SLEEP_ON_REQUEST": "nap"}, Status.FAIL, "CUMEM_SLEEP_ON_REQUEST='nap'", "correct the variable"),
         ({"CUMEM_SLEEP_VERIFI": "off"}, Status.WARN, "nothing reads CUMEM_SLEEP_VERIFI", "may be CUMEM_SLEEP_VERIFY"),
         ({"CUMEM_SLEEP_QQQQQQQQQQQQQQQQQQQQQ": "1"}, Status.WARN, "nothing reads", "unset CUMEM_SLEEP_QQ"),
         ({"CUMEM_SLEEP_VERIFY": "perhaps"}, Status.FAIL, "CUMEM_SLEEP_VERIFY='perhaps'", "correct the variable"),
@@ -239,6 +258,11 @@ def test_settings(environment: dict[str, str], status: Status, found: str, advic
     assert check.status is status
     assert found in check.found
     assert advice in check.advice
+
+
+def test_the_admin_token_is_not_shown(tmp_path: pathlib.Path) -> None:
+    found = doctor.settings(machine(tmp_path, environment={"CUMEM_SLEEP_ADMIN_TOKEN": "sesame"})).found
+    assert found == "CUMEM_SLEEP_ADMIN_TOKEN=…"
 
 
 # The driver

@@ -43,7 +43,12 @@ def is_cuda() -> bool:
 def misfit() -> str | None:
     """Why this layer cannot serve the installed vLLM, or None where everything that it relies on is there."""
     try:
-        return _version_misfit() or _allocator_misfit() or _worker_misfit() or _backend_misfit()
+        return (
+            version_misfit(importlib.import_module("vllm").__version__)
+            or _allocator_misfit()
+            or _worker_misfit()
+            or _backend_misfit()
+        )
     except Exception as error:  # a vLLM of a shape that nobody thought of is to start all the same
         return f"looking at it failed with {type(error).__name__}: {error}"
 
@@ -55,15 +60,14 @@ def register_backend(name: str, module: str, class_name: str) -> None:
         factory.register_backend(name, module, class_name)
 
 
-def _version_misfit() -> str | None:
-    from vllm import __version__
-
-    numbers = re.match(r"(\d+)\.(\d+)", __version__)
+def version_misfit(version: str) -> str | None:
+    """Why vLLM of this version is left alone, or None for the versions that are known."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
     known = f"known are {_dotted(OLDEST)} to {_dotted(NEWEST)}"
     if not numbers:
-        return f"its version {__version__!r} cannot be told; {known}"
+        return f"its version {version!r} cannot be told; {known}"
     if not OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
-        return f"its version {__version__} is not known to work with it; {known}"
+        return f"its version {version} is not known to work with it; {known}"
     return None
 
 

@@ -20,7 +20,7 @@ from . import compatibility
 logger = logging.getLogger("cumem_sleep")
 
 DISABLE = PREFIX + "DISABLE"
-BACKEND_NAME = "cumem_sleep"
+NAME = "cumem_sleep"  # of the entry point and of the sleep-mode backend
 # Set by the first process of a server that says why it keeps vLLM's own layer; the others inherit it.
 _REFUSED = "_CUMEM_SLEEP_REFUSED"
 
@@ -58,7 +58,7 @@ def _take_over() -> None:
     CuMemAllocator.prepares_after_pools = False
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
     WorkerWrapperBase.cumem_sleep_status = cumem_sleep_status
-    compatibility.register_backend(BACKEND_NAME, f"{__package__}.backend", "CumemSleepBackend")
+    compatibility.register_backend(NAME, f"{__package__}.backend", "CumemSleepBackend")
 
 
 def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
