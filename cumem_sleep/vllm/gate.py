@@ -77,21 +77,26 @@ class ClientGone(Exception):
 
 
 class Inbox:
-    """A request's messages, read ahead while it is held: a client that leaves is noticed. Later they are replayed."""
+    """A request's messages, read ahead while it is held: a client that leaves is noticed. Later they are replayed.
+
+    Reading is never cancelled, since a server may lose the message that it was about to give: who stops waiting leaves
+    the question to the next reader.
+    """
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._early: deque[Message] = deque()
+        self._asked: asyncio.Future[Message] | None = None
 
     async def __call__(self) -> Message:
         """The next message: ASGI's `receive`."""
-        return self._early.popleft() if self._early else await self._receive()
+        return self._early.popleft() if self._early else await self._read()
 
     async def body(self) -> bytes:
         """The whole body, which stays to be read."""
         body, more = b"", True
         while more:
-            message = await self._receive()
+            message = await self._read()
             self._early.append(message)
             body += message.get("body", b"")
             more = message.get("more_body", False)
@@ -101,12 +106,24 @@ class Inbox:
         """Returns when the client is gone; for ever, if so much came that it would fill memory."""
         nbytes = 0
         while nbytes < READ_AHEAD_BYTES:
-            message = await self._receive()
+            message = await self._read()
             self._early.append(message)
             nbytes += len(message.get("body", b""))
             if message["type"].endswith(".disconnect"):
                 return
         await asyncio.Event().wait()
+
+    def close(self) -> None:
+        """Nobody will read any more."""
+        if self._asked is not None:
+            self._asked.cancel()
+
+    async def _read(self) -> Message:
+        if self._asked is None:
+            self._asked = asyncio.ensure_future(self._receive())
+        message = await asyncio.shield(self._asked)
+        self._asked = None
+        return message
 
 
 class SleepGate:
@@ -157,7 +174,14 @@ class SleepGate:
     # Requests that run the model
 
     async def _infer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        inbox, model, outcome = Inbox(receive), self.model, ""
+        inbox = Inbox(receive)
+        try:
+            await self._infer_from(path, scope, inbox, send)
+        finally:
+            inbox.close()
+
+    async def _infer_from(self, path: str, scope: Scope, inbox: Inbox, send: Send) -> None:
+        model, outcome = self.model, ""
         try:
             await model.look()
             while not model.serves and (_has_api_key(scope) or not path.startswith("/v1")):  # else vLLM answers 401

@@ -326,7 +326,7 @@ class Held:
             self._incoming.put_nowait({"type": "http.request", "body": body[:half], "more_body": True})
             self._incoming.put_nowait({"type": "http.request", "body": body[half:], "more_body": False})
         self._kind, self._received = scope["type"], False
-        self.task = asyncio.ensure_future(gate(scope, self._receive, self._send))
+        self.task = asyncio.ensure_future(gate(scope, lambda: self._receive(), self._send))
 
     async def _receive(self) -> dict[str, Any]:
         message = await self._incoming.get()

@@ -428,6 +428,29 @@ def test_a_wake_after_which_it_still_sleeps_is_a_failure(serve: Serve) -> None:
     run(scenario())
 
 
+def test_reading_ahead_is_never_cancelled_before_the_request_ends(serve: Serve) -> None:
+    """A server may lose the message that it was about to give when its `receive` is cancelled."""
+
+    async def scenario() -> None:
+        client = serve(on_request="wake")
+        await client.post("/sleep")
+        held = client.begin("POST", "/v1/completions")
+        receive, cancelled_before_the_end = held._receive, []
+
+        async def watched() -> dict[str, Any]:
+            try:
+                return await receive()
+            except asyncio.CancelledError:
+                cancelled_before_the_end.append(not held.sent)
+                raise
+
+        held._receive = watched  # type: ignore[method-assign]
+        assert (await held.response()).body == {"text": "good"}
+        assert True not in cancelled_before_the_end
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("policy", ["wait", "wake"])
 def test_a_client_that_leaves_is_let_go_of(serve: Serve, policy: str) -> None:
     async def scenario() -> None:
