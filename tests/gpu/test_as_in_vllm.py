@@ -9,8 +9,9 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from support import fresh_allocator
 
-from cumem_sleep import CuMemAllocator, OutOfDeviceMemory, Settings
+from cumem_sleep import CuMemAllocator, OutOfDeviceMemory
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")

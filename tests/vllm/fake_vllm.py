@@ -319,6 +319,7 @@ class Held:
     def __init__(self, gate: Any, scope: Any, body: bytes) -> None:
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.sent: list[dict[str, Any]] = []
+        self.cancelled_after_answers: list[bool] = []  # for each read that was cancelled: was there an answer by then?
         if scope["type"] == "websocket":
             self._incoming.put_nowait({"type": "websocket.connect"})
         else:
@@ -326,10 +327,14 @@ class Held:
             self._incoming.put_nowait({"type": "http.request", "body": body[:half], "more_body": True})
             self._incoming.put_nowait({"type": "http.request", "body": body[half:], "more_body": False})
         self._kind, self._received = scope["type"], False
-        self.task = asyncio.ensure_future(gate(scope, lambda: self._receive(), self._send))
+        self.task = asyncio.ensure_future(gate(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
-        message = await self._incoming.get()
+        try:
+            message = await self._incoming.get()
+        except asyncio.CancelledError:
+            self.cancelled_after_answers.append(bool(self.sent))
+            raise
         self._received = True
         return message
 
