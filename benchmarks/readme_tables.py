@@ -380,7 +380,7 @@ def serve_table(result: dict[str, Any]) -> list[str]:
     usage = next(facts["status"]["usage"] for facts in ways.values() if "status" in facts)
     sizes = " and ".join(f"{usage[tag]['bytes'] / GIB:.1f} GiB of {tag}" for tag in ("weights", "kv_cache"))
     lines = [
-        f"**`vllm serve`, a Qwen3-{result['shape']}-shaped model**, level 1: {sizes}, vLLM {result['vllm']},"
+        f"**`vllm serve`, a Qwen3-{result['shape']}-shaped model**, level 1: {sizes}, vLLM {result['machine']['vllm']},"
         f" torch.compile and CUDA graphs on, the same tokens after every wake. {machine(result)}. Seconds, as an HTTP"
         " client sees them, median and range:",
         "",

@@ -12,25 +12,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 import time
-import urllib.request
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from checkpoints import SHAPES, write_config
-from model_server import HOST, Deadline, Server, gpu_memory_in_use_bytes
-from record import touch_host_memory, write
+from model_server import Deadline, Server, gpu_memory_in_use_bytes
+from record import touch_host_memory
+from switching import SERVE, machine_facts
 
 PROMPT = [(7919 * (j + 3)) % 150000 for j in range(64)]
 TOKENS = 16
-PORT = 8070
 WAYS = {
-    "cold": {"CUMEM_SLEEP_PREPARE": "0"},
-    "touched": {"CUMEM_SLEEP_PREPARE": "0"},
-    "prepared": {"CUMEM_SLEEP_PREPARE": "1"},
+    "cold": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "0"},
+    "touched": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "0"},
+    "prepared": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "1"},
     "vllm": {"CUMEM_SLEEP_DISABLE": "1"},
 }
 SAYS = {
@@ -41,37 +40,30 @@ SAYS = {
 }
 
 
-def status(server: Server) -> dict[str, Any]:
-    """The layer's own numbers, from the worker."""
-    body = json.dumps({"method": "cumem_sleep_status"}).encode()
-    request = urllib.request.Request(
-        f"http://{HOST}:{PORT}/collective_rpc", body, {"Content-Type": "application/json"}, method="POST"
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return json.loads(response.read())["results"][0]
-
-
 def wait_until_prepared(server: Server, limit_s: float) -> float:
     """Seconds until all weights have a backup, and the most that is missing then is what changes all the time."""
     start = time.perf_counter()
     while time.perf_counter() - start < limit_s:
-        usage = status(server)["usage"]["weights"]
+        usage = server.call_worker("cumem_sleep_status")["usage"]["weights"]
         if usage["backed_up_bytes"] == usage["bytes"]:
             return time.perf_counter() - start
         time.sleep(0.5)
     raise server.failure(f"not prepared within {limit_s:.0f} s: {usage}")
 
 
-def measure(way: str, arguments: argparse.Namespace, deadline: Deadline, logs: Path) -> dict[str, Any]:
+def measure(
+    way: str, arguments: argparse.Namespace, deadline: Deadline, logs: Path, machine: dict[str, Any]
+) -> dict[str, Any]:
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(arguments.work / arguments.shape)),
+        *(shlex.split(arguments.server_command) if arguments.server_command else SERVE),
+        str(arguments.work / arguments.shape),
         *("--load-format", "dummy", "--skip-tokenizer-init", "--enable-sleep-mode", "--max-model-len", "4096"),
         *("--gpu-memory-utilization", str(arguments.gpu_memory_utilization), "--seed", "0"),
         *(() if way == "vllm" else ("--middleware", "cumem_sleep.vllm.SleepGate")),
     ]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CACHE_ROOT": str(arguments.work / "cache"), **WAYS[way]}
-    server = Server(way, command, PORT, environment, logs / f"serve_{way}.log", deadline)
-    facts: dict[str, Any] = {"says": SAYS[way], "environment": WAYS[way], "command": command[1:]}
+    server = Server(way, command, arguments.port, environment, logs / f"serve_{way}.log", deadline)
+    facts: dict[str, Any] = {"says": SAYS[way], "environment": WAYS[way], "command": command[1:], "machine": machine}
     try:
         facts["start_s"] = server.start(240)
         before = server.complete(PROMPT, TOKENS).tokens
@@ -97,7 +89,7 @@ def measure(way: str, arguments: argparse.Namespace, deadline: Deadline, logs: P
         facts["wake_after_3_s"] = server.post("/wake_up")
         facts["tokens_identical"] = server.complete(PROMPT, TOKENS).tokens == before
         if way != "vllm":
-            facts["status"] = status(server)
+            facts["status"] = server.call_worker("cumem_sleep_status")
     finally:
         server.stop()
     words = (
@@ -124,7 +116,12 @@ def main() -> None:
         "--work", type=Path, default=Path("/tmp/vllm-serve"), help="folder for config and compile cache"
     )
     parser.add_argument("--deadline", type=float, default=560, help="seconds that all of it may take")
+    parser.add_argument("--port", type=int, default=8070)
+    parser.add_argument("--server-command", help="instead of vLLM's; its results are marked as simulated")
     arguments = parser.parse_args()
+    if unknown := set(arguments.ways.split(",")) - set(WAYS):
+        parser.error(f"--ways: {', '.join(sorted(unknown))}: no such way; there are {', '.join(WAYS)}")
+    machine = {"simulated": True, "vllm": "none"} if arguments.server_command else machine_facts()
     deadline = Deadline(arguments.deadline)
     write_config(arguments.work / arguments.shape, SHAPES[arguments.shape])
     logs = arguments.out.parent / "logs"
@@ -132,10 +129,11 @@ def main() -> None:
     ways: dict[str, Any] = json.loads(arguments.out.read_text())["ways"] if arguments.out.exists() else {}
     for way in arguments.ways.split(","):
         try:
-            ways[way] = measure(way, arguments, deadline, logs)
+            ways[way] = measure(way, arguments, deadline, logs, machine)
         except Exception as error:
             ways[way] = {"error": f"{type(error).__name__}: {error}"}
-        write(arguments.out, {"vllm": version("vllm"), "shape": arguments.shape, "prompt": PROMPT, "ways": ways})
+        result = {"machine": machine, "shape": arguments.shape, "prompt": PROMPT, "ways": ways}
+        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(f"{'way':10}{'start':>8}{'first sleep':>13}{'later':>8}{'wake':>8}{'wake 3 s':>10}{'TTFT':>8}  s; asleep GiB")
     for way, facts in ways.items():
         if "error" in facts:
@@ -145,7 +143,7 @@ def main() -> None:
             f"{way:10}{facts['start_s']:8.1f}{facts['first_sleep_s'][0]:13.3f}"
             f"{statistics.median(facts['later_sleeps_s']):8.3f}{statistics.median(facts['wakes_s']):8.3f}"
             f"{facts['wake_after_3_s']:10.3f}{statistics.median(facts['first_token_s']):8.3f}"
-            f"  {facts['gpu_bytes_asleep'][-1] / (1 << 30):.2f}"
+            f"  {(facts['gpu_bytes_asleep'][-1] or 0) / (1 << 30):.2f}"
         )
     sys.exit(any("error" in facts for facts in ways.values()))
 

@@ -335,9 +335,11 @@ def test_plot_and_check(
     pytest.importorskip("matplotlib")
     tables = benchmark_module("readme_tables")
     (tmp_path / "switching.json").write_text(json.dumps(results))
-    for name in ("peers.json", "bench.json", "bench_small_segments.json", "prepare_cost.json", "decoder.json"):
-        (tmp_path / name).write_bytes((BENCHMARKS / "results" / name).read_bytes())
-    (tmp_path / "README.md").write_text(f"{tables.BEGIN}\n{tables.END}\n")
+    for path in (BENCHMARKS / "results").glob("*.json"):
+        if path.name != "switching.json":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    marks = (tables.SCENARIOS_BEGIN, tables.SCENARIOS_END, tables.BEGIN, tables.END)
+    (tmp_path / "README.md").write_text("\n".join(marks) + "\n")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "PLOT", tmp_path / "docs" / "peers.svg")
@@ -351,3 +353,51 @@ def test_plot_and_check(
     tables.SWITCHING_PLOT.write_text("<svg/>")
     with pytest.raises(SystemExit, match=r"switching\.svg: not made from"):
         tables.main()
+
+
+# One model: vllm_serve.py
+
+
+def serve(environment: dict[str, str], tmp_path: pathlib.Path, *options: str) -> subprocess.CompletedProcess[str]:
+    server = f"{sys.executable} {TESTS / 'fake_model_server.py'}"
+    command = [sys.executable, str(BENCHMARKS / "vllm_serve.py"), "--out", str(tmp_path / "serve.json")]
+    command += ["--shape", "tiny", "--work", str(tmp_path / "work"), "--rounds", "1", "--port", str(two_free_ports())]
+    return subprocess.run(
+        [*command, "--server-command", server, *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_serving_is_measured_and_later_runs_add_theirs(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+    for ways in ("cold,vllm", "prepared"):
+        process = serve(environment, tmp_path, "--ways", ways)
+        assert process.returncode == 0, process.stdout + process.stderr
+    result = json.loads((tmp_path / "serve.json").read_text())
+    assert result["machine"]["simulated"]
+    assert list(result["ways"]) == ["cold", "vllm", "prepared"]
+    for way in result["ways"].values():
+        assert way["tokens_identical"]
+        assert (len(way["first_sleep_s"]), len(way["later_sleeps_s"]), len(way["wakes_s"])) == (1, 1, 2)
+    assert "status" not in result["ways"]["vllm"]
+    assert result["ways"]["prepared"]["status"]["usage"]["weights"]["backed_up_bytes"] == 2
+
+
+def test_other_tokens_after_a_wake_fail_and_the_next_way_is_measured(
+    environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    broken = {**environment, "FAKE_BROKEN": json.dumps({"forgets_at_sleep": 2}), "FAKE_BROKEN_WAY": "layer"}
+    process = serve(broken, tmp_path, "--ways", "cold,vllm")
+    assert process.returncode == 1
+    ways = json.loads((tmp_path / "serve.json").read_text())["ways"]
+    assert "other tokens after wake 2" in ways["cold"]["error"]
+    assert ways["vllm"]["tokens_identical"]
+
+
+def test_a_way_of_serving_that_does_not_exist(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+    process = serve(environment, tmp_path, "--ways", "cold,hot")
+    assert process.returncode == 2
+    assert "--ways: hot: no such way; there are cold, touched, prepared, vllm" in process.stderr
