@@ -74,7 +74,7 @@ def measure(
         facts["gpu_bytes_awake"] = gpu_memory_in_use_bytes()
         for number in range(1 + arguments.rounds):
             if number == 1:  # the later ones are apart from what the first left to do
-                time.sleep(3)
+                time.sleep(arguments.pause)
             facts.setdefault("first_sleep_s" if number == 0 else "later_sleeps_s", []).append(
                 server.post("/sleep?level=1")
             )
@@ -85,7 +85,7 @@ def measure(
             if answer.tokens != before:
                 raise server.failure(f"other tokens after wake {number + 1}: {answer.tokens} instead of {before}")
         server.post("/sleep?level=1")
-        time.sleep(3)  # the driver has wiped the freed memory by then
+        time.sleep(arguments.pause)  # the driver has wiped the freed memory by then
         facts["wake_after_3_s"] = server.post("/wake_up")
         facts["tokens_identical"] = server.complete(PROMPT, TOKENS).tokens == before
         if way != "vllm":
@@ -116,6 +116,7 @@ def main() -> None:
         "--work", type=Path, default=Path("/tmp/vllm-serve"), help="folder for config and compile cache"
     )
     parser.add_argument("--deadline", type=float, default=560, help="seconds that all of it may take")
+    parser.add_argument("--pause", type=float, default=3, help="seconds between a sleep and a late wake")
     parser.add_argument("--port", type=int, default=8070)
     parser.add_argument("--server-command", help="instead of vLLM's; its results are marked as simulated")
     arguments = parser.parse_args()

@@ -361,7 +361,18 @@ def test_plot_and_check(
 def serve(environment: dict[str, str], tmp_path: pathlib.Path, *options: str) -> subprocess.CompletedProcess[str]:
     server = f"{sys.executable} {TESTS / 'fake_model_server.py'}"
     command = [sys.executable, str(BENCHMARKS / "vllm_serve.py"), "--out", str(tmp_path / "serve.json")]
-    command += ["--shape", "tiny", "--work", str(tmp_path / "work"), "--rounds", "1", "--port", str(two_free_ports())]
+    command += [
+        "--shape",
+        "tiny",
+        "--work",
+        str(tmp_path / "work"),
+        "--rounds",
+        "1",
+        "--pause",
+        "0",
+        "--port",
+        str(two_free_ports()),
+    ]
     return subprocess.run(
         [*command, "--server-command", server, *options],
         env=environment,
