@@ -30,7 +30,7 @@ from ..allocator import CuMemAllocator
 OLDEST, NEWEST = (0, 11), (0, 33)
 
 # What the plugin adds to `WorkerWrapperBase`.
-WRAPPED = ("compile_or_warm_up_model", "cumem_sleep_status")
+WRAPPED = ("compile_or_warm_up_model", "sleep", "cumem_sleep_status")
 
 
 def is_cuda() -> bool:

@@ -308,7 +308,7 @@ class TestLog:
         allocator.malloc(PAGE, "weights")
         allocator.sleep(1)
         lines = logged.getvalue().splitlines()
-        assert "memory pools come from cumem-sleep" in lines[0]
+        assert "cumem-sleep: memory pools come from this layer" in lines[0]
         assert "sleep: freed 2.00 MiB" in lines[1]
         assert len(lines) == 2
         assert not logging.getLogger("cumem_sleep").propagate  # not a second time, by the root's handlers
