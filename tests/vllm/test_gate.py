@@ -732,6 +732,24 @@ def test_an_engine_that_does_not_answer_is_vllms_to_tell(serve: Serve, monkeypat
     run(scenario())
 
 
+@pytest.mark.parametrize("engine", [FakeEngine, OldEngine])
+def test_an_answer_to_another_question_opens_nothing(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, engine: type[FakeEngine]
+) -> None:
+    """After a call that failed in one worker, vLLM's executor is late by one answer in the others."""
+
+    async def scenario() -> None:
+        client = serve(FakeVllm(engine()))
+        status = client.engine.status
+        monkeypatch.setattr(client.engine, "status", lambda rank: status(rank) if rank == 0 else None)
+        await client.post("/sleep")
+        assert (await client.ask()).code == 503
+        await client.post("/wake_up")
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
 def test_an_engine_that_dies_while_a_request_is_held_answers_for_itself(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve(on_request="wait")
