@@ -54,7 +54,7 @@ HARMLESS = {
 }
 
 HEALTH_WITHIN_S = 1.0
-POLL_S = 0.5  # with several API servers another one may wake the model
+POLL_S = 0.5  # the engine may die; with several API servers another one may wake the model
 READ_AHEAD_BYTES = 16 << 20
 
 
@@ -186,6 +186,7 @@ class SleepGate:
         Raises:
             Refused: by the policy, at the deadline, or because waking failed.
             ClientGone: nobody waits for the answer.
+            Exception: of the engine, which is dead.
         """
         model, settings, policy = self.model, self._settings, self._settings.on_request
         deadline = model.clock() + settings.request_deadline_s
@@ -201,9 +202,10 @@ class SleepGate:
                     raise Refused(model.why_not(), settings.retry_after_s, "timed_out")
                 wakes = policy == "wake" and model.may_be_woken
                 step: Awaitable[Any] = asyncio.shield(model.wake()) if wakes else model.changed.wait()
-                await _first(step, gone, min(left_s, POLL_S) if model.several_servers else left_s)
+                await _first(step, gone, min(left_s, POLL_S))
                 if gone.done():
                     raise ClientGone
+                await model.engine.check_health()  # a server that is being shut down waits for those it holds
                 await model.look()
         finally:
             gone.cancel()

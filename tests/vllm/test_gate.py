@@ -765,6 +765,26 @@ def test_an_engine_that_dies_while_a_request_is_held_answers_for_itself(serve: S
     run(scenario())
 
 
+@pytest.mark.parametrize("policy", ["wait", "wake"])
+def test_an_engine_that_ends_while_the_model_sleeps_lets_its_requests_go(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """At SIGTERM vLLM ends its engine, and then waits for all requests."""
+    monkeypatch.setattr("cumem_sleep.vllm.gate.POLL_S", 0.01)
+
+    async def scenario() -> None:
+        client = serve(on_request=policy)
+        client.engine.waits["wake_up"] = asyncio.Event()
+        await client.post("/sleep")
+        request = client.begin("POST", "/v1/completions")
+        await until_idle()
+        client.engine.dead = True
+        with pytest.raises(RuntimeError, match="EngineDeadError"):
+            await asyncio.wait_for(request.task, 5)
+
+    run(scenario())
+
+
 # Partial wakes, level 2
 
 
