@@ -16,6 +16,7 @@ import gc
 import http.client
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -699,19 +700,39 @@ def run_one(name: str, result: Path, folder: Path) -> None:
     os._exit(0 if outcome["passed"] else 1)  # engines of other processes end with their pipes
 
 
+def descendants(root: int) -> list[int]:
+    """Every process that this one started, that those started, and so on, whatever sessions they made."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = [root]
+    for process in found:
+        found += children.get(process, ())
+    return found[1:]
+
+
+def end(processes: list[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
 def run_in_process(name: str, work: Path, logs: Path) -> dict[str, Any]:
     result, log = work / f"{name}.json", logs / f"{name}.log"
     result.unlink(missing_ok=True)
     environment = {**os.environ, **SCENARIOS[name][1], "VLLM_CACHE_ROOT": str(work / "cache")}
     command = [sys.executable, __file__, "--run", name, "--out", str(result), "--work", str(work)]
     with log.open("w") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
-            process = subprocess.Popen(
-                command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
             process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
+            end([*descendants(process.pid), process.pid])
+            process.wait()
     outcome = json.loads(result.read_text()) if result.exists() else {"passed": False, "error": "no result in time"}
     lines = log.read_text(errors="replace").splitlines()
     outcome["says"] = SCENARIOS[name][0].__doc__
@@ -744,12 +765,19 @@ def main() -> None:
     logs.mkdir(parents=True, exist_ok=True)
     names = arguments.only.split(",")
     outcomes: dict[str, Any] = {}
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that what was started is ended
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        together = [name for name in names if name not in ALONE]
-        futures = {name: pool.submit(run_in_process, name, arguments.work, logs) for name in together}
-        for name in [*together, *ALONE.intersection(names)]:
-            outcomes[name] = futures[name].result() if name in futures else run_in_process(name, arguments.work, logs)
-            write(arguments.out, {"vllm": version("vllm"), "scenarios": outcomes})
+        try:
+            together = [name for name in names if name not in ALONE]
+            futures = {name: pool.submit(run_in_process, name, arguments.work, logs) for name in together}
+            for name in [*together, *ALONE.intersection(names)]:
+                outcomes[name] = (
+                    futures[name].result() if name in futures else run_in_process(name, arguments.work, logs)
+                )
+                write(arguments.out, {"vllm": version("vllm"), "scenarios": outcomes})
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            end(descendants(os.getpid()))
     for name, outcome in outcomes.items():
         print(f"{'passed' if outcome['passed'] else 'FAILED':8}{name:40}{outcome.get('seconds', 0):6.1f} s")
         if not outcome["passed"]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import time
@@ -125,6 +126,7 @@ def main() -> None:
     )
     parser.add_argument("--deadline", type=float, default=560, help="seconds that all of it may take")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that servers are ended
     deadline = Deadline(arguments.deadline)
     write_config(arguments.work / arguments.shape, SHAPES[arguments.shape])
     logs = arguments.out.parent / "logs"
