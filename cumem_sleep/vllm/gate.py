@@ -262,13 +262,14 @@ class SleepGate:
                 while self._running:
                     self._idle.clear()
                     await self._idle.wait()
+            await model.mend()
             code = 500
             try:
                 answer = await _answer(self._app, {**scope, **WAKE_UP} if path in WAKES else scope, receive)
                 code = _status(answer)
             finally:
                 if path == "/sleep" and code >= 500:
-                    model.slept_badly()
+                    await model.slept_badly()
             if code < 300:
                 if path == "/sleep":
                     model.slept(int(query.get("level", ["1"])[-1]))

@@ -87,7 +87,7 @@ class WorkerStatus:
             else:
                 logger.debug("no answer to %s: %s", STATUS_METHOD, error)
             return None
-        # Once a call failed in one worker, vLLM's executors may take the other ones' answers to it for those to the next.
+        # Once a call failed in one worker, vLLM's executors take the others' answers to it for those to the next call.
         if not all(isinstance(rank, dict) and RankStatus.__required_keys__ <= rank.keys() for rank in ranks):
             logger.debug("no answer to %s: %s", STATUS_METHOD, ranks)
             return None

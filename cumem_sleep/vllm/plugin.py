@@ -78,8 +78,8 @@ def sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's own, which holds against us what other processes do.
 
     At its end it asserts that the GPU has more free memory than before. If another process, as a model that wakes, took
-    more meanwhile than this one gave, that fails with all memory asleep, and vLLM takes a sleep that failed for none: its
-    next wake would wake nothing and run the model on unmapped memory.
+    more meanwhile than this one gave, that fails with all memory asleep, and vLLM takes a sleep that failed for none:
+    its next wake would wake nothing and run the model on unmapped memory.
     """
     try:
         return self.worker.sleep(*args, **kwargs)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_vllm import Client, FakeEngine, FakeVllm, OldEngine, until_idle
+from fake_vllm import TAGS, Client, Crash, FakeEngine, FakeVllm, OldEngine, until_idle
 
 from cumem_sleep import InvalidArgument, InvalidArgumentType
 from cumem_sleep.vllm import SleepGate, metrics
@@ -663,6 +663,78 @@ def test_a_sleep_that_failed_after_the_scheduler_stopped_is_level_0(serve: Serve
         assert response.code == 503, "vLLM would queue it, and nobody would ever resume"
         assert "level 0" in response.error["message"]
         await client.post("/wake_up")
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+class TornEngine(FakeEngine):
+    """The sleep fails in the second worker, after the first one slept, which the executor does not notice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_sleeps = self.lost = False
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        assert not self.first_sleeps, "level 2 reads buffers"
+        self.scheduler_paused = True
+        self.first_sleeps, self.lost = True, level == 2
+        self.weights = "garbage" if self.lost else self.weights
+        raise RuntimeError("OutOfHostMemory")
+
+    def status(self, rank: int) -> dict[str, Any]:
+        self.asleep, self.backed_up = set(TAGS) if self.first_sleeps and rank == 0 else set(), not self.lost
+        try:
+            return super().status(rank)
+        finally:
+            self.asleep = set()
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        await super().wake_up(tags)
+        if self.first_sleeps and not self.scheduler_paused:
+            raise Crash("scheduler resumed on unmapped memory")
+        return True
+
+    async def collective_rpc(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
+        answer = await super().collective_rpc(method, *arguments, **keywords)
+        if method == "wake_up":
+            self.first_sleeps = False
+        return answer
+
+    async def generate(self) -> str:
+        if self.first_sleeps:
+            raise Crash("a request ran on unmapped memory")
+        return await super().generate()
+
+
+class OldTornEngine(TornEngine, OldEngine):
+    """The same in vLLM 0.14, whose scheduler goes on."""
+
+    async def sleep(self, level: int = 1) -> None:  # type: ignore[override]
+        try:
+            await TornEngine.sleep(self, level)
+        finally:
+            self.scheduler_paused = False
+
+
+@pytest.mark.parametrize("mends", [True, False])
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("engine", [TornEngine, OldTornEngine])
+def test_a_sleep_that_failed_in_one_of_two_workers(
+    serve: Serve, policy: str, engine: type[TornEngine], level: int, mends: bool
+) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(engine()), on_request=policy)
+        if not mends:
+            client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory")]
+        with pytest.raises(RuntimeError, match="OutOfHostMemory"):
+            await client.post(f"/sleep?level={level}")
+        if policy != "wake":
+            health = await client.get("/health")
+            assert mends or health.code == (503 if policy == "reject" else 200)
+            await client.post("/wake_up")
+            if level == 2:
+                await client.post("/reload_weights")
         assert (await client.ask()).body == {"text": "good"}
 
     run(scenario())
