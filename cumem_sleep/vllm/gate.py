@@ -252,7 +252,8 @@ class SleepGate:
 
     async def _change(self, path: str, scope: Scope, receive: Receive) -> list[Message]:
         """One of CHANGES. Its answer is sent when the state is known: the next request may follow at once."""
-        model, query = self.model, parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+        model = self.model
         async with model.change(disturbs=path not in (*WAKES, "/resume")):
             if path == "/reload_weights":
                 return await self._reload()
@@ -272,7 +273,7 @@ class SleepGate:
                     await model.slept_badly()
             if code < 300:
                 if path == "/sleep":
-                    model.slept(int(query.get("level", ["1"])[-1]))
+                    model.slept(int(float(query.get("level", ["1"])[-1])))  # vLLM 0.33 takes "1.0", too
                 elif path in WAKES:
                     model.woke(query.get("tags", ()))
                 elif path == "/release_kv_cache_memory":
