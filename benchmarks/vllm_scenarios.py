@@ -121,6 +121,9 @@ def timed(facts: Facts, name: str) -> Iterator[None]:
 def cycle(llm: Any, facts: Facts, *, level: int = 1, selective: bool = False) -> None:
     with timed(facts, f"sleep level {level} s"):
         llm.sleep(level=level)
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" and os.environ.get("CUMEM_SLEEP_DISABLE") != "1":
+        usages = allocator().usage().values()
+        check("all memory sleeps, in this layer", usages and all(u.asleep_segments == u.segments for u in usages))
     if level == 2:
         llm.wake_up(tags=["weights"])
         with timed(facts, "reload_weights s"):
@@ -376,7 +379,7 @@ def prepared(folder: Path) -> Facts:
     before = tokens(llm)
     preparation = allocator()._preparation
     check("it was begun by itself", preparation is not None)
-    preparation.wait(60)
+    check("it ends well", preparation.wait(60) and preparation.error is None)
     cycle(llm, facts)
     totals = allocator().totals()["sleep"]
     facts["copied bytes of the first sleep"] = totals.bytes["copied"]
@@ -622,6 +625,7 @@ def gate_waits(folder: Path) -> Facts:
             status, answer = running.result()
             facts[f"the running request, mode {mode}"] = [status, len(answer) if status == 200 else answer]
             check("it ended", status == 200)
+            check(f"mode {mode}: {len(answer)} of 400 tokens", (len(answer) == 400) == (mode == "wait"))
             server.expect(200, "POST", "/wake_up")
             check(f"tokens after mode {mode}", server.tokens(PROMPTS[0]) == (200, before))
     return facts
