@@ -545,12 +545,12 @@ def run_switches(bench: Bench, pair: Pair, record: Record) -> None:
     """A → B → A …, both answers after each; the model that is woken always slept at this way's level."""
     level = sleep_level(record)
     a, b = bench.models
-    if pair.asleep_level[a.name]:  # another way ended with B awake
+    if pair.asleep_level[b.name] not in (0, level):  # another way ended with A awake
+        pair.sleep(a.name, level)
+        pair.wake(b.name)
+    if pair.asleep_level[a.name]:  # or with B awake
         pair.sleep(b.name, level)
         pair.wake(a.name)
-    elif pair.asleep_level[b.name] != level:  # with A awake
-        pair.wake(b.name)
-        pair.sleep(b.name, level)
     for number in range(bench.arguments.switches):
         old, new = (a, b) if number % 2 == 0 else (b, a)
         cached = bench.checkpoint_cached(new) if level == 2 else None

@@ -17,6 +17,7 @@ import gc
 import http.client
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -121,6 +122,9 @@ def timed(facts: Facts, name: str) -> Iterator[None]:
 def cycle(llm: Any, facts: Facts, *, level: int = 1, selective: bool = False) -> None:
     with timed(facts, f"sleep level {level} s"):
         llm.sleep(level=level)
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" and os.environ.get("CUMEM_SLEEP_DISABLE") != "1":
+        usages = allocator().usage().values()
+        check("all memory sleeps, in this layer", usages and all(u.asleep_segments == u.segments for u in usages))
     if level == 2:
         llm.wake_up(tags=["weights"])
         with timed(facts, "reload_weights s"):
@@ -376,7 +380,7 @@ def prepared(folder: Path) -> Facts:
     before = tokens(llm)
     preparation = allocator()._preparation
     check("it was begun by itself", preparation is not None)
-    preparation.wait(60)
+    check("it ends well", preparation.wait(60) and preparation.error is None)
     cycle(llm, facts)
     totals = allocator().totals()["sleep"]
     facts["copied bytes of the first sleep"] = totals.bytes["copied"]
@@ -622,6 +626,7 @@ def gate_waits(folder: Path) -> Facts:
             status, answer = running.result()
             facts[f"the running request, mode {mode}"] = [status, len(answer) if status == 200 else answer]
             check("it ended", status == 200)
+            check(f"mode {mode}: {len(answer)} of 400 tokens", (len(answer) == 400) == (mode == "wait"))
             server.expect(200, "POST", "/wake_up")
             check(f"tokens after mode {mode}", server.tokens(PROMPTS[0]) == (200, before))
     return facts
@@ -700,19 +705,39 @@ def run_one(name: str, result: Path, folder: Path) -> None:
     os._exit(0 if outcome["passed"] else 1)  # engines of other processes end with their pipes
 
 
+def descendants(root: int) -> list[int]:
+    """Every process that this one started, that those started, and so on, whatever sessions they made."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = [root]
+    for process in found:
+        found += children.get(process, ())
+    return found[1:]
+
+
+def end(processes: list[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
 def run_in_process(name: str, work: Path, logs: Path) -> dict[str, Any]:
     result, log = work / f"{name}.json", logs / f"{name}.log"
     result.unlink(missing_ok=True)
     environment = {**os.environ, **SCENARIOS[name][1], "VLLM_CACHE_ROOT": str(work / "cache")}
     command = [sys.executable, __file__, "--run", name, "--out", str(result), "--work", str(work)]
     with log.open("w") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
-            process = subprocess.Popen(
-                command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
             process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
+            end([*descendants(process.pid), process.pid])
+            process.wait()
     outcome = json.loads(result.read_text()) if result.exists() else {"passed": False, "error": "no result in time"}
     lines = log.read_text(errors="replace").splitlines()
     outcome["says"] = SCENARIOS[name][0].__doc__
@@ -751,13 +776,20 @@ def main() -> None:
         found = json.loads(arguments.out.read_text())
     facts = {"vllm": version("vllm"), **machine()}
     outcomes: dict[str, Any] = {}
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that what was started is ended
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        together = [name for name in names if name not in ALONE]
-        futures = {name: pool.submit(run_in_process, name, arguments.work, logs) for name in together}
-        for name in [*together, *ALONE.intersection(names)]:
-            outcomes[name] = futures[name].result() if name in futures else run_in_process(name, arguments.work, logs)
-            found["scenarios"][name] = {**outcomes[name], "machine": facts}
-            arguments.out.write_text(json.dumps(found, indent=2) + "\n")
+        try:
+            together = [name for name in names if name not in ALONE]
+            futures = {name: pool.submit(run_in_process, name, arguments.work, logs) for name in together}
+            for name in [*together, *ALONE.intersection(names)]:
+                outcomes[name] = (
+                    futures[name].result() if name in futures else run_in_process(name, arguments.work, logs)
+                )
+                found["scenarios"][name] = {**outcomes[name], "machine": facts}
+                arguments.out.write_text(json.dumps(found, indent=2) + "\n")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            end(descendants(os.getpid()))
     for name, outcome in outcomes.items():
         print(f"{'passed' if outcome['passed'] else 'FAILED':8}{name:40}{outcome.get('seconds', 0):6.1f} s")
         if not outcome["passed"]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import statistics
 import sys
 import time
@@ -123,6 +124,7 @@ def main() -> None:
     if unknown := set(arguments.ways.split(",")) - set(WAYS):
         parser.error(f"--ways: {', '.join(sorted(unknown))}: no such way; there are {', '.join(WAYS)}")
     machine = {"simulated": True, "vllm": "none"} if arguments.server_command else machine_facts()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that servers are ended
     deadline = Deadline(arguments.deadline)
     write_config(arguments.work / arguments.shape, SHAPES[arguments.shape])
     logs = arguments.out.parent / "logs"

@@ -355,6 +355,13 @@ def test_plot_and_check(
         tables.main()
 
 
+def test_the_next_way_begins_where_an_even_number_of_switches_ended(run: Run, tmp_path: pathlib.Path) -> None:
+    process = run("--ways", "level1,level2", "--switches", "2")
+    assert process.returncode == 0, process.stdout + process.stderr
+    ways = result_of(tmp_path)["ways"]
+    assert [switch["reload_s"] is not None for switch in ways["level2"]["switches"]] == [True, True]
+
+
 # One model: vllm_serve.py
 
 

@@ -38,7 +38,22 @@ TOUCHES = (
     "/weight_checker",
 )
 TOUCHING_METHODS = ("reload_weights", "update_weights")
-LOADS = ("/update_weights", "/finish_weight_update", "/collective_rpc")
+LOADS = ("/update_weights", "/finish_weight_update")
+# Worker methods that only look, or prepare; any other may be a trainer's way to write weights.
+LOADS_NOTHING = (
+    "get_",
+    "is_",
+    "has_",
+    "list_",
+    "check_",
+    "compute_",
+    "determine_",
+    "supported_",
+    "set_",
+    "init_",
+    "start_",
+)
+LOADS_NOTHING += ("reset_", "save_", "profile", "execute_", "sleep", "wake_up", "discard", "cumem_sleep_")
 WEIGHTS_ASLEEP = "weights are asleep: POST /wake_up?tags=weights first"
 GUARDED = {
     *CHANGES,
@@ -54,7 +69,7 @@ HARMLESS = {
 }
 
 HEALTH_WITHIN_S = 1.0
-POLL_S = 0.5  # with several API servers another one may wake the model
+POLL_S = 0.5  # the engine may die; with several API servers another one may wake the model
 READ_AHEAD_BYTES = 16 << 20
 
 
@@ -210,6 +225,7 @@ class SleepGate:
         Raises:
             Refused: by the policy, at the deadline, or because waking failed.
             ClientGone: nobody waits for the answer.
+            Exception: of the engine, which is dead.
         """
         model, settings, policy = self.model, self._settings, self._settings.on_request
         deadline = model.clock() + settings.request_deadline_s
@@ -225,9 +241,10 @@ class SleepGate:
                     raise Refused(model.why_not(), settings.retry_after_s, "timed_out")
                 wakes = policy == "wake" and model.may_be_woken
                 step: Awaitable[Any] = asyncio.shield(model.wake()) if wakes else model.changed.wait()
-                await _first(step, gone, min(left_s, POLL_S) if model.several_servers else left_s)
+                await _first(step, gone, min(left_s, POLL_S))
                 if gone.done():
                     raise ClientGone
+                await model.engine.check_health()  # a server that is being shut down waits for those it holds
                 await model.look()
         finally:
             gone.cancel()
@@ -265,7 +282,8 @@ class SleepGate:
                 answer = _conflict(WEIGHTS_ASLEEP)
             else:
                 answer = await _answer(self._app, scope, inbox)
-            if _status(answer) < 300 and path in LOADS and method != metrics.STATUS_METHOD:
+            loads = method and not method.startswith(LOADS_NOTHING)
+            if _status(answer) < 300 and (path in LOADS or loads):
                 model.loaded()
             elif _status(answer) < 300 and path == "/pause":
                 model.paused = True
@@ -274,7 +292,8 @@ class SleepGate:
 
     async def _change(self, path: str, scope: Scope, receive: Receive) -> list[Message]:
         """One of CHANGES. Its answer is sent when the state is known: the next request may follow at once."""
-        model, query = self.model, parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+        model = self.model
         async with model.change(disturbs=path not in (*WAKES, "/resume")):
             if path == "/reload_weights":
                 return await self._reload()
@@ -284,16 +303,17 @@ class SleepGate:
                 while self._running:
                     self._idle.clear()
                     await self._idle.wait()
+            await model.mend()
             code = 500
             try:
                 answer = await _answer(self._app, {**scope, **WAKE_UP} if path in WAKES else scope, receive)
                 code = _status(answer)
             finally:
                 if path == "/sleep" and code >= 500:
-                    model.slept_badly()
+                    await model.slept_badly()
             if code < 300:
                 if path == "/sleep":
-                    model.slept(int(query.get("level", ["1"])[-1]))
+                    model.slept(int(float(query.get("level", ["1"])[-1])))  # vLLM 0.33 takes "1.0", too
                 elif path in WAKES:
                     model.woke(query.get("tags", ()))
                 elif path == "/release_kv_cache_memory":

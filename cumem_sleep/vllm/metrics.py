@@ -76,7 +76,7 @@ class WorkerStatus:
         if not self._exists:
             return None
         try:
-            self.ranks = list(await engine.collective_rpc(STATUS_METHOD))
+            ranks = list(await engine.collective_rpc(STATUS_METHOD))
         except Exception as error:
             if "not implemented" in str(error):  # vLLM's words for a method that its workers do not have
                 self._exists = False
@@ -87,7 +87,12 @@ class WorkerStatus:
             else:
                 logger.debug("no answer to %s: %s", STATUS_METHOD, error)
             return None
-        return self.ranks
+        # Once a call failed in one worker, vLLM's executors take the others' answers to it for those to the next call.
+        if not all(isinstance(rank, dict) and RankStatus.__required_keys__ <= rank.keys() for rank in ranks):
+            logger.debug("no answer to %s: %s", STATUS_METHOD, ranks)
+            return None
+        self.ranks = ranks
+        return ranks
 
 
 class Collector:

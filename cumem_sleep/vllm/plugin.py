@@ -57,6 +57,7 @@ def _take_over() -> None:
     cumem.CuMemAllocator = CuMemAllocator
     CuMemAllocator.prepares_after_pools = False
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
+    WorkerWrapperBase.sleep = sleep
     WorkerWrapperBase.cumem_sleep_status = cumem_sleep_status
     compatibility.register_backend(NAME, f"{__package__}.backend", "CumemSleepBackend")
 
@@ -71,6 +72,23 @@ def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         except CumemSleepError as error:
             logger.warning("prepare did not begin, the first sleep copies everything: %s", error)
     return result
+
+
+def sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The worker's own, which holds against us what other processes do.
+
+    At its end it asserts that the GPU has more free memory than before. If another process, as a model that wakes, took
+    more meanwhile than this one gave, that fails with all memory asleep, and vLLM takes a sleep that failed for none:
+    its next wake would wake nothing and run the model on unmapped memory.
+    """
+    try:
+        return self.worker.sleep(*args, **kwargs)
+    except AssertionError as error:
+        allocator = CuMemAllocator.instance
+        usages = [] if allocator is None else list(allocator.usage().values())
+        if not usages or any(usage.asleep_segments < usage.segments for usage in usages):
+            raise
+        logger.warning("another process took GPU memory while this one fell asleep: %s", error)
 
 
 def cumem_sleep_status(self: Any) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class SleepingModel:
         weights_lost: dropped (level 2) and not loaded again since: answers would be plausible garbage.
         paused: by somebody's POST /pause, which a request must not resume.
         staged: somebody else woke weights that were dropped, and is loading them: a request must not interfere.
+        torn: a sleep failed in some workers and not in others, which sleep still; vLLM takes all of it to be awake.
         failure: why waking on request failed, and until when nobody tries again (a time of `clock`).
         changed: set, and replaced, whenever what is known changes.
         several_servers: other processes serve the same engine, so a sleep may pass unseen.
@@ -50,7 +51,7 @@ class SleepingModel:
         self.phase = Phase.UNKNOWN
         self.level: int | None = None
         self.asleep: set[str] = set()
-        self.weights_lost = self.paused = self.staged = False
+        self.weights_lost = self.paused = self.staged = self.torn = False
         self.failure: tuple[str, float] | None = None
         self.changed = asyncio.Event()
         self.several_servers = False
@@ -98,7 +99,7 @@ class SleepingModel:
         """
         while self.phase is Phase.UNKNOWN or (self.several_servers and self.phase is not Phase.CHANGING):
             changes = self._changes
-            sleeping = bool(await asyncio.wait_for(self.engine.is_sleeping(), ASK_WITHIN_S))
+            sleeping = bool(await asyncio.wait_for(self.engine.is_sleeping(), ASK_WITHIN_S)) or self.torn
             ranks = await self._status.fresh(self.engine) if sleeping else None
             # vLLM from 0.18 on says that it sleeps while its scheduler is paused. Only the workers know better.
             is_paused = getattr(self.engine, "is_paused", None) if sleeping and ranks is None else None
@@ -118,11 +119,7 @@ class SleepingModel:
 
     def _learn_asleep(self, ranks: list[metrics.RankStatus] | None, scheduler_paused: bool) -> None:
         if ranks is not None:
-            usages = [
-                (tag, usage) for rank in ranks for tag, usage in rank["usage"].items() if usage["asleep_segments"]
-            ]
-            self.asleep = {tag for tag, _ in usages}
-            lost = any(tag == "weights" and usage["backed_up_bytes"] < usage["bytes"] for tag, usage in usages)
+            self.asleep, lost = _asleep_and_lost(ranks)
             if self.several_servers and "weights" in self.asleep:
                 self.weights_lost = lost
             self.weights_lost |= lost
@@ -184,10 +181,30 @@ class SleepingModel:
             self.weights_lost |= level >= 2
             self.staged = False
 
-    def slept_badly(self) -> None:
+    async def slept_badly(self) -> None:
         """A sleep failed, but may have stopped the scheduler before it did: that is level 0."""
         if not self.paused:
             self.level = self.level or 0
+        if not self.asleep:
+            # Twice: the first answer may be lost, because vLLM's executors leave what came after the failure unread.
+            ranks = await self._status.fresh(self.engine) or await self._status.fresh(self.engine) or []
+            asleep, lost = _asleep_and_lost(ranks)
+            self.torn = bool(asleep)
+            self.weights_lost |= lost
+            try:
+                await self.mend()
+            except Exception as error:
+                logger.warning("cumem-sleep gate: a sleep failed in some workers, and others cannot wake: %s", error)
+
+    async def mend(self) -> None:
+        """Wake the workers that sleep without vLLM's knowledge: its next wake would run the model on their memory.
+
+        Raises:
+            Exception: they cannot wake; they are tried again before the next sleep or wake.
+        """
+        if self.torn:
+            await self.engine.collective_rpc("wake_up")
+            self.asleep, self.torn, self.level = set(), False, None if self.paused else 0
 
     def woke(self, tags: Iterable[str]) -> None:
         """A wake of these tags passed (none: of all). vLLM ignores calls that name a tag that is awake."""
@@ -224,6 +241,7 @@ class SleepingModel:
                     time.perf_counter(),
                     f"level {self.level}{', weights loaded' if self.weights_lost else ''}",
                 )
+                await self.mend()
                 await self._wake_in_order()
         except Exception as error:
             cause = " ".join(str(error).split()) or type(error).__name__
@@ -235,9 +253,6 @@ class SleepingModel:
 
     async def _wake_in_order(self) -> None:
         """As vLLM documents it for level 2: weights, their reload, the KV cache. Its prefix cache is empty since."""
-        if self.level == 0 and not self.asleep:
-            await self.engine.wake_up(["scheduling"])
-            return
         if self.weights_lost:
             if "weights" in self.asleep:
                 await self.engine.wake_up(["weights"])
@@ -247,3 +262,12 @@ class SleepingModel:
         if self.asleep:
             rest = self.asleep & TAGS
             await self.engine.wake_up(sorted(rest) if rest < TAGS and rest else None)
+        elif self.level == 0:
+            await self.engine.wake_up(["scheduling"])
+
+
+def _asleep_and_lost(ranks: Iterable[metrics.RankStatus]) -> tuple[set[str], bool]:
+    """Tags of memory that sleeps in any worker, and whether weights are among it that have no backup."""
+    usages = [(tag, usage) for rank in ranks for tag, usage in rank["usage"].items() if usage["asleep_segments"]]
+    lost = any(tag == "weights" and usage["backed_up_bytes"] < usage["bytes"] for tag, usage in usages)
+    return {tag for tag, _ in usages}, lost

@@ -206,7 +206,7 @@ class FakeVllm:
 
     async def _route(self, scope: Any, path: str, body: bytes) -> tuple[int, Any]:
         headers = dict(scope["headers"])
-        query = parse_qs(scope["query_string"].decode())
+        query = parse_qs(scope["query_string"].decode(), keep_blank_values=True)
         given = headers.get(b"authorization", b"").decode().removeprefix("Bearer ")
         if self.api_keys and path.startswith("/v1") and given not in self.api_keys:
             return 401, {"error": "Unauthorized"}

@@ -242,6 +242,44 @@ class TestWorker:
         assert contents.is_there("weights")
 
     @backends
+    @pytest.mark.parametrize("level", [1, 2])
+    def test_another_process_takes_memory_meanwhile(
+        self,
+        worker: Any,
+        plugged: Stock,
+        memory: Memory,
+        choose: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        backend: str,
+        level: int,
+    ) -> None:
+        """The worker asserts that the GPU has more free memory than before, though its own all sleeps."""
+        import torch
+
+        choose(backend)
+        Contents(worker, memory)
+        wrapper = plugged.wrapper.__new__(plugged.wrapper)
+        wrapper.worker = worker
+        numbers = iter([(100, 200), (50, 200)])
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: next(numbers))
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device=None: next(numbers), raising=False)
+        wrapper.sleep(level=level)
+        assert asleep() == {"weights", "kv_cache"}
+
+    def test_other_assertions_are_failures(self, worker: Any, plugged: Stock, memory: Memory) -> None:
+        Contents(worker, memory)
+        wrapper = plugged.wrapper.__new__(plugged.wrapper)
+        wrapper.worker = worker
+
+        def fail() -> None:
+            raise AssertionError("of a layer")
+
+        worker.model_runner.model.named_buffers = fail
+        with pytest.raises(AssertionError, match="of a layer"):
+            wrapper.sleep(level=2)
+        assert asleep() == set()
+
+    @backends
     def test_a_wake_that_fails(self, worker: Any, memory: Memory, choose: Any, backend: str) -> None:
         choose(backend)
         contents = Contents(worker, memory)

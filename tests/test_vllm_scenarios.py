@@ -1,0 +1,70 @@
+"""What `benchmarks/vllm_scenarios.py` leaves behind when it is ended: nothing, or a vLLM would go on using the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+BENCHMARKS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
+
+# A scenario that starts a server in a session of its own, as they do.
+SCRIPT = """
+import pathlib, subprocess, sys, time
+
+sys.path.insert(0, {benchmarks!r})
+import checkpoints, record, vllm_scenarios
+
+checkpoints.write_checkpoint = record.write = lambda *_: None
+vllm_scenarios.version = lambda _: "none"
+vllm_scenarios.LIMIT_S = {limit_s}
+vllm_scenarios.__file__ = __file__
+vllm_scenarios.SCENARIOS.clear()
+
+@vllm_scenarios.scenario(alone={alone})
+def serves(folder):
+    server = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    pathlib.Path({pid!r}).write_text(str(server.pid))
+    time.sleep(600)
+
+if __name__ == "__main__":
+    vllm_scenarios.main()
+"""
+
+
+def lives(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+@pytest.mark.parametrize(("alone", "limit_s"), [(True, 100), (False, 100), (False, 5)])
+def test_nothing_is_left(tmp_path: pathlib.Path, alone: bool, limit_s: int) -> None:
+    script, pid_file = tmp_path / "scenarios.py", tmp_path / "pid"
+    script.write_text(SCRIPT.format(benchmarks=str(BENCHMARKS), limit_s=limit_s, alone=alone, pid=str(pid_file)))
+    command = [sys.executable, str(script), "--out", str(tmp_path / "out.json"), "--work", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    server = 0
+    try:
+        ends_at = time.monotonic() + 30
+        while not (pid_file.is_file() and pid_file.read_text()) and time.monotonic() < ends_at:
+            time.sleep(0.05)
+        server = int(pid_file.read_text())
+        if limit_s > 5:
+            process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=30)
+        assert process.returncode == (1 if limit_s == 5 else 143)
+        assert limit_s > 5 or "no result in time" in said
+        while lives(server) and time.monotonic() < ends_at:
+            time.sleep(0.05)
+        assert not lives(server)
+    finally:
+        process.kill()
+        if server and lives(server):
+            os.kill(server, signal.SIGKILL)
