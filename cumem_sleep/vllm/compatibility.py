@@ -10,8 +10,8 @@
 | `CuMemAllocator.cudagraph_pool`; tags `runtime` and `cudagraph` are backed up at every level | 0.32.0 |
 | `--sleep-mode-backend` | 0.33.0 |
 
-Scratch memory (tag `workspace`, after 0.30) is dropped by the backend `cumem`; this layer's levels, and so `prepare` and
-the backend `cumem_sleep`, back it up: they drop only weights and KV cache.
+Scratch memory (tag `workspace`, after 0.30) is dropped by the backend `cumem`; this layer's levels, and so `prepare`
+and the backend `cumem_sleep`, back it up: they drop only weights and KV cache.
 Graph memory comes from `cudagraph_pool` only with the backend `cumem`, vLLM's default, which reaches this layer, too.
 Up to 0.26 a wake of `kv_cache` alone after level 2 restores buffers of weights that still sleep: wake `weights` first.
 

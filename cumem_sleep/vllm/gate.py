@@ -41,19 +41,9 @@ TOUCHING_METHODS = ("reload_weights", "update_weights")
 LOADS = ("/update_weights", "/finish_weight_update")
 # Worker methods that only look, or prepare; any other may be a trainer's way to write weights.
 LOADS_NOTHING = (
-    "get_",
-    "is_",
-    "has_",
-    "list_",
-    "check_",
-    "compute_",
-    "determine_",
-    "supported_",
-    "set_",
-    "init_",
-    "start_",
+    *("get_", "is_", "has_", "list_", "check_", "compute_", "determine_", "supported_", "set_", "init_", "start_"),
+    *("reset_", "save_", "profile", "execute_", "sleep", "wake_up", "discard", "cumem_sleep_"),
 )
-LOADS_NOTHING += ("reset_", "save_", "profile", "execute_", "sleep", "wake_up", "discard", "cumem_sleep_")
 WEIGHTS_ASLEEP = "weights are asleep: POST /wake_up?tags=weights first"
 GUARDED = {
     *CHANGES,
