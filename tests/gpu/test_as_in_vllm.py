@@ -6,27 +6,18 @@ Their tests of whole engines have their like in benchmarks/vllm_scenarios.py.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 from support import fresh_allocator
 
 from cumem_sleep import CuMemAllocator, OutOfDeviceMemory
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
 torch = pytest.importorskip("torch")
 
 MIB = 1 << 20
 WEIGHTS_LEVEL_1 = ("weights", "runtime", "cudagraph")  # what vLLM's backend backs up
 WEIGHTS_LEVEL_2 = ("runtime", "cudagraph")
-
-
-@pytest.fixture(autouse=True)
-def _clean_pools(allocator: CuMemAllocator) -> Iterator[None]:
-    yield
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 def mapped(allocator: CuMemAllocator, *tags: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,21 +14,12 @@ from support import Memory
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, _core
 from cumem_sleep.digest import DeviceDigester, digest_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
 torch = pytest.importorskip("torch")
 
 MIB = 1 << 20
 PAGE_TABLES = 4 * MIB  # what the GPU needs to reach the pinned backups: 2 MiB for each GiB, on every GPU
 SPIN_CYCLES = 400_000_000  # about 0.2 s on an H200
-
-
-@pytest.fixture(autouse=True)
-def _clean_pools(allocator: CuMemAllocator) -> Iterator[None]:
-    """Tensors that a test left go before the allocator fixture looks for what was left behind."""
-    yield
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 def random_tensor(nbytes: int, device: str = "cuda") -> Any:
