@@ -128,7 +128,12 @@ class Handler(BaseHTTPRequestHandler):
         return None
 
 
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+def end(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the clearing up
+    sys.exit(0)
+
+
+signal.signal(signal.SIGTERM, end)
 server = ThreadingHTTPServer((arguments.host, arguments.port), Handler)
 try:
     server.serve_forever()
