@@ -961,3 +961,46 @@ class TestInstances:
             pytest.skip("PyTorch may reach this GPU")
         with pytest.raises(InvalidState, match="PyTorch"), allocator.cudagraph_pool():
             pass
+
+    def test_totals_add_up_what_was_done(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        fill(allocator, memory, "weights", "kv_cache")
+        reports = [allocator.sleep(), allocator.wake_up(), allocator.sleep(level=2), allocator.wake_up()]
+        allocator.wake_up()  # nothing to do, so it does not count
+        discarded = allocator.discard("kv_cache")
+        totals = allocator.totals()
+        assert {name: (total.count, total.failures) for name, total in totals.items()} == {
+            "sleep": (2, 0),
+            "wake": (2, 0),
+            "discard": (1, 0),
+        }
+        assert totals["sleep"].bytes == {"freed": 4 * PAGE, "copied": PAGE, "clean": 0, "dropped": 3 * PAGE}
+        assert totals["wake"].bytes == {"mapped": 4 * PAGE, "restored": PAGE, "verified": PAGE}
+        assert totals["discard"].bytes["freed"] == PAGE
+        for name, first, second in (("sleep", 0, 2), ("wake", 1, 3)):
+            assert totals[name].seconds == pytest.approx(reports[first].seconds + reports[second].seconds)
+            assert sum(totals[name].phases.values()) == pytest.approx(
+                sum(sum(reports[number].phases.values()) for number in (first, second))
+            )
+        assert totals["discard"].phases == discarded.phases
+
+    @pytest.mark.sim
+    def test_totals_count_what_failed(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        fill(allocator, memory, "weights")
+        allocator.sleep()
+        sim.fail("cuMemCreate")
+        with pytest.raises(OutOfDeviceMemory):
+            allocator.wake_up()
+        allocator.wake_up()
+        assert (allocator.totals()["wake"].count, allocator.totals()["wake"].failures) == (1, 1)
+
+    @pytest.mark.sim
+    def test_a_sleep_says_what_is_left_on_its_devices(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        filled = fill(allocator, memory, "weights", "kv_cache")
+        assert filled
+        free_bytes, total_bytes = _core.memory_info(0)
+        report = allocator.discard("kv_cache")
+        assert report.left_bytes == total_bytes - free_bytes - PAGE
+        assert "2.00 MiB left on the GPU" in str(report)
+        sim.fail("cuMemGetInfo")  # all is asleep by then: no reason to fail
+        assert allocator.sleep().left_bytes == 0
+        assert sleep_states() == {"weights": BACKED_UP, "kv_cache": DROPPED}

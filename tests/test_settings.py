@@ -148,3 +148,8 @@ def test_bytes(text: str, nbytes: int) -> None:
 def test_no_bytes(text: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^limit={re.escape(repr(text))}"):
         parse_bytes("limit", text)
+
+
+def test_the_summary_names_what_is_not_as_it_is_by_default() -> None:
+    assert Settings().summary() == "settings: the defaults"
+    assert Settings(driver="sim", prepare=True).summary() == "settings: driver='sim', prepare=True"
