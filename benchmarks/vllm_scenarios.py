@@ -174,7 +174,7 @@ def _five_cycles(folder: Path, **options: Any) -> Facts:
 
 @scenario(alone=True, **IN_PROCESS)
 def graphs_and_compile(folder: Path) -> Facts:
-    """Five cycles at level 1, selective wakes, level 2 with reload: nothing compiled or captured again, none lost."""
+    """Level 1 five times, no memory left behind; level 2 with reload twice; nothing compiled or captured again."""
     facts = _five_cycles(folder)
     in_use = facts["bytes in use awake, after each cycle"]
     check("no cycle leaves memory behind", max(in_use[1:]) - min(in_use[1:]) <= 4 << 20)
