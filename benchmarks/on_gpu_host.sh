@@ -64,7 +64,7 @@ for what in "$@"; do
         ;;
     scenarios) with_vllm && timeout 400 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" --jobs 6 ;;
     two_gpus)
-        with_vllm && timeout 400 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" \
+        with_vllm && timeout 540 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" \
             --only model_8b,model_32b,tensor_parallel_2 --jobs 2
         ;;
     serve) with_vllm && timeout 580 python3 benchmarks/vllm_serve.py --out "$out/vllm_serve.json" ;;
