@@ -117,12 +117,21 @@ def link_gbps(result: dict[str, Any], direction: str) -> str:
     return "not measured"
 
 
-def peers_table(result: dict[str, Any]) -> list[str]:
+PEERS_BELOW = (
+    "",
+    f"![Seconds of sleep and wake by layer](docs/{PLOT.name})",
+    "",
+    "Weights wake from level 2 with undefined bytes; torch_memory_saver fixes where memory is allocated whether its"
+    " bytes are kept. What the layers do in these times differs: cumem-sleep also proves that the bytes are the same.",
+)
+
+
+def peers_table(result: dict[str, Any], title: str, below: Sequence[str] = ()) -> list[str]:
     """The same steps of every layer, each in processes of its own, one run."""
     workload, layers, seconds = result["workload"], result["layers"], samples(result)
     titles = [f"{layer['title']} {layer['version'] or ''}".strip() for layer in layers.values()]
     if not any((FIRST_SLEEP, name) in seconds for name in layers):
-        raise SystemExit("benchmarks/results/peers.json: no layer was measured")
+        raise SystemExit(f"benchmarks/results: {title}: no layer was measured")
 
     def row(head: str, cells: list[str]) -> str:
         return f"| {head} | {' | '.join(cells)} |"
@@ -136,7 +145,7 @@ def peers_table(result: dict[str, Any]) -> list[str]:
         return digits(statistics.median(values) / per) if values else "not measured"
 
     lines = [
-        f"**Beside its peers**, the same tensors: {workload['segments']} segments,"
+        f"**{title}**, the same tensors: {workload['segments']} segments,"
         f" {workload['weights_bytes'] / GIB:.2f} GiB of weights, {workload['kv_cache_bytes'] / GIB:.2f} GiB of KV"
         " cache. Each layer in processes of its own, one after the other, in one run; every byte checked after every"
         " wake."
@@ -152,12 +161,7 @@ def peers_table(result: dict[str, Any]) -> list[str]:
             [fact_cell(layer["host_bytes"], workload["weights_bytes"]) for layer in layers.values()],
         ),
         row("left on the GPU asleep, GiB", [fact_cell(layer["left_on_gpu_bytes"], GIB) for layer in layers.values()]),
-        "",
-        f"![Seconds of sleep and wake by layer](docs/{PLOT.name})",
-        "",
-        "Weights wake from level 2 with undefined bytes; torch_memory_saver fixes where memory is allocated whether its"
-        " bytes are kept. What the layers do in these times differs: cumem-sleep also proves that the bytes are the"
-        " same.",
+        *below,
     ]
     for layer in layers.values():
         if layer["not_installed"]:
@@ -459,7 +463,9 @@ def section() -> str:
         *switching,
         *serve_table(load("vllm_serve.json")),
         "",
-        *peers_table(load("peers.json")),
+        *peers_table(load("peers.json"), "Beside its peers", PEERS_BELOW),
+        "",
+        *peers_table(load("peers_vllm.json"), "Beside vLLM's layer again, another day and machine, later code"),
         "",
         *bench_table(load("bench.json"), "A 32B model's memory"),
         "",

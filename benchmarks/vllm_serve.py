@@ -130,17 +130,21 @@ def main() -> None:
     logs = arguments.out.parent / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     ways: dict[str, Any] = json.loads(arguments.out.read_text())["ways"] if arguments.out.exists() else {}
+    failed: dict[str, str] = {}
     for way in arguments.ways.split(","):
         try:
             ways[way] = measure(way, arguments, deadline, logs, machine)
         except Exception as error:
-            ways[way] = {"error": f"{type(error).__name__}: {error}"}
+            failed[way] = f"{type(error).__name__}: {error}"
+            if "error" in ways.get(way, {"error": ""}):  # an earlier run's figures stay
+                ways[way] = {"error": failed[way]}
         result = {"machine": machine, "shape": arguments.shape, "prompt": PROMPT, "ways": ways}
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(f"{'way':10}{'start':>8}{'first sleep':>13}{'later':>8}{'wake':>8}{'wake 3 s':>10}{'TTFT':>8}  s; asleep GiB")
     for way, facts in ways.items():
+        if way in failed:
+            print(f"{way:10}FAILED {failed[way]}")
         if "error" in facts:
-            print(f"{way:10}FAILED {facts['error']}")
             continue
         print(
             f"{way:10}{facts['start_s']:8.1f}{facts['first_sleep_s'][0]:13.3f}"
@@ -148,7 +152,7 @@ def main() -> None:
             f"{facts['wake_after_3_s']:10.3f}{statistics.median(facts['first_token_s']):8.3f}"
             f"  {(facts['gpu_bytes_asleep'][-1] or 0) / (1 << 30):.2f}"
         )
-    sys.exit(any("error" in facts for facts in ways.values()))
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":
