@@ -314,7 +314,8 @@ class CuMemAllocator:
             self._stop_preparing()
             is_dropped = _dropped_at_level(1)
             wanted = [s for s in _core.segments() if s.sleep == _Sleep.AWAKE and is_dropped and not is_dropped(s.tag)]
-            needed = _total(segment for segment in wanted if not self._store.host_bytes_of(segment))
+            encodings = self._plan(wanted)
+            needed = self._store.needed_bytes(wanted, encodings)
             self._store.check(needed, wanted)
             preparation = Preparation(
                 wanted,
@@ -323,10 +324,26 @@ class CuMemAllocator:
                 self._digester,
                 self.settings.prepare_bytes_per_second,
                 self._warm_up,
+                encodings,
+                lambda device: self._compressor.workbench(device, _core.memory_info(device)[0], small=True),
             )
             self._preparation = preparation  # before it starts: an interrupt must not lose it
             preparation.start()
         return preparation
+
+    def _plan(self, segments: Sequence[_core.Segment]) -> dict[int, Encoding] | None:
+        """How these are to be stored, by id; None if all are to be stored as they are."""
+        if not self._compressor.on:
+            return None
+        encodings: dict[int, Encoding] = {}
+        try:
+            for device in sorted({segment.device for segment in segments}):
+                mine = [segment for segment in segments if segment.device == device]
+                with self._compressor.workbench(device, _core.memory_info(device)[0], small=True) as workbench:
+                    encodings.update(workbench.plan(mine))
+        except CodecError as error:
+            self._compressor.give_up(error)
+        return encodings
 
     def _stop_preparing(self) -> None:
         """May be called with or without the lock held, which the thread never waits for."""

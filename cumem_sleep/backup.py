@@ -170,6 +170,11 @@ class BackupStore:
             )
             self.has_freed |= segment.freed  # before it was noted: nobody will say so
 
+    def needed_bytes(self, segments: Iterable[_core.Segment], encodings: Mapping[int, Encoding] | None) -> int:
+        """Host memory that `take` would have to find for those of `segments` that have none yet."""
+        new = [segment for segment in segments if segment.id not in self._backups]
+        return sum(sum(_block_sizes(s, (encodings or {}).get(s.id), SLAB_BYTES)) for s in new)
+
     def _reuse_or_forget(self, segments: Sequence[_core.Segment], encodings: Mapping[int, Encoding]) -> None:
         for segment in segments:
             backup = self._backups.get(segment.id)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -65,19 +65,27 @@ class Place:
     is_last: bool
 
 
+class ChangedMeanwhile(InvalidState):
+    """A segment was written to between plan and encoding."""
+
+
 class Kernels(Protocol):
     """The codec's work on chunks, by a table of rows (`codec_kernel.rows`); asynchronous, in the order of `stream`."""
 
-    def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None: ...
+    def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:
+        """Add the encoded size of each row's source to the word at its target."""
 
-    def encode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int, counters: int) -> None: ...
+    def encode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int, counters: int) -> None:
+        """Encode each row's source to its target, which is zero; add the bytes without header to its counter."""
 
-    def decode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None: ...
+    def decode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:
+        """Decode each row's source to its target."""
 
-    def warm_up(self, layout: Layout, device: int) -> None: ...
+    def warm_up(self, layout: Layout, device: int) -> None:
+        """Have all three ready."""
 
 
-class GpuKernels:
+class GpuKernels(Kernels):
     """Those of `codec_kernel`."""
 
     def __init__(self) -> None:
@@ -88,49 +96,52 @@ class GpuKernels:
         self._torch = torch
         self._kernels = codec_kernel
 
-    def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:
+    def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
         with self._on(stream):
             self._kernels.count(layout, table, chunks)
 
-    def encode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int, counters: int) -> None:
+    def encode(  # noqa: D102
+        self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int, counters: int
+    ) -> None:
         with self._on(stream):
             self._kernels.encode(layout, table, chunks, counters)
 
-    def decode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:
+    def decode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
         with self._on(stream):
             self._kernels.decode(layout, table, chunks)
 
-    def warm_up(self, layout: Layout, device: int) -> None:
+    def warm_up(self, layout: Layout, device: int) -> None:  # noqa: D102
         self._kernels.warm_up(layout, device)
 
-    def _on(self, stream: _core.CopyStream) -> AbstractContextManager[Any]:
-        stack = ExitStack()
-        # With the device, else leaving the stream creates a context on the thread's own device, which may be another.
-        stack.enter_context(self._torch.cuda.device(stream.device))
+    @contextmanager
+    def _on(self, stream: _core.CopyStream) -> Iterator[None]:
         external = self._torch.cuda.ExternalStream(stream.handle, device=stream.device)  # type: ignore[no-untyped-call]
-        stack.enter_context(self._torch.cuda.stream(external))
-        return stack
+        # With the device, else leaving the stream creates a context on the thread's own device, which may be another.
+        with self._torch.cuda.device(stream.device), self._torch.cuda.stream(external):
+            yield
 
 
-class SimulatedKernels:
-    """The reference on the simulated driver, whose device memory the host reaches."""
+class SimulatedKernels(Kernels):
+    """The reference, on the simulated driver, whose device memory the host reaches."""
 
-    def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:
+    def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
         for code, source, target, _ in self._rows(stream, layout, table, chunks):
             _words_at(target, 1)[0] += codec.chunk_bytes(code, _bytes_at(source, CHUNK_BYTES))[0]
 
-    def encode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int, counters: int) -> None:
+    def encode(  # noqa: D102
+        self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int, counters: int
+    ) -> None:
         found = _words_at(counters, chunks)
         for number, (code, source, target, nbytes) in enumerate(self._rows(stream, layout, table, chunks)):
             encoded = codec.encode(code, _bytes_at(source, CHUNK_BYTES))
             found[number] = encoded.size - layout.header_bytes
             _bytes_at(target, nbytes)[:] = np.resize(encoded, nbytes)
 
-    def decode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:
+    def decode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
         for code, source, target, nbytes in self._rows(stream, layout, table, chunks):
             _bytes_at(target, CHUNK_BYTES)[:] = codec.decode(code, _bytes_at(source, nbytes), np.array([nbytes]))
 
-    def warm_up(self, layout: Layout, device: int) -> None:
+    def warm_up(self, layout: Layout, device: int) -> None:  # noqa: D102
         pass
 
     @staticmethod
@@ -182,7 +193,13 @@ class Compressor:
             self.give_up(error)
 
     def workbench(
-        self, device: int, spare_bytes: int, lenders: Sequence[_core.Segment] = (), *, keep_bytes: bool = True
+        self,
+        device: int,
+        spare_bytes: int,
+        lenders: Sequence[_core.Segment] = (),
+        *,
+        keep_bytes: bool = True,
+        small: bool = False,
     ) -> Workbench:
         """Slots on `device`, for one operation; a context.
 
@@ -190,6 +207,7 @@ class Compressor:
             spare_bytes: device memory that may be taken for it.
             lenders: segments whose memory may be used meanwhile, should there be too little.
             keep_bytes: their bytes are put back at the end.
+            small: take little memory, because the model runs meanwhile.
 
         Raises:
             CodecError: the kernels cannot be had.
@@ -200,6 +218,7 @@ class Compressor:
                 self._kernels = _choose_kernels()
             except Exception as error:
                 raise CodecError(f"compressed backups cannot be read: {error}") from error
+        spare_bytes = min(spare_bytes, _bench_bytes(_SLOT_BYTES[-1])) if small else spare_bytes
         return Workbench(device, self._kernels, spare_bytes, lenders, keep_bytes=keep_bytes)
 
 
@@ -233,6 +252,10 @@ class Workbench:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for what is in flight, and give all memory back."""
         self._stack.close()
 
     def plan(self, segments: Sequence[_core.Segment]) -> dict[int, Encoding]:
@@ -264,8 +287,9 @@ class Workbench:
         """Encode chunks, and copy them to where they are to lie; `pin` is called with each block before.
 
         Raises:
-            InvalidState: a chunk has another size than planned: somebody wrote to it. Nothing else was overwritten.
+            ChangedMeanwhile: a chunk has another size than planned. Nothing else was overwritten.
             DriverError: the driver refused, or what `pin` raises.
+            CodecError: a kernel failed.
         """
         for batch in _batches(places, self._slot_bytes):
             slot, layout = self._next_slot(), batch[0].code.layout
@@ -296,6 +320,7 @@ class Workbench:
 
         Raises:
             DriverError, InvalidState: what the driver or `mapped` raised.
+            CodecError: a kernel failed.
         """
         for batch in _batches(places, self._slot_bytes):
             for segment_id in dict.fromkeys(place.segment.id for place in batch):
@@ -313,6 +338,21 @@ class Workbench:
             slot.then(partial(completed, [place.segment for place in batch if place.is_last]))
             yield len(batch) * CHUNK_BYTES
         self._finish()
+
+    def decode_again(self, places: Sequence[Place]) -> int:
+        """Decode chunks (of one layout, few enough for a slot) from host memory; returns where they are, for now.
+
+        Raises:
+            DriverError: the driver refused.
+            CodecError: a kernel failed.
+        """
+        slot = self._next_slot()
+        targets = slot.chunks_address + CHUNK_BYTES * np.arange(len(places))
+        slot.set_rows_of(places, [place.block.address + place.offset for place in places], targets)
+        with _codec_errors():
+            self._kernels.decode(slot.stream, places[0].code.layout, slot.table, len(places))
+        slot.stream.synchronize()
+        return slot.chunks_address
 
     def _next_slot(self) -> _Slot:
         """The one that was begun first, when it has finished."""
@@ -364,7 +404,7 @@ class Workbench:
     def _take_memory(self, spare_bytes: int, lenders: Sequence[_core.Segment], *, keep_bytes: bool) -> tuple[int, int]:
         """The address of all slots (0: there is no memory), and how many bytes of chunks each takes."""
         for slot_bytes in _SLOT_BYTES:
-            nbytes = _whole_pages(_SLOTS * (_HEAD_BYTES + slot_bytes))
+            nbytes = _bench_bytes(slot_bytes)
             if nbytes > spare_bytes:
                 continue
             try:
@@ -373,7 +413,7 @@ class Workbench:
                 continue
             self._stack.callback(memory.close)
             return memory.address, slot_bytes
-        needed = _whole_pages(_SLOTS * (_HEAD_BYTES + _LENT_SLOT_BYTES))
+        needed = _bench_bytes(_LENT_SLOT_BYTES)
         for segment in lenders:
             if segment.device == self._device and segment.bytes >= needed:
                 segment.map()
@@ -519,14 +559,15 @@ def _codec_errors() -> Iterator[None]:
 def _check_sizes(batch: list[Place], slot: _Slot) -> None:
     for place, nbytes in zip(batch, slot.counters.tolist(), strict=False):
         if nbytes + place.code.layout.header_bytes != place.bytes:
-            raise InvalidState(
+            raise ChangedMeanwhile(
                 f"the segment at 0x{place.segment.address:x} was written to while it was backed up: let no work run on"
                 " the GPU during sleep, and call again; everything is awake"
             )
 
 
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // CHUNK_BYTES) * CHUNK_BYTES
+def _bench_bytes(slot_bytes: int) -> int:
+    """Of all slots, in whole pages."""
+    return -(-_SLOTS * (_HEAD_BYTES + slot_bytes) // CHUNK_BYTES) * CHUNK_BYTES
 
 
 def _bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:

@@ -131,8 +131,8 @@ class Restorer:
             DriverError, InvalidState: what the driver or `mapped` raised; no copy is in flight.
             CodecError: a kernel failed.
         """
-        raw = [segment for segment in segments if store.encoding_of(segment) is None]
-        encoded = [segment for segment in segments if store.encoding_of(segment) is not None]
+        raw = [segment for segment in segments if not workbenches or store.encoding_of(segment) is None]
+        encoded = [segment for segment in segments if workbenches and store.encoding_of(segment) is not None]
         with ExitStack() as stack:
             lanes = []
             for device in sorted({segment.device for segment in raw}):
@@ -141,7 +141,7 @@ class Restorer:
                 lane = _Lane(mapped, digests, ways, self._best_rates.setdefault(device, _BestRate()))
                 lanes.append(lane.run(Batches(mine, store)))
             for device, workbench in (workbenches or {}).items():
-                places = chain.from_iterable(store.places(segment) for segment in encoded if segment.device == device)
+                places = chain.from_iterable([store.places(s) for s in encoded if s.device == device])
                 lanes.append(workbench.decode(places, mapped, digests.start if digests is not None else _nothing))
             half = sum(segment.bytes for segment in segments) // 2
             begun = 0
