@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,8 @@ _SAMPLES_AT_ONCE = 1 << 20  # values: what `choose_codes` has in hand stays in a
 
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int64]
+Values = npt.NDArray[np.unsignedinteger[Any]]
+_Size = TypeVar("_Size", int, Integers)
 
 
 @dataclass(frozen=True)
@@ -60,18 +63,22 @@ class Layout:
 
     @property
     def value_bits(self) -> int:
+        """The width of a value."""
         return 8 * self.value_bytes
 
     @property
     def raw_bits(self) -> int:
+        """How many bits of a value are stored as they come."""
         return sum(self.planes)
 
     @property
     def blocks_per_chunk(self) -> int:
+        """How many blocks of `BLOCK_VALUES` values a chunk has."""
         return CHUNK_BYTES // (BLOCK_VALUES * self.value_bytes)
 
     @property
     def header_bytes(self) -> int:
+        """What an encoded chunk begins with: where each of its blocks starts."""
         return _aligned(4 * self.blocks_per_chunk)
 
     @property
@@ -81,6 +88,7 @@ class Layout:
 
     @property
     def largest_block_bytes(self) -> int:
+        """A block in which every symbol is passed on to the end."""
         return self.fixed_bytes + (LEVELS - 1) * LEVEL_0_BYTES + BLOCK_VALUES
 
     @property
@@ -89,7 +97,8 @@ class Layout:
         return self.header_bytes + self.blocks_per_chunk * self.largest_block_bytes
 
     @property
-    def dtype(self) -> np.dtype[np.unsignedinteger]:
+    def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
+        """Of the values as numbers."""
         return np.dtype(f"<u{self.value_bytes}")
 
 
@@ -114,9 +123,9 @@ class Code:
     symbols: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        allowed = range(1 << self.layout.symbol_bits)
-        if len(self.symbols) != PLACES or len(set(self.symbols)) != PLACES or not set(self.symbols) <= set(allowed):
-            raise ValueError(f"a code of {self.layout.name} has {PLACES} different symbols of {allowed}: {self.symbols}")
+        different = set(self.symbols) & set(range(1 << self.layout.symbol_bits))
+        if not len(different) == len(self.symbols) == PLACES:
+            raise ValueError(f"a code has {PLACES} different symbols of {self.layout.symbol_bits} bits: {self.symbols}")
 
 
 def choose_code(sample: Bytes, worth: float = 0.95) -> Code | None:
@@ -208,8 +217,8 @@ def _encode_chunk(code: Code, chunk: Bytes) -> Bytes:
     fixed = np.empty((layout.blocks_per_chunk, layout.fixed_bytes), np.uint8)
     shift = column = 0
     for width in layout.planes:
-        fields = (rotated >> shift).astype(np.uint8)
-        plane = _packed(fields & ((1 << width) - 1) if width < 8 else fields, width).reshape(len(fixed), -1)
+        fields = (rotated >> shift).astype(np.uint8) & np.uint8((1 << width) - 1)
+        plane = _packed(fields, width).reshape(len(fixed), -1)
         fixed[:, column : column + plane.shape[1]] = plane
         shift += width
         column += plane.shape[1]
@@ -239,7 +248,7 @@ def _encode_chunk(code: Code, chunk: Bytes) -> Bytes:
     return stored
 
 
-def _decode_chunk(code: Code, stored: Bytes, values: npt.NDArray[np.unsignedinteger]) -> None:
+def _decode_chunk(code: Code, stored: Bytes, values: Values) -> None:
     layout = code.layout
     limit = stored.size & -ALIGN_BYTES
     # A block that starts at the end at the latest ends within this, so nothing below needs a check.
@@ -277,12 +286,13 @@ def _decode_chunk(code: Code, stored: Bytes, values: npt.NDArray[np.unsignedinte
     values[:] = (rotated >> 1) | (rotated << (layout.value_bits - 1))
 
 
-def _rotated(layout: Layout, content: Bytes) -> npt.NDArray[np.unsignedinteger]:
+def _rotated(layout: Layout, content: Bytes) -> Values:
     values = np.ascontiguousarray(content).view(layout.dtype)
-    return (values << 1) | (values >> (layout.value_bits - 1))
+    rotated: Values = (values << 1) | (values >> (layout.value_bits - 1))
+    return rotated
 
 
-def _symbols(layout: Layout, rotated: npt.NDArray[np.unsignedinteger]) -> Bytes:
+def _symbols(layout: Layout, rotated: Values) -> Bytes:
     return (rotated >> layout.raw_bits).astype(np.uint8)
 
 
@@ -303,7 +313,7 @@ def _word_counts(codes: Integers) -> Integers:
     return -(-codes // CODES_PER_WORD)
 
 
-def _aligned(nbytes):  # type: ignore[no-untyped-def]
+def _aligned(nbytes: _Size) -> _Size:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
@@ -340,11 +350,14 @@ def _packed(fields: Bytes, width: int) -> Bytes:
 
 def _unpacked(packed: Bytes, width: int) -> Bytes:
     """The fields of `_packed` along the last axis."""
-    return packed if width == 8 else _fields(width)[packed].view(np.uint8)
+    if width == 8:
+        return packed
+    fields: Bytes = _fields(width)[packed].view(np.uint8)
+    return fields
 
 
 @lru_cache
-def _fields(width: int) -> npt.NDArray[np.unsignedinteger]:
+def _fields(width: int) -> Values:
     """For each byte the fields in it, one to a byte of a word."""
     per_byte = 8 // width
     fields = np.arange(256)[:, None] >> (width * np.arange(per_byte)) & ((1 << width) - 1)

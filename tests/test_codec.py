@@ -116,8 +116,8 @@ class TestDefinition:
         starts = stored[: BF16.header_bytes].view("<u4").astype(int)
         assert starts[0] == BF16.header_bytes
         assert (starts % 16 == 0).all()
-        block_bytes = [len(plainly_encoded(BF16, content[b * 8192 : (b + 1) * 8192].tobytes(), 114)) for b in range(256)]
-        assert np.diff(starts, append=stored.size).tolist() == block_bytes
+        blocks = content[: 40 * 8192].reshape(40, 8192)
+        assert np.diff(starts[:41]).tolist() == [len(plainly_encoded(BF16, block.tobytes(), 114)) for block in blocks]
 
     def test_blocks_may_lie_in_any_order(self) -> None:
         content = weights(BF16)
@@ -203,12 +203,11 @@ class TestRoundTrip:
         assert stored.size == layout.largest_chunk_bytes > CHUNK_BYTES
 
     @every_layout
-    @pytest.mark.parametrize("place", [0, 2, 3, 5, 6, 8, 9])
-    def test_one_block_of_another_place_than_the_others(self, layout: Layout, place: int) -> None:
-        block_bytes = CHUNK_BYTES // layout.blocks_per_chunk
-        content = values_of(layout, [1]).copy()
-        content[5 * block_bytes : 6 * block_bytes] = values_of(layout, [place])[:block_bytes]
-        assert_round_trip(code_of(layout), content)
+    def test_blocks_of_one_symbol(self, layout: Layout) -> None:
+        """Each of another place in the code, so levels pass on all that reach them, or nothing."""
+        symbols = np.ones((layout.blocks_per_chunk, BLOCK_VALUES), int)
+        symbols[5:15] = np.array([0, 2, 3, 5, 6, 8, 9, 15, 0, 9])[:, None]
+        assert_round_trip(code_of(layout), values_of(layout, symbols.reshape(-1)))
 
     @every_layout
     def test_counts_around_whole_words(self, layout: Layout) -> None:
@@ -237,7 +236,7 @@ class TestRoundTrip:
         assert codec.chunk_bytes(code_of(BF16), nothing).size == 0
         assert codec.decode(code_of(BF16), nothing, []).size == 0
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(
         pattern=st.binary(min_size=1, max_size=3000),
         layout=st.sampled_from(LAYOUTS),
@@ -250,7 +249,7 @@ class TestRoundTrip:
 
 class TestRatio:
     @pytest.mark.parametrize(
-        ("layout", "most"), [(BF16, 0.67), (FP16, 0.87), (E4M3, 0.86), (E5M2, 0.72), (FP32, 0.84)], ids=lambda x: str(x)
+        ("layout", "most"), [(BF16, 0.67), (FP16, 0.87), (E4M3, 0.86), (E5M2, 0.72), (FP32, 0.84)], ids=str
     )
     @pytest.mark.parametrize("deviation", [1.0, 0.02, 0.0173])
     def test_of_normal_values(self, layout: Layout, most: float, deviation: float) -> None:
@@ -267,7 +266,8 @@ class TestRatio:
         content = weights(layout)
         ((symbols,), (ratio,)) = codec._ranked(layout, content[None])
         sizes = codec.chunk_bytes(Code(layout, tuple(symbols.tolist())), content)
-        assert sizes.sum() == pytest.approx(ratio * content.size, rel=0.004)  # the header, and words that are not full
+        excess = (sizes.sum() - ratio * content.size) / layout.blocks_per_chunk
+        assert 4 < excess < 24  # of each block: its place in the header, words that are not full, padding
 
 
 class TestChoice:
@@ -275,10 +275,10 @@ class TestChoice:
     @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e2])
     @pytest.mark.parametrize("outliers", [0.0, 0.05])
     def test_finds_the_type(self, layout: Layout, scale: float, outliers: float) -> None:
-        if layout is E4M3 and scale == 1e-3:
-            scale = 1e-1  # below that all values are zero
+        if layout is E4M3:
+            scale **= 1 / 3  # its range is small: further down most are subnormal, and other layouts do indeed better
         for seed in range(5):
-            values = normal(8192 // layout.value_bytes, 0.02 if layout.value_bytes > 1 else 1.0, seed) * np.float32(scale)
+            values = normal(8192 // layout.value_bytes, scale, seed)
             values[np.random.default_rng(seed).random(values.size) < outliers] *= 30
             code = codec.choose_code(as_type(layout, values))
             assert code is not None
@@ -387,7 +387,8 @@ class TestDamage:
         code, content, stored = encoded
         size = left % stored.size
         cut = codec.decode(code, stored[:size], [size])
-        assert not np.array_equal(cut, content)
+        if stored.size - size > 16:  # the last ones may be padding
+            assert not np.array_equal(cut, content)
         assert np.array_equal(codec.decode(code, stored[:size], [stored.size]), cut)  # said to be more than there is
         assert np.array_equal(codec.decode(code, stored, [size]), cut)  # said to be less
 
