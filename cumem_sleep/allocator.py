@@ -484,6 +484,12 @@ class CuMemAllocator:
                             spare_bytes = _core.memory_info(device)[0]
                             workbench = self._compressor.workbench(device, spare_bytes, lenders=dropped)
                             workbenches[device] = stack.enter_context(workbench)
+                            if not workbench.has_memory:
+                                logger.warning(
+                                    "device %d has no memory left for the codec to work in: its backups are stored"
+                                    " uncompressed this time",
+                                    device,
+                                )
                             encodings.update(workbench.plan(mine))
                     with timer("host_memory"):
                         self._store.take(changed, keep=segments, encodings=encodings)

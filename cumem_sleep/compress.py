@@ -75,7 +75,7 @@ class Kernels(Protocol):
     def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:
         """Add the encoded size of each row's source to the word at its target."""
 
-    def encode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int, counters: int) -> None:
+    def encode(self, stream: _core.CopyStream, layout: Layout, table: int, counters: int, chunks: int) -> None:
         """Encode each row's source to its target, which is zero; add the bytes without header to its counter."""
 
     def decode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:
@@ -101,10 +101,10 @@ class GpuKernels(Kernels):
             self._kernels.count(layout, table, chunks)
 
     def encode(  # noqa: D102
-        self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int, counters: int
+        self, stream: _core.CopyStream, layout: Layout, table: int, counters: int, chunks: int
     ) -> None:
         with self._on(stream):
-            self._kernels.encode(layout, table, chunks, counters)
+            self._kernels.encode(layout, table, counters, chunks)
 
     def decode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
         with self._on(stream):
@@ -129,7 +129,7 @@ class SimulatedKernels(Kernels):
             _words_at(target, 1)[0] += codec.chunk_bytes(code, _bytes_at(source, CHUNK_BYTES))[0]
 
     def encode(  # noqa: D102
-        self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int, counters: int
+        self, stream: _core.CopyStream, layout: Layout, table: int, counters: int, chunks: int
     ) -> None:
         found = _words_at(counters, chunks)
         for number, (code, source, target, nbytes) in enumerate(self._rows(stream, layout, table, chunks)):
@@ -298,7 +298,7 @@ class Workbench:
             slot.stream.zero(slot.counters_address, 4 * len(batch))
             slot.stream.zero(slot.chunks_address, int(targets[-1] - targets[0]))
             with _codec_errors():
-                self._kernels.encode(slot.stream, layout, slot.table, len(batch), slot.counters_address)
+                self._kernels.encode(slot.stream, layout, slot.table, slot.counters_address, len(batch))
             slot.read_counters(len(batch))
             for place, nbytes, source in _together(batch, targets):
                 pin(place.block)
