@@ -440,6 +440,7 @@ class CuMemAllocator:
             SleepReport(
                 freed_bytes=freed_bytes,
                 copied_bytes=copied_bytes,
+                stored_bytes=self._store.stored_bytes(dirty),
                 clean_bytes=_total(backed_up) - copied_bytes,
                 dropped_bytes=_total(dropped),
                 left_bytes=self._left_on_devices(segments),
@@ -556,6 +557,7 @@ class CuMemAllocator:
                 mapped_bytes=_total(segments),
                 restored_bytes=_total(restored),
                 verified_bytes=_total(checked),
+                stored_bytes=self._store.stored_bytes(restored),
                 seconds=timer.seconds,
                 phases=timer.phases,
             )

@@ -270,6 +270,11 @@ class BackupStore:
             if self.get(segment) is None:
                 raise InvalidState(f"the segment at 0x{segment.address:x} has no complete backup: it stays awake")
 
+    def stored_bytes(self, segments: Iterable[_core.Segment]) -> int:
+        """What the bytes of `segments`, which have backups, take in host memory."""
+        encodings = ((segment, self.encoding_of(segment)) for segment in segments)
+        return sum(segment.bytes if encoding is None else encoding.bytes for segment, encoding in encodings)
+
     def encoding_of(self, segment: _core.Segment) -> Encoding | None:
         """How the backup of `segment` is compressed, if it has one, and it is."""
         backup = self._backups.get(segment.id)

@@ -227,12 +227,13 @@ class DigestRun:
         """For the digest of a copy in pinned host memory, one at a time: `add_copy` each piece, then `finish_copy`."""
         self._copy_sums = np.zeros((1, 2), np.uint64)
 
-    def add_decoded(self, segment: _core.Segment, first_chunk: int, address: int, nbytes: int) -> None:
-        """The same for a copy that is encoded: these bytes of it were decoded again, to device memory at `address`.
+    def add_decoded(self, segment: _core.Segment, offset: int, address: int, nbytes: int) -> None:
+        """As `add_copy`, for bytes of an encoded copy of `segment` that were decoded again, to the device's `address`.
 
         Raises:
             DriverError, OutOfHostMemory: the memory could not be read.
         """
+        first_chunk = offset // CHUNK_BYTES
         self._on_gpu(segment.device, partial(_start, contents=[(address, nbytes)], first_chunk=first_chunk))
         sums = self._on_gpu(segment.device, _finish)
         if sums is None:

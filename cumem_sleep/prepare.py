@@ -160,8 +160,8 @@ class Preparation:
                 workbench.encode(places, partial(self._pin, device=segment.device))
             except ChangedMeanwhile:
                 return False
-            first_chunk = (places[0].address - segment.address) // CHUNK_BYTES
-            digests.add_decoded(segment, first_chunk, workbench.decode_again(places), nbytes)
+            offset = places[0].address - segment.address
+            digests.add_decoded(segment, offset, workbench.decode_again(places), nbytes)
         self._pace(nbytes)
         return True
 

@@ -123,8 +123,8 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = run_json(capsys, "--no-touch-host-memory")
     assert code == 0
     assert set(found) - {"note"} == {
-        "machine", "workload", "rounds", "host_memory_touched_before", "link_gbps", "digest", "steps", "bytes_checked",
-        "wrong",
+        "machine", "workload", "rounds", "host_memory_touched_before", "compress", "link_gbps", "digest", "steps",
+        "bytes_checked", "wrong",
     }  # fmt: skip
     assert set(found["machine"]) == {
         "gpu", "driver", "cuda_driver_api", "cores", "host_memory_bytes", "transparent_hugepage", "kernel", "python",
