@@ -45,7 +45,7 @@ _SAMPLES_AT_ONCE = 1 << 20  # values: what `choose_codes` has in hand stays in a
 
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int64]
-Values = npt.NDArray[np.unsignedinteger[Any]]
+Values = npt.NDArray[np.integer[Any]]
 _Size = TypeVar("_Size", int, Integers)
 
 
@@ -287,7 +287,7 @@ def _decode_chunk(code: Code, stored: Bytes, values: Values) -> None:
 
 
 def _rotated(layout: Layout, content: Bytes) -> Values:
-    values = np.ascontiguousarray(content).view(layout.dtype)
+    values: Values = np.ascontiguousarray(content).view(layout.dtype)
     rotated: Values = (values << 1) | (values >> (layout.value_bits - 1))
     return rotated
 
@@ -341,11 +341,12 @@ def _packed(fields: Bytes, width: int) -> Bytes:
     if width == 8:
         return fields
     per_byte = 8 // width
-    words = fields.view(f"<u{per_byte}")
+    words: Values = fields.view(f"<u{per_byte}")
     packed = words.copy()
     for place in range(1, per_byte):
         packed |= words >> (place * (8 - width))
-    return packed.astype(np.uint8)
+    lowest: Bytes = packed.astype(np.uint8)
+    return lowest
 
 
 def _unpacked(packed: Bytes, width: int) -> Bytes:
@@ -361,4 +362,5 @@ def _fields(width: int) -> Values:
     """For each byte the fields in it, one to a byte of a word."""
     per_byte = 8 // width
     fields = np.arange(256)[:, None] >> (width * np.arange(per_byte)) & ((1 << width) - 1)
-    return fields.astype(np.uint8).view(f"<u{per_byte}").reshape(-1)
+    words: Values = fields.astype(np.uint8).view(f"<u{per_byte}").reshape(-1)
+    return words

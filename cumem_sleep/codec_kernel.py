@@ -27,7 +27,10 @@ _ALIGN = tl.constexpr(ALIGN_BYTES)
 _PASSED_ON = tl.constexpr(PASSED_ON)
 _PLACES = tl.constexpr(PLACES)
 
-_WARPS = 8
+# Registers limit how many programs a multiprocessor holds: with 64 of them, two of 16 warps, and little is spilled.
+_COUNT_OPTIONS = {"num_warps": 8}
+_ENCODE_OPTIONS = {"num_warps": 16, "maxnreg": 64}
+_DECODE_OPTIONS = {"num_warps": 16, "maxnreg": 64}
 
 
 def rows(
@@ -48,7 +51,7 @@ def count(layout: Layout, table: int, chunks: int) -> None:
 
     A row's source is the chunk, its target a u32 that the caller has zeroed.
     """
-    _count_blocks[_grid(layout, chunks)](table, *_constants(layout), num_warps=_WARPS)
+    _count_blocks[_grid(layout, chunks)](table, *_constants(layout), **_COUNT_OPTIONS)
 
 
 def encode(layout: Layout, table: int, counters: int, chunks: int) -> None:
@@ -60,7 +63,7 @@ def encode(layout: Layout, table: int, counters: int, chunks: int) -> None:
     Where the content has changed since it was counted and a block no longer fits, nothing of the block is written. So
     a chunk is good if its counter, plus the layout's `header_bytes`, comes out as the row's encoded bytes.
     """
-    _encode_blocks[_grid(layout, chunks)](table, counters, *_constants(layout), num_warps=_WARPS)
+    _encode_blocks[_grid(layout, chunks)](table, counters, *_constants(layout), **_ENCODE_OPTIONS)
 
 
 def decode(layout: Layout, table: int, chunks: int) -> None:
@@ -68,7 +71,7 @@ def decode(layout: Layout, table: int, chunks: int) -> None:
 
     Nothing outside of the row's encoded bytes is read, and nothing outside of the chunk written, whatever the bytes.
     """
-    _decode_blocks[_grid(layout, chunks)](table, *_constants(layout), num_warps=_WARPS)
+    _decode_blocks[_grid(layout, chunks)](table, *_constants(layout), **_DECODE_OPTIONS)
 
 
 def warm_up(layout: Layout, device: int) -> None:
@@ -111,28 +114,26 @@ def _constants(layout: Layout) -> tuple[int, int, int, tuple[tuple[int, int], ..
 # What follows is compiled. Parameters have no types because Triton reads annotations.
 
 
-@triton.jit(do_not_specialize=["table"])
+@triton.jit(do_not_specialize=["table"])  # type: ignore[untyped-decorator]
 def _count_blocks(table, BLOCKS: tl.constexpr, BITS: tl.constexpr, RAW: tl.constexpr, PLANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     _, block, source, target, low, high = _row(table, BLOCKS)
     places = _places(_rotated(source, block, BITS) >> RAW, low, high)
-    n0 = tl.sum((places >= 3).to(tl.int32), 0)
-    n1 = tl.sum((places >= 6).to(tl.int32), 0)
-    n2 = tl.sum((places >= 9).to(tl.int32), 0)
-    nbytes = _block_bytes(n0, n1, n2, RAW) + tl.where(block == 0, _header_bytes(BLOCKS), 0)
+    passed_on = tl.sum(_passed_on(places), 0)
+    symbols = tl.sum((places == _PLACES).to(tl.int32), 0)
+    nbytes = _block_bytes(passed_on, symbols, RAW) + tl.where(block == 0, _header_bytes(BLOCKS), 0)
     tl.atomic_add(target.to(tl.pointer_type(tl.uint32)), nbytes.to(tl.uint32), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["table", "counters"])
+@triton.jit(do_not_specialize=["table", "counters"])  # type: ignore[untyped-decorator]
 def _encode_blocks(table, counters, BLOCKS: tl.constexpr, BITS: tl.constexpr, RAW: tl.constexpr, PLANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     chunk, block, source, target, low, high = _row(table, BLOCKS)
     rotated = _rotated(source, block, BITS)
     symbols = rotated >> RAW
     places = _places(symbols, low, high)
-    rank1, n0 = _ranks(places >= 3)
-    rank2, n1 = _ranks(places >= 6)
-    rank3, n2 = _ranks(places >= 9)
+    ranks, passed_on = _ranks(_passed_on(places))
+    last_ranks, last = _ranks((places == _PLACES).to(tl.int32))
 
-    nbytes = _block_bytes(n0, n1, n2, RAW)
+    nbytes = _block_bytes(passed_on, last, RAW)
     counter = counters.to(tl.pointer_type(tl.uint32)) + chunk
     start = tl.atomic_add(counter, nbytes.to(tl.uint32), sem="relaxed").to(tl.int64) + _header_bytes(BLOCKS)
     fits = start + nbytes <= (high >> 32).to(tl.int64)
@@ -144,14 +145,14 @@ def _encode_blocks(table, counters, BLOCKS: tl.constexpr, BITS: tl.constexpr, RA
     at += _VALUES // 8 * RAW
     _store_fields(at, tl.minimum(places, _PASSED_ON), 2, fits)
     at += _LEVEL_0_BYTES
-    _add_codes(at, rank1, places, 3, fits)
-    at += _level_bytes(n0)
-    _add_codes(at, rank2, places, 6, fits)
-    at += _level_bytes(n1)
-    tl.store(at + rank3, symbols.to(tl.uint8), mask=(places >= 9) & fits)
+    _add_fields(at, ranks & 0xFFFF, tl.where(places > 3, tl.minimum(places - 3, _PASSED_ON), 0), 2, fits)
+    at += _level_bytes(passed_on & 0xFFFF)
+    _add_fields(at, ranks >> 16, tl.where(places > 6, tl.minimum(places - 6, _PASSED_ON), 0), 2, fits)
+    at += _level_bytes(passed_on >> 16)
+    _add_fields(at, last_ranks, tl.where(places == _PLACES, symbols, 0), 8, fits)
 
 
-@triton.jit(do_not_specialize=["table"])
+@triton.jit(do_not_specialize=["table"])  # type: ignore[untyped-decorator]
 def _decode_blocks(table, BLOCKS: tl.constexpr, BITS: tl.constexpr, RAW: tl.constexpr, PLANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     _, block, source, target, low, high = _row(table, BLOCKS)
     limit = (high >> 32).to(tl.uint32) & (0x100000000 - _ALIGN)
@@ -165,13 +166,13 @@ def _decode_blocks(table, BLOCKS: tl.constexpr, BITS: tl.constexpr, RAW: tl.cons
         fields = _load_fields(at, _VALUES // 8 * PLANES[plane][1], left, PLANES[plane][0])
         rotated |= fields << PLANES[plane][1]
     codes0 = _load_fields(at, _VALUES // 8 * RAW, left, 2)
-    rank1, n0 = _ranks(codes0 == _PASSED_ON)
+    rank1, n0 = _ranks((codes0 == _PASSED_ON).to(tl.int32))
     level1 = _VALUES // 8 * RAW + _LEVEL_0_BYTES
     codes1 = _load_codes(at, level1, left, rank1, codes0 == _PASSED_ON)
-    rank2, n1 = _ranks(codes1 == _PASSED_ON)
+    rank2, n1 = _ranks((codes1 == _PASSED_ON).to(tl.int32))
     level2 = level1 + _level_bytes(n0)
     codes2 = _load_codes(at, level2, left, rank2, codes1 == _PASSED_ON)
-    rank3, _ = _ranks(codes2 == _PASSED_ON)
+    rank3, _ = _ranks((codes2 == _PASSED_ON).to(tl.int32))
     place = level2 + _level_bytes(n1) + rank3
     symbols = tl.load(at + place, mask=(codes2 == _PASSED_ON) & (place < left), other=0).to(tl.uint32)
 
@@ -187,7 +188,7 @@ def _decode_blocks(table, BLOCKS: tl.constexpr, BITS: tl.constexpr, RAW: tl.cons
     tl.store(pointer + block * _VALUES + tl.arange(0, _VALUES), values.to(pointer.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _row(table, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """The program's chunk and block, and the chunk's row: source, target, symbols 0 to 7, the rest."""
     program = tl.program_id(0)
@@ -196,7 +197,7 @@ def _row(table, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: 
     return chunk, program % BLOCKS, tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _pointer(address, BITS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """To values of so many bits; chunks lie at multiples of 16 bytes."""
     if BITS == 32:
@@ -208,7 +209,7 @@ def _pointer(address, BITS: tl.constexpr):  # type: ignore[no-untyped-def]  # no
     return tl.multiple_of(pointer, 16)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _rotated(source, block, BITS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """The block's values, each rotated left by one bit: the sign is lowest, and the symbol highest."""
     values = tl.load(_pointer(source, BITS) + block * _VALUES + tl.arange(0, _VALUES)).to(tl.uint32)
@@ -221,17 +222,21 @@ def _places(symbols, low, high):  # type: ignore[no-untyped-def]
     places = tl.full([_VALUES], _PLACES, tl.uint32)
     for place in tl.static_range(_PLACES):
         if place < 8:
-            symbol = (low >> (8 * place)).to(tl.uint32) & 0xFF
+            places = tl.where(symbols == ((low >> (8 * place)).to(tl.uint32) & 0xFF), place, places)
         else:
-            symbol = high.to(tl.uint32) & 0xFF
-        places = tl.where(symbols == symbol, place, places)
+            places = tl.where(symbols == (high.to(tl.uint32) & 0xFF), place, places)
     return places
 
 
 @triton.jit
-def _ranks(chosen):  # type: ignore[no-untyped-def]
-    """For each value how many before it are chosen, and how many there are."""
-    ones = chosen.to(tl.int32)
+def _passed_on(places):  # type: ignore[no-untyped-def]
+    """Ones where level 0 passes on, and, above 16 bits, where level 1 does: so that both are counted at once."""
+    return (places >= 3).to(tl.int32) + ((places >= 6).to(tl.int32) << 16)
+
+
+@triton.jit
+def _ranks(ones):  # type: ignore[no-untyped-def]
+    """For each value how many ones are before it, and how many there are."""
     return tl.cumsum(ones, 0) - ones, tl.sum(ones, 0)
 
 
@@ -240,18 +245,19 @@ def _level_bytes(codes):  # type: ignore[no-untyped-def]
     return (codes + 15) // 16 * 4
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _header_bytes(BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     return (4 * BLOCKS + _ALIGN - 1) // _ALIGN * _ALIGN
 
 
-@triton.jit
-def _block_bytes(n0, n1, n2, RAW: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    nbytes = _VALUES // 8 * RAW + _LEVEL_0_BYTES + _level_bytes(n0) + _level_bytes(n1) + n2
+@triton.jit  # type: ignore[untyped-decorator]
+def _block_bytes(passed_on, symbols, RAW: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    levels = _LEVEL_0_BYTES + _level_bytes(passed_on & 0xFFFF) + _level_bytes(passed_on >> 16)
+    nbytes = _VALUES // 8 * RAW + levels + symbols
     return (nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _store_fields(at, fields, WIDTH: tl.constexpr, fits):  # type: ignore[no-untyped-def]  # noqa: N803
     """The lowest WIDTH bits of each value side by side."""
     PER_WORD: tl.constexpr = 32 // WIDTH  # noqa: N806
@@ -260,23 +266,32 @@ def _store_fields(at, fields, WIDTH: tl.constexpr, fits):  # type: ignore[no-unt
     tl.store(at.to(tl.pointer_type(tl.uint32)) + tl.arange(0, _VALUES // PER_WORD), words, mask=fits)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _load_fields(at, begin, left, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """What `_store_fields` stored at `begin` of the block."""
     PER_WORD: tl.constexpr = 32 // WIDTH  # noqa: N806
-    place = begin + 4 * tl.arange(0, _VALUES // PER_WORD)
-    words = tl.load((at + place).to(tl.pointer_type(tl.uint32)), mask=place < left, other=0)
+    place = tl.arange(0, _VALUES // PER_WORD)
+    words = tl.load((at + begin).to(tl.pointer_type(tl.uint32)) + place, mask=place < (left - begin) // 4, other=0)
     fields = words[:, None] >> (tl.arange(0, PER_WORD) * WIDTH).to(tl.uint32)[None, :]
     return (fields & ((1 << WIDTH) - 1)).reshape(_VALUES)
 
 
-@triton.jit
-def _add_codes(at, ranks, places, FIRST: tl.constexpr, fits):  # type: ignore[no-untyped-def]  # noqa: N803
-    """The codes of a level whose first code stands for place FIRST; several programs' lanes share a word."""
-    codes = tl.minimum(places - FIRST, _PASSED_ON)
-    chosen = (places > FIRST) & fits  # code 0 is there already
-    words = at.to(tl.pointer_type(tl.uint32)) + (ranks >> 4)
-    tl.atomic_or(words, codes << (2 * (ranks & 15)).to(tl.uint32), mask=chosen, sem="relaxed")
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_fields(at, ranks, fields, WIDTH: tl.constexpr, fits):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Fields of WIDTH bits in the order of the rising `ranks`; those that do not take part are 0, as the memory is.
+
+    As many values as there are fields in a word reach into two words at most. They are put together first: atomic
+    operations are many times slower than the rest.
+    """
+    PER_WORD: tl.constexpr = 32 // WIDTH  # noqa: N806
+    ranks = ranks.reshape(_VALUES // PER_WORD, PER_WORD)
+    shifted = fields.reshape(_VALUES // PER_WORD, PER_WORD) << (ranks % PER_WORD * WIDTH).to(tl.uint32)
+    word = tl.min(ranks // PER_WORD, 1)
+    first = (ranks // PER_WORD) == word[:, None]
+    pointer = at.to(tl.pointer_type(tl.uint32)) + word
+    for place in tl.static_range(2):
+        bits = tl.sum(tl.where(first == (place == 0), shifted, 0), 1)
+        tl.atomic_or(pointer + place, bits, mask=(bits != 0) & fits, sem="relaxed")
 
 
 @triton.jit
