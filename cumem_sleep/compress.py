@@ -93,6 +93,8 @@ class GpuKernels(Kernels):
 
         from . import codec_kernel
 
+        if not torch.cuda.is_available():
+            raise CodecError("PyTorch does not reach the GPU")
         self._torch = torch
         self._kernels = codec_kernel
 
@@ -388,18 +390,21 @@ class Workbench:
 
     def _samples(self, segments: Sequence[_core.Segment]) -> npt.NDArray[np.uint8]:
         """Of each segment, from places all over it; shape (segments, _SAMPLE_BYTES)."""
-        block = self._stack.enter_context(closing(_core.HostBlock(len(segments) * _SAMPLE_BYTES, -1)))
-        block.touch(0, block.bytes)
-        block.pin(self._device)
         stream = self._slots[0].stream
-        for number, segment in enumerate(segments):
-            places = 1 << (min(_SAMPLE_PLACES, segment.bytes // CHUNK_BYTES).bit_length() - 1)
-            nbytes = _SAMPLE_BYTES // places
-            for place in range(places):
-                address = segment.address + segment.bytes // places * place
-                stream.to_host(block, number * _SAMPLE_BYTES + place * nbytes, address, nbytes)
-        stream.synchronize()
-        return np.frombuffer(memoryview(block), np.uint8)[: len(segments) * _SAMPLE_BYTES].reshape(-1, _SAMPLE_BYTES)
+        with closing(_core.HostBlock(len(segments) * _SAMPLE_BYTES, -1)) as block:
+            block.touch(0, block.bytes)
+            block.pin(self._device)
+            try:
+                for number, segment in enumerate(segments):
+                    places = 1 << (min(_SAMPLE_PLACES, segment.bytes // CHUNK_BYTES).bit_length() - 1)
+                    nbytes = _SAMPLE_BYTES // places
+                    for place in range(places):
+                        address = segment.address + segment.bytes // places * place
+                        stream.to_host(block, number * _SAMPLE_BYTES + place * nbytes, address, nbytes)
+            finally:
+                stream.synchronize()
+            content = np.array(memoryview(block)[: len(segments) * _SAMPLE_BYTES])
+        return content.reshape(-1, _SAMPLE_BYTES)
 
     def _take_memory(self, spare_bytes: int, lenders: Sequence[_core.Segment], *, keep_bytes: bool) -> tuple[int, int]:
         """The address of all slots (0: there is no memory), and how many bytes of chunks each takes."""
@@ -510,7 +515,16 @@ class _Kept:
 
 
 def _choose_kernels() -> Kernels:
-    return SimulatedKernels() if _core.driver_is_simulated() else GpuKernels()
+    """For all devices.
+
+    Raises:
+        CodecError, ImportError: there are none.
+    """
+    kernels = SimulatedKernels() if _core.driver_is_simulated() else GpuKernels()
+    for device in range(_core.device_count()):
+        if not _core.device_info(device).host_pointers:
+            raise CodecError(f"kernels of device {device} do not reach pinned host memory by its host address")
+    return kernels
 
 
 def _batches(places: Iterable[Place], most_bytes: int | None) -> Iterator[list[Place]]:
