@@ -278,8 +278,9 @@ def test_the_codec_warms_up_in_host_memory(layout: str) -> None:
         """
         import contextlib
         from unittest import mock
-        from cumem_sleep import sim
+        from cumem_sleep.allocator import open_driver
 
+        open_driver("sim")
         launched = []
         for name in ("count", "encode", "decode"):
             real = getattr(kernel, name)
