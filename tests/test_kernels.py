@@ -258,6 +258,9 @@ def test_the_codec_decodes_damaged_bytes_as_the_reference_does(layout: str) -> N
             damaged = whole.copy()
             damaged[: header.nbytes].view(np.uint32)[block % layout.blocks_per_chunk] = offset
             compare(damaged, sizes)
+        unaligned = whole.copy()
+        unaligned[: header.nbytes : 4] |= 15
+        compare(unaligned, sizes)
         last = whole.copy()
         last[int(header[-1]) : sizes[0]] = 0xFF  # passes on more than there is room for
         compare(last, sizes)
