@@ -251,7 +251,8 @@ def test_the_codec_decodes_damaged_bytes_as_the_reference_does(layout: str) -> N
             expected = codec.decode(code, stored, sizes)
             assert np.array_equal(decode(stored, sizes, len(sizes)), expected)
 
-        noise = np.frombuffer(random.bytes(whole.size), np.uint8)
+        noise = np.frombuffer(random.bytes(whole.size), np.uint8).copy()
+        noise[: header.nbytes] = whole[: header.nbytes]  # else hardly a block would begin within the chunk
         compare(noise, sizes)
         compare(np.full_like(whole, 0xFF), sizes)
         for block, offset in enumerate((0xFFFFFFFF, 0x7FFFFFF1, 0x80000000, int(sizes[0]) - 16)):
