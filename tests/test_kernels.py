@@ -265,7 +265,7 @@ def test_the_codec_decodes_damaged_bytes_as_the_reference_does(layout: str) -> N
         last = whole.copy()
         last[int(header[-1]) : sizes[0]] = 0xFF  # passes on more than there is room for
         compare(last, sizes)
-        for size in (0, 1, 4, 16, 17, 40, int(sizes[0]) // 2, int(sizes[0]) - 1, int(sizes[0]) - 16):
+        for size in (0, 4, 17, int(sizes[0]) // 2, int(sizes[0]) - 1, int(sizes[0]) - 16):
             compare(whole, np.array([size]))
         """,
         LAYOUT=layout,
