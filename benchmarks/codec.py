@@ -1,4 +1,4 @@
-"""How small the codec makes weights, and how fast it counts, encodes and decodes; nvCOMP's ANS beside it if it is there.
+"""How small the codec makes weights, and how fast it counts, encodes and decodes; nvCOMP's ANS too if it is found.
 
     python benchmarks/codec.py --out codec.json --checkpoint model.safetensors --nvcomp folder/with/libnvcomp
 
@@ -75,7 +75,7 @@ def checkpoint_bf16(path: Path) -> Make:
     return make
 
 
-def seconds(work: Callable[[], None]) -> float:
+def seconds(work: Callable[[], object]) -> float:
     """What the work takes on the GPU."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
@@ -124,8 +124,8 @@ class Coded:
 def chosen(content: torch.Tensor) -> tuple[Coded, dict[str, int]]:
     """The segments of the most frequent layout, and how many there are of each."""
     segments = list(content.split(SEGMENT_BYTES))
-    samples = torch.stack([segment[:SAMPLE_BYTES] for segment in segments]).cpu().numpy()
-    codes = codec.choose_codes(samples)
+    samples = torch.stack([segment.view(4, -1)[:, : SAMPLE_BYTES // 4].reshape(-1) for segment in segments])
+    codes = codec.choose_codes(samples.cpu().numpy())
     layouts = Counter(code.layout.name if code else "none" for code in codes)
     usual = next((name for name, _ in layouts.most_common() if name != "none"), None)
     pairs = [(s, c) for s, c in zip(segments, codes, strict=True) if c is not None and c.layout.name == usual]
@@ -146,7 +146,7 @@ def counted(coded: Coded) -> tuple[npt.NDArray[np.int64], float]:
 def encoded(coded: Coded, sizes: npt.NDArray[np.int64]) -> tuple[torch.Tensor, float, float]:
     """The encoded chunks one after another, and the seconds to make them and to zero their memory."""
     stored = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cuda")
-    zeroing = seconds(lambda: stored.zero_())
+    zeroing = seconds(stored.zero_)
     counters = torch.zeros(coded.chunks, dtype=torch.int32, device="cuda")
     targets = stored.data_ptr() + np.cumsum(sizes) - sizes
     table = coded.table(coded.places(coded.content), targets, sizes)

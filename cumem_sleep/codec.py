@@ -277,7 +277,7 @@ def _decode_chunk(code: Code, stored: Bytes, values: Values) -> None:
             fields = _unpacked(padded.view("<u4")[_ranges(at // 4, words)].view(np.uint8), 2)
             codes.append(fields[_ranges(CODES_PER_WORD * (np.cumsum(words) - words), counts)])
             at = at + 4 * words
-    symbols = padded[_ranges(at, counts)] & np.uint8((1 << layout.symbol_bits) - 1)
+    symbols = padded[_ranges(at, counts)]  # of damaged ones, what is too large is shifted out below
     for level in reversed(range(LEVELS)):
         found = np.array([*code.symbols[3 * level : 3 * level + 3], 0], np.uint8)[codes[level]]
         found[left[level]] = symbols

@@ -285,7 +285,7 @@ def _add_fields(at, ranks, fields, WIDTH: tl.constexpr, fits):  # type: ignore[n
     """
     PER_WORD: tl.constexpr = 32 // WIDTH  # noqa: N806
     ranks = ranks.reshape(_VALUES // PER_WORD, PER_WORD)
-    shifted = fields.reshape(_VALUES // PER_WORD, PER_WORD) << (ranks % PER_WORD * WIDTH).to(tl.uint32)
+    shifted = fields.reshape(_VALUES // PER_WORD, PER_WORD) << ((ranks & (PER_WORD - 1)) * WIDTH).to(tl.uint32)
     word = tl.min(ranks // PER_WORD, 1)
     first = (ranks // PER_WORD) == word[:, None]
     pointer = at.to(tl.pointer_type(tl.uint32)) + word

@@ -365,6 +365,13 @@ class TestDamage:
         assert not np.array_equal(decoded[3], expected[3])
         assert np.array_equal(np.delete(decoded, 3, 0), np.delete(expected, 3, 0))
 
+    def test_of_the_lowest_bits_of_the_header(self, encoded: tuple[Code, Bytes, Bytes]) -> None:
+        """They are none of an offset: kernels could not read what is not aligned."""
+        code, content, stored = encoded
+        damaged = stored.copy()
+        damaged[: code.layout.header_bytes : 4] |= 15
+        assert np.array_equal(codec.decode(code, damaged, [stored.size]), content)
+
     @pytest.mark.parametrize("byte", [0, 0xFF, 0xAA])
     def test_of_the_codes(self, encoded: tuple[Code, Bytes, Bytes], byte: int) -> None:
         """More are passed on than the block has room for, up to the chunk's end."""
