@@ -156,12 +156,15 @@ class Preparation:
             workbench = self._workbenches[segment.device]
             if not workbench.has_memory:
                 return False
+            first_chunk = (places[0].address - segment.address) // CHUNK_BYTES
             try:
                 workbench.encode(places, partial(self._pin, device=segment.device))
-            except ChangedMeanwhile:
-                return False
-            first_chunk = (places[0].address - segment.address) // CHUNK_BYTES
-            digests.add_decoded(segment, first_chunk, workbench.decode_again(places), nbytes)
+                digests.add_decoded(segment, first_chunk, workbench.decode_again(places), nbytes)
+            except BaseException as error:
+                self._workbenches.pop(segment.device).close()  # no copy is in flight when the backup goes
+                if isinstance(error, ChangedMeanwhile):
+                    return False
+                raise
         self._pace(nbytes)
         return True
 
