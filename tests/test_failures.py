@@ -180,7 +180,7 @@ def _awake_without_backups(world: World) -> None:
 
 def _awake_with_backups(world: World) -> None:
     world.wake()
-    if world.allocator._store.host_bytes < 2 * PAGE:
+    if any(world.allocator._store.get(segment) is None for segment in world.segments if segment.tag != "kv_cache"):
         world.allocator.sleep()
         world.wake()
 
