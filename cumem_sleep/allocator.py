@@ -331,11 +331,11 @@ class CuMemAllocator:
             preparation.start()
         return preparation
 
-    def _plan(self, segments: Sequence[_core.Segment]) -> dict[int, Encoding] | None:
-        """How these are to be stored, by id; None if all are to be stored as they are."""
-        if not self._compressor.on:
-            return None
+    def _plan(self, segments: Sequence[_core.Segment]) -> dict[int, Encoding]:
+        """How those of these are to be stored, by id, that are not to be stored as they are."""
         encodings: dict[int, Encoding] = {}
+        if not self._compressor.on:
+            return encodings
         try:
             for device in sorted({segment.device for segment in segments}):
                 mine = [segment for segment in segments if segment.device == device]
@@ -343,6 +343,7 @@ class CuMemAllocator:
                     encodings.update(workbench.plan(mine))
         except CodecError as error:
             self._compressor.give_up(error)
+            encodings.clear()
         return encodings
 
     def _stop_preparing(self) -> None:

@@ -13,6 +13,7 @@ from . import _core
 from .backup import Backup, BackupStore, Piece
 from .codec import CHUNK_BYTES
 from .compress import ChangedMeanwhile, Encoding, Place, Workbench
+from .digest import CHUNK_BYTES as DIGEST_CHUNK_BYTES
 from .digest import DeviceDigester, DigestRun
 from .errors import CumemSleepError, InvalidState
 
@@ -156,7 +157,7 @@ class Preparation:
             workbench = self._workbenches[segment.device]
             if not workbench.has_memory:
                 return False
-            first_chunk = (places[0].address - segment.address) // CHUNK_BYTES
+            first_chunk = (places[0].address - segment.address) // DIGEST_CHUNK_BYTES
             try:
                 workbench.encode(places, partial(self._pin, device=segment.device))
                 digests.add_decoded(segment, first_chunk, workbench.decode_again(places), nbytes)

@@ -96,8 +96,8 @@ def noise(nbytes: int, random: np.random.Generator) -> bytes:
     return random.bytes(nbytes)
 
 
-def half_noise(nbytes: int, random: np.random.Generator) -> bytes:
-    return bf16(nbytes // 2, random) + random.bytes(nbytes // 2)
+def some_noise(nbytes: int, random: np.random.Generator) -> bytes:
+    return bf16(nbytes // 8 * 7, random) + random.bytes(nbytes // 8)
 
 
 def zeros(nbytes: int, random: np.random.Generator) -> bytes:
@@ -105,7 +105,7 @@ def zeros(nbytes: int, random: np.random.Generator) -> bytes:
 
 
 Kind = Callable[[int, np.random.Generator], bytes]
-KINDS: tuple[Kind, ...] = (bf16, fp16, e4m3, fp32, noise, half_noise)
+KINDS: tuple[Kind, ...] = (bf16, fp16, e4m3, fp32, noise, some_noise)
 
 
 def write(address: int, content: bytes) -> None:
@@ -207,7 +207,7 @@ class TestRoundTrips:
     )
     def test_settings(self, make_allocator: MakeAllocator, settings: dict[str, object]) -> None:
         allocator = make_allocator(compress="auto", **settings)
-        contents = fill(allocator, bf16, noise, half_noise)
+        contents = fill(allocator, bf16, noise, some_noise)
         for turn in range(2):
             report = allocator.sleep()
             retained = settings.get("retain_backups", True)
@@ -227,7 +227,7 @@ class TestRoundTrips:
         assert encodings(allocator, contents) == ["bf16"]
 
     def test_in_parts(self, allocator: CuMemAllocator) -> None:
-        contents = fill(allocator, bf16, noise) | fill(allocator, half_noise, tag="lora")
+        contents = fill(allocator, bf16, noise) | fill(allocator, some_noise, tag="lora")
         cache = fill(allocator, bf16, tag="kv_cache")
         allocator.sleep(offload_tags=["weights", "lora", "kv_cache"])
         allocator.wake_up("weights")
@@ -256,7 +256,7 @@ class TestChanges:
     def test_clean_segments_are_not_encoded(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
         contents = fill(allocator, bf16, bf16)
         cycle(allocator, contents)
-        first, second = contents
+        second = list(contents)[1]
         content = contents[second]
         contents[second] = content[:-1] + bytes([content[-1] ^ 0x80])
         write(second, contents[second])
@@ -297,8 +297,8 @@ class TestChanges:
         allocator.wake_up()
         check_bytes(contents)
 
-    @pytest.mark.parametrize("first", [bf16, noise, zeros, half_noise, fp16])
-    @pytest.mark.parametrize("second", [bf16, noise, zeros, half_noise])
+    @pytest.mark.parametrize("first", [bf16, noise, zeros, some_noise, fp16])
+    @pytest.mark.parametrize("second", [bf16, noise, zeros, some_noise])
     def test_of_kind(self, allocator: CuMemAllocator, first: Kind, second: Kind) -> None:
         """Host memory is as much as the bytes need that are there now."""
         contents = fill(allocator, first)
@@ -317,9 +317,10 @@ class TestChanges:
         contents = fill(allocator, bf16, bf16)
         address = list(contents)[1]
         encode = Workbench.encode
+        flipped = contents[address][:-2] + bytes([contents[address][-2] ^ 1]) + contents[address][-1:]
         for changed in (
+            flipped,
             noise(2 * PAGE, np.random.default_rng(1)),
-            contents[address][:-2] + bytes([contents[address][-2] ^ 1]) + contents[address][-1:],
         ):
 
             def write_and_encode(*arguments: Any, changed: bytes = changed) -> None:
@@ -482,7 +483,7 @@ class TestPrepare:
         monkeypatch.setattr("cumem_sleep.prepare._PIECE_BYTES", 2 * PAGE)
         for call in ("cuMemcpyDtoHAsync", "cuStreamSynchronize", "cuMemHostRegister"):
             failures = 0
-            for position in range(100):
+            for position in range(8):
                 free_everything()
                 allocator = make_allocator(compress="auto")
                 contents = fill(allocator, bf16)
@@ -495,11 +496,10 @@ class TestPrepare:
                 sim.reset()
                 _core.synchronize(0)  # fails if work on the device found its memory gone
                 check_bytes(contents)
-                if preparation.error is None:
-                    break
-                failures += 1
-                assert allocator._store.host_bytes == 0
-            assert failures > 1, call
+                if preparation.error is not None:
+                    failures += 1
+                    assert allocator._store.host_bytes == 0
+            assert failures > 0, call
 
 
 # The device is full
@@ -510,7 +510,7 @@ class TestFullDevice:
 
     def fill(self, allocator: CuMemAllocator, *, cache: bool = True) -> tuple[Contents, Contents]:
         lent = fill(allocator, noise, nbytes=self.CACHE_BYTES, tag="kv_cache") if cache else {}
-        return fill(allocator, bf16, half_noise, nbytes=3 * PAGE), lent
+        return fill(allocator, bf16, some_noise, nbytes=3 * PAGE), lent
 
     def test_kv_cache_lends_its_memory(self, allocator: CuMemAllocator, caplog: pytest.LogCaptureFixture) -> None:
         contents, cache = self.fill(allocator)
@@ -594,12 +594,12 @@ class TestFullDevice:
     def test_memory_that_the_driver_kept_is_not_lent(self, allocator: CuMemAllocator) -> None:
         """A sleep that could not be undone: all bytes come back with the next wake, those of `kv_cache` as well."""
         contents, cache = self.fill(allocator)
+        leave_free(0)
         sim.fail("cuMemUnmap", after=2, error="CUDA_ERROR_UNKNOWN")
         sim.fail("cuMemMap", times=1_000_000, error="CUDA_ERROR_UNKNOWN")
         with pytest.raises(DriverError, match="cuMemUnmap"):
             allocator.sleep()
         sim.reset()
-        leave_free(0)
         assert all(segment.has_memory for segment in _core.segments())
         assert at(next(iter(cache))).sleep == DROPPED
         allocator.wake_up()
@@ -623,7 +623,7 @@ class TestDamage:
     @pytest.mark.parametrize("part", ["header", "plane", "level 0", "symbols", "second chunk"])
     def test_of_a_backup(self, make_allocator: MakeAllocator, part: str, verify: str) -> None:
         allocator = make_allocator(compress="auto", verify=verify)
-        contents = fill(allocator, bf16, half_noise) | fill(allocator, noise, tag="lora")
+        contents = fill(allocator, bf16, some_noise) | fill(allocator, noise, tag="lora")
         allocator.sleep()
         address = list(contents)[1]
         backup = allocator._store.get(at(address))
@@ -636,11 +636,10 @@ class TestDamage:
             "header": 0,
             "plane": first + 7,
             "level 0": first + layout.fixed_bytes - 1,
-            "symbols": int(sizes[0]) + int(content[int(sizes[0]) :].view(np.uint8)[:4].view("<u4")[0]),
+            # The last block of the second chunk is noise, so it has many; at most 15 bytes of nothing follow.
+            "symbols": int(sizes[:2].sum()) - 100,
             "second chunk": int(sizes[0]) + first,
         }[part]
-        if part == "symbols":  # noise has many; they are the last of a block, before at most 15 bytes of nothing
-            place += layout.largest_block_bytes // 2
         content[place] ^= 0x10
         if verify == "off":
             allocator.wake_up()
@@ -675,7 +674,7 @@ def failing(name: str, monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None:
 
 class TestCodecFails:
     @pytest.mark.parametrize("lend", [False, True])
-    @pytest.mark.parametrize(("name", "after"), [("count", 0), ("encode", 0), ("encode", 1), ("encode", 2)])
+    @pytest.mark.parametrize(("name", "after"), [("count", 0), ("encode", 0), ("encode", 1)])
     def test_at_sleep(
         self,
         allocator: CuMemAllocator,
@@ -819,10 +818,12 @@ class TestFree:
         freed = list(contents)[place]
         del contents[freed]
         decode = SimulatedKernels.decode
+        calls: list[int] = []
 
         def free_and_decode(*arguments: Any) -> None:
-            monkeypatch.undo()
-            in_thread(lambda: allocator.free(freed))
+            if not calls:
+                calls.append(freed)
+                in_thread(lambda: allocator.free(freed))
             decode(*arguments)
 
         monkeypatch.setattr(SimulatedKernels, "decode", free_and_decode)
@@ -834,12 +835,12 @@ class TestFree:
         """A second sleep during the first finds nothing to do."""
         contents = fill(allocator, bf16)
         encode = SimulatedKernels.encode
-        begun: list[Any] = []
+        begun: list[threading.Thread] = []
 
         def sleep_and_encode(*arguments: Any) -> None:
-            monkeypatch.undo()
-            begun.append(threading.Thread(target=allocator.sleep))
-            begun[0].start()
+            if not begun:
+                begun.append(threading.Thread(target=allocator.sleep))
+                begun[0].start()
             encode(*arguments)
 
         monkeypatch.setattr(SimulatedKernels, "encode", sleep_and_encode)
