@@ -335,6 +335,7 @@ class TestChanges:
             contents[address] = changed
             check_bytes(contents)
             cycle(allocator, contents)
+            allocator.release_backups()
 
 
 class TestHostMemory:
@@ -594,8 +595,9 @@ class TestFullDevice:
     def test_memory_that_the_driver_kept_is_not_lent(self, allocator: CuMemAllocator) -> None:
         """A sleep that could not be undone: all bytes come back with the next wake, those of `kv_cache` as well."""
         contents, cache = self.fill(allocator)
+        fill(allocator, zeros, tag="kv_cache")  # sleeps last
         leave_free(0)
-        sim.fail("cuMemUnmap", after=2, error="CUDA_ERROR_UNKNOWN")
+        sim.fail("cuMemUnmap", after=3, error="CUDA_ERROR_UNKNOWN")
         sim.fail("cuMemMap", times=1_000_000, error="CUDA_ERROR_UNKNOWN")
         with pytest.raises(DriverError, match="cuMemUnmap"):
             allocator.sleep()
@@ -609,7 +611,7 @@ class TestFullDevice:
         allocator = make_allocator(compress="auto")
         sim.configure(devices=2)
         contents, _ = self.fill(allocator)
-        contents |= fill(allocator, bf16, nbytes=6 * PAGE, device=1)
+        contents |= fill(allocator, bf16, nbytes=9 * PAGE, device=1)
         leave_free(0)
         cycle(allocator, contents)
         assert encodings(allocator, contents) == ["bf16", "bf16", None]
@@ -920,6 +922,15 @@ def test_every_driver_call_may_fail_once(world: World, phase: Phase, error_name:
     check_every_call(world, Phase(phase.name, phase.prepare, operate), error_name, False)
 
 
-@pytest.mark.parametrize("phase", [phase for phase in COMPRESSED if phase.name != "wake of weights"], ids=str)
+@pytest.mark.parametrize(
+    "phase", [phase for phase in COMPRESSED if phase.name in ("first sleep", "wake of all")], ids=str
+)
 def test_interrupt_anywhere(world: World, phase: Phase) -> None:
     check_interrupts(world, phase, ("compress.py", "allocator.py:_back_up_compressed", "allocator.py:_workbenches"))
+
+
+@pytest.mark.parametrize("world", ["tight"], indirect=True)
+def test_interrupt_of_a_sleep_of_changed(world: World) -> None:
+    """Whose backups are written to again."""
+    (phase,) = (phase for phase in COMPRESSED if phase.name == "sleep of changed")
+    check_interrupts(world, phase, ("compress.py:encode", "backup.py", "allocator.py:_back_up_compressed"))
