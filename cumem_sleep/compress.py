@@ -405,8 +405,9 @@ class Workbench:
                     address = segment.address + segment.bytes // places * place
                     stream.to_host(block, number * _SAMPLE_BYTES + place * nbytes, address, nbytes)
             stream.synchronize()
-            samples = np.frombuffer(memoryview(block), np.uint8)[: len(segments) * _SAMPLE_BYTES].copy()
-            return samples.reshape(-1, _SAMPLE_BYTES)
+            content = np.frombuffer(memoryview(block), np.uint8)[: len(segments) * _SAMPLE_BYTES]
+            samples: npt.NDArray[np.uint8] = content.reshape(-1, _SAMPLE_BYTES).copy()
+            return samples
 
     def _take_memory(self, spare_bytes: int, lenders: Sequence[_core.Segment], *, keep_bytes: bool) -> tuple[int, int]:
         """The address of all slots (0: there is no memory), and how many bytes of chunks each takes."""

@@ -79,17 +79,17 @@ def bf16(nbytes: int, random: np.random.Generator) -> bytes:
 
 
 def fp16(nbytes: int, random: np.random.Generator) -> bytes:
-    return (random.standard_normal(nbytes // 2, np.float32) * np.float32(0.02)).astype("<f2").tobytes()
+    return bytes((random.standard_normal(nbytes // 2, np.float32) * np.float32(0.02)).astype("<f2"))
 
 
 def fp32(nbytes: int, random: np.random.Generator) -> bytes:
-    return (random.standard_normal(nbytes // 4, np.float32) * np.float32(0.02)).tobytes()
+    return bytes(random.standard_normal(nbytes // 4, np.float32) * np.float32(0.02))
 
 
 def e4m3(nbytes: int, random: np.random.Generator) -> bytes:
     values = np.abs(random.standard_normal(nbytes, np.float32))
     exponents = np.clip(np.floor(np.log2(values + 1e-9)) + 8, 0, 14).astype(np.uint8)
-    return ((exponents << 3) | (random.integers(0, 256, nbytes, np.uint8) & 0x87)).tobytes()
+    return bytes((exponents << 3) | (random.integers(0, 256, nbytes, np.uint8) & 0x87))
 
 
 def noise(nbytes: int, random: np.random.Generator) -> bytes:
@@ -139,7 +139,7 @@ def encodings(allocator: CuMemAllocator, addresses: Sequence[int] | Contents) ->
     for address in addresses:
         assert allocator._store.get(at(address)) is not None
         encoding = allocator._store.encoding_of(at(address))
-        found.append(encoding and encoding.code.layout.name)
+        found.append(encoding.code.layout.name if encoding is not None else None)
     return found
 
 
