@@ -25,7 +25,16 @@ from support import (
     quick_sums,
     reset_simulation,
 )
-from test_failures import PHASES, Phase, World, check_every_call, check_interrupts
+from test_failures import (
+    PHASES,
+    Interrupter,
+    Phase,
+    World,
+    _chosen,
+    check_every_call,
+    check_interrupts,
+    threads_at_work,
+)
 from test_prepare import Turns, finished
 
 from cumem_sleep import (
@@ -337,6 +346,24 @@ class TestChanges:
             cycle(allocator, contents)
             allocator.release_backups()
 
+    def test_sizes_alone_tell_without_digests(
+        self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        allocator = make_allocator(compress="auto", verify="off", retain_backups=False)
+        contents = fill(allocator, bf16)
+        (address,) = contents
+        encode = Workbench.encode
+
+        def write_and_encode(*arguments: Any) -> None:
+            write(address, noise(2 * PAGE, np.random.default_rng(1)))
+            encode(*arguments)
+
+        monkeypatch.setattr(Workbench, "encode", write_and_encode)
+        with pytest.raises(InvalidState, match=f"0x{address:x}.* written to"):
+            allocator.sleep()
+        assert states() == {AWAKE}
+        assert allocator._store.host_bytes == 0
+
 
 class TestHostMemory:
     COMPRESSED_BYTES = int(0.70 * 2 * PAGE)
@@ -376,6 +403,18 @@ class TestHostMemory:
         allocator.sleep()
         allocator.wake_up("weights")
         check_bytes(dict(list(contents.items())[:1]))
+
+    def test_budget_that_only_a_clean_backup_could_make_way_for(self, make_allocator: MakeAllocator) -> None:
+        allocator = make_allocator(compress="auto", host_budget_bytes=3 * PAGE)
+        contents = fill(allocator, bf16, bf16)
+        cycle(allocator, contents)
+        address = list(contents)[1]
+        contents[address] = noise(2 * PAGE, np.random.default_rng(1))
+        write(address, contents[address])
+        with pytest.raises(OutOfHostMemory, match="budget"):
+            allocator.sleep()
+        assert states() == {AWAKE}
+        check_bytes(contents)
 
 
 class TestPrepare:
@@ -934,3 +973,45 @@ def test_interrupt_of_a_sleep_of_changed(world: World) -> None:
     """Whose backups are written to again."""
     (phase,) = (phase for phase in COMPRESSED if phase.name == "sleep of changed")
     check_interrupts(world, phase, ("compress.py:encode", "backup.py", "allocator.py:_back_up_compressed"))
+
+
+def test_every_driver_call_of_a_wake_of_two_devices_may_fail_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset_simulation()
+    one_page_bench(monkeypatch)
+    QuickCodec(monkeypatch)
+    world = World(devices=2, device_bytes=3 * PAGE, compress="auto")
+    check_every_call(world, COMPRESSED[-1], "CUDA_ERROR_UNKNOWN", False)
+    free_everything()
+    reset_simulation()
+
+
+def test_interrupt_of_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it plans. What it began can be ended, and nothing is left."""
+    reset_simulation()
+    one_page_bench(monkeypatch)
+    QuickCodec(monkeypatch)
+    world = World(compress="auto", prepare_bytes_per_second=1)  # else it would end by itself
+    allocator = world.allocator
+    with Interrupter() as clean:
+        allocator.prepare()
+    chosen = [
+        index
+        for index in _chosen(clean.positions)
+        if clean.positions[index][0].startswith(("compress.py", "allocator.py:_plan"))
+    ]
+    problems = []
+    for index in chosen:
+        allocator.release_backups()
+        allocator._preparation = None  # as at first, so that the places are the same
+        with suppress(KeyboardInterrupt), Interrupter(index):
+            allocator.prepare()
+        in_thread(allocator.usage, timeout_s=5)
+        allocator.release_backups()
+        stats = sim.stats()
+        if threads_at_work() or stats.live_handles != len(world.segments) or stats.registered_bytes:
+            problems.append(f"{clean.positions[index]}: it goes on, or holds memory")
+    world.check_bytes()
+    assert len(chosen) > 50
+    assert not problems, f"{len(problems)} of {len(chosen)}:\n" + "\n".join(problems[:20])
+    free_everything()
+    reset_simulation()
