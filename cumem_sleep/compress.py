@@ -134,8 +134,8 @@ class SimulatedKernels(Kernels):
         found = _words_at(counters, chunks)
         for number, (code, source, target, nbytes) in enumerate(self._rows(stream, layout, table, chunks)):
             encoded = codec.encode(code, _bytes_at(source, CHUNK_BYTES))
-            found[number] = encoded.size - layout.header_bytes
-            _bytes_at(target, nbytes)[:] = np.resize(encoded, nbytes)
+            found[number] += encoded.size - layout.header_bytes
+            _bytes_at(target, nbytes)[:] |= np.resize(encoded, nbytes)  # only where it is zero, as on the GPU
 
     def decode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
         for code, source, target, nbytes in self._rows(stream, layout, table, chunks):
