@@ -70,7 +70,7 @@ class World:
         self.contents: dict[int, bytes | None] = {}  # by the segment's id; None: undefined, the bytes were dropped
         self.extra = 0  # a segment that a phase makes and frees
         random = np.random.default_rng(0)
-        self._compresses = self.allocator.settings.compress == "auto"
+        self._compresses = settings.get("compress") == "auto"
         self._random_bytes = bf16_weights(PAGE + 4096, random) if self._compresses else random.bytes(PAGE + 4096)
         self._defined = 0
         sim.configure(devices=devices, device_bytes=DEVICE_BYTES)
