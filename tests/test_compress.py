@@ -51,6 +51,7 @@ from cumem_sleep import (
 )
 from cumem_sleep.codec import Bytes, Code
 from cumem_sleep.compress import SimulatedKernels, Workbench
+from cumem_sleep.digest import DigestRun
 
 pytestmark = pytest.mark.sim
 
@@ -254,6 +255,23 @@ class TestRoundTrips:
         contents = fill(allocator, bf16)
         cycle(allocator, contents)
         assert encodings(allocator, contents) == [None]
+
+    def test_digests_begin_when_segments_are_complete(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        contents = fill(allocator, bf16, some_noise, bf16, nbytes=3 * PAGE)
+        allocator.sleep()
+        started: list[int] = []
+        start = DigestRun.start
+
+        def look_and_start(run: DigestRun, segments: Sequence[_core.Segment]) -> None:
+            check_bytes({segment.address: contents[segment.address] for segment in segments})
+            started.extend(segment.address for segment in segments)
+            start(run, segments)
+
+        monkeypatch.setattr(DigestRun, "start", look_and_start)
+        allocator.wake_up()
+        assert started == list(contents)
 
     def test_host_memory_of_weights(self, allocator: CuMemAllocator) -> None:
         fill(allocator, bf16)
