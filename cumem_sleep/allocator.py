@@ -498,7 +498,7 @@ class CuMemAllocator:
                         return self._store.fill([changed], digests, changed, workbenches)
             except CodecError as error:
                 self._compressor.give_up(error)
-            finally:  # once more: an interrupt may have come while they were closed
+            finally:  # once more: that may have failed or been interrupted, and who lent memory wants its bytes
                 for workbench in workbenches.values():
                     workbench.close()
         return []

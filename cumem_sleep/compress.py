@@ -255,7 +255,7 @@ class Workbench:
         self.close()
 
     def close(self) -> None:
-        """Wait for what is in flight, and give all memory back. Closing again does what an interrupt left undone."""
+        """Wait for what is in flight, and give all memory back. Close again what failed or was interrupted."""
         with ExitStack() as stack:
             if self._memory is not None:
                 stack.callback(self._memory.close)
@@ -500,20 +500,13 @@ class _Kept:
         self._stream.synchronize()
 
     def put_back(self) -> None:
-        """Where it fails or is interrupted it is done again: nobody else has these bytes."""
-        try:
-            self._copy()
-        except BaseException:
-            self._copy()
-            raise
-        with closing(self._block), self._stream:
-            pass
-
-    def _copy(self) -> None:
+        """Call it again where it failed or was interrupted: nobody else has these bytes. Else that does nothing."""
         if not self._is_back:
             self._stream.to_device(self._segment.address, self._block, 0, self._bytes)
             self._stream.synchronize()
             self._is_back = True
+        with closing(self._block), self._stream:
+            pass
 
 
 def _choose_kernels() -> Kernels:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -49,7 +50,7 @@ from cumem_sleep import (
     host_limits,
     sim,
 )
-from cumem_sleep.codec import Bytes, Code
+from cumem_sleep.codec import Bytes, Code, Layout
 from cumem_sleep.compress import SimulatedKernels, Workbench
 from cumem_sleep.digest import DigestRun
 
@@ -273,6 +274,28 @@ class TestRoundTrips:
         allocator.wake_up()
         assert started == list(contents)
 
+    def test_nothing_is_decoded_to_what_is_not_mapped_yet(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        contents = fill(allocator, bf16, bf16)
+        allocator.sleep()
+        decode, map_segment = SimulatedKernels.decode, _core.Segment.map
+
+        def look_and_decode(kernels: SimulatedKernels, stream: _core.CopyStream, layout: Layout, *more: int) -> None:
+            stream.synchronize()
+            for _, _, target, _ in kernels._rows(stream, layout, *more):
+                assert any(s.address <= target < s.address + s.bytes and s.has_memory for s in _core.segments())
+            decode(kernels, stream, layout, *more)
+
+        def map_slowly(segment: _core.Segment) -> None:
+            time.sleep(0.05)
+            map_segment(segment)
+
+        monkeypatch.setattr(SimulatedKernels, "decode", look_and_decode)
+        monkeypatch.setattr(_core.Segment, "map", map_slowly)
+        allocator.wake_up()
+        check_bytes(contents)
+
     def test_host_memory_of_weights(self, allocator: CuMemAllocator) -> None:
         fill(allocator, bf16)
         allocator.sleep()
@@ -363,6 +386,25 @@ class TestChanges:
             check_bytes(contents)
             cycle(allocator, contents)
             allocator.release_backups()
+
+    def test_memory_that_was_to_be_reused_is_not_trusted(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A sleep that fails before it writes to it; and then the bytes are again those that it held."""
+        contents = fill(allocator, bf16)
+        cycle(allocator, contents)
+        (address,) = contents
+        write(address, bf16(2 * PAGE, np.random.default_rng(8)))
+
+        def refuse(*_: object) -> None:
+            raise InvalidState("not now")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(allocator._store, "fill", refuse)
+            with pytest.raises(InvalidState, match="not now"):
+                allocator.sleep()
+        write(address, contents[address])
+        cycle(allocator, contents)
 
     def test_sizes_alone_tell_without_digests(
         self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch
@@ -757,7 +799,10 @@ class TestCodecFails:
         assert "stored uncompressed" in caplog.text
         assert "no such kernel" in caplog.text
 
-    def test_after_a_good_sleep(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("prepare", [False, True])
+    def test_after_a_good_sleep(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, prepare: bool
+    ) -> None:
         """What is clean stays compressed, and can still be restored; what changed is stored as it is."""
         contents = fill(allocator, bf16, bf16)
         cycle(allocator, contents)
@@ -769,9 +814,11 @@ class TestCodecFails:
         assert encodings(allocator, contents) == ["bf16", None]
         contents[first] = bytes([contents[first][0] ^ 1]) + contents[first][1:]
         write(first, contents[first])
-        assert finished(allocator.prepare()).error is None
+        if prepare:
+            assert finished(allocator.prepare()).error is None
+            assert encodings(allocator, contents) == [None, None]
+        assert allocator.sleep().copied_bytes == (0 if prepare else 2 * PAGE)
         assert encodings(allocator, contents) == [None, None]
-        assert allocator.sleep().copied_bytes == 0
         check_host_bytes(allocator)
         allocator.wake_up()
         check_bytes(contents)
