@@ -25,6 +25,7 @@ from support import (
     in_thread,
     quick_sums,
     reset_simulation,
+    run_script,
 )
 from test_failures import (
     PHASES,
@@ -560,8 +561,19 @@ class TestPrepare:
         allocator.wake_up()
         check_bytes(contents)
 
-    def test_takes_a_small_workbench(self, allocator: CuMemAllocator) -> None:
+    def test_takes_a_small_workbench(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
         contents = fill(allocator, bf16)
+        sizes: list[int] = []
+
+        class Scratch(_core.Scratch):
+            def __init__(self, device: int, nbytes: int) -> None:
+                sizes.append(nbytes)
+                super().__init__(device, nbytes)
+
+        monkeypatch.setattr(_core, "Scratch", Scratch)
+        assert finished(allocator.prepare()).error is None
+        assert set(sizes) == {BENCH_BYTES[1]}
+        allocator.release_backups()
         leave_free(BENCH_BYTES[1])
         assert finished(allocator.prepare()).error is None
         assert encodings(allocator, contents) == ["bf16"]
@@ -575,31 +587,41 @@ class TestPrepare:
         sim.configure(device_bytes=DEVICE_BYTES)
         cycle(allocator, contents)
 
-    def test_no_copy_is_in_flight_after_a_failure(
-        self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Of two chunks, in a block each: their copies go on while the next step fails."""
-        monkeypatch.setattr("cumem_sleep.compress._SLOT_BYTES", (4 * MIB,))
-        monkeypatch.setattr("cumem_sleep.prepare._PIECE_BYTES", 2 * PAGE)
-        for call in ("cuMemcpyDtoHAsync", "cuStreamSynchronize", "cuMemHostRegister"):
-            failures = 0
-            for position in range(8):
-                free_everything()
-                allocator = make_allocator(compress="auto")
-                contents = fill(allocator, bf16)
+    @pytest.mark.parametrize("call", ["cuMemHostRegister", "cuMemcpyDtoHAsync", "cuStreamSynchronize"])
+    def test_no_copy_is_in_flight_after_a_failure(self, call: str) -> None:
+        """Two chunks in a block each: the copy of the first goes on while the next step fails."""
+        process = run_script(
+            f"""
+            import numpy as np
+            from cumem_sleep import compress, prepare
 
-                def fail(call: str = call, position: int = position) -> None:
-                    sim.fail(call, position, "CUDA_ERROR_UNKNOWN")
+            reset_simulation()
+            prepare._BLOCK_BYTES = PAGE
+            allocator = fresh_allocator(compress="auto")
+            address = allocator.malloc(2 * PAGE, "weights")
+            memory = Memory()
+            memory.write(address, bf16_weights(2 * PAGE, np.random.default_rng(0)))
+            memory.close()
+            encode, failures = compress.SimulatedKernels.encode, 0
 
-                with monkeypatch.context() as patch:
-                    preparation = Turns(patch, fail, 0).prepare(allocator)
+            def encode_and_fail(*arguments):
+                encode(*arguments)
+                sim.fail({call!r}, position, "CUDA_ERROR_UNKNOWN")
+
+            compress.SimulatedKernels.encode = encode_and_fail
+            for position in range(4):
+                preparation = allocator.prepare()
+                assert preparation.wait(30)
                 sim.reset()
                 _core.synchronize(0)  # fails if work on the device found its memory gone
-                check_bytes(contents)
-                if preparation.error is not None:
-                    failures += 1
-                    assert allocator._store.host_bytes == 0
-            assert failures > 0, call
+                failures += preparation.error is not None
+                allocator.release_backups()
+            assert failures
+            free_everything()
+            """,
+            CUMEM_SLEEP_SIM_COPY_DELAY_US="20000",
+        )
+        assert process.returncode == 0, process.stderr
 
 
 # The device is full
