@@ -331,11 +331,11 @@ class CuMemAllocator:
             preparation.start()
         return preparation
 
-    def _plan(self, segments: Sequence[_core.Segment]) -> dict[int, Encoding] | None:
-        """How these are to be stored, by id; None if all are to be stored as they are."""
-        if not self._compressor.on:
-            return None
+    def _plan(self, segments: Sequence[_core.Segment]) -> dict[int, Encoding]:
+        """How those of these are to be stored, by id, that are not to be stored as they are."""
         encodings: dict[int, Encoding] = {}
+        if not self._compressor.on:
+            return encodings
         try:
             for device in sorted({segment.device for segment in segments}):
                 mine = [segment for segment in segments if segment.device == device]
@@ -343,6 +343,7 @@ class CuMemAllocator:
                     encodings.update(workbench.plan(mine))
         except CodecError as error:
             self._compressor.give_up(error)
+            encodings.clear()
         return encodings
 
     def _stop_preparing(self) -> None:
@@ -476,9 +477,9 @@ class CuMemAllocator:
             changed = list(chain.from_iterable(self._changed_parts(segments, digests)))
         while changed:
             encodings: dict[int, Encoding] = {}
+            workbenches: dict[int, Workbench] = {}
             try:
                 with ExitStack() as stack:
-                    workbenches: dict[int, Workbench] = {}
                     with timer("plan"):
                         for device in sorted({segment.device for segment in changed}) if self._compressor.on else ():
                             mine = [segment for segment in changed if segment.device == device]
@@ -498,6 +499,9 @@ class CuMemAllocator:
                         return self._store.fill([changed], digests, changed, workbenches)
             except CodecError as error:
                 self._compressor.give_up(error)
+            finally:  # once more: that may have failed or been interrupted, and who lent memory wants its bytes
+                for workbench in workbenches.values():
+                    workbench.close()
         return []
 
     def _wake(self, asleep: list[_core.Segment]) -> WakeReport:
@@ -568,14 +572,20 @@ class CuMemAllocator:
         self, encoded: Sequence[_core.Segment], waking: Sequence[_core.Segment], blank: Sequence[_core.Segment]
     ) -> Iterator[dict[int, Workbench]]:
         """One for each device of `encoded`, with memory that `waking` does not need, or else that of `blank`."""
-        with ExitStack() as stack:
-            workbenches = {}
-            for device in sorted({segment.device for segment in encoded}):
-                needed = _total(s for s in waking if s.device == device and not s.has_memory)
-                spare_bytes = _core.memory_info(device)[0] - needed
-                workbench = self._compressor.workbench(device, spare_bytes, lenders=blank, keep_bytes=False)
-                workbenches[device] = stack.enter_context(workbench)
-            yield workbenches
+        workbenches: dict[int, Workbench] = {}
+        # What the driver kept, although it was to go, still has its bytes.
+        lenders = [segment for segment in blank if not segment.has_memory]
+        try:
+            with ExitStack() as stack:
+                for device in sorted({segment.device for segment in encoded}):
+                    needed = _total(s for s in waking if s.device == device and not s.has_memory)
+                    spare_bytes = _core.memory_info(device)[0] - needed
+                    workbench = self._compressor.workbench(device, spare_bytes, lenders=lenders, keep_bytes=False)
+                    workbenches[device] = stack.enter_context(workbench)
+                yield workbenches
+        finally:  # once more: an interrupt may have come while they were closed
+            for workbench in workbenches.values():
+                workbench.close()
 
     def _poison(self, segments: Sequence[_core.Segment]) -> None:
         for segment in segments:

@@ -26,6 +26,7 @@ _TOUCH_BYTES = 16 << 20
 _MOST_PREFAULT_THREADS = 16
 _MUCH_BYTES = 1 << 30  # unpinning and freeing takes 16 ms
 _ROOM_TO_GROW = 1000  # a thousandth
+_MOST_TO_SPARE = 100  # a hundredth
 _BETWEEN_BLOCKS_S = 0.0002  # for who waits for the lock
 
 
@@ -94,7 +95,8 @@ class Backup:
         if encoding is None:
             return self.bytes == self.segment.bytes
         sizes = [block.bytes for block in self.blocks]
-        return self.bytes < self.segment.bytes and _fits(encoding.sizes.tolist(), sizes)
+        is_exact = self.bytes <= encoding.bytes + encoding.bytes // _MOST_TO_SPARE
+        return is_exact and self.bytes < self.segment.bytes and _fits(encoding.sizes.tolist(), sizes)
 
 
 class BackupStore:

@@ -136,8 +136,8 @@ class SimulatedKernels(Kernels):
         found = _words_at(counters, chunks)
         for number, (code, source, target, nbytes) in enumerate(self._rows(stream, layout, table, chunks)):
             encoded = codec.encode(code, _bytes_at(source, CHUNK_BYTES))
-            found[number] = encoded.size - layout.header_bytes
-            _bytes_at(target, nbytes)[:] = np.resize(encoded, nbytes)
+            found[number] += encoded.size - layout.header_bytes
+            _bytes_at(target, nbytes)[:] |= np.resize(encoded, nbytes)  # only where it is zero, as on the GPU
 
     def decode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
         for code, source, target, nbytes in self._rows(stream, layout, table, chunks):
@@ -236,18 +236,18 @@ class Workbench:
     ) -> None:
         self._device = device
         self._kernels = kernels
-        self._stack = ExitStack()
         self._turn = 0
+        self._slots: list[_Slot] = []  # before the memory: in this order they go, should nobody close it
+        self._kept: _Kept | None = None
+        self._memory: _core.Scratch | None = None
         try:
             address, self._slot_bytes = self._take_memory(spare_bytes, lenders, keep_bytes=keep_bytes)
             self.has_memory = bool(address)
             step = _HEAD_BYTES + self._slot_bytes
-            self._slots = [
-                self._stack.enter_context(_Slot(device, address and address + number * step))
-                for number in range(_SLOTS)
-            ]
+            for number in range(_SLOTS):
+                self._slots.append(_Slot(device, address and address + number * step))
         except BaseException:
-            self._stack.close()
+            self.close()
             raise
 
     def __enter__(self) -> Workbench:
@@ -257,8 +257,14 @@ class Workbench:
         self.close()
 
     def close(self) -> None:
-        """Wait for what is in flight, and give all memory back."""
-        self._stack.close()
+        """Wait for what is in flight, and give all memory back. Close again what failed or was interrupted."""
+        with ExitStack() as stack:
+            if self._memory is not None:
+                stack.callback(self._memory.close)
+            if self._kept is not None:
+                stack.callback(self._kept.put_back)
+            for slot in self._slots:
+                stack.callback(slot.close)
 
     def plan(self, segments: Sequence[_core.Segment]) -> dict[int, Encoding]:
         """How each of `segments`, by id, is to be stored; those that are better left as they are are left out.
@@ -305,7 +311,7 @@ class Workbench:
             for place, nbytes, source in _together(batch, targets):
                 pin(place.block)
                 slot.stream.to_host(place.block, place.offset, source, nbytes)
-            slot.then(partial(_check_sizes, batch, slot))
+            slot.then(partial(_check_sizes, batch))
         self._finish()
 
     def decode(
@@ -337,7 +343,7 @@ class Workbench:
             slot.set_rows_of(batch, sources[:-1], [place.address for place in batch])
             with _codec_errors():
                 self._kernels.decode(slot.stream, batch[0].code.layout, slot.table, len(batch))
-            slot.then(partial(completed, [place.segment for place in batch if place.is_last]))
+            slot.then(partial(_complete, completed, [place.segment for place in batch if place.is_last]))
             yield len(batch) * CHUNK_BYTES
         self._finish()
 
@@ -384,27 +390,26 @@ class Workbench:
             with _codec_errors():
                 self._kernels.count(slot.stream, layout, slot.table, count)
             slot.read_counters(count)
-            slot.then(partial(_store_counters, sizes, mine, slot))
+            slot.then(partial(_store_counters, sizes, mine))
         self._finish()
         return sizes
 
     def _samples(self, segments: Sequence[_core.Segment]) -> npt.NDArray[np.uint8]:
         """Of each segment, from places all over it; shape (segments, _SAMPLE_BYTES)."""
-        stream = self._slots[0].stream
-        with closing(_core.HostBlock(len(segments) * _SAMPLE_BYTES, -1)) as block:
+        block = _core.HostBlock(len(segments) * _SAMPLE_BYTES, -1)
+        with closing(block), _core.CopyStream(self._device) as stream:  # no copy is in flight when the block goes
             block.touch(0, block.bytes)
             block.pin(self._device)
-            try:
-                for number, segment in enumerate(segments):
-                    places = 1 << (min(_SAMPLE_PLACES, segment.bytes // CHUNK_BYTES).bit_length() - 1)
-                    nbytes = _SAMPLE_BYTES // places
-                    for place in range(places):
-                        address = segment.address + segment.bytes // places * place
-                        stream.to_host(block, number * _SAMPLE_BYTES + place * nbytes, address, nbytes)
-            finally:
-                stream.synchronize()
-            content = np.array(memoryview(block)[: len(segments) * _SAMPLE_BYTES])
-        return content.reshape(-1, _SAMPLE_BYTES)
+            for number, segment in enumerate(segments):
+                places = 1 << (min(_SAMPLE_PLACES, segment.bytes // CHUNK_BYTES).bit_length() - 1)
+                nbytes = _SAMPLE_BYTES // places
+                for place in range(places):
+                    address = segment.address + segment.bytes // places * place
+                    stream.to_host(block, number * _SAMPLE_BYTES + place * nbytes, address, nbytes)
+            stream.synchronize()
+            content = np.frombuffer(memoryview(block), np.uint8)[: len(segments) * _SAMPLE_BYTES]
+            samples: npt.NDArray[np.uint8] = content.reshape(-1, _SAMPLE_BYTES).copy()
+            return samples
 
     def _take_memory(self, spare_bytes: int, lenders: Sequence[_core.Segment], *, keep_bytes: bool) -> tuple[int, int]:
         """The address of all slots (0: there is no memory), and how many bytes of chunks each takes."""
@@ -413,49 +418,42 @@ class Workbench:
             if nbytes > spare_bytes:
                 continue
             try:
-                memory = _core.Scratch(self._device, nbytes)
+                self._memory = _core.Scratch(self._device, nbytes)
             except OutOfDeviceMemory:
                 continue
-            self._stack.callback(memory.close)
-            return memory.address, slot_bytes
+            return self._memory.address, slot_bytes
         needed = _bench_bytes(_LENT_SLOT_BYTES)
         for segment in lenders:
             if segment.device == self._device and segment.bytes >= needed:
                 segment.map()
                 if keep_bytes:
-                    self._stack.enter_context(_Kept(segment, needed))
+                    self._kept = _Kept(segment, needed)
                 return segment.address, _LENT_SLOT_BYTES
         return 0, _LENT_SLOT_BYTES
 
 
 class _Slot:
-    """Device memory for one batch, its table, and its stream; a context, which waits."""
+    """Device memory for one batch, its table, and its stream."""
 
     def __init__(self, device: int, address: int) -> None:
-        self._stack = ExitStack()
-        self._finished: Callable[[], None] | None = None
+        self._finished: Callable[[_Slot], None] | None = None
         self.counters_address = address + _COUNTERS_AT
         self.chunks_address = address + _HEAD_BYTES
-        try:
-            self._block = self._stack.enter_context(closing(_core.HostBlock(_HEAD_BYTES, -1)))
-            self._block.touch(0, self._block.bytes)
-            self._block.pin(device)
-            content = np.frombuffer(memoryview(self._block), np.uint8)[:_HEAD_BYTES]
-            self._rows = content[:_COUNTERS_AT].view("<u8").reshape(-1, 4)
-            self.counters = content[_COUNTERS_AT : _COUNTERS_AT + 4 * _ROWS].view("<u4")
-            self.stream = self._stack.enter_context(_core.CopyStream(device))
-        except BaseException:
-            self._stack.close()
-            raise
+        self.stream = _core.CopyStream(device)  # before the block: in this order they go, should nobody close it
+        self._block = _core.HostBlock(_HEAD_BYTES, -1)
+        self._block.touch(0, self._block.bytes)
+        self._block.pin(device)
+        content = np.frombuffer(memoryview(self._block), np.uint8)[:_HEAD_BYTES]
+        self._rows = content[:_COUNTERS_AT].view("<u8").reshape(-1, 4)
+        self.counters = content[_COUNTERS_AT : _COUNTERS_AT + 4 * _ROWS].view("<u4")
         self._address = address
         self.table = address or self._block.address
 
-    def __enter__(self) -> _Slot:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Wait for what is in flight. Closing again does nothing."""
         self._finished = None
-        self._stack.close()
+        with closing(self._block), self.stream:
+            pass
 
     def set_rows_of(self, batch: Sequence[Place], sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
         """The table of the next kernel, for these chunks."""
@@ -477,8 +475,8 @@ class _Slot:
         """`counters` are there when it has finished."""
         self.stream.to_host(self._block, _COUNTERS_AT, self.counters_address, 4 * chunks)
 
-    def then(self, work: Callable[[], None]) -> None:
-        """Do this when all of it has finished."""
+    def then(self, work: Callable[[_Slot], None]) -> None:
+        """Do this, with the slot, when all of it has finished."""
         self._finished = work
 
     def finish(self) -> None:
@@ -486,32 +484,31 @@ class _Slot:
         finished, self._finished = self._finished, None
         if finished is not None:
             self.stream.synchronize()
-            finished()
+            finished(self)
 
 
 class _Kept:
-    """The first bytes of a segment are put back when this context is left."""
+    """The first bytes of a segment, for as long as its memory is used for something else."""
 
     def __init__(self, segment: _core.Segment, nbytes: int) -> None:
         self._segment = segment
         self._bytes = nbytes
+        self._is_back = False
+        self._stream = _core.CopyStream(segment.device)
         self._block = _core.HostBlock(nbytes, -1)
-        try:
-            self._block.touch(0, nbytes)
-            self._block.pin(segment.device)
-            with _core.CopyStream(segment.device) as stream:
-                stream.to_host(self._block, 0, segment.address, nbytes)
-                stream.synchronize()
-        except BaseException:
-            self._block.close()
-            raise
+        self._block.touch(0, nbytes)
+        self._block.pin(segment.device)
+        self._stream.to_host(self._block, 0, segment.address, nbytes)
+        self._stream.synchronize()
 
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exception: object) -> None:
-        with closing(self._block), _core.CopyStream(self._segment.device) as stream:
-            stream.to_device(self._segment.address, self._block, 0, self._bytes)
-            stream.synchronize()
+    def put_back(self) -> None:
+        """Call it again where it failed or was interrupted: nobody else has these bytes. Else that does nothing."""
+        if not self._is_back:
+            self._stream.to_device(self._segment.address, self._block, 0, self._bytes)
+            self._stream.synchronize()
+            self._is_back = True
+        with closing(self._block), self._stream:
+            pass
 
 
 def _choose_kernels() -> Kernels:
@@ -553,6 +550,10 @@ def _together(batch: Sequence[Place], addresses: npt.NDArray[np.int64]) -> Itera
         if not goes_on:
             yield batch[first], int(addresses[end] - addresses[first]), int(addresses[first])
             first = end
+
+
+def _complete(completed: Callable[[list[_core.Segment]], None], segments: list[_core.Segment], _: _Slot) -> None:
+    completed(segments)
 
 
 def _store_counters(sizes: npt.NDArray[np.int64], which: slice, slot: _Slot) -> None:

@@ -156,12 +156,15 @@ class Preparation:
             workbench = self._workbenches[segment.device]
             if not workbench.has_memory:
                 return False
+            offset = places[0].address - segment.address
             try:
                 workbench.encode(places, partial(self._pin, device=segment.device))
-            except ChangedMeanwhile:
-                return False
-            offset = places[0].address - segment.address
-            digests.add_decoded(segment, offset, workbench.decode_again(places), nbytes)
+                digests.add_decoded(segment, offset, workbench.decode_again(places), nbytes)
+            except BaseException as error:
+                self._workbenches.pop(segment.device).close()  # no copy is in flight when the backup goes
+                if isinstance(error, ChangedMeanwhile):
+                    return False
+                raise
         self._pace(nbytes)
         return True
 
