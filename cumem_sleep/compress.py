@@ -212,7 +212,7 @@ class Compressor:
             small: take little memory, because the model runs meanwhile.
 
         Raises:
-            CodecError: the kernels cannot be had.
+            CodecError: the kernels cannot be had, or do not reach what they need.
             DriverError, OutOfHostMemory: the driver refused.
         """
         if self._kernels is None:
@@ -220,6 +220,8 @@ class Compressor:
                 self._kernels = _choose_kernels()
             except Exception as error:
                 raise CodecError(f"compressed backups cannot be read: {error}") from error
+        if not _core.device_info(device).host_pointers:
+            raise CodecError(f"kernels of device {device} do not reach pinned host memory by its host address")
         spare_bytes = min(spare_bytes, _bench_bytes(_SLOT_BYTES[-1])) if small else spare_bytes
         return Workbench(device, self._kernels, spare_bytes, lenders, keep_bytes=keep_bytes)
 
@@ -512,16 +514,7 @@ class _Kept:
 
 
 def _choose_kernels() -> Kernels:
-    """For all devices.
-
-    Raises:
-        CodecError, ImportError: there are none.
-    """
-    kernels = SimulatedKernels() if _core.driver_is_simulated() else GpuKernels()
-    for device in range(_core.device_count()):
-        if not _core.device_info(device).host_pointers:
-            raise CodecError(f"kernels of device {device} do not reach pinned host memory by its host address")
-    return kernels
+    return SimulatedKernels() if _core.driver_is_simulated() else GpuKernels()
 
 
 def _batches(places: Iterable[Place], most_bytes: int | None) -> Iterator[list[Place]]:
