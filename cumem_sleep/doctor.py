@@ -52,7 +52,6 @@ _OTHER_VARIABLES = tuple(
         "SIM_HOST_POINTERS",
         "SANITIZE",
         "WERROR",
-        "TEST_COMPRESS",
         "TEST_DRIVER",
     )
 )

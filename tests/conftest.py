@@ -1,7 +1,5 @@
 """Fixtures. The suite runs on the simulated driver; with `CUMEM_SLEEP_TEST_DRIVER=cuda` it runs on a real GPU.
 
-With `CUMEM_SLEEP_TEST_COMPRESS=auto` allocators compress unless a test says otherwise.
-
 Tests marked `sim` need the simulated driver (its controls, its strictness), tests marked `gpu` a real GPU.
 """
 
@@ -16,13 +14,10 @@ import pytest
 _DRIVER = os.environ.get("CUMEM_SLEEP_TEST_DRIVER", "sim")
 if _DRIVER not in ("sim", "cuda"):
     raise pytest.UsageError(f"CUMEM_SLEEP_TEST_DRIVER={_DRIVER!r}: sim or cuda is allowed")
-_COMPRESS = os.environ.get("CUMEM_SLEEP_TEST_COMPRESS", "off")
 # Before the package is imported: no setting of the user's own may change what is tested.
-for _name in [name for name in os.environ if name.startswith("CUMEM_SLEEP_") and "_TEST_" not in name]:
+for _name in [name for name in os.environ if name.startswith("CUMEM_SLEEP_") and name != "CUMEM_SLEEP_TEST_DRIVER"]:
     del os.environ[_name]
 os.environ["CUMEM_SLEEP_DRIVER"] = _DRIVER
-if _COMPRESS != "off":
-    os.environ["CUMEM_SLEEP_COMPRESS"] = _COMPRESS
 
 from support import Memory, free_everything, fresh_allocator, reset_simulation  # noqa: E402
 

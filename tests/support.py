@@ -27,7 +27,6 @@ DEVICE_BYTES = 256 * MIB
 
 DRIVER = os.environ["CUMEM_SLEEP_DRIVER"]  # conftest.py sees to it
 SIMULATED = DRIVER == "sim"
-COMPRESS = os.environ.get("CUMEM_SLEEP_COMPRESS", "off")
 
 AWAKE, BACKED_UP, DROPPED = _core.Segment.Sleep.AWAKE, _core.Segment.Sleep.BACKED_UP, _core.Segment.Sleep.DROPPED
 
@@ -74,8 +73,8 @@ class Memory:
             stream.synchronize()
 
     def fill_random(self, address: int, nbytes: int, device: int = 0) -> bytes:
-        """Write random bytes; returns them. Where the suite runs with compression they are bf16 weights."""
-        content = bf16_weights(nbytes, self._random) if COMPRESS == "auto" else self._random.bytes(nbytes)
+        """Write random bytes; returns them."""
+        content = self._random.bytes(nbytes)
         self.write(address, content, device)
         return content
 
@@ -91,7 +90,7 @@ class Memory:
 
 def fresh_allocator(**settings: object) -> CuMemAllocator:
     """A new allocator; on the simulated driver, one device of `DEVICE_BYTES` and no injected failures."""
-    return CuMemAllocator(Settings(**{"driver": DRIVER, "compress": COMPRESS, **settings}))  # type: ignore[arg-type]
+    return CuMemAllocator(Settings(driver=DRIVER, **settings))  # type: ignore[arg-type]
 
 
 def bf16_weights(nbytes: int, random: np.random.Generator) -> bytes:

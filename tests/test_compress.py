@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -905,6 +906,16 @@ class TestCodecFails:
         assert encodings(allocator, contents) == [None]
         assert len(caplog.records) == 1
         assert "no Triton here" in caplog.text
+
+    def test_kernels_do_not_reach_host_memory(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        info = SimpleNamespace(host_pointers=False, numa_node=-1)
+        monkeypatch.setattr("cumem_sleep.compress._core.device_info", lambda device: info)
+        contents = fill(allocator, bf16)
+        cycle(allocator, contents)
+        assert encodings(allocator, contents) == [None]
+        assert "do not reach pinned host memory" in caplog.text
 
     def test_error_can_be_pickled(self) -> None:
         error = pickle.loads(pickle.dumps(CodecError("compressed backups cannot be read: no Triton here")))
