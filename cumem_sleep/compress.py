@@ -356,6 +356,7 @@ class Workbench:
             DriverError: the driver refused.
             CodecError: a kernel failed.
         """
+        assert len(places) * CHUNK_BYTES <= self._slot_bytes
         slot = self._next_slot()
         targets = slot.chunks_address + CHUNK_BYTES * np.arange(len(places))
         slot.set_rows_of(places, [place.block.address + place.offset for place in places], targets)
