@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the project on a GPU host without network and runs what needs a GPU; raw results go to the folder $1.
-#   benchmarks/on_gpu_host.sh OUT [tests] [sanitizer] [decoder] [bench] [small] [prepare] [peers] [switching] [switching_fp8]
-#       [scenarios] [two_gpus] [serve]
+#   benchmarks/on_gpu_host.sh OUT [tests] [sanitizer] [decoder] [bench] [bench_compressed] [codec] [small] [prepare]
+#       [peers] [switching] [switching_fp8] [scenarios] [two_gpus] [serve]
 # What `peers` compares with comes from .gpu/peers.tar.xz (benchmarks/peers_bundle.py), if it is there; vLLM for
 # the last five from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed. Both parts of that benchmark add to one file,
 # which begins as .gpu/switching.json if that is there.
@@ -51,6 +51,11 @@ for what in "$@"; do
         ;;
     decoder) timeout 200 python3 benchmarks/decoder.py --out "$out/decoder.json" --checkpoint /tmp/qwen3-8b ;;
     bench) timeout 280 python3 -m cumem_sleep bench --weights 62488MiB --kv 54.63GiB --json >"$out/bench.json" ;;
+    bench_compressed)
+        CUMEM_SLEEP_COMPRESS=auto timeout 280 python3 -m cumem_sleep bench --weights 62488MiB --kv 54.63GiB --json \
+            >"$out/bench_compressed.json"
+        ;;
+    codec) timeout 200 python3 benchmarks/codec.py --out "$out/codec.json" ;;
     small)
         timeout 200 python3 -m cumem_sleep bench --weights 8000MiB --segment-size 2MiB --kv 20GiB --json \
             >"$out/bench_small_segments.json"

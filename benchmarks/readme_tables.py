@@ -373,6 +373,7 @@ SERVE_TITLES = {
     "cold": "cumem-sleep, cold",
     "touched": "cumem-sleep, host memory used before",
     "prepared": "cumem-sleep, `CUMEM_SLEEP_PREPARE=1`",
+    "compressed": "the same, `CUMEM_SLEEP_COMPRESS=auto`",
     "vllm": "vLLM's own",
 }
 

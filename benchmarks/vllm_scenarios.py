@@ -419,6 +419,57 @@ def prepared(folder: Path) -> Facts:
     return facts
 
 
+def _compressed(folder: Path) -> Facts:
+    """Cycles at level 1 and 2; backups take 0.72 of the weights' bytes at most."""
+    facts: Facts = {}
+    llm = engine(folder, enforce_eager=False)
+    before = tokens(llm)
+    preparation = allocator()._preparation
+    if preparation is not None:
+        check("preparing ends well", preparation.wait(60) and preparation.error is None)
+    for number in range(3):
+        cycle(llm, facts, selective=number == 2)
+        check(f"tokens after cycle {number + 1} at level 1", tokens(llm) == before)
+        weights = allocator().usage()["weights"]
+        facts.setdefault("host bytes per byte", []).append(round(weights.host_bytes / weights.backed_up_bytes, 4))
+    check("backups are smaller", max(facts["host bytes per byte"]) <= 0.72)
+    if preparation is not None:
+        first = allocator().totals()["sleep"].bytes
+        check("what was prepared was not copied again", first["copied"] < first["clean"] / 5)
+    cycle(llm, facts, level=2)
+    check("tokens after level 2", tokens(llm) == before)
+    cycle(llm, facts)
+    check("tokens after level 1 again", tokens(llm) == before)
+    return facts
+
+
+@scenario(CUMEM_SLEEP_COMPRESS="auto", **IN_PROCESS)
+def compressed(folder: Path) -> Facts:
+    """Backups are compressed: same tokens after levels 1 and 2, backups a third smaller."""
+    return _compressed(folder)
+
+
+@scenario(CUMEM_SLEEP_COMPRESS="auto", CUMEM_SLEEP_PREPARE="1", **IN_PROCESS)
+def compressed_and_prepared(folder: Path) -> Facts:
+    """The same with backups made after the warm-up, in the background."""
+    return _compressed(folder)
+
+
+@scenario(CUMEM_SLEEP_COMPRESS="auto", **IN_PROCESS)
+def compressed_fp8_weights(folder: Path) -> Facts:
+    """Weights quantised while they are loaded, backups compressed."""
+    facts: Facts = {}
+    llm = engine(folder, quantization="fp8")
+    before = tokens(llm)
+    for _ in range(2):
+        cycle(llm, facts)
+        check("tokens after level 1", tokens(llm) == before)
+    weights = allocator().usage()["weights"]
+    facts["host bytes per byte"] = round(weights.host_bytes / weights.backed_up_bytes, 4)
+    check("backups are smaller", facts["host bytes per byte"] < 0.95)
+    return facts
+
+
 @scenario(**IN_PROCESS)
 def backend_by_name(folder: Path) -> Facts:
     """The sleep-mode backend `cumem_sleep`, chosen by its name."""

@@ -31,12 +31,14 @@ WAYS = {
     "cold": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "0"},
     "touched": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "0"},
     "prepared": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "1"},
+    "compressed": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "1", "CUMEM_SLEEP_COMPRESS": "auto"},
     "vllm": {"CUMEM_SLEEP_DISABLE": "1"},
 }
 SAYS = {
     "cold": "this layer; the first sleep takes and pins its host memory",
     "touched": "as cold, right after another process used as much host memory: the VM has its RAM by then",
     "prepared": "this layer, CUMEM_SLEEP_PREPARE=1: backups are made in the background after the start",
+    "compressed": "as prepared, with CUMEM_SLEEP_COMPRESS=auto",
     "vllm": "vLLM's own layer",
 }
 
@@ -68,7 +70,7 @@ def measure(
     try:
         facts["start_s"] = server.start(240)
         before = server.complete(PROMPT, TOKENS).tokens
-        if way == "prepared":
+        if WAYS[way].get("CUMEM_SLEEP_PREPARE") == "1":
             facts["prepared_after_s"] = wait_until_prepared(server, 60)
         if way == "touched":
             touch_host_memory(int(SHAPES[arguments.shape].weights_bytes * 1.1))

@@ -109,6 +109,41 @@ struct RelaxedCapture {
     std::unique_ptr<RelaxedCaptureScope> scope;
 };
 
+// Device memory for one operation, of no segment: mapped when made, gone when closed. Whole pages (2 MiB).
+class Scratch {
+  public:
+    Scratch(int device, size_t bytes) : mapping_(device, bytes) {
+        try {
+            ContextScope context(device);
+            RelaxedCaptureScope relaxed;
+            mapping_.reserve();
+            mapping_.map();
+        } catch (...) {
+            close();
+            throw;
+        }
+    }
+    ~Scratch() { close(); }
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+
+    // No work may use it any more. If the driver refuses, twice, the memory is lost until the process ends.
+    void close() noexcept {
+        if (Driver::is_forked()) return;
+        try_twice([this] {
+            ContextScope context(mapping_.device());
+            RelaxedCaptureScope relaxed;
+            mapping_.destroy();
+            return true;
+        });
+    }
+    CUdeviceptr address() const { return mapping_.address(); }
+    size_t bytes() const { return mapping_.bytes(); }
+
+  private:
+    Mapping mapping_;
+};
+
 // The lock that serialises operations. Holding it is an object, so that an interrupt at any moment releases it. It is
 // not reentrant: a signal handler, or what the garbage collector runs, must not begin an operation inside another.
 class OperationLock {
@@ -378,6 +413,12 @@ PYBIND11_MODULE(_core, module) {
                                    static_cast<py::ssize_t>(self.bytes()));
         });
 
+    py::class_<Scratch>(module, "Scratch")
+        .def(py::init<int, size_t>(), py::arg("device"), py::arg("bytes"), NoGil())
+        .def("close", &Scratch::close, NoGil())
+        .def_property_readonly("address", &Scratch::address)
+        .def_property_readonly("bytes", &Scratch::bytes);
+
     py::class_<CopyStream, std::shared_ptr<CopyStream>>(module, "CopyStream")
         .def(py::init<int>(), py::arg("device"), NoGil())
         .def(
@@ -397,6 +438,7 @@ PYBIND11_MODULE(_core, module) {
             },
             py::arg("address"), py::arg("block"), py::arg("offset"), py::arg("bytes"), NoGil())
         .def("poison", &CopyStream::poison, py::arg("address"), py::arg("bytes"), NoGil())
+        .def("zero", &CopyStream::zero, py::arg("address"), py::arg("bytes"), NoGil())
         .def("synchronize", &CopyStream::synchronize, NoGil())
         .def(
             "__enter__", [](CopyStream& self) -> CopyStream& { return self; }, py::return_value_policy::reference)

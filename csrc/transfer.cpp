@@ -41,9 +41,9 @@ void CopyStream::to_device(CUdeviceptr address, const uint8_t* host, size_t byte
     Driver::get().memcpy_htod_async(address, host, bytes, stream_);
 }
 
-void CopyStream::poison(CUdeviceptr address, size_t bytes) {
+void CopyStream::fill(CUdeviceptr address, unsigned int word, size_t bytes) {
     ContextScope context(device_);
-    Driver::get().memset_d32_async(address, 0xFFFFFFFFu, bytes / 4, stream_);
+    Driver::get().memset_d32_async(address, word, bytes / 4, stream_);
 }
 
 void CopyStream::synchronize() {

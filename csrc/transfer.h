@@ -20,8 +20,9 @@ class CopyStream {
 
     void to_host(uint8_t* host, CUdeviceptr address, size_t bytes);
     void to_device(CUdeviceptr address, const uint8_t* host, size_t bytes);
-    // Every byte becomes 0xFF: a NaN in every float type. `bytes` is a multiple of 4.
-    void poison(CUdeviceptr address, size_t bytes);
+    // Every byte becomes 0xFF: a NaN in every float type. `bytes` is a multiple of 4, as for `zero`.
+    void poison(CUdeviceptr address, size_t bytes) { fill(address, 0xFFFFFFFFu, bytes); }
+    void zero(CUdeviceptr address, size_t bytes) { fill(address, 0, bytes); }
     void synchronize();
     void close() noexcept;
 
@@ -29,6 +30,8 @@ class CopyStream {
     CUstream handle() const { return stream_; }
 
   private:
+    void fill(CUdeviceptr address, unsigned int word, size_t bytes);
+
     const int device_;
     CUstream stream_ = nullptr;
 };

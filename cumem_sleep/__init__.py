@@ -3,6 +3,7 @@
 from .allocator import CuMemAllocator, cupy_allocator
 from .errors import (
     BackupMismatch,
+    CodecError,
     CumemSleepError,
     DriverError,
     InvalidArgument,
@@ -17,6 +18,7 @@ from .settings import Settings
 
 __all__ = [
     "BackupMismatch",
+    "CodecError",
     "CuMemAllocator",
     "CumemSleepError",
     "DriverError",

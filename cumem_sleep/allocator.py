@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any, ClassVar, TypeVar
@@ -21,9 +21,11 @@ from typing import Any, ClassVar, TypeVar
 from . import _core
 from .ahead import Ahead
 from .backup import BackupStore
+from .compress import Compressor, Encoding, Workbench
 from .digest import DeviceDigester, Digest
 from .errors import (
     BackupMismatch,
+    CodecError,
     CumemSleepError,
     DriverError,
     InvalidArgument,
@@ -100,6 +102,7 @@ class CuMemAllocator:
         _stores.add(self._store)
         self._digester = DeviceDigester()
         self._restorer = Restorer()
+        self._compressor = Compressor(self.settings.compress == "auto")
         self._torch_pools: TorchPools | None = None
         self._used_tags: set[str] = set()
         self._warm_devices: set[int] = set()
@@ -311,7 +314,8 @@ class CuMemAllocator:
             self._stop_preparing()
             is_dropped = _dropped_at_level(1)
             wanted = [s for s in _core.segments() if s.sleep == _Sleep.AWAKE and is_dropped and not is_dropped(s.tag)]
-            needed = _total(segment for segment in wanted if not self._store.host_bytes_of(segment))
+            encodings = self._plan(wanted)
+            needed = self._store.needed_bytes(wanted, encodings)
             self._store.check(needed, wanted)
             preparation = Preparation(
                 wanted,
@@ -320,10 +324,27 @@ class CuMemAllocator:
                 self._digester,
                 self.settings.prepare_bytes_per_second,
                 self._warm_up,
+                encodings,
+                lambda device: self._compressor.workbench(device, _core.memory_info(device)[0], small=True),
             )
             self._preparation = preparation  # before it starts: an interrupt must not lose it
             preparation.start()
         return preparation
+
+    def _plan(self, segments: Sequence[_core.Segment]) -> dict[int, Encoding]:
+        """How those of these are to be stored, by id, that are not to be stored as they are."""
+        encodings: dict[int, Encoding] = {}
+        if not self._compressor.on:
+            return encodings
+        try:
+            for device in sorted({segment.device for segment in segments}):
+                mine = [segment for segment in segments if segment.device == device]
+                with self._compressor.workbench(device, _core.memory_info(device)[0], small=True) as workbench:
+                    encodings.update(workbench.plan(mine))
+        except CodecError as error:
+            self._compressor.give_up(error)
+            encodings.clear()
+        return encodings
 
     def _stop_preparing(self) -> None:
         """May be called with or without the lock held, which the thread never waits for."""
@@ -404,16 +425,11 @@ class CuMemAllocator:
             backed_up = [segment for segment in pinned if not is_dropped(segment.tag)]
             with timer("quiesce"):
                 self._quiesce(pinned)
-            with timer("host_memory"):
-                self._store.take(backed_up, keep=backed_up)
             digests: dict[int, Digest] = {}
-            changed_parts = self._changed_parts(backed_up, digests)
-            with timer("digest"):
-                first_changed = next(changed_parts, [])
-            dirty: list[_core.Segment] = []
-            if first_changed:
-                with timer("copy"):
-                    dirty = self._store.fill(chain([first_changed], changed_parts), digests, candidates=backed_up)
+            if self._compressor.on or any(map(self._store.encoding_of, backed_up)):
+                dirty = self._back_up_compressed(backed_up, dropped, digests, timer)
+            else:
+                dirty = self._back_up(backed_up, digests, timer)
             with timer("check"):
                 if dirty:
                     self._check_unchanged(backed_up, digests)
@@ -425,6 +441,7 @@ class CuMemAllocator:
             SleepReport(
                 freed_bytes=freed_bytes,
                 copied_bytes=copied_bytes,
+                stored_bytes=self._store.stored_bytes(dirty),
                 clean_bytes=_total(backed_up) - copied_bytes,
                 dropped_bytes=_total(dropped),
                 left_bytes=self._left_on_devices(segments),
@@ -433,6 +450,59 @@ class CuMemAllocator:
                 operation=operation,
             )
         )
+
+    def _back_up(
+        self, segments: Sequence[_core.Segment], digests: dict[int, Digest], timer: PhaseTimer
+    ) -> list[_core.Segment]:
+        """Copy what changed of `segments`, and return that. Each part is copied while the next is digested."""
+        with timer("host_memory"):
+            self._store.take(segments, keep=segments)
+        changed_parts = self._changed_parts(segments, digests)
+        with timer("digest"):
+            first_changed = next(changed_parts, [])
+        if not first_changed:
+            return []
+        with timer("copy"):
+            return self._store.fill(chain([first_changed], changed_parts), digests, candidates=segments)
+
+    def _back_up_compressed(
+        self,
+        segments: Sequence[_core.Segment],
+        dropped: Sequence[_core.Segment],
+        digests: dict[int, Digest],
+        timer: PhaseTimer,
+    ) -> list[_core.Segment]:
+        """The same, compressed where that is worth it. Sizes are known, and host memory taken, before all copies."""
+        with timer("digest"):
+            changed = list(chain.from_iterable(self._changed_parts(segments, digests)))
+        while changed:
+            encodings: dict[int, Encoding] = {}
+            workbenches: dict[int, Workbench] = {}
+            try:
+                with ExitStack() as stack:
+                    with timer("plan"):
+                        for device in sorted({segment.device for segment in changed}) if self._compressor.on else ():
+                            mine = [segment for segment in changed if segment.device == device]
+                            spare_bytes = _core.memory_info(device)[0]
+                            workbench = self._compressor.workbench(device, spare_bytes, lenders=dropped)
+                            workbenches[device] = stack.enter_context(workbench)
+                            if not workbench.has_memory:
+                                logger.warning(
+                                    "device %d has no memory left for the codec to work in: its backups are stored"
+                                    " uncompressed this time",
+                                    device,
+                                )
+                            encodings.update(workbench.plan(mine))
+                    with timer("host_memory"):
+                        self._store.take(changed, keep=segments, encodings=encodings)
+                    with timer("copy"):
+                        return self._store.fill([changed], digests, changed, workbenches)
+            except CodecError as error:
+                self._compressor.give_up(error)
+            finally:  # once more: that may have failed or been interrupted, and who lent memory wants its bytes
+                for workbench in workbenches.values():
+                    workbench.close()
+        return []
 
     def _wake(self, asleep: list[_core.Segment]) -> WakeReport:
         timer = PhaseTimer()
@@ -449,18 +519,25 @@ class CuMemAllocator:
             expected = self._digests_at_sleep(restored) if self.settings.verify == "wake" else {}
             checked = [segment for segment in restored if segment.id in expected]
             kept_memory = {segment.id for segment in blank if segment.has_memory}  # the driver kept it, with its bytes
+            encoded = [segment for segment in restored if self._store.encoding_of(segment) is not None]
             mapping = Ahead(1, {segment.id: [segment.map] for segment in restored})
             # Begins when half of the bytes are there, because it costs nothing then. Earlier it could have to wait for
             # the driver to wipe freed memory, and hold a lock of the driver meanwhile that copies need.
             mapping_blank = Ahead(1, {segment.id: [segment.map] for segment in blank})
             try:
                 with mapping, mapping_blank, self._digester.run(checked) as digests:
-                    mapping.start()
-                    if restored:
-                        with timer("copy"):
-                            self._restorer.restore(
-                                restored, self._store, mapping.wait, mapping_blank.start, digests if checked else None
-                            )
+                    with self._workbenches(encoded, segments, blank) as workbenches:
+                        mapping.start()
+                        if restored:
+                            with timer("copy"):
+                                self._restorer.restore(
+                                    restored,
+                                    self._store,
+                                    mapping.wait,
+                                    mapping_blank.start,
+                                    digests if checked else None,
+                                    workbenches,
+                                )
                     with timer("map"):
                         for segment in blank:
                             mapping_blank.wait(segment.id)
@@ -484,10 +561,31 @@ class CuMemAllocator:
                 mapped_bytes=_total(segments),
                 restored_bytes=_total(restored),
                 verified_bytes=_total(checked),
+                stored_bytes=self._store.stored_bytes(restored),
                 seconds=timer.seconds,
                 phases=timer.phases,
             )
         )
+
+    @contextmanager
+    def _workbenches(
+        self, encoded: Sequence[_core.Segment], waking: Sequence[_core.Segment], blank: Sequence[_core.Segment]
+    ) -> Iterator[dict[int, Workbench]]:
+        """One for each device of `encoded`, with memory that `waking` does not need, or else that of `blank`."""
+        workbenches: dict[int, Workbench] = {}
+        # What the driver kept, although it was to go, still has its bytes.
+        lenders = [segment for segment in blank if not segment.has_memory]
+        try:
+            with ExitStack() as stack:
+                for device in sorted({segment.device for segment in encoded}):
+                    needed = _total(s for s in waking if s.device == device and not s.has_memory)
+                    spare_bytes = _core.memory_info(device)[0] - needed
+                    workbench = self._compressor.workbench(device, spare_bytes, lenders=lenders, keep_bytes=False)
+                    workbenches[device] = stack.enter_context(workbench)
+                yield workbenches
+        finally:  # once more: an interrupt may have come while they were closed
+            for workbench in workbenches.values():
+                workbench.close()
 
     def _poison(self, segments: Sequence[_core.Segment]) -> None:
         for segment in segments:
@@ -595,6 +693,7 @@ class CuMemAllocator:
                     self._digester.warm_up(device)
                 if self._digester.on_gpu:
                     self._restorer.warm_up(device)
+                self._compressor.warm_up(device)
 
     def _pools(self, *, import_torch: bool = False) -> TorchPools | None:
         """The PyTorch pools, if PyTorch is in use (or `import_torch`) and reaches the GPU of this driver."""

@@ -15,6 +15,8 @@ from itertools import chain
 
 from . import _core, host_limits
 from .ahead import Ahead, Task
+from .codec import CHUNK_BYTES
+from .compress import Encoding, Place, Workbench
 from .digest import Digest
 from .errors import InvalidState, OutOfHostMemory
 from .settings import Settings
@@ -23,6 +25,8 @@ SLAB_BYTES = 128 << 20
 _TOUCH_BYTES = 16 << 20
 _MOST_PREFAULT_THREADS = 16
 _MUCH_BYTES = 1 << 30  # unpinning and freeing takes 16 ms
+_ROOM_TO_GROW = 1000  # a thousandth
+_MOST_TO_SPARE = 100  # a hundredth
 _BETWEEN_BLOCKS_S = 0.0002  # for who waits for the lock
 
 
@@ -43,9 +47,10 @@ class Piece:
 
 @dataclass
 class Backup:
-    """One segment's bytes in host memory: its blocks in order, exactly the segment's size in all.
+    """One segment's bytes in host memory: its blocks in order, exactly the segment's size in all, or encoded.
 
     Attributes:
+        encoding: how it is compressed; None: the bytes as they are.
         complete: every byte was copied; only then may it be restored from.
         digest: of the bytes at sleep; None where nothing will be compared with it.
         being_prepared: it is filled in the background (`prepare`), so it stays although it is not complete.
@@ -53,6 +58,7 @@ class Backup:
 
     segment: _core.Segment
     blocks: tuple[_core.HostBlock, ...]
+    encoding: Encoding | None = None
     complete: bool = False
     digest: Digest | None = None
     being_prepared: bool = False
@@ -70,6 +76,27 @@ class Backup:
             for offset in range(0, block.bytes, step):
                 yield Piece(block, offset, address + offset, min(step, block.bytes - offset))
             address += block.bytes
+
+    def places(self) -> Iterator[Place]:
+        """Of the encoded chunks, in order; a chunk lies in one block."""
+        if self.encoding is None:
+            return
+        blocks = iter(self.blocks)
+        block, offset, last = next(blocks), 0, len(self.encoding.sizes) - 1
+        for number, nbytes in enumerate(self.encoding.sizes.tolist()):
+            if offset + nbytes > block.bytes:
+                block, offset = next(blocks), 0
+            address = self.segment.address + number * CHUNK_BYTES
+            yield Place(self.segment, self.encoding.code, block, offset, address, nbytes, is_last=number == last)
+            offset += nbytes
+
+    def has_room_for(self, encoding: Encoding | None) -> bool:
+        """Whether its blocks can hold the segment stored in this way, without being too large for it."""
+        if encoding is None:
+            return self.bytes == self.segment.bytes
+        sizes = [block.bytes for block in self.blocks]
+        is_exact = self.bytes <= encoding.bytes + encoding.bytes // _MOST_TO_SPARE
+        return is_exact and self.bytes < self.segment.bytes and _fits(encoding.sizes.tolist(), sizes)
 
 
 class BackupStore:
@@ -110,33 +137,63 @@ class BackupStore:
         ]
 
     def take(
-        self, segments: Sequence[_core.Segment], keep: Iterable[_core.Segment], slab_bytes: int | None = None
+        self,
+        segments: Sequence[_core.Segment],
+        keep: Iterable[_core.Segment],
+        slab_bytes: int | None = None,
+        encodings: Mapping[int, Encoding] | None = None,
     ) -> None:
         """Make room for backups of `segments`: address space now, pages when they are filled.
 
         The whole need is checked first. Backups that are merely retained (of segments that are awake and not among
         those to `keep`) give way.
 
+        Args:
+            encodings: all `segments` are to be written anew, those whose id is in here in this way, the rest as they
+                are; a backup whose blocks do not suit is given back. None: what has a backup keeps it.
+
         Raises:
             OutOfHostMemory: a limit leaves too little; nothing was taken.
         """
-        slab_bytes = slab_bytes or SLAB_BYTES
+        if encodings is not None:
+            self._reuse_or_forget(segments, encodings)
         new = [segment for segment in segments if segment.id not in self._backups]
-        needed = sum(segment.bytes for segment in new)
+        blocks = {s.id: _block_sizes(s, (encodings or {}).get(s.id), slab_bytes or SLAB_BYTES) for s in new}
+        needed = sum(map(sum, blocks.values()))
         if needed:
             self.check(needed, keep)
         for segment in new:
             node = self._numa_node(segment.device)
-            sizes = [min(slab_bytes, segment.bytes - start) for start in range(0, segment.bytes, slab_bytes)]
             segment.note_backup()
-            self._backups[segment.id] = Backup(segment, tuple(_core.HostBlock(size, node) for size in sizes))
+            self._backups[segment.id] = Backup(
+                segment,
+                tuple(_core.HostBlock(size, node) for size in blocks[segment.id]),
+                (encodings or {}).get(segment.id),
+            )
             self.has_freed |= segment.freed  # before it was noted: nobody will say so
+
+    def needed_bytes(self, segments: Iterable[_core.Segment], encodings: Mapping[int, Encoding] | None) -> int:
+        """Host memory that `take` would have to find for those of `segments` that have none yet."""
+        new = [segment for segment in segments if segment.id not in self._backups]
+        return sum(sum(_block_sizes(s, (encodings or {}).get(s.id), SLAB_BYTES)) for s in new)
+
+    def _reuse_or_forget(self, segments: Sequence[_core.Segment], encodings: Mapping[int, Encoding]) -> None:
+        for segment in segments:
+            backup = self._backups.get(segment.id)
+            if backup is None:
+                continue
+            if backup.has_room_for(encodings.get(segment.id)):
+                backup.complete, backup.digest, backup.being_prepared = False, None, False
+                backup.encoding = encodings.get(segment.id)
+            else:
+                self.forget([segment.id])
 
     def fill(
         self,
         parts: Iterable[Sequence[_core.Segment]],
         digests: Mapping[int, Digest],
         candidates: Sequence[_core.Segment],
+        workbenches: Mapping[int, Workbench] | None = None,
     ) -> list[_core.Segment]:
         """Copy the bytes of all segments of `parts` into their backups; returns them, when every byte is there.
 
@@ -147,28 +204,42 @@ class BackupStore:
             parts: segments for whose backups room was taken.
             digests: of the same bytes, by the segments' ids; may grow with the parts.
             candidates: all that `parts` may name; of these, those without a backup must be among them.
+            workbenches: by device, for those that are to be encoded; they come last.
 
         Raises:
-            OutOfHostMemory, DriverError: a backup is incomplete; `prune` gives its memory back.
+            OutOfHostMemory, DriverError, InvalidState, CodecError: a backup is incomplete; `prune` gives its memory
+                back.
         """
         filled: list[Backup] = []
-        new = [block for segment in candidates for block in self._backups[segment.id].blocks if not block.pinned]
+        encoded: dict[int, list[Backup]] = {}
+        in_order = sorted((self._backups[segment.id] for segment in candidates), key=lambda b: b.encoding is not None)
+        new = [block for backup in in_order for block in backup.blocks if not block.pinned]
         with ExitStack() as stack:  # on leaving it, no copy is in flight
             devices = {segment.device for segment in candidates}
             streams = {device: stack.enter_context(_core.CopyStream(device)) for device in devices}
             touched = self._touching(new)
             stack.callback(touched.stop)  # once more: an interrupt may have come while it stopped
             stack.enter_context(touched).start()
+
+            def pin(block: _core.HostBlock, device: int) -> None:
+                if not block.pinned:
+                    touched.wait(id(block))
+                    block.pin(device)
+
             for segment in chain.from_iterable(parts):
                 backup = self._backups[segment.id]
                 backup.complete, backup.digest, backup.being_prepared = False, None, False
                 filled.append(backup)
+                if backup.encoding is not None:
+                    encoded.setdefault(segment.device, []).append(backup)
+                    continue
                 stream = streams[segment.device]
                 for piece in backup.pieces():
-                    if not piece.block.pinned:
-                        touched.wait(id(piece.block))
-                        piece.block.pin(stream.device)
+                    pin(piece.block, stream.device)
                     stream.to_host(piece.block, piece.offset, piece.address, piece.bytes)
+            for device, mine in encoded.items():
+                places = chain.from_iterable(backup.places() for backup in mine)
+                (workbenches or {})[device].encode(places, partial(pin, device=device))
             for stream in streams.values():
                 stream.synchronize()
         for backup in filled:
@@ -201,16 +272,37 @@ class BackupStore:
             if self.get(segment) is None:
                 raise InvalidState(f"the segment at 0x{segment.address:x} has no complete backup: it stays awake")
 
+    def stored_bytes(self, segments: Iterable[_core.Segment]) -> int:
+        """What the bytes of `segments`, which have backups, take in host memory."""
+        encodings = ((segment, self.encoding_of(segment)) for segment in segments)
+        return sum(segment.bytes if encoding is None else encoding.bytes for segment, encoding in encodings)
+
+    def encoding_of(self, segment: _core.Segment) -> Encoding | None:
+        """How the backup of `segment` is compressed, if it has one, and it is."""
+        backup = self._backups.get(segment.id)
+        return backup.encoding if backup else None
+
     def pieces(self, segment: _core.Segment) -> Iterator[Piece]:
-        """The complete backup of `segment`, in order, a piece for each block.
+        """The complete backup of `segment`, which is not compressed, in order, a piece for each block.
 
         Raises:
             InvalidState: it has none.
         """
+        return self._complete(segment).pieces()
+
+    def places(self, segment: _core.Segment) -> Iterator[Place]:
+        """The chunks of the complete backup of `segment`, which is compressed, in order.
+
+        Raises:
+            InvalidState: it has none.
+        """
+        return self._complete(segment).places()
+
+    def _complete(self, segment: _core.Segment) -> Backup:
         backup = self.get(segment)
         if backup is None:
             raise InvalidState(f"the backup of the segment at 0x{segment.address:x} is gone: it cannot be restored")
-        return backup.pieces()
+        return backup
 
     def forget(self, segment_ids: Iterable[int]) -> None:
         """Give back the host memory of these segments' backups."""
@@ -364,6 +456,31 @@ class GivingBack:
                 if held:
                     self._blocks.pop().close()
                     self._before_release()
+
+
+def _block_sizes(segment: _core.Segment, encoding: Encoding | None, slab_bytes: int) -> list[int]:
+    """Of the blocks for a backup of `segment`."""
+    if encoding is None:
+        return [min(slab_bytes, segment.bytes - start) for start in range(0, segment.bytes, slab_bytes)]
+    blocks: list[int] = []
+    for nbytes in encoding.sizes.tolist():
+        if not blocks or blocks[-1] + nbytes > slab_bytes:
+            blocks.append(0)
+        blocks[-1] += nbytes
+    # A little more, so that the same weights with other values fit as well.
+    return [nbytes + nbytes // _ROOM_TO_GROW for nbytes in blocks]
+
+
+def _fits(chunks: Sequence[int], blocks: Sequence[int]) -> bool:
+    """Whether these chunks, in order, each in one block, fit into the blocks."""
+    number = used = 0
+    for nbytes in chunks:
+        if used + nbytes > blocks[number]:
+            number, used = number + 1, 0
+            if number == len(blocks) or nbytes > blocks[number]:
+                return False
+        used += nbytes
+    return True
 
 
 def _less(available_bytes: int | None, promised: int) -> int | None:

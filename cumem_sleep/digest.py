@@ -217,7 +217,8 @@ class DigestRun:
         for device, mine in _by_device(started).items():
             sums = self._on_gpu(device, _finish)
             if sums is None:
-                sums = np.array([_sums_through_host(device, mine)], np.uint64).reshape(-1, 2)
+                contents = [(segment.address, segment.bytes) for segment in mine]
+                sums = np.array([_sums_through_host(device, contents)], np.uint64).reshape(-1, 2)
             values = _digests_from(sums, [segment.bytes for segment in mine])
             digests.update(zip((segment.id for segment in mine), values, strict=True))
         return digests
@@ -225,6 +226,19 @@ class DigestRun:
     def begin_copy(self) -> None:
         """For the digest of a copy in pinned host memory, one at a time: `add_copy` each piece, then `finish_copy`."""
         self._copy_sums = np.zeros((1, 2), np.uint64)
+
+    def add_decoded(self, segment: _core.Segment, offset: int, address: int, nbytes: int) -> None:
+        """As `add_copy`, for bytes of an encoded copy of `segment` that were decoded again, to the device's `address`.
+
+        Raises:
+            DriverError, OutOfHostMemory: the memory could not be read.
+        """
+        first_chunk = offset // CHUNK_BYTES
+        self._on_gpu(segment.device, partial(_start, contents=[(address, nbytes)], first_chunk=first_chunk))
+        sums = self._on_gpu(segment.device, _finish)
+        if sums is None:
+            sums = np.array(_sums_through_host(segment.device, [(address, nbytes)], first_chunk), np.uint64)
+        self._copy_sums += sums
 
     def add_copy(self, segment: _core.Segment, piece: Piece) -> None:
         """Take one piece of the copy of `segment` into account; waits for it.
@@ -306,24 +320,25 @@ def _warn_of_slow_digests(reason: str) -> None:
     )
 
 
-def _sums_through_host(device: int, segments: Sequence[_core.Segment]) -> list[tuple[int, int]]:
-    """The reference on device memory, by way of a pinned block; works wherever the driver does."""
-    block = _core.HostBlock(min(_BOUNCE_BYTES, max(segment.bytes for segment in segments)), -1)
+def _sums_through_host(device: int, contents: Sequence[tuple[int, int]], first_chunk: int = 0) -> list[tuple[int, int]]:
+    """The reference on device memory, (address, bytes), by way of a pinned block; works wherever the driver does."""
+    block = _core.HostBlock(min(_BOUNCE_BYTES, max(nbytes for _, nbytes in contents)), -1)
     with closing(block), _core.CopyStream(device) as stream:
         block.touch(0, block.bytes)
         block.pin(device)
-        content = np.frombuffer(memoryview(block), np.uint8)
-        return [_segment_sums(segment, stream, block, content) for segment in segments]
+        return [_sums_of_memory(content, first_chunk, stream, block) for content in contents]
 
 
-def _segment_sums(
-    segment: _core.Segment, stream: _core.CopyStream, block: _core.HostBlock, content: npt.NDArray[np.uint8]
+def _sums_of_memory(
+    content: tuple[int, int], first_chunk: int, stream: _core.CopyStream, block: _core.HostBlock
 ) -> tuple[int, int]:
+    address, size = content
+    bounced = np.frombuffer(memoryview(block), np.uint8)
     totals = (0, 0)
-    for start in range(0, segment.bytes, block.bytes):
-        nbytes = min(block.bytes, segment.bytes - start)
-        stream.to_host(block, 0, segment.address + start, nbytes)
+    for start in range(0, size, block.bytes):
+        nbytes = min(block.bytes, size - start)
+        stream.to_host(block, 0, address + start, nbytes)
         stream.synchronize()
-        part = sums_of(content[:nbytes], start // CHUNK_BYTES)
+        part = sums_of(bounced[:nbytes], first_chunk + start // CHUNK_BYTES)
         totals = ((totals[0] + part[0]) & _MASK, (totals[1] + part[1]) & _MASK)
     return totals

@@ -462,12 +462,32 @@ def _torch_cuda(torch_distribution: metadata.Distribution) -> str | None:
 
 
 def triton(machine: Machine) -> Check:
-    """Triton, which the digest kernel is written in."""
+    """Triton, which the kernels are written in."""
     version = machine.version_of(*_TRITON_DISTRIBUTIONS)
     if version is None:
         advice = "pip install triton: without it digests are computed on the CPU, at about 1 GB/s"
         return Check("Triton", Status.WARN, "not installed", advice)
     return Check("Triton", Status.OK, version)
+
+
+def compression(machine: Machine) -> Check:
+    """Whether backups are to be compressed, and whether that can be."""
+    name = "compression"
+    variable = f"{PREFIX}COMPRESS"
+    settings = Settings.from_environment(machine.environment)
+    if settings.compress == "off":
+        return Check(name, Status.OK, f"off ({variable}=auto makes backups of bf16 weights a third smaller)")
+    if settings.driver == "sim":
+        return Check(name, Status.OK, "auto, simulated: by the reference on the CPU")
+    missing = [
+        package
+        for package, names in (("PyTorch", ("torch",)), ("Triton", _TRITON_DISTRIBUTIONS))
+        if machine.version_of(*names) is None
+    ]
+    if missing:
+        found = f"auto, but {' and '.join(missing)} not installed: backups are stored uncompressed"
+        return Check(name, Status.WARN, found, f"pip install torch triton, or unset {variable}")
+    return Check(name, Status.OK, "auto")
 
 
 def vllm(machine: Machine) -> Check:
@@ -552,6 +572,7 @@ _HOST_CHECKS: Mapping[str, Callable[[Machine], Check]] = {
     "PyTorch": torch,
     "PyTorch allocator": expandable_segments,
     "Triton": triton,
+    "compression": compression,
     "vLLM": vllm,
     "CuPy": cupy,
 }

@@ -133,6 +133,10 @@ class BackupMismatch(CumemSleepError):
         )
 
 
+class CodecError(CumemSleepError):
+    """A compressed backup cannot be decoded here: everything stays asleep, with its backups."""
+
+
 def _restored(kind: type[CumemSleepError], arguments: tuple[object, ...], facts: dict[str, object]) -> CumemSleepError:
     error = kind.__new__(kind, *arguments)
     error.__dict__.update(facts)

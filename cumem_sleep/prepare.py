@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from . import _core
 from .backup import Backup, BackupStore, Piece
+from .codec import CHUNK_BYTES
+from .compress import ChangedMeanwhile, Encoding, Place, Workbench
 from .digest import DeviceDigester, DigestRun
 from .errors import CumemSleepError, InvalidState
 
@@ -43,6 +46,8 @@ class Preparation:
         digester: DeviceDigester,
         bytes_per_second: int,
         warm_up: Callable[[], None],
+        encodings: Mapping[int, Encoding] | None = None,
+        workbench: Callable[[int], Workbench] | None = None,
     ) -> None:
         self.wanted_bytes = sum(segment.bytes for segment in segments)
         self._segments = segments
@@ -51,6 +56,9 @@ class Preparation:
         self._digester = digester
         self._bytes_per_second = bytes_per_second
         self._warm_up = warm_up
+        self._encodings = encodings  # None: nothing is compressed
+        self._make_workbench = workbench
+        self._workbenches: dict[int, Workbench] = {}  # by device
         self._stopped = threading.Event()
         self._due = time.monotonic()  # when the next piece may be copied
         self._error: CumemSleepError | None = None
@@ -101,6 +109,8 @@ class Preparation:
             self._error = error if isinstance(error, CumemSleepError) else InvalidState(f"prepare failed: {error!r}")
             logger.warning("prepare ended early, the next sleep copies the rest: %s", error)
         finally:
+            while self._workbenches:
+                self._workbenches.popitem()[1].close()
             self._prune()
 
     def _prepare(self, segment: _core.Segment, digests: DigestRun) -> None:
@@ -111,11 +121,11 @@ class Preparation:
             before = digests.finish()[segment.id]
             if self._store.is_clean(segment, before):
                 return
-            self._store.take([segment], keep=self._segments, slab_bytes=_BLOCK_BYTES)
+            self._store.take([segment], keep=self._segments, slab_bytes=_BLOCK_BYTES, encodings=self._encodings)
             backup = self._store.begin_preparing(segment)
         digests.begin_copy()
         try:
-            if all(self._copy(backup, piece, digests) for piece in backup.pieces(_PIECE_BYTES)):
+            if self._copy_all(backup, digests):
                 with self._turn(segment, backup) as mine:
                     # The copy's own digest, not the segment's again: bytes may change and change back while they are
                     # copied, as counters and workspaces do that every kernel leaves at zero.
@@ -126,14 +136,50 @@ class Preparation:
                 backup.being_prepared = False
                 self._prune()
 
+    def _copy_all(self, backup: Backup, digests: DigestRun) -> bool:
+        if backup.encoding is None:
+            return all(self._copy(backup, piece, digests) for piece in backup.pieces(_PIECE_BYTES))
+        places, chunks = list(backup.places()), _PIECE_BYTES // CHUNK_BYTES
+        parts = (places[first : first + chunks] for first in range(0, len(places), chunks))
+        return all(self._encode(backup, part, digests) for part in parts)
+
+    def _encode(self, backup: Backup, places: Sequence[Place], digests: DigestRun) -> bool:
+        """As `_copy`; false as well if the bytes are not those any more for which room was taken."""
+        segment = backup.segment
+        nbytes = len(places) * CHUNK_BYTES
+        with self._turn(segment, backup) as mine:
+            if not mine:
+                return False
+            if segment.device not in self._workbenches:
+                assert self._make_workbench is not None
+                self._workbenches[segment.device] = self._make_workbench(segment.device)
+            workbench = self._workbenches[segment.device]
+            if not workbench.has_memory:
+                return False
+            offset = places[0].address - segment.address
+            try:
+                workbench.encode(places, partial(self._pin, device=segment.device))
+                digests.add_decoded(segment, offset, workbench.decode_again(places), nbytes)
+            except BaseException as error:
+                self._workbenches.pop(segment.device).close()  # no copy is in flight when the backup goes
+                if isinstance(error, ChangedMeanwhile):
+                    return False
+                raise
+        self._pace(nbytes)
+        return True
+
+    @staticmethod
+    def _pin(block: _core.HostBlock, device: int) -> None:
+        if not block.pinned:
+            block.touch(0, block.bytes)
+            block.pin(device)
+
     def _copy(self, backup: Backup, piece: Piece, digests: DigestRun) -> bool:
         """One piece, at the rate that was asked for; false if the backup is no longer ours to make."""
         with self._turn(backup.segment, backup) as mine:
             if not mine:
                 return False
-            if not piece.block.pinned:
-                piece.block.touch(0, piece.block.bytes)
-                piece.block.pin(backup.segment.device)
+            self._pin(piece.block, backup.segment.device)
             with _core.CopyStream(backup.segment.device) as stream:  # on leaving it, no copy is in flight
                 stream.to_host(piece.block, piece.offset, piece.address, piece.bytes)
                 stream.synchronize()

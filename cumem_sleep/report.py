@@ -46,6 +46,7 @@ class SleepReport:
         copied_bytes: backed up by copying to host memory in this call.
         clean_bytes: backed up already and unchanged since: not copied.
         dropped_bytes: given back without a backup; the bytes are gone.
+        stored_bytes: what the copied bytes take in host memory: less, where they are compressed.
         left_bytes: what is still in use afterwards on the devices that it concerned, by this process (the CUDA context,
             graphs, buffers of NCCL, memory of no pool) and by others; 0 where nothing was done.
         seconds: the whole call.
@@ -59,6 +60,7 @@ class SleepReport:
     copied_bytes: int = 0
     clean_bytes: int = 0
     dropped_bytes: int = 0
+    stored_bytes: int = 0
     left_bytes: int = 0
     seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
@@ -74,7 +76,8 @@ class SleepReport:
         left = f", {format_bytes(self.left_bytes)} left on the GPU" if self.left_bytes else ""
         return (
             f"{_prefix(self.simulated)}{self.operation}: freed {format_bytes(self.freed_bytes)} in {self.seconds:.3f} s"
-            f" (copied {format_bytes(self.copied_bytes)}{rate}, unchanged {format_bytes(self.clean_bytes)},"
+            f" (copied {format_bytes(self.copied_bytes)}{rate}{_stored('as', self.stored_bytes, self.copied_bytes)},"
+            f" unchanged {format_bytes(self.clean_bytes)},"
             f" dropped {format_bytes(self.dropped_bytes)}){left}{_phases(self.phases)}"
         )
 
@@ -87,6 +90,7 @@ class WakeReport:
         mapped_bytes: device memory that was taken again.
         restored_bytes: of these, copied back from backups.
         verified_bytes: of these, proven equal to the bytes at sleep by their digest.
+        stored_bytes: what the restored bytes take in host memory: less, where they are compressed.
         seconds: the whole call.
         phases: seconds by phase: `copy` (with mapping and digests beside it), `map` (what was left to map after that),
             `verify` (what was left of the digests).
@@ -98,6 +102,7 @@ class WakeReport:
     mapped_bytes: int = 0
     restored_bytes: int = 0
     verified_bytes: int = 0
+    stored_bytes: int = 0
     seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
@@ -114,7 +119,8 @@ class WakeReport:
         )
         return (
             f"{_prefix(self.simulated)}wake: mapped {format_bytes(self.mapped_bytes)} in {self.seconds:.3f} s"
-            f" (restored {format_bytes(self.restored_bytes)}{rate}, verified {format_bytes(self.verified_bytes)})"
+            f" (restored {format_bytes(self.restored_bytes)}{rate}"
+            f"{_stored('from', self.stored_bytes, self.restored_bytes)}, verified {format_bytes(self.verified_bytes)})"
             f"{_phases(self.phases)}"
         )
 
@@ -127,7 +133,7 @@ class TagUsage:
         segments: how many there are.
         bytes: their size in all, mapped or not.
         mapped_bytes: of these, with physical device memory under them.
-        host_bytes: pinned host memory held by their backups.
+        host_bytes: pinned host memory held by their backups; less than what they back up, if they are compressed.
         asleep_segments: how many sleep.
         backed_up_bytes: their bytes that have a complete backup, awake or asleep (`prepare` makes this grow).
     """
@@ -149,7 +155,8 @@ class OperationTotals:
         failures: how many raised, and left everything as it was.
         seconds: of those that succeeded.
         phases: their seconds by phase.
-        bytes: what became of the memory: `freed`, `copied`, `clean`, `dropped` or `mapped`, `restored`, `verified`.
+        bytes: what became of the memory: `freed`, `copied`, `clean`, `dropped` or `mapped`, `restored`, `verified`; and
+            `stored`, what those copied or restored take in host memory.
     """
 
     count: int = 0
@@ -161,9 +168,9 @@ class OperationTotals:
     def plus(self, report: SleepReport | WakeReport) -> OperationTotals:
         """These totals and one more report."""
         names = (
-            ("freed", "copied", "clean", "dropped")
+            ("freed", "copied", "clean", "dropped", "stored")
             if isinstance(report, SleepReport)
-            else ("mapped", "restored", "verified")
+            else ("mapped", "restored", "verified", "stored")
         )
         return replace(
             self,
@@ -179,6 +186,10 @@ class OperationTotals:
 
 def _prefix(simulated: bool) -> str:
     return "[simulated] " if simulated else ""
+
+
+def _stored(preposition: str, stored_bytes: int, nbytes: int) -> str:
+    return f" {preposition} {format_bytes(stored_bytes)}" if 0 < stored_bytes < nbytes else ""
 
 
 def _phases(phases: Mapping[str, float]) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from itertools import count, zip_longest
+from itertools import chain, count, zip_longest
 from typing import TYPE_CHECKING
 
 from . import _core
@@ -16,6 +16,7 @@ from .digest import DigestRun
 from .errors import CumemSleepError
 
 if TYPE_CHECKING:
+    from .compress import Workbench
     from .copy_kernel import GpuCopies
 
 logger = logging.getLogger("cumem_sleep")
@@ -114,6 +115,7 @@ class Restorer:
         mapped: Callable[[int], None],
         half_done: Callable[[], None],
         digests: DigestRun | None,
+        workbenches: Mapping[int, Workbench] | None = None,
     ) -> None:
         """Copy the backups of `segments`; returns when every byte is there. Begins their digests.
 
@@ -123,17 +125,24 @@ class Restorer:
             mapped: waits until the segment of that id is mapped.
             half_done: called once, when half of the bytes are on their way.
             digests: to be started for each segment once it is complete; None for no digests.
+            workbenches: by device, for backups that are compressed.
 
         Raises:
             DriverError, InvalidState: what the driver or `mapped` raised; no copy is in flight.
+            CodecError: a kernel failed.
         """
+        raw = [segment for segment in segments if not workbenches or store.encoding_of(segment) is None]
+        encoded = [segment for segment in segments if workbenches and store.encoding_of(segment) is not None]
         with ExitStack() as stack:
             lanes = []
-            for device in sorted({segment.device for segment in segments}):
-                mine = [segment for segment in segments if segment.device == device]
+            for device in sorted({segment.device for segment in raw}):
+                mine = [segment for segment in raw if segment.device == device]
                 ways = self._ways_to_copy(device, mine, stack)
                 lane = _Lane(mapped, digests, ways, self._best_rates.setdefault(device, _BestRate()))
                 lanes.append(lane.run(Batches(mine, store)))
+            for device, workbench in (workbenches or {}).items():
+                places = chain.from_iterable([store.places(s) for s in encoded if s.device == device])
+                lanes.append(workbench.decode(places, mapped, digests.start if digests is not None else _nothing))
             half = sum(segment.bytes for segment in segments) // 2
             begun = 0
             for turn in zip_longest(*lanes, fillvalue=0):
@@ -149,6 +158,10 @@ class Restorer:
             # Their tables must outlive the copies, so they are made, and given back, around the streams.
             kernels = [stack.enter_context(closing(GpuCopies(device, _BATCH_BYTES))) for _ in kernels]
         return [_Way(stack.enter_context(_core.CopyStream(device)), kernel) for kernel in kernels]
+
+
+def _nothing(segments: Sequence[_core.Segment]) -> None:
+    pass
 
 
 @dataclass

@@ -37,6 +37,8 @@ class Settings:
         prepare: begin `CuMemAllocator.prepare` by itself, whenever a memory pool is left.
         prepare_bytes_per_second: the most that `prepare` copies while the model runs; 0 is as much as goes. The
             environment variable also takes units: `5GB`.
+        compress: `auto` stores backups losslessly compressed where that is worth it, found out for each segment; `off`
+            stores the bytes as they are.
 
     Raises:
         InvalidArgument: a value is not allowed; the message names the field, the value and what is allowed.
@@ -50,10 +52,12 @@ class Settings:
     prefault_threads: int | None = None
     prepare: bool = False
     prepare_bytes_per_second: int = 5_000_000_000
+    compress: str = "off"
 
     def __post_init__(self) -> None:
         _one_of("driver", self.driver, ("cuda", "sim"))
         _one_of("verify", self.verify, ("off", "wake"))
+        _one_of("compress", self.compress, ("off", "auto"))
         _integer("host_budget_bytes", self.host_budget_bytes, minimum=0)
         _integer("prefault_threads", self.prefault_threads, minimum=1)
         if self.prepare_bytes_per_second is None:
@@ -133,6 +137,7 @@ _PARSERS: dict[str, Any] = {
     "prefault_threads": _parse_threads,
     "prepare": parse_bool,
     "prepare_bytes_per_second": parse_bytes,
+    "compress": _parse_choice("off", "auto"),
 }
 
 

@@ -93,6 +93,12 @@ def fresh_allocator(**settings: object) -> CuMemAllocator:
     return CuMemAllocator(Settings(driver=DRIVER, **settings))  # type: ignore[arg-type]
 
 
+def bf16_weights(nbytes: int, random: np.random.Generator) -> bytes:
+    """Normal values as bf16, the last byte cut off if need be."""
+    values = random.standard_normal(-(-nbytes // 2), np.float32) * np.float32(0.02)
+    return (values.view(np.uint32) >> 16).astype("<u2").tobytes()[:nbytes]
+
+
 _held_before: tuple[int, ...] = (0, 0, 0, 0, 0)
 
 

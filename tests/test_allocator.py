@@ -973,8 +973,14 @@ class TestInstances:
             "wake": (2, 0),
             "discard": (1, 0),
         }
-        assert totals["sleep"].bytes == {"freed": 4 * PAGE, "copied": PAGE, "clean": 0, "dropped": 3 * PAGE}
-        assert totals["wake"].bytes == {"mapped": 4 * PAGE, "restored": PAGE, "verified": PAGE}
+        assert totals["sleep"].bytes == {
+            "freed": 4 * PAGE,
+            "copied": PAGE,
+            "clean": 0,
+            "dropped": 3 * PAGE,
+            "stored": PAGE,
+        }
+        assert totals["wake"].bytes == {"mapped": 4 * PAGE, "restored": PAGE, "verified": PAGE, "stored": PAGE}
         assert totals["discard"].bytes["freed"] == PAGE
         for name, first, second in (("sleep", 0, 2), ("wake", 1, 3)):
             assert totals[name].seconds == pytest.approx(reports[first].seconds + reports[second].seconds)

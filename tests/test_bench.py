@@ -119,12 +119,21 @@ def write_model(path: pathlib.Path, sizes: dict[str, int]) -> pathlib.Path:
 # What it reports
 
 
+def test_compressed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUMEM_SLEEP_COMPRESS", "auto")
+    code, found = run_json(capsys, "--no-touch-host-memory")
+    assert (code, found["compress"]) == (0, "auto")
+    ratios = [step["host_bytes_per_byte"] for step in found["steps"] if "host_bytes_per_byte" in step]
+    assert ratios
+    assert all(0.6 < ratio < 0.7 for ratio in ratios)
+
+
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = run_json(capsys, "--no-touch-host-memory")
     assert code == 0
     assert set(found) - {"note"} == {
-        "machine", "workload", "rounds", "host_memory_touched_before", "link_gbps", "digest", "steps", "bytes_checked",
-        "wrong",
+        "machine", "workload", "rounds", "host_memory_touched_before", "compress", "link_gbps", "digest", "steps",
+        "bytes_checked", "wrong",
     }  # fmt: skip
     assert set(found["machine"]) == {
         "gpu", "driver", "cuda_driver_api", "cores", "host_memory_bytes", "transparent_hugepage", "kernel", "python",

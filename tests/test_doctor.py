@@ -190,6 +190,26 @@ def test_torch(files: dict[str, str], status: Status, found: str, tmp_path: path
     assert bool(check.advice) == (status is Status.WARN)
 
 
+@pytest.mark.parametrize(
+    ("environment", "packages", "status", "found"),
+    [
+        ({}, (), Status.OK, "off"),
+        ({"CUMEM_SLEEP_COMPRESS": "auto"}, ("torch", "triton"), Status.OK, "auto"),
+        ({"CUMEM_SLEEP_COMPRESS": "auto"}, ("torch", "pytorch-triton"), Status.OK, "auto"),
+        ({"CUMEM_SLEEP_COMPRESS": "auto"}, ("torch",), Status.WARN, "Triton not installed"),
+        ({"CUMEM_SLEEP_COMPRESS": "auto"}, (), Status.WARN, "PyTorch and Triton not installed"),
+        ({"CUMEM_SLEEP_COMPRESS": "auto", "CUMEM_SLEEP_DRIVER": "sim"}, (), Status.OK, "simulated"),
+    ],
+)
+def test_compression(
+    environment: dict[str, str], packages: tuple[str, ...], status: Status, found: str, tmp_path: pathlib.Path
+) -> None:
+    files = {path: text for name in packages for path, text in package(name, "3.0").items()}
+    check = doctor.compression(machine(tmp_path, files, environment=environment))
+    assert (check.status, bool(check.advice)) == (status, status is Status.WARN)
+    assert found in check.found
+
+
 def test_other_packages(tmp_path: pathlib.Path) -> None:
     bare = machine(tmp_path)
     assert (doctor.triton(bare).status, doctor.vllm(bare).status, doctor.cupy(bare).status) == (

@@ -13,16 +13,19 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
 from support import (
     AWAKE,
     BACKED_UP,
+    DEVICE_BYTES,
     DROPPED,
     MIB,
     PAGE,
     assert_clean_exit,
+    bf16_weights,
     free_everything,
     fresh_allocator,
     in_thread,
@@ -49,6 +52,7 @@ pytestmark = pytest.mark.sim
 MakeAllocator = Callable[..., CuMemAllocator]
 
 MANY = 1_000_000
+HOST_PAGE = 4096
 
 
 class World:
@@ -59,17 +63,23 @@ class World:
 
     TAGS = ("weights", "kv_cache", "default")
 
-    def __init__(self, devices: int = 1, **settings: object) -> None:
+    def __init__(self, devices: int = 1, device_bytes: int | None = None, **settings: object) -> None:
+        """Args: device_bytes: what the devices have from when all is allocated; None: plenty."""
         self.allocator = fresh_allocator(**settings)
+        self.start_over = partial(World.__init__, self, devices, device_bytes, **settings)
         self.contents: dict[int, bytes | None] = {}  # by the segment's id; None: undefined, the bytes were dropped
         self.extra = 0  # a segment that a phase makes and frees
-        self._random_bytes = np.random.default_rng(0).bytes(PAGE + 4096)
+        random = np.random.default_rng(0)
+        self._compresses = settings.get("compress") == "auto"
+        self._random_bytes = bf16_weights(PAGE + 4096, random) if self._compresses else random.bytes(PAGE + 4096)
         self._defined = 0
-        sim.configure(devices=devices)
+        sim.configure(devices=devices, device_bytes=DEVICE_BYTES)
         self.devices = devices
         for device in range(devices):
             for tag in self.TAGS:
                 self.allocator.malloc(PAGE, tag, device)
+        if device_bytes is not None:
+            sim.configure(devices=devices, device_bytes=device_bytes)
         self.define()
 
     @property
@@ -80,23 +90,27 @@ class World:
         return {segment.address: (segment.tag, segment.sleep, segment.has_memory) for segment in self.segments}
 
     def held(self) -> tuple[int, ...]:
-        """All that the driver holds for this process; equal states hold the same."""
+        """All that the driver holds for this process; equal states hold the same, but for how backups are stored."""
         if self.unaccounted_bytes():
             gc.collect()
         _core.release_waiter(0)  # what makes many frees cheap is kept until the next sleep or wake
         stats = sim.stats()
+        registered_bytes = self.unaccounted_bytes() if self._compresses else stats.registered_bytes
         free_bytes = [_core.memory_info(device)[0] for device in range(self.devices)]
-        return stats.live_handles, stats.mapped_bytes, stats.reserved_bytes, stats.registered_bytes, *free_bytes
+        return stats.live_handles, stats.mapped_bytes, stats.reserved_bytes, registered_bytes, *free_bytes
 
     def unaccounted_bytes(self) -> int:
         """Registered host memory that the store does not know of; an exception that nobody dropped may hold some."""
-        return sim.stats().registered_bytes - self.allocator._store.host_bytes
+        store = self.allocator._store
+        blocks = [block for backup in store._backups.values() for block in backup.blocks if block.pinned]
+        pages = sum(-(-block.bytes // HOST_PAGE) for block in blocks)
+        return sim.stats().registered_bytes - pages * HOST_PAGE - store._going.bytes
 
     def define(self) -> None:
         """New bytes where they are undefined. All must be awake."""
         for segment in self.segments:
             if self.contents.get(segment.id) is None and segment.address != self.extra:
-                self._defined = (self._defined + 1) % 4096
+                self._defined = (self._defined + 2) % 4096
                 content = self._random_bytes[self._defined : self._defined + PAGE]
                 ctypes.memmove(segment.address, content, PAGE)
                 self.contents[segment.id] = content
@@ -166,7 +180,7 @@ def _awake_without_backups(world: World) -> None:
 
 def _awake_with_backups(world: World) -> None:
     world.wake()
-    if world.allocator._store.host_bytes < 2 * PAGE:
+    if any(world.allocator._store.get(segment) is None for segment in world.segments if segment.tag != "kv_cache"):
         world.allocator.sleep()
         world.wake()
 
@@ -276,17 +290,17 @@ ALL_CALLS_OF = ("malloc", "first sleep", "wake of all", "free awake", "free asle
 @pytest.mark.parametrize("error_name", ["CUDA_ERROR_UNKNOWN", "CUDA_ERROR_OUT_OF_MEMORY"])
 @pytest.mark.parametrize("phase", PHASES, ids=str)
 def test_every_driver_call_may_fail_once(world: World, phase: Phase, error_name: str) -> None:
-    _check_every_call(world, phase, error_name, error_name == "CUDA_ERROR_UNKNOWN" and phase.name in ALL_CALLS_OF)
+    check_every_call(world, phase, error_name, error_name == "CUDA_ERROR_UNKNOWN" and phase.name in ALL_CALLS_OF)
 
 
 def test_every_driver_call_of_a_wake_of_two_devices_may_fail_once(world: World) -> None:
     free_everything()
     world.__init__(devices=2)  # type: ignore[misc]
     phase = next(phase for phase in PHASES if phase.name == "wake of all")
-    _check_every_call(world, phase, "CUDA_ERROR_UNKNOWN", False)
+    check_every_call(world, phase, "CUDA_ERROR_UNKNOWN", False)
 
 
-def _check_every_call(world: World, phase: Phase, error_name: str, context_calls_too: bool) -> None:
+def check_every_call(world: World, phase: Phase, error_name: str, context_calls_too: bool) -> None:
     phase.prepare(world)
     world.allocator._store._numa_nodes.clear()  # so that the device is asked again
     sim.reset()
@@ -320,7 +334,7 @@ def _start_over(world: World) -> None:
     CuMemAllocator.instance = None
     gc.collect()
     sim.reset()
-    world.__init__(world.devices)  # type: ignore[misc]
+    world.start_over()
 
 
 # Several calls fail, for long
@@ -500,7 +514,8 @@ class TestCopiesInFlight:
 # Interrupts
 
 _INTERRUPTED_FILES = tuple(
-    f"cumem_sleep/{name}.py" for name in ("ahead", "allocator", "backup", "digest", "prepare", "report", "restore")
+    f"cumem_sleep/{name}.py"
+    for name in ("ahead", "allocator", "backup", "compress", "digest", "prepare", "report", "restore")
 )
 Position = tuple[str, int, str]  # file, line, event
 
@@ -579,13 +594,18 @@ INTERRUPTED = [phase for phase in PHASES if phase.name in ("first sleep", "sleep
 
 @pytest.mark.parametrize("phase", INTERRUPTED, ids=str)
 def test_interrupt_anywhere(world: World, phase: Phase) -> None:
+    check_interrupts(world, phase)
+
+
+def check_interrupts(world: World, phase: Phase, files: tuple[str, ...] = ("",)) -> None:
+    """At every place in files whose name begins like one of `files`."""
     phase.prepare(world)
     world.allocator._store._numa_nodes.clear()  # so that the device is asked again
     unaccounted_bytes = world.unaccounted_bytes()
     with Interrupter() as clean:
         phase.operate(world)
     problems = []
-    chosen = _chosen(clean.positions)
+    chosen = [index for index in _chosen(clean.positions) if clean.positions[index][0].startswith(files)]
     for index in chosen:
         try:
             phase.prepare(world)

@@ -33,6 +33,7 @@ def test_every_field_has_a_variable() -> None:
         "prefault_threads": ("7", 7),
         "prepare": ("on", True),
         "prepare_bytes_per_second": ("5GB", 5 * 10**9),
+        "compress": ("auto", "auto"),
     }
     assert {field.name for field in dataclasses.fields(Settings)} == set(values)
     environment = {PREFIX + name.upper(): text for name, (text, _) in values.items()}

@@ -418,4 +418,4 @@ def test_other_tokens_after_a_wake_fail_and_the_next_way_is_measured(
 def test_a_way_of_serving_that_does_not_exist(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
     process = serve(environment, tmp_path, "--ways", "cold,hot")
     assert process.returncode == 2
-    assert "--ways: hot: no such way; there are cold, touched, prepared, vllm" in process.stderr
+    assert "--ways: hot: no such way; there are cold, touched, prepared, compressed, vllm" in process.stderr

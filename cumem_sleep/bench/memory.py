@@ -100,10 +100,18 @@ class SimulatedMemory:
         return tuple(regions)
 
     def fill(self, regions: Iterable[Region]) -> None:
-        """Uniformly random bytes."""
+        """Uniformly random bytes; where they may be compressed, normally distributed bf16, as on a GPU."""
+        compress = self._allocator.settings.compress != "off"
         for region in regions:
             for part in _parts(region):
-                part[:] = self._random.integers(0, _MASK, part.size, np.uint64, endpoint=True)
+                if compress:
+                    part[:] = self._weights(part.size)
+                else:
+                    part[:] = self._random.integers(0, _MASK, part.size, np.uint64, endpoint=True)
+
+    def _weights(self, words: int) -> npt.NDArray[np.uint64]:
+        values = self._random.standard_normal(4 * words, np.float32)
+        return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint64)
 
     def checksums(self, regions: Iterable[Region]) -> list[int]:
         """With NumPy."""

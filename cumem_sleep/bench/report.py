@@ -161,6 +161,7 @@ class BenchReport:
     Attributes:
         workload: what the segments are modelled on; then how many weight segments there are, and the bytes.
         host_memory_touched_before: all of it was used once before anything was measured.
+        compress: the setting of that name.
         digest: None if the run ended early.
         wrong: which bytes differed after which wake; "" if none did. The run ends there.
     """
@@ -174,6 +175,7 @@ class BenchReport:
     host_memory_touched_before: bool
     link: Link
     steps: tuple[Step, ...]
+    compress: str = "off"
     digest: DigestSpeed | None = None
     wrong: str = ""
 
@@ -207,6 +209,7 @@ class BenchReport:
             },
             "rounds": self.rounds,
             "host_memory_touched_before": self.host_memory_touched_before,
+            "compress": self.compress,
             "link_gbps": {"to_host": self.link.to_host_gbps, "to_device": self.link.to_device_gbps},
             "digest": digest,
             "steps": [step.to_json() for step in self.steps],
@@ -229,6 +232,8 @@ class BenchReport:
             f"{self.workload}: {format_bytes(self.weights_bytes)} of weights in {self.segments} segments,"
             f" {format_bytes(self.kv_cache_bytes)} of KV cache; random contents",
             f"host memory: {touched if self.host_memory_touched_before else 'as it was'}",
+            f"compression: {self.compress}"
+            + ("; bytes and GB/s are those of the weights, whatever they take" if self.compress != "off" else ""),
             f"link: {self.link.to_host_gbps:.1f} GB/s to the host, {self.link.to_device_gbps:.1f} GB/s to the GPU"
             f" (pinned copies of {format_bytes(self.link.bytes)}, in this run)",
         ]

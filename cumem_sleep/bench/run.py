@@ -69,6 +69,7 @@ def run(allocator: CuMemAllocator, workload: Workload, room: Room, options: Opti
             rounds=options.rounds,
             host_memory_touched_before=options.touch_host_memory,
             link=link,
+            compress=allocator.settings.compress,
             steps=(),
         )
         bench = _Bench(allocator, memory, weights, kv_cache, report, options, progress)

@@ -1,0 +1,410 @@
+"""The codec of weights: nothing is ever lost, sizes are known beforehand, and damaged bytes harm nobody."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cumem_sleep import codec
+from cumem_sleep.codec import BLOCK_VALUES, CHUNK_BYTES, LAYOUTS, Code, Layout
+
+Bytes = npt.NDArray[np.uint8]
+BF16, FP16, E4M3, E5M2, FP32 = LAYOUTS
+
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+
+
+def tiled(pattern: Bytes | bytes, chunks: int = 1) -> Bytes:
+    return np.resize(np.frombuffer(pattern, np.uint8), chunks * CHUNK_BYTES)
+
+
+def random_bytes(nbytes: int, seed: int = 0) -> Bytes:
+    return np.frombuffer(np.random.default_rng(seed).bytes(nbytes), np.uint8)
+
+
+def normal(count: int, deviation: float = 0.02, seed: int = 0) -> npt.NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(count, np.float32) * np.float32(deviation)
+
+
+def rounded(values: npt.NDArray[np.float32], exponent_bits: int, mantissa_bits: int) -> Bytes:
+    """The nearest floating-point numbers of 8 bits, subnormal ones as well; what is too large becomes the largest.
+
+    The largest is that of IEEE's rule for e5m2, and of "fn" (only the highest code is NaN) for e4m3.
+    """
+    bias = (1 << (exponent_bits - 1)) - 1
+    codes = np.arange(1 << (exponent_bits + mantissa_bits))
+    exponents, mantissas = codes >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)
+    numbers = np.where(
+        exponents == 0,
+        mantissas * 2.0 ** (1 - bias - mantissa_bits),
+        (1 + mantissas * 2.0**-mantissa_bits) * 2.0 ** (exponents - bias),
+    )
+    finite = len(codes) - 1 if exponent_bits == 4 else len(codes) - (1 << mantissa_bits)
+    between = (numbers[: finite - 1] + numbers[1:finite]) / 2
+    return (np.searchsorted(between, np.abs(values)) | np.signbit(values) * 128).astype(np.uint8)
+
+
+def as_type(layout: Layout, values: npt.NDArray[np.float32]) -> Bytes:
+    if layout is BF16:
+        words = values.view(np.uint32)
+        return ((words + 0x7FFF + (words >> 16 & 1)) >> 16).astype("<u2").view(np.uint8)
+    if layout is FP16:
+        return values.astype("<f2").view(np.uint8)
+    if layout is FP32:
+        return values.astype("<f4").view(np.uint8)
+    return rounded(values, layout.symbol_bits, layout.raw_bits - 1)
+
+
+def weights(layout: Layout, chunks: int = 1, deviation: float | None = None, seed: int = 0) -> Bytes:
+    """Whole chunks of normal values; types of 8 bits are scaled to their range, as quantisation does."""
+    if deviation is None:
+        deviation = 1.0 if layout.value_bytes == 1 else 0.02
+    return as_type(layout, normal(chunks * CHUNK_BYTES // layout.value_bytes, deviation, seed))
+
+
+def values_of(layout: Layout, symbols: npt.ArrayLike, seed: int = 0) -> Bytes:
+    """Values with these symbols, tiled to a chunk, and random other bits."""
+    count = CHUNK_BYTES // layout.value_bytes
+    raw = np.random.default_rng(seed).integers(0, 1 << layout.raw_bits, count, np.uint64)
+    rotated = np.resize(np.asarray(symbols, np.uint64), count) << np.uint64(layout.raw_bits) | raw
+    plain = rotated >> np.uint64(1) | rotated << np.uint64(layout.value_bits - 1)
+    return plain.astype(layout.dtype).view(np.uint8)
+
+
+def code_of(layout: Layout, first: int = 0) -> Code:
+    """Nine symbols that need not suit the content."""
+    return Code(layout, tuple(range(first, first + 9)))
+
+
+def assert_round_trip(code: Code, content: Bytes) -> Bytes:
+    sizes = codec.chunk_bytes(code, content)
+    stored = codec.encode(code, content)
+    assert len(sizes) == content.size // CHUNK_BYTES
+    assert stored.size == sizes.sum()
+    assert sizes.max() <= code.layout.largest_chunk_bytes
+    assert np.array_equal(codec.decode(code, stored, sizes), content)
+    return stored
+
+
+class TestDefinition:
+    """The format itself: what was stored once must be read for ever."""
+
+    @every_layout
+    def test_a_layout_uses_every_bit_once(self, layout: Layout) -> None:
+        assert layout.symbol_bits + layout.raw_bits == 8 * layout.value_bytes
+        assert layout.header_bytes == 4 * layout.blocks_per_chunk
+        assert layout.blocks_per_chunk * layout.value_bytes * BLOCK_VALUES == CHUNK_BYTES
+
+    @every_layout
+    def test_is_what_it_says_bit_by_bit(self, layout: Layout) -> None:
+        content = values_of(layout, np.random.default_rng(3).integers(0, 12, 60_000))
+        stored = codec.encode(code_of(layout), content).tobytes()
+        size = CHUNK_BYTES // layout.blocks_per_chunk
+        for block in (0, 1, layout.blocks_per_chunk - 1):
+            begin = int.from_bytes(stored[4 * block : 4 * block + 4], "little")
+            raw = content[block * size : (block + 1) * size].tobytes()
+            encoded = plainly_encoded(layout, raw)
+            assert stored[begin : begin + len(encoded)] == encoded
+
+    def test_blocks_lie_one_after_another_without_gaps(self) -> None:
+        content = weights(BF16)
+        code = code_of(BF16, 114)
+        stored = codec.encode(code, content)
+        starts = stored[: BF16.header_bytes].view("<u4").astype(int)
+        assert starts[0] == BF16.header_bytes
+        assert (starts % 16 == 0).all()
+        blocks = content[: 40 * 8192].reshape(40, 8192)
+        assert np.diff(starts[:41]).tolist() == [len(plainly_encoded(BF16, block.tobytes(), 114)) for block in blocks]
+
+    def test_blocks_may_lie_in_any_order(self) -> None:
+        content = weights(BF16)
+        code = code_of(BF16, 114)
+        stored = codec.encode(code, content)
+        starts = stored[: BF16.header_bytes].view("<u4").astype(int)
+        parts = np.split(stored, starts)[1:]
+        order = np.random.default_rng(0).permutation(len(parts))
+        shuffled = np.concatenate([stored[: BF16.header_bytes], *(parts[block] for block in order)])
+        lengths = np.array([len(parts[block]) for block in order])
+        shuffled[: BF16.header_bytes].view("<u4")[order] = BF16.header_bytes + np.cumsum(lengths) - lengths
+        assert np.array_equal(codec.decode(code, shuffled, [stored.size]), content)
+
+    @pytest.mark.parametrize(
+        "symbols", [(0,) * 9, tuple(range(8)), tuple(range(10)), tuple(range(8, 17)), (-1, *range(8))]
+    )
+    def test_a_code_has_nine_different_symbols(self, symbols: tuple[int, ...]) -> None:
+        with pytest.raises(ValueError, match="9 different symbols"):
+            Code(E4M3, symbols)
+
+
+def plainly_encoded(layout: Layout, raw: bytes, first: int = 0) -> bytes:
+    """One block by the format's description, with the symbols `first` to `first + 8` in the code."""
+    bits = layout.value_bits
+    values = [int.from_bytes(raw[i : i + layout.value_bytes], "little") for i in range(0, len(raw), layout.value_bytes)]
+    rotated = [(value << 1 | value >> (bits - 1)) & ((1 << bits) - 1) for value in values]
+
+    def packed(fields: list[int], width: int, align: int = 1) -> bytes:
+        number = sum(field << (place * width) for place, field in enumerate(fields))
+        return number.to_bytes(-(-len(fields) * width // (8 * align)) * align, "little")
+
+    parts, shift = [], 0
+    for width in layout.planes:
+        parts.append(packed([value >> shift & ((1 << width) - 1) for value in rotated], width))
+        shift += width
+    symbols = [value >> shift for value in rotated]
+    for level in range(3):
+        table = {first + 3 * level + code: code for code in range(3)}
+        parts.append(packed([table.get(symbol, 3) for symbol in symbols], 2, 4))
+        symbols = [symbol for symbol in symbols if symbol not in table]
+    encoded = b"".join([*parts, bytes(symbols)])
+    return encoded + bytes(-len(encoded) % 16)
+
+
+class TestRoundTrip:
+    @every_layout
+    def test_normal_values(self, layout: Layout) -> None:
+        content = weights(layout)
+        code = codec.choose_code(content[:8192])
+        assert code is not None
+        assert assert_round_trip(code, content).size < 0.95 * content.size
+
+    @every_layout
+    @pytest.mark.parametrize("byte", [0, 0xFF, 0x80, 0x7F])
+    def test_constant(self, layout: Layout, byte: int) -> None:
+        assert_round_trip(code_of(layout), tiled(bytes([byte])))
+
+    @every_layout
+    def test_random_bytes(self, layout: Layout) -> None:
+        assert_round_trip(code_of(layout, 3), random_bytes(CHUNK_BYTES))
+
+    @every_layout
+    def test_every_value(self, layout: Layout) -> None:
+        count = min(1 << layout.value_bits, CHUNK_BYTES // layout.value_bytes)
+        step = (1 << layout.value_bits) // count
+        every = (np.arange(count, dtype=np.uint64) * step + np.arange(count) % step).astype(layout.dtype)
+        assert_round_trip(code_of(layout), tiled(every.view(np.uint8)))
+
+    @pytest.mark.parametrize("special", [[np.nan, -np.nan, np.inf, -np.inf], [0.0, -0.0, 1e-40, -3e-42, 1e-45]])
+    @every_layout
+    def test_what_is_no_usual_number(self, layout: Layout, special: list[float]) -> None:
+        content = weights(layout).copy()
+        with np.errstate(over="ignore", invalid="ignore"):
+            odd = as_type(layout, np.array(special * 4, np.float32))
+        content[8192 : 8192 + odd.size] = odd
+        code = codec.choose_code(content[:8192])
+        assert code is not None
+        assert_round_trip(code, content)
+
+    @every_layout
+    def test_symbols_that_are_all_outside_the_code(self, layout: Layout) -> None:
+        stored = assert_round_trip(code_of(layout), values_of(layout, np.arange(9, 16)))
+        assert stored.size == layout.largest_chunk_bytes > CHUNK_BYTES
+
+    @every_layout
+    def test_blocks_of_one_symbol(self, layout: Layout) -> None:
+        """Each of another place in the code, so levels pass on all that reach them, or nothing."""
+        symbols = np.ones((layout.blocks_per_chunk, BLOCK_VALUES), int)
+        symbols[5:15] = np.array([0, 2, 3, 5, 6, 8, 9, 15, 0, 9])[:, None]
+        assert_round_trip(code_of(layout), values_of(layout, symbols.reshape(-1)))
+
+    @every_layout
+    def test_counts_around_whole_words(self, layout: Layout) -> None:
+        """Blocks in which 0, 1, 15, 16, 17 … values reach each level."""
+        symbols = np.zeros((layout.blocks_per_chunk, BLOCK_VALUES), int)
+        for block, row in enumerate(symbols):
+            for level, symbol in enumerate((3, 6, 9)):
+                row[: (block // 4**level % 4) * 16 + block % 3 - 1] = symbol
+        assert_round_trip(code_of(layout), values_of(layout, symbols.reshape(-1)))
+
+    @every_layout
+    def test_many_chunks(self, layout: Layout) -> None:
+        content = np.concatenate([weights(layout, 2), random_bytes(CHUNK_BYTES), tiled(b"\0"), weights(layout, seed=1)])
+        code = codec.choose_code(content[:8192])
+        assert code is not None
+        stored = assert_round_trip(code, content)
+        sizes = codec.chunk_bytes(code, content)
+        assert sizes[2] > CHUNK_BYTES > sizes[4]
+        for number, end in enumerate(np.cumsum(sizes)):  # chunks are independent
+            alone = codec.decode(code, stored[end - sizes[number] : end], [sizes[number]])
+            assert np.array_equal(alone, content[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
+
+    def test_nothing(self) -> None:
+        nothing = np.zeros(0, np.uint8)
+        assert codec.encode(code_of(BF16), nothing).size == 0
+        assert codec.chunk_bytes(code_of(BF16), nothing).size == 0
+        assert codec.decode(code_of(BF16), nothing, []).size == 0
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        pattern=st.binary(min_size=1, max_size=3000),
+        layout=st.sampled_from(LAYOUTS),
+        seed=st.integers(0, 1000),
+    )
+    def test_any_pattern(self, pattern: bytes, layout: Layout, seed: int) -> None:
+        symbols = np.random.default_rng(seed).permutation(1 << layout.symbol_bits)[:9]
+        assert_round_trip(Code(layout, tuple(symbols.tolist())), tiled(pattern))
+
+
+class TestRatio:
+    @pytest.mark.parametrize(
+        ("layout", "most"), [(BF16, 0.67), (FP16, 0.87), (E4M3, 0.86), (E5M2, 0.72), (FP32, 0.84)], ids=str
+    )
+    @pytest.mark.parametrize("deviation", [1.0, 0.02, 0.0173])
+    def test_of_normal_values(self, layout: Layout, most: float, deviation: float) -> None:
+        if layout.value_bytes == 1:
+            deviation *= 60  # as quantisation scales to the type's range
+        content = weights(layout, 2, deviation)
+        code = codec.choose_code(content[:8192])
+        assert code is not None
+        assert code.layout is layout
+        assert codec.chunk_bytes(code, content).sum() <= most * content.size
+
+    @every_layout
+    def test_the_expected_ratio_is_what_comes_out(self, layout: Layout) -> None:
+        content = weights(layout)
+        ((symbols,), (ratio,)) = codec._ranked(layout, content[None])
+        sizes = codec.chunk_bytes(Code(layout, tuple(symbols.tolist())), content)
+        excess = (sizes.sum() - ratio * content.size) / layout.blocks_per_chunk
+        assert 4 < excess < 24  # of each block: its place in the header, words that are not full, padding
+
+
+class TestChoice:
+    @every_layout
+    @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e2])
+    @pytest.mark.parametrize("outliers", [0.0, 0.05])
+    def test_finds_the_type(self, layout: Layout, scale: float, outliers: float) -> None:
+        if layout is E4M3:
+            scale **= 1 / 3  # its range is small: further down most are subnormal, and other layouts do indeed better
+        for seed in range(5):
+            values = normal(8192 // layout.value_bytes, scale, seed)
+            values[np.random.default_rng(seed).random(values.size) < outliers] *= 30
+            code = codec.choose_code(as_type(layout, values))
+            assert code is not None
+            assert code.layout is layout
+
+    @pytest.mark.parametrize("nbytes", [4, 64, 1024, 8192])
+    def test_of_samples_of_any_size(self, nbytes: int) -> None:
+        code = codec.choose_code(weights(BF16)[:nbytes])
+        assert code is not None
+
+    def test_agrees_with_pytorch_about_the_types(self) -> None:
+        torch = pytest.importorskip("torch")
+        values = torch.from_numpy(normal(4096, 1.0))
+        for layout, dtype in ((BF16, "bfloat16"), (FP16, "float16"), (E4M3, "float8_e4m3fn"), (E5M2, "float8_e5m2")):
+            theirs = values.to(getattr(torch, dtype)).view(torch.uint8).numpy()
+            assert np.array_equal(theirs, as_type(layout, values.numpy()))
+            code = codec.choose_code(theirs)
+            assert code is not None
+            assert code.layout is layout
+
+    def test_random_bytes_are_not_worth_it(self) -> None:
+        assert codec.choose_codes(random_bytes(64 * 8192).reshape(64, -1)) == [None] * 64
+
+    @pytest.mark.parametrize("deviation", [1.5, 2.5, 4.0])
+    def test_packed_int4_is_not_worth_it(self, deviation: float) -> None:
+        fours = np.clip(np.round(normal(1 << 16, deviation)), -8, 7).astype(np.int8).view(np.uint8) & 15
+        packed = fours[::2] | fours[1::2] << 4
+        assert codec.choose_codes(packed.reshape(4, -1)) == [None] * 4
+
+    @every_layout
+    def test_what_is_encoded_is_not_worth_it(self, layout: Layout) -> None:
+        content = weights(layout)
+        code = codec.choose_code(content[:8192])
+        assert code is not None
+        stored = codec.encode(code, content)
+        samples = stored[: stored.size // 8192 * 8192].reshape(-1, 8192)
+        assert codec.choose_codes(samples) == [None] * len(samples)
+
+    def test_worth_is_a_limit(self) -> None:
+        sample = weights(BF16)[:8192]
+        assert codec.choose_code(sample, worth=0.68) is not None
+        assert codec.choose_code(sample, worth=0.65) is None
+
+    def test_the_most_frequent_symbols_come_first(self) -> None:
+        symbols = np.repeat(np.arange(100, 112), np.arange(12, 0, -1))
+        code = codec.choose_code(values_of(BF16, symbols)[: 2 * 78 * 64])
+        assert code == Code(BF16, tuple(range(100, 109)))
+
+    def test_many_at_once_equal_each_alone(self) -> None:
+        samples = np.stack(
+            [*(weights(layout)[:8192] for layout in LAYOUTS), random_bytes(8192), tiled(b"\0")[:8192]] * 30
+        )
+        assert codec.choose_codes(samples) == [codec.choose_code(sample) for sample in samples]
+        assert codec.choose_codes(samples[:, ::2]) == [codec.choose_code(sample[::2].copy()) for sample in samples]
+
+    def test_of_nothing(self) -> None:
+        assert codec.choose_codes(np.zeros((0, 8192), np.uint8)) == []
+        assert codec.choose_codes(np.zeros((2, 0), np.uint8)) == [None, None]
+
+
+class TestDamage:
+    """Decoding never fails, whatever the bytes; what comes out is for the digest to judge."""
+
+    @pytest.fixture(params=LAYOUTS, ids=lambda layout: layout.name)
+    def encoded(self, request: pytest.FixtureRequest) -> tuple[Code, Bytes, Bytes]:
+        content = weights(request.param)
+        code = codec.choose_code(content[:8192])
+        assert code is not None
+        return code, content, codec.encode(code, content)
+
+    def test_of_random_bytes(self, encoded: tuple[Code, Bytes, Bytes]) -> None:
+        code, content, stored = encoded
+        for seed in range(3):
+            damaged = random_bytes(stored.size, seed)
+            assert codec.decode(code, damaged, [stored.size]).shape == content.shape
+
+    @pytest.mark.parametrize("offset", [0xFFFFFFFF, 0x80000000, 0x7FFFFFF0, 1 << 20, 7])
+    def test_of_the_header(self, encoded: tuple[Code, Bytes, Bytes], offset: int) -> None:
+        code, content, stored = encoded
+        damaged = stored.copy()
+        damaged[: code.layout.header_bytes].view("<u4")[3] = offset
+        decoded = codec.decode(code, damaged, [stored.size]).reshape(code.layout.blocks_per_chunk, -1)
+        expected = content.reshape(decoded.shape)
+        assert not np.array_equal(decoded[3], expected[3])
+        assert np.array_equal(np.delete(decoded, 3, 0), np.delete(expected, 3, 0))
+
+    def test_of_the_lowest_bits_of_the_header(self, encoded: tuple[Code, Bytes, Bytes]) -> None:
+        """They are none of an offset: kernels could not read what is not aligned."""
+        code, content, stored = encoded
+        damaged = stored.copy()
+        damaged[: code.layout.header_bytes : 4] |= 15
+        assert np.array_equal(codec.decode(code, damaged, [stored.size]), content)
+
+    @pytest.mark.parametrize("byte", [0, 0xFF, 0xAA])
+    def test_of_the_codes(self, encoded: tuple[Code, Bytes, Bytes], byte: int) -> None:
+        """More are passed on than the block has room for, up to the chunk's end."""
+        code, content, stored = encoded
+        damaged = stored.copy()
+        last = int(damaged[: code.layout.header_bytes].view("<u4")[-1])
+        damaged[last:] = byte
+        decoded = codec.decode(code, damaged, [stored.size]).reshape(code.layout.blocks_per_chunk, -1)
+        assert np.array_equal(decoded[:-1], content.reshape(decoded.shape)[:-1])
+
+    def test_of_single_bits(self, encoded: tuple[Code, Bytes, Bytes]) -> None:
+        code, content, stored = encoded
+        for seed in range(8):
+            damaged = stored.copy()
+            damaged[np.random.default_rng(seed).integers(stored.size)] ^= 1 << seed
+            assert codec.decode(code, damaged, [stored.size]).shape == content.shape
+
+    @pytest.mark.parametrize("left", [0, 1, 15, 16, 500, 100_000, -1, -15, -16, -1000])
+    def test_of_sizes(self, encoded: tuple[Code, Bytes, Bytes], left: int) -> None:
+        code, content, stored = encoded
+        size = left % stored.size
+        cut = codec.decode(code, stored[:size], [size])
+        if stored.size - size > 16:  # the last ones may be padding
+            assert not np.array_equal(cut, content)
+        assert np.array_equal(codec.decode(code, stored[:size], [stored.size]), cut)  # said to be more than there is
+        assert np.array_equal(codec.decode(code, stored, [size]), cut)  # said to be less
+
+    def test_of_all_sizes(self, encoded: tuple[Code, Bytes, Bytes]) -> None:
+        code, content, stored = encoded
+        decoded = codec.decode(code, stored, [5, stored.size - 5, 3 * CHUNK_BYTES, 0])
+        assert decoded.size == 4 * content.size
+
+    @settings(max_examples=30, deadline=None)
+    @given(pattern=st.binary(min_size=1, max_size=500), layout=st.sampled_from(LAYOUTS), size=st.integers(0, 3 << 20))
+    def test_of_any_kind(self, pattern: bytes, layout: Layout, size: int) -> None:
+        assert codec.decode(code_of(layout), tiled(pattern)[:size], [size]).size == CHUNK_BYTES

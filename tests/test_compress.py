@@ -1,0 +1,1122 @@
+"""Compressed backups: the same bytes, in less host memory, whatever happens meanwhile. The codec has its own tests."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support import (
+    AWAKE,
+    BACKED_UP,
+    DEVICE_BYTES,
+    DROPPED,
+    MIB,
+    PAGE,
+    bf16_weights,
+    free_everything,
+    in_thread,
+    quick_sums,
+    reset_simulation,
+    run_script,
+)
+from test_failures import (
+    PHASES,
+    Interrupter,
+    Phase,
+    World,
+    _chosen,
+    check_every_call,
+    check_interrupts,
+    threads_at_work,
+)
+from test_prepare import Turns, finished
+
+from cumem_sleep import (
+    BackupMismatch,
+    CodecError,
+    CuMemAllocator,
+    CumemSleepError,
+    DriverError,
+    InvalidState,
+    OutOfHostMemory,
+    _core,
+    host_limits,
+    sim,
+)
+from cumem_sleep.codec import Bytes, Code, Layout
+from cumem_sleep.compress import SimulatedKernels, Workbench
+from cumem_sleep.digest import DigestRun
+
+pytestmark = pytest.mark.sim
+
+MakeAllocator = Callable[..., CuMemAllocator]
+Contents = dict[int, bytes]  # by address
+
+# Of one slot of a workbench, which is then a page.
+ONE_PAGE_BENCH = PAGE - (64 << 10)
+BENCH_BYTES = 5 * PAGE, 3 * PAGE  # with `small_slots`; the second can be lent
+EXACT = 1.01
+
+
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two encoded chunks, or one; the simulated driver writes to all memory that it gives."""
+    monkeypatch.setattr("cumem_sleep.compress._SLOTS", 2)
+    monkeypatch.setattr("cumem_sleep.compress._SLOT_BYTES", (4 * MIB, 2 * MIB))
+    monkeypatch.setattr("cumem_sleep.compress._LENT_SLOT_BYTES", 2 * MIB)
+    monkeypatch.setattr("cumem_sleep.prepare._PIECE_BYTES", PAGE)  # is decoded in a slot
+    monkeypatch.setattr("cumem_sleep.prepare._BLOCK_BYTES", PAGE)
+    monkeypatch.setattr("cumem_sleep.digest.sums_of", quick_sums)  # what it tells apart is not the question here
+    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
+
+
+@pytest.fixture
+def allocator(make_allocator: MakeAllocator) -> CuMemAllocator:
+    return make_allocator(compress="auto")
+
+
+# What memory may hold
+
+
+def bf16(nbytes: int, random: np.random.Generator) -> bytes:
+    return bf16_weights(nbytes, random)
+
+
+def fp16(nbytes: int, random: np.random.Generator) -> bytes:
+    return bytes((random.standard_normal(nbytes // 2, np.float32) * np.float32(0.02)).astype("<f2"))
+
+
+def fp32(nbytes: int, random: np.random.Generator) -> bytes:
+    return bytes(random.standard_normal(nbytes // 4, np.float32) * np.float32(0.02))
+
+
+def e4m3(nbytes: int, random: np.random.Generator) -> bytes:
+    values = np.abs(random.standard_normal(nbytes, np.float32))
+    exponents = np.clip(np.floor(np.log2(values + 1e-9)) + 8, 0, 14).astype(np.uint8)
+    return bytes((exponents << 3) | (random.integers(0, 256, nbytes, np.uint8) & 0x87))
+
+
+def noise(nbytes: int, random: np.random.Generator) -> bytes:
+    return random.bytes(nbytes)
+
+
+def some_noise(nbytes: int, random: np.random.Generator) -> bytes:
+    return bf16(nbytes // 8 * 7, random) + random.bytes(nbytes // 8)
+
+
+def zeros(nbytes: int, random: np.random.Generator) -> bytes:
+    return bytes(nbytes)
+
+
+Kind = Callable[[int, np.random.Generator], bytes]
+KINDS: tuple[Kind, ...] = (bf16, fp16, e4m3, fp32, noise, some_noise)
+
+
+def write(address: int, content: bytes) -> None:
+    ctypes.memmove(address, content, len(content))
+
+
+def fill(
+    allocator: CuMemAllocator, *kinds: Kind, nbytes: int = 2 * PAGE, tag: str = "weights", device: int = 0
+) -> Contents:
+    """A segment of each kind."""
+    random = np.random.default_rng(len(_core.segments()))
+    contents = {allocator.malloc(nbytes, tag, device): kind(nbytes, random) for kind in kinds}
+    for address, content in contents.items():
+        write(address, content)
+    return contents
+
+
+def check_bytes(contents: Mapping[int, bytes]) -> None:
+    for address, content in contents.items():
+        assert ctypes.string_at(address, len(content)) == content, f"0x{address:x}"
+
+
+def at(address: int) -> _core.Segment:
+    (segment,) = (segment for segment in _core.segments() if segment.address == address)
+    return segment
+
+
+def encodings(allocator: CuMemAllocator, addresses: Sequence[int] | Contents) -> list[str | None]:
+    """The names of the layouts; None for what is stored as it is. All must have a complete backup."""
+    found = []
+    for address in addresses:
+        assert allocator._store.get(at(address)) is not None
+        encoding = allocator._store.encoding_of(at(address))
+        found.append(encoding.code.layout.name if encoding is not None else None)
+    return found
+
+
+def check_host_bytes(allocator: CuMemAllocator) -> None:
+    """Not more than the bytes that are stored need: by what we say, and what the driver says."""
+    stored = 0
+    for segment in _core.segments():
+        backup = allocator._store.get(segment)
+        if backup is not None:
+            mine = backup.encoding.bytes if backup.encoding else segment.bytes
+            assert mine <= backup.bytes <= EXACT * mine
+            stored += mine
+    said = sum(usage.host_bytes for usage in allocator.usage().values())
+    assert stored <= said <= EXACT * stored
+    assert said <= sim.stats().registered_bytes <= EXACT * stored
+
+
+def states() -> set[_core.Segment.Sleep]:
+    return {segment.sleep for segment in _core.segments()}
+
+
+def leave_free(nbytes: int) -> None:
+    """On every device."""
+    used = max(total - free for free, total in map(_core.memory_info, range(_core.device_count())))
+    sim.configure(device_bytes=used + nbytes)
+
+
+def cycle(allocator: CuMemAllocator, contents: Contents) -> None:
+    allocator.sleep()
+    assert AWAKE not in states()
+    allocator.wake_up()
+    check_bytes(contents)
+
+
+class TestRoundTrips:
+    @pytest.mark.parametrize(("devices", "slab_bytes"), [(1, 128 * MIB), (2, 2 * MIB)])
+    def test_of_all_kinds_at_once(
+        self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, devices: int, slab_bytes: int
+    ) -> None:
+        monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", slab_bytes)
+        allocator = make_allocator(compress="auto")
+        sim.configure(devices=devices)
+        contents: Contents = {}
+        for device in range(devices):
+            contents |= fill(allocator, *KINDS, nbytes=3 * PAGE, device=device)
+            fill(allocator, zeros, tag="kv_cache", device=device)
+        for turn in range(3):
+            report = allocator.sleep()
+            assert report.copied_bytes == (len(contents) * 3 * PAGE if turn != 1 else 0)
+            assert report.freed_bytes == len(contents) * 3 * PAGE + devices * 2 * PAGE
+            assert encodings(allocator, contents) == ["bf16", "fp16", "e4m3", "fp32", None, "bf16"] * devices
+            check_host_bytes(allocator)
+            assert sim.stats().live_handles == 0
+            assert allocator.wake_up().verified_bytes == report.copied_bytes + report.clean_bytes
+            check_bytes(contents)
+            assert sim.stats().live_handles == len(contents) + devices
+            if turn == 1:
+                for number, (address, content) in enumerate(contents.items()):
+                    contents[address] = content[:number] + b"\x01" + content[number + 1 : -1] + b"\x02"
+                    write(address, contents[address])
+
+    @pytest.mark.parametrize(
+        "settings", [{"verify": "off"}, {"retain_backups": False}, {"verify": "off", "retain_backups": False}], ids=str
+    )
+    def test_settings(self, make_allocator: MakeAllocator, settings: dict[str, object]) -> None:
+        allocator = make_allocator(compress="auto", **settings)
+        contents = fill(allocator, bf16, noise, some_noise)
+        for turn in range(2):
+            report = allocator.sleep()
+            retained = settings.get("retain_backups", True)
+            assert report.copied_bytes == (0 if turn and retained else 3 * 2 * PAGE)
+            assert encodings(allocator, contents) == ["bf16", None, "bf16"]
+            check_host_bytes(allocator)
+            allocator.wake_up()
+            check_bytes(contents)
+            assert (allocator._store.host_bytes > 0) is retained
+
+    @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE + 1, 5 * MIB])
+    def test_odd_sizes(self, allocator: CuMemAllocator, nbytes: int) -> None:
+        address = allocator.malloc(nbytes)
+        contents = {address: bf16(at(address).bytes, np.random.default_rng(0))}
+        write(address, contents[address])
+        cycle(allocator, contents)
+        assert encodings(allocator, contents) == ["bf16"]
+
+    def test_in_parts(self, allocator: CuMemAllocator) -> None:
+        contents = fill(allocator, bf16, noise) | fill(allocator, some_noise, tag="lora")
+        cache = fill(allocator, bf16, tag="kv_cache")
+        allocator.sleep(offload_tags=["weights", "lora", "kv_cache"])
+        allocator.wake_up("weights")
+        assert {segment.tag: segment.sleep for segment in _core.segments()} == {
+            "weights": AWAKE,
+            "lora": AWAKE,
+            "kv_cache": BACKED_UP,
+        }
+        check_bytes(contents)
+        allocator.wake_up()
+        check_bytes(contents | cache)
+
+    def test_off_compresses_nothing(self, make_allocator: MakeAllocator) -> None:
+        allocator = make_allocator(compress="off")
+        contents = fill(allocator, bf16)
+        cycle(allocator, contents)
+        assert encodings(allocator, contents) == [None]
+
+    def test_digests_begin_when_segments_are_complete(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        contents = fill(allocator, bf16, some_noise, bf16, nbytes=3 * PAGE)
+        allocator.sleep()
+        started: list[int] = []
+        start = DigestRun.start
+
+        def look_and_start(run: DigestRun, segments: Sequence[_core.Segment]) -> None:
+            check_bytes({segment.address: contents[segment.address] for segment in segments})
+            started.extend(segment.address for segment in segments)
+            start(run, segments)
+
+        monkeypatch.setattr(DigestRun, "start", look_and_start)
+        allocator.wake_up()
+        assert started == list(contents)
+
+    def test_nothing_is_decoded_to_what_is_not_mapped_yet(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        contents = fill(allocator, bf16, bf16)
+        allocator.sleep()
+        decode, map_segment = SimulatedKernels.decode, _core.Segment.map
+
+        def look_and_decode(kernels: SimulatedKernels, stream: _core.CopyStream, layout: Layout, *more: int) -> None:
+            stream.synchronize()
+            for _, _, target, _ in kernels._rows(stream, layout, *more):
+                assert any(s.address <= target < s.address + s.bytes and s.has_memory for s in _core.segments())
+            decode(kernels, stream, layout, *more)
+
+        def map_slowly(segment: _core.Segment) -> None:
+            time.sleep(0.05)
+            map_segment(segment)
+
+        monkeypatch.setattr(SimulatedKernels, "decode", look_and_decode)
+        monkeypatch.setattr(_core.Segment, "map", map_slowly)
+        allocator.wake_up()
+        check_bytes(contents)
+
+    def test_host_memory_of_weights(self, allocator: CuMemAllocator) -> None:
+        fill(allocator, bf16)
+        allocator.sleep()
+        assert allocator.usage()["weights"].host_bytes < 0.68 * 2 * PAGE
+
+
+class TestChanges:
+    def test_clean_segments_are_not_encoded(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+        contents = fill(allocator, bf16, bf16)
+        cycle(allocator, contents)
+        second = list(contents)[1]
+        content = contents[second]
+        contents[second] = content[:-1] + bytes([content[-1] ^ 0x80])
+        write(second, contents[second])
+        encoded = []
+        encode = SimulatedKernels.encode
+
+        def counted(*arguments: Any) -> None:
+            encoded.append(arguments[-1])
+            encode(*arguments)
+
+        monkeypatch.setattr(SimulatedKernels, "encode", counted)
+        report = allocator.sleep()
+        assert (report.copied_bytes, report.clean_bytes) == (2 * PAGE, 2 * PAGE)
+        assert sum(encoded) == 2
+        allocator.wake_up()
+        check_bytes(contents)
+        assert allocator.sleep().copied_bytes == 0
+        assert sum(encoded) == 2
+        allocator.wake_up()
+
+    def test_similar_values_need_no_new_memory(self, allocator: CuMemAllocator) -> None:
+        contents = fill(allocator, bf16, bf16)
+        cycle(allocator, contents)
+        before = [allocator._store._backups[at(address).id] for address in contents]
+        sizes = [backup.encoding.sizes for backup in before if backup.encoding]
+        random = np.random.default_rng(7)
+        for address in contents:
+            contents[address] = bf16(2 * PAGE, random)
+            write(address, contents[address])
+        report = allocator.sleep()
+        assert report.copied_bytes == 2 * 2 * PAGE
+        after = [allocator._store._backups[at(address).id] for address in contents]
+        for old, new, old_sizes in zip(before, after, sizes, strict=True):
+            assert new is old
+            assert new.encoding is not None
+            assert (new.encoding.sizes != old_sizes).all()
+        check_host_bytes(allocator)
+        allocator.wake_up()
+        check_bytes(contents)
+
+    @pytest.mark.parametrize("first", [bf16, noise, zeros, some_noise, fp16])
+    @pytest.mark.parametrize("second", [bf16, noise, zeros, some_noise])
+    def test_of_kind(self, allocator: CuMemAllocator, first: Kind, second: Kind) -> None:
+        """Host memory is as much as the bytes need that are there now."""
+        contents = fill(allocator, first)
+        cycle(allocator, contents)
+        (address,) = contents
+        contents[address] = second(2 * PAGE, np.random.default_rng(9))
+        write(address, contents[address])
+        allocator.sleep()
+        assert encodings(allocator, contents) == [None if second is noise else "bf16"]
+        check_host_bytes(allocator)
+        allocator.wake_up()
+        check_bytes(contents)
+
+    def test_during_sleep_are_noticed(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where the sizes of chunks tell, and where only the digest does."""
+        contents = fill(allocator, bf16, bf16)
+        address = list(contents)[1]
+        encode = Workbench.encode
+        flipped = contents[address][:-2] + bytes([contents[address][-2] ^ 1]) + contents[address][-1:]
+        for changed in (
+            flipped,
+            noise(2 * PAGE, np.random.default_rng(1)),
+        ):
+
+            def write_and_encode(*arguments: Any, changed: bytes = changed) -> None:
+                write(address, changed)
+                encode(*arguments)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Workbench, "encode", write_and_encode)
+                with pytest.raises(InvalidState, match=f"0x{address:x}.* written to"):
+                    allocator.sleep()
+            assert states() == {AWAKE}
+            contents[address] = changed
+            check_bytes(contents)
+            cycle(allocator, contents)
+            allocator.release_backups()
+
+    def test_memory_that_was_to_be_reused_is_not_trusted(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A sleep that fails before it writes to it; and then the bytes are again those that it held."""
+        contents = fill(allocator, bf16)
+        cycle(allocator, contents)
+        (address,) = contents
+        write(address, bf16(2 * PAGE, np.random.default_rng(8)))
+
+        def refuse(*_: object) -> None:
+            raise InvalidState("not now")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(allocator._store, "fill", refuse)
+            with pytest.raises(InvalidState, match="not now"):
+                allocator.sleep()
+        write(address, contents[address])
+        cycle(allocator, contents)
+
+    def test_sizes_alone_tell_without_digests(
+        self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        allocator = make_allocator(compress="auto", verify="off", retain_backups=False)
+        contents = fill(allocator, bf16)
+        (address,) = contents
+        encode = Workbench.encode
+
+        def write_and_encode(*arguments: Any) -> None:
+            write(address, noise(2 * PAGE, np.random.default_rng(1)))
+            encode(*arguments)
+
+        monkeypatch.setattr(Workbench, "encode", write_and_encode)
+        with pytest.raises(InvalidState, match=f"0x{address:x}.* written to"):
+            allocator.sleep()
+        assert states() == {AWAKE}
+        assert allocator._store.host_bytes == 0
+
+
+class TestHostMemory:
+    COMPRESSED_BYTES = int(0.70 * 2 * PAGE)
+
+    @pytest.mark.parametrize("prepare", [False, True])
+    def test_budget_that_suffices_for_compressed(self, make_allocator: MakeAllocator, prepare: bool) -> None:
+        for compress in ("off", "auto"):
+            allocator = make_allocator(compress=compress, host_budget_bytes=self.COMPRESSED_BYTES)
+            contents = fill(allocator, bf16)
+            if compress == "off":
+                with pytest.raises(OutOfHostMemory, match="budget"):
+                    allocator.prepare() if prepare else allocator.sleep()
+                free_everything()
+                continue
+            if prepare:
+                assert finished(allocator.prepare()).error is None
+            report = allocator.sleep()
+            assert report.copied_bytes == (0 if prepare else 2 * PAGE)
+            assert allocator.usage()["weights"].host_bytes <= self.COMPRESSED_BYTES
+            allocator.wake_up()
+            check_bytes(contents)
+
+    def test_budget_that_is_too_small(self, make_allocator: MakeAllocator) -> None:
+        allocator = make_allocator(compress="auto", host_budget_bytes=self.COMPRESSED_BYTES)
+        contents = fill(allocator, bf16, bf16) | fill(allocator, bf16, tag="kv_cache")
+        for operation in (allocator.sleep, allocator.prepare, allocator.sleep):
+            before = sim.stats()
+            with pytest.raises(OutOfHostMemory, match="budget") as raised:
+                operation()
+            assert self.COMPRESSED_BYTES < raised.value.needed_bytes < 2 * self.COMPRESSED_BYTES
+            assert states() == {AWAKE}
+            assert sim.stats().registered_bytes == before.registered_bytes
+            assert sim.stats().live_handles == before.live_handles
+            check_bytes(contents)
+        allocator.free(next(iter(contents)))
+        del contents[next(iter(contents))]
+        allocator.sleep()
+        allocator.wake_up("weights")
+        check_bytes(dict(list(contents.items())[:1]))
+
+    def test_budget_that_only_a_clean_backup_could_make_way_for(self, make_allocator: MakeAllocator) -> None:
+        allocator = make_allocator(compress="auto", host_budget_bytes=3 * PAGE)
+        contents = fill(allocator, bf16, bf16)
+        cycle(allocator, contents)
+        address = list(contents)[1]
+        contents[address] = noise(2 * PAGE, np.random.default_rng(1))
+        write(address, contents[address])
+        with pytest.raises(OutOfHostMemory, match="budget"):
+            allocator.sleep()
+        assert states() == {AWAKE}
+        check_bytes(contents)
+
+
+class TestPrepare:
+    @pytest.mark.parametrize("verify", ["off", "wake"])
+    def test_the_next_sleep_copies_nothing(self, make_allocator: MakeAllocator, verify: str) -> None:
+        allocator = make_allocator(compress="auto", verify=verify)
+        contents = fill(allocator, *KINDS)
+        fill(allocator, zeros, tag="kv_cache")
+        preparation = finished(allocator.prepare())
+        assert preparation.error is None
+        assert preparation.wanted_bytes == len(KINDS) * 2 * PAGE
+        assert allocator.usage()["weights"].backed_up_bytes == len(KINDS) * 2 * PAGE
+        assert sim.stats().live_handles == len(KINDS) + 1
+        check_host_bytes(allocator)
+        report = allocator.sleep()
+        assert (report.copied_bytes, report.clean_bytes) == (0, len(KINDS) * 2 * PAGE)
+        assert encodings(allocator, contents) == ["bf16", "fp16", "e4m3", "fp32", None, "bf16"]
+        allocator.wake_up()
+        check_bytes(contents)
+
+    @pytest.mark.parametrize("kind", [bf16, noise, zeros])
+    def test_again_after_a_change(self, allocator: CuMemAllocator, kind: Kind) -> None:
+        contents = fill(allocator, bf16, bf16)
+        finished(allocator.prepare())
+        address = list(contents)[1]
+        contents[address] = kind(2 * PAGE, np.random.default_rng(3))
+        write(address, contents[address])
+        assert finished(allocator.prepare()).error is None
+        check_host_bytes(allocator)
+        assert allocator.sleep().copied_bytes == 0
+        allocator.wake_up()
+        check_bytes(contents)
+
+    @pytest.mark.parametrize("act", ["noise", "flip", "free", "sleep", "sleep and wake", "release", "close"])
+    def test_beside(self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+        """Before each of its turns, the first of which comes after the plan."""
+        for turn in range(1 if act in ("release", "close") else 6):
+            free_everything()
+            allocator = make_allocator(compress="auto")
+            contents = fill(allocator, bf16, bf16)
+            first = next(iter(contents))
+
+            def change(
+                act: str = act, first: int = first, contents: Contents = contents, allocator: CuMemAllocator = allocator
+            ) -> None:
+                if act == "noise":
+                    contents[first] = contents[first][:PAGE] + noise(PAGE, np.random.default_rng(5))
+                    write(first, contents[first])
+                elif act == "flip":
+                    contents[first] = bytes([contents[first][0] ^ 1]) + contents[first][1:]
+                    write(first, contents[first])
+                elif act == "free":
+                    allocator.free(first)
+                    del contents[first]
+                elif act.startswith("sleep"):
+                    allocator.sleep()
+                    if act == "sleep and wake":
+                        allocator.wake_up()
+
+            with monkeypatch.context() as patch:
+                if act in ("release", "close"):  # they wait for the thread
+                    preparation = allocator.prepare()
+                    allocator.release_backups() if act == "release" else allocator.close()
+                    assert not preparation.running
+                    assert allocator._store.host_bytes == 0
+                else:
+                    preparation = Turns(patch, change, turn).prepare(allocator)
+            assert preparation.error is None
+            assert sim.stats().live_handles in (0, len(contents)), "its workbench is left"
+            allocator.sleep()
+            check_host_bytes(allocator)
+            allocator.wake_up()
+            check_bytes(contents)
+
+    def test_on_a_full_device(self, allocator: CuMemAllocator) -> None:
+        """Nothing can be lent while the model runs."""
+        contents = fill(allocator, bf16)
+        fill(allocator, zeros, nbytes=8 * PAGE, tag="kv_cache")
+        leave_free(0)
+        assert finished(allocator.prepare()).error is None
+        assert allocator.sleep().copied_bytes == 0
+        assert encodings(allocator, contents) == [None]
+        allocator.wake_up()
+        check_bytes(contents)
+
+    def test_takes_a_small_workbench(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+        contents = fill(allocator, bf16)
+        sizes: list[int] = []
+
+        class Scratch(_core.Scratch):
+            def __init__(self, device: int, nbytes: int) -> None:
+                sizes.append(nbytes)
+                super().__init__(device, nbytes)
+
+        monkeypatch.setattr(_core, "Scratch", Scratch)
+        assert finished(allocator.prepare()).error is None
+        assert set(sizes) == {BENCH_BYTES[1]}
+        allocator.release_backups()
+        leave_free(BENCH_BYTES[1])
+        assert finished(allocator.prepare()).error is None
+        assert encodings(allocator, contents) == ["bf16"]
+
+    def test_the_device_is_full_by_when_it_encodes(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        contents = fill(allocator, bf16)
+        assert Turns(monkeypatch, lambda: leave_free(0), 0).prepare(allocator).error is None
+        assert allocator._store.host_bytes == 0
+        sim.configure(device_bytes=DEVICE_BYTES)
+        cycle(allocator, contents)
+
+    @pytest.mark.parametrize("call", ["cuMemHostRegister"])
+    def test_no_copy_is_in_flight_after_a_failure(self, call: str) -> None:
+        """Two chunks in a block each: the copy of the first goes on while the next step fails."""
+        process = run_script(
+            f"""
+            import numpy as np
+            from cumem_sleep import compress, prepare
+
+            reset_simulation()
+            prepare._BLOCK_BYTES = PAGE
+            allocator = fresh_allocator(compress="auto")
+            address = allocator.malloc(2 * PAGE, "weights")
+            memory = Memory()
+            memory.write(address, bf16_weights(2 * PAGE, np.random.default_rng(0)))
+            memory.close()
+            encode, failures = compress.SimulatedKernels.encode, 0
+
+            def encode_and_fail(*arguments):
+                encode(*arguments)
+                sim.fail({call!r}, position, "CUDA_ERROR_UNKNOWN")
+
+            compress.SimulatedKernels.encode = encode_and_fail
+            for position in range(4):
+                preparation = allocator.prepare()
+                assert preparation.wait(30)
+                sim.reset()
+                _core.synchronize(0)  # fails if work on the device found its memory gone
+                failures += preparation.error is not None
+                allocator.release_backups()
+            assert failures
+            free_everything()
+            """,
+            CUMEM_SLEEP_SIM_COPY_DELAY_US="20000",
+        )
+        assert process.returncode == 0, process.stderr
+
+
+# The device is full
+
+
+class TestFullDevice:
+    CACHE_BYTES = BENCH_BYTES[1]
+
+    def fill(self, allocator: CuMemAllocator, *, cache: bool = True) -> tuple[Contents, Contents]:
+        lent = fill(allocator, noise, nbytes=self.CACHE_BYTES, tag="kv_cache") if cache else {}
+        return fill(allocator, bf16, some_noise, nbytes=3 * PAGE), lent
+
+    def test_kv_cache_lends_its_memory(self, allocator: CuMemAllocator, caplog: pytest.LogCaptureFixture) -> None:
+        contents, cache = self.fill(allocator)
+        leave_free(0)
+        sim.fail("cuMemUnmap", after=1, error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError, match="cuMemUnmap"):
+            allocator.sleep()
+        sim.reset()
+        check_bytes(contents | cache)
+        assert encodings(allocator, contents) == ["bf16", "bf16"]
+        allocator.release_backups()
+        for _ in range(2):
+            cycle(allocator, contents)
+            assert encodings(allocator, contents) == ["bf16", "bf16"]
+            check_host_bytes(allocator)
+            assert sim.stats().live_handles == len(_core.segments())
+            assert _core.memory_info(0)[0] == 0
+        assert caplog.records == []
+
+    def test_nothing_to_lend_at_sleep(self, allocator: CuMemAllocator, caplog: pytest.LogCaptureFixture) -> None:
+        contents, _ = self.fill(allocator, cache=False)
+        fill(allocator, zeros, nbytes=self.CACHE_BYTES - PAGE, tag="kv_cache")
+        leave_free(BENCH_BYTES[1] - PAGE)
+        cycle(allocator, contents)
+        assert encodings(allocator, contents) == [None, None]
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "no memory left for the codec" in caplog.text
+        sim.configure(device_bytes=DEVICE_BYTES)
+        write(next(iter(contents)), b"\1")
+        contents[next(iter(contents))] = b"\1" + contents[next(iter(contents))][1:]
+        cycle(allocator, contents)
+        assert encodings(allocator, contents) == ["bf16", None]
+        assert len(caplog.records) == 1
+
+    @pytest.mark.parametrize("free_bytes", BENCH_BYTES)
+    def test_room_for_a_workbench(
+        self, allocator: CuMemAllocator, caplog: pytest.LogCaptureFixture, free_bytes: int
+    ) -> None:
+        contents, _ = self.fill(allocator, cache=False)
+        leave_free(free_bytes)
+        cycle(allocator, contents)
+        assert encodings(allocator, contents) == ["bf16", "bf16"]
+        assert _core.memory_info(0)[0] == free_bytes
+        assert caplog.records == []
+
+    @pytest.mark.parametrize("cache", [True, False])
+    @pytest.mark.parametrize("free_bytes", [0, PAGE])
+    def test_wake_with_room_for_the_segments_only(
+        self, allocator: CuMemAllocator, cache: bool, free_bytes: int
+    ) -> None:
+        contents, _ = self.fill(allocator, cache=cache)
+        allocator.sleep()
+        assert encodings(allocator, contents) == ["bf16", "bf16"]
+        sim.configure(device_bytes=sum(segment.bytes for segment in _core.segments()) + free_bytes)
+        assert allocator.wake_up().verified_bytes == 6 * PAGE
+        check_bytes(contents)
+        assert sim.stats().live_handles == len(_core.segments())
+        assert _core.memory_info(0)[0] == free_bytes
+
+    def test_wake_of_weights_borrows_from_nobody(self, allocator: CuMemAllocator) -> None:
+        contents, _ = self.fill(allocator)
+        allocator.sleep()
+        sim.configure(device_bytes=6 * PAGE)
+        allocator.wake_up("weights")
+        check_bytes(contents)
+        assert {segment.has_memory for segment in _core.segments() if segment.tag == "kv_cache"} == {False}
+        sim.configure(device_bytes=DEVICE_BYTES)
+        allocator.wake_up()
+
+    def test_lent_memory_is_poisoned(self, make_allocator: MakeAllocator) -> None:
+        allocator = make_allocator(compress="auto", poison=True)
+        contents = fill(allocator, bf16, nbytes=3 * PAGE, tag="lora")
+        (weights,) = fill(allocator, bf16, nbytes=self.CACHE_BYTES)
+        leave_free(0)
+        allocator.sleep(2)
+        assert encodings(allocator, contents) == ["bf16"]
+        allocator.wake_up()
+        check_bytes(contents)
+        assert ctypes.string_at(weights, self.CACHE_BYTES) == b"\xff" * self.CACHE_BYTES
+
+    def test_memory_that_the_driver_kept_is_not_lent(self, allocator: CuMemAllocator) -> None:
+        """A sleep that could not be undone: all bytes come back with the next wake, those of `kv_cache` as well."""
+        contents, cache = self.fill(allocator)
+        fill(allocator, zeros, tag="kv_cache")  # sleeps last
+        leave_free(0)
+        sim.fail("cuMemUnmap", after=3, error="CUDA_ERROR_UNKNOWN")
+        sim.fail("cuMemMap", times=1_000_000, error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError, match="cuMemUnmap"):
+            allocator.sleep()
+        sim.reset()
+        assert all(segment.has_memory for segment in _core.segments())
+        assert at(next(iter(cache))).sleep == DROPPED
+        allocator.wake_up()
+        check_bytes(contents | cache)
+
+    def test_each_device_borrows_from_itself(self, make_allocator: MakeAllocator) -> None:
+        allocator = make_allocator(compress="auto")
+        sim.configure(devices=2)
+        contents, _ = self.fill(allocator)
+        contents |= fill(allocator, bf16, nbytes=9 * PAGE, device=1)
+        leave_free(0)
+        cycle(allocator, contents)
+        assert encodings(allocator, contents) == ["bf16", "bf16", None]
+
+
+# Damage
+
+
+class TestDamage:
+    @pytest.mark.parametrize("verify", ["wake", "off"])
+    @pytest.mark.parametrize("part", ["header", "plane", "level 0", "symbols", "second chunk"])
+    def test_of_a_backup(self, make_allocator: MakeAllocator, part: str, verify: str) -> None:
+        allocator = make_allocator(compress="auto", verify=verify)
+        contents = fill(allocator, bf16, some_noise) | fill(allocator, noise, tag="lora")
+        allocator.sleep()
+        address = list(contents)[1]
+        backup = allocator._store.get(at(address))
+        assert backup is not None
+        assert backup.encoding is not None
+        layout, sizes = backup.encoding.code.layout, backup.encoding.sizes
+        first = layout.header_bytes
+        content = np.frombuffer(memoryview(backup.blocks[0]), np.uint8)
+        place = {
+            "header": 0,
+            "plane": first + 7,
+            "level 0": first + layout.fixed_bytes - 1,
+            # The last block of the second chunk is noise, so it has many; at most 15 bytes of nothing follow.
+            "symbols": int(sizes[:2].sum()) - 100,
+            "second chunk": int(sizes[0]) + first,
+        }[part]
+        content[place] ^= 0x10
+        if verify == "off":
+            allocator.wake_up()
+            assert ctypes.string_at(address, 2 * PAGE) != contents[address]
+            return
+        for _ in range(2):
+            with pytest.raises(BackupMismatch) as raised:
+                allocator.wake_up()
+            assert f"0x{address:x}" in raised.value.segment
+            assert raised.value.expected == str(backup.digest)
+            assert states() == {BACKED_UP}
+            assert sim.stats().live_handles == 0
+        content[place] ^= 0x10
+        allocator.wake_up()
+        check_bytes(contents)
+
+
+# The codec fails
+
+
+def failing(name: str, monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None:
+    real, calls = getattr(SimulatedKernels, name), []
+
+    def fail(*arguments: Any) -> None:
+        calls.append(name)
+        if len(calls) > after:
+            raise RuntimeError("no such kernel")
+        real(*arguments)
+
+    monkeypatch.setattr(SimulatedKernels, name, fail)
+
+
+class TestCodecFails:
+    @pytest.mark.parametrize("lend", [False, True])
+    @pytest.mark.parametrize(("name", "after"), [("count", 0), ("encode", 0), ("encode", 1)])
+    def test_at_sleep(
+        self,
+        allocator: CuMemAllocator,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        name: str,
+        after: int,
+        lend: bool,
+    ) -> None:
+        contents = fill(allocator, bf16, noise, bf16)
+        fill(allocator, noise, nbytes=BENCH_BYTES[1], tag="kv_cache")
+        if lend:
+            leave_free(0)
+        failing(name, monkeypatch, after)
+        for _ in range(2):
+            cycle(allocator, contents)
+            assert encodings(allocator, contents) == [None] * 3
+            check_host_bytes(allocator)
+            assert sim.stats().live_handles == 4
+        assert len(caplog.records) == 1
+        assert "stored uncompressed" in caplog.text
+        assert "no such kernel" in caplog.text
+
+    @pytest.mark.parametrize("prepare", [False, True])
+    def test_after_a_good_sleep(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, prepare: bool
+    ) -> None:
+        """What is clean stays compressed, and can still be restored; what changed is stored as it is."""
+        contents = fill(allocator, bf16, bf16)
+        cycle(allocator, contents)
+        first, second = contents
+        contents[second] = bytes([contents[second][0] ^ 1]) + contents[second][1:]
+        write(second, contents[second])
+        failing("encode", monkeypatch)
+        cycle(allocator, contents)
+        assert encodings(allocator, contents) == ["bf16", None]
+        contents[first] = bytes([contents[first][0] ^ 1]) + contents[first][1:]
+        write(first, contents[first])
+        if prepare:
+            assert finished(allocator.prepare()).error is None
+            assert encodings(allocator, contents) == [None, None]
+        assert allocator.sleep().copied_bytes == (0 if prepare else 2 * PAGE)
+        assert encodings(allocator, contents) == [None, None]
+        check_host_bytes(allocator)
+        allocator.wake_up()
+        check_bytes(contents)
+
+    @pytest.mark.parametrize("after", [0, 1])
+    @pytest.mark.parametrize("tight", [False, True])
+    def test_at_wake(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, after: int, tight: bool) -> None:
+        contents = fill(allocator, bf16, noise, bf16)
+        fill(allocator, zeros, nbytes=BENCH_BYTES[1], tag="kv_cache")
+        allocator.sleep()
+        if tight:
+            sim.configure(device_bytes=sum(segment.bytes for segment in _core.segments()))
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                failing("decode", patch, after)
+                with pytest.raises(CodecError, match="no such kernel"):
+                    allocator.wake_up()
+            assert states() == {BACKED_UP, DROPPED}
+            assert sim.stats().live_handles == 0
+            assert encodings(allocator, contents) == ["bf16", None, "bf16"]
+        allocator.wake_up()
+        check_bytes(contents)
+
+    @pytest.mark.parametrize("name", ["count", "encode", "decode"])
+    def test_while_preparing(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+    ) -> None:
+        contents = fill(allocator, bf16, noise)
+        with monkeypatch.context() as patch:
+            failing(name, patch)
+            preparation = finished(allocator.prepare())
+        assert len(caplog.records) == 1
+        if name == "count":  # while planning
+            assert preparation.error is None
+            assert encodings(allocator, contents) == [None, None]
+        else:
+            assert isinstance(preparation.error, CodecError)
+        assert sim.stats().live_handles == 2
+        cycle(allocator, contents)
+
+    def test_on_the_second_device(self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing is compressed from then on, not even what was planned for the first."""
+        allocator = make_allocator(compress="auto")
+        sim.configure(devices=2)
+        contents = fill(allocator, bf16) | fill(allocator, bf16, device=1)
+        failing("count", monkeypatch, after=1)
+        assert finished(allocator.prepare()).error is None
+        assert encodings(allocator, contents) == [None, None]
+        cycle(allocator, contents)
+
+    def test_kernels_cannot_be_had(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def refuse() -> SimulatedKernels:
+            raise ImportError("no Triton here")
+
+        monkeypatch.setattr("cumem_sleep.compress._choose_kernels", refuse)
+        contents = fill(allocator, bf16)
+        for _ in range(2):
+            assert finished(allocator.prepare()).error is None
+            cycle(allocator, contents)
+            write(next(iter(contents)), contents[next(iter(contents))])
+        assert encodings(allocator, contents) == [None]
+        assert len(caplog.records) == 1
+        assert "no Triton here" in caplog.text
+
+    def test_kernels_do_not_reach_host_memory(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        info = SimpleNamespace(host_pointers=False, numa_node=-1)
+        monkeypatch.setattr("cumem_sleep.compress._core.device_info", lambda device: info)
+        contents = fill(allocator, bf16)
+        cycle(allocator, contents)
+        assert encodings(allocator, contents) == [None]
+        assert "do not reach pinned host memory" in caplog.text
+
+    def test_error_can_be_pickled(self) -> None:
+        error = pickle.loads(pickle.dumps(CodecError("compressed backups cannot be read: no Triton here")))
+        assert type(error) is CodecError
+        assert isinstance(error, CumemSleepError)
+        assert str(error) == "compressed backups cannot be read: no Triton here"
+
+
+# Beside other threads
+
+
+class TestFree:
+    @pytest.mark.parametrize("place", [0, 1, 2])
+    def test_during_encode(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+        contents = fill(allocator, bf16, noise, bf16)
+        freed = list(contents)[place]
+        del contents[freed]
+        encode = SimulatedKernels.encode
+
+        def free_and_encode(*arguments: Any) -> None:
+            if any(segment.address == freed for segment in _core.segments()):
+                with suppress(InvalidState):
+                    in_thread(lambda: allocator.free(freed))
+            encode(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedKernels, "encode", free_and_encode)
+            allocator.sleep()
+        assert {segment.address for segment in _core.segments()} == set(contents)
+        check_host_bytes(allocator)
+        allocator.wake_up()
+        check_bytes(contents)
+
+    @pytest.mark.parametrize("place", [0, 1, 2])
+    def test_during_decode(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+        contents = fill(allocator, bf16, noise, bf16)
+        allocator.sleep()
+        freed = list(contents)[place]
+        del contents[freed]
+        decode = SimulatedKernels.decode
+        calls: list[int] = []
+
+        def free_and_decode(*arguments: Any) -> None:
+            if not calls:
+                calls.append(freed)
+                in_thread(lambda: allocator.free(freed))
+            decode(*arguments)
+
+        monkeypatch.setattr(SimulatedKernels, "decode", free_and_decode)
+        allocator.wake_up()
+        assert {segment.address for segment in _core.segments()} == set(contents)
+        check_bytes(contents)
+
+    def test_sleeps_from_several_threads(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A second sleep during the first finds nothing to do."""
+        contents = fill(allocator, bf16)
+        encode = SimulatedKernels.encode
+        begun: list[threading.Thread] = []
+
+        def sleep_and_encode(*arguments: Any) -> None:
+            if not begun:
+                begun.append(threading.Thread(target=allocator.sleep))
+                begun[0].start()
+            encode(*arguments)
+
+        monkeypatch.setattr(SimulatedKernels, "encode", sleep_and_encode)
+        allocator.sleep()
+        begun[0].join(30)
+        assert states() == {BACKED_UP}
+        allocator.wake_up()
+        check_bytes(contents)
+
+
+# Whatever fails
+
+
+def one_page_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cumem_sleep.compress._SLOTS", 1)
+    monkeypatch.setattr("cumem_sleep.compress._SLOT_BYTES", (ONE_PAGE_BENCH,))
+    monkeypatch.setattr("cumem_sleep.compress._LENT_SLOT_BYTES", ONE_PAGE_BENCH)
+
+
+class QuickCodec:
+    """In place of the codec's own work, where how it encodes is not the question: chunks by their hash."""
+
+    BYTES = 1_400_000
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._chunks: dict[int, Bytes] = {}
+        for name in ("chunk_bytes", "encode", "decode"):
+            monkeypatch.setattr(f"cumem_sleep.codec.{name}", getattr(self, name))
+
+    def chunk_bytes(self, _: Code, content: Bytes) -> npt.NDArray[np.int64]:
+        return np.array([self.BYTES])
+
+    def encode(self, _: Code, content: Bytes) -> Bytes:
+        encoded = np.zeros(self.BYTES, np.uint8)
+        key = hash(content.tobytes())
+        self._chunks[key] = content.copy()
+        encoded[:8].view(np.int64)[0] = key
+        return encoded
+
+    def decode(self, _: Code, stored: Bytes, sizes: npt.ArrayLike) -> Bytes:
+        return self._chunks[int(stored[:8].view(np.int64)[0])]
+
+
+@pytest.fixture(params=["ample", "tight"])
+def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """In the tight one the kernels have to work in the memory of `kv_cache`."""
+    reset_simulation()
+    one_page_bench(monkeypatch)
+    QuickCodec(monkeypatch)
+    current = World(device_bytes={"ample": None, "tight": 3 * PAGE}[request.param], compress="auto")
+    yield current
+    free_everything()
+    reset_simulation()
+
+
+COMPRESSED = [
+    phase for phase in PHASES if phase.name in ("first sleep", "sleep of changed", "wake of weights", "wake of all")
+]
+
+
+def all_compressed(world: World) -> bool:
+    return all(
+        world.allocator._store.encoding_of(segment) is not None
+        for segment in world.segments
+        if world.allocator._store.get(segment) is not None
+    )
+
+
+@pytest.mark.parametrize(
+    ("phase", "error_name"),
+    [
+        (phase, error_name)
+        for phase in COMPRESSED
+        for error_name in ("CUDA_ERROR_UNKNOWN", "CUDA_ERROR_OUT_OF_MEMORY")
+        if (phase.name, error_name) != ("sleep of changed", "CUDA_ERROR_OUT_OF_MEMORY")  # as in a first sleep
+    ],
+    ids=str,
+)
+def test_every_driver_call_may_fail_once(world: World, phase: Phase, error_name: str) -> None:
+    def operate(world: World) -> None:
+        phase.operate(world)
+        # Without memory to work in it goes on without compression.
+        assert error_name == "CUDA_ERROR_OUT_OF_MEMORY" or all_compressed(world)
+
+    check_every_call(world, Phase(phase.name, phase.prepare, operate), error_name, False)
+
+
+@pytest.mark.parametrize(
+    "phase", [phase for phase in COMPRESSED if phase.name in ("first sleep", "wake of all")], ids=str
+)
+def test_interrupt_anywhere(world: World, phase: Phase) -> None:
+    check_interrupts(world, phase, ("compress.py", "allocator.py:_back_up_compressed", "allocator.py:_workbenches"))
+
+
+@pytest.mark.parametrize("world", ["tight"], indirect=True)
+def test_interrupt_of_a_sleep_of_changed(world: World) -> None:
+    """Whose backups are written to again."""
+    (phase,) = (phase for phase in COMPRESSED if phase.name == "sleep of changed")
+    check_interrupts(world, phase, ("compress.py:encode", "backup.py", "allocator.py:_back_up_compressed"))
+
+
+def test_every_driver_call_of_a_wake_of_two_devices_may_fail_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset_simulation()
+    one_page_bench(monkeypatch)
+    QuickCodec(monkeypatch)
+    world = World(devices=2, device_bytes=3 * PAGE, compress="auto")
+    check_every_call(world, COMPRESSED[-1], "CUDA_ERROR_UNKNOWN", False)
+    free_everything()
+    reset_simulation()
+
+
+def test_interrupt_of_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it plans. What it began can be ended, and nothing is left."""
+    reset_simulation()
+    one_page_bench(monkeypatch)
+    QuickCodec(monkeypatch)
+    world = World(compress="auto", prepare_bytes_per_second=1)  # else it would end by itself
+    allocator = world.allocator
+    with Interrupter() as clean:
+        allocator.prepare()
+    chosen = [
+        index
+        for index in _chosen(clean.positions)
+        if clean.positions[index][0].startswith(("compress.py", "allocator.py:_plan"))
+    ]
+    problems = []
+    for index in chosen:
+        allocator.release_backups()
+        allocator._preparation = None  # as at first, so that the places are the same
+        with suppress(KeyboardInterrupt), Interrupter(index):
+            allocator.prepare()
+        in_thread(allocator.usage, timeout_s=5)
+        allocator.release_backups()
+        stats = sim.stats()
+        if threads_at_work() or stats.live_handles != len(world.segments) or stats.registered_bytes:
+            problems.append(f"{clean.positions[index]}: it goes on, or holds memory")
+    world.check_bytes()
+    assert len(chosen) > 50
+    assert not problems, f"{len(problems)} of {len(chosen)}:\n" + "\n".join(problems[:20])
+    free_everything()
+    reset_simulation()
