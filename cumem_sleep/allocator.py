@@ -339,8 +339,12 @@ class CuMemAllocator:
         try:
             for device in sorted({segment.device for segment in segments}):
                 mine = [segment for segment in segments if segment.device == device]
-                with self._compressor.workbench(device, _core.memory_info(device)[0], small=True) as workbench:
-                    encodings.update(workbench.plan(mine))
+                workbench = self._compressor.workbench(device, _core.memory_info(device)[0], small=True)
+                try:
+                    with workbench:
+                        encodings.update(workbench.plan(mine))
+                finally:  # once more: an interrupt may have come while it was closed
+                    workbench.close()
         except CodecError as error:
             self._compressor.give_up(error)
             encodings.clear()

@@ -15,9 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from . import codec
+from . import _core, codec
 from .codec import ALIGN_BYTES, BLOCK_VALUES, LEVEL_0_BYTES, PASSED_ON, PLACES, Code, Layout
 from .digest_kernel import pinned_block
+from .errors import CodecError
 
 ROW_BYTES = 32  # of the tables: source, target, symbols 0 to 7, symbol 8 and the encoded bytes above it
 
@@ -75,17 +76,26 @@ def decode(layout: Layout, table: int, chunks: int) -> None:
 
 
 def warm_up(layout: Layout, device: int) -> None:
-    """Compile and load the kernels; all that they read and write meanwhile is a little pinned host memory."""
-    encoded_bytes = layout.largest_chunk_bytes
+    """Compile and load the kernels, and see that they do what the reference does, before anything depends on it.
+
+    All that they read and write meanwhile is a little pinned host memory.
+
+    Raises:
+        CodecError: they do not.
+    """
+    code = Code(layout, tuple(range(PLACES)))
+    content = _trial_chunk(layout)
+    encoded_bytes = int(codec.chunk_bytes(code, content)[0])
     chunk_bytes = codec.CHUNK_BYTES
     table_at = 2 * chunk_bytes + encoded_bytes
     counters_at = table_at + 3 * ROW_BYTES
-    with closing(pinned_block(counters_at + 2 * 16, device)) as block:
+    # The stream is left first: whatever happens, nothing runs when the block goes.
+    with closing(pinned_block(counters_at + 2 * 16, device)) as block, _core.CopyStream(device) as stream:
         memory = np.frombuffer(memoryview(block), np.uint8)
         memory[:] = 0
+        memory[:chunk_bytes] = content
         chunk, encoded, decoded = block.address, block.address + 2 * chunk_bytes, block.address + chunk_bytes
         counters = block.address + counters_at
-        code = Code(layout, tuple(range(PLACES)))
         memory[table_at:counters_at].view(np.uint64).reshape(-1, 4)[:] = np.concatenate(
             [
                 rows(code, chunk, counters + 16),
@@ -94,11 +104,26 @@ def warm_up(layout: Layout, device: int) -> None:
             ]
         )
         table = block.address + table_at
-        with torch.cuda.device(device):
+        external = torch.cuda.ExternalStream(stream.handle, device=device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device), torch.cuda.stream(external):
             count(layout, table, 1)
             encode(layout, table + ROW_BYTES, counters, 1)
             decode(layout, table + 2 * ROW_BYTES, 1)
-            torch.cuda.current_stream().synchronize()
+            stream.synchronize()
+        taken, counted = memory[counters_at:].view(np.uint32)[[0, 4]]
+        same = np.array_equal(memory[chunk_bytes : 2 * chunk_bytes], content)
+        if not same or counted != encoded_bytes or taken + layout.header_bytes != encoded_bytes:
+            raise CodecError(f"the kernels for {layout.name} do not do what they should on device {device}")
+
+
+def _trial_chunk(layout: Layout) -> npt.NDArray[np.uint8]:
+    """Symbols of all levels, and some that have no code."""
+    random = np.random.default_rng(0)
+    count = codec.CHUNK_BYTES // layout.value_bytes
+    symbols = np.minimum(random.geometric(0.3, count) - 1, (1 << layout.symbol_bits) - 1)
+    rotated = symbols << layout.raw_bits | random.integers(0, 1 << layout.raw_bits, count)
+    values = rotated >> 1 | (rotated & 1) << (layout.value_bits - 1)
+    return values.astype(layout.dtype).view(np.uint8)
 
 
 def _grid(layout: Layout, chunks: int) -> tuple[int]:

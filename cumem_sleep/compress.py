@@ -162,7 +162,7 @@ class Compressor:
     def __init__(self, wanted: bool) -> None:
         self._wanted = wanted
         self._kernels: Kernels | None = None
-        self._warm: set[tuple[str, int]] = set()
+        self._ready: set[tuple[Layout, int]] = set()
 
     @property
     def on(self) -> bool:
@@ -185,14 +185,29 @@ class Compressor:
 
     def warm_up(self, device: int) -> None:
         """Compile and load what bf16 weights need, rather than during the first sleep."""
-        if not self.on or self._kernels is None:
-            return
-        try:
-            self._kernels.warm_up(codec.LAYOUTS[0], device)
-        except CumemSleepError:
-            raise
-        except Exception as error:
-            self.give_up(error)
+        if self.on and self._kernels is not None:
+            try:
+                self._check(device)
+                self._have_ready(codec.LAYOUTS[0], device)
+            except CodecError as error:
+                self.give_up(error)
+
+    def _have_ready(self, layout: Layout, device: int) -> None:
+        """Compile, load and try the kernels: before anything is stored that only they can read.
+
+        Raises:
+            CodecError: they fail, or do not do what they should.
+        """
+        assert self._kernels is not None
+        if (layout, device) not in self._ready:
+            with _codec_errors():
+                self._kernels.warm_up(layout, device)
+            self._ready.add((layout, device))
+
+    @staticmethod
+    def _check(device: int) -> None:
+        if not _core.device_info(device).host_pointers:
+            raise CodecError(f"kernels of device {device} do not reach pinned host memory by its host address")
 
     def workbench(
         self,
@@ -220,10 +235,11 @@ class Compressor:
                 self._kernels = _choose_kernels()
             except Exception as error:
                 raise CodecError(f"compressed backups cannot be read: {error}") from error
-        if not _core.device_info(device).host_pointers:
-            raise CodecError(f"kernels of device {device} do not reach pinned host memory by its host address")
+        self._check(device)
         spare_bytes = min(spare_bytes, _bench_bytes(_SLOT_BYTES[-1])) if small else spare_bytes
-        return Workbench(device, self._kernels, spare_bytes, lenders, keep_bytes=keep_bytes)
+        return Workbench(
+            device, self._kernels, spare_bytes, lenders, keep_bytes=keep_bytes, have_ready=self._have_ready
+        )
 
 
 class Workbench:
@@ -234,13 +250,21 @@ class Workbench:
     """
 
     def __init__(
-        self, device: int, kernels: Kernels, spare_bytes: int, lenders: Sequence[_core.Segment], *, keep_bytes: bool
+        self,
+        device: int,
+        kernels: Kernels,
+        spare_bytes: int,
+        lenders: Sequence[_core.Segment],
+        *,
+        keep_bytes: bool,
+        have_ready: Callable[[Layout, int], None],
     ) -> None:
         self._device = device
         self._kernels = kernels
+        self._have_ready = have_ready
         self._turn = 0
         self._slots: list[_Slot] = []  # before the memory: in this order they go, should nobody close it
-        self._kept: _Kept | None = None
+        self._kept: _Kept | _Cleared | None = None
         self._memory: _core.Scratch | None = None
         try:
             address, self._slot_bytes = self._take_memory(spare_bytes, lenders, keep_bytes=keep_bytes)
@@ -273,6 +297,7 @@ class Workbench:
 
         Raises:
             DriverError: the driver refused.
+            CodecError: a kernel failed.
         """
         if not self.has_memory:
             return {}
@@ -285,6 +310,7 @@ class Workbench:
                 by_layout.setdefault(code.layout, []).append((segment, code))
         encodings: dict[int, Encoding] = {}
         for layout, chosen in by_layout.items():
+            self._have_ready(layout, self._device)
             chunks = [segment.bytes // CHUNK_BYTES for segment, _ in chosen]
             ends = np.cumsum(chunks)
             sizes = np.split(self._count(layout, chosen, chunks), ends[:-1])
@@ -426,13 +452,13 @@ class Workbench:
                 continue
             return self._memory.address, slot_bytes
         needed = _bench_bytes(_LENT_SLOT_BYTES)
-        for segment in lenders:
-            if segment.device == self._device and segment.bytes >= needed:
-                segment.map()
-                if keep_bytes:
-                    self._kept = _Kept(segment, needed)
-                return segment.address, _LENT_SLOT_BYTES
-        return 0, _LENT_SLOT_BYTES
+        large = [segment for segment in lenders if segment.device == self._device and segment.bytes >= needed]
+        if not large:
+            return 0, _LENT_SLOT_BYTES
+        segment = min(large, key=lambda segment: segment.bytes)  # mapping it may have to wait for the driver to wipe
+        segment.map()
+        self._kept = _Kept(segment, needed) if keep_bytes else _Cleared(segment, needed)
+        return segment.address, _LENT_SLOT_BYTES
 
 
 class _Slot:
@@ -488,6 +514,20 @@ class _Slot:
         if finished is not None:
             self.stream.synchronize()
             finished(self)
+
+
+class _Cleared:
+    """The start of a segment that has no bytes to keep: zeros, as the driver gives memory, not what was done there."""
+
+    def __init__(self, segment: _core.Segment, nbytes: int) -> None:
+        self._segment = segment
+        self._bytes = nbytes
+        self._stream = _core.CopyStream(segment.device)
+
+    def put_back(self) -> None:
+        """Call it again where it failed or was interrupted."""
+        self._stream.zero(self._segment.address, self._bytes)
+        self._stream.synchronize()
 
 
 class _Kept:

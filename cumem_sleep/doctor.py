@@ -476,7 +476,7 @@ def compression(machine: Machine) -> Check:
     variable = f"{PREFIX}COMPRESS"
     settings = Settings.from_environment(machine.environment)
     if settings.compress == "off":
-        return Check(name, Status.OK, f"off ({variable}=auto makes backups of bf16 weights a third smaller)")
+        return Check(name, Status.OK, f"off ({variable}=auto makes backups of bf16 weights about a third smaller)")
     if settings.driver == "sim":
         return Check(name, Status.OK, "auto, simulated: by the reference on the CPU")
     missing = [

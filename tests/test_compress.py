@@ -683,7 +683,7 @@ class TestFullDevice:
     def test_wake_with_room_for_the_segments_only(
         self, allocator: CuMemAllocator, cache: bool, free_bytes: int
     ) -> None:
-        contents, _ = self.fill(allocator, cache=cache)
+        contents, lent = self.fill(allocator, cache=cache)
         allocator.sleep()
         assert encodings(allocator, contents) == ["bf16", "bf16"]
         sim.configure(device_bytes=sum(segment.bytes for segment in _core.segments()) + free_bytes)
@@ -691,6 +691,8 @@ class TestFullDevice:
         check_bytes(contents)
         assert sim.stats().live_handles == len(_core.segments())
         assert _core.memory_info(0)[0] == free_bytes
+        for address in lent:  # not what was encoded there, which a model might take for numbers
+            assert ctypes.string_at(address, self.CACHE_BYTES) == bytes(self.CACHE_BYTES)
 
     def test_wake_of_weights_borrows_from_nobody(self, allocator: CuMemAllocator) -> None:
         contents, _ = self.fill(allocator)
@@ -796,6 +798,34 @@ def failing(name: str, monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None:
 
 
 class TestCodecFails:
+    @pytest.mark.parametrize("prepare", [False, True])
+    def test_on_trial(
+        self,
+        allocator: CuMemAllocator,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        prepare: bool,
+    ) -> None:
+        """Kernels of any layout are tried before anything is stored that only they can read."""
+        tried = []
+
+        def refuse(self: SimulatedKernels, layout: Layout, device: int) -> None:
+            tried.append(layout.name)
+            if layout.name == "fp16":
+                raise RuntimeError("no such kernel")
+
+        monkeypatch.setattr(SimulatedKernels, "warm_up", refuse)
+        contents = fill(allocator, bf16)
+        cycle(allocator, contents)
+        assert (tried, encodings(allocator, contents)) == (["bf16"], ["bf16"])
+        contents |= fill(allocator, fp16)
+        if prepare:
+            assert finished(allocator.prepare()).error is None
+        cycle(allocator, contents)
+        assert tried == ["bf16", "fp16"]
+        assert encodings(allocator, contents) == ["bf16", None]
+        assert "no such kernel" in caplog.text
+
     @pytest.mark.parametrize("lend", [False, True])
     @pytest.mark.parametrize(("name", "after"), [("count", 0), ("encode", 0), ("encode", 1)])
     def test_at_sleep(
@@ -1097,6 +1127,13 @@ def test_interrupt_of_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     QuickCodec(monkeypatch)
     world = World(compress="auto", prepare_bytes_per_second=1)  # else it would end by itself
     allocator = world.allocator
+
+    def start_over() -> None:  # so that the places are the same each time
+        allocator.release_backups()
+        allocator._preparation = None
+
+    allocator.prepare()  # the first one tries the kernels
+    start_over()
     with Interrupter() as clean:
         allocator.prepare()
     chosen = [
@@ -1106,8 +1143,7 @@ def test_interrupt_of_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     problems = []
     for index in chosen:
-        allocator.release_backups()
-        allocator._preparation = None  # as at first, so that the places are the same
+        start_over()
         with suppress(KeyboardInterrupt), Interrupter(index):
             allocator.prepare()
         in_thread(allocator.usage, timeout_s=5)

@@ -282,6 +282,7 @@ def test_the_codec_warms_up_in_host_memory(layout: str) -> None:
         """
         import contextlib
         from unittest import mock
+        from cumem_sleep import CodecError
         from cumem_sleep.allocator import open_driver
 
         open_driver("sim")
@@ -289,9 +290,19 @@ def test_the_codec_warms_up_in_host_memory(layout: str) -> None:
         for name in ("count", "encode", "decode"):
             real = getattr(kernel, name)
             setattr(kernel, name, lambda *arguments, real=real, name=name: (launched.append(name), real(*arguments)))
-        with mock.patch.multiple(kernel.torch.cuda, device=contextlib.nullcontext, current_stream=mock.MagicMock()):
+        nothing = lambda *arguments, **options: contextlib.nullcontext()
+        with mock.patch.multiple(kernel.torch.cuda, device=nothing, stream=nothing, ExternalStream=nothing):
             kernel.warm_up(layout, 0)
-        assert launched == ["count", "encode", "decode"]
+            assert launched == ["count", "encode", "decode"]
+            assert sim.stats().registered_bytes == 0
+            for name in ("count", "encode", "decode"):  # one that does nothing is found out
+                with mock.patch.object(kernel, name, lambda *arguments: None):
+                    try:
+                        kernel.warm_up(layout, 0)
+                    except CodecError as error:
+                        assert layout.name in str(error)
+                    else:
+                        raise AssertionError(name)
         assert sim.stats().registered_bytes == 0
         """,
         LAYOUT=layout,
