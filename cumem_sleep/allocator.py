@@ -216,7 +216,7 @@ class CuMemAllocator:
 
         In order: wait for the devices; take host memory for what has no backup; digest what is to be backed up, to see
         what changed; copy that; digest again, to see that nothing wrote to it meanwhile; only then take the physical
-        memory away.
+        memory away. Where backups are compressed, host memory is taken after the digest, when their sizes are known.
         An error or an interrupt before that last step leaves everything mapped with its bytes. An interrupt after it
         finds everything asleep, with its backups. What sleeps already stays as it is, whatever the level.
 
@@ -280,6 +280,7 @@ class CuMemAllocator:
             InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
             OutOfDeviceMemory: the device has too little free memory.
             BackupMismatch: restored bytes are not those at sleep.
+            CodecError: a compressed backup cannot be decoded here.
             DriverError: the driver refused a call.
         """
         chosen = None if tags is None else self._known_tags(tags)
@@ -298,8 +299,9 @@ class CuMemAllocator:
         """Back up in the background what a sleep at level 1 would copy, so that it will copy nothing. Returns at once.
 
         Host memory is taken, pinned and filled by a thread while the model runs, also beside the capture of CUDA
-        graphs, at no more than `Settings.prepare_bytes_per_second`. What changes after that is found out, and copied,
-        by the sleep. Memory allocated later is not included: call it again. A new call ends the one before.
+        graphs, at no more than `Settings.prepare_bytes_per_second`. Where backups are compressed, this call first finds
+        out how much each will take, for which the GPU reads all of it once. What changes after that is found out, and
+        copied, by the sleep. Memory allocated later is not included: call it again. A new call ends the one before.
 
         Returns:
             What can be waited for and stopped, and says why it ended early if it did.

@@ -305,7 +305,7 @@ class Workbench:
         if not segments:
             return {}
         by_layout: dict[Layout, list[tuple[_core.Segment, Code]]] = {}
-        for segment, code in zip(segments, codec.choose_codes(self._samples(segments)), strict=True):
+        for segment, code in zip(segments, codec.choose_codes(self._samples(segments), _WORTH), strict=True):
             if code is not None:
                 by_layout.setdefault(code.layout, []).append((segment, code))
         encodings: dict[int, Encoding] = {}

@@ -46,8 +46,8 @@ class Preparation:
         digester: DeviceDigester,
         bytes_per_second: int,
         warm_up: Callable[[], None],
-        encodings: Mapping[int, Encoding] | None = None,
-        workbench: Callable[[int], Workbench] | None = None,
+        encodings: Mapping[int, Encoding],
+        workbench: Callable[[int], Workbench],
     ) -> None:
         self.wanted_bytes = sum(segment.bytes for segment in segments)
         self._segments = segments
@@ -56,7 +56,7 @@ class Preparation:
         self._digester = digester
         self._bytes_per_second = bytes_per_second
         self._warm_up = warm_up
-        self._encodings = encodings  # None: nothing is compressed
+        self._encodings = encodings
         self._make_workbench = workbench
         self._workbenches: dict[int, Workbench] = {}  # by device
         self._stopped = threading.Event()
@@ -151,7 +151,6 @@ class Preparation:
             if not mine:
                 return False
             if segment.device not in self._workbenches:
-                assert self._make_workbench is not None
                 self._workbenches[segment.device] = self._make_workbench(segment.device)
             workbench = self._workbenches[segment.device]
             if not workbench.has_memory:

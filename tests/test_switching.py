@@ -415,6 +415,16 @@ def test_other_tokens_after_a_wake_fail_and_the_next_way_is_measured(
     assert ways["vllm"]["tokens_identical"]
 
 
+def test_a_way_that_fails_leaves_what_an_earlier_run_found(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+    assert serve(environment, tmp_path, "--ways", "cold").returncode == 0
+    before = json.loads((tmp_path / "serve.json").read_text())["ways"]
+    broken = {**environment, "FAKE_BROKEN": json.dumps({"forgets_at_sleep": 2}), "FAKE_BROKEN_WAY": "layer"}
+    process = serve(broken, tmp_path, "--ways", "cold")
+    assert process.returncode == 1
+    assert "FAILED" in process.stdout
+    assert json.loads((tmp_path / "serve.json").read_text())["ways"] == before
+
+
 def test_a_way_of_serving_that_does_not_exist(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
     process = serve(environment, tmp_path, "--ways", "cold,hot")
     assert process.returncode == 2
