@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import pybind11
+from pybind11.setup_helpers import ParallelCompile
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -69,6 +70,7 @@ if sanitize:
     link_args += flags
 headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))
 
+ParallelCompile().install()  # a core for each file
 setup(
     ext_modules=[
         Extension(

@@ -28,7 +28,7 @@ import torch
 from record import GIB, write
 from safetensors import safe_open
 
-from cumem_sleep import codec, codec_kernel
+from cumem_sleep import _core, codec, codec_kernel
 from cumem_sleep.codec import CHUNK_BYTES, Code
 
 SEGMENT_BYTES = 64 << 20  # each with a code of its own, as segments of a model have
@@ -39,7 +39,7 @@ NVCOMP_CHUNK_BYTES = (64 << 10, 256 << 10, 1 << 20)
 NVCOMP_TYPES = {"bf16": 10, "e4m3": 9}  # NVCOMP_TYPE_FLOAT16 is for all half-precision formats; NVCOMP_TYPE_FLOAT8_E4M3
 NVCOMP_TYPE_BITS = 0xFF
 
-SWEEP = [(warps, registers) for warps in (4, 8, 16) for registers in (None, 128, 80, 64, 40)]
+SWEEP = [(warps, registers) for warps in (4, 8, 16) for registers in (None, 64)]
 
 Make = Callable[[int, int], torch.Tensor]  # of (bytes, seed): content on the GPU, as bytes
 
@@ -459,6 +459,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    _core.open_driver("libcuda.so.1")
     makes: dict[str, Make] = {"bf16 normal": normal_bf16, "e4m3 normal": normal_e4m3}
     makes |= {f"{path.name} as bf16": checkpoint_bf16(path) for path in options.checkpoint}
     results: dict[str, Any] = {"standard_deviation": STANDARD_DEVIATION, "codec": {}}
