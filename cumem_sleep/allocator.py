@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate, chain
@@ -478,7 +478,11 @@ class CuMemAllocator:
         digests: dict[int, Digest],
         timer: PhaseTimer,
     ) -> list[_core.Segment]:
-        """The same, compressed where that is worth it. Sizes are known, and host memory taken, before all copies."""
+        """The same, compressed where that is worth it.
+
+        Sizes are counted, and host memory is taken, before any copy. Only what has a compressed backup is counted while
+        it is copied: it fits there again, as a rule.
+        """
         with timer("digest"):
             changed = list(chain.from_iterable(self._changed_parts(segments, digests)))
         while changed:
@@ -488,7 +492,6 @@ class CuMemAllocator:
                 with ExitStack() as stack:
                     with timer("plan"):
                         for device in sorted({segment.device for segment in changed}) if self._compressor.on else ():
-                            mine = [segment for segment in changed if segment.device == device]
                             spare_bytes = _core.memory_info(device)[0]
                             workbench = self._compressor.workbench(device, spare_bytes, lenders=dropped)
                             workbenches[device] = stack.enter_context(workbench)
@@ -498,17 +501,38 @@ class CuMemAllocator:
                                     " uncompressed this time",
                                     device,
                                 )
-                            encodings.update(workbench.plan(mine))
+                        new: list[_core.Segment] = []
+                        again: list[_core.Segment] = []
+                        for segment in changed:
+                            can_encode = segment.device in workbenches and workbenches[segment.device].has_memory
+                            is_known = can_encode and self._store.encoding_of(segment) is not None
+                            (again if is_known else new).append(segment)
+                        for device, workbench in workbenches.items():
+                            encodings.update(workbench.plan([s for s in new if s.device == device]))
                     with timer("host_memory"):
-                        self._store.take(changed, keep=segments, encodings=encodings)
+                        self._store.take(new, keep=segments, encodings=encodings)
                     with timer("copy"):
-                        return self._store.fill([changed], digests, changed, workbenches)
+                        parts = chain([new], self._planned_again(again, segments, workbenches))
+                        return self._store.fill(parts, digests, changed, workbenches)
             except CodecError as error:
                 self._compressor.give_up(error)
             finally:  # once more: that may have failed or been interrupted, and who lent memory wants its bytes
                 for workbench in workbenches.values():
                     workbench.close()
         return []
+
+    def _planned_again(
+        self, again: Sequence[_core.Segment], keep: Sequence[_core.Segment], workbenches: Mapping[int, Workbench]
+    ) -> Iterator[list[_core.Segment]]:
+        """Part by part, what has a compressed backup: in the same code, unless its values are very different now."""
+        for device, workbench in workbenches.items():
+            coded = [(s, e.code) for s in again if s.device == device and (e := self._store.encoding_of(s))]
+            for part, encodings in workbench.plan_again(coded):
+                unfit = [s for s in part if not self._store.has_room_for(s, encodings.get(s.id))]
+                if unfit:
+                    encodings.update(workbench.plan(unfit))
+                self._store.take(part, keep=keep, encodings=encodings)
+                yield part
 
     def _wake(self, asleep: list[_core.Segment]) -> WakeReport:
         timer = PhaseTimer()

@@ -203,15 +203,14 @@ class BackupStore:
         Args:
             parts: segments for whose backups room was taken.
             digests: of the same bytes, by the segments' ids; may grow with the parts.
-            candidates: all that `parts` may name; of these, those without a backup must be among them.
-            workbenches: by device, for those that are to be encoded; they come last.
+            candidates: all that `parts` may name, with backups, which the next part may have replaced.
+            workbenches: by device, for those that are to be encoded; they come last in their part.
 
         Raises:
             OutOfHostMemory, DriverError, InvalidState, CodecError: a backup is incomplete; `prune` gives its memory
                 back.
         """
         filled: list[Backup] = []
-        encoded: dict[int, list[Backup]] = {}
         in_order = sorted((self._backups[segment.id] for segment in candidates), key=lambda b: b.encoding is not None)
         new = [block for backup in in_order for block in backup.blocks if not block.pinned]
         with ExitStack() as stack:  # on leaving it, no copy is in flight
@@ -221,31 +220,45 @@ class BackupStore:
             stack.callback(touched.stop)  # once more: an interrupt may have come while it stopped
             stack.enter_context(touched).start()
 
+            ahead = {id(block) for block in new}
+
             def pin(block: _core.HostBlock, device: int) -> None:
                 if not block.pinned:
-                    touched.wait(id(block))
+                    if id(block) in ahead:
+                        touched.wait(id(block))
+                    else:  # taken since: with other values it did not fit any more
+                        block.touch(0, block.bytes)
                     block.pin(device)
 
-            for segment in chain.from_iterable(parts):
-                backup = self._backups[segment.id]
-                backup.complete, backup.digest, backup.being_prepared = False, None, False
-                filled.append(backup)
-                if backup.encoding is not None:
-                    encoded.setdefault(segment.device, []).append(backup)
-                    continue
-                stream = streams[segment.device]
-                for piece in backup.pieces():
-                    pin(piece.block, stream.device)
-                    stream.to_host(piece.block, piece.offset, piece.address, piece.bytes)
-            for device, mine in encoded.items():
-                places = chain.from_iterable(backup.places() for backup in mine)
-                (workbenches or {})[device].encode(places, partial(pin, device=device))
+            for part in parts:
+                encoded: dict[int, list[Backup]] = {}
+                for segment in part:
+                    backup = self._backups[segment.id]
+                    backup.complete, backup.digest, backup.being_prepared = False, None, False
+                    filled.append(backup)
+                    if backup.encoding is not None:
+                        encoded.setdefault(segment.device, []).append(backup)
+                        continue
+                    stream = streams[segment.device]
+                    for piece in backup.pieces():
+                        pin(piece.block, stream.device)
+                        stream.to_host(piece.block, piece.offset, piece.address, piece.bytes)
+                for device, mine in encoded.items():
+                    places = chain.from_iterable(backup.places() for backup in mine)
+                    (workbenches or {})[device].encode(places, partial(pin, device=device))
+            for workbench in (workbenches or {}).values():
+                workbench.finish()
             for stream in streams.values():
                 stream.synchronize()
         for backup in filled:
             backup.digest = digests.get(backup.segment.id)
             backup.complete = True
         return [backup.segment for backup in filled]
+
+    def has_room_for(self, segment: _core.Segment, encoding: Encoding | None) -> bool:
+        """Whether the backup of `segment` can hold it in this way."""
+        backup = self._backups.get(segment.id)
+        return backup is not None and backup.has_room_for(encoding)
 
     def is_clean(self, segment: _core.Segment, digest: Digest | None) -> bool:
         """Whether the complete backup of `segment` is of bytes with this digest."""

@@ -28,10 +28,11 @@ _ALIGN = tl.constexpr(ALIGN_BYTES)
 _PASSED_ON = tl.constexpr(PASSED_ON)
 _PLACES = tl.constexpr(PLACES)
 
-# Registers limit how many programs a multiprocessor holds: with 64 of them, two of 16 warps, and little is spilled.
+# The fastest of those tried on an H200 (benchmarks/results/codec.json). Registers limit how many programs a
+# multiprocessor holds: with 64 of them, four of 8 warps, and little is spilled.
 _COUNT_OPTIONS = {"num_warps": 8}
-_ENCODE_OPTIONS = {"num_warps": 16, "maxnreg": 64}
-_DECODE_OPTIONS = {"num_warps": 16, "maxnreg": 64}
+_ENCODE_OPTIONS = {"num_warps": 8, "maxnreg": 64}
+_DECODE_OPTIONS = {"num_warps": 8, "maxnreg": 64}
 
 
 def rows(

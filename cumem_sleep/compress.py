@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -30,6 +31,7 @@ _ROWS = 1024  # chunks in one launch, at most
 _ROW_BYTES = 32
 _HEAD_BYTES = 64 << 10  # of a slot, before the chunks: the rows, and a counter for each
 _COUNTERS_AT = _ROWS * _ROW_BYTES
+_PART_BYTES = 1 << 30  # counted in 1 ms, encoded in 13: the copies before it last longer than its count
 _SAMPLE_BYTES = 8 << 10  # of a segment, from up to so many places
 _SAMPLE_PLACES = 8
 _WORTH = 0.95
@@ -83,6 +85,23 @@ class Kernels(Protocol):
 
     def warm_up(self, layout: Layout, device: int) -> None:
         """Have all three ready."""
+
+
+class SlotCopies(Protocol):
+    """Copies from host memory to slots, by whichever way is the faster just then.
+
+    Attributes:
+        alone: the next copy is to have nothing beside it, so that its time tells the rate.
+    """
+
+    @property
+    def alone(self) -> bool: ...  # noqa: D102
+
+    def start(self, slot: int, runs: Sequence[tuple[_core.HostBlock, int, int, int]]) -> None:
+        """Begin to copy (block, offset, address, bytes) in the order of this slot's stream."""
+
+    def took(self, nbytes: int, seconds: float) -> None:
+        """How long the copy took, or, with others in flight, how long it was until the next may begin."""
 
 
 class GpuKernels(Kernels):
@@ -276,6 +295,16 @@ class Workbench:
             self.close()
             raise
 
+    @property
+    def streams(self) -> list[_core.CopyStream]:
+        """Of its slots."""
+        return [slot.stream for slot in self._slots]
+
+    @property
+    def chunks_per_slot(self) -> int:
+        """The most that a slot takes: encoded, a chunk has more than half of its bytes."""
+        return 2 * self._slot_bytes // CHUNK_BYTES
+
     def __enter__(self) -> Workbench:
         return self
 
@@ -308,19 +337,33 @@ class Workbench:
         for segment, code in zip(segments, codec.choose_codes(self._samples(segments), _WORTH), strict=True):
             if code is not None:
                 by_layout.setdefault(code.layout, []).append((segment, code))
-        encodings: dict[int, Encoding] = {}
-        for layout, chosen in by_layout.items():
-            self._have_ready(layout, self._device)
-            chunks = [segment.bytes // CHUNK_BYTES for segment, _ in chosen]
-            ends = np.cumsum(chunks)
-            sizes = np.split(self._count(layout, chosen, chunks), ends[:-1])
-            for (segment, code), mine in zip(chosen, sizes, strict=True):
-                if mine.sum() < _WORTH * segment.bytes:
-                    encodings[segment.id] = Encoding(code, mine)
-        return encodings
+        counts = [self._count(chosen) for chosen in by_layout.values()]
+        return {segment_id: encoding for count in counts for segment_id, encoding in count.finish().items()}
+
+    def plan_again(
+        self, coded: Sequence[tuple[_core.Segment, Code]]
+    ) -> Iterator[tuple[list[_core.Segment], dict[int, Encoding]]]:
+        """As `plan`, with codes that are known, part by part: yields segments, and how they are to be stored.
+
+        While the caller encodes one part, the GPU counts the next. Calls may be mixed with those of `encode`.
+
+        Raises:
+            DriverError: the driver refused.
+            CodecError: a kernel failed.
+        """
+        begun: _Count | None = None
+        for part in _parts(coded):
+            count = self._count(part)
+            if begun is not None:
+                yield begun.segments, begun.finish()
+            begun = count
+        if begun is not None:
+            yield begun.segments, begun.finish()
 
     def encode(self, places: Iterable[Place], pin: Callable[[_core.HostBlock], None]) -> None:
         """Encode chunks, and copy them to where they are to lie; `pin` is called with each block before.
+
+        They are there, and are what was planned, when `finish` has returned.
 
         Raises:
             ChangedMeanwhile: a chunk has another size than planned. Nothing else was overwritten.
@@ -340,40 +383,62 @@ class Workbench:
                 pin(place.block)
                 slot.stream.to_host(place.block, place.offset, source, nbytes)
             slot.then(partial(_check_sizes, batch))
-        self._finish()
+
+    def finish(self) -> None:
+        """Wait for all that was begun.
+
+        Raises:
+            ChangedMeanwhile: a chunk has another size than planned. Nothing else was overwritten.
+            DriverError: a copy or kernel failed.
+        """
+        for _ in self._slots:
+            self._next_slot()
 
     def decode(
         self,
         places: Iterable[Place],
         mapped: Callable[[int], None],
         completed: Callable[[list[_core.Segment]], None],
+        copies: SlotCopies,
     ) -> Iterator[int]:
         """Copy encoded chunks to the device and decode them; yields the bytes of each batch that was begun.
 
         Args:
             mapped: waits until the segment of that id is mapped.
             completed: called with segments of which every chunk is in its place.
+            copies: to the slots.
 
         Raises:
             DriverError, InvalidState: what the driver or `mapped` raised.
             CodecError: a kernel failed.
         """
         for batch in _batches(places, self._slot_bytes):
-            for segment_id in dict.fromkeys(place.segment.id for place in batch):
-                mapped(segment_id)
             slot = self._next_slot()
+            alone = self.has_memory and copies.alone
+            if alone:
+                self.finish()
+            begin = time.perf_counter()
             if self.has_memory:
                 sources = slot.chunks_address + np.cumsum([0] + [place.bytes for place in batch])
-                for place, nbytes, target in _together(batch, sources):
-                    slot.stream.to_device(target, place.block, place.offset, nbytes)
+                copies.start(self._turn, [(p.block, p.offset, at, n) for p, n, at in _together(batch, sources)])
+                if alone:
+                    slot.stream.synchronize()
+                    copied = time.perf_counter()
             else:
                 sources = np.array([place.block.address + place.offset for place in batch] + [0])
+            for segment_id in dict.fromkeys(place.segment.id for place in batch):
+                mapped(segment_id)
             slot.set_rows_of(batch, sources[:-1], [place.address for place in batch])
             with _codec_errors():
                 self._kernels.decode(slot.stream, batch[0].code.layout, slot.table, len(batch))
             slot.then(partial(_complete, completed, [place.segment for place in batch if place.is_last]))
+            if not alone:
+                self._slots[(self._turn + 1) % _SLOTS].finish()
+                copied = time.perf_counter()
+            if self.has_memory:
+                copies.took(int(sources[-1] - sources[0]), copied - begin)
             yield len(batch) * CHUNK_BYTES
-        self._finish()
+        self.finish()
 
     def decode_again(self, places: Sequence[Place]) -> int:
         """Decode chunks (of one layout, few enough for a slot) from host memory; returns where they are, for now.
@@ -398,30 +463,27 @@ class Workbench:
         slot.finish()
         return slot
 
-    def _finish(self) -> None:
-        for _ in self._slots:
-            self._next_slot()
-
-    def _count(
-        self, layout: Layout, chosen: Sequence[tuple[_core.Segment, Code]], chunks: Sequence[int]
-    ) -> npt.NDArray[np.int64]:
-        """The encoded size of each chunk of all these segments."""
+    def _count(self, chosen: Sequence[tuple[_core.Segment, Code]]) -> _Count:
+        """Begin to count what these segments, all of one layout, take when they are encoded."""
+        layout = chosen[0][1].layout
+        self._have_ready(layout, self._device)
+        chunks = [segment.bytes // CHUNK_BYTES for segment, _ in chosen]
         symbols = np.repeat(np.array([code.symbols for _, code in chosen], np.uint8), chunks, axis=0)
         starts = np.array([segment.address for segment, _ in chosen])
         firsts = np.cumsum(chunks) - chunks
         sources = np.repeat(starts, chunks) + (np.arange(len(symbols)) - np.repeat(firsts, chunks)) * CHUNK_BYTES
-        sizes = np.zeros(len(symbols), np.int64)
-        for first in range(0, len(sizes), _ROWS):
-            mine = slice(first, min(first + _ROWS, len(sizes)))
+        result = _Count(chosen, np.zeros(len(symbols), np.int64))
+        for first in range(0, len(symbols), _ROWS):
+            mine = slice(first, min(first + _ROWS, len(symbols)))
             slot, count = self._next_slot(), mine.stop - mine.start
             slot.set_rows(symbols[mine], sources[mine], slot.counters_address + 4 * np.arange(count), 0)
             slot.stream.zero(slot.counters_address, 4 * count)
             with _codec_errors():
                 self._kernels.count(slot.stream, layout, slot.table, count)
             slot.read_counters(count)
-            slot.then(partial(_store_counters, sizes, mine))
-        self._finish()
-        return sizes
+            slot.then(partial(_store_counters, result.sizes[mine]))
+            result.slots.append(slot)
+        return result
 
     def _samples(self, segments: Sequence[_core.Segment]) -> npt.NDArray[np.uint8]:
         """Of each segment, from places all over it; shape (segments, _SAMPLE_BYTES)."""
@@ -459,6 +521,34 @@ class Workbench:
         segment.map()
         self._kept = _Kept(segment, needed) if keep_bytes else _Cleared(segment, needed)
         return segment.address, _LENT_SLOT_BYTES
+
+
+@dataclass
+class _Count:
+    """Sizes of encoded chunks in the making; they are 0 until then.
+
+    Attributes:
+        sizes: of all chunks of `chosen`.
+        slots: that count, each up to `_ROWS` chunks, in order.
+    """
+
+    chosen: Sequence[tuple[_core.Segment, Code]]
+    sizes: npt.NDArray[np.int64]
+    slots: list[_Slot] = field(default_factory=list)
+
+    @property
+    def segments(self) -> list[_core.Segment]:
+        """Those of `chosen`."""
+        return [segment for segment, _ in self.chosen]
+
+    def finish(self) -> dict[int, Encoding]:
+        """How each segment, by id, is to be stored; those that would not become smaller are left out."""
+        for first, slot in zip(range(0, len(self.sizes), _ROWS), self.slots, strict=True):
+            if not self.sizes[first]:  # else the slot may have something else to do by now
+                slot.finish()
+        ends = np.cumsum([segment.bytes // CHUNK_BYTES for segment, _ in self.chosen])
+        pairs = zip(self.chosen, np.split(self.sizes, ends[:-1]), strict=True)
+        return {s.id: Encoding(code, sizes) for (s, code), sizes in pairs if sizes.sum() < _WORTH * s.bytes}
 
 
 class _Slot:
@@ -558,6 +648,20 @@ def _choose_kernels() -> Kernels:
     return SimulatedKernels() if _core.driver_is_simulated() else GpuKernels()
 
 
+def _parts(coded: Sequence[tuple[_core.Segment, Code]]) -> Iterator[list[tuple[_core.Segment, Code]]]:
+    """In order; of one layout, and no more bytes than that unless a segment has."""
+    part: list[tuple[_core.Segment, Code]] = []
+    nbytes = 0
+    for segment, code in coded:
+        if part and (nbytes + segment.bytes > _PART_BYTES or code.layout != part[0][1].layout):
+            yield part
+            part, nbytes = [], 0
+        part.append((segment, code))
+        nbytes += segment.bytes
+    if part:
+        yield part
+
+
 def _batches(places: Iterable[Place], most_bytes: int | None) -> Iterator[list[Place]]:
     """In order; places of one batch have the same layout, and so many bytes at most."""
     batch: list[Place] = []
@@ -590,8 +694,8 @@ def _complete(completed: Callable[[list[_core.Segment]], None], segments: list[_
     completed(segments)
 
 
-def _store_counters(sizes: npt.NDArray[np.int64], which: slice, slot: _Slot) -> None:
-    sizes[which] = slot.counters[: which.stop - which.start]
+def _store_counters(sizes: npt.NDArray[np.int64], slot: _Slot) -> None:
+    sizes[:] = slot.counters[: len(sizes)]
 
 
 @contextmanager

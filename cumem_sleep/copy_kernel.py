@@ -20,51 +20,59 @@ from . import _core
 from .backup import Piece
 from .digest_kernel import pinned_block
 
-CHUNK_BYTES = 2 << 20  # whole pieces of backups are multiples of it
+CHUNK_BYTES = 2 << 20  # most pieces of backups are multiples of it
 _PROGRAMS = 8
 _WARPS = 8
 _WORDS = 8192  # of 8 bytes, in flight in each program
 _CHUNKS_PER_LAUNCH = 8
+_ROW_BYTES = 32  # three words, and one to keep them aligned
 
 
 @triton.jit(do_not_specialize=["chunks"])  # type: ignore[untyped-decorator]  # else Triton compiles once more for 1
 def _copy_chunks(table, chunks, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """`table` holds (source, target) for each chunk of CHUNK words. Each program copies a slice of every chunk."""
+    """`table` holds (source, target, pairs of words) of chunks of at most CHUNK words; programs copy a slice of each."""
     program = tl.program_id(0).to(tl.int64)
     entry = table.to(tl.pointer_type(tl.uint64))
     slice_words = CHUNK // PROGRAMS
     lane = tl.arange(0, WORDS)
     for chunk in tl.range(0, chunks):
-        source = tl.multiple_of(tl.load(entry + 2 * chunk).to(tl.pointer_type(tl.uint64)), 16)
-        target = tl.multiple_of(tl.load(entry + 2 * chunk + 1).to(tl.pointer_type(tl.uint64)), 16)
+        source = tl.multiple_of(tl.load(entry + 4 * chunk).to(tl.pointer_type(tl.uint64)), 16)
+        target = tl.multiple_of(tl.load(entry + 4 * chunk + 1).to(tl.pointer_type(tl.uint64)), 16)
+        words = tl.load(entry + 4 * chunk + 2).to(tl.int64) * 2  # so that Triton knows that it is even
         for start in tl.range(0, slice_words, WORDS):
             place = program * slice_words + start + lane
-            tl.store(target + place, tl.load(source + place))
+            inside = place < words
+            tl.store(target + place, tl.load(source + place, mask=inside), mask=inside)
 
 
 class GpuCopies:
-    """Copies of at most `nbytes` at a time to one device, in the order of the given stream."""
+    """Copies to one device, of at most so many chunks at a time, in the order of the given stream.
 
-    def __init__(self, device: int, nbytes: int) -> None:
-        self._block = pinned_block(nbytes // CHUNK_BYTES * 16, device)
-        self._table = np.frombuffer(memoryview(self._block), np.uint64).reshape(-1, 2)
+    A piece takes as many chunks as it has parts of `CHUNK_BYTES`, the last of which may be smaller.
+    """
+
+    def __init__(self, device: int, chunks: int) -> None:
+        self._block = pinned_block(chunks * _ROW_BYTES, device)
+        self._table = np.frombuffer(memoryview(self._block), np.uint64).reshape(-1, _ROW_BYTES // 8)
         self._device = device
 
     def start(self, stream: _core.CopyStream, pieces: Sequence[Piece]) -> None:
-        """Begin to copy `pieces` (multiples of `CHUNK_BYTES`) to the device.
+        """Begin to copy `pieces` to the device: addresses and sizes are multiples of 16 bytes.
 
         The table is used until `stream` was synchronised; only then may this be called again.
         """
-        sizes = np.array([piece.bytes for piece in pieces]) // CHUNK_BYTES
-        ends = np.cumsum(sizes)
-        offsets = (np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)) * CHUNK_BYTES
+        sizes = np.array([piece.bytes for piece in pieces])
+        chunks = -(-sizes // CHUNK_BYTES)
+        ends = np.cumsum(chunks)
+        offsets = (np.arange(ends[-1]) - np.repeat(ends - chunks, chunks)) * CHUNK_BYTES
         ends_of_copies = [(piece.block.address + piece.offset, piece.address) for piece in pieces]
-        self._table[: ends[-1]] = np.repeat(ends_of_copies, sizes, axis=0) + offsets[:, None]
+        rows = self._table[: ends[-1]]
+        rows[:, :2] = np.repeat(ends_of_copies, chunks, axis=0) + offsets[:, None]
+        rows[:, 2] = np.minimum(np.repeat(sizes, chunks) - offsets, CHUNK_BYTES) // 16
         external = torch.cuda.ExternalStream(stream.handle, device=self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device), torch.cuda.stream(external):
-            for first in range(0, int(ends[-1]), _CHUNKS_PER_LAUNCH):
-                chunks = min(_CHUNKS_PER_LAUNCH, int(ends[-1]) - first)
-                self._launch(self._block.address + 16 * first, chunks)
+            for first in range(0, len(rows), _CHUNKS_PER_LAUNCH):
+                self._launch(self._block.address + _ROW_BYTES * first, min(_CHUNKS_PER_LAUNCH, len(rows) - first))
 
     def close(self) -> None:
         """Give the table back; no copy may be in flight."""
@@ -78,6 +86,6 @@ class GpuCopies:
 def warm_up(device: int) -> None:
     """Compile and load the kernel."""
     block = pinned_block(2 * CHUNK_BYTES, device)
-    with closing(block), closing(GpuCopies(device, CHUNK_BYTES)) as copies, _core.CopyStream(device) as stream:
+    with closing(block), closing(GpuCopies(device, 1)) as copies, _core.CopyStream(device) as stream:
         copies.start(stream, [Piece(block, 0, block.address + CHUNK_BYTES, CHUNK_BYTES)])
         stream.synchronize()

@@ -158,6 +158,7 @@ class Preparation:
             offset = places[0].address - segment.address
             try:
                 workbench.encode(places, partial(self._pin, device=segment.device))
+                workbench.finish()
                 digests.add_decoded(segment, offset, workbench.decode_again(places), nbytes)
             except BaseException as error:
                 self._workbenches.pop(segment.device).close()  # no copy is in flight when the backup goes

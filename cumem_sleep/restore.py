@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from . import _core
 from .backup import BackupStore, Piece
+from .codec import CHUNK_BYTES
 from .digest import DigestRun
 from .errors import CumemSleepError
 
@@ -138,11 +139,15 @@ class Restorer:
             for device in sorted({segment.device for segment in raw}):
                 mine = [segment for segment in raw if segment.device == device]
                 ways = self._ways_to_copy(device, mine, stack)
-                lane = _Lane(mapped, digests, ways, self._best_rates.setdefault(device, _BestRate()))
+                lane = _Lane(mapped, digests, ways, self._best_rate(device))
                 lanes.append(lane.run(Batches(mine, store)))
             for device, workbench in (workbenches or {}).items():
-                places = chain.from_iterable([store.places(s) for s in encoded if s.device == device])
-                lanes.append(workbench.decode(places, mapped, digests.start if digests is not None else _nothing))
+                mine = [segment for segment in encoded if segment.device == device]
+                nbytes, chunks = store.stored_bytes(mine), workbench.chunks_per_slot
+                ways = [_Way(stream, self._kernel(device, nbytes, chunks, stack)) for stream in workbench.streams]
+                places = chain.from_iterable([store.places(segment) for segment in mine])
+                completed = digests.start if digests is not None else _nothing
+                lanes.append(workbench.decode(places, mapped, completed, _Copies(ways, self._best_rate(device))))
             half = sum(segment.bytes for segment in segments) // 2
             begun = 0
             for turn in zip_longest(*lanes, fillvalue=0):
@@ -151,13 +156,23 @@ class Restorer:
                     half_done()
 
     def _ways_to_copy(self, device: int, segments: Sequence[_core.Segment], stack: ExitStack) -> list[_Way]:
-        kernels: list[GpuCopies | None] = [None] * _BATCHES_IN_FLIGHT
-        if device in self._kernel_devices and sum(segment.bytes for segment in segments) >= _WORTH_CHOOSING_BYTES:
-            from .copy_kernel import GpuCopies
-
-            # Their tables must outlive the copies, so they are made, and given back, around the streams.
-            kernels = [stack.enter_context(closing(GpuCopies(device, _BATCH_BYTES))) for _ in kernels]
+        # Tables must outlive the copies, so they are made, and given back, around the streams.
+        nbytes = sum(segment.bytes for segment in segments)
+        kernels = [
+            self._kernel(device, nbytes, _BATCH_BYTES // CHUNK_BYTES, stack) for _ in range(_BATCHES_IN_FLIGHT)
+        ]
         return [_Way(stack.enter_context(_core.CopyStream(device)), kernel) for kernel in kernels]
+
+    def _kernel(self, device: int, nbytes: int, chunks: int, stack: ExitStack) -> GpuCopies | None:
+        """For batches of so many chunks; None where only the engine is to be used, since so few bytes are copied."""
+        if device not in self._kernel_devices or nbytes < _WORTH_CHOOSING_BYTES:
+            return None
+        from .copy_kernel import GpuCopies
+
+        return stack.enter_context(closing(GpuCopies(device, chunks)))
+
+    def _best_rate(self, device: int) -> _BestRate:
+        return self._best_rates.setdefault(device, _BestRate())
 
 
 def _nothing(segments: Sequence[_core.Segment]) -> None:
@@ -185,6 +200,28 @@ class _Way:
             self.stream.to_device(piece.address, piece.block, piece.offset, piece.bytes)
 
 
+class _Copies:
+    """Those of one device, each by the way that is to be taken just then."""
+
+    def __init__(self, ways: Sequence[_Way], best_rate: _BestRate) -> None:
+        self._ways = ways
+        self._choices = _choices(best_rate) if ways[0].kernel is not None else _engine_alone()
+        self._choice = next(self._choices)
+
+    @property
+    def alone(self) -> bool:
+        """Nothing is to be beside the next one."""
+        return self._choice.alone
+
+    def start(self, slot: int, runs: Sequence[tuple[_core.HostBlock, int, int, int]]) -> None:
+        """As `compress.SlotCopies` says."""
+        self._ways[slot].start(Batch([Piece(*run) for run in runs]), by_engine=self._choice.by_engine)
+
+    def took(self, nbytes: int, seconds: float) -> None:
+        """As `compress.SlotCopies` says."""
+        self._choice = self._choices.send((nbytes, seconds))
+
+
 class _Lane:
     """The copies to one device."""
 
@@ -208,11 +245,12 @@ class _Lane:
             batch = batches.next(_ENGINE_BATCH_BYTES if choice.by_engine and not choice.alone else _BATCH_BYTES)
             if not batch.pieces:
                 break
+            start = time.perf_counter()  # before a wait for mapping: what is in flight goes on meanwhile
             for segment in batch.segments:
                 self._mapped(segment.id)
             if choice.alone:
                 self._finish(leave=0)
-            start = time.perf_counter()
+                start = time.perf_counter()
             way = self._ways[number % len(self._ways)]
             way.start(batch, by_engine=choice.by_engine)
             self._in_flight.append((batch, way))

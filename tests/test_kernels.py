@@ -82,13 +82,15 @@ def test_the_copy_kernel_copies_in_the_interpreter() -> None:
 
         source = np.random.default_rng(6).integers(0, 256, 3 * kernel.CHUNK_BYTES, np.uint8)
         target = np.zeros(4 * kernel.CHUNK_BYTES, np.uint8)
-        table = np.array([[source.ctypes.data + i * kernel.CHUNK_BYTES, target.ctypes.data + j * kernel.CHUNK_BYTES]
-                          for i, j in ((0, 2), (2, 0), (1, 3))], np.uint64)
+        sizes = [kernel.CHUNK_BYTES, 16 * 40001, kernel.CHUNK_BYTES]
+        table = np.array([[source.ctypes.data + i * kernel.CHUNK_BYTES, target.ctypes.data + j * kernel.CHUNK_BYTES,
+                           size // 16, 0] for size, (i, j) in zip(sizes, ((0, 2), (2, 0), (1, 3)))], np.uint64)
         kernel._copy_chunks[(kernel._PROGRAMS,)](
             table.ctypes.data, 3, kernel._PROGRAMS, kernel._WORDS, kernel.CHUNK_BYTES // 8
         )
         parts = source.reshape(3, -1)
-        assert np.array_equal(target.reshape(4, -1), np.stack([parts[2], 0 * parts[0], parts[0], parts[1]]))
+        part = np.where(np.arange(kernel.CHUNK_BYTES) < sizes[1], parts[2], 0)
+        assert np.array_equal(target.reshape(4, -1), np.stack([part, 0 * parts[0], parts[0], parts[1]]))
         """,
         TRITON_INTERPRET="1",
     )
