@@ -27,6 +27,9 @@ _SLOTS = 4
 _SLOT_BYTES = (32 << 20, 8 << 20)  # of encoded chunks; the second where the GPU is full
 _LENT_SLOT_BYTES = _SLOT_BYTES[-1]
 _ROWS = 1024  # chunks in one launch, at most
+# Beside a running model, whose launches queue behind those of all slots: 128 MiB to count, so a fraction of a
+# millisecond, as behind the registering of a block.
+_FEW_ROWS = 16
 _ROW_BYTES = 32
 _HEAD_BYTES = 64 << 10  # of a slot, before the chunks: the rows, and a counter for each
 _COUNTERS_AT = _ROWS * _ROW_BYTES
@@ -224,7 +227,7 @@ class Compressor:
             spare_bytes: device memory that may be taken for it.
             lenders: segments whose memory may be used meanwhile, should there be too little.
             keep_bytes: their bytes are put back at the end.
-            small: take little memory, because the model runs meanwhile.
+            small: take little memory, and count few chunks at once, because the model runs meanwhile.
 
         Raises:
             CodecError: the kernels cannot be had, or do not reach what they need.
@@ -238,7 +241,13 @@ class Compressor:
         self._check(device)
         spare_bytes = min(spare_bytes, _bench_bytes(_SLOT_BYTES[-1])) if small else spare_bytes
         return Workbench(
-            device, self._kernels, spare_bytes, lenders, keep_bytes=keep_bytes, have_ready=self._have_ready
+            device,
+            self._kernels,
+            spare_bytes,
+            lenders,
+            keep_bytes=keep_bytes,
+            have_ready=self._have_ready,
+            count_rows=_FEW_ROWS if small else _ROWS,
         )
 
 
@@ -258,10 +267,12 @@ class Workbench:
         *,
         keep_bytes: bool,
         have_ready: Callable[[Layout, int], None],
+        count_rows: int,
     ) -> None:
         self._device = device
         self._kernels = kernels
         self._have_ready = have_ready
+        self._count_rows = count_rows
         self._turn = 0
         self._slots: list[_Slot] = []  # before the memory: in this order they go, should nobody close it
         self._kept: _Kept | _Cleared | None = None
@@ -411,8 +422,8 @@ class Workbench:
         firsts = np.cumsum(chunks) - chunks
         sources = np.repeat(starts, chunks) + (np.arange(len(symbols)) - np.repeat(firsts, chunks)) * CHUNK_BYTES
         sizes = np.zeros(len(symbols), np.int64)
-        for first in range(0, len(sizes), _ROWS):
-            mine = slice(first, min(first + _ROWS, len(sizes)))
+        for first in range(0, len(sizes), self._count_rows):
+            mine = slice(first, min(first + self._count_rows, len(sizes)))
             slot, count = self._next_slot(), mine.stop - mine.start
             slot.set_rows(symbols[mine], sources[mine], slot.counters_address + 4 * np.arange(count), 0)
             slot.stream.zero(slot.counters_address, 4 * count)
