@@ -299,16 +299,18 @@ class CuMemAllocator:
         """Back up in the background what a sleep at level 1 would copy, so that it will copy nothing. Returns at once.
 
         Host memory is taken, pinned and filled by a thread while the model runs, also beside the capture of CUDA
-        graphs, at no more than `Settings.prepare_bytes_per_second`. Where backups are compressed, this call first finds
-        out how much each will take, for which the GPU reads all of it once. What changes after that is found out, and
-        copied, by the sleep. Memory allocated later is not included: call it again. A new call ends the one before.
+        graphs, at no more than `Settings.prepare_bytes_per_second`. What changes after that is found out, and copied,
+        by the sleep. Memory allocated later is not included: call it again. A new call ends the one before.
+
+        How much compressed backups take, the thread finds out segment by segment. So this call only refuses what no
+        code could make fit (five eighths of the bytes); a limit that is reached later ends the preparation.
 
         Returns:
             What can be waited for and stopped, and says why it ended early if it did.
 
         Raises:
             InvalidState: the settings do not retain backups; this thread captures a CUDA graph.
-            OutOfHostMemory: a limit leaves too little for all of it; nothing was taken.
+            OutOfHostMemory: a limit leaves too little for all of it, compressed or not; nothing was taken.
         """
         if not self.settings.retain_backups:
             raise InvalidState("prepare() makes backups ahead, but retain_backups is off: none would be kept")
@@ -316,9 +318,7 @@ class CuMemAllocator:
             self._stop_preparing()
             is_dropped = _dropped_at_level(1)
             wanted = [s for s in _core.segments() if s.sleep == _Sleep.AWAKE and is_dropped and not is_dropped(s.tag)]
-            encodings = self._plan(wanted)
-            needed = self._store.needed_bytes(wanted, encodings)
-            self._store.check(needed, wanted)
+            self._store.check(self._store.needed_bytes(wanted, compressed=self._compressor.on), wanted)
             preparation = Preparation(
                 wanted,
                 self._lock,
@@ -326,31 +326,11 @@ class CuMemAllocator:
                 self._digester,
                 self.settings.prepare_bytes_per_second,
                 self._warm_up,
-                encodings,
-                lambda device: self._compressor.workbench(device, _core.memory_info(device)[0], small=True),
+                self._compressor,
             )
             self._preparation = preparation  # before it starts: an interrupt must not lose it
             preparation.start()
         return preparation
-
-    def _plan(self, segments: Sequence[_core.Segment]) -> dict[int, Encoding]:
-        """How those of these are to be stored, by id, that are not to be stored as they are."""
-        encodings: dict[int, Encoding] = {}
-        if not self._compressor.on:
-            return encodings
-        try:
-            for device in sorted({segment.device for segment in segments}):
-                mine = [segment for segment in segments if segment.device == device]
-                workbench = self._compressor.workbench(device, _core.memory_info(device)[0], small=True)
-                try:
-                    with workbench:
-                        encodings.update(workbench.plan(mine))
-                finally:  # once more: an interrupt may have come while it was closed
-                    workbench.close()
-        except CodecError as error:
-            self._compressor.give_up(error)
-            encodings.clear()
-        return encodings
 
     def _stop_preparing(self) -> None:
         """May be called with or without the lock held, which the thread never waits for."""

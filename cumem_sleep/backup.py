@@ -15,7 +15,7 @@ from itertools import chain
 
 from . import _core, host_limits
 from .ahead import Ahead, Task
-from .codec import CHUNK_BYTES
+from .codec import CHUNK_BYTES, least_bytes
 from .compress import Encoding, Place, Workbench
 from .digest import Digest
 from .errors import InvalidState, OutOfHostMemory
@@ -172,10 +172,10 @@ class BackupStore:
             )
             self.has_freed |= segment.freed  # before it was noted: nobody will say so
 
-    def needed_bytes(self, segments: Iterable[_core.Segment], encodings: Mapping[int, Encoding] | None) -> int:
-        """Host memory that `take` would have to find for those of `segments` that have none yet."""
-        new = [segment for segment in segments if segment.id not in self._backups]
-        return sum(sum(_block_sizes(s, (encodings or {}).get(s.id), SLAB_BYTES)) for s in new)
+    def needed_bytes(self, segments: Iterable[_core.Segment], *, compressed: bool) -> int:
+        """Host memory that `take` would have to find for those of `segments` that have none yet: at least so much."""
+        nbytes = sum(segment.bytes for segment in segments if segment.id not in self._backups)
+        return least_bytes(nbytes) if compressed else nbytes
 
     def _reuse_or_forget(self, segments: Sequence[_core.Segment], encodings: Mapping[int, Encoding]) -> None:
         for segment in segments:

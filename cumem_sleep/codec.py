@@ -92,6 +92,11 @@ class Layout:
         return self.fixed_bytes + (LEVELS - 1) * LEVEL_0_BYTES + BLOCK_VALUES
 
     @property
+    def smallest_chunk_bytes(self) -> int:
+        """What a chunk takes of which nothing is passed on."""
+        return self.header_bytes + self.blocks_per_chunk * self.fixed_bytes
+
+    @property
     def largest_chunk_bytes(self) -> int:
         """The most that a chunk may take, which is more than `CHUNK_BYTES`."""
         return self.header_bytes + self.blocks_per_chunk * self.largest_block_bytes
@@ -180,6 +185,11 @@ def _histograms(layout: Layout, samples: Bytes) -> Integers:
             -1, symbols
         )
     return counts
+
+
+def least_bytes(content_bytes: int) -> int:
+    """What no code gets so much content below, which is whole chunks."""
+    return content_bytes // CHUNK_BYTES * min(layout.smallest_chunk_bytes for layout in LAYOUTS)
 
 
 def chunk_bytes(code: Code, content: Bytes) -> Integers:

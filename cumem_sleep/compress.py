@@ -28,6 +28,9 @@ _SLOTS = 4
 _SLOT_BYTES = (32 << 20, 8 << 20)  # of encoded chunks; the second where the GPU is full
 _LENT_SLOT_BYTES = _SLOT_BYTES[-1]
 _ROWS = 1024  # chunks in one launch, at most
+# Beside a running model, whose launches queue behind those of all slots: 128 MiB to count, so a fraction of a
+# millisecond, as behind the registering of a block.
+_FEW_ROWS = 16
 _ROW_BYTES = 32
 _HEAD_BYTES = 64 << 10  # of a slot, before the chunks: the rows, and a counter for each
 _COUNTERS_AT = _ROWS * _ROW_BYTES
@@ -243,7 +246,7 @@ class Compressor:
             spare_bytes: device memory that may be taken for it.
             lenders: segments whose memory may be used meanwhile, should there be too little.
             keep_bytes: their bytes are put back at the end.
-            small: take little memory, because the model runs meanwhile.
+            small: take little memory, and count few chunks at once, because the model runs meanwhile.
 
         Raises:
             CodecError: the kernels cannot be had, or do not reach what they need.
@@ -257,7 +260,13 @@ class Compressor:
         self._check(device)
         spare_bytes = min(spare_bytes, _bench_bytes(_SLOT_BYTES[-1])) if small else spare_bytes
         return Workbench(
-            device, self._kernels, spare_bytes, lenders, keep_bytes=keep_bytes, have_ready=self._have_ready
+            device,
+            self._kernels,
+            spare_bytes,
+            lenders,
+            keep_bytes=keep_bytes,
+            have_ready=self._have_ready,
+            count_rows=_FEW_ROWS if small else _ROWS,
         )
 
 
@@ -277,10 +286,12 @@ class Workbench:
         *,
         keep_bytes: bool,
         have_ready: Callable[[Layout, int], None],
+        count_rows: int,
     ) -> None:
         self._device = device
         self._kernels = kernels
         self._have_ready = have_ready
+        self._count_rows = count_rows
         self._turn = 0
         self._slots: list[_Slot] = []  # before the memory: in this order they go, should nobody close it
         self._kept: _Kept | _Cleared | None = None
@@ -473,8 +484,8 @@ class Workbench:
         firsts = np.cumsum(chunks) - chunks
         sources = np.repeat(starts, chunks) + (np.arange(len(symbols)) - np.repeat(firsts, chunks)) * CHUNK_BYTES
         result = _Count(chosen, np.zeros(len(symbols), np.int64))
-        for first in range(0, len(symbols), _ROWS):
-            mine = slice(first, min(first + _ROWS, len(symbols)))
+        for first in range(0, len(symbols), self._count_rows):
+            mine = slice(first, min(first + self._count_rows, len(symbols)))
             slot, count = self._next_slot(), mine.stop - mine.start
             slot.set_rows(symbols[mine], sources[mine], slot.counters_address + 4 * np.arange(count), 0)
             slot.stream.zero(slot.counters_address, 4 * count)
@@ -482,7 +493,7 @@ class Workbench:
                 self._kernels.count(slot.stream, layout, slot.table, count)
             slot.read_counters(count)
             slot.then(partial(_store_counters, result.sizes[mine]))
-            result.slots.append(slot)
+            result.slots.append((first, slot))
         return result
 
     def _samples(self, segments: Sequence[_core.Segment]) -> npt.NDArray[np.uint8]:
@@ -529,12 +540,12 @@ class _Count:
 
     Attributes:
         sizes: of all chunks of `chosen`.
-        slots: that count, each up to `_ROWS` chunks, in order.
+        slots: that count, each with the first of its chunks.
     """
 
     chosen: Sequence[tuple[_core.Segment, Code]]
     sizes: npt.NDArray[np.int64]
-    slots: list[_Slot] = field(default_factory=list)
+    slots: list[tuple[int, _Slot]] = field(default_factory=list)
 
     @property
     def segments(self) -> list[_core.Segment]:
@@ -543,7 +554,7 @@ class _Count:
 
     def finish(self) -> dict[int, Encoding]:
         """How each segment, by id, is to be stored; those that would not become smaller are left out."""
-        for first, slot in zip(range(0, len(self.sizes), _ROWS), self.slots, strict=True):
+        for first, slot in self.slots:
             if not self.sizes[first]:  # else the slot may have something else to do by now
                 slot.finish()
         ends = np.cumsum([segment.bytes // CHUNK_BYTES for segment, _ in self.chosen])

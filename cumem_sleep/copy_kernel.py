@@ -30,7 +30,7 @@ _ROW_BYTES = 32  # three words, and one to keep them aligned
 
 @triton.jit(do_not_specialize=["chunks"])  # type: ignore[untyped-decorator]  # else Triton compiles once more for 1
 def _copy_chunks(table, chunks, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """`table` holds (source, target, pairs of words) of chunks of at most CHUNK words; programs copy a slice of each."""
+    """`table` has (source, target, pairs of words) of chunks of at most CHUNK words. Programs copy a slice of each."""
     program = tl.program_id(0).to(tl.int64)
     entry = table.to(tl.pointer_type(tl.uint64))
     slice_words = CHUNK // PROGRAMS

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 from . import _core
 from .backup import Backup, BackupStore, Piece
 from .codec import CHUNK_BYTES
-from .compress import ChangedMeanwhile, Encoding, Place, Workbench
+from .compress import ChangedMeanwhile, Compressor, Encoding, Place, Workbench
 from .digest import DeviceDigester, DigestRun
-from .errors import CumemSleepError, InvalidState
+from .errors import CodecError, CumemSleepError, InvalidState
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -29,10 +29,11 @@ _POLL_S = 0.001
 class Preparation:
     """Backups in the making; what `CuMemAllocator.prepare` returns. `TagUsage.backed_up_bytes` shows its progress.
 
-    A thread of its own backs up one segment after the other, piece by piece. It holds the allocator's lock for one
-    piece at a time, so that any operation may come between; what is asleep by then, freed, or backed up in another way
-    it passes over. What the model writes to meanwhile, or later, the sleep finds out and copies. The thread has no
-    lower priority than others, because it would then hold the interpreter lock for longer; its rate is bounded instead.
+    A thread of its own backs up one segment after the other, piece by piece. It holds the allocator's lock for the look
+    at one segment, or for one piece, at a time, so that any operation may come between; what is asleep by then, freed,
+    or backed up in another way it passes over. What the model writes to meanwhile, or later, the sleep finds out and
+    copies. The thread has no lower priority than others, because it would then hold the interpreter lock for longer;
+    its rate is bounded instead.
 
     Attributes:
         wanted_bytes: of all segments that it is to back up.
@@ -46,8 +47,7 @@ class Preparation:
         digester: DeviceDigester,
         bytes_per_second: int,
         warm_up: Callable[[], None],
-        encodings: Mapping[int, Encoding],
-        workbench: Callable[[int], Workbench],
+        compressor: Compressor,
     ) -> None:
         self.wanted_bytes = sum(segment.bytes for segment in segments)
         self._segments = segments
@@ -56,8 +56,7 @@ class Preparation:
         self._digester = digester
         self._bytes_per_second = bytes_per_second
         self._warm_up = warm_up
-        self._encodings = encodings
-        self._make_workbench = workbench
+        self._compressor = compressor
         self._workbenches: dict[int, Workbench] = {}  # by device
         self._stopped = threading.Event()
         self._due = time.monotonic()  # when the next piece may be copied
@@ -121,7 +120,8 @@ class Preparation:
             before = digests.finish()[segment.id]
             if self._store.is_clean(segment, before):
                 return
-            self._store.take([segment], keep=self._segments, slab_bytes=_BLOCK_BYTES, encodings=self._encodings)
+            encodings = self._plan(segment)
+            self._store.take([segment], keep=self._segments, slab_bytes=_BLOCK_BYTES, encodings=encodings)
             backup = self._store.begin_preparing(segment)
         digests.begin_copy()
         try:
@@ -135,6 +135,47 @@ class Preparation:
             if backup.being_prepared:
                 backup.being_prepared = False
                 self._prune()
+
+    def _plan(self, segment: _core.Segment) -> dict[int, Encoding]:
+        """How it is to be stored, by its id, if not as it is.
+
+        In one turn, because only an operation waits for that, and not for long: the GPU counts several hundred GB/s.
+        The model waits for less, since a small workbench launches little at once.
+
+        Raises:
+            OutOfHostMemory: it can only be stored as it is, and a limit leaves too little for all that then has to be.
+        """
+        if not self._compressor.on:
+            return {}
+        try:
+            with self._workbench(segment.device) as workbench:
+                if workbench.has_memory:
+                    return workbench.plan([segment])
+        except CodecError as error:
+            self._compressor.give_up(error)
+        # All or nothing: a sleep may be lent the memory that lacks here, and half of the backups, uncompressed, would
+        # take the room that all of them have compressed.
+        awake = [s for s in self._segments if s.sleep == _core.Segment.Sleep.AWAKE and not s.freed]
+        rest = [s for s in awake if s.device == segment.device]
+        self._store.check(self._store.needed_bytes(rest, compressed=False), self._segments)
+        return {}
+
+    @contextmanager
+    def _workbench(self, device: int) -> Iterator[Workbench]:
+        """That of `device`, made at the first use. After an error it is closed: no work of it is in flight then."""
+        if device not in self._workbenches:
+            workbench = self._compressor.workbench(device, _core.memory_info(device)[0], small=True)
+            self._workbenches[device] = workbench
+            if not workbench.has_memory:
+                logger.warning(
+                    "device %d has no memory left for the codec to work in: prepare stores its backups uncompressed",
+                    device,
+                )
+        try:
+            yield self._workbenches[device]
+        except BaseException:
+            self._workbenches.pop(device).close()
+            raise
 
     def _copy_all(self, backup: Backup, digests: DigestRun) -> bool:
         if backup.encoding is None:
@@ -150,21 +191,14 @@ class Preparation:
         with self._turn(segment, backup) as mine:
             if not mine:
                 return False
-            if segment.device not in self._workbenches:
-                self._workbenches[segment.device] = self._make_workbench(segment.device)
-            workbench = self._workbenches[segment.device]
-            if not workbench.has_memory:
-                return False
             offset = places[0].address - segment.address
             try:
-                workbench.encode(places, partial(self._pin, device=segment.device))
-                workbench.finish()
-                digests.add_decoded(segment, offset, workbench.decode_again(places), nbytes)
-            except BaseException as error:
-                self._workbenches.pop(segment.device).close()  # no copy is in flight when the backup goes
-                if isinstance(error, ChangedMeanwhile):
-                    return False
-                raise
+                with self._workbench(segment.device) as workbench:
+                    workbench.encode(places, partial(self._pin, device=segment.device))
+                    workbench.finish()
+                    digests.add_decoded(segment, offset, workbench.decode_again(places), nbytes)
+            except ChangedMeanwhile:
+                return False
         self._pace(nbytes)
         return True
 

@@ -158,9 +158,7 @@ class Restorer:
     def _ways_to_copy(self, device: int, segments: Sequence[_core.Segment], stack: ExitStack) -> list[_Way]:
         # Tables must outlive the copies, so they are made, and given back, around the streams.
         nbytes = sum(segment.bytes for segment in segments)
-        kernels = [
-            self._kernel(device, nbytes, _BATCH_BYTES // CHUNK_BYTES, stack) for _ in range(_BATCHES_IN_FLIGHT)
-        ]
+        kernels = [self._kernel(device, nbytes, _BATCH_BYTES // CHUNK_BYTES, stack) for _ in range(_BATCHES_IN_FLIGHT)]
         return [_Way(stack.enter_context(_core.CopyStream(device)), kernel) for kernel in kernels]
 
     def _kernel(self, device: int, nbytes: int, chunks: int, stack: ExitStack) -> GpuCopies | None:

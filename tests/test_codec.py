@@ -84,7 +84,9 @@ def assert_round_trip(code: Code, content: Bytes) -> Bytes:
     stored = codec.encode(code, content)
     assert len(sizes) == content.size // CHUNK_BYTES
     assert stored.size == sizes.sum()
+    assert code.layout.smallest_chunk_bytes <= sizes.min()
     assert sizes.max() <= code.layout.largest_chunk_bytes
+    assert codec.least_bytes(content.size) <= stored.size
     assert np.array_equal(codec.decode(code, stored, sizes), content)
     return stored
 
@@ -196,6 +198,14 @@ class TestRoundTrip:
         code = codec.choose_code(content[:8192])
         assert code is not None
         assert_round_trip(code, content)
+
+    @every_layout
+    def test_symbols_that_are_all_among_the_first(self, layout: Layout) -> None:
+        stored = assert_round_trip(code_of(layout), values_of(layout, [0, 1, 2]))
+        assert stored.size == layout.smallest_chunk_bytes
+
+    def test_the_least_is_that_of_some_layout(self) -> None:
+        assert codec.least_bytes(3 * CHUNK_BYTES) == 3 * min(layout.smallest_chunk_bytes for layout in LAYOUTS)
 
     @every_layout
     def test_symbols_that_are_all_outside_the_code(self, layout: Layout) -> None:

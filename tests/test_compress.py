@@ -21,6 +21,8 @@ from support import (
     DROPPED,
     MIB,
     PAGE,
+    Cuda,
+    assert_thread_ends_in_order,
     bf16_weights,
     free_everything,
     in_thread,
@@ -30,15 +32,12 @@ from support import (
 )
 from test_failures import (
     PHASES,
-    Interrupter,
     Phase,
     World,
-    _chosen,
     check_every_call,
     check_interrupts,
-    threads_at_work,
 )
-from test_prepare import Turns, finished
+from test_prepare import Turns, finished, on_preparing_thread
 
 from cumem_sleep import (
     BackupMismatch,
@@ -53,7 +52,7 @@ from cumem_sleep import (
     sim,
 )
 from cumem_sleep.codec import Bytes, Code, Layout
-from cumem_sleep.compress import SimulatedKernels, Workbench
+from cumem_sleep.compress import Compressor, SimulatedKernels, Workbench
 from cumem_sleep.digest import DigestRun
 
 pytestmark = pytest.mark.sim
@@ -465,6 +464,22 @@ class TestHostMemory:
         allocator.wake_up("weights")
         check_bytes(dict(list(contents.items())[:1]))
 
+    def test_budget_that_is_reached_while_preparing(
+        self, make_allocator: MakeAllocator, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Weights would fit, the noise among them does not."""
+        allocator = make_allocator(compress="auto", host_budget_bytes=2 * self.COMPRESSED_BYTES)
+        contents = fill(allocator, bf16, noise)
+        error = finished(allocator.prepare()).error
+        assert isinstance(error, OutOfHostMemory)
+        assert (error.needed_bytes, error.limit) == (2 * PAGE, "budget")
+        assert "prepare ended early" in caplog.text
+        assert encodings(allocator, list(contents)[:1]) == ["bf16"]
+        check_host_bytes(allocator)
+        allocator.free(list(contents)[1])
+        assert allocator.sleep().copied_bytes == 0
+        allocator.wake_up()
+
     def test_budget_that_only_a_clean_backup_could_make_way_for(self, make_allocator: MakeAllocator) -> None:
         allocator = make_allocator(compress="auto", host_budget_bytes=3 * PAGE)
         contents = fill(allocator, bf16, bf16)
@@ -509,9 +524,148 @@ class TestPrepare:
         allocator.wake_up()
         check_bytes(contents)
 
+    def test_the_caller_counts_nothing(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nor waits until it was: it may be who runs the model."""
+        contents = fill(allocator, bf16, some_noise)
+        returned = threading.Event()
+        seen: list[str] = []
+
+        def noted(work: Callable[..., Any], name: str) -> Callable[..., Any]:
+            def wait_and_work(*arguments: Any, **options: Any) -> Any:
+                assert on_preparing_thread()
+                assert returned.wait(30)
+                seen.append(name)
+                return work(*arguments, **options)
+
+            return wait_and_work
+
+        for place, name in [(Compressor, "workbench"), (Workbench, "plan"), (SimulatedKernels, "count")]:
+            monkeypatch.setattr(place, name, noted(getattr(place, name), name))
+        preparation = allocator.prepare()
+        returned.set()
+        assert finished(preparation).error is None
+        assert seen == ["workbench"] + 2 * ["plan", "count"]
+        assert encodings(allocator, contents) == ["bf16", "bf16"]
+
+    def test_launches_are_narrow(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+        contents = fill(allocator, bf16, nbytes=5 * PAGE)
+        monkeypatch.setattr("cumem_sleep.compress._FEW_ROWS", 2)
+        counted: list[int] = []
+        count = SimulatedKernels.count
+
+        def noted(*arguments: Any) -> None:
+            counted.append(arguments[-1])
+            count(*arguments)
+
+        monkeypatch.setattr(SimulatedKernels, "count", noted)
+        assert finished(allocator.prepare()).error is None
+        assert counted == [2, 2, 1]
+        assert encodings(allocator, contents) == ["bf16"]
+        cycle(allocator, contents)
+        allocator.release_backups()
+        counted.clear()
+        cycle(allocator, contents)
+        assert counted == [5], "no model runs beside a sleep"
+
+    @pytest.mark.parametrize("ends", ["", "free", "failing"])
+    def test_leaves_a_capture_valid(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, ends: str
+    ) -> None:
+        """Of another thread, all the way through, of the mode that forbids most."""
+        contents = fill(allocator, bf16, noise, bf16)
+        cuda = Cuda()
+        cuda.enter()
+        stream = cuda.stream()
+        turns = Turns(monkeypatch)
+        if ends == "free":
+            turns._act, turns._at = (lambda: allocator.free(next(iter(contents)))), 1
+        elif ends == "failing":
+            failing("count", monkeypatch, after=1)
+        plan = Workbench.plan
+
+        def look_and_plan(*arguments: Any) -> Any:
+            mode = ctypes.c_int(Cuda.RELAXED)
+            cuda.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+            assert mode.value == Cuda.RELAXED, "PyTorch and Triton make calls that would end the capture"
+            return plan(*arguments)
+
+        monkeypatch.setattr(Workbench, "plan", look_and_plan)
+        cuda.call("cuStreamBeginCapture_v2", stream, Cuda.GLOBAL)
+        try:
+            preparation = in_thread(lambda: turns.prepare(allocator))
+            assert cuda.capture_is_valid(stream)
+        finally:
+            result = cuda.end_capture(stream)
+            cuda.call("cuStreamDestroy_v2", stream)
+            cuda.leave()
+        assert (result, preparation.error) == (0, None)
+        assert allocator.sleep().copied_bytes == 0
+
+    @pytest.mark.parametrize("place", [0, 1, 2])
+    def test_free_during_the_plan(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+        """What is counted stays until it was."""
+        contents = fill(allocator, bf16, bf16, some_noise)
+        freed = list(contents)[place]
+        del contents[freed]
+        count = SimulatedKernels.count
+
+        def free_and_count(*arguments: Any) -> None:
+            with suppress(InvalidState):
+                in_thread(lambda: allocator.free(freed))
+            count(*arguments)
+
+        monkeypatch.setattr(SimulatedKernels, "count", free_and_count)
+        assert finished(allocator.prepare()).error is None
+        assert {segment.address for segment in _core.segments()} == set(contents)
+        check_host_bytes(allocator)
+        assert allocator.sleep().copied_bytes == 0
+        allocator.wake_up()
+        check_bytes(contents)
+
+    def test_a_plan_that_fails_leaves_nothing_at_work(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """When its turn ends, the segment may go."""
+        contents = fill(allocator, bf16, bf16, nbytes=3 * PAGE)
+        monkeypatch.setattr("cumem_sleep.compress._FEW_ROWS", 1)
+        failing("count", monkeypatch, after=1)
+        handles: list[int] = []
+        Turns(monkeypatch, lambda: handles.append(sim.stats().live_handles)).prepare(allocator)
+        assert handles == [len(contents)] * len(handles)
+        assert encodings(allocator, contents) == [None, None]
+
+    def test_every_driver_call_may_fail_once(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+        QuickCodec(monkeypatch)
+        contents = fill(allocator, bf16)
+        sim.reset()
+        finished(allocator.prepare())
+        around = ("cuCtx", "cuDevice", "cuThread")  # as of any operation
+        calls = {call: count for call, count in sim.stats().calls.items() if not call.startswith(around)}
+        allocator.release_backups()
+        problems = []
+        for call, position in [(call, position) for call, count in calls.items() for position in range(count)]:
+            sim.reset()
+            sim.fail(call, position, "CUDA_ERROR_UNKNOWN")
+            with suppress(DriverError):  # of what the caller asks
+                finished(allocator.prepare())
+            sim.reset()
+            _core.synchronize(0)  # fails if work on the device found its memory gone
+            ready = [s for s in _core.segments() if allocator._store.get(s) is not None]
+            if allocator._store.host_bytes != sum(map(allocator._store.host_bytes_of, ready)):
+                problems.append(f"{call} number {position + 1}: half a backup is left")
+            if allocator.sleep().clean_bytes != 2 * PAGE * len(ready):
+                problems.append(f"{call} number {position + 1}: a backup is not of the segment's bytes")
+            allocator.wake_up()
+            allocator.release_backups()
+            _core.reclaim()
+            if (stats := sim.stats()).live_handles != len(contents) or stats.registered_bytes:
+                problems.append(f"{call} number {position + 1}: memory is left")
+        check_bytes(contents)
+        assert not problems, f"{len(problems)} of {sum(calls.values())}:\n" + "\n".join(problems[:20])
+
     @pytest.mark.parametrize("act", ["noise", "flip", "free", "sleep", "sleep and wake", "release", "close"])
     def test_beside(self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, act: str) -> None:
-        """Before each of its turns, the first of which comes after the plan."""
+        """Before each of its turns, the first of which plans."""
         for turn in range(1 if act in ("release", "close") else 6):
             free_everything()
             allocator = make_allocator(compress="auto")
@@ -550,16 +704,31 @@ class TestPrepare:
             allocator.wake_up()
             check_bytes(contents)
 
-    def test_on_a_full_device(self, allocator: CuMemAllocator) -> None:
+    def test_on_a_full_device(self, allocator: CuMemAllocator, caplog: pytest.LogCaptureFixture) -> None:
         """Nothing can be lent while the model runs."""
-        contents = fill(allocator, bf16)
+        contents = fill(allocator, bf16, bf16)
         fill(allocator, zeros, nbytes=8 * PAGE, tag="kv_cache")
         leave_free(0)
         assert finished(allocator.prepare()).error is None
         assert allocator.sleep().copied_bytes == 0
-        assert encodings(allocator, contents) == [None]
+        assert encodings(allocator, contents) == [None, None]
+        assert len(caplog.records) == 1
+        assert "no memory left for the codec" in caplog.text
         allocator.wake_up()
         check_bytes(contents)
+
+    def test_on_a_full_device_with_a_budget_for_compressed(self, make_allocator: MakeAllocator) -> None:
+        """What a sleep can do, which is lent memory, no preparation makes impossible."""
+        allocator = make_allocator(compress="auto", host_budget_bytes=2 * TestHostMemory.COMPRESSED_BYTES)
+        contents = fill(allocator, bf16, bf16)
+        fill(allocator, zeros, nbytes=8 * PAGE, tag="kv_cache")
+        leave_free(0)
+        error = finished(allocator.prepare()).error
+        assert isinstance(error, OutOfHostMemory)
+        assert (error.needed_bytes, error.limit) == (4 * PAGE, "budget")
+        assert allocator._store.host_bytes == 0
+        cycle(allocator, contents)
+        assert encodings(allocator, contents) == ["bf16", "bf16"]
 
     def test_takes_a_small_workbench(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
         contents = fill(allocator, bf16)
@@ -578,14 +747,50 @@ class TestPrepare:
         assert finished(allocator.prepare()).error is None
         assert encodings(allocator, contents) == ["bf16"]
 
-    def test_the_device_is_full_by_when_it_encodes(
+    def test_the_device_is_full_by_when_it_begins_anew(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        contents = fill(allocator, bf16)
-        assert Turns(monkeypatch, lambda: leave_free(0), 0).prepare(allocator).error is None
-        assert allocator._store.host_bytes == 0
+        """As it does after a segment that was written to meanwhile."""
+        contents = fill(allocator, bf16, bf16)
+        first, second = contents
+        contents[first] = noise(2 * PAGE, np.random.default_rng(5))
+
+        def write_and_fill() -> None:
+            write(first, contents[first])
+            sim.configure(device_bytes=2 * 2 * PAGE)
+
+        assert Turns(monkeypatch, write_and_fill, 1).prepare(allocator).error is None
+        assert allocator._store.get(at(first)) is None
+        assert encodings(allocator, [second]) == [None]
         sim.configure(device_bytes=DEVICE_BYTES)
         cycle(allocator, contents)
+
+    def test_exit_while_it_counts(self) -> None:
+        assert_thread_ends_in_order(
+            """
+            import threading, time
+            import numpy as np
+            from cumem_sleep import compress
+
+            reset_simulation()
+            allocator, memory = fresh_allocator(compress="auto"), Memory()
+            for _ in range(2):
+                address = allocator.malloc(2 * PAGE, "weights")
+                memory.write(address, bf16_weights(2 * PAGE, np.random.default_rng(0)))
+            memory.close()
+            counting, count = threading.Event(), compress.SimulatedKernels.count
+
+            def count_slowly(*arguments):
+                counting.set()
+                time.sleep(0.2)
+                count(*arguments)
+
+            compress.SimulatedKernels.count = count_slowly
+            preparation = allocator.prepare()
+            assert counting.wait(30)
+            """,
+            thread="preparation._thread",
+        )
 
     @pytest.mark.parametrize("call", ["cuMemHostRegister"])
     def test_no_copy_is_in_flight_after_a_failure(self, call: str) -> None:
@@ -912,14 +1117,16 @@ class TestCodecFails:
         cycle(allocator, contents)
 
     def test_on_the_second_device(self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Nothing is compressed from then on, not even what was planned for the first."""
+        """Nothing is compressed from then on; what was, stays."""
         allocator = make_allocator(compress="auto")
         sim.configure(devices=2)
         contents = fill(allocator, bf16) | fill(allocator, bf16, device=1)
         failing("count", monkeypatch, after=1)
         assert finished(allocator.prepare()).error is None
-        assert encodings(allocator, contents) == [None, None]
-        cycle(allocator, contents)
+        assert encodings(allocator, contents) == ["bf16", None]
+        assert allocator.sleep().copied_bytes == 0
+        allocator.wake_up()
+        check_bytes(contents)
 
     def test_kernels_cannot_be_had(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -1116,43 +1323,5 @@ def test_every_driver_call_of_a_wake_of_two_devices_may_fail_once(monkeypatch: p
     QuickCodec(monkeypatch)
     world = World(devices=2, device_bytes=3 * PAGE, compress="auto")
     check_every_call(world, COMPRESSED[-1], "CUDA_ERROR_UNKNOWN", False)
-    free_everything()
-    reset_simulation()
-
-
-def test_interrupt_of_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it plans. What it began can be ended, and nothing is left."""
-    reset_simulation()
-    one_page_bench(monkeypatch)
-    QuickCodec(monkeypatch)
-    world = World(compress="auto", prepare_bytes_per_second=1)  # else it would end by itself
-    allocator = world.allocator
-
-    def start_over() -> None:  # so that the places are the same each time
-        allocator.release_backups()
-        allocator._preparation = None
-
-    allocator.prepare()  # the first one tries the kernels
-    start_over()
-    with Interrupter() as clean:
-        allocator.prepare()
-    chosen = [
-        index
-        for index in _chosen(clean.positions)
-        if clean.positions[index][0].startswith(("compress.py", "allocator.py:_plan"))
-    ]
-    problems = []
-    for index in chosen:
-        start_over()
-        with suppress(KeyboardInterrupt), Interrupter(index):
-            allocator.prepare()
-        in_thread(allocator.usage, timeout_s=5)
-        allocator.release_backups()
-        stats = sim.stats()
-        if threads_at_work() or stats.live_handles != len(world.segments) or stats.registered_bytes:
-            problems.append(f"{clean.positions[index]}: it goes on, or holds memory")
-    world.check_bytes()
-    assert len(chosen) > 50
-    assert not problems, f"{len(problems)} of {len(chosen)}:\n" + "\n".join(problems[:20])
     free_everything()
     reset_simulation()
