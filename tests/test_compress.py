@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,8 +51,10 @@ from cumem_sleep import (
     OutOfHostMemory,
     _core,
     host_limits,
+    restore,
     sim,
 )
+from cumem_sleep.backup import Piece
 from cumem_sleep.codec import Bytes, Code, Layout
 from cumem_sleep.compress import Compressor, SimulatedKernels, Workbench
 from cumem_sleep.digest import DigestRun
@@ -251,6 +255,51 @@ class TestRoundTrips:
         allocator.wake_up()
         check_bytes(contents | cache)
 
+    @pytest.mark.parametrize("tight", [False, True])
+    def test_wake_by_the_copy_kernel(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, tight: bool
+    ) -> None:
+        """By turns with the copy engine, and alone where its time is to tell the rate."""
+        monkeypatch.setattr("cumem_sleep.compress._SLOT_BYTES", (8 * MIB, 4 * MIB))
+        monkeypatch.setattr("cumem_sleep.restore._WORTH_CHOOSING_BYTES", 0)
+        monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", 3 * MIB)
+        started: list[int] = []
+
+        class GpuCopies:
+            def __init__(self, device: int, chunks: int) -> None:
+                self.chunks = chunks
+
+            def start(self, stream: _core.CopyStream, pieces: Sequence[Piece]) -> None:
+                assert sum(-(-piece.bytes // PAGE) for piece in pieces) <= self.chunks
+                started.append(sum(piece.bytes for piece in pieces))
+                for piece in pieces:
+                    assert piece.bytes % 16 == piece.offset % 16 == piece.address % 16 == 0
+                    ctypes.memmove(piece.address, piece.block.address + piece.offset, piece.bytes)
+
+            def close(self) -> None:
+                pass
+
+        took: list[tuple[int, float]] = []
+
+        def choices(best: object) -> Iterator[restore._Choice]:
+            for number in itertools.count():
+                took.append((yield restore._Choice(by_engine=number % 3 == 0, alone=number % 2 == 0)))
+
+        monkeypatch.setitem(sys.modules, "cumem_sleep.copy_kernel", SimpleNamespace(GpuCopies=GpuCopies))
+        monkeypatch.setattr(restore, "_choices", choices)
+        allocator._restorer._kernel_devices.add(0)
+        contents = fill(allocator, *KINDS, nbytes=12 * PAGE)
+        contents |= fill(allocator, bf16, fp16, nbytes=PAGE)
+        allocator.sleep()
+        if tight:
+            leave_free(sum(map(len, contents.values())) + BENCH_BYTES[0])
+        allocator.wake_up()
+        check_bytes(contents)
+        assert len(started) >= 6
+        encoded = sum(e.bytes for s in _core.segments() if (e := allocator._store.encoding_of(s)))
+        assert sum(nbytes for nbytes, _ in took if nbytes) == encoded + 12 * PAGE, "and what is stored as it is"
+        assert all(seconds > 0 for _, seconds in took)
+
     def test_off_compresses_nothing(self, make_allocator: MakeAllocator) -> None:
         allocator = make_allocator(compress="off")
         contents = fill(allocator, bf16)
@@ -327,7 +376,9 @@ class TestChanges:
         assert sum(encoded) == 2
         allocator.wake_up()
 
-    def test_similar_values_need_no_new_memory(self, allocator: CuMemAllocator) -> None:
+    def test_similar_values_need_no_new_memory_and_no_samples(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         contents = fill(allocator, bf16, bf16)
         cycle(allocator, contents)
         before = [allocator._store._backups[at(address).id] for address in contents]
@@ -336,13 +387,44 @@ class TestChanges:
         for address in contents:
             contents[address] = bf16(2 * PAGE, random)
             write(address, contents[address])
-        report = allocator.sleep()
+        with monkeypatch.context() as patch:
+            patch.setattr(Workbench, "_samples", None)
+            report = allocator.sleep()
         assert report.copied_bytes == 2 * 2 * PAGE
         after = [allocator._store._backups[at(address).id] for address in contents]
         for old, new, old_sizes in zip(before, after, sizes, strict=True):
             assert new is old
             assert new.encoding is not None
             assert (new.encoding.sizes != old_sizes).all()
+        check_host_bytes(allocator)
+        allocator.wake_up()
+        check_bytes(contents)
+
+    def test_the_next_part_is_counted_while_one_is_encoded(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("cumem_sleep.compress._PART_BYTES", 2 * PAGE)
+        contents = fill(allocator, bf16, bf16, fp16, bf16)
+        cycle(allocator, contents)
+        random = np.random.default_rng(11)
+        for address, kind in zip(contents, (bf16, noise, fp16, zeros), strict=True):
+            contents[address] = kind(2 * PAGE, random)
+            write(address, contents[address])
+        calls: list[str] = []
+
+        def noted(name: str, work: Callable[..., None]) -> Callable[..., None]:
+            def call(*arguments: Any) -> None:
+                calls.append(name)
+                work(*arguments)
+
+            return call
+
+        for name in ("count", "encode"):
+            monkeypatch.setattr(SimulatedKernels, name, noted(name, getattr(SimulatedKernels, name)))
+        allocator.sleep()
+        # The second is noise by now; the fourth is counted once more, with a code for zeros.
+        assert calls == ["count", "count", "encode", "count", "count", "encode", "count", "encode"]
+        assert encodings(allocator, contents) == ["bf16", None, "fp16", "bf16"]
         check_host_bytes(allocator)
         allocator.wake_up()
         check_bytes(contents)
