@@ -27,6 +27,8 @@ _ENGINE_BATCH_BYTES = 256 << 20  # 0.4 % faster (benchmarks/results/wake_paths.j
 _BATCHES_IN_FLIGHT = 4  # 5 ms of work: the driver may keep us waiting for as long while it maps
 _BATCHES_TIMED = 4
 _BATCHES_BETWEEN_TRIALS = 48
+_SLOTS_TIMED = 24  # much smaller batches, so that a stall of ours is not taken for the engine's
+_SLOTS_BETWEEN_TRIALS = 96
 _WORTH_CHOOSING_BYTES = 1 << 30
 # Of the best rate seen; the engine has less than half of it while it wipes memory as well.
 _ENGINE_IS_BUSY = 0.7
@@ -203,7 +205,8 @@ class _Copies:
 
     def __init__(self, ways: Sequence[_Way], best_rate: _BestRate) -> None:
         self._ways = ways
-        self._choices = _choices(best_rate) if ways[0].kernel is not None else _engine_alone()
+        has_kernel = ways[0].kernel is not None
+        self._choices = _choices(best_rate, _SLOTS_TIMED, _SLOTS_BETWEEN_TRIALS) if has_kernel else _engine_alone()
         self._choice = next(self._choices)
 
     @property
@@ -233,7 +236,8 @@ class _Lane:
         self._mapped = mapped
         self._digests = digests
         self._ways = ways
-        self._choices = _choices(best_rate) if ways[0].kernel is not None else _engine_alone()
+        has_kernel = ways[0].kernel is not None
+        self._choices = _choices(best_rate, _BATCHES_TIMED, _BATCHES_BETWEEN_TRIALS) if has_kernel else _engine_alone()
         self._in_flight: list[tuple[Batch, _Way]] = []
 
     def run(self, batches: Batches) -> Iterator[int]:
@@ -292,29 +296,34 @@ class _BestRate:
         return rate
 
 
-def _choices(best: _BestRate) -> Generator[_Choice, tuple[int, float], None]:
+def _choices(best: _BestRate, timed: int, between_trials: int) -> Generator[_Choice, tuple[int, float], None]:
     """What to do with each next batch; is sent the bytes and seconds of the one before.
 
     Both ways are tried first. The engine is used until it turns out slow beside the best rate seen; then the kernel for
-    a while, and the engine is tried again.
+    a while, and the engine is tried again. Rates are the best only if nothing else was in flight: after a stall of ours
+    batches that were finished meanwhile seem to take no time.
+
+    Args:
+        timed: batches that tell the engine's rate together.
+        between_trials: batches that the kernel copies before the engine is tried again.
     """
     best.see(*(yield _Choice(by_engine=False, alone=True)))
     while True:
         if best.see(*(yield _Choice(by_engine=True, alone=True))) >= _ENGINE_IS_BUSY * best.value:
-            while (yield from _engine_for_a_while(best)) >= _ENGINE_IS_BUSY * best.value:
+            while (yield from _engine_for_a_while(timed)) >= _ENGINE_IS_BUSY * best.value:
                 pass
-        for _ in range(_BATCHES_BETWEEN_TRIALS):
+        for _ in range(between_trials):
             yield _Choice(by_engine=False, alone=False)
 
 
-def _engine_for_a_while(best: _BestRate) -> Generator[_Choice, tuple[int, float], float]:
+def _engine_for_a_while(timed: int) -> Generator[_Choice, tuple[int, float], float]:
     """The rate of some batches, not counting the first few: they have yet to fill the queue."""
     nbytes, seconds = 0, 0.0
-    for number in range(_BATCHES_IN_FLIGHT + _BATCHES_TIMED):
+    for number in range(_BATCHES_IN_FLIGHT + timed):
         batch_bytes, batch_s = yield _Choice(by_engine=True, alone=False)
         if number >= _BATCHES_IN_FLIGHT:
             nbytes, seconds = nbytes + batch_bytes, seconds + batch_s
-    return best.see(nbytes, seconds)
+    return nbytes / seconds
 
 
 def _engine_alone() -> Generator[_Choice, tuple[int, float], None]:

@@ -281,7 +281,7 @@ class TestRoundTrips:
 
         took: list[tuple[int, float]] = []
 
-        def choices(best: object) -> Iterator[restore._Choice]:
+        def choices(*_: object) -> Iterator[restore._Choice]:
             for number in itertools.count():
                 took.append((yield restore._Choice(by_engine=number % 3 == 0, alone=number % 2 == 0)))
 

@@ -284,7 +284,7 @@ class TestChoices:
 
         What says nothing of a rate gets a time that would spoil all if it counted.
         """
-        choices = _choices(best or _BestRate())
+        choices = _choices(best or _BestRate(), restore._BATCHES_TIMED, restore._BATCHES_BETWEEN_TRIALS)
         chosen = [next(choices)]
         while len(chosen) < count:
             choice = chosen[-1]
@@ -344,6 +344,12 @@ class TestChoices:
         rate = {1: 35.0, 2: 25.0}[slow_batches]
         chosen = self.choose(3 + len(ENGINE_FOR_A_WHILE), lambda number: rate if number in slow else FREE)
         assert chosen[-1] == (KERNEL if is_busy else ENGINE)
+
+    @pytest.mark.parametrize("place", range(restore._BATCHES_TIMED))
+    def test_what_seems_to_take_no_time_is_not_the_best_rate(self, place: int) -> None:
+        """After a stall of ours the batches in flight have finished already."""
+        number = 2 + restore._BATCHES_IN_FLIGHT + place
+        assert self.choose(200, lambda n: 1e9 if n == number else FREE)[2:] == [ENGINE] * 198
 
     def test_the_best_rate_is_also_the_engines(self) -> None:
         """It is busy although it is still faster than the kernel was."""
