@@ -25,7 +25,7 @@ from .errors import CodecError, CumemSleepError, InvalidState, OutOfDeviceMemory
 logger = logging.getLogger("cumem_sleep")
 
 _SLOTS = 4
-_SLOT_BYTES = (32 << 20, 8 << 20)  # of encoded chunks; the second where the GPU is full
+_SLOT_BYTES = (64 << 20, 8 << 20)  # of encoded chunks; the second where the GPU is full
 _LENT_SLOT_BYTES = _SLOT_BYTES[-1]
 _ROWS = 1024  # chunks in one launch, at most
 # Beside a running model, whose launches queue behind those of all slots: 128 MiB to count, so a fraction of a

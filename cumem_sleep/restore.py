@@ -27,8 +27,7 @@ _ENGINE_BATCH_BYTES = 256 << 20  # 0.4 % faster (benchmarks/results/wake_paths.j
 _BATCHES_IN_FLIGHT = 4  # 5 ms of work: the driver may keep us waiting for as long while it maps
 _BATCHES_TIMED = 4
 _BATCHES_BETWEEN_TRIALS = 48
-_SLOTS_TIMED = 24  # much smaller batches, so that a stall of ours is not taken for the engine's
-_SLOTS_BETWEEN_TRIALS = 96
+_SLOTS_TIMED = 12  # they are smaller, and a stall of ours is not to be taken for the engine's
 _WORTH_CHOOSING_BYTES = 1 << 30
 # Of the best rate seen; the engine has less than half of it while it wipes memory as well.
 _ENGINE_IS_BUSY = 0.7
@@ -206,7 +205,7 @@ class _Copies:
     def __init__(self, ways: Sequence[_Way], best_rate: _BestRate) -> None:
         self._ways = ways
         has_kernel = ways[0].kernel is not None
-        self._choices = _choices(best_rate, _SLOTS_TIMED, _SLOTS_BETWEEN_TRIALS) if has_kernel else _engine_alone()
+        self._choices = _choices(best_rate, _SLOTS_TIMED, _BATCHES_BETWEEN_TRIALS) if has_kernel else _engine_alone()
         self._choice = next(self._choices)
 
     @property
@@ -310,20 +309,22 @@ def _choices(best: _BestRate, timed: int, between_trials: int) -> Generator[_Cho
     best.see(*(yield _Choice(by_engine=False, alone=True)))
     while True:
         if best.see(*(yield _Choice(by_engine=True, alone=True))) >= _ENGINE_IS_BUSY * best.value:
-            while (yield from _engine_for_a_while(timed)) >= _ENGINE_IS_BUSY * best.value:
+            while (yield from _engine_for_a_while(timed, _ENGINE_IS_BUSY * best.value)):
                 pass
         for _ in range(between_trials):
             yield _Choice(by_engine=False, alone=False)
 
 
-def _engine_for_a_while(timed: int) -> Generator[_Choice, tuple[int, float], float]:
-    """The rate of some batches, not counting the first few: they have yet to fill the queue."""
-    nbytes, seconds = 0, 0.0
+def _engine_for_a_while(timed: int, least_rate: float) -> Generator[_Choice, tuple[int, float], bool]:
+    """Whether some batches together reach the rate, not counting the first few: they have yet to fill the queue."""
+    seconds = 0.0
     for number in range(_BATCHES_IN_FLIGHT + timed):
         batch_bytes, batch_s = yield _Choice(by_engine=True, alone=False)
         if number >= _BATCHES_IN_FLIGHT:
-            nbytes, seconds = nbytes + batch_bytes, seconds + batch_s
-    return nbytes / seconds
+            seconds += batch_s
+            if timed * batch_bytes < least_rate * seconds:
+                return False  # whatever the rest takes
+    return True
 
 
 def _engine_alone() -> Generator[_Choice, tuple[int, float], None]:
