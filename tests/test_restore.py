@@ -272,6 +272,7 @@ KERNEL, KERNEL_ALONE = _Choice(by_engine=False, alone=False), _Choice(by_engine=
 ENGINE, ENGINE_ALONE = _Choice(by_engine=True, alone=False), _Choice(by_engine=True, alone=True)
 # Between two looks at the engine's rate, and until the engine is tried again.
 ENGINE_FOR_A_WHILE = [ENGINE] * (restore._BATCHES_IN_FLIGHT + restore._BATCHES_TIMED)
+ENGINE_UNTIL_IT_IS_BUSY = [ENGINE] * (restore._BATCHES_IN_FLIGHT + 3)  # at 22 GB/s: the fourth could not mend it
 KERNEL_FOR_A_WHILE = [KERNEL] * restore._BATCHES_BETWEEN_TRIALS
 FREE, FAST_KERNEL, BUSY = 55.0, 51.0, 22.0  # GB/s
 
@@ -314,15 +315,16 @@ class TestChoices:
     def test_an_engine_that_becomes_slow_hands_over_and_is_handed_back(self, whiles: int) -> None:
         """It has so many whiles, is slow in the next, and at the trial after that it is free again."""
         slow_from = 2 + whiles * len(ENGINE_FOR_A_WHILE)
-        slow_to = slow_from + len(ENGINE_FOR_A_WHILE)
+        slow_to = slow_from + len(ENGINE_UNTIL_IT_IS_BUSY)
         chosen = self.choose(500, lambda number: BUSY if slow_from <= number < slow_to else FREE)
-        after = [KERNEL_ALONE, ENGINE_ALONE, *ENGINE_FOR_A_WHILE * (whiles + 1), *KERNEL_FOR_A_WHILE, ENGINE_ALONE]
+        before = [KERNEL_ALONE, ENGINE_ALONE, *ENGINE_FOR_A_WHILE * whiles]
+        after = [*before, *ENGINE_UNTIL_IT_IS_BUSY, *KERNEL_FOR_A_WHILE, ENGINE_ALONE]
         assert chosen[: len(after)] == after
         assert chosen[len(after) :] == [ENGINE] * (500 - len(after))
 
     def test_slow_once_more_after_a_good_trial(self) -> None:
         """A trial alone may be lucky: what counts is the rate with the queue full."""
-        turn = [ENGINE_ALONE, *ENGINE_FOR_A_WHILE, *KERNEL_FOR_A_WHILE]
+        turn = [ENGINE_ALONE, *ENGINE_UNTIL_IT_IS_BUSY, *KERNEL_FOR_A_WHILE]
         is_trial = {1 + turn_number * len(turn) for turn_number in range(4)}
         chosen = self.choose(1 + 4 * len(turn), lambda number: FREE if number in is_trial else BUSY)
         assert chosen == [KERNEL_ALONE, *turn * 4]
@@ -526,9 +528,9 @@ class TestLane:
         ways = [event for event, _ in log.events if event in ("engine", "kernel")]
         assert ways == [
             "kernel",
-            *["engine"] * (1 + len(ENGINE_FOR_A_WHILE) * 2),
-            *["kernel", "kernel", "kernel", "engine"] * 3,  # of these trials the third finds it free
-            *["engine"] * (50 - 1 - 1 - 16 - 12),
+            *["engine"] * (1 + len(ENGINE_FOR_A_WHILE) + restore._BATCHES_IN_FLIGHT + 1),  # the last says enough
+            *["kernel", "kernel", "kernel", "engine"] * 4,  # of these trials the fourth finds it free
+            *["engine"] * (50 - 1 - 14 - 16),
         ]
         assert log.flying == []
         for number in range(1, 51):
