@@ -3,9 +3,9 @@
     python benchmarks/compressed.py --out compressed.json --checkpoint model.safetensors
 
 Each kind of content and each way has a process of its own. All weights are written anew before a sleep that is to copy
-them, a checkpoint's by starting at another place of the file, which is repeated until the memory is full. Every wake is
-checked by checksums that share no code with the layer. Wakes are right after their sleep, or some seconds later: the
-driver wipes freed memory at first, and what copies then has less of the link.
+them; a checkpoint's, which are repeated until the memory is full, times 1 + 0.01 of a normal value, as if trained on.
+Every wake is checked by checksums that share no code with the layer. Wakes are right after their sleep, or some seconds
+later: the driver wipes freed memory at first, and what copies then has less of the link.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ WAYS = ("off", "auto")  # of CUMEM_SLEEP_COMPRESS
 NORMAL = "bf16 normal"
 CONTENTS = (NORMAL, "e4m3 normal")
 STANDARD_DEVIATION = 0.02
+CHANGE = 0.01
 PAUSE_S = 2.5
 LINK_BYTES = 2 << 30
 PART_VALUES = 1 << 28
@@ -45,15 +46,13 @@ class Filler:
 
         self._torch = torch
         self._content = content
-        self._turn = 0
         torch.cuda.manual_seed_all(int.from_bytes(os.urandom(8), "little") >> 1)
         self._file = self._of_file(Path(content)) if content not in CONTENTS else None
 
     def fill(self, tensors: Sequence[Any]) -> None:
-        self._turn += 1
         for number, tensor in enumerate(tensors):
             if self._file is not None:
-                self._repeat(tensor.view(self._torch.uint8), self._turn * 4_000_037 + number * 1_000_003)
+                self._repeat(tensor, number * 1_000_003)
             elif self._content == NORMAL:
                 tensor.normal_(std=STANDARD_DEVIATION)
             else:
@@ -68,17 +67,17 @@ class Filler:
         with safe_open(path, "pt", device="cpu") as file:
             tensors = [file.get_tensor(name).reshape(-1) for name in file.keys()]  # noqa: SIM118
         floats = [tensor.to("cuda", self._torch.bfloat16) for tensor in tensors if tensor.is_floating_point()]
-        return self._torch.cat(floats).view(self._torch.uint8)
+        return self._torch.cat(floats)
 
     def _repeat(self, tensor: Any, start: int) -> None:
-        """The file's bytes from value `start` on, again and again."""
-        first = 2 * start % self._file.numel()
+        """The file's values from `start` on, again and again, each a little different."""
         filled = 0
         while filled < tensor.numel():
+            first = (start + filled) % self._file.numel()
             part = self._file[first : first + tensor.numel() - filled]
-            tensor[filled : filled + part.numel()] = part
+            change = self._torch.randn(part.numel(), device="cuda").mul_(CHANGE).add_(1)
+            tensor[filled : filled + part.numel()] = part * change
             filled += part.numel()
-            first = 0
 
 
 @dataclass

@@ -218,7 +218,8 @@ def gpu_memory_in_use_bytes() -> int | None:
     """Of the first GPU, by all processes; `None` where there is no tool to ask."""
     if shutil.which("nvidia-smi") is None:
         return None
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={device}"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
         return int(answer.stdout) << 20

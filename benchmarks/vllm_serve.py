@@ -3,7 +3,7 @@
     python benchmarks/vllm_serve.py --out result.json --shape 32B            # about four minutes on an H200
     python benchmarks/vllm_serve.py --out result.json --shape 32B --ways cold,prepared
 
-One server after the other, random weights (the same for all), torch.compile and CUDA graphs on. After every wake the
+One server after the other, random weights (the same for all but `compressed`), torch.compile and CUDA graphs on. After every wake the
 greedy tokens must be those from before the first sleep. What the layer itself says about its phases is kept as well. A
 result file that is there already keeps its other ways.
 """
@@ -38,7 +38,7 @@ SAYS = {
     "cold": "this layer; the first sleep takes and pins its host memory",
     "touched": "as cold, right after another process used as much host memory: the VM has its RAM by then",
     "prepared": "this layer, CUMEM_SLEEP_PREPARE=1: backups are made in the background after the start",
-    "compressed": "as prepared, with CUMEM_SLEEP_COMPRESS=auto",
+    "compressed": "as prepared, with CUMEM_SLEEP_COMPRESS=auto, and normally distributed weights",
     "vllm": "vLLM's own layer",
 }
 
@@ -63,12 +63,15 @@ def measure(
         *("--load-format", "dummy", "--skip-tokenizer-init", "--enable-sleep-mode", "--max-model-len", "4096"),
         *("--gpu-memory-utilization", str(arguments.gpu_memory_utilization), "--seed", "0"),
         *(() if way == "vllm" else ("--middleware", "cumem_sleep.vllm.SleepGate")),
+        *(("--worker-extension-cls", "worker_extension.Extension") if way == "compressed" else ()),
     ]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CACHE_ROOT": str(arguments.work / "cache"), **WAYS[way]}
     server = Server(way, command, arguments.port, environment, logs / f"serve_{way}.log", deadline)
     facts: dict[str, Any] = {"says": SAYS[way], "environment": WAYS[way], "command": command[1:], "machine": machine}
     try:
         facts["start_s"] = server.start(240)
+        if way == "compressed":  # how far weights shrink depends on their values
+            facts["bytes_of_normal_values"] = server.call_worker("fill_with_normal_values")
         before = server.complete(PROMPT, TOKENS).tokens
         if WAYS[way].get("CUMEM_SLEEP_PREPARE") == "1":
             facts["prepared_after_s"] = wait_until_prepared(server, 60)

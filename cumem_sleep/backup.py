@@ -25,7 +25,7 @@ SLAB_BYTES = 128 << 20
 _TOUCH_BYTES = 16 << 20
 _MOST_PREFAULT_THREADS = 16
 _MUCH_BYTES = 1 << 30  # unpinning and freeing takes 16 ms
-_ROOM_TO_GROW = 1000  # a thousandth
+_ROOM_TO_GROW = 250  # 0.4 %
 _MOST_TO_SPARE = 100  # a hundredth
 _BETWEEN_BLOCKS_S = 0.0002  # for who waits for the lock
 

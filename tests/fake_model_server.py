@@ -24,6 +24,7 @@ parser.add_argument("--host", required=True)
 parser.add_argument("--port", type=int, required=True)
 parser.add_argument("--quantization", default="")
 parser.add_argument("--middleware")
+parser.add_argument("--worker-extension-cls")
 arguments, others = parser.parse_known_args()
 assert "--enable-sleep-mode" in others
 assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
@@ -104,6 +105,9 @@ class Handler(BaseHTTPRequestHandler):
             model.wake(set(query.get("tags", ("weights", "kv_cache"))))
         elif url.path == "/collective_rpc" and body["method"] == "cumem_sleep_status":
             return self.answer(200, {"results": [model.status()]})
+        elif url.path == "/collective_rpc" and body["method"] == "fill_with_normal_values":
+            assert arguments.worker_extension_cls == "worker_extension.Extension"
+            return self.answer(200, {"results": [1 << 20]})
         elif url.path == ("/reload_weights" if arguments.middleware else "/collective_rpc"):
             assert arguments.middleware or body == {"method": "reload_weights"}
             model.reload()

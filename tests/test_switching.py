@@ -391,12 +391,13 @@ def serve(environment: dict[str, str], tmp_path: pathlib.Path, *options: str) ->
 
 
 def test_serving_is_measured_and_later_runs_add_theirs(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
-    for ways in ("cold,vllm", "prepared"):
+    for ways in ("cold,vllm", "prepared,compressed"):
         process = serve(environment, tmp_path, "--ways", ways)
         assert process.returncode == 0, process.stdout + process.stderr
     result = json.loads((tmp_path / "serve.json").read_text())
     assert result["machine"]["simulated"]
-    assert list(result["ways"]) == ["cold", "vllm", "prepared"]
+    assert list(result["ways"]) == ["cold", "vllm", "prepared", "compressed"]
+    assert [way.get("bytes_of_normal_values") for way in result["ways"].values()] == [None, None, None, 1 << 20]
     for way in result["ways"].values():
         assert way["tokens_identical"]
         assert (len(way["first_sleep_s"]), len(way["later_sleeps_s"]), len(way["wakes_s"])) == (1, 1, 2)
