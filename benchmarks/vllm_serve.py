@@ -3,9 +3,9 @@
     python benchmarks/vllm_serve.py --out result.json --shape 32B            # about four minutes on an H200
     python benchmarks/vllm_serve.py --out result.json --shape 32B --ways cold,prepared
 
-One server after the other, random weights (the same for all but `compressed`), torch.compile and CUDA graphs on. After every wake the
-greedy tokens must be those from before the first sleep. What the layer itself says about its phases is kept as well. A
-result file that is there already keeps its other ways.
+One server after the other, random weights (the same for all but `compressed`), torch.compile and CUDA graphs on. After
+every wake the greedy tokens must be those from before the first sleep. What the layer itself says about its phases is
+kept as well. A result file that is there already keeps its other ways.
 """
 
 from __future__ import annotations
