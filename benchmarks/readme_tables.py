@@ -383,10 +383,12 @@ def serve_table(result: dict[str, Any]) -> list[str]:
     ways = {way: facts for way, facts in result["ways"].items() if "error" not in facts}
     names = [way for way in SERVE_TITLES if way in ways]
     usage = next(facts["status"]["usage"] for facts in ways.values() if "status" in facts)
+    cores = sorted({facts["machine"]["cores"] for facts in ways.values()})
+    served = {"machine": {**result["machine"], "cores": " or ".join(map(str, cores))}}
     sizes = " and ".join(f"{usage[tag]['bytes'] / GIB:.1f} GiB of {tag}" for tag in ("weights", "kv_cache"))
     lines = [
         f"**`vllm serve`, a Qwen3-{result['shape']}-shaped model**, level 1: {sizes}, vLLM {result['machine']['vllm']},"
-        f" torch.compile and CUDA graphs on, the same tokens after every wake. {machine(result)}. Seconds, as an HTTP"
+        f" torch.compile and CUDA graphs on, the same tokens after every wake. {machine(served)}. Seconds, as an HTTP"
         " client sees them, median and range:",
         "",
         f"|  | {' | '.join(SERVE_TITLES[name] for name in names)} |",
@@ -396,7 +398,14 @@ def serve_table(result: dict[str, Any]) -> list[str]:
         cells = [ways[name][key] for name in names]
         lines.append(f"| {head} | {' | '.join(spread(c if isinstance(c, list) else [c]) for c in cells)} |")
     left = [f"{ways[name]['gpu_bytes_asleep'][-1] / GIB:.2f}" for name in names]
-    return [*lines, f"| left on the GPU asleep, GiB | {' | '.join(left)} |"]
+    lines.append(f"| left on the GPU asleep, GiB | {' | '.join(left)} |")
+    if "compressed" in names:
+        lines += [
+            "",
+            "Compressed weights were normally distributed; two other models were being started and switched on the other"
+            " GPU of that machine meanwhile.",
+        ]
+    return lines
 
 
 def scenarios_table(result: dict[str, Any]) -> list[str]:
@@ -456,6 +465,71 @@ def decoder_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+COMPRESSED_STEPS = ("first sleep", "dirty sleep", "clean sleep", "wake at once", "wake later")
+
+
+def compressed_table(result: dict[str, Any]) -> list[str]:
+    """Raw and compressed backups of the same model, in seconds and beside the link."""
+    results = [one for one in result["results"] if "error" not in one]
+    gib = results[0]["bytes"] / GIB
+    lines = [
+        f"**Compressed backups** (`CUMEM_SLEEP_COMPRESS=auto`) beside raw ones: a 32B model's memory, {gib:.2f} GiB of"
+        " weights, 54.63 GiB of KV cache, a process for each line, every byte checked after every wake."
+        f" {machine(results[0])}. In parentheses: how many times faster than the weights' bytes on the link"
+        f" ({results[0]['link_gbps']['to_host']:.1f} and {results[0]['link_gbps']['to_device']:.1f} GB/s). Seconds,"
+        " medians:",
+        "",
+        f"| weights | compress | stored | {' | '.join(COMPRESSED_STEPS)} |",
+        f"|---|---|---{'|---' * len(COMPRESSED_STEPS)}|",
+    ]
+    for one in results:
+        summary = one["summary"]
+        cells = [
+            digits(summary[step]["seconds"])
+            + (f" ({summary[step]['times_link']:.2f} ×)" if step not in ("first sleep", "clean sleep") else "")
+            for step in COMPRESSED_STEPS
+        ]
+        stored = f"{summary['first sleep']['stored']:.3f}"
+        lines.append(f"| {one['content']} | {one['compress']} | {stored} | {' | '.join(cells)} |")
+    by_way = {(one["content"], one["compress"]): one["summary"]["dirty sleep"] for one in results}
+    backing_up = by_way["bf16 normal", "auto"]
+    return [
+        *lines,
+        "",
+        f"Of the compressed dirty sleep of bf16, {digits(backing_up['backing_up_s'])} s"
+        f" ({backing_up['backing_up_times_link']:.2f} ×) pass until all is backed up, the rest is the driver's giving"
+        " device memory back. Wakes are right after their sleep, or some seconds later. The checkpoint is"
+        " all-MiniLM-L6-v2, repeated; before a dirty sleep its values moved to other segments, so that most backups had"
+        " to take new host memory.",
+    ]
+
+
+def codec_table(result: dict[str, Any]) -> list[str]:
+    """The codec's kernels alone beside nvCOMP's."""
+    lines = [
+        f"**The codec alone**, and nvCOMP's ANS ({_version(result['nvcomp']['version'])}) beside it: stored bytes per"
+        f" byte, and GB/s of raw bytes, kernels only. {machine(result)}.",
+        "",
+        "| content | codec | ratio | count | encode | decode |",
+        "|---|---|---|---|---|---|",
+    ]
+    for content, one in result["codec"].items():
+        named = {"cumem-sleep": one}
+        for chunk in ("256 KiB", "1024 KiB"):
+            named[f"nvCOMP, chunks of {chunk}"] = result["nvcomp"][f"{content}, {chunk}"]
+        for codec, row in named.items():
+            rates = [
+                f"{row[key]['median']:.0f}" if key in row else "–"
+                for key in ("count_gbps", "encode_gbps", "decode_gbps")
+            ]
+            lines.append(f"| {content} | {codec} | {row['ratio']:.3f} | {' | '.join(rates)} |")
+    return lines
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number // 100 % 10}"
+
+
 def section() -> str:
     switching = [*switching_table(load(SWITCHING)), ""] if (RESULTS / SWITCHING).is_file() else []
     lines = [
@@ -471,6 +545,10 @@ def section() -> str:
         *bench_table(load("bench.json"), "A 32B model's memory"),
         "",
         *bench_table(load("bench_small_segments.json"), "Small segments"),
+        "",
+        *compressed_table(load("compressed.json")),
+        "",
+        *codec_table(load("codec.json")),
         "",
         *prepare_table(load("prepare_cost.json")),
         "",

@@ -71,7 +71,7 @@ def measure(
     try:
         facts["start_s"] = server.start(240)
         if way == "compressed":  # how far weights shrink depends on their values
-            facts["bytes_of_normal_values"] = server.call_worker("fill_with_normal_values")
+            facts["bytes_of_normal_values"] = int(server.call_worker("fill_with_normal_values"))
         before = server.complete(PROMPT, TOKENS).tokens
         if WAYS[way].get("CUMEM_SLEEP_PREPARE") == "1":
             facts["prepared_after_s"] = wait_until_prepared(server, 60)
