@@ -402,8 +402,8 @@ def serve_table(result: dict[str, Any]) -> list[str]:
     if "compressed" in names:
         lines += [
             "",
-            "Compressed weights were normally distributed; two other models were being started and switched on the other"
-            " GPU of that machine meanwhile.",
+            "Compressed weights were normally distributed. On the other GPU of that machine two models were started and"
+            " switched meanwhile.",
         ]
     return lines
 

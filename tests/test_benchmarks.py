@@ -184,7 +184,8 @@ def results(
     (folder / "peers.json").write_text(json.dumps({**peers[1], "machine": MACHINE}))
     for name in ("bench.json", "bench_small_segments.json"):
         (folder / name).write_text(json.dumps(bench_result()))
-    for name in ("decoder.json", "prepare_cost.json", "peers_vllm.json", "vllm_serve.json", "vllm_scenarios.json"):
+    kept = ("decoder", "prepare_cost", "peers_vllm", "vllm_serve", "vllm_scenarios", "compressed", "codec")
+    for name in (f"{stem}.json" for stem in kept):
         (folder / name).write_bytes((BENCHMARKS / "results" / name).read_bytes())
     (tmp_path / "README.md").write_text(
         f"Above.\n\n{tables.SCENARIOS_BEGIN}\n{tables.SCENARIOS_END}\n{tables.BEGIN}\n{tables.END}\n\nBelow.\n"
@@ -228,6 +229,40 @@ def test_tables_of_vllm(results: pathlib.Path, tables: ModuleType) -> None:
     served = readme[readme.index("**`vllm serve`") : readme.index("**Beside its peers**")]
     assert "vLLM's own |" not in served
     assert "| later sleeps | 0.200 (0.100–0.300) |" in served
+
+
+def test_table_of_compressed_backups(
+    results: pathlib.Path, tables: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures are medians beside the link of the same process; a process that failed is left out."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import compressed
+
+    def one(content: str, compress: str, dirty_s: tuple[float, ...], stored: float) -> dict[str, Any]:
+        steps = [(name, seconds) for name in tables.COMPRESSED_STEPS for seconds in dirty_s]
+        result: dict[str, Any] = {
+            "content": content,
+            "compress": compress,
+            "machine": MACHINE,
+            "bytes": 55 * 10**9,
+            "link_gbps": {"to_host": 55.0, "to_device": 110.0},
+            "steps": [
+                {"name": name, "seconds": seconds, "stored_bytes": int(stored * 55e9), "phases": {"release": 0.1}}
+                for name, seconds in steps
+            ],
+        }
+        return {**result, "summary": compressed.summary(result)}
+
+    raw, auto = one("bf16 normal", "off", (1.0, 1.2, 2.0), 1.0), one("bf16 normal", "auto", (0.5, 0.6, 0.7), 0.67)
+    failed = {"content": "e4m3 normal", "compress": "auto", "error": "ended with 1"}
+    (results / "compressed.json").write_text(json.dumps({"machine": MACHINE, "results": [raw, auto, failed]}))
+    tables.main()
+    readme = (results.parent / "README.md").read_text()
+    assert "| bf16 normal | off | 1.000 | 1.20 | 1.20 (0.83 ×) | 1.20 | 1.20 (0.42 ×) | 1.20 (0.42 ×) |" in readme
+    assert "| bf16 normal | auto | 0.670 | 0.600 | 0.600 (1.67 ×) | 0.600 | 0.600 (0.83 ×) | 0.600 (0.83 ×) |" in readme
+    assert "0.500 s (2.00 ×) pass until all is backed up" in readme
+    assert "e4m3 normal | auto" not in readme
+    assert "ended with 1" in compressed.table([raw, failed])
 
 
 def test_check_notices_other_figures_and_an_old_plot(
