@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -423,32 +424,45 @@ class Workbench:
             DriverError, InvalidState: what the driver or `mapped` raised.
             CodecError: a kernel failed.
         """
-        for batch in _batches(places, self._slot_bytes):
-            slot = self._next_slot()
-            alone = self.has_memory and copies.alone
-            if alone:
-                self.finish()
-            begin = time.perf_counter()
-            if self.has_memory:
-                sources = slot.chunks_address + np.cumsum([0] + [place.bytes for place in batch])
-                copies.start(self._turn, [(p.block, p.offset, at, n) for p, n, at in _together(batch, sources)])
-                if alone:
-                    slot.stream.synchronize()
-                    copied = time.perf_counter()
-            else:
-                sources = np.array([place.block.address + place.offset for place in batch] + [0])
+        copied: deque[tuple[_Slot, list[Place], npt.NDArray[np.int64]]] = deque()  # or being copied
+
+        def decode_next() -> None:
+            slot, batch, sources = copied.popleft()
             for segment_id in dict.fromkeys(place.segment.id for place in batch):
                 mapped(segment_id)
             slot.set_rows_of(batch, sources[:-1], [place.address for place in batch])
             with _codec_errors():
                 self._kernels.decode(slot.stream, batch[0].code.layout, slot.table, len(batch))
             slot.then(partial(_complete, completed, [place.segment for place in batch if place.is_last]))
-            if not alone:
-                self._slots[(self._turn + 1) % _SLOTS].finish()
-                copied = time.perf_counter()
+
+        for batch in _batches(places, self._slot_bytes):
+            slot = self._next_slot()
             if self.has_memory:
-                copies.took(int(sources[-1] - sources[0]), copied - begin)
+                sources = slot.chunks_address + np.cumsum([0] + [place.bytes for place in batch])
+                runs = [(place.block, place.offset, at, nbytes) for place, nbytes, at in _together(batch, sources)]
+                alone = copies.alone
+                if alone:
+                    self.finish()
+                    for other, _, _ in copied:
+                        other.stream.synchronize()
+                begin = time.perf_counter()
+                copies.start(self._turn, runs)
+                copied.append((slot, batch, sources))
+                if alone:
+                    slot.stream.synchronize()
+                    copies.took(int(sources[-1] - sources[0]), time.perf_counter() - begin)
+                if len(copied) > _SLOTS - 2:  # so many copies go on while the first is waited for to be mapped
+                    decode_next()
+                if not alone:
+                    self._slots[(self._turn + 1) % _SLOTS].finish()
+                    copies.took(int(sources[-1] - sources[0]), time.perf_counter() - begin)
+            else:
+                sources = np.array([place.block.address + place.offset for place in batch] + [0])
+                copied.append((slot, batch, sources))
+                decode_next()
             yield len(batch) * CHUNK_BYTES
+        while copied:
+            decode_next()
         self.finish()
 
     def decode_again(self, places: Sequence[Place]) -> int:

@@ -255,11 +255,12 @@ class TestRoundTrips:
         allocator.wake_up()
         check_bytes(contents | cache)
 
-    @pytest.mark.parametrize("tight", [False, True])
+    @pytest.mark.parametrize(("slots", "tight"), [(2, False), (2, True), (4, False)])
     def test_wake_by_the_copy_kernel(
-        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, tight: bool
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int, tight: bool
     ) -> None:
         """By turns with the copy engine, and alone where its time is to tell the rate."""
+        monkeypatch.setattr("cumem_sleep.compress._SLOTS", slots)
         monkeypatch.setattr("cumem_sleep.compress._SLOT_BYTES", (8 * MIB, 4 * MIB))
         monkeypatch.setattr("cumem_sleep.restore._WORTH_CHOOSING_BYTES", 0)
         monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", 3 * MIB)
@@ -306,9 +307,11 @@ class TestRoundTrips:
         cycle(allocator, contents)
         assert encodings(allocator, contents) == [None]
 
+    @pytest.mark.parametrize("slots", [2, 4])
     def test_digests_begin_when_segments_are_complete(
-        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int
     ) -> None:
+        monkeypatch.setattr("cumem_sleep.compress._SLOTS", slots)
         contents = fill(allocator, bf16, some_noise, bf16, nbytes=3 * PAGE)
         allocator.sleep()
         started: list[int] = []
@@ -323,27 +326,39 @@ class TestRoundTrips:
         allocator.wake_up()
         assert started == list(contents)
 
+    @pytest.mark.parametrize("slots", [2, 4])
     def test_nothing_is_decoded_to_what_is_not_mapped_yet(
-        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int
     ) -> None:
-        contents = fill(allocator, bf16, bf16)
+        """But copies to slots, all but two of them, have begun by then."""
+        monkeypatch.setattr("cumem_sleep.compress._SLOTS", slots)
+        contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
         allocator.sleep()
-        decode, map_segment = SimulatedKernels.decode, _core.Segment.map
+        decode, map_segment, start = SimulatedKernels.decode, _core.Segment.map, restore._Copies.start
+        events: list[str] = []
 
         def look_and_decode(kernels: SimulatedKernels, stream: _core.CopyStream, layout: Layout, *more: int) -> None:
             stream.synchronize()
             for _, _, target, _ in kernels._rows(stream, layout, *more):
                 assert any(s.address <= target < s.address + s.bytes and s.has_memory for s in _core.segments())
             decode(kernels, stream, layout, *more)
+            events.append("decode")
 
         def map_slowly(segment: _core.Segment) -> None:
             time.sleep(0.05)
             map_segment(segment)
 
+        def note_and_start(*arguments: Any) -> None:
+            events.append("copy")
+            start(*arguments)
+
         monkeypatch.setattr(SimulatedKernels, "decode", look_and_decode)
         monkeypatch.setattr(_core.Segment, "map", map_slowly)
+        monkeypatch.setattr(restore._Copies, "start", note_and_start)
         allocator.wake_up()
         check_bytes(contents)
+        assert events.index("decode") == slots - 1
+        assert events.count("copy") == events.count("decode") == 8  # two encoded pages in each
 
     def test_host_memory_of_weights(self, allocator: CuMemAllocator) -> None:
         fill(allocator, bf16)
