@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Builds the project on a GPU host without network and runs what needs a GPU; raw results go to the folder $1.
-#   benchmarks/on_gpu_host.sh OUT [tests] [sanitizer] [decoder] [bench] [bench_compressed] [codec] [small] [prepare]
-#       [peers] [switching] [switching_fp8] [scenarios] [two_gpus] [serve]
+#   benchmarks/on_gpu_host.sh OUT [tests] [sanitizer] [decoder] [bench] [compressed] [codec] [small] [prepare]
+#       [host_memory] [peers] [switching] [switching_fp8] [scenarios] [two_gpus] [serve]
 # What `peers` compares with comes from .gpu/peers.tar.xz (benchmarks/peers_bundle.py), if it is there; vLLM for
 # the last five from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed. Both parts of that benchmark add to one file,
 # which begins as .gpu/switching.json if that is there.
+# Real weights for `compressed` and `codec` are those of .gpu/checkpoint.safetensors, if it is there.
 # Runs of the suite leave their last lines in OUT/*.txt, measurements their raw JSON.
 set -uo pipefail
 out=$1
@@ -13,6 +14,8 @@ mkdir -p "$out"
 export PYTHONPATH=/tmp/site:$PWD/benchmarks PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 python3 -m pip install --no-build-isolation --no-deps -q --upgrade --target /tmp/site . || exit 1
 status=0
+checkpoint=()
+if [ -f .gpu/checkpoint.safetensors ]; then checkpoint=(--checkpoint .gpu/checkpoint.safetensors); fi
 
 with_vllm() {
     local archive
@@ -51,15 +54,13 @@ for what in "$@"; do
         ;;
     decoder) timeout 200 python3 benchmarks/decoder.py --out "$out/decoder.json" --checkpoint /tmp/qwen3-8b ;;
     bench) timeout 280 python3 -m cumem_sleep bench --weights 62488MiB --kv 54.63GiB --json >"$out/bench.json" ;;
-    bench_compressed)
-        CUMEM_SLEEP_COMPRESS=auto timeout 280 python3 -m cumem_sleep bench --weights 62488MiB --kv 54.63GiB --json \
-            >"$out/bench_compressed.json"
-        ;;
-    codec) timeout 200 python3 benchmarks/codec.py --out "$out/codec.json" ;;
+    compressed) timeout 280 python3 benchmarks/compressed.py --out "$out/compressed.json" "${checkpoint[@]}" ;;
+    codec) timeout 200 python3 benchmarks/codec.py --out "$out/codec.json" "${checkpoint[@]}" ;;
     small)
         timeout 200 python3 -m cumem_sleep bench --weights 8000MiB --segment-size 2MiB --kv 20GiB --json \
             >"$out/bench_small_segments.json"
         ;;
+    host_memory) timeout 200 python3 benchmarks/host_memory.py --out "$out/host_memory.json" ;;
     prepare) timeout 200 python3 benchmarks/prepare_cost.py --out "$out/prepare_cost.json" ;;
     peers)
         # After --deadline seconds no process is started that would end later; a minute on, none is left.
