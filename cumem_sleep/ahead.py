@@ -32,9 +32,17 @@ class Ahead:
 
     def start(self) -> None:
         """Begin, inside the context: whatever interrupts this, leaving it ends the threads."""
+        self._submit(self._tasks)
+
+    def add(self, tasks: Mapping[int, Sequence[Task]]) -> None:
+        """More, after those that there are; begins at once."""
+        self._tasks.update(tasks)
+        self._submit(tasks)
+
+    def _submit(self, tasks: Mapping[int, Sequence[Task]]) -> None:
         try:
-            for key, tasks in self._tasks.items():
-                self._futures[key] = [self._pool.submit(partial(self._run, task)) for task in tasks]
+            for key, mine in tasks.items():
+                self._futures[key] = [self._pool.submit(partial(self._run, task)) for task in mine]
         except RuntimeError:
             # The refused task may be in the queue all the same: no thread may come to it beside the one who waits.
             self.stop()

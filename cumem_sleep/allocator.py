@@ -449,7 +449,7 @@ class CuMemAllocator:
         if not first_changed:
             return []
         with timer("copy"):
-            return self._store.fill(chain([first_changed], changed_parts), digests, candidates=segments)
+            return self._store.fill(chain([first_changed], changed_parts), digests)
 
     def _back_up_compressed(
         self,
@@ -493,7 +493,7 @@ class CuMemAllocator:
                         self._store.take(new, keep=segments, encodings=encodings)
                     with timer("copy"):
                         parts = chain([new], self._planned_again(again, segments, workbenches))
-                        return self._store.fill(parts, digests, changed, workbenches)
+                        return self._store.fill(parts, digests, workbenches)
             except CodecError as error:
                 self._compressor.give_up(error)
             finally:  # once more: that may have failed or been interrupted, and who lent memory wants its bytes

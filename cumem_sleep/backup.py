@@ -192,7 +192,6 @@ class BackupStore:
         self,
         parts: Iterable[Sequence[_core.Segment]],
         digests: Mapping[int, Digest],
-        candidates: Sequence[_core.Segment],
         workbenches: Mapping[int, Workbench] | None = None,
     ) -> list[_core.Segment]:
         """Copy the bytes of all segments of `parts` into their backups; returns them, when every byte is there.
@@ -201,9 +200,8 @@ class BackupStore:
         GPU fills the ones before. The next part is asked for while the one before is being copied.
 
         Args:
-            parts: segments for whose backups room was taken.
+            parts: segments for whose backups room was taken, by when the part is asked for.
             digests: of the same bytes, by the segments' ids; may grow with the parts.
-            candidates: all that `parts` may name, with backups, which the next part may have replaced.
             workbenches: by device, for those that are to be encoded; they come last in their part.
 
         Raises:
@@ -211,38 +209,33 @@ class BackupStore:
                 back.
         """
         filled: list[Backup] = []
-        in_order = sorted((self._backups[segment.id] for segment in candidates), key=lambda b: b.encoding is not None)
-        new = [block for backup in in_order for block in backup.blocks if not block.pinned]
         with ExitStack() as stack:  # on leaving it, no copy is in flight
-            devices = {segment.device for segment in candidates}
-            streams = {device: stack.enter_context(_core.CopyStream(device)) for device in devices}
-            touched = self._touching(new)
+            streams: dict[int, _core.CopyStream] = {}  # by device
+            touched = Ahead(self._settings.prefault_threads or _default_prefault_threads(), {})
             stack.callback(touched.stop)  # once more: an interrupt may have come while it stopped
-            stack.enter_context(touched).start()
-
-            ahead = {id(block) for block in new}
+            stack.enter_context(touched)
 
             def pin(block: _core.HostBlock, device: int) -> None:
                 if not block.pinned:
-                    if id(block) in ahead:
-                        touched.wait(id(block))
-                    else:  # taken since: with other values it did not fit any more
-                        block.touch(0, block.bytes)
+                    touched.wait(id(block))
                     block.pin(device)
 
             for part in parts:
+                backups = sorted((self._backups[segment.id] for segment in part), key=lambda b: b.encoding is not None)
+                touched.add(_touch_tasks(chain.from_iterable(backup.blocks for backup in backups)))
                 encoded: dict[int, list[Backup]] = {}
-                for segment in part:
-                    backup = self._backups[segment.id]
+                for backup in backups:
                     backup.complete, backup.digest, backup.being_prepared = False, None, False
                     filled.append(backup)
+                    device = backup.segment.device
                     if backup.encoding is not None:
-                        encoded.setdefault(segment.device, []).append(backup)
+                        encoded.setdefault(device, []).append(backup)
                         continue
-                    stream = streams[segment.device]
+                    if device not in streams:
+                        streams[device] = stack.enter_context(_core.CopyStream(device))
                     for piece in backup.pieces():
-                        pin(piece.block, stream.device)
-                        stream.to_host(piece.block, piece.offset, piece.address, piece.bytes)
+                        pin(piece.block, device)
+                        streams[device].to_host(piece.block, piece.offset, piece.address, piece.bytes)
                 for device, mine in encoded.items():
                     places = chain.from_iterable(backup.places() for backup in mine)
                     (workbenches or {})[device].encode(places, partial(pin, device=device))
@@ -402,16 +395,6 @@ class BackupStore:
             if backup.segment.sleep == _core.Segment.Sleep.AWAKE and backup.segment.id not in keep
         ]
 
-    def _touching(self, blocks: Sequence[_core.HostBlock]) -> Ahead:
-        tasks: dict[int, list[Task]] = {
-            id(block): [
-                partial(block.touch, start, min(_TOUCH_BYTES, block.bytes - start))
-                for start in range(0, block.bytes, _TOUCH_BYTES)
-            ]
-            for block in blocks
-        }
-        return Ahead(self._settings.prefault_threads or _default_prefault_threads(), tasks)
-
 
 class GivingBack:
     """Unpins and frees host memory in a thread, one block at a time, as long as no operation runs.
@@ -503,6 +486,18 @@ def _less(available_bytes: int | None, promised: int) -> int | None:
 def _close(blocks: Iterable[_core.HostBlock]) -> None:
     for block in blocks:
         block.close()
+
+
+def _touch_tasks(blocks: Iterable[_core.HostBlock]) -> dict[int, list[Task]]:
+    """By the blocks' ids, for those whose pages may not be there yet."""
+    return {
+        id(block): [
+            partial(block.touch, start, min(_TOUCH_BYTES, block.bytes - start))
+            for start in range(0, block.bytes, _TOUCH_BYTES)
+        ]
+        for block in blocks
+        if not block.pinned
+    }
 
 
 def _default_prefault_threads() -> int:

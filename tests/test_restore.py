@@ -53,6 +53,27 @@ class TestAhead:
         self.run_all(Ahead(1, {key: [lambda key=key: ran.append(key)] for key in (3, 1, 2)}), range(4))
         assert ran == [3, 1, 2]
 
+    @pytest.mark.parametrize("threads_to_be_had", [True, False])
+    def test_more_tasks(self, threads_to_be_had: bool) -> None:
+        ran: list[tuple[int, str]] = []
+
+        def tasks(*keys: int) -> dict[int, list[Callable[[], None]]]:
+            return {key: [lambda key=key: ran.append((key, threading.current_thread().name))] for key in keys}  # type: ignore[misc]
+
+        with Ahead(1, tasks(1)) as ahead:
+            ahead.start()
+            ahead.wait(1)
+            if not threads_to_be_had:
+                ahead.stop()
+            ahead.add(tasks(4, 2))
+            ahead.add(tasks(3))
+            for key in (2, 3, 4):
+                ahead.wait(key)
+        keys = [key for key, _ in ran]
+        assert keys == ([1, 4, 2, 3] if threads_to_be_had else [1, 2, 3, 4])
+        by_threads = {name.startswith("cumem-sleep-ahead") for _, name in ran[1:]}
+        assert by_threads == {threads_to_be_had}
+
     def test_raises_what_a_task_raised_where_it_is_waited_for(self) -> None:
         def fail() -> None:
             raise OutOfHostMemory(1, 0, "madvise")
