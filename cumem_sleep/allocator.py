@@ -32,6 +32,7 @@ from .errors import (
     InvalidArgumentType,
     InvalidState,
     OutOfDeviceMemory,
+    OutOfHostMemory,
     format_bytes,
 )
 from .pools import TorchPools, torch_with_cuda
@@ -468,6 +469,7 @@ class CuMemAllocator:
         while changed:
             encodings: dict[int, Encoding] = {}
             workbenches: dict[int, Workbench] = {}
+            again: list[_core.Segment] = []
             try:
                 with ExitStack() as stack:
                     with timer("plan"):
@@ -482,7 +484,6 @@ class CuMemAllocator:
                                     device,
                                 )
                         new: list[_core.Segment] = []
-                        again: list[_core.Segment] = []
                         for segment in changed:
                             can_encode = segment.device in workbenches and workbenches[segment.device].has_memory
                             is_known = can_encode and self._store.encoding_of(segment) is not None
@@ -496,6 +497,12 @@ class CuMemAllocator:
                         return self._store.fill(parts, digests, workbenches)
             except CodecError as error:
                 self._compressor.give_up(error)
+            except OutOfHostMemory:
+                if not again:
+                    raise
+                # What the changed ones hold is worth nothing, and may be what is missing. Without it all is planned,
+                # and checked, at once.
+                self._store.forget(segment.id for segment in changed)
             finally:  # once more: that may have failed or been interrupted, and who lent memory wants its bytes
                 for workbench in workbenches.values():
                     workbench.close()
@@ -522,6 +529,7 @@ class CuMemAllocator:
             )
         with _core.Pinned(asleep) as segments:
             restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
+            restored.sort(key=lambda segment: self._store.encoding_of(segment) is not None)  # as they are copied
             blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
             for device in sorted({segment.device for segment in segments}):
                 _core.release_waiter(device)

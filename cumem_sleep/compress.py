@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ import numpy.typing as npt
 from . import _core, codec
 from .codec import CHUNK_BYTES, Code, Layout
 from .errors import CodecError, CumemSleepError, InvalidState, OutOfDeviceMemory
+
+if TYPE_CHECKING:
+    from .restore import SlotCopies
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -89,23 +92,6 @@ class Kernels(Protocol):
 
     def warm_up(self, layout: Layout, device: int) -> None:
         """Have all three ready."""
-
-
-class SlotCopies(Protocol):
-    """Copies from host memory to slots, by whichever way is the faster just then.
-
-    Attributes:
-        alone: the next copy is to have nothing beside it, so that its time tells the rate.
-    """
-
-    @property
-    def alone(self) -> bool: ...  # noqa: D102
-
-    def start(self, slot: int, runs: Sequence[tuple[_core.HostBlock, int, int, int]]) -> None:
-        """Begin to copy (block, offset, address, bytes) in the order of this slot's stream."""
-
-    def took(self, nbytes: int, seconds: float) -> None:
-        """How long the copy took, or, with others in flight, how long it was until the next may begin."""
 
 
 class GpuKernels(Kernels):
@@ -363,14 +349,12 @@ class Workbench:
             DriverError: the driver refused.
             CodecError: a kernel failed.
         """
-        begun: _Count | None = None
-        for part in _parts(coded):
-            count = self._count(part)
-            if begun is not None:
-                yield begun.segments, begun.finish()
-            begun = count
-        if begun is not None:
-            yield begun.segments, begun.finish()
+        counts = map(self._count, _parts(coded))
+        count = next(counts, None)
+        while count is not None:
+            following = next(counts, None)
+            yield count.segments, count.finish()
+            count = following
 
     def encode(self, places: Iterable[Place], pin: Callable[[_core.HostBlock], None]) -> None:
         """Encode chunks, and copy them to where they are to lie; `pin` is called with each block before.

@@ -121,6 +121,8 @@ class Preparation:
             if self._store.is_clean(segment, before):
                 return
             encodings = self._plan(segment)
+            if encodings is None:
+                return
             self._store.take([segment], keep=self._segments, slab_bytes=_BLOCK_BYTES, encodings=encodings)
             backup = self._store.begin_preparing(segment)
         digests.begin_copy()
@@ -136,11 +138,12 @@ class Preparation:
                 backup.being_prepared = False
                 self._prune()
 
-    def _plan(self, segment: _core.Segment) -> dict[int, Encoding]:
-        """How it is to be stored, by its id, if not as it is.
+    def _plan(self, segment: _core.Segment) -> dict[int, Encoding] | None:
+        """How it is to be stored, by its id, if not as it is; None: it is left to the next sleep.
 
         In one turn, because only an operation waits for that, and not for long: the GPU counts several hundred GB/s.
-        The model waits for less, since a small workbench launches little at once.
+        (The first time for a type other than bf16 Triton compiles, for seconds.) The model waits for less, since a
+        small workbench launches little at once.
 
         Raises:
             OutOfHostMemory: it can only be stored as it is, and a limit leaves too little for all that then has to be.
@@ -151,6 +154,8 @@ class Preparation:
             with self._workbench(segment.device) as workbench:
                 if workbench.has_memory:
                     return workbench.plan([segment])
+            if self._store.encoding_of(segment) is not None:
+                return None  # a sleep may have the memory, and encodes it again in the room that it has
         except CodecError as error:
             self._compressor.give_up(error)
         # All or nothing: a sleep may be lent the memory that lacks here, and half of the backups, uncompressed, would

@@ -25,9 +25,10 @@ logger = logging.getLogger("cumem_sleep")
 _BATCH_BYTES = 64 << 20
 _ENGINE_BATCH_BYTES = 256 << 20  # 0.4 % faster (benchmarks/results/wake_paths.json)
 _BATCHES_IN_FLIGHT = 4  # 5 ms of work: the driver may keep us waiting for as long while it maps
-_BATCHES_TIMED = 4
+_TIMED_BYTES = 1 << 30
+_SLOTS_TIMED_BYTES = 768 << 20  # twelve of 64 MiB: a stall of ours is not to be taken for the engine's
+_LEAST_TIMED_BYTES = 4 << 20  # alone: of less, most is latency
 _BATCHES_BETWEEN_TRIALS = 48
-_SLOTS_TIMED = 12  # they are smaller, and a stall of ours is not to be taken for the engine's
 _WORTH_CHOOSING_BYTES = 1 << 30
 # Of the best rate seen; the engine has less than half of it while it wipes memory as well.
 _ENGINE_IS_BUSY = 0.7
@@ -136,22 +137,22 @@ class Restorer:
         raw = [segment for segment in segments if not workbenches or store.encoding_of(segment) is None]
         encoded = [segment for segment in segments if workbenches and store.encoding_of(segment) is not None]
         with ExitStack() as stack:
-            lanes = []
+            lanes: dict[int, list[Iterator[int]]] = {}  # by device: one after the other, so that each has the link
             for device in sorted({segment.device for segment in raw}):
                 mine = [segment for segment in raw if segment.device == device]
                 ways = self._ways_to_copy(device, mine, stack)
                 lane = _Lane(mapped, digests, ways, self._best_rate(device))
-                lanes.append(lane.run(Batches(mine, store)))
+                lanes.setdefault(device, []).append(lane.run(Batches(mine, store)))
             for device, workbench in (workbenches or {}).items():
                 mine = [segment for segment in encoded if segment.device == device]
-                nbytes, chunks = store.stored_bytes(mine), workbench.chunks_per_slot
-                ways = [_Way(stream, self._kernel(device, nbytes, chunks, stack)) for stream in workbench.streams]
+                ways = self._ways_to_slots(device, store.stored_bytes(mine), workbench, stack)
                 places = chain.from_iterable([store.places(segment) for segment in mine])
                 completed = digests.start if digests is not None else _nothing
-                lanes.append(workbench.decode(places, mapped, completed, _Copies(ways, self._best_rate(device))))
+                copies = SlotCopies(ways, self._best_rate(device))
+                lanes.setdefault(device, []).append(workbench.decode(places, mapped, completed, copies))
             half = sum(segment.bytes for segment in segments) // 2
             begun = 0
-            for turn in zip_longest(*lanes, fillvalue=0):
+            for turn in zip_longest(*map(chain.from_iterable, lanes.values()), fillvalue=0):
                 before, begun = begun, begun + sum(turn)
                 if before < half <= begun:
                     half_done()
@@ -161,6 +162,16 @@ class Restorer:
         nbytes = sum(segment.bytes for segment in segments)
         kernels = [self._kernel(device, nbytes, _BATCH_BYTES // CHUNK_BYTES, stack) for _ in range(_BATCHES_IN_FLIGHT)]
         return [_Way(stack.enter_context(_core.CopyStream(device)), kernel) for kernel in kernels]
+
+    def _ways_to_slots(self, device: int, nbytes: int, workbench: Workbench, stack: ExitStack) -> list[_Way]:
+        if not workbench.has_memory:
+            return [_Way(stream, None) for stream in workbench.streams]
+        ways = [
+            _Way(stream, self._kernel(device, nbytes, workbench.chunks_per_slot, stack)) for stream in workbench.streams
+        ]
+        for way in ways:  # after a failure its table may still be in use
+            stack.callback(way.stream.synchronize)
+        return ways
 
     def _kernel(self, device: int, nbytes: int, chunks: int, stack: ExitStack) -> GpuCopies | None:
         """For batches of so many chunks; None where only the engine is to be used, since so few bytes are copied."""
@@ -199,26 +210,25 @@ class _Way:
             self.stream.to_device(piece.address, piece.block, piece.offset, piece.bytes)
 
 
-class _Copies:
-    """Those of one device, each by the way that is to be taken just then."""
+class SlotCopies:
+    """Copies to the slots of one device, by whichever way is the faster just then."""
 
     def __init__(self, ways: Sequence[_Way], best_rate: _BestRate) -> None:
         self._ways = ways
-        has_kernel = ways[0].kernel is not None
-        self._choices = _choices(best_rate, _SLOTS_TIMED, _BATCHES_BETWEEN_TRIALS) if has_kernel else _engine_alone()
+        self._choices = _choices_of(ways, best_rate, _SLOTS_TIMED_BYTES)
         self._choice = next(self._choices)
 
     @property
     def alone(self) -> bool:
-        """Nothing is to be beside the next one."""
+        """The next one is to have nothing beside it, so that its time tells the rate."""
         return self._choice.alone
 
     def start(self, slot: int, runs: Sequence[tuple[_core.HostBlock, int, int, int]]) -> None:
-        """As `compress.SlotCopies` says."""
+        """Begin to copy (block, offset, address, bytes) in the order of this slot's stream."""
         self._ways[slot].start(Batch([Piece(*run) for run in runs]), by_engine=self._choice.by_engine)
 
     def took(self, nbytes: int, seconds: float) -> None:
-        """As `compress.SlotCopies` says."""
+        """How long the copy took, or, with others in flight, how long it was until the next may begin."""
         self._choice = self._choices.send((nbytes, seconds))
 
 
@@ -235,8 +245,7 @@ class _Lane:
         self._mapped = mapped
         self._digests = digests
         self._ways = ways
-        has_kernel = ways[0].kernel is not None
-        self._choices = _choices(best_rate, _BATCHES_TIMED, _BATCHES_BETWEEN_TRIALS) if has_kernel else _engine_alone()
+        self._choices = _choices_of(ways, best_rate, _TIMED_BYTES)
         self._in_flight: list[tuple[Batch, _Way]] = []
 
     def run(self, batches: Batches) -> Iterator[int]:
@@ -295,7 +304,11 @@ class _BestRate:
         return rate
 
 
-def _choices(best: _BestRate, timed: int, between_trials: int) -> Generator[_Choice, tuple[int, float], None]:
+def _choices_of(ways: Sequence[_Way], best: _BestRate, timed_bytes: int) -> Generator[_Choice, tuple[int, float], None]:
+    return _choices(best, timed_bytes) if ways[0].kernel is not None else _engine_alone()
+
+
+def _choices(best: _BestRate, timed_bytes: int) -> Generator[_Choice, tuple[int, float], None]:
     """What to do with each next batch; is sent the bytes and seconds of the one before.
 
     Both ways are tried first. The engine is used until it turns out slow beside the best rate seen; then the kernel for
@@ -303,27 +316,35 @@ def _choices(best: _BestRate, timed: int, between_trials: int) -> Generator[_Cho
     batches that were finished meanwhile seem to take no time.
 
     Args:
-        timed: batches that tell the engine's rate together.
-        between_trials: batches that the kernel copies before the engine is tried again.
+        timed_bytes: the engine's rate is that of so many together.
     """
-    best.see(*(yield _Choice(by_engine=False, alone=True)))
+    yield from _rate_alone(best, by_engine=False)
     while True:
-        if best.see(*(yield _Choice(by_engine=True, alone=True))) >= _ENGINE_IS_BUSY * best.value:
-            while (yield from _engine_for_a_while(timed, _ENGINE_IS_BUSY * best.value)):
+        if (yield from _rate_alone(best, by_engine=True)) >= _ENGINE_IS_BUSY * best.value:
+            while (yield from _engine_for_a_while(timed_bytes, _ENGINE_IS_BUSY * best.value)):
                 pass
-        for _ in range(between_trials):
+        for _ in range(_BATCHES_BETWEEN_TRIALS):
             yield _Choice(by_engine=False, alone=False)
 
 
-def _engine_for_a_while(timed: int, least_rate: float) -> Generator[_Choice, tuple[int, float], bool]:
-    """Whether some batches together reach the rate, not counting the first few: they have yet to fill the queue."""
-    seconds = 0.0
-    for number in range(_BATCHES_IN_FLIGHT + timed):
+def _rate_alone(best: _BestRate, *, by_engine: bool) -> Generator[_Choice, tuple[int, float], float]:
+    """Of the next batch that is large enough to tell."""
+    while True:
+        nbytes, seconds = yield _Choice(by_engine, alone=True)
+        if nbytes >= _LEAST_TIMED_BYTES:
+            return best.see(nbytes, seconds)
+
+
+def _engine_for_a_while(timed_bytes: int, least_rate: float) -> Generator[_Choice, tuple[int, float], bool]:
+    """Whether so many bytes reach the rate, not counting the first batches: they have yet to fill the queue."""
+    for _ in range(_BATCHES_IN_FLIGHT):
+        yield _Choice(by_engine=True, alone=False)
+    nbytes, seconds = 0, 0.0
+    while nbytes < timed_bytes:
         batch_bytes, batch_s = yield _Choice(by_engine=True, alone=False)
-        if number >= _BATCHES_IN_FLIGHT:
-            seconds += batch_s
-            if timed * batch_bytes < least_rate * seconds:
-                return False  # whatever the rest takes
+        nbytes, seconds = nbytes + batch_bytes, seconds + batch_s
+        if max(nbytes, timed_bytes) < least_rate * seconds:
+            return False  # whatever the rest takes
     return True
 
 

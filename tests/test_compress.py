@@ -301,6 +301,50 @@ class TestRoundTrips:
         assert sum(nbytes for nbytes, _ in took if nbytes) == encoded + 12 * PAGE, "and what is stored as it is"
         assert all(seconds > 0 for _, seconds in took)
 
+    def test_tables_of_the_copy_kernel_outlive_its_copies(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("cumem_sleep.compress._SLOTS", 4)
+        monkeypatch.setattr("cumem_sleep.restore._WORTH_CHOOSING_BYTES", 0)
+        in_flight: set[int] = set()  # streams
+        closed: list[bool] = []
+        synchronize = _core.CopyStream.synchronize
+
+        class GpuCopies:
+            def __init__(self, device: int, chunks: int) -> None:
+                self.stream = 0
+
+            def start(self, stream: _core.CopyStream, pieces: Sequence[Piece]) -> None:
+                self.stream = stream.handle
+                in_flight.add(stream.handle)
+                for piece in pieces:
+                    stream.to_device(piece.address, piece.block, piece.offset, piece.bytes)
+
+            def close(self) -> None:
+                closed.append(self.stream in in_flight)
+
+        def note_and_synchronize(stream: _core.CopyStream) -> None:
+            synchronize(stream)
+            in_flight.discard(stream.handle)
+
+        monkeypatch.setattr(_core.CopyStream, "synchronize", note_and_synchronize)
+        monkeypatch.setitem(sys.modules, "cumem_sleep.copy_kernel", SimpleNamespace(GpuCopies=GpuCopies))
+        monkeypatch.setattr(
+            restore, "_choices", lambda *_: itertools.repeat(restore._Choice(by_engine=False, alone=False))
+        )
+        monkeypatch.setattr(restore.SlotCopies, "took", lambda *_: None)
+        allocator._restorer._kernel_devices.add(0)
+        contents = fill(allocator, *[bf16] * 6, nbytes=4 * PAGE)
+        allocator.sleep()
+        sim.fail("cuMemCreate", after=4, error="CUDA_ERROR_UNKNOWN", times=100)
+        with pytest.raises(DriverError):
+            allocator.wake_up()
+        sim.reset()
+        assert closed == [False] * 4
+        assert BACKED_UP in states()
+        allocator.wake_up()
+        check_bytes(contents)
+
     def test_off_compresses_nothing(self, make_allocator: MakeAllocator) -> None:
         allocator = make_allocator(compress="off")
         contents = fill(allocator, bf16)
@@ -334,7 +378,7 @@ class TestRoundTrips:
         monkeypatch.setattr("cumem_sleep.compress._SLOTS", slots)
         contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
         allocator.sleep()
-        decode, map_segment, start = SimulatedKernels.decode, _core.Segment.map, restore._Copies.start
+        decode, map_segment, start = SimulatedKernels.decode, _core.Segment.map, restore.SlotCopies.start
         events: list[str] = []
 
         def look_and_decode(kernels: SimulatedKernels, stream: _core.CopyStream, layout: Layout, *more: int) -> None:
@@ -354,7 +398,7 @@ class TestRoundTrips:
 
         monkeypatch.setattr(SimulatedKernels, "decode", look_and_decode)
         monkeypatch.setattr(_core.Segment, "map", map_slowly)
-        monkeypatch.setattr(restore._Copies, "start", note_and_start)
+        monkeypatch.setattr(restore.SlotCopies, "start", note_and_start)
         allocator.wake_up()
         check_bytes(contents)
         assert events.index("decode") == slots - 1
@@ -560,6 +604,40 @@ class TestHostMemory:
         allocator.sleep()
         allocator.wake_up("weights")
         check_bytes(dict(list(contents.items())[:1]))
+
+    @pytest.mark.parametrize("part_bytes", [2 * PAGE, 1 << 30])
+    @pytest.mark.parametrize("what", ["one grows", "a new one"])
+    def test_old_backups_of_what_changed_make_way(
+        self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, what: str, part_bytes: int
+    ) -> None:
+        """What comes first wants more memory than there is until the others, which shrink, have their turn."""
+        monkeypatch.setattr("cumem_sleep.compress._PART_BYTES", part_bytes)
+        room = int(2 * PAGE * ((0.70 if what == "one grows" else 0.02) + 3 * 0.88))
+        allocator = make_allocator(compress="auto", host_budget_bytes=room)
+        contents = fill(allocator, *([bf16] if what == "one grows" else []), fp16, fp16, fp16)
+        cycle(allocator, contents)
+        for number, address in enumerate(contents):
+            kind = noise if what == "one grows" and number == 0 else zeros
+            contents[address] = kind(2 * PAGE, np.random.default_rng(5))
+            write(address, contents[address])
+        if what == "a new one":
+            contents |= fill(allocator, zeros)
+        cycle(allocator, contents)
+        check_host_bytes(allocator)
+
+    def test_budget_that_is_too_small_for_what_changed(self, make_allocator: MakeAllocator) -> None:
+        """The error names the need of all of it."""
+        allocator = make_allocator(compress="auto", host_budget_bytes=3 * self.COMPRESSED_BYTES)
+        contents = fill(allocator, bf16, bf16, bf16)
+        cycle(allocator, contents)
+        for address in contents:
+            contents[address] = noise(2 * PAGE, np.random.default_rng(address))
+            write(address, contents[address])
+        with pytest.raises(OutOfHostMemory) as refused:
+            allocator.sleep()
+        assert refused.value.needed_bytes == 3 * 2 * PAGE
+        assert states() == {AWAKE}
+        check_bytes(contents)
 
     def test_budget_that_is_reached_while_preparing(
         self, make_allocator: MakeAllocator, caplog: pytest.LogCaptureFixture
@@ -826,6 +904,25 @@ class TestPrepare:
         assert allocator._store.host_bytes == 0
         cycle(allocator, contents)
         assert encodings(allocator, contents) == ["bf16", "bf16"]
+
+    def test_on_a_full_device_compressed_backups_stay(self, make_allocator: MakeAllocator) -> None:
+        """As they are, they would take the room in which the sleep compresses all."""
+        allocator = make_allocator(compress="auto", host_budget_bytes=int(3.5 * 2 * PAGE))
+        contents = fill(allocator, *[bf16] * 4)
+        fill(allocator, zeros, nbytes=8 * PAGE, tag="kv_cache")
+        cycle(allocator, contents)
+        held = allocator._store.host_bytes
+        random = np.random.default_rng(5)
+        for address in contents:
+            contents[address] = bf16(2 * PAGE, random)
+            write(address, contents[address])
+        leave_free(0)
+        assert finished(allocator.prepare()).error is None
+        assert allocator._store.host_bytes == held
+        allocator.sleep()
+        assert allocator._store.host_bytes == held
+        allocator.wake_up()
+        check_bytes(contents)
 
     def test_takes_a_small_workbench(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
         contents = fill(allocator, bf16)

@@ -292,13 +292,18 @@ class TestBatches:
 KERNEL, KERNEL_ALONE = _Choice(by_engine=False, alone=False), _Choice(by_engine=False, alone=True)
 ENGINE, ENGINE_ALONE = _Choice(by_engine=True, alone=False), _Choice(by_engine=True, alone=True)
 # Between two looks at the engine's rate, and until the engine is tried again.
-ENGINE_FOR_A_WHILE = [ENGINE] * (restore._BATCHES_IN_FLIGHT + restore._BATCHES_TIMED)
+BATCHES_TIMED = 4
+ENGINE_FOR_A_WHILE = [ENGINE] * (restore._BATCHES_IN_FLIGHT + BATCHES_TIMED)
 ENGINE_UNTIL_IT_IS_BUSY = [ENGINE] * (restore._BATCHES_IN_FLIGHT + 3)  # at 22 GB/s: the fourth could not mend it
 KERNEL_FOR_A_WHILE = [KERNEL] * restore._BATCHES_BETWEEN_TRIALS
 FREE, FAST_KERNEL, BUSY = 55.0, 51.0, 22.0  # GB/s
 
 
 class TestChoices:
+    @pytest.fixture(autouse=True)
+    def any_batch_is_large_enough(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(restore, "_LEAST_TIMED_BYTES", 0)
+
     def choose(
         self, count: int, engine: Callable[[int], float], kernel: float = FAST_KERNEL, best: _BestRate | None = None
     ) -> list[_Choice]:
@@ -306,7 +311,7 @@ class TestChoices:
 
         What says nothing of a rate gets a time that would spoil all if it counted.
         """
-        choices = _choices(best or _BestRate(), restore._BATCHES_TIMED, restore._BATCHES_BETWEEN_TRIALS)
+        choices = _choices(best or _BestRate(), 100 * BATCHES_TIMED)
         chosen = [next(choices)]
         while len(chosen) < count:
             choice = chosen[-1]
@@ -368,7 +373,21 @@ class TestChoices:
         chosen = self.choose(3 + len(ENGINE_FOR_A_WHILE), lambda number: rate if number in slow else FREE)
         assert chosen[-1] == (KERNEL if is_busy else ENGINE)
 
-    @pytest.mark.parametrize("place", range(restore._BATCHES_TIMED))
+    @pytest.mark.parametrize("small", [1, 10, 99])
+    def test_batches_of_any_size(self, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
+        """A batch takes as long as the one whose slot it waits for, which may be much larger."""
+        monkeypatch.setattr(restore, "_LEAST_TIMED_BYTES", 100)
+        choices = _choices(_BestRate(), 100 * BATCHES_TIMED)
+        choice, chosen = next(choices), []
+        for number in range(300):
+            nbytes = small if number % 5 == 0 else 100
+            chosen.append(choice)
+            latency = 5.0 if choice.alone else 0.0
+            choice = choices.send((nbytes, latency + (100 if number % 5 == 1 else nbytes) / FREE))
+        assert chosen[:4] == [KERNEL_ALONE, KERNEL_ALONE, ENGINE_ALONE, ENGINE], "the first is too small to tell"
+        assert chosen[4:] == [ENGINE] * 296
+
+    @pytest.mark.parametrize("place", range(BATCHES_TIMED))
     def test_what_seems_to_take_no_time_is_not_the_best_rate(self, place: int) -> None:
         """After a stall of ours the batches in flight have finished already."""
         number = 2 + restore._BATCHES_IN_FLIGHT + place
@@ -446,6 +465,8 @@ def one_segment_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches as large as the segments, so that numbers of segments are numbers of batches."""
     monkeypatch.setattr(restore, "_BATCH_BYTES", 4)
     monkeypatch.setattr(restore, "_ENGINE_BATCH_BYTES", 4)
+    monkeypatch.setattr(restore, "_TIMED_BYTES", 4 * BATCHES_TIMED)
+    monkeypatch.setattr(restore, "_LEAST_TIMED_BYTES", 0)
 
 
 @pytest.mark.usefixtures("one_segment_each")
