@@ -217,7 +217,8 @@ class CuMemAllocator:
 
         In order: wait for the devices; take host memory for what has no backup; digest what is to be backed up, to see
         what changed; copy that; digest again, to see that nothing wrote to it meanwhile; only then take the physical
-        memory away. Where backups are compressed, host memory is taken after the digest, when their sizes are known.
+        memory away. Where backups are compressed, host memory is taken after the digest, when their sizes are known;
+        what has a compressed backup already takes some only if it does not fit there again, while others are copied.
         An error or an interrupt before that last step leaves everything mapped with its bytes. An interrupt after it
         finds everything asleep, with its backups. What sleeps already stays as it is, whatever the level.
 
@@ -462,7 +463,7 @@ class CuMemAllocator:
         """The same, compressed where that is worth it.
 
         Sizes are counted, and host memory is taken, before any copy. Only what has a compressed backup is counted while
-        it is copied: it fits there again, as a rule.
+        it is copied: it fits there again, as a rule. If a limit is reached then, all begins anew without such backups.
         """
         with timer("digest"):
             changed = list(chain.from_iterable(self._changed_parts(segments, digests)))

@@ -145,8 +145,8 @@ class BackupStore:
     ) -> None:
         """Make room for backups of `segments`: address space now, pages when they are filled.
 
-        The whole need is checked first. Backups that are merely retained (of segments that are awake and not among
-        those to `keep`) give way.
+        The need of all of them is checked first. Backups that are merely retained (of segments that are awake and not
+        among those to `keep`) give way.
 
         Args:
             encodings: all `segments` are to be written anew, those whose id is in here in this way, the rest as they
