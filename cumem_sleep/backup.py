@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 
 from . import _core, host_limits
 from .ahead import Ahead, Task
@@ -81,14 +81,12 @@ class Backup:
         """Of the encoded chunks, in order; a chunk lies in one block."""
         if self.encoding is None:
             return
-        blocks = iter(self.blocks)
-        block, offset, last = next(blocks), 0, len(self.encoding.sizes) - 1
-        for number, nbytes in enumerate(self.encoding.sizes.tolist()):
-            if offset + nbytes > block.bytes:
-                block, offset = next(blocks), 0
+        sizes = self.encoding.sizes.tolist()
+        where = _packed(sizes, [block.bytes for block in self.blocks])
+        for number, (nbytes, (block, offset)) in enumerate(zip(sizes, where, strict=True)):
             address = self.segment.address + number * CHUNK_BYTES
-            yield Place(self.segment, self.encoding.code, block, offset, address, nbytes, is_last=number == last)
-            offset += nbytes
+            is_last = number == len(sizes) - 1
+            yield Place(self.segment, self.encoding.code, self.blocks[block], offset, address, nbytes, is_last)
 
     def has_room_for(self, encoding: Encoding | None) -> bool:
         """Whether its blocks can hold the segment stored in this way, without being too large for it."""
@@ -96,7 +94,9 @@ class Backup:
             return self.bytes == self.segment.bytes
         sizes = [block.bytes for block in self.blocks]
         is_exact = self.bytes <= encoding.bytes + encoding.bytes // _MOST_TO_SPARE
-        return is_exact and self.bytes < self.segment.bytes and _fits(encoding.sizes.tolist(), sizes)
+        if not is_exact or self.bytes >= self.segment.bytes:
+            return False
+        return len(list(_packed(encoding.sizes.tolist(), sizes))) == len(encoding.sizes)
 
 
 class BackupStore:
@@ -458,25 +458,27 @@ def _block_sizes(segment: _core.Segment, encoding: Encoding | None, slab_bytes: 
     """Of the blocks for a backup of `segment`."""
     if encoding is None:
         return [min(slab_bytes, segment.bytes - start) for start in range(0, segment.bytes, slab_bytes)]
-    blocks: list[int] = []
-    for nbytes in encoding.sizes.tolist():
-        if not blocks or blocks[-1] + nbytes > slab_bytes:
-            blocks.append(0)
-        blocks[-1] += nbytes
+    ends: dict[int, int] = {}
+    sizes = encoding.sizes.tolist()
+    for nbytes, (block, offset) in zip(sizes, _packed(sizes, repeat(slab_bytes)), strict=True):
+        ends[block] = offset + nbytes
     # A little more, so that the same weights with other values fit as well.
-    return [nbytes + nbytes // _ROOM_TO_GROW for nbytes in blocks]
+    return [nbytes + nbytes // _ROOM_TO_GROW for nbytes in ends.values()]
 
 
-def _fits(chunks: Sequence[int], blocks: Sequence[int]) -> bool:
-    """Whether these chunks, in order, each in one block, fit into the blocks."""
-    number = used = 0
+def _packed(chunks: Iterable[int], blocks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """(block, offset) of each chunk, in order; a chunk lies in one block. Ends early where one does not fit."""
+    numbered = enumerate(blocks)
+    block, room = next(numbered)
+    offset = 0
     for nbytes in chunks:
-        if used + nbytes > blocks[number]:
-            number, used = number + 1, 0
-            if number == len(blocks) or nbytes > blocks[number]:
-                return False
-        used += nbytes
-    return True
+        if offset + nbytes > room:
+            block, room = next(numbered, (block, 0))
+            offset = 0
+            if nbytes > room:
+                return
+        yield block, offset
+        offset += nbytes
 
 
 def _less(available_bytes: int | None, promised: int) -> int | None:

@@ -24,6 +24,7 @@ bytes (those of the last, incomplete 16 as well) reads as zero. Damage is for di
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ ALIGN_BYTES = 16
 LEVEL_0_BYTES = BLOCK_VALUES // 4
 PASSED_ON = 3
 CODES_PER_WORD = 16
+ROW_BYTES = 32  # of a table that says what is to be done with which chunk
 
 _SAMPLES_AT_ONCE = 1 << 20  # values: what `choose_codes` has in hand stays in a core's cache
 
@@ -216,6 +218,30 @@ def decode(code: Code, stored: Bytes, sizes: npt.ArrayLike) -> Bytes:
     for chunk, start, length in zip(content, starts.tolist(), lengths.tolist(), strict=True):
         _decode_chunk(code, stored[start : start + length], chunk.view(code.layout.dtype))
     return content.reshape(-1)
+
+
+def set_rows(
+    table: npt.NDArray[np.uint64],
+    symbols: npt.ArrayLike,
+    sources: npt.ArrayLike,
+    targets: npt.ArrayLike,
+    sizes: npt.ArrayLike,
+) -> None:
+    """Fill a table of shape (chunks, 4): source, target, symbols 0 to 7, then symbol 8 and the encoded bytes above it.
+
+    Args:
+        symbols: those of a code, of shape (9,) for all or (chunks, 9).
+        sizes: of the encoded chunks in bytes.
+    """
+    table[:, 0], table[:, 1], table[:, 3] = sources, targets, 0
+    table[:, 2:].view(np.uint8)[:, :PLACES] = symbols
+    table.view("<u4")[:, 7] = sizes
+
+
+def read_rows(table: npt.NDArray[np.uint64]) -> Iterator[tuple[tuple[int, ...], int, int, int]]:
+    """(symbols, source, target, encoded bytes) of each row."""
+    for row in table:
+        yield tuple(row[2:].tobytes()[:PLACES]), int(row[0]), int(row[1]), int(row[3]) >> 32
 
 
 def _encode_chunk(code: Code, chunk: Bytes) -> Bytes:

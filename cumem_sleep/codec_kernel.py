@@ -16,11 +16,9 @@ import triton
 import triton.language as tl
 
 from . import _core, codec
-from .codec import ALIGN_BYTES, BLOCK_VALUES, LEVEL_0_BYTES, PASSED_ON, PLACES, Code, Layout
+from .codec import ALIGN_BYTES, BLOCK_VALUES, LEVEL_0_BYTES, PASSED_ON, PLACES, ROW_BYTES, Code, Layout
 from .digest_kernel import pinned_block
 from .errors import CodecError
-
-ROW_BYTES = 32  # of the tables: source, target, symbols 0 to 7, symbol 8 and the encoded bytes above it
 
 _VALUES = tl.constexpr(BLOCK_VALUES)
 _LEVEL_0_BYTES = tl.constexpr(LEVEL_0_BYTES)
@@ -38,13 +36,9 @@ _DECODE_OPTIONS = {"num_warps": 8, "maxnreg": 64}
 def rows(
     code: Code, sources: npt.ArrayLike, targets: npt.ArrayLike, sizes: npt.ArrayLike = 0
 ) -> npt.NDArray[np.uint64]:
-    """Rows of a table, of shape (chunks, 4), for chunks at these addresses, of these encoded sizes in bytes."""
-    symbols = sum(symbol << (8 * place) for place, symbol in enumerate(code.symbols))
+    """A table for chunks of this code at these addresses, of these encoded sizes in bytes."""
     table = np.empty((np.size(sources), 4), np.uint64)
-    table[:, 0] = sources
-    table[:, 1] = targets
-    table[:, 2] = symbols & ((1 << 64) - 1)
-    table[:, 3] = np.asarray(sizes, np.uint64) << np.uint64(32) | np.uint64(symbols >> 64)
+    codec.set_rows(table, code.symbols, sources, targets, sizes)
     return table
 
 

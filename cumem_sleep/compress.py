@@ -6,7 +6,6 @@ memory, each with a stream of its own, so that one slot's copies go on beside an
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
 from collections import deque
@@ -14,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from . import _core, codec
-from .codec import CHUNK_BYTES, Code, Layout
+from .codec import CHUNK_BYTES, ROW_BYTES, Code, Layout
+from .coders import Kernels, choose_kernels
 from .errors import CodecError, CumemSleepError, InvalidState, OutOfDeviceMemory
 
 if TYPE_CHECKING:
@@ -35,9 +35,8 @@ _ROWS = 1024  # chunks in one launch, at most
 # Beside a running model, whose launches queue behind those of all slots: 128 MiB to count, so a fraction of a
 # millisecond, as behind the registering of a block.
 _FEW_ROWS = 16
-_ROW_BYTES = 32
 _HEAD_BYTES = 64 << 10  # of a slot, before the chunks: the rows, and a counter for each
-_COUNTERS_AT = _ROWS * _ROW_BYTES
+_COUNTERS_AT = _ROWS * ROW_BYTES
 _PART_BYTES = 1 << 30  # counted in 1 ms, encoded in 13: the copies before it last longer than its count
 _SAMPLE_BYTES = 8 << 10  # of a segment, from up to so many places
 _SAMPLE_PLACES = 8
@@ -78,93 +77,6 @@ class ChangedMeanwhile(InvalidState):
     """A segment was written to between plan and encoding."""
 
 
-class Kernels(Protocol):
-    """The codec's work on chunks, by a table of rows (`codec_kernel.rows`); asynchronous, in the order of `stream`."""
-
-    def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:
-        """Add the encoded size of each row's source to the word at its target."""
-
-    def encode(self, stream: _core.CopyStream, layout: Layout, table: int, counters: int, chunks: int) -> None:
-        """Encode each row's source to its target, which is zero; add the bytes without header to its counter."""
-
-    def decode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:
-        """Decode each row's source to its target."""
-
-    def warm_up(self, layout: Layout, device: int) -> None:
-        """Have all three ready."""
-
-
-class GpuKernels(Kernels):
-    """Those of `codec_kernel`."""
-
-    def __init__(self) -> None:
-        import torch
-
-        from . import codec_kernel
-
-        if not torch.cuda.is_available():
-            raise CodecError("PyTorch does not reach the GPU")
-        self._torch = torch
-        self._kernels = codec_kernel
-
-    def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
-        with self._on(stream):
-            self._kernels.count(layout, table, chunks)
-
-    def encode(  # noqa: D102
-        self, stream: _core.CopyStream, layout: Layout, table: int, counters: int, chunks: int
-    ) -> None:
-        with self._on(stream):
-            self._kernels.encode(layout, table, counters, chunks)
-
-    def decode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
-        with self._on(stream):
-            self._kernels.decode(layout, table, chunks)
-
-    def warm_up(self, layout: Layout, device: int) -> None:  # noqa: D102
-        self._kernels.warm_up(layout, device)
-
-    @contextmanager
-    def _on(self, stream: _core.CopyStream) -> Iterator[None]:
-        external = self._torch.cuda.ExternalStream(stream.handle, device=stream.device)  # type: ignore[no-untyped-call]
-        # With the device, else leaving the stream creates a context on the thread's own device, which may be another.
-        with self._torch.cuda.device(stream.device), self._torch.cuda.stream(external):
-            yield
-
-
-class SimulatedKernels(Kernels):
-    """The reference, on the simulated driver, whose device memory the host reaches."""
-
-    def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
-        for code, source, target, _ in self._rows(stream, layout, table, chunks):
-            _words_at(target, 1)[0] += codec.chunk_bytes(code, _bytes_at(source, CHUNK_BYTES))[0]
-
-    def encode(  # noqa: D102
-        self, stream: _core.CopyStream, layout: Layout, table: int, counters: int, chunks: int
-    ) -> None:
-        found = _words_at(counters, chunks)
-        for number, (code, source, target, nbytes) in enumerate(self._rows(stream, layout, table, chunks)):
-            encoded = codec.encode(code, _bytes_at(source, CHUNK_BYTES))
-            found[number] += encoded.size - layout.header_bytes
-            _bytes_at(target, nbytes)[:] |= np.resize(encoded, nbytes)  # only where it is zero, as on the GPU
-
-    def decode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
-        for code, source, target, nbytes in self._rows(stream, layout, table, chunks):
-            _bytes_at(target, CHUNK_BYTES)[:] = codec.decode(code, _bytes_at(source, nbytes), np.array([nbytes]))
-
-    def warm_up(self, layout: Layout, device: int) -> None:  # noqa: D102
-        pass
-
-    @staticmethod
-    def _rows(
-        stream: _core.CopyStream, layout: Layout, table: int, chunks: int
-    ) -> Iterator[tuple[Code, int, int, int]]:
-        stream.synchronize()
-        for row in _words_at(table, 8 * chunks).view("<u8").reshape(-1, 4):
-            symbols = tuple(row[2:].tobytes()[:9])
-            yield Code(layout, symbols), int(row[0]), int(row[1]), int(row[3]) >> 32
-
-
 class Compressor:
     """Whether and how segments are compressed, for one allocator."""
 
@@ -178,7 +90,7 @@ class Compressor:
         """Whether backups are to be compressed (known once the driver is open)."""
         if self._wanted and self._kernels is None:
             try:
-                self._kernels = _choose_kernels()
+                self._kernels = choose_kernels()
             except Exception as error:
                 self.give_up(error)
         return self._wanted
@@ -241,7 +153,7 @@ class Compressor:
         """
         if self._kernels is None:
             try:
-                self._kernels = _choose_kernels()
+                self._kernels = choose_kernels()
             except Exception as error:
                 raise CodecError(f"compressed backups cannot be read: {error}") from error
         self._check(device)
@@ -592,12 +504,9 @@ class _Slot:
         self, symbols: npt.NDArray[np.uint8], sources: npt.ArrayLike, targets: npt.ArrayLike, sizes: npt.ArrayLike
     ) -> None:
         """The table of the next kernel; `symbols` has the shape (chunks, 9)."""
-        rows = self._rows[: len(symbols)]
-        rows[:, 0], rows[:, 1], rows[:, 3] = sources, targets, 0
-        rows[:, 2:].view(np.uint8)[:, :9] = symbols
-        rows.view("<u4")[:, 7] = sizes
+        codec.set_rows(self._rows[: len(symbols)], symbols, sources, targets, sizes)
         if self._address:
-            self.stream.to_device(self.table, self._block, 0, len(symbols) * _ROW_BYTES)
+            self.stream.to_device(self.table, self._block, 0, len(symbols) * ROW_BYTES)
 
     def read_counters(self, chunks: int) -> None:
         """`counters` are there when it has finished."""
@@ -651,10 +560,6 @@ class _Kept:
             self._is_back = True
         with closing(self._block), self._stream:
             pass
-
-
-def _choose_kernels() -> Kernels:
-    return SimulatedKernels() if _core.driver_is_simulated() else GpuKernels()
 
 
 def _parts(coded: Sequence[tuple[_core.Segment, Code]]) -> Iterator[list[tuple[_core.Segment, Code]]]:
@@ -730,11 +635,3 @@ def _check_sizes(batch: list[Place], slot: _Slot) -> None:
 def _bench_bytes(slot_bytes: int) -> int:
     """Of all slots, in whole pages."""
     return -(-_SLOTS * (_HEAD_BYTES + slot_bytes) // CHUNK_BYTES) * CHUNK_BYTES
-
-
-def _bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-
-
-def _words_at(address: int, count: int) -> npt.NDArray[np.uint32]:
-    return _bytes_at(address, 4 * count).view("<u4")

@@ -487,7 +487,10 @@ def compression(machine: Machine) -> Check:
     if missing:
         found = f"auto, but {' and '.join(missing)} not installed: backups are stored uncompressed"
         return Check(name, Status.WARN, found, f"pip install torch triton, or unset {variable}")
-    return Check(name, Status.OK, "auto")
+    if (found_torch := machine.distribution("torch")) is not None and _torch_cuda(found_torch) == "":
+        found = f"auto, but PyTorch {found_torch.version} is built without CUDA: backups are stored uncompressed"
+        return Check(name, Status.WARN, found, f"install a build of PyTorch for CUDA, or unset {variable}")
+    return Check(name, Status.OK, "auto: bf16 weights take about 0.67 of their bytes, fp8 ones 0.83")
 
 
 def vllm(machine: Machine) -> Check:

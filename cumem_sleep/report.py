@@ -189,7 +189,9 @@ def _prefix(simulated: bool) -> str:
 
 
 def _stored(preposition: str, stored_bytes: int, nbytes: int) -> str:
-    return f" {preposition} {format_bytes(stored_bytes)}" if 0 < stored_bytes < nbytes else ""
+    if not 0 < stored_bytes < nbytes:
+        return ""
+    return f" {preposition} {format_bytes(stored_bytes)}, {stored_bytes / nbytes:.3f} of it"
 
 
 def _phases(phases: Mapping[str, float]) -> str:

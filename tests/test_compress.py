@@ -56,7 +56,8 @@ from cumem_sleep import (
 )
 from cumem_sleep.backup import Piece
 from cumem_sleep.codec import Bytes, Code, Layout
-from cumem_sleep.compress import Compressor, SimulatedKernels, Workbench
+from cumem_sleep.coders import SimulatedKernels
+from cumem_sleep.compress import Compressor, Workbench
 from cumem_sleep.digest import DigestRun
 
 pytestmark = pytest.mark.sim
@@ -964,7 +965,7 @@ class TestPrepare:
             """
             import threading, time
             import numpy as np
-            from cumem_sleep import compress
+            from cumem_sleep import coders, compress
 
             reset_simulation()
             allocator, memory = fresh_allocator(compress="auto"), Memory()
@@ -972,14 +973,14 @@ class TestPrepare:
                 address = allocator.malloc(2 * PAGE, "weights")
                 memory.write(address, bf16_weights(2 * PAGE, np.random.default_rng(0)))
             memory.close()
-            counting, count = threading.Event(), compress.SimulatedKernels.count
+            counting, count = threading.Event(), coders.SimulatedKernels.count
 
             def count_slowly(*arguments):
                 counting.set()
                 time.sleep(0.2)
                 count(*arguments)
 
-            compress.SimulatedKernels.count = count_slowly
+            coders.SimulatedKernels.count = count_slowly
             preparation = allocator.prepare()
             assert counting.wait(30)
             """,
@@ -992,7 +993,7 @@ class TestPrepare:
         process = run_script(
             f"""
             import numpy as np
-            from cumem_sleep import compress, prepare
+            from cumem_sleep import coders, compress, prepare
 
             reset_simulation()
             prepare._BLOCK_BYTES = PAGE
@@ -1001,13 +1002,13 @@ class TestPrepare:
             memory = Memory()
             memory.write(address, bf16_weights(2 * PAGE, np.random.default_rng(0)))
             memory.close()
-            encode, failures = compress.SimulatedKernels.encode, 0
+            encode, failures = coders.SimulatedKernels.encode, 0
 
             def encode_and_fail(*arguments):
                 encode(*arguments)
                 sim.fail({call!r}, position, "CUDA_ERROR_UNKNOWN")
 
-            compress.SimulatedKernels.encode = encode_and_fail
+            coders.SimulatedKernels.encode = encode_and_fail
             for position in range(4):
                 preparation = allocator.prepare()
                 assert preparation.wait(30)
@@ -1328,7 +1329,7 @@ class TestCodecFails:
         def refuse() -> SimulatedKernels:
             raise ImportError("no Triton here")
 
-        monkeypatch.setattr("cumem_sleep.compress._choose_kernels", refuse)
+        monkeypatch.setattr("cumem_sleep.compress.choose_kernels", refuse)
         contents = fill(allocator, bf16)
         for _ in range(2):
             assert finished(allocator.prepare()).error is None

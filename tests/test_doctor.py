@@ -210,6 +210,13 @@ def test_compression(
     assert found in check.found
 
 
+def test_compression_with_a_pytorch_that_reaches_no_gpu(tmp_path: pathlib.Path) -> None:
+    files = {**package("torch", "2.11.0+cpu"), **package("triton", "3.7.1")}
+    check = doctor.compression(machine(tmp_path, files, environment={"CUMEM_SLEEP_COMPRESS": "auto"}))
+    assert check.status is Status.WARN
+    assert "2.11.0+cpu is built without CUDA: backups are stored uncompressed" in check.found
+
+
 def test_other_packages(tmp_path: pathlib.Path) -> None:
     bare = machine(tmp_path)
     assert (doctor.triton(bare).status, doctor.vllm(bare).status, doctor.cupy(bare).status) == (

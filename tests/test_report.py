@@ -57,6 +57,17 @@ WAKE = WakeReport(
             "wake: mapped 61.00 GiB in 1.200 s (restored 51.22 GiB at 55.0 GB/s, verified 1.00 GiB);"
             " copy 1.000 s, map 0.100 s, verify 0.015 s",
         ),
+        (
+            dataclasses.replace(SLEEP, stored_bytes=33 * 10**9),
+            "sleep: freed 61.00 GiB in 1.250 s (copied 46.57 GiB at 50.0 GB/s as 30.73 GiB, 0.660 of it,"
+            " unchanged 1.00 GiB, dropped 2.00 GiB), 1.00 GiB left on the GPU;"
+            " quiesce 0.001 s, copy 1.000 s, release 0.200 s",
+        ),
+        (
+            dataclasses.replace(WAKE, stored_bytes=33 * 10**9),
+            "wake: mapped 61.00 GiB in 1.200 s (restored 51.22 GiB at 55.0 GB/s from 30.73 GiB, 0.600 of it,"
+            " verified 1.00 GiB); copy 1.000 s, map 0.100 s, verify 0.015 s",
+        ),
         (SleepReport(), "sleep: freed 0 B in 0.000 s (copied 0 B, unchanged 0 B, dropped 0 B)"),
         (WakeReport(), "wake: mapped 0 B in 0.000 s (restored 0 B, verified 0 B)"),
         (SleepReport(note="nothing to do"), "sleep: nothing to do"),
