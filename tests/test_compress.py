@@ -50,6 +50,7 @@ from cumem_sleep import (
     InvalidState,
     OutOfHostMemory,
     _core,
+    compress,
     host_limits,
     restore,
     sim,
@@ -69,6 +70,7 @@ Contents = dict[int, bytes]  # by address
 ONE_PAGE_BENCH = PAGE - (64 << 10)
 BENCH_BYTES = 5 * PAGE, 3 * PAGE  # with `small_slots`; the second can be lent
 EXACT = 1.01
+USUAL_BENCH_BYTES = compress._bench_bytes(compress._SLOT_BYTES[0])  # before the tests make it small
 
 
 @pytest.fixture(autouse=True)
@@ -572,10 +574,10 @@ class TestHostMemory:
 
     @pytest.mark.parametrize("prepare", [False, True])
     def test_budget_that_suffices_for_compressed(self, make_allocator: MakeAllocator, prepare: bool) -> None:
-        for compress in ("off", "auto"):
-            allocator = make_allocator(compress=compress, host_budget_bytes=self.COMPRESSED_BYTES)
+        for setting in ("off", "auto"):
+            allocator = make_allocator(compress=setting, host_budget_bytes=self.COMPRESSED_BYTES)
             contents = fill(allocator, bf16)
-            if compress == "off":
+            if setting == "off":
                 with pytest.raises(OutOfHostMemory, match="budget"):
                     allocator.prepare() if prepare else allocator.sleep()
                 free_everything()
@@ -1067,6 +1069,9 @@ class TestFullDevice:
         assert encodings(allocator, contents) == ["bf16", None]
         assert len(caplog.records) == 1
 
+    def test_a_workbench_is_bounded(self) -> None:
+        assert 128 * MIB < USUAL_BENCH_BYTES <= 512 * MIB
+
     @pytest.mark.parametrize("free_bytes", BENCH_BYTES)
     def test_room_for_a_workbench(
         self, allocator: CuMemAllocator, caplog: pytest.LogCaptureFixture, free_bytes: int
@@ -1505,11 +1510,14 @@ def test_interrupt_anywhere(world: World, phase: Phase) -> None:
     check_interrupts(world, phase, ("compress.py", "allocator.py:_back_up_compressed", "allocator.py:_workbenches"))
 
 
-@pytest.mark.parametrize("world", ["tight"], indirect=True)
-def test_interrupt_of_a_sleep_of_changed(world: World) -> None:
-    """Whose backups are written to again."""
+@pytest.mark.parametrize(("world", "part_bytes"), [("tight", 1 << 30), ("ample", PAGE)], indirect=["world"])
+def test_interrupt_of_a_sleep_of_changed(world: World, monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
+    """Whose backups are written to again, while the next part is counted."""
+    monkeypatch.setattr("cumem_sleep.compress._PART_BYTES", part_bytes)
     (phase,) = (phase for phase in COMPRESSED if phase.name == "sleep of changed")
-    check_interrupts(world, phase, ("compress.py:encode", "backup.py", "allocator.py:_back_up_compressed"))
+    places = ("encode", "plan_again", "_count", "finish", "_parts")
+    others = ("backup.py", "allocator.py:_back_up_compressed", "allocator.py:_planned_again")
+    check_interrupts(world, phase, (*(f"compress.py:{place}" for place in places), *others))
 
 
 def test_every_driver_call_of_a_wake_of_two_devices_may_fail_once(monkeypatch: pytest.MonkeyPatch) -> None:
