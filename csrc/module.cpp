@@ -1,7 +1,9 @@
 // Python bindings. Every function that calls the driver, or may wait, runs without the interpreter lock.
+#include <cxxabi.h>
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -21,13 +23,20 @@ using namespace cumem_sleep;
 
 namespace {
 
-// Gives the interpreter lock up for a scope. Unlike pybind11's own, the destructor may throw: while Python exits it
-// ends daemon threads that ask for the lock by unwinding them, and a destructor that must not throw would end the
-// process.
+// Gives the interpreter lock up for a scope. While Python exits, it ends daemon threads that ask for the lock by
+// unwinding them. That would go on through pybind11's frames, which then drop references without the lock, and crash
+// the process. So such a thread stops here, as newer Pythons have it, and goes with the process; it holds no lock of
+// ours.
 class WithoutInterpreter {
   public:
     WithoutInterpreter() : state_(PyEval_SaveThread()) {}
-    ~WithoutInterpreter() noexcept(false) { PyEval_RestoreThread(state_); }
+    ~WithoutInterpreter() {
+        try {
+            PyEval_RestoreThread(state_);
+        } catch (abi::__forced_unwind&) {
+            for (;;) pause();
+        }
+    }
     WithoutInterpreter(const WithoutInterpreter&) = delete;
     WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
 
