@@ -304,6 +304,33 @@ class TestRoundTrips:
         assert sum(nbytes for nbytes, _ in took if nbytes) == encoded + 12 * PAGE, "and what is stored as it is"
         assert all(seconds > 0 for _, seconds in took)
 
+    def test_a_wake_copies_raw_backups_first(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each kind has the link for itself, and what it copies is mapped in that order."""
+        contents = fill(allocator, bf16, noise, fp16, noise, nbytes=4 * PAGE)
+        allocator.sleep()
+        events: list[str] = []
+        run, start, map_segment = restore._Lane.run, restore.SlotCopies.start, _core.Segment.map
+
+        def noted_run(*arguments: Any) -> Iterator[int]:
+            yield from run(*arguments)
+            events.append("raw done")
+
+        def noted_start(*arguments: Any) -> None:
+            events.append("slot")
+            start(*arguments)
+
+        def noted_map(segment: _core.Segment) -> None:
+            events.append(f"map {list(contents).index(segment.address)}")
+            map_segment(segment)
+
+        monkeypatch.setattr(restore._Lane, "run", noted_run)
+        monkeypatch.setattr(restore.SlotCopies, "start", noted_start)
+        monkeypatch.setattr(_core.Segment, "map", noted_map)
+        allocator.wake_up()
+        check_bytes(contents)
+        assert events.index("raw done") < events.index("slot")
+        assert [event for event in events if event.startswith("map")] == ["map 1", "map 3", "map 0", "map 2"]
+
     def test_tables_of_the_copy_kernel_outlive_its_copies(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
