@@ -533,6 +533,30 @@ class TestChanges:
         allocator.wake_up()
         check_bytes(contents)
 
+    def test_pages_of_late_memory_are_touched_ahead(
+        self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What does not fit any more takes memory in the middle of a sleep, and not in the thread that copies."""
+        monkeypatch.setattr("cumem_sleep.compress._PART_BYTES", 2 * PAGE)
+        allocator = make_allocator(compress="auto", prefault_threads=2)
+        contents = fill(allocator, bf16, bf16, bf16)
+        cycle(allocator, contents)
+        for address in contents:
+            contents[address] = noise(2 * PAGE, np.random.default_rng(address))
+            write(address, contents[address])
+        touch, touched = _core.HostBlock.touch, dict[str, int]()
+
+        def noted(block: _core.HostBlock, start: int, nbytes: int) -> None:
+            thread = threading.current_thread().name[: len("cumem-sleep-ahead")]
+            touched[thread] = touched.get(thread, 0) + nbytes
+            touch(block, start, nbytes)
+
+        monkeypatch.setattr(_core.HostBlock, "touch", noted)
+        allocator.sleep()
+        assert touched["cumem-sleep-ahead"] == 3 * 2 * PAGE
+        allocator.wake_up()
+        check_bytes(contents)
+
     def test_during_sleep_are_noticed(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
         """Where the sizes of chunks tell, and where only the digest does."""
         contents = fill(allocator, bf16, bf16)
