@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import math
 import sys
 import threading
 import weakref
@@ -22,7 +23,7 @@ from . import _core
 from .ahead import Ahead
 from .backup import BackupStore
 from .compress import Compressor, Encoding, Workbench
-from .digest import DeviceDigester, Digest
+from .digest import DeviceDigester, Digest, DigestRun
 from .errors import (
     BackupMismatch,
     CodecError,
@@ -55,8 +56,8 @@ _stores: weakref.WeakSet[BackupStore] = weakref.WeakSet()
 
 _Report = TypeVar("_Report", SleepReport, WakeReport)
 _Sleep = _core.Segment.Sleep
-# Copying so much takes longer than the digests of all the rest.
 _HEAD_BYTES = 2 << 30
+_PART_BYTES = 8 << 30  # digested in 3 ms, while what is in flight lasts for 5 or more
 _CAPTURE_ERRORS = "CUDA_ERROR_STREAM_CAPTURE_"
 
 
@@ -414,14 +415,16 @@ class CuMemAllocator:
             with timer("quiesce"):
                 self._quiesce(pinned)
             digests: dict[int, Digest] = {}
-            if self._compressor.on or any(map(self._store.encoding_of, backed_up)):
-                dirty = self._back_up_compressed(backed_up, dropped, digests, timer)
-            else:
-                dirty = self._back_up(backed_up, digests, timer)
-            with timer("check"):
-                if dirty:
-                    self._check_unchanged(backed_up, digests)
-                self._store.require(backed_up)
+            with self._digester.run(backed_up) as again:
+                check = _Check(backed_up, digests, again)
+                if self._compressor.on or any(map(self._store.encoding_of, backed_up)):
+                    dirty = self._back_up_compressed(backed_up, dropped, digests, check.begin, timer)
+                else:
+                    dirty = self._back_up(backed_up, digests, check.begin, timer)
+                with timer("check"):
+                    if dirty:
+                        self._check_unchanged(backed_up, check)
+                    self._store.require(backed_up, digests)
             with timer("release"):
                 freed_bytes = _core.put_to_sleep(backed_up, dropped)
         copied_bytes = _total(dirty)
@@ -440,7 +443,11 @@ class CuMemAllocator:
         )
 
     def _back_up(
-        self, segments: Sequence[_core.Segment], digests: dict[int, Digest], timer: PhaseTimer
+        self,
+        segments: Sequence[_core.Segment],
+        digests: dict[int, Digest],
+        nearly_done: Callable[[set[int]], None],
+        timer: PhaseTimer,
     ) -> list[_core.Segment]:
         """Copy what changed of `segments`, and return that. Each part is copied while the next is digested."""
         with timer("host_memory"):
@@ -451,22 +458,27 @@ class CuMemAllocator:
         if not first_changed:
             return []
         with timer("copy"):
-            return self._store.fill(chain([first_changed], changed_parts), digests)
+            return self._store.fill(chain([first_changed], changed_parts), digests, nearly_done, ahead=segments)
 
     def _back_up_compressed(
         self,
         segments: Sequence[_core.Segment],
         dropped: Sequence[_core.Segment],
         digests: dict[int, Digest],
+        nearly_done: Callable[[set[int]], None],
         timer: PhaseTimer,
     ) -> list[_core.Segment]:
         """The same, compressed where that is worth it.
 
-        Sizes are counted, and host memory is taken, before any copy. Only what has a compressed backup is counted while
-        it is copied: it fits there again, as a rule. If a limit is reached then, all begins anew without such backups.
+        Sizes are counted, and host memory is taken, before any copy. Only what has a compressed backup is digested, and
+        counted, while what comes before it is copied: it fits there again, as a rule. If a limit is reached then, all
+        begins anew without such backups.
         """
         with timer("digest"):
-            changed = list(chain.from_iterable(self._changed_parts(segments, digests)))
+            known = {segment.id for segment in segments if self._store.encoding_of(segment) is not None}
+            changed = [*chain.from_iterable(self._changed_parts([s for s in segments if s.id not in known], digests))]
+            later = self._changed_parts([s for s in segments if s.id in known], digests)
+            changed += next(later, [])
         while changed:
             encodings: dict[int, Encoding] = {}
             workbenches: dict[int, Workbench] = {}
@@ -474,7 +486,7 @@ class CuMemAllocator:
             try:
                 with ExitStack() as stack:
                     with timer("plan"):
-                        for device in sorted({segment.device for segment in changed}) if self._compressor.on else ():
+                        for device in sorted({segment.device for segment in segments}) if self._compressor.on else ():
                             spare_bytes = _core.memory_info(device)[0]
                             workbench = self._compressor.workbench(device, spare_bytes, lenders=dropped)
                             workbenches[device] = stack.enter_context(workbench)
@@ -484,18 +496,20 @@ class CuMemAllocator:
                                     " uncompressed this time",
                                     device,
                                 )
+                        can_encode = {device for device, workbench in workbenches.items() if workbench.has_memory}
+                        if can_encode != {segment.device for segment in segments}:
+                            changed += chain.from_iterable(later)
                         new: list[_core.Segment] = []
                         for segment in changed:
-                            can_encode = segment.device in workbenches and workbenches[segment.device].has_memory
-                            is_known = can_encode and self._store.encoding_of(segment) is not None
+                            is_known = segment.device in can_encode and self._store.encoding_of(segment) is not None
                             (again if is_known else new).append(segment)
                         for device, workbench in workbenches.items():
                             encodings.update(workbench.plan([s for s in new if s.device == device]))
                     with timer("host_memory"):
                         self._store.take(new, keep=segments, encodings=encodings)
                     with timer("copy"):
-                        parts = chain([new], self._planned_again(again, segments, workbenches))
-                        return self._store.fill(parts, digests, workbenches)
+                        parts = chain([new], self._planned_again(again, later, changed, segments, workbenches))
+                        return self._store.fill(parts, digests, nearly_done, workbenches, ahead=new)
             except CodecError as error:
                 self._compressor.give_up(error)
             except OutOfHostMemory:
@@ -503,6 +517,7 @@ class CuMemAllocator:
                     raise
                 # What the changed ones hold is worth nothing, and may be what is missing. Without it all is planned,
                 # and checked, at once.
+                changed += chain.from_iterable(later)
                 self._store.forget(segment.id for segment in changed)
             finally:  # once more: that may have failed or been interrupted, and who lent memory wants its bytes
                 for workbench in workbenches.values():
@@ -510,11 +525,29 @@ class CuMemAllocator:
         return []
 
     def _planned_again(
-        self, again: Sequence[_core.Segment], keep: Sequence[_core.Segment], workbenches: Mapping[int, Workbench]
+        self,
+        again: list[_core.Segment],
+        later: Iterator[list[_core.Segment]],
+        changed: list[_core.Segment],
+        keep: Sequence[_core.Segment],
+        workbenches: Mapping[int, Workbench],
     ) -> Iterator[list[_core.Segment]]:
-        """Part by part, what has a compressed backup: in the same code, unless its values are very different now."""
+        """Part by part, what has a compressed backup: in the same code, unless its values are very different now.
+
+        Args:
+            again: those known to have changed; others come `later`, and then are added to it and to `changed`.
+        """
+
+        def so_far_and_later() -> Iterator[_core.Segment]:
+            yield from tuple(again)
+            for part in later:
+                again.extend(part)
+                changed.extend(part)
+                yield from part
+
         for device, workbench in workbenches.items():
-            coded = [(s, e.code) for s in again if s.device == device and (e := self._store.encoding_of(s))]
+            mine = (segment for segment in so_far_and_later() if segment.device == device)
+            coded = ((segment, e.code) for segment in mine if (e := self._store.encoding_of(segment)))
             for part, encodings in workbench.plan_again(coded):
                 unfit = [s for s in part if not self._store.has_room_for(s, encodings.get(s.id))]
                 if unfit:
@@ -638,11 +671,12 @@ class CuMemAllocator:
         self, segments: Sequence[_core.Segment], digests: dict[int, Digest]
     ) -> Iterator[list[_core.Segment]]:
         """Segments that do not equal their backup, in parts: while one is copied, the next is digested."""
-        for part in _head_and_rest(segments):
+
+        def changed_of(part: Sequence[_core.Segment]) -> list[_core.Segment]:
             digests.update(self._digests(part))
-            changed = [segment for segment in part if not self._store.is_clean(segment, digests.get(segment.id))]
-            if changed:
-                yield changed
+            return [segment for segment in part if not self._store.is_clean(segment, digests.get(segment.id))]
+
+        return _ChangedParts(segments, changed_of)
 
     def _digests(self, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
         """Of what will be compared: with a backup now, or after a wake."""
@@ -651,12 +685,10 @@ class CuMemAllocator:
             wanted = list(segments)
         return self._digester.of(wanted)
 
-    def _check_unchanged(self, segments: Sequence[_core.Segment], digests: dict[int, Digest]) -> None:
+    def _check_unchanged(self, segments: Sequence[_core.Segment], check: _Check) -> None:
         """Refuse a sleep whose backups may hold other bytes than the device does by now."""
         self._quiesce(segments)
-        taken = [segment for segment in segments if segment.id in digests]
-        now = self._digester.of(taken)
-        changed = [segment for segment in taken if now[segment.id] != digests[segment.id]]
+        changed = check.changed()
         if changed:
             self._store.forget(segment.id for segment in changed)
             raise InvalidState(
@@ -793,6 +825,63 @@ class CuMemAllocator:
         return report
 
 
+class _ChangedParts(Iterator[list[_core.Segment]]):
+    """What changed of `segments`, part by part; parts without a change are passed over.
+
+    The first part is small, so that its copies begin soon. Where it did not change, the rest probably did not either,
+    and is one part. After an error the same part comes again: none may be left out.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[_core.Segment],
+        changed_of: Callable[[Sequence[_core.Segment]], list[_core.Segment]],
+    ) -> None:
+        self._segments = segments
+        self._changed_of = changed_of
+        self._start = 0
+        self._part_bytes: int | None = _HEAD_BYTES  # None: all that is left
+
+    def __next__(self) -> list[_core.Segment]:
+        while self._start < len(self._segments):
+            sums = accumulate(segment.bytes for segment in self._segments[self._start :])
+            ends = (end for end, nbytes in enumerate(sums, self._start + 1) if nbytes >= (self._part_bytes or math.inf))
+            end = next(ends, len(self._segments))
+            changed = self._changed_of(self._segments[self._start : end])
+            self._start, self._part_bytes = end, _PART_BYTES if changed else None
+            if changed:
+                return changed
+        raise StopIteration
+
+
+class _Check:
+    """Whether `segments` still have the digests that were taken before they were copied.
+
+    It begins when the last copies are in flight. What is written to a segment after its turn goes unnoticed, as it does
+    between this check and the release.
+    """
+
+    def __init__(self, segments: Sequence[_core.Segment], digests: Mapping[int, Digest], run: DigestRun) -> None:
+        self._segments = segments
+        self._digests = digests
+        self._run = run
+
+    def begin(self, in_flight: set[int]) -> None:
+        """With all but those that are being copied yet."""
+        self._run.finish()  # what was begun by a try that failed
+        self._run.start([segment for segment in self._taken() if segment.id not in in_flight])
+
+    def changed(self) -> list[_core.Segment]:
+        """The segments that have others by now; waits for the digests."""
+        taken, started = self._taken(), self._run.started
+        self._run.start([segment for segment in taken if segment.id not in started])
+        now = self._run.finish()
+        return [segment for segment in taken if now[segment.id] != self._digests[segment.id]]
+
+    def _taken(self) -> list[_core.Segment]:
+        return [segment for segment in self._segments if segment.id in self._digests]
+
+
 def cupy_allocator(tag: str = "weights") -> Callable[[int], Any]:
     """An allocator for `cupy.cuda.set_allocator`: arrays get memory that can sleep.
 
@@ -905,15 +994,6 @@ def _check_integer(name: str, value: object, minimum: int) -> None:
         raise InvalidArgumentType(f"{name}={value!r}: a whole number is wanted")
     if value < minimum:
         raise InvalidArgument(f"{name}={value!r}: at least {minimum} is allowed")
-
-
-def _head_and_rest(segments: Sequence[_core.Segment]) -> Iterator[Sequence[_core.Segment]]:
-    """The first segments of at least `_HEAD_BYTES`, then all others."""
-    sums = accumulate(segment.bytes for segment in segments)
-    end = next((end for end, nbytes in enumerate(sums, start=1) if nbytes >= _HEAD_BYTES), len(segments))
-    yield segments[:end]
-    if segments[end:]:
-        yield segments[end:]
 
 
 def _total(segments: Iterable[_core.Segment]) -> int:

@@ -22,8 +22,10 @@ from .errors import InvalidState, OutOfHostMemory
 from .settings import Settings
 
 SLAB_BYTES = 128 << 20
-_TOUCH_BYTES = 16 << 20
+_TOUCH_BYTES = 64 << 20
 _MOST_PREFAULT_THREADS = 16
+_STREAMS = 4  # for copies to host memory
+_STREAM_BYTES = 256 << 20  # 18 ms of copies in flight, as long as it takes to digest 61 GiB
 _MUCH_BYTES = 1 << 30  # unpinning and freeing takes 16 ms
 _ROOM_TO_GROW = 250  # 0.4 %
 _MOST_TO_SPARE = 100  # a hundredth
@@ -97,6 +99,36 @@ class Backup:
         if not is_exact or self.bytes >= self.segment.bytes:
             return False
         return len(list(_packed(encoding.sizes.tolist(), sizes))) == len(encoding.sizes)
+
+
+class _Copies:
+    """Copies from one device to host memory, of which the last gibibyte is in flight: the ones before are there."""
+
+    def __init__(self, device: int, stack: ExitStack) -> None:
+        self._streams = [stack.enter_context(_core.CopyStream(device)) for _ in range(_STREAMS)]
+        self._segments: list[set[int]] = [set() for _ in self._streams]  # copied by each stream
+        self._turn = 0
+        self._bytes = 0  # begun in this turn
+
+    @property
+    def in_flight(self) -> set[int]:
+        """Ids of the segments that may not be there yet."""
+        return set().union(*self._segments)
+
+    def start(self, piece: Piece, segment_id: int) -> None:
+        """Begin to copy it."""
+        if self._bytes >= _STREAM_BYTES:
+            self._turn, self._bytes = (self._turn + 1) % _STREAMS, 0
+            self._streams[self._turn].synchronize()
+            self._segments[self._turn].clear()
+        self._streams[self._turn].to_host(piece.block, piece.offset, piece.address, piece.bytes)
+        self._segments[self._turn].add(segment_id)
+        self._bytes += piece.bytes
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        for stream in self._streams:
+            stream.synchronize()
 
 
 class BackupStore:
@@ -192,7 +224,9 @@ class BackupStore:
         self,
         parts: Iterable[Sequence[_core.Segment]],
         digests: Mapping[int, Digest],
+        nearly_done: Callable[[set[int]], None],
         workbenches: Mapping[int, Workbench] | None = None,
+        ahead: Iterable[_core.Segment] = (),
     ) -> list[_core.Segment]:
         """Copy the bytes of all segments of `parts` into their backups; returns them, when every byte is there.
 
@@ -202,7 +236,9 @@ class BackupStore:
         Args:
             parts: segments for whose backups room was taken, by when the part is asked for.
             digests: of the same bytes, by the segments' ids; may grow with the parts.
+            nearly_done: called when the last copies are in flight, with the ids of their segments.
             workbenches: by device, for those that are to be encoded; they come last in their part.
+            ahead: segments for whose backups room was taken, and whose new pages are touched from the start.
 
         Raises:
             OutOfHostMemory, DriverError, InvalidState, CodecError: a backup is incomplete; `prune` gives its memory
@@ -210,7 +246,7 @@ class BackupStore:
         """
         filled: list[Backup] = []
         with ExitStack() as stack:  # on leaving it, no copy is in flight
-            streams: dict[int, _core.CopyStream] = {}  # by device
+            copies: dict[int, _Copies] = {}  # by device
             touched = Ahead(self._settings.prefault_threads or _default_prefault_threads(), {})
             stack.callback(touched.stop)  # once more: an interrupt may have come while it stopped
             stack.enter_context(touched)
@@ -220,6 +256,7 @@ class BackupStore:
                     touched.wait(id(block))
                     block.pin(device)
 
+            touched.add(_touch_tasks(chain.from_iterable(self._backups[segment.id].blocks for segment in ahead)))
             for part in parts:
                 backups = sorted((self._backups[segment.id] for segment in part), key=lambda b: b.encoding is not None)
                 touched.add(_touch_tasks(chain.from_iterable(backup.blocks for backup in backups)))
@@ -231,18 +268,18 @@ class BackupStore:
                     if backup.encoding is not None:
                         encoded.setdefault(device, []).append(backup)
                         continue
-                    if device not in streams:
-                        streams[device] = stack.enter_context(_core.CopyStream(device))
+                    if device not in copies:
+                        copies[device] = _Copies(device, stack)
                     for piece in backup.pieces():
                         pin(piece.block, device)
-                        streams[device].to_host(piece.block, piece.offset, piece.address, piece.bytes)
+                        copies[device].start(piece, backup.segment.id)
                 for device, mine in encoded.items():
                     places = chain.from_iterable(backup.places() for backup in mine)
                     (workbenches or {})[device].encode(places, partial(pin, device=device))
-            for workbench in (workbenches or {}).values():
-                workbench.finish()
-            for stream in streams.values():
-                stream.synchronize()
+            at_work: list[_Copies | Workbench] = [*copies.values(), *(workbenches or {}).values()]
+            nearly_done(set().union(*(each.in_flight for each in at_work)))
+            for each in at_work:
+                each.finish()
         for backup in filled:
             backup.digest = digests.get(backup.segment.id)
             backup.complete = True
@@ -268,14 +305,18 @@ class BackupStore:
         """Every block was filled; `digest` is of what lies there."""
         backup.complete, backup.digest, backup.being_prepared = True, digest, False
 
-    def require(self, segments: Iterable[_core.Segment]) -> None:
-        """See that each of `segments` has a complete backup: the last look before its memory goes.
+    def require(self, segments: Iterable[_core.Segment], digests: Mapping[int, Digest]) -> None:
+        """See that each of `segments` has a complete backup of bytes with its digest: the last look before they go.
+
+        Args:
+            digests: by the segments' ids, as far as any were taken.
 
         Raises:
             InvalidState: one has none.
         """
         for segment in segments:
-            if self.get(segment) is None:
+            backup = self.get(segment)
+            if backup is None or backup.digest != digests.get(segment.id):
                 raise InvalidState(f"the segment at 0x{segment.address:x} has no complete backup: it stays awake")
 
     def stored_bytes(self, segments: Iterable[_core.Segment]) -> int:

@@ -17,8 +17,8 @@ import triton.language as tl
 
 from . import _core, codec
 from .codec import ALIGN_BYTES, BLOCK_VALUES, LEVEL_0_BYTES, PASSED_ON, PLACES, ROW_BYTES, Code, Layout
-from .digest_kernel import pinned_block
 from .errors import CodecError
+from .pinned import pinned_block
 
 _VALUES = tl.constexpr(BLOCK_VALUES)
 _LEVEL_0_BYTES = tl.constexpr(LEVEL_0_BYTES)

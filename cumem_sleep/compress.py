@@ -215,6 +215,11 @@ class Workbench:
         """The most that a slot takes: encoded, a chunk has more than half of its bytes."""
         return 2 * self._slot_bytes // CHUNK_BYTES
 
+    @property
+    def in_flight(self) -> set[int]:
+        """Ids of the segments of which chunks are being encoded or copied."""
+        return set().union(*(slot.segments for slot in self._slots))
+
     def __enter__(self) -> Workbench:
         return self
 
@@ -251,7 +256,7 @@ class Workbench:
         return {segment_id: encoding for count in counts for segment_id, encoding in count.finish().items()}
 
     def plan_again(
-        self, coded: Sequence[tuple[_core.Segment, Code]]
+        self, coded: Iterable[tuple[_core.Segment, Code]]
     ) -> Iterator[tuple[list[_core.Segment], dict[int, Encoding]]]:
         """As `plan`, with codes that are known, part by part: yields segments, and how they are to be stored.
 
@@ -290,6 +295,7 @@ class Workbench:
             for place, nbytes, source in _together(batch, targets):
                 pin(place.block)
                 slot.stream.to_host(place.block, place.offset, source, nbytes)
+            slot.segments = {place.segment.id for place in batch}
             slot.then(partial(_check_sizes, batch))
 
     def finish(self) -> None:
@@ -473,10 +479,15 @@ class _Count:
 
 
 class _Slot:
-    """Device memory for one batch, its table, and its stream."""
+    """Device memory for one batch, its table, and its stream.
+
+    Attributes:
+        segments: ids of those that are being encoded.
+    """
 
     def __init__(self, device: int, address: int) -> None:
         self._finished: Callable[[_Slot], None] | None = None
+        self.segments: set[int] = set()
         self.counters_address = address + _COUNTERS_AT
         self.chunks_address = address + _HEAD_BYTES
         self.stream = _core.CopyStream(device)  # before the block: in this order they go, should nobody close it
@@ -521,6 +532,7 @@ class _Slot:
         finished, self._finished = self._finished, None
         if finished is not None:
             self.stream.synchronize()
+            self.segments = set()
             finished(self)
 
 
@@ -562,7 +574,7 @@ class _Kept:
             pass
 
 
-def _parts(coded: Sequence[tuple[_core.Segment, Code]]) -> Iterator[list[tuple[_core.Segment, Code]]]:
+def _parts(coded: Iterable[tuple[_core.Segment, Code]]) -> Iterator[list[tuple[_core.Segment, Code]]]:
     """In order; of one layout, and no more bytes than that unless a segment has."""
     part: list[tuple[_core.Segment, Code]] = []
     nbytes = 0

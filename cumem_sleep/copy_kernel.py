@@ -18,7 +18,7 @@ import triton.language as tl
 
 from . import _core
 from .backup import Piece
-from .digest_kernel import pinned_block
+from .pinned import pinned_block
 
 CHUNK_BYTES = 2 << 20  # most pieces of backups are multiples of it
 _PROGRAMS = 8

@@ -195,6 +195,11 @@ class DigestRun:
         while self._sums:
             self._sums.popitem()[1].close()
 
+    @property
+    def started(self) -> set[int]:
+        """Ids of the segments that were started since the last `finish`."""
+        return {segment.id for segment in self._started}
+
     def start(self, segments: Sequence[_core.Segment]) -> None:
         """Their bytes are in place: begin. Where the CPU computes, it does so in `finish`.
 

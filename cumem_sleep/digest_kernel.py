@@ -17,6 +17,7 @@ import triton.language as tl
 
 from . import _core
 from .digest import _FINAL, _MULTIPLIERS, _SEEDS, _SHIFTS, CHUNK_BYTES, LANES, ROWS
+from .pinned import pinned_block
 
 _K0, _K1 = (tl.constexpr(value) for value in _MULTIPLIERS)
 _S0, _S1 = (tl.constexpr(value) for value in _SEEDS)
@@ -126,15 +127,3 @@ def warm_up(device: int) -> None:
     with closing(pinned_block(CHUNK_BYTES, device)) as block, closing(GpuSums(device, 1)) as sums:
         sums.start([(block.address, CHUNK_BYTES)])
         sums.finish()
-
-
-def pinned_block(nbytes: int, device: int) -> _core.HostBlock:
-    """A small block of host memory that the GPU reads and writes, so that a full GPU still works. Close it."""
-    block = _core.HostBlock(nbytes, _core.device_info(device).numa_node)
-    try:
-        block.touch(0, block.bytes)
-        block.pin(device)
-    except BaseException:
-        block.close()
-        raise
-    return block

@@ -14,7 +14,8 @@ from . import _core
 from .backup import BackupStore, Piece
 from .codec import CHUNK_BYTES
 from .digest import DigestRun
-from .errors import CumemSleepError
+from .errors import CumemSleepError, OutOfDeviceMemory, OutOfHostMemory
+from .pinned import pinned_block
 
 if TYPE_CHECKING:
     from .compress import Workbench
@@ -25,6 +26,7 @@ logger = logging.getLogger("cumem_sleep")
 _BATCH_BYTES = 64 << 20
 _ENGINE_BATCH_BYTES = 256 << 20  # 0.4 % faster (benchmarks/results/wake_paths.json)
 _BATCHES_IN_FLIGHT = 4  # 5 ms of work: the driver may keep us waiting for as long while it maps
+_COPIES_TIMED = 4
 _TIMED_BYTES = 1 << 30
 _SLOTS_TIMED_BYTES = 768 << 20  # twelve of 64 MiB: a stall of ours is not to be taken for the engine's
 _LEAST_TIMED_BYTES = 4 << 20  # alone: of less, most is latency
@@ -110,6 +112,23 @@ class Restorer:
             logger.warning("copies go by the copy engine alone, because the copy kernel failed: %s", error)
         else:
             self._kernel_devices.add(device)
+            self._time_engine(device)
+
+    def _time_engine(self, device: int) -> None:
+        """While nothing else happens, because a wake comes right after a sleep as a rule: both ways are slow then."""
+        try:
+            with (
+                closing(_core.Scratch(device, _BATCH_BYTES)) as memory,
+                closing(pinned_block(_BATCH_BYTES, device)) as block,
+                _core.CopyStream(device) as stream,
+            ):
+                for _ in range(_COPIES_TIMED):
+                    start = time.perf_counter()
+                    stream.to_device(memory.address, block, 0, _BATCH_BYTES)
+                    stream.synchronize()
+                    self._best_rate(device).see(_BATCH_BYTES, time.perf_counter() - start)
+        except (OutOfDeviceMemory, OutOfHostMemory):
+            pass  # the wakes find it out
 
     def restore(
         self,
@@ -311,14 +330,15 @@ def _choices_of(ways: Sequence[_Way], best: _BestRate, timed_bytes: int) -> Gene
 def _choices(best: _BestRate, timed_bytes: int) -> Generator[_Choice, tuple[int, float], None]:
     """What to do with each next batch; is sent the bytes and seconds of the one before.
 
-    Both ways are tried first. The engine is used until it turns out slow beside the best rate seen; then the kernel for
-    a while, and the engine is tried again. Rates are the best only if nothing else was in flight: after a stall of ours
-    batches that were finished meanwhile seem to take no time.
+    The engine is used until it turns out slow beside the best rate seen; then the kernel for a while, and the engine is
+    tried again. Where no rate was seen yet, the kernel's is the first. Rates are the best only if nothing else was in
+    flight: after a stall of ours batches that were finished meanwhile seem to take no time.
 
     Args:
         timed_bytes: the engine's rate is that of so many together.
     """
-    yield from _rate_alone(best, by_engine=False)
+    if not best.value:
+        yield from _rate_alone(best, by_engine=False)
     while True:
         if (yield from _rate_alone(best, by_engine=True)) >= _ENGINE_IS_BUSY * best.value:
             while (yield from _engine_for_a_while(timed_bytes, _ENGINE_IS_BUSY * best.value)):

@@ -24,7 +24,7 @@ from support import (
 )
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, host_limits, sim
-from cumem_sleep.digest import DeviceDigester, Digest
+from cumem_sleep.digest import DeviceDigester, Digest, DigestRun
 
 MakeAllocator = Callable[..., CuMemAllocator]
 
@@ -71,14 +71,26 @@ def small_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cumem_sleep.allocator._HEAD_BYTES", HEAD_PAGES * PAGE)
 
 
+@pytest.fixture
+def four_blocks_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cumem_sleep.backup._STREAM_BYTES", MIB)
+
+
+def in_flight(dirty: Sequence[int]) -> list[int]:
+    """Places of segments that are not there yet when the last copies were begun, with `four_blocks_in_flight`."""
+    blocks = [place for place in dirty for _ in range(2 * SIZES[place])]
+    return sorted(set(blocks[-4:]))
+
+
 class Events:
-    """What is digested, and copied for a backup, in order: places of segments."""
+    """What is digested, and copied for a backup, in order: places of segments. A check is a digest as well."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[int], object] = lambda number: None) -> None:
         """`act` is called before each digest, with its number."""
         self.seen: list[tuple[str, list[int]]] = []
         self._digesting = False
         digest, to_host, synchronize = DeviceDigester.of, _core.CopyStream.to_host, _core.CopyStream.synchronize
+        start, finish = DigestRun.start, DigestRun.finish
         places = {segment.id: place for place, segment in enumerate(_core.segments())}
         addresses = [(segment.address, segment.bytes) for segment in _core.segments()]
 
@@ -90,6 +102,19 @@ class Events:
                 return digest(digester, segments)
             finally:
                 self._digesting = False
+
+        def check(run: DigestRun, segments: Sequence[_core.Segment]) -> None:
+            if segments and not self._digesting:
+                act(len(self.digests))
+                self.seen.append(("check", [places[segment.id] for segment in segments]))
+            start(run, segments)
+
+        def finish_check(run: DigestRun) -> dict[int, Digest]:
+            before, self._digesting = self._digesting, True
+            try:
+                return finish(run)
+            finally:
+                self._digesting = before
 
         def copy(stream: _core.CopyStream, block: _core.HostBlock, offset: int, address: int, nbytes: int) -> None:
             to_host(stream, block, offset, address, nbytes)
@@ -106,12 +131,14 @@ class Events:
                 self.seen.append(("wait", []))
 
         monkeypatch.setattr(DeviceDigester, "of", of)
+        monkeypatch.setattr(DigestRun, "start", check)
+        monkeypatch.setattr(DigestRun, "finish", finish_check)
         monkeypatch.setattr(_core.CopyStream, "to_host", copy)
         monkeypatch.setattr(_core.CopyStream, "synchronize", wait)
 
     @property
     def digests(self) -> list[list[int]]:
-        return [places for event, places in self.seen if event == "digest"]
+        return [places for event, places in self.seen if event in ("digest", "check")]
 
     @property
     def copied(self) -> set[int]:
@@ -125,6 +152,7 @@ class TestParts:
         [(), (0,), (1,), (0, 1), (2,), (5,), (3, 4), (1, 2), (0, 5), (0, 1, 2, 3, 4, 5)],
         ids=lambda dirty: ",".join(map(str, dirty)) or "none",
     )
+    @pytest.mark.usefixtures("four_blocks_in_flight")
     def test_copy_what_changed(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, dirty: tuple[int, ...]
     ) -> None:
@@ -142,7 +170,9 @@ class TestParts:
         copied_bytes = sum(SIZES[place] for place in dirty) * PAGE
         assert (report.copied_bytes, report.clean_bytes) == (copied_bytes, 8 * PAGE - copied_bytes)
         assert events.copied == set(dirty)
-        again = [[0, 1, 2, 3, 4, 5]] if dirty else []
+        late = in_flight(dirty)
+        early = [place for place in range(6) if place not in late]
+        again = [early, late] if dirty else []
         assert events.digests == [[0, 1], [2, 3, 4, 5], *again], "what is clean needs no second digest"
         assert allocator.wake_up().verified_bytes == 8 * PAGE
         check_bytes(memory, contents)
@@ -163,7 +193,7 @@ class TestParts:
             events = Events(patch)
             assert allocator.sleep().copied_bytes == 8 * PAGE
         parts = [part for part in (list(range(head)), list(range(head, 6))) if part]
-        assert events.digests == [*parts, [0, 1, 2, 3, 4, 5]]
+        assert events.digests == [*parts, [0, 1, 2, 3, 4, 5]], "all were in flight when the check could begin"
         allocator.wake_up()
         check_bytes(memory, contents)
 
@@ -183,7 +213,54 @@ class TestParts:
             ("copy", [2, 3, 4, 5]),
             ("wait", []),
         ]
-        assert seen[-1] == ("digest", [0, 1, 2, 3, 4, 5])
+        assert seen[-1] == ("check", [0, 1, 2, 3, 4, 5])
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
+    @pytest.mark.parametrize(
+        ("dirty", "parts"),
+        [
+            ((0, 2, 4), [[0, 1], [2, 3], [4], [5]]),
+            ((0,), [[0, 1], [2, 3], [4, 5]]),
+            ((2,), [[0, 1], [2, 3, 4, 5]]),
+            ((), [[0, 1], [2, 3, 4, 5]]),
+        ],
+        ids=str,
+    )
+    def test_what_comes_after_a_change_is_digested_in_parts(
+        self,
+        allocator: CuMemAllocator,
+        memory: Memory,
+        monkeypatch: pytest.MonkeyPatch,
+        dirty: tuple[int, ...],
+        parts: list[list[int]],
+    ) -> None:
+        """So that no digest takes longer than the copies before it; where nothing changed, nothing waits for it."""
+        monkeypatch.setattr("cumem_sleep.allocator._PART_BYTES", 2 * PAGE)
+        contents = fill(allocator, memory, SIZES)
+        addresses = list(contents)
+        allocator.sleep()
+        allocator.wake_up()
+        for place in dirty:
+            change(memory, contents, addresses[place])
+        with monkeypatch.context() as patch:
+            events = Events(patch)
+            assert allocator.sleep().copied_bytes == sum(SIZES[place] for place in dirty) * PAGE
+        # The last two pages are longer than a part, and a part has at least so many bytes.
+        assert events.digests[: len(parts)] == parts
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
+    @pytest.mark.usefixtures("four_blocks_in_flight")
+    def test_the_check_begins_while_the_last_copies_are_in_flight(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        contents = fill(allocator, memory, SIZES)
+        with monkeypatch.context() as patch:
+            events = Events(patch)
+            allocator.sleep()
+        last_copy = max(number for number, (event, _) in enumerate(events.seen) if event == "copy")
+        assert events.seen[last_copy + 1 :] == [("check", [0, 1, 2, 3]), *[("wait", [])] * 4, ("check", [4, 5])]
         allocator.wake_up()
         check_bytes(memory, contents)
 
@@ -232,8 +309,9 @@ class TestParts:
         check_bytes(memory, contents)
 
     @pytest.mark.parametrize("error", [DriverError, KeyboardInterrupt])
-    @pytest.mark.parametrize("number", [0, 1, 2], ids=["head", "rest", "again"])
+    @pytest.mark.parametrize("number", [0, 1, 2, 3], ids=["head", "rest", "check", "check of the last"])
     @pytest.mark.parametrize("dirty", [None, (0,), (1, 4), (5,)], ids=str)
+    @pytest.mark.usefixtures("four_blocks_in_flight")
     def test_a_digest_that_fails_leaves_all_awake(
         self,
         allocator: CuMemAllocator,
@@ -265,7 +343,7 @@ class TestParts:
         check_bytes(memory, contents)
         for place, segment in enumerate(_core.segments()):
             backup = allocator._store.get(segment)
-            if place in events.copied and number < 2:
+            if place in events.copied and number < 3:
                 assert backup is None, "half a sleep's copies are no backup"
             elif dirty is not None and place not in dirty:
                 assert backup is not None, "it was clean"
@@ -278,12 +356,18 @@ class TestParts:
         allocator.wake_up()
         check_bytes(memory, contents)
 
-    @pytest.mark.parametrize("place", [0, 1, 2, 5])
-    @pytest.mark.parametrize("number", [1, 2], ids=["while the rest is digested", "after all copies"])
+    @pytest.mark.parametrize(
+        ("number", "place"),
+        [*((1, place) for place in (0, 1, 2, 5)), *((2, place) for place in (0, 1, 2, 5)), (3, 1)],
+    )
+    @pytest.mark.usefixtures("four_blocks_in_flight")
     def test_what_is_written_to_meanwhile_is_noticed(
-        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, place: int, number: int
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, number: int, place: int
     ) -> None:
-        """Also in what was clean: the copies take long, and it is digested again with the rest."""
+        """While the rest is digested (1), before the check (2), and before that of what was in flight then (3).
+
+        Also in what was clean: the copies take long, and it is digested again with the rest.
+        """
         contents = fill(allocator, memory, SIZES)
         addresses = list(contents)
         allocator.sleep()
@@ -294,12 +378,13 @@ class TestParts:
             if at == number:
                 change(memory, contents, addresses[place])
 
-        is_late = place < 2 or number == 2  # else it is just what is digested then
+        is_late = place < 2 or number > 1  # else it is just what is digested then
         with monkeypatch.context() as patch:
             events = Events(patch, act)
             with pytest.raises(InvalidState, match="written to") if is_late else contextlib.nullcontext():
                 allocator.sleep()
-        assert events.digests[-1] == [0, 1, 2, 3, 4, 5]
+        late = in_flight([1] if is_late else [1, place])
+        assert events.digests[2:] == [[at for at in range(6) if at not in late], late]
         if is_late:
             assert all(segment.sleep == AWAKE and segment.has_memory for segment in _core.segments())
             check_bytes(memory, contents)

@@ -59,7 +59,7 @@ from cumem_sleep.backup import Piece
 from cumem_sleep.codec import Bytes, Code, Layout
 from cumem_sleep.coders import SimulatedKernels
 from cumem_sleep.compress import Compressor, Workbench
-from cumem_sleep.digest import DigestRun
+from cumem_sleep.digest import DeviceDigester, Digest, DigestRun
 
 pytestmark = pytest.mark.sim
 
@@ -75,7 +75,9 @@ USUAL_BENCH_BYTES = compress._bench_bytes(compress._SLOT_BYTES[0])  # before the
 
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two encoded chunks, or one; the simulated driver writes to all memory that it gives."""
+    """Of two encoded chunks, or one; the simulated driver writes to all memory that it gives. And small parts."""
+    monkeypatch.setattr("cumem_sleep.allocator._HEAD_BYTES", 2 * PAGE)
+    monkeypatch.setattr("cumem_sleep.allocator._PART_BYTES", 4 * PAGE)
     monkeypatch.setattr("cumem_sleep.compress._SLOTS", 2)
     monkeypatch.setattr("cumem_sleep.compress._SLOT_BYTES", (4 * MIB, 2 * MIB))
     monkeypatch.setattr("cumem_sleep.compress._LENT_SLOT_BYTES", 2 * MIB)
@@ -518,6 +520,68 @@ class TestChanges:
         allocator.wake_up()
         check_bytes(contents)
 
+    def test_the_next_part_is_digested_while_one_is_encoded(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of what has a compressed backup; what has none is digested first, because it has to be planned as a whole."""
+        monkeypatch.setattr("cumem_sleep.compress._PART_BYTES", 2 * PAGE)
+        contents = fill(allocator, noise, bf16, bf16, fp16, bf16)
+        cycle(allocator, contents)
+        for address, kind in zip(contents, (noise, bf16, bf16, fp16, bf16), strict=True):
+            contents[address] = kind(2 * PAGE, np.random.default_rng(address))
+            write(address, contents[address])
+        places = {segment.id: place for place, segment in enumerate(_core.segments())}
+        calls: list[object] = []
+        of, encode = DeviceDigester.of, SimulatedKernels.encode
+
+        def noted_of(digester: DeviceDigester, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
+            calls.append([places[segment.id] for segment in segments])
+            return of(digester, segments)
+
+        def noted_encode(*arguments: Any) -> None:
+            calls.append("encode")
+            encode(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceDigester, "of", noted_of)
+            patch.setattr(SimulatedKernels, "encode", noted_encode)
+            report = allocator.sleep()
+        assert (report.copied_bytes, report.clean_bytes) == (10 * PAGE, 0)
+        assert calls == [[0], [1], [2, 3], "encode", [4], "encode", "encode", "encode"]
+        allocator.wake_up()
+        check_bytes(contents)
+
+    @pytest.mark.parametrize("number", range(4))
+    def test_a_digest_that_finds_no_memory_leaves_nothing_out(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        """It raises what a backup raises that finds none, which all begins anew after: with that part, too."""
+        monkeypatch.setattr("cumem_sleep.compress._PART_BYTES", 2 * PAGE)
+        contents = fill(allocator, bf16, bf16, fp16, bf16, bf16)
+        cycle(allocator, contents)
+        for address in contents:
+            contents[address] = bf16(2 * PAGE, np.random.default_rng(address))
+            write(address, contents[address])
+        of, calls = DeviceDigester.of, list[int]()
+
+        def fail_once(digester: DeviceDigester, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
+            calls.append(len(segments))
+            if len(calls) == number + 1:
+                raise OutOfHostMemory(4096, 0, "budget")
+            return of(digester, segments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceDigester, "of", fail_once)
+            if number == 0:  # before anything was found that could make way
+                with pytest.raises(OutOfHostMemory):
+                    allocator.sleep()
+                assert states() == {AWAKE}
+            report = allocator.sleep()
+        assert (report.copied_bytes, report.clean_bytes) == (10 * PAGE, 0)
+        check_host_bytes(allocator)
+        allocator.wake_up()
+        check_bytes(contents)
+
     @pytest.mark.parametrize("first", [bf16, noise, zeros, some_noise, fp16])
     @pytest.mark.parametrize("second", [bf16, noise, zeros, some_noise])
     def test_of_kind(self, allocator: CuMemAllocator, first: Kind, second: Kind) -> None:
@@ -591,7 +655,7 @@ class TestChanges:
         (address,) = contents
         write(address, bf16(2 * PAGE, np.random.default_rng(8)))
 
-        def refuse(*_: object) -> None:
+        def refuse(*_: object, **__: object) -> None:
             raise InvalidState("not now")
 
         with monkeypatch.context() as patch:

@@ -16,7 +16,17 @@ import pytest
 from support import AWAKE, DRIVER, MIB, PAGE, SIMULATED, Memory, assert_clean_exit, quick_sums, run_script
 
 import cumem_sleep
-from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, OutOfHostMemory, _core, host_limits, restore, sim
+from cumem_sleep import (
+    BackupMismatch,
+    CuMemAllocator,
+    DriverError,
+    OutOfDeviceMemory,
+    OutOfHostMemory,
+    _core,
+    host_limits,
+    restore,
+    sim,
+)
 from cumem_sleep.ahead import Ahead
 from cumem_sleep.allocator import open_driver
 from cumem_sleep.backup import Backup, Piece
@@ -66,7 +76,7 @@ class TestAhead:
             if not threads_to_be_had:
                 ahead.stop()
             ahead.add(tasks(4, 2))
-            ahead.add(tasks(3))
+            ahead.add(tasks(2, 3))
             for key in (2, 3, 4):
                 ahead.wait(key)
         keys = [key for key, _ in ran]
@@ -398,6 +408,11 @@ class TestChoices:
         chosen = self.choose(3 + len(ENGINE_FOR_A_WHILE), lambda number: 100.0 if number == 1 else 60.0, kernel=30.0)
         assert chosen[2:] == [*ENGINE_FOR_A_WHILE, KERNEL]
 
+    def test_a_busy_engine_is_known_from_the_first_batch_on(self) -> None:
+        """Where it was timed before."""
+        turn = [ENGINE_ALONE, *KERNEL_FOR_A_WHILE]
+        assert self.choose(3 * len(turn), lambda _: BUSY, kernel=BUSY, best=_BestRate(FREE)) == turn * 3
+
     def test_the_best_rate_is_of_the_link_not_of_one_wake(self) -> None:
         """Where both ways are slow at first, only an earlier wake tells that the engine is busy."""
         best = _BestRate()
@@ -642,6 +657,40 @@ class TestWarmUp:
 
     def test_makes_the_kernel_a_choice(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.warm_up(monkeypatch, lambda device: None)._kernel_devices == {0}
+
+    def test_times_the_engine_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A process that wakes right after its first sleep has no other way to know what the link can do."""
+        monkeypatch.setattr(restore, "_BATCH_BYTES", PAGE)
+        log: list[str] = []
+        to_device, synchronize = _core.CopyStream.to_device, _core.CopyStream.synchronize
+
+        def copied(stream: _core.CopyStream, address: int, block: _core.HostBlock, offset: int, nbytes: int) -> None:
+            log.append(f"copy of {nbytes >> 20} MiB")
+            to_device(stream, address, block, offset, nbytes)
+
+        def waited(stream: _core.CopyStream) -> None:
+            synchronize(stream)
+            log.append("wait")
+
+        monkeypatch.setattr(_core.CopyStream, "to_device", copied)
+        monkeypatch.setattr(_core.CopyStream, "synchronize", waited)
+        before = sim.stats() if SIMULATED else None
+        best = self.warm_up(monkeypatch, lambda device: None)._best_rate(0)
+        assert log == ["copy of 2 MiB", "wait"] * 4
+        assert 0 < best.value < 1e15
+        if before is not None:
+            assert sim.stats().live_handles == before.live_handles
+            assert sim.stats().registered_bytes == before.registered_bytes
+
+    @pytest.mark.parametrize("what", ["Scratch", "pinned_block"])
+    def test_without_memory_the_wakes_find_out(self, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+        def refuse(*_: object) -> None:
+            raise OutOfDeviceMemory(1, 0, 0) if what == "Scratch" else OutOfHostMemory(1, 0, "budget")
+
+        monkeypatch.setattr(_core if what == "Scratch" else restore, what, refuse)
+        restorer = self.warm_up(monkeypatch, lambda device: None)
+        assert restorer._kernel_devices == {0}
+        assert restorer._best_rate(0).value == 0
 
     def test_not_where_kernels_do_not_reach_pinned_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_core, "device_info", lambda device: types.SimpleNamespace(host_pointers=False))
