@@ -109,20 +109,14 @@ void HostBlock::check_open() const {
 void HostBlock::touch(size_t offset, size_t bytes) {
     check_open();
     if (offset > bytes_ || bytes > bytes_ - offset) throw std::out_of_range("touch beyond the block");
-    // The kernel reports a shortage here, where a plain write would be killed for it. Meanwhile it locks the address
-    // space against any change, such as the start of a thread, and one that waits holds up all other touching: so a
-    // page at a time (of 64 MiB at once, sixteen changes cost a first sleep of 61 GiB half a second).
-    for (size_t done = 0; done < bytes; done += kHugePage) {
-        uint8_t* start = static_cast<uint8_t*>(data()) + offset + done;
-        const size_t size = std::min(kHugePage, bytes - done);
-        int result = 0;
-        do {
-            result = madvise(start, size, MADV_POPULATE_WRITE);
-        } while (result != 0 && (errno == EINTR || errno == EAGAIN));
-        if (result == 0) continue;
-        if (errno != EINVAL) throw HostMemoryError("madvise", strerror(errno), bytes);
-        for (size_t page = 0; page < size; page += page_bytes()) static_cast<volatile uint8_t*>(start)[page] = 0;
-    }
+    // The kernel reports a shortage here, where a plain write would be killed for it.
+    int result = 0;
+    do {
+        result = madvise(data() + offset, bytes, MADV_POPULATE_WRITE);
+    } while (result != 0 && (errno == EINTR || errno == EAGAIN));
+    if (result == 0) return;
+    if (errno != EINVAL) throw HostMemoryError("madvise", strerror(errno), bytes);
+    for (size_t page = 0; page < bytes; page += page_bytes()) static_cast<volatile uint8_t*>(data())[offset + page] = 0;
 }
 
 void HostBlock::pin(int device) {
