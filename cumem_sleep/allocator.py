@@ -414,17 +414,16 @@ class CuMemAllocator:
             backed_up = [segment for segment in pinned if not is_dropped(segment.tag)]
             with timer("quiesce"):
                 self._quiesce(pinned)
-            digests: dict[int, Digest] = {}
-            with self._digester.run(backed_up) as again:
-                check = _Check(backed_up, digests, again)
+            with self._digester.run(backed_up) as run:
+                digests = _Digests([segment for segment in backed_up if self._is_digested(segment)], run)
                 if self._compressor.on or any(map(self._store.encoding_of, backed_up)):
-                    dirty = self._back_up_compressed(backed_up, dropped, digests, check.begin, timer)
+                    dirty = self._back_up_compressed(backed_up, dropped, digests, timer)
                 else:
-                    dirty = self._back_up(backed_up, digests, check.begin, timer)
+                    dirty = self._back_up(backed_up, digests, timer)
                 with timer("check"):
                     if dirty:
-                        self._check_unchanged(backed_up, check)
-                    self._store.require(backed_up, digests)
+                        self._check_unchanged(backed_up, digests)
+                    self._store.require(backed_up, digests.taken)
             with timer("release"):
                 freed_bytes = _core.put_to_sleep(backed_up, dropped)
         copied_bytes = _total(dirty)
@@ -442,13 +441,7 @@ class CuMemAllocator:
             )
         )
 
-    def _back_up(
-        self,
-        segments: Sequence[_core.Segment],
-        digests: dict[int, Digest],
-        nearly_done: Callable[[set[int]], None],
-        timer: PhaseTimer,
-    ) -> list[_core.Segment]:
+    def _back_up(self, segments: Sequence[_core.Segment], digests: _Digests, timer: PhaseTimer) -> list[_core.Segment]:
         """Copy what changed of `segments`, and return that. Each part is copied while the next is digested."""
         with timer("host_memory"):
             self._store.take(segments, keep=segments)
@@ -458,14 +451,14 @@ class CuMemAllocator:
         if not first_changed:
             return []
         with timer("copy"):
-            return self._store.fill(chain([first_changed], changed_parts), digests, nearly_done, ahead=segments)
+            parts = chain([first_changed], changed_parts)
+            return self._store.fill(parts, digests.taken, digests.begin_check, ahead=segments)
 
     def _back_up_compressed(
         self,
         segments: Sequence[_core.Segment],
         dropped: Sequence[_core.Segment],
-        digests: dict[int, Digest],
-        nearly_done: Callable[[set[int]], None],
+        digests: _Digests,
         timer: PhaseTimer,
     ) -> list[_core.Segment]:
         """The same, compressed where that is worth it.
@@ -509,7 +502,7 @@ class CuMemAllocator:
                         self._store.take(new, keep=segments, encodings=encodings)
                     with timer("copy"):
                         parts = chain([new], self._planned_again(again, later, changed, segments, workbenches))
-                        return self._store.fill(parts, digests, nearly_done, workbenches, ahead=new)
+                        return self._store.fill(parts, digests.taken, digests.begin_check, workbenches, ahead=new)
             except CodecError as error:
                 self._compressor.give_up(error)
             except OutOfHostMemory:
@@ -667,28 +660,25 @@ class CuMemAllocator:
             return 0
         return sum(total_bytes - free_bytes for free_bytes, total_bytes in information)
 
-    def _changed_parts(
-        self, segments: Sequence[_core.Segment], digests: dict[int, Digest]
-    ) -> Iterator[list[_core.Segment]]:
+    def _changed_parts(self, segments: Sequence[_core.Segment], digests: _Digests) -> Iterator[list[_core.Segment]]:
         """Segments that do not equal their backup, in parts: while one is copied, the next is digested."""
 
         def changed_of(part: Sequence[_core.Segment]) -> list[_core.Segment]:
-            digests.update(self._digests(part))
-            return [segment for segment in part if not self._store.is_clean(segment, digests.get(segment.id))]
+            digests.take(part)
+            return [segment for segment in part if not self._store.is_clean(segment, digests.taken.get(segment.id))]
 
         return _ChangedParts(segments, changed_of)
 
-    def _digests(self, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
-        """Of what will be compared: with a backup now, or after a wake."""
-        wanted = [s for s in segments if self.settings.verify == "wake" or self._store.get(s) is not None]
-        if self.settings.retain_backups and self.settings.verify == "off":
-            wanted = list(segments)
-        return self._digester.of(wanted)
+    def _is_digested(self, segment: _core.Segment) -> bool:
+        """Whether its digest will be compared: with a backup's now, or after a wake."""
+        if self.settings.verify == "off":
+            return self.settings.retain_backups
+        return True
 
-    def _check_unchanged(self, segments: Sequence[_core.Segment], check: _Check) -> None:
+    def _check_unchanged(self, segments: Sequence[_core.Segment], digests: _Digests) -> None:
         """Refuse a sleep whose backups may hold other bytes than the device does by now."""
         self._quiesce(segments)
-        changed = check.changed()
+        changed = digests.changed()
         if changed:
             self._store.forget(segment.id for segment in changed)
             raise InvalidState(
@@ -854,32 +844,38 @@ class _ChangedParts(Iterator[list[_core.Segment]]):
         raise StopIteration
 
 
-class _Check:
-    """Whether `segments` still have the digests that were taken before they were copied.
+class _Digests:
+    """Digests of one sleep: `taken` before the copies, by the segments' ids, and compared with others after them.
 
-    It begins when the last copies are in flight. What is written to a segment after its turn goes unnoticed, as it does
-    between this check and the release.
+    The check begins when the last copies are in flight. What is written to a segment after its turn goes unnoticed, as
+    it does between the check and the release.
     """
 
-    def __init__(self, segments: Sequence[_core.Segment], digests: Mapping[int, Digest], run: DigestRun) -> None:
+    def __init__(self, segments: Sequence[_core.Segment], run: DigestRun) -> None:
+        self.taken: dict[int, Digest] = {}
         self._segments = segments
-        self._digests = digests
         self._run = run
 
-    def begin(self, in_flight: set[int]) -> None:
-        """With all but those that are being copied yet."""
-        self._run.finish()  # what was begun by a try that failed
-        self._run.start([segment for segment in self._taken() if segment.id not in in_flight])
+    def take(self, part: Iterable[_core.Segment]) -> None:
+        """Of those of `part` that are among the segments; waits for it."""
+        wanted = {segment.id for segment in self._segments}
+        self._begin(segment for segment in part if segment.id in wanted)
+        self.taken.update(self._run.finish())
+
+    def begin_check(self, in_flight: set[int]) -> None:
+        """Of all but those whose ids these are."""
+        self._begin(s for s in self._segments if s.id in self.taken and s.id not in in_flight)
+
+    def _begin(self, segments: Iterable[_core.Segment]) -> None:
+        self._run.finish()  # what a try began that failed
+        self._run.start(list(segments))
 
     def changed(self) -> list[_core.Segment]:
-        """The segments that have others by now; waits for the digests."""
-        taken, started = self._taken(), self._run.started
-        self._run.start([segment for segment in taken if segment.id not in started])
+        """Those that have other digests by now; waits for it."""
+        started = self._run.started
+        self._run.start([s for s in self._segments if s.id in self.taken and s.id not in started])
         now = self._run.finish()
-        return [segment for segment in taken if now[segment.id] != self._digests[segment.id]]
-
-    def _taken(self) -> list[_core.Segment]:
-        return [segment for segment in self._segments if segment.id in self._digests]
+        return [segment for segment in self._segments if now.get(segment.id) != self.taken.get(segment.id)]
 
 
 def cupy_allocator(tag: str = "weights") -> Callable[[int], Any]:

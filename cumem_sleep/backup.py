@@ -226,7 +226,7 @@ class BackupStore:
         digests: Mapping[int, Digest],
         nearly_done: Callable[[set[int]], None],
         workbenches: Mapping[int, Workbench] | None = None,
-        ahead: Iterable[_core.Segment] = (),
+        ahead: Sequence[_core.Segment] = (),
     ) -> list[_core.Segment]:
         """Copy the bytes of all segments of `parts` into their backups; returns them, when every byte is there.
 
@@ -246,7 +246,9 @@ class BackupStore:
         """
         filled: list[Backup] = []
         with ExitStack() as stack:  # on leaving it, no copy is in flight
-            copies: dict[int, _Copies] = {}  # by device
+            # Before pages are touched: what changes the address space meanwhile has to wait.
+            raw_devices = {segment.device for segment in ahead if self.encoding_of(segment) is None}
+            copies = {device: _Copies(device, stack) for device in raw_devices}
             touched = Ahead(self._settings.prefault_threads or _default_prefault_threads(), {})
             stack.callback(touched.stop)  # once more: an interrupt may have come while it stopped
             stack.enter_context(touched)

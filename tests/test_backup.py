@@ -24,7 +24,7 @@ from support import (
 )
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, host_limits, sim
-from cumem_sleep.digest import DeviceDigester, Digest, DigestRun
+from cumem_sleep.digest import Digest, DigestRun
 
 MakeAllocator = Callable[..., CuMemAllocator]
 
@@ -83,38 +83,29 @@ def in_flight(dirty: Sequence[int]) -> list[int]:
 
 
 class Events:
-    """What is digested, and copied for a backup, in order: places of segments. A check is a digest as well."""
+    """What is digested, and copied for a backup, in order: places of segments."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[int], object] = lambda number: None) -> None:
         """`act` is called before each digest, with its number."""
         self.seen: list[tuple[str, list[int]]] = []
         self._digesting = False
-        digest, to_host, synchronize = DeviceDigester.of, _core.CopyStream.to_host, _core.CopyStream.synchronize
+        to_host, synchronize = _core.CopyStream.to_host, _core.CopyStream.synchronize
         start, finish = DigestRun.start, DigestRun.finish
         places = {segment.id: place for place, segment in enumerate(_core.segments())}
         addresses = [(segment.address, segment.bytes) for segment in _core.segments()]
 
-        def of(digester: DeviceDigester, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
-            act(len(self.digests))
-            self.seen.append(("digest", [places[segment.id] for segment in segments]))
-            self._digesting = True
-            try:
-                return digest(digester, segments)
-            finally:
-                self._digesting = False
-
-        def check(run: DigestRun, segments: Sequence[_core.Segment]) -> None:
-            if segments and not self._digesting:
+        def begin(run: DigestRun, segments: Sequence[_core.Segment]) -> None:
+            if segments:
                 act(len(self.digests))
-                self.seen.append(("check", [places[segment.id] for segment in segments]))
+                self.seen.append(("digest", [places[segment.id] for segment in segments]))
             start(run, segments)
 
-        def finish_check(run: DigestRun) -> dict[int, Digest]:
-            before, self._digesting = self._digesting, True
+        def end(run: DigestRun) -> dict[int, Digest]:
+            self._digesting = True
             try:
                 return finish(run)
             finally:
-                self._digesting = before
+                self._digesting = False
 
         def copy(stream: _core.CopyStream, block: _core.HostBlock, offset: int, address: int, nbytes: int) -> None:
             to_host(stream, block, offset, address, nbytes)
@@ -130,15 +121,14 @@ class Events:
             if not self._digesting:
                 self.seen.append(("wait", []))
 
-        monkeypatch.setattr(DeviceDigester, "of", of)
-        monkeypatch.setattr(DigestRun, "start", check)
-        monkeypatch.setattr(DigestRun, "finish", finish_check)
+        monkeypatch.setattr(DigestRun, "start", begin)
+        monkeypatch.setattr(DigestRun, "finish", end)
         monkeypatch.setattr(_core.CopyStream, "to_host", copy)
         monkeypatch.setattr(_core.CopyStream, "synchronize", wait)
 
     @property
     def digests(self) -> list[list[int]]:
-        return [places for event, places in self.seen if event in ("digest", "check")]
+        return [places for event, places in self.seen if event == "digest"]
 
     @property
     def copied(self) -> set[int]:
@@ -213,7 +203,7 @@ class TestParts:
             ("copy", [2, 3, 4, 5]),
             ("wait", []),
         ]
-        assert seen[-1] == ("check", [0, 1, 2, 3, 4, 5])
+        assert seen[-1] == ("digest", [0, 1, 2, 3, 4, 5])
         allocator.wake_up()
         check_bytes(memory, contents)
 
@@ -260,7 +250,7 @@ class TestParts:
             events = Events(patch)
             allocator.sleep()
         last_copy = max(number for number, (event, _) in enumerate(events.seen) if event == "copy")
-        assert events.seen[last_copy + 1 :] == [("check", [0, 1, 2, 3]), *[("wait", [])] * 4, ("check", [4, 5])]
+        assert events.seen[last_copy + 1 :] == [("digest", [0, 1, 2, 3]), *[("wait", [])] * 4, ("digest", [4, 5])]
         allocator.wake_up()
         check_bytes(memory, contents)
 

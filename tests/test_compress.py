@@ -59,7 +59,7 @@ from cumem_sleep.backup import Piece
 from cumem_sleep.codec import Bytes, Code, Layout
 from cumem_sleep.coders import SimulatedKernels
 from cumem_sleep.compress import Compressor, Workbench
-from cumem_sleep.digest import DeviceDigester, Digest, DigestRun
+from cumem_sleep.digest import DigestRun
 
 pytestmark = pytest.mark.sim
 
@@ -532,22 +532,22 @@ class TestChanges:
             write(address, contents[address])
         places = {segment.id: place for place, segment in enumerate(_core.segments())}
         calls: list[object] = []
-        of, encode = DeviceDigester.of, SimulatedKernels.encode
+        start, encode = DigestRun.start, SimulatedKernels.encode
 
-        def noted_of(digester: DeviceDigester, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
+        def noted_start(run: DigestRun, segments: Sequence[_core.Segment]) -> None:
             calls.append([places[segment.id] for segment in segments])
-            return of(digester, segments)
+            start(run, segments)
 
         def noted_encode(*arguments: Any) -> None:
             calls.append("encode")
             encode(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(DeviceDigester, "of", noted_of)
+            patch.setattr(DigestRun, "start", noted_start)
             patch.setattr(SimulatedKernels, "encode", noted_encode)
             report = allocator.sleep()
         assert (report.copied_bytes, report.clean_bytes) == (10 * PAGE, 0)
-        assert calls == [[0], [1], [2, 3], "encode", [4], "encode", "encode", "encode"]
+        assert calls == [[0], [1], [2, 3], "encode", [4], "encode", "encode", "encode", [1, 2], [0, 3, 4]]
         allocator.wake_up()
         check_bytes(contents)
 
@@ -562,16 +562,17 @@ class TestChanges:
         for address in contents:
             contents[address] = bf16(2 * PAGE, np.random.default_rng(address))
             write(address, contents[address])
-        of, calls = DeviceDigester.of, list[int]()
+        start, calls = DigestRun.start, list[int]()
 
-        def fail_once(digester: DeviceDigester, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
-            calls.append(len(segments))
-            if len(calls) == number + 1:
-                raise OutOfHostMemory(4096, 0, "budget")
-            return of(digester, segments)
+        def fail_once(run: DigestRun, segments: Sequence[_core.Segment]) -> None:
+            if segments:
+                calls.append(len(segments))
+                if len(calls) == number + 1:
+                    raise OutOfHostMemory(4096, 0, "budget")
+            start(run, segments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(DeviceDigester, "of", fail_once)
+            patch.setattr(DigestRun, "start", fail_once)
             if number == 0:  # before anything was found that could make way
                 with pytest.raises(OutOfHostMemory):
                     allocator.sleep()

@@ -168,14 +168,15 @@ class TestAhead:
             assert go.wait(30)
             ran.append(1)
 
-        ahead = Ahead(1, {1: [work]})
+        ahead = Ahead(2, {1: [lambda: go.wait(30) and None]})
         stopped = threading.Event()
 
         def begin() -> None:
+            ahead.start()
             with monkeypatch.context() as patch:
                 patch.setattr(threading.Thread, "start", interrupted)
                 with pytest.raises(KeyboardInterrupt):
-                    ahead.start()
+                    ahead.add({2: [work]})
             ahead.stop()
             stopped.set()
 
@@ -186,6 +187,46 @@ class TestAhead:
         go.set()
         assert stopped.wait(30)
         assert ran == [1]
+
+    def test_an_interrupt_before_all_threads_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Then nothing has begun, and nothing will."""
+        start, starts, ran = threading.Thread.start, list[threading.Thread](), list[int]()
+
+        def interrupted(thread: threading.Thread) -> None:
+            start(thread)
+            starts.append(thread)
+            if len(starts) == 2:
+                raise KeyboardInterrupt
+
+        ahead = Ahead(3, {key: [lambda key=key: ran.append(key)] for key in range(6)})
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt), ahead:
+                ahead.start()
+        for thread in starts:
+            thread.join(30)
+            assert not thread.is_alive()
+        assert ran == []
+
+    @pytest.mark.parametrize(("threads", "keys"), [(1, 3), (3, 2), (3, 3), (4, 20)])
+    def test_no_task_begins_before_all_threads_have(
+        self, monkeypatch: pytest.MonkeyPatch, threads: int, keys: int
+    ) -> None:
+        """Whose start would have to wait for the pages that tasks touch."""
+        start, log = threading.Thread.start, list[str]()
+
+        def slow_start(thread: threading.Thread) -> None:
+            start(thread)
+            threading.Event().wait(0.02)
+            log.append("thread")
+
+        ahead = Ahead(threads, {key: [lambda: log.append("task")] * 2 for key in range(keys)})
+        with monkeypatch.context() as patch, ahead:
+            patch.setattr(threading.Thread, "start", slow_start)
+            ahead.start()
+            for key in range(keys):
+                ahead.wait(key)
+        assert log == ["thread"] * min(threads, 2 * keys) + ["task"] * 2 * keys
 
 
 class TestWithoutThreads:
@@ -942,14 +983,11 @@ class TestWake:
         allocator.sleep()
         threads: list[threading.Thread] = []
         start, map_segment, undo_wake = threading.Thread.start, _core.Segment.map, _core.undo_wake
-        in_map = threading.Event()
         mapping: list[int] = []
         mapped_at_undo: list[list[int]] = []
 
         def slow_map(segment: _core.Segment) -> None:
             mapping.append(segment.address)
-            if (segment.tag == "kv_cache") == (thread == 2):
-                in_map.set()
             threading.Event().wait(0.05)
             map_segment(segment)
             mapping.remove(segment.address)
@@ -958,7 +996,6 @@ class TestWake:
             start(one)
             threads.append(one)
             if len(threads) == thread:
-                assert in_map.wait(30)
                 raise KeyboardInterrupt
 
         def undo(segments: list[_core.Segment]) -> None:
