@@ -179,6 +179,10 @@ class TestParts:
     ) -> None:
         monkeypatch.setattr("cumem_sleep.allocator._HEAD_BYTES", head_bytes)
         contents = fill(allocator, memory, SIZES)
+        allocator.sleep()
+        allocator.wake_up()
+        for address in contents:
+            change(memory, contents, address)
         with monkeypatch.context() as patch:
             events = Events(patch)
             assert allocator.sleep().copied_bytes == 8 * PAGE
@@ -192,6 +196,10 @@ class TestParts:
     ) -> None:
         """Which nobody waits for before."""
         contents = fill(allocator, memory, SIZES)
+        allocator.sleep()
+        allocator.wake_up()
+        for address in contents:
+            change(memory, contents, address)
         with monkeypatch.context() as patch:
             events = Events(patch)
             allocator.sleep()
@@ -204,6 +212,31 @@ class TestParts:
             ("wait", []),
         ]
         assert seen[-1] == ("digest", [0, 1, 2, 3, 4, 5])
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
+    @pytest.mark.parametrize("known", [0, 1, 5])
+    def test_all_is_digested_at_once_before_new_pages_are_touched(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, known: int
+    ) -> None:
+        """Beside that a digest takes longer."""
+        contents = fill(allocator, memory, SIZES[:known])
+        if known:
+            allocator.sleep()
+            allocator.wake_up()
+        contents |= fill(allocator, memory, SIZES[known:])
+        with monkeypatch.context() as patch:
+            events = Events(patch)
+            touch = _core.HostBlock.touch
+
+            def noted(block: _core.HostBlock, start: int, nbytes: int) -> None:
+                if block.bytes == MIB:  # others are no backups
+                    events.seen.append(("touch", []))
+                touch(block, start, nbytes)
+
+            patch.setattr(_core.HostBlock, "touch", noted)
+            allocator.sleep()
+        assert events.seen[:2] == [("digest", [0, 1, 2, 3, 4, 5]), ("touch", [])]
         allocator.wake_up()
         check_bytes(memory, contents)
 
@@ -299,8 +332,14 @@ class TestParts:
         check_bytes(memory, contents)
 
     @pytest.mark.parametrize("error", [DriverError, KeyboardInterrupt])
-    @pytest.mark.parametrize("number", [0, 1, 2, 3], ids=["head", "rest", "check", "check of the last"])
-    @pytest.mark.parametrize("dirty", [None, (0,), (1, 4), (5,)], ids=str)
+    @pytest.mark.parametrize(
+        ("dirty", "number"),
+        [
+            *((None, number) for number in range(3)),  # all, check, check of the last
+            *((dirty, number) for dirty in ((0,), (1, 4), (5,)) for number in range(4)),  # head, rest, and so on
+        ],
+        ids=str,
+    )
     @pytest.mark.usefixtures("four_blocks_in_flight")
     def test_a_digest_that_fails_leaves_all_awake(
         self,
@@ -333,7 +372,7 @@ class TestParts:
         check_bytes(memory, contents)
         for place, segment in enumerate(_core.segments()):
             backup = allocator._store.get(segment)
-            if place in events.copied and number < 3:
+            if place in events.copied and number < (2 if dirty is None else 3):
                 assert backup is None, "half a sleep's copies are no backup"
             elif dirty is not None and place not in dirty:
                 assert backup is not None, "it was clean"
