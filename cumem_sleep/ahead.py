@@ -16,8 +16,8 @@ _POLL_S = 0.001
 class Ahead:
     """Threads that run tasks in order, each task under the key of what it is for; a context around their use.
 
-    No task begins before all threads have. Beside tasks that touch pages the start of a thread takes 25 ms, because
-    each change of the address space has to wait for them (measured).
+    No task begins before all threads have. Beside tasks that touch pages the start of a thread takes long, because each
+    change of the address space has to wait for them.
 
     Where no thread can be started (at interpreter exit, or a limit), the one who waits does the work; then a task may
     run a second time, after the first.
