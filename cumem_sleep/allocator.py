@@ -667,7 +667,7 @@ class CuMemAllocator:
             digests.take(part)
             return [segment for segment in part if not self._store.is_clean(segment, digests.taken.get(segment.id))]
 
-        # Beside the touching of new pages a digest takes long, because its table wants memory: then all at once, before.
+        # Beside the touching of new pages a digest takes long, for its table wants memory: all at once then, before.
         is_new = any(self._store.get(segment) is None for segment in segments)
         return _ChangedParts(segments, changed_of, None if is_new else _HEAD_BYTES)
 
