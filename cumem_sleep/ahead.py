@@ -40,10 +40,9 @@ class Ahead:
         self._submit(self._tasks)
 
     def add(self, tasks: Mapping[int, Sequence[Task]]) -> None:
-        """More, after those that there are; begins at once. What was added already is left as it is."""
-        new = {key: mine for key, mine in tasks.items() if key not in self._tasks}
-        self._tasks.update(new)
-        self._submit(new)
+        """More, after those that there are; begins at once."""
+        self._tasks.update(tasks)
+        self._submit(tasks)
 
     def _submit(self, tasks: Mapping[int, Sequence[Task]]) -> None:
         try:

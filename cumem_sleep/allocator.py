@@ -451,8 +451,7 @@ class CuMemAllocator:
         if not first_changed:
             return []
         with timer("copy"):
-            parts = chain([first_changed], changed_parts)
-            return self._store.fill(parts, digests.taken, digests.begin_check, ahead=segments)
+            return self._store.fill(chain([first_changed], changed_parts), digests.taken, digests.begin_check)
 
     def _back_up_compressed(
         self,
@@ -502,7 +501,7 @@ class CuMemAllocator:
                         self._store.take(new, keep=segments, encodings=encodings)
                     with timer("copy"):
                         parts = chain([new], self._planned_again(again, later, changed, segments, workbenches))
-                        return self._store.fill(parts, digests.taken, digests.begin_check, workbenches, ahead=new)
+                        return self._store.fill(parts, digests.taken, digests.begin_check, workbenches)
             except CodecError as error:
                 self._compressor.give_up(error)
             except OutOfHostMemory:

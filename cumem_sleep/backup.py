@@ -226,7 +226,6 @@ class BackupStore:
         digests: Mapping[int, Digest],
         nearly_done: Callable[[set[int]], None],
         workbenches: Mapping[int, Workbench] | None = None,
-        ahead: Sequence[_core.Segment] = (),
     ) -> list[_core.Segment]:
         """Copy the bytes of all segments of `parts` into their backups; returns them, when every byte is there.
 
@@ -238,7 +237,6 @@ class BackupStore:
             digests: of the same bytes, by the segments' ids; may grow with the parts.
             nearly_done: called when the last copies are in flight, with the ids of their segments.
             workbenches: by device, for those that are to be encoded; they come last in their part.
-            ahead: segments for whose backups room was taken, and whose new pages are touched from the start.
 
         Raises:
             OutOfHostMemory, DriverError, InvalidState, CodecError: a backup is incomplete; `prune` gives its memory
@@ -246,9 +244,7 @@ class BackupStore:
         """
         filled: list[Backup] = []
         with ExitStack() as stack:  # on leaving it, no copy is in flight
-            # Before pages are touched: what changes the address space meanwhile has to wait.
-            raw_devices = {segment.device for segment in ahead if self.encoding_of(segment) is None}
-            copies = {device: _Copies(device, stack) for device in raw_devices}
+            copies: dict[int, _Copies] = {}  # by device
             touched = Ahead(self._settings.prefault_threads or _default_prefault_threads(), {})
             stack.callback(touched.stop)  # once more: an interrupt may have come while it stopped
             stack.enter_context(touched)
@@ -258,9 +254,11 @@ class BackupStore:
                     touched.wait(id(block))
                     block.pin(device)
 
-            touched.add(_touch_tasks(chain.from_iterable(self._backups[segment.id].blocks for segment in ahead)))
             for part in parts:
                 backups = sorted((self._backups[segment.id] for segment in part), key=lambda b: b.encoding is not None)
+                # Before pages are touched: what changes the address space meanwhile has to wait.
+                for device in {backup.segment.device for backup in backups if backup.encoding is None} - copies.keys():
+                    copies[device] = _Copies(device, stack)
                 touched.add(_touch_tasks(chain.from_iterable(backup.blocks for backup in backups)))
                 encoded: dict[int, list[Backup]] = {}
                 for backup in backups:
@@ -270,8 +268,6 @@ class BackupStore:
                     if backup.encoding is not None:
                         encoded.setdefault(device, []).append(backup)
                         continue
-                    if device not in copies:
-                        copies[device] = _Copies(device, stack)
                     for piece in backup.pieces():
                         pin(piece.block, device)
                         copies[device].start(piece, backup.segment.id)

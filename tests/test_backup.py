@@ -216,10 +216,10 @@ class TestParts:
         check_bytes(memory, contents)
 
     @pytest.mark.parametrize("known", [0, 1, 5])
-    def test_all_is_digested_at_once_before_new_pages_are_touched(
+    def test_digests_and_streams_come_before_new_pages_are_touched(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, known: int
     ) -> None:
-        """Beside that a digest takes longer."""
+        """They change the address space, which takes long meanwhile."""
         contents = fill(allocator, memory, SIZES[:known])
         if known:
             allocator.sleep()
@@ -227,18 +227,43 @@ class TestParts:
         contents |= fill(allocator, memory, SIZES[known:])
         with monkeypatch.context() as patch:
             events = Events(patch)
-            touch = _core.HostBlock.touch
+            touch, stream = _core.HostBlock.touch, _core.CopyStream
 
             def noted(block: _core.HostBlock, start: int, nbytes: int) -> None:
                 if block.bytes == MIB:  # others are no backups
                     events.seen.append(("touch", []))
                 touch(block, start, nbytes)
 
+            def create(device: int) -> _core.CopyStream:
+                events.seen.append(("stream", []))
+                return stream(device)
+
             patch.setattr(_core.HostBlock, "touch", noted)
+            patch.setattr(_core, "CopyStream", create)
             allocator.sleep()
-        assert events.seen[:2] == [("digest", [0, 1, 2, 3, 4, 5]), ("touch", [])]
+        seen = [event for event, _ in events.seen]
+        touched = seen.index("touch")
+        copied = max(number for number, event in enumerate(seen) if event == "copy")
+        assert "digest" in seen[:touched]
+        assert "stream" in seen[:touched]
+        assert not {"digest", "stream"} & set(seen[touched:copied])
+        assert events.digests[0] == [0, 1, 2, 3, 4, 5]
         allocator.wake_up()
         check_bytes(memory, contents)
+
+    def test_a_backup_of_other_bytes_is_not_enough(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        """The last look before memory goes, should a segment ever be passed over."""
+        fill(allocator, memory, SIZES)
+        allocator.sleep()
+        allocator.wake_up()
+        store, segments = allocator._store, _core.segments()
+        digests = {
+            segment.id: backup.digest for segment in segments if (backup := store.get(segment)) and backup.digest
+        }
+        store.require(segments, digests)
+        for wrong in ({}, {**digests, segments[3].id: Digest(1, 2)}):
+            with pytest.raises(InvalidState, match="no complete backup: it stays awake"):
+                store.require(segments, wrong)
 
     @pytest.mark.parametrize(
         ("dirty", "parts"),

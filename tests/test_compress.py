@@ -59,7 +59,7 @@ from cumem_sleep.backup import Piece
 from cumem_sleep.codec import Bytes, Code, Layout
 from cumem_sleep.coders import SimulatedKernels
 from cumem_sleep.compress import Compressor, Workbench
-from cumem_sleep.digest import DigestRun
+from cumem_sleep.digest import Digest, DigestRun
 
 pytestmark = pytest.mark.sim
 
@@ -559,9 +559,7 @@ class TestChanges:
         monkeypatch.setattr("cumem_sleep.compress._PART_BYTES", 2 * PAGE)
         contents = fill(allocator, bf16, bf16, fp16, bf16, bf16)
         cycle(allocator, contents)
-        for address in contents:
-            contents[address] = bf16(2 * PAGE, np.random.default_rng(address))
-            write(address, contents[address])
+        self.change_all(contents)
         start, calls = DigestRun.start, list[int]()
 
         def fail_once(run: DigestRun, segments: Sequence[_core.Segment]) -> None:
@@ -582,6 +580,75 @@ class TestChanges:
         check_host_bytes(allocator)
         allocator.wake_up()
         check_bytes(contents)
+
+    @pytest.mark.parametrize("after", [0, 1, 3, 5])
+    def test_a_codec_that_fails_before_the_last_part_leaves_nothing_out(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, after: int
+    ) -> None:
+        monkeypatch.setattr("cumem_sleep.compress._PART_BYTES", 2 * PAGE)
+        contents = fill(allocator, *[bf16] * 6)
+        cycle(allocator, contents)
+        self.change_all(contents)
+        failing("encode", monkeypatch, after=after)
+        report = allocator.sleep()
+        assert (report.copied_bytes, report.stored_bytes, report.clean_bytes) == (12 * PAGE, 12 * PAGE, 0)
+        assert encodings(allocator, contents) == [None] * 6
+        check_host_bytes(allocator)
+        allocator.wake_up()
+        check_bytes(contents)
+
+    def test_parts_of_two_devices(self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Those of the second are found while the first one's are encoded."""
+        monkeypatch.setattr("cumem_sleep.compress._PART_BYTES", 2 * PAGE)
+        allocator = make_allocator(compress="auto")
+        sim.configure(devices=2)
+        contents: Contents = {}
+        for number in range(8):
+            contents |= fill(allocator, bf16, device=number % 2)
+        cycle(allocator, contents)
+        self.change_all(contents)
+        report = allocator.sleep()
+        assert (report.copied_bytes, report.clean_bytes) == (16 * PAGE, 0)
+        assert encodings(allocator, contents) == ["bf16"] * 8
+        allocator.wake_up()
+        check_bytes(contents)
+
+    def test_a_check_that_fails_is_begun_anew(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its tables have room for each segment once."""
+        contents = fill(allocator, *[bf16] * 6)
+        cycle(allocator, contents)
+        self.change_all(contents)
+        start, finish, begun, checks = DigestRun.start, DigestRun.finish, list[int](), 0
+
+        def noted_start(run: DigestRun, segments: Sequence[_core.Segment]) -> None:
+            nonlocal checks
+            begun.extend(segment.id for segment in segments)
+            assert len(begun) == len(set(begun))
+            start(run, segments)
+            checks += len(segments) > 2  # more than a part
+            if checks == 1:
+                checks += 1
+                raise OutOfHostMemory(4096, 0, "budget")
+
+        def noted_finish(run: DigestRun) -> dict[int, Digest]:
+            begun.clear()
+            return finish(run)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DigestRun, "start", noted_start)
+            patch.setattr(DigestRun, "finish", noted_finish)
+            report = allocator.sleep()
+        assert checks == 3
+        assert (report.copied_bytes, report.clean_bytes) == (12 * PAGE, 0)
+        check_host_bytes(allocator)
+        allocator.wake_up()
+        check_bytes(contents)
+
+    @staticmethod
+    def change_all(contents: Contents) -> None:
+        for address in contents:
+            contents[address] = bf16(2 * PAGE, np.random.default_rng(address))
+            write(address, contents[address])
 
     @pytest.mark.parametrize("first", [bf16, noise, zeros, some_noise, fp16])
     @pytest.mark.parametrize("second", [bf16, noise, zeros, some_noise])

@@ -7,6 +7,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -76,7 +77,7 @@ class TestAhead:
             if not threads_to_be_had:
                 ahead.stop()
             ahead.add(tasks(4, 2))
-            ahead.add(tasks(2, 3))
+            ahead.add(tasks(3))
             for key in (2, 3, 4):
                 ahead.wait(key)
         keys = [key for key, _ in ran]
@@ -207,6 +208,20 @@ class TestAhead:
             thread.join(30)
             assert not thread.is_alive()
         assert ran == []
+
+    def test_tasks_begin_while_others_are_yet_to_be_given(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As soon as all threads have: whoever maps thousands of segments need not wait for the last to be named."""
+        submit, begun, submitted = ThreadPoolExecutor.submit, threading.Event(), []
+
+        def slow_submit(pool: ThreadPoolExecutor, task: Callable[[], None]) -> Any:
+            submitted.append(task)
+            assert len(submitted) < 5 or begun.wait(30)
+            return submit(pool, task)
+
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", slow_submit)
+        with Ahead(2, {key: [begun.set] for key in range(6)}) as ahead:
+            ahead.start()
+            ahead.wait(5)
 
     @pytest.mark.parametrize(("threads", "keys"), [(1, 3), (3, 2), (3, 3), (4, 20)])
     def test_no_task_begins_before_all_threads_have(
