@@ -235,6 +235,7 @@ class TestParts:
                 touch(block, start, nbytes)
 
             def create(device: int) -> _core.CopyStream:
+                threading.Event().wait(0.02)  # for threads that touch, if there are any
                 events.seen.append(("stream", []))
                 return stream(device)
 
