@@ -16,8 +16,8 @@ _POLL_S = 0.001
 class Ahead:
     """Threads that run tasks in order, each task under the key of what it is for; a context around their use.
 
-    No task begins before all threads have. Beside tasks that touch pages the start of a thread takes long, because each
-    change of the address space has to wait for them.
+    The first tasks begin when all threads have, or as many as there are tasks. Beside tasks that touch pages the start
+    of a thread takes long, because each change of the address space has to wait for them.
 
     Where no thread can be started (at interpreter exit, or a limit), the one who waits does the work; then a task may
     run a second time, after the first.
@@ -50,7 +50,8 @@ class Ahead:
                 self._futures[key] = [self._pool.submit(partial(self._run, task)) for task in mine]
                 if number >= self._threads:
                     self._ready.set()
-            self._ready.set()
+            if tasks:
+                self._ready.set()
         except RuntimeError:
             # The refused task may be in the queue all the same: no thread may come to it beside the one who waits.
             self.stop()

@@ -12,6 +12,7 @@ import logging
 import math
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -58,6 +59,7 @@ _Report = TypeVar("_Report", SleepReport, WakeReport)
 _Sleep = _core.Segment.Sleep
 _HEAD_BYTES = 2 << 30
 _PART_BYTES = 8 << 30  # digested in 3 ms, while what is in flight lasts for 5 or more
+_IDLE_S = 0.001  # waiting for a device without work takes a hundredth of it
 _CAPTURE_ERRORS = "CUDA_ERROR_STREAM_CAPTURE_"
 
 
@@ -478,19 +480,21 @@ class CuMemAllocator:
             try:
                 with ExitStack() as stack:
                     with timer("plan"):
-                        for device in sorted({segment.device for segment in segments}) if self._compressor.on else ():
+                        maybe = [s for s in segments if s.id in known and s.id not in digests.taken]
+                        devices = sorted({segment.device for segment in changed + maybe})
+                        for device in devices if self._compressor.on else ():
                             spare_bytes = _core.memory_info(device)[0]
                             workbench = self._compressor.workbench(device, spare_bytes, lenders=dropped)
                             workbenches[device] = stack.enter_context(workbench)
-                            if not workbench.has_memory:
-                                logger.warning(
-                                    "device %d has no memory left for the codec to work in: its backups are stored"
-                                    " uncompressed this time",
-                                    device,
-                                )
                         can_encode = {device for device, workbench in workbenches.items() if workbench.has_memory}
-                        if can_encode != {segment.device for segment in segments}:
+                        if len(can_encode) < len(devices):
                             changed += chain.from_iterable(later)
+                        for device in sorted({segment.device for segment in changed} & workbenches.keys() - can_encode):
+                            logger.warning(
+                                "device %d has no memory left for the codec to work in: its backups are stored"
+                                " uncompressed this time",
+                                device,
+                            )
                         new: list[_core.Segment] = []
                         for segment in changed:
                             is_known = segment.device in can_encode and self._store.encoding_of(segment) is not None
@@ -509,8 +513,10 @@ class CuMemAllocator:
                     raise
                 # What the changed ones hold is worth nothing, and may be what is missing. Without it all is planned,
                 # and checked, at once.
-                changed += chain.from_iterable(later)
                 self._store.forget(segment.id for segment in changed)
+                rest = [*chain.from_iterable(later)]
+                self._store.forget(segment.id for segment in rest)
+                changed += rest
             finally:  # once more: that may have failed or been interrupted, and who lent memory wants its bytes
                 for workbench in workbenches.values():
                     workbench.close()
@@ -678,8 +684,7 @@ class CuMemAllocator:
 
     def _check_unchanged(self, segments: Sequence[_core.Segment], digests: _Digests) -> None:
         """Refuse a sleep whose backups may hold other bytes than the device does by now."""
-        self._quiesce(segments)
-        changed = digests.changed()
+        changed = digests.changed(lambda: self._quiesce(segments))
         if changed:
             self._store.forget(segment.id for segment in changed)
             raise InvalidState(
@@ -858,29 +863,35 @@ class _Digests:
 
     def __init__(self, segments: Sequence[_core.Segment], run: DigestRun) -> None:
         self.taken: dict[int, Digest] = {}
-        self._segments = segments
+        self._segments = {segment.id: segment for segment in segments}
         self._run = run
 
     def take(self, part: Iterable[_core.Segment]) -> None:
         """Of those of `part` that are among the segments; waits for it."""
-        wanted = {segment.id for segment in self._segments}
-        self._begin(segment for segment in part if segment.id in wanted)
+        self._begin(segment.id for segment in part if segment.id in self._segments)
         self.taken.update(self._run.finish())
 
     def begin_check(self, in_flight: set[int]) -> None:
         """Of all but those whose ids these are."""
-        self._begin(s for s in self._segments if s.id in self.taken and s.id not in in_flight)
+        self._begin(segment_id for segment_id in self.taken if segment_id not in in_flight)
 
-    def _begin(self, segments: Iterable[_core.Segment]) -> None:
+    def _begin(self, ids: Iterable[int]) -> None:
         self._run.finish()  # what a try began that failed
-        self._run.start(list(segments))
+        self._run.start([self._segments[segment_id] for segment_id in ids])
 
-    def changed(self) -> list[_core.Segment]:
-        """Those that have other digests by now; waits for it."""
-        started = self._run.started
-        self._run.start([s for s in self._segments if s.id in self.taken and s.id not in started])
+    def changed(self, quiesce: Callable[[], None]) -> list[_core.Segment]:
+        """Those that have other digests by now; waits for all work on their devices.
+
+        If there was any, it may have written until it ended: then what was begun before that does not count.
+        """
         now = self._run.finish()
-        return [segment for segment in self._segments if now.get(segment.id) != self.taken.get(segment.id)]
+        start = time.perf_counter()
+        quiesce()
+        if time.perf_counter() - start > _IDLE_S:
+            now = {}
+        self._begin(segment_id for segment_id in self.taken if segment_id not in now)
+        now.update(self._run.finish())
+        return [self._segments[segment_id] for segment_id in self.taken if now[segment_id] != self.taken[segment_id]]
 
 
 def cupy_allocator(tag: str = "weights") -> Callable[[int], Any]:

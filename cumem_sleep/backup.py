@@ -102,7 +102,7 @@ class Backup:
 
 
 class _Copies:
-    """Copies from one device to host memory, of which the last gibibyte is in flight: the ones before are there."""
+    """Copies from one device to host memory. About a gibibyte is in flight, what was begun before is there."""
 
     def __init__(self, device: int, stack: ExitStack) -> None:
         self._streams = [stack.enter_context(_core.CopyStream(device)) for _ in range(_STREAMS)]
@@ -315,7 +315,9 @@ class BackupStore:
         for segment in segments:
             backup = self.get(segment)
             if backup is None or backup.digest != digests.get(segment.id):
-                raise InvalidState(f"the segment at 0x{segment.address:x} has no complete backup: it stays awake")
+                raise InvalidState(
+                    f"the segment at 0x{segment.address:x} has no complete backup of its bytes: it stays awake"
+                )
 
     def stored_bytes(self, segments: Iterable[_core.Segment]) -> int:
         """What the bytes of `segments`, which have backups, take in host memory."""

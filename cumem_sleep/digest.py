@@ -195,21 +195,16 @@ class DigestRun:
         while self._sums:
             self._sums.popitem()[1].close()
 
-    @property
-    def started(self) -> set[int]:
-        """Ids of the segments that were started since the last `finish`."""
-        return {segment.id for segment in self._started}
-
     def start(self, segments: Sequence[_core.Segment]) -> None:
         """Their bytes are in place: begin. Where the CPU computes, it does so in `finish`.
 
         Raises:
             DriverError, OutOfHostMemory: the driver refused.
         """
-        self._started += segments
         for device, mine in _by_device(segments).items():
             contents = [(segment.address, segment.bytes) for segment in mine]
             self._on_gpu(device, partial(_start, contents=contents))
+            self._started += mine
 
     def finish(self) -> dict[int, Digest]:
         """The digests of what was started since the last `finish`, by the segments' ids; waits for them.

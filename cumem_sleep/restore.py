@@ -14,7 +14,7 @@ from . import _core
 from .backup import BackupStore, Piece
 from .codec import CHUNK_BYTES
 from .digest import DigestRun
-from .errors import CumemSleepError, OutOfDeviceMemory, OutOfHostMemory
+from .errors import CumemSleepError
 from .pinned import pinned_block
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ logger = logging.getLogger("cumem_sleep")
 _BATCH_BYTES = 64 << 20
 _ENGINE_BATCH_BYTES = 256 << 20  # 0.4 % faster (benchmarks/results/wake_paths.json)
 _BATCHES_IN_FLIGHT = 4  # 5 ms of work: the driver may keep us waiting for as long while it maps
-_COPIES_TIMED = 4
+_TIMES_TIMED = 3
 _TIMED_BYTES = 1 << 30
 _SLOTS_TIMED_BYTES = 768 << 20  # twelve of 64 MiB: a stall of ours is not to be taken for the engine's
 _LEAST_TIMED_BYTES = 4 << 20  # alone: of less, most is latency
@@ -112,23 +112,30 @@ class Restorer:
             logger.warning("copies go by the copy engine alone, because the copy kernel failed: %s", error)
         else:
             self._kernel_devices.add(device)
-            self._time_engine(device)
+            self._time_both_ways(device)
 
-    def _time_engine(self, device: int) -> None:
-        """While nothing else happens, because a wake comes right after a sleep as a rule: both ways are slow then."""
+    def _time_both_ways(self, device: int) -> None:
+        """Before the first wake: that comes right after a sleep as a rule, when both ways are slow at first.
+
+        One of them may be slow now as well, beside other copies or the driver's wiping, so the better one counts.
+        """
+        from .copy_kernel import GpuCopies
+
         try:
             with (
                 closing(_core.Scratch(device, _BATCH_BYTES)) as memory,
                 closing(pinned_block(_BATCH_BYTES, device)) as block,
+                closing(GpuCopies(device, _BATCH_BYTES // CHUNK_BYTES)) as kernel,
                 _core.CopyStream(device) as stream,
             ):
-                for _ in range(_COPIES_TIMED):
+                way, batch = _Way(stream, kernel), Batch([Piece(block, 0, memory.address, _BATCH_BYTES)])
+                for number in range(2 * _TIMES_TIMED):
                     start = time.perf_counter()
-                    stream.to_device(memory.address, block, 0, _BATCH_BYTES)
+                    way.start(batch, by_engine=number % 2 == 0)
                     stream.synchronize()
                     self._best_rate(device).see(_BATCH_BYTES, time.perf_counter() - start)
-        except (OutOfDeviceMemory, OutOfHostMemory):
-            pass  # the wakes find it out
+        except CumemSleepError as error:  # most likely no memory; the wakes find out by themselves
+            logger.debug("copies to device %d could not be timed: %s", device, error)
 
     def restore(
         self,

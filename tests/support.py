@@ -11,7 +11,8 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -151,6 +152,40 @@ def quick_sums(content: npt.NDArray[np.uint8], first_chunk: int = 0) -> tuple[in
     numbers = np.arange(first_chunk, first_chunk + len(chunks), dtype=np.uint64)
     high, low = (chunks * (2 * numbers + np.uint64(odd)) for odd in (1, 3))
     return int(high.sum(dtype=np.uint64)), int(low.sum(dtype=np.uint64))
+
+
+class EagerSums:
+    """Stands in for `digest_kernel.GpuSums` where there is no GPU: the kernel runs when it is started.
+
+    Without it, digests of simulated memory are computed when they are asked for.
+    """
+
+    def __init__(self, device: int, chunks: int) -> None:
+        self._sums = np.zeros((chunks, 2), np.uint64)
+        self._firsts: list[int] = []
+        self._used = 0
+
+    def start(self, contents: Sequence[tuple[int, int]], first_chunk: int = 0) -> None:
+        for address, nbytes in contents:
+            self._firsts.append(self._used)
+            for chunk in range(nbytes // CHUNK_BYTES):
+                content = (ctypes.c_uint8 * CHUNK_BYTES).from_address(address + chunk * CHUNK_BYTES)
+                self._sums[self._used] = quick_sums(np.frombuffer(content, np.uint8), first_chunk + chunk)
+                self._used += 1
+
+    def finish(self) -> npt.NDArray[np.uint64]:
+        firsts, used, self._firsts, self._used = self._firsts, self._used, [], 0
+        sums: npt.NDArray[np.uint64] = np.add.reduceat(self._sums[:used], firsts, axis=0)
+        return sums
+
+    def close(self) -> None:
+        pass
+
+
+def digest_eagerly(allocator: CuMemAllocator) -> None:
+    """As a GPU does it."""
+    allocator._digester._choose()
+    allocator._digester._kernel = types.SimpleNamespace(GpuSums=EagerSums)  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

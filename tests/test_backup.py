@@ -17,6 +17,7 @@ from support import (
     Memory,
     assert_clean_exit,
     assert_thread_ends_in_order,
+    digest_eagerly,
     hooks,
     in_thread,
     quick_sums,
@@ -263,7 +264,7 @@ class TestParts:
         }
         store.require(segments, digests)
         for wrong in ({}, {**digests, segments[3].id: Digest(1, 2)}):
-            with pytest.raises(InvalidState, match="no complete backup: it stays awake"):
+            with pytest.raises(InvalidState, match="no complete backup of its bytes: it stays awake"):
                 store.require(segments, wrong)
 
     @pytest.mark.parametrize(
@@ -444,6 +445,35 @@ class TestParts:
             assert all(segment.sleep == AWAKE and segment.has_memory for segment in _core.segments())
             check_bytes(memory, contents)
             allocator.sleep()
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
+    @pytest.mark.parametrize("place", [0, 1, 5])
+    @pytest.mark.usefixtures("four_blocks_in_flight")
+    def test_what_work_writes_that_ends_during_the_check_is_noticed(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, place: int
+    ) -> None:
+        """Somebody began it in the middle of the sleep, and the check waits for it, but has digested much before."""
+        contents = fill(allocator, memory, SIZES)
+        addresses = list(contents)
+        if SIMULATED:
+            digest_eagerly(allocator)
+        synchronize, calls = _core.synchronize, list[int]()
+
+        def slow_synchronize(device: int) -> None:
+            calls.append(device)
+            synchronize(device)
+            if len(calls) == 2:
+                time.sleep(0.005)
+                change(memory, contents, addresses[place])
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_core, "synchronize", slow_synchronize)
+            with pytest.raises(InvalidState, match="written to"):
+                allocator.sleep()
+        assert all(segment.sleep == AWAKE and segment.has_memory for segment in _core.segments())
+        check_bytes(memory, contents)
+        allocator.sleep()
         allocator.wake_up()
         check_bytes(memory, contents)
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +24,10 @@ from support import (
     MIB,
     PAGE,
     Cuda,
+    EagerSums,
     assert_thread_ends_in_order,
     bf16_weights,
+    digest_eagerly,
     free_everything,
     in_thread,
     quick_sums,
@@ -641,6 +643,84 @@ class TestChanges:
         assert checks == 3
         assert (report.copied_bytes, report.clean_bytes) == (12 * PAGE, 0)
         check_host_bytes(allocator)
+        allocator.wake_up()
+        check_bytes(contents)
+
+    def test_a_digest_that_finds_no_memory_on_the_second_device(
+        self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where what was begun on the first is kept by a table of its own."""
+        allocator = make_allocator(compress="auto")
+        sim.configure(devices=2)
+        contents = fill(allocator, bf16, bf16, bf16) | fill(allocator, bf16, bf16, device=1)
+        digest_eagerly(allocator)
+        cycle(allocator, contents)
+        self.change_all(contents)
+        create, failed = EagerSums.__init__, list[int]()
+
+        def fail_once(sums: EagerSums, device: int, chunks: int) -> None:
+            if device == 1 and not failed:
+                failed.append(device)
+                raise OutOfHostMemory(4096, 0, "mmap")
+            create(sums, device, chunks)
+
+        monkeypatch.setattr(EagerSums, "__init__", fail_once)
+        report = allocator.sleep()
+        assert failed == [1]
+        assert (report.copied_bytes, report.clean_bytes) == (10 * PAGE, 0)
+        check_host_bytes(allocator)
+        allocator.wake_up()
+        check_bytes(contents)
+
+    def test_old_backups_make_way_for_a_digest(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """That finds no memory before they do."""
+        contents = fill(allocator, *[bf16] * 5)
+        cycle(allocator, contents)
+        self.change_all(contents)
+        held, start, calls = allocator._store.host_bytes, DigestRun.start, list[int]()
+
+        def refuse_at_first(run: DigestRun, segments: Sequence[_core.Segment]) -> None:
+            calls.append(len(segments))
+            if len(calls) > 1 and allocator._store.host_bytes >= held:
+                raise OutOfHostMemory(4096, 0, "MemAvailable")
+            start(run, segments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DigestRun, "start", refuse_at_first)
+            assert allocator.sleep().copied_bytes == 10 * PAGE
+        allocator.wake_up()
+        check_bytes(contents)
+
+    @pytest.mark.parametrize(("kind", "devices"), [(bf16, [0, 1]), (noise, [0])])
+    def test_a_full_device_where_nothing_changed_is_left_alone(
+        self,
+        make_allocator: MakeAllocator,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        kind: Kind,
+        devices: list[int],
+    ) -> None:
+        """What has a compressed backup may turn out to have changed later: only then it matters."""
+        allocator = make_allocator(compress="auto")
+        sim.configure(devices=2)
+        contents = fill(allocator, bf16) | fill(allocator, kind, device=1)
+        cycle(allocator, contents)
+        first = next(iter(contents))
+        contents[first] = bf16(2 * PAGE, np.random.default_rng(77))
+        write(first, contents[first])
+        workbench, seen = Compressor.workbench, list[int]()
+
+        def noted(compressor: Compressor, device: int, *arguments: Any, **named: Any) -> Workbench:
+            seen.append(device)
+            return workbench(compressor, device, *arguments, **named)
+
+        with closing(_core.Scratch(1, _core.memory_info(1)[0])), monkeypatch.context() as patch:
+            patch.setattr(Compressor, "workbench", noted)
+            assert allocator.sleep().copied_bytes == 2 * PAGE
+        assert seen == devices
+        assert "no memory left" not in caplog.text
         allocator.wake_up()
         check_bytes(contents)
 

@@ -31,6 +31,7 @@ from cumem_sleep import (
 from cumem_sleep.ahead import Ahead
 from cumem_sleep.allocator import open_driver
 from cumem_sleep.backup import Backup, Piece
+from cumem_sleep.codec import CHUNK_BYTES
 from cumem_sleep.restore import Batch, Batches, Restorer, _BestRate, _Choice, _choices, _Lane, _Way
 
 MakeAllocator = Callable[..., CuMemAllocator]
@@ -219,8 +220,9 @@ class TestAhead:
             return submit(pool, task)
 
         monkeypatch.setattr(ThreadPoolExecutor, "submit", slow_submit)
-        with Ahead(2, {key: [begun.set] for key in range(6)}) as ahead:
-            ahead.start()
+        with Ahead(2, {}) as ahead:
+            ahead.start()  # with nothing to do, nothing begins
+            ahead.add({key: [begun.set] for key in range(6)})
             ahead.wait(5)
 
     @pytest.mark.parametrize(("threads", "keys"), [(1, 3), (3, 2), (3, 3), (4, 20)])
@@ -235,10 +237,11 @@ class TestAhead:
             threading.Event().wait(0.02)
             log.append("thread")
 
-        ahead = Ahead(threads, {key: [lambda: log.append("task")] * 2 for key in range(keys)})
+        ahead = Ahead(threads, {})
         with monkeypatch.context() as patch, ahead:
             patch.setattr(threading.Thread, "start", slow_start)
             ahead.start()
+            ahead.add({key: [lambda: log.append("task")] * 2 for key in range(keys)})
             for key in range(keys):
                 ahead.wait(key)
         assert log == ["thread"] * min(threads, 2 * keys) + ["task"] * 2 * keys
@@ -700,10 +703,25 @@ class TestWay:
         assert log.events == []
 
 
+class FakeCopies:
+    """Stands in for the kernel's copies, where no kernel runs."""
+
+    def __init__(self, device: int, chunks: int) -> None:
+        self.chunks = chunks
+
+    def start(self, stream: _core.CopyStream, pieces: list[Piece]) -> None:
+        assert sum(piece.bytes for piece in pieces) <= self.chunks * CHUNK_BYTES
+        stream.poison(pieces[0].address, pieces[0].bytes)
+
+    def close(self) -> None:
+        pass
+
+
 class TestWarmUp:
     def warm_up(self, monkeypatch: pytest.MonkeyPatch, work: Callable[[int], None]) -> Restorer:
         module = types.ModuleType("cumem_sleep.copy_kernel")
         module.warm_up = work  # type: ignore[attr-defined]
+        module.GpuCopies = FakeCopies  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(cumem_sleep, "copy_kernel", module, raising=False)
         open_driver(DRIVER)
@@ -714,36 +732,44 @@ class TestWarmUp:
     def test_makes_the_kernel_a_choice(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.warm_up(monkeypatch, lambda device: None)._kernel_devices == {0}
 
-    def test_times_the_engine_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_times_both_ways_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A process that wakes right after its first sleep has no other way to know what the link can do."""
         monkeypatch.setattr(restore, "_BATCH_BYTES", PAGE)
         log: list[str] = []
         to_device, synchronize = _core.CopyStream.to_device, _core.CopyStream.synchronize
+        poison = _core.CopyStream.poison
 
         def copied(stream: _core.CopyStream, address: int, block: _core.HostBlock, offset: int, nbytes: int) -> None:
-            log.append(f"copy of {nbytes >> 20} MiB")
+            log.append(f"engine, {nbytes >> 20} MiB")
             to_device(stream, address, block, offset, nbytes)
+
+        def by_kernel(stream: _core.CopyStream, address: int, nbytes: int) -> None:
+            log.append(f"kernel, {nbytes >> 20} MiB")
+            poison(stream, address, nbytes)
 
         def waited(stream: _core.CopyStream) -> None:
             synchronize(stream)
             log.append("wait")
 
         monkeypatch.setattr(_core.CopyStream, "to_device", copied)
+        monkeypatch.setattr(_core.CopyStream, "poison", by_kernel)
         monkeypatch.setattr(_core.CopyStream, "synchronize", waited)
         before = sim.stats() if SIMULATED else None
         best = self.warm_up(monkeypatch, lambda device: None)._best_rate(0)
-        assert log == ["copy of 2 MiB", "wait"] * 4
+        assert log == ["engine, 2 MiB", "wait", "kernel, 2 MiB", "wait"] * 3
         assert 0 < best.value < 1e15
         if before is not None:
             assert sim.stats().live_handles == before.live_handles
             assert sim.stats().registered_bytes == before.registered_bytes
 
-    @pytest.mark.parametrize("what", ["Scratch", "pinned_block"])
-    def test_without_memory_the_wakes_find_out(self, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    @pytest.mark.parametrize("what", ["Scratch", "pinned_block", "CopyStream"])
+    def test_what_cannot_be_timed_the_wakes_find_out(self, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
         def refuse(*_: object) -> None:
-            raise OutOfDeviceMemory(1, 0, 0) if what == "Scratch" else OutOfHostMemory(1, 0, "budget")
+            if what == "pinned_block":
+                raise OutOfHostMemory(1, 0, "budget")
+            raise OutOfDeviceMemory(1, 0, 0) if what == "Scratch" else DriverError("cuStreamCreate", "", "", "")
 
-        monkeypatch.setattr(_core if what == "Scratch" else restore, what, refuse)
+        monkeypatch.setattr(restore if what == "pinned_block" else _core, what, refuse)
         restorer = self.warm_up(monkeypatch, lambda device: None)
         assert restorer._kernel_devices == {0}
         assert restorer._best_rate(0).value == 0
