@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,16 @@ HOST = "127.0.0.1"
 POLL_S = 0.05
 STOP_S = 30.0  # what a server that is told to stop has, before it is killed
 TAIL_LINES = 40
+
+
+def exit_on_sigterm() -> None:
+    """So that what was started is ended. `timeout` sends the signal twice: the second must not cut that short."""
+
+    def leave(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 class ServerFailed(Exception):

@@ -37,7 +37,6 @@ import os
 import random
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -50,7 +49,15 @@ from typing import Any
 
 import page_cache
 from checkpoints import SHAPES, Shape, is_written, write_config, write_gbps
-from model_server import Answer, Deadline, OutOfTime, Server, ServerFailed, gpu_memory_in_use_bytes
+from model_server import (
+    Answer,
+    Deadline,
+    OutOfTime,
+    Server,
+    ServerFailed,
+    exit_on_sigterm,
+    gpu_memory_in_use_bytes,
+)
 
 from cumem_sleep.bench.host_memory import touch_host_memory
 
@@ -677,7 +684,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that servers are ended
+    exit_on_sigterm()
     bench = Bench(parse())
     bench.run()
     bench.say(f"wrote {bench.results.path.name}")

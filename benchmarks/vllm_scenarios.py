@@ -842,6 +842,7 @@ def main() -> None:
     if arguments.run:
         run_one(arguments.run, arguments.out, model)
     from checkpoints import SHAPES, write_checkpoint
+    from model_server import exit_on_sigterm
     from record import machine
 
     names = arguments.only.split(",")
@@ -856,7 +857,7 @@ def main() -> None:
         found = json.loads(arguments.out.read_text())
     facts = {"vllm": version("vllm"), **machine()}
     outcomes: dict[str, Any] = {}
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that what was started is ended
+    exit_on_sigterm()
     with ThreadPoolExecutor(arguments.jobs) as pool:
         try:
             together = [name for name in names if name not in ALONE]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import signal
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import SHAPES, write_config
-from model_server import Deadline, Server, gpu_memory_in_use_bytes
+from model_server import Deadline, Server, exit_on_sigterm, gpu_memory_in_use_bytes
 from record import touch_host_memory
 from switching import SERVE, machine_facts
 
@@ -129,7 +128,7 @@ def main() -> None:
     if unknown := set(arguments.ways.split(",")) - set(WAYS):
         parser.error(f"--ways: {', '.join(sorted(unknown))}: no such way; there are {', '.join(WAYS)}")
     machine = {"simulated": True, "vllm": "none"} if arguments.server_command else machine_facts()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that servers are ended
+    exit_on_sigterm()
     deadline = Deadline(arguments.deadline)
     write_config(arguments.work / arguments.shape, SHAPES[arguments.shape])
     logs = arguments.out.parent / "logs"

@@ -207,6 +207,18 @@ def test_servers_end_with_the_benchmark(
     assert result_of(tmp_path)["ways"]["vllm"]["error"] == f"SystemExit: {128 + signal.SIGTERM}"
 
 
+def test_a_second_signal_does_not_cut_the_end_short(benchmark_module: Callable[[str], ModuleType]) -> None:
+    """`timeout` sends two, and what a server started would stay, with the GPU's memory."""
+    folder = pathlib.Path(str(benchmark_module("model_server").__file__)).parent
+    program = (
+        f"import os, sys, time; sys.path.insert(0, {str(folder)!r}); import model_server as m; m.exit_on_sigterm()\n"
+        "try: os.kill(os.getpid(), 15); time.sleep(9)\n"
+        "finally: os.kill(os.getpid(), 15); time.sleep(0.01); print('ended')"
+    )
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (process.stdout, process.returncode) == ("ended\n", 143)
+
+
 def test_processes_that_a_server_leaves_are_ended(
     benchmark_module: Callable[[str], ModuleType], tmp_path: pathlib.Path
 ) -> None:
