@@ -184,7 +184,16 @@ def results(
     (folder / "peers.json").write_text(json.dumps({**peers[1], "machine": MACHINE}))
     for name in ("bench.json", "bench_small_segments.json"):
         (folder / name).write_text(json.dumps(bench_result()))
-    kept = ("decoder", "prepare_cost", "peers_vllm", "vllm_serve", "vllm_scenarios", "compressed", "codec")
+    kept = (
+        "decoder",
+        "prepare_cost",
+        "peers_vllm",
+        "vllm_serve",
+        "vllm_scenarios",
+        "compressed",
+        "codec",
+        "host_memory",
+    )
     for name in (f"{stem}.json" for stem in kept):
         (folder / name).write_bytes((BENCHMARKS / "results" / name).read_bytes())
     (tmp_path / "README.md").write_text(

@@ -8,7 +8,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -679,15 +679,21 @@ class TestChanges:
         contents = fill(allocator, *[bf16] * 5)
         cycle(allocator, contents)
         self.change_all(contents)
-        held, start, calls = allocator._store.host_bytes, DigestRun.start, list[int]()
+        start, calls = DigestRun.start, list[int]()
+        forget, forgotten = allocator._store.forget, list[int]()
 
         def refuse_at_first(run: DigestRun, segments: Sequence[_core.Segment]) -> None:
             calls.append(len(segments))
-            if len(calls) > 1 and allocator._store.host_bytes >= held:
+            if len(calls) > 1 and not forgotten:
                 raise OutOfHostMemory(4096, 0, "MemAvailable")
             start(run, segments)
 
+        def noted_forget(ids: Iterable[int]) -> None:
+            forgotten.extend(ids := list(ids))
+            forget(ids)
+
         with monkeypatch.context() as patch:
+            patch.setattr(allocator._store, "forget", noted_forget)
             patch.setattr(DigestRun, "start", refuse_at_first)
             assert allocator.sleep().copied_bytes == 10 * PAGE
         allocator.wake_up()
