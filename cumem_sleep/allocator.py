@@ -58,7 +58,7 @@ _stores: weakref.WeakSet[BackupStore] = weakref.WeakSet()
 _Report = TypeVar("_Report", SleepReport, WakeReport)
 _Sleep = _core.Segment.Sleep
 _HEAD_BYTES = 2 << 30
-_PART_BYTES = 8 << 30  # digested in 3 ms, while what is in flight lasts for 5 or more
+_PART_BYTES = 8 << 30  # digested in a few milliseconds, about as long as what is in flight lasts
 _IDLE_S = 0.003  # waiting for a device without work takes less than 1 ms, also in a vLLM worker (`vllm_serve.json`)
 _CAPTURE_ERRORS = "CUDA_ERROR_STREAM_CAPTURE_"
 

@@ -34,7 +34,8 @@ GIVING_BACK = "cumem-sleep-give-back"  # the thread's name
 
 @pytest.fixture(autouse=True)
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each page."""
+    """In each page. And a busy machine is not to be taken for a device with work: then all is digested again."""
+    monkeypatch.setattr("cumem_sleep.allocator._IDLE_S", 60.0)
     monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", MIB)
     monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
     if SIMULATED:
@@ -454,6 +455,7 @@ class TestParts:
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, place: int
     ) -> None:
         """Somebody began it in the middle of the sleep, and the check waits for it, but has digested much before."""
+        monkeypatch.setattr("cumem_sleep.allocator._IDLE_S", 0.003)
         contents = fill(allocator, memory, SIZES)
         addresses = list(contents)
         if SIMULATED:
