@@ -1,41 +1,53 @@
-"""What a first sleep waits for: host memory that is touched, registered and copied to, one after the other.
+"""What a first sleep waits for: host memory that is touched, registered and copied to.
 
     python benchmarks/host_memory.py --out host_memory.json
 
-The first time in a virtual machine, at once again, after pauses, and right after another process used as much: what the
-hypervisor has yet to give, and what fragmented pages cost, shows as the time of touching and registering. A first sleep
-does all three side by side, so the slowest of them is the least that it can take.
+First one after the other: in a virtual machine the first time, at once again, after a pause, and right after another
+process used as much. What the hypervisor has yet to give, and what fragmented pages cost, shows as the time of touching
+and registering.
+
+Then side by side, as a first sleep does them, in a fresh process each: these calls and nothing else, which is what the
+machine can do, and in turn with it a first sleep of this layer.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from record import GIB, write
 
-from cumem_sleep import _core, host_limits
+from cumem_sleep import CuMemAllocator, _core, host_limits
+from cumem_sleep.ahead import Ahead
 from cumem_sleep.backup import SLAB_BYTES
+from cumem_sleep.bench.memory import DeviceMemory, open_memory
+from cumem_sleep.bench.workload import kv_segments, model_like
 
-TOUCH_BYTES = 16 << 20
-PAUSES_S = (0.0, 0.0, 1.0, 3.0, 8.0)
+TOUCH_BYTES = 64 << 20
+DEVICE_BYTES = 2 * GIB
+PAUSES_S = (0.0, 0.0, 8.0)
+ALONE, SLEEP = "the calls alone", "a first sleep"
 OTHER_PROCESS = "import sys; from record import touch_host_memory; touch_host_memory(int(sys.argv[1]))"
 
 
-def measure(what: str, nbytes: int, address: int, device_bytes: int) -> dict[str, Any]:
+def measure(what: str, nbytes: int, address: int) -> dict[str, Any]:
     """Seconds of each step, over all blocks before the next step begins; all of it is given back."""
     blocks = [_core.HostBlock(SLAB_BYTES, -1) for _ in range(nbytes // SLAB_BYTES)]
     row: dict[str, Any] = {"what": what}
     for name, step in (
         ("touch_s", touch),
         ("register_s", register),
-        ("copy_s", lambda those: copy(those, address, device_bytes)),
+        ("copy_s", lambda those: copy(those, address)),
         ("give_back_s", give_back),
     ):
         start = time.perf_counter()
@@ -45,11 +57,40 @@ def measure(what: str, nbytes: int, address: int, device_bytes: int) -> dict[str
     return row
 
 
+def one_after_the_other(nbytes: int) -> list[dict[str, Any]]:
+    memory, address = source()
+    rows = []
+    for number, pause_s in enumerate(PAUSES_S):
+        time.sleep(pause_s)
+        rows.append(measure(f"again after {pause_s:g} s" if number else "first", nbytes, address))
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", OTHER_PROCESS, str(nbytes)], check=True, cwd=Path(__file__).parent)
+        rows.append(measure("right after another process used as much", nbytes, address))
+    memory.close()
+    return rows
+
+
+def source() -> tuple[DeviceMemory, int]:
+    """Device memory with random bytes in it, and its address."""
+    memory = open_memory(CuMemAllocator.get_instance(), 0)
+    regions = memory.allocate([DEVICE_BYTES], "weights")
+    memory.fill(regions)
+    memory.settle()
+    return memory, regions[0].address
+
+
+def touching(block: _core.HostBlock) -> list[Callable[[], None]]:
+    return [partial(block.touch, start, TOUCH_BYTES) for start in range(0, SLAB_BYTES, TOUCH_BYTES)]
+
+
+def threads() -> int:
+    """As many as touch pages for a sleep on so many cores."""
+    return max(1, host_limits.usable_cores() * 3 // 4)
+
+
 def touch(blocks: Sequence[_core.HostBlock]) -> None:
-    """With as many threads as a sleep takes on so many cores."""
-    pieces = [(block, start) for block in blocks for start in range(0, SLAB_BYTES, TOUCH_BYTES)]
-    with ThreadPoolExecutor(max(1, host_limits.usable_cores() * 3 // 4)) as pool:
-        list(pool.map(lambda piece: piece[0].touch(piece[1], TOUCH_BYTES), pieces))
+    with ThreadPoolExecutor(threads()) as pool:
+        list(pool.map(lambda task: task(), chain.from_iterable(map(touching, blocks))))
 
 
 def register(blocks: Sequence[_core.HostBlock]) -> None:
@@ -58,11 +99,11 @@ def register(blocks: Sequence[_core.HostBlock]) -> None:
         block.pin(0)
 
 
-def copy(blocks: Sequence[_core.HostBlock], address: int, device_bytes: int) -> None:
+def copy(blocks: Sequence[_core.HostBlock], address: int) -> None:
     """From the device."""
     with _core.CopyStream(0) as stream:
         for number, block in enumerate(blocks):
-            stream.to_host(block, 0, address + number * SLAB_BYTES % device_bytes, SLAB_BYTES)
+            stream.to_host(block, 0, address + number * SLAB_BYTES % DEVICE_BYTES, SLAB_BYTES)
         stream.synchronize()
 
 
@@ -71,30 +112,84 @@ def give_back(blocks: Sequence[_core.HostBlock]) -> None:
         block.close()
 
 
+def alone(nbytes: int) -> dict[str, Any]:
+    """Touch, register and copy, a block as soon as it is ready."""
+    memory, address = source()
+    start = time.perf_counter()
+    blocks = [_core.HostBlock(SLAB_BYTES, -1) for _ in range(nbytes // SLAB_BYTES)]
+    with Ahead(threads(), {number: touching(block) for number, block in enumerate(blocks)}) as touched:
+        touched.start()
+        with _core.CopyStream(0) as stream:
+            for number, block in enumerate(blocks):
+                touched.wait(number)
+                block.pin(0)
+                stream.to_host(block, 0, address + number * SLAB_BYTES % DEVICE_BYTES, SLAB_BYTES)
+            stream.synchronize()
+        seconds = time.perf_counter() - start
+    give_back(blocks)
+    memory.close()
+    return {"seconds": seconds}
+
+
+def first_sleep(nbytes: int) -> dict[str, Any]:
+    """Of weights of a model's shape, and a KV cache beside them; what was restored is checked."""
+    allocator = CuMemAllocator.get_instance()
+    memory = open_memory(allocator, 0)
+    weights = memory.allocate(model_like(nbytes), "weights")
+    memory.allocate(kv_segments(nbytes * 9 // 10), "kv_cache")
+    memory.fill(weights)
+    expected = memory.checksums(weights)
+    memory.settle()
+    start = time.perf_counter()
+    report = allocator.sleep()
+    seconds = time.perf_counter() - start
+    allocator.wake_up()
+    if memory.checksums(weights) != expected:
+        raise AssertionError("after the wake the bytes are not what they were")
+    memory.close()
+    return {"seconds": seconds, "phases": report.phases}
+
+
+def in_process(name: str, nbytes: int) -> dict[str, Any]:
+    code = "import host_memory, json, sys; print(json.dumps(getattr(host_memory, sys.argv[1])(int(sys.argv[2]))))"
+    command = [sys.executable, "-c", code, name, str(nbytes)]
+    done = subprocess.run(command, check=True, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def side_by_side(nbytes: int, rounds: int) -> list[dict[str, Any]]:
+    """Both ways in turn, since a shared machine is not equally fast all the time."""
+    rows = []
+    for _ in range(rounds):
+        for what, name in ((ALONE, alone.__name__), (SLEEP, first_sleep.__name__)):
+            rows.append({"what": what, **in_process(name, nbytes)})
+            print(f"{what}: {rows[-1]['seconds']:.3f} s", file=sys.stderr, flush=True)
+    return rows
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
     parser.add_argument("--gib", type=int, default=61, help="host memory (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="side by side (default: %(default)s)")
     options = parser.parse_args()
-    if options.gib <= 0:
-        parser.error(f"--gib {options.gib}: at least 1")
+    for name in ("gib", "rounds"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name} {getattr(options, name)}: at least 1")
     return options
 
 
 def main() -> None:
     options = parse()
-    nbytes, device_bytes = options.gib * GIB, 2 * GIB
-    _core.open_driver("libcuda.so.1")
-    address = _core.malloc(device_bytes, "weights", 0)
-    rows = []
-    for number, pause_s in enumerate(PAUSES_S):
-        time.sleep(pause_s)
-        rows.append(measure(f"again after {pause_s:g} s" if number else "first", nbytes, address, device_bytes))
-    for _ in range(2):
-        subprocess.run([sys.executable, "-c", OTHER_PROCESS, str(nbytes)], check=True, cwd=Path(__file__).parent)
-        rows.append(measure("right after another process used as much", nbytes, address, device_bytes))
-    _core.free(address)
-    write(options.out, {"bytes": nbytes, "rows": rows})
+    nbytes = options.gib * GIB
+    rows = one_after_the_other(nbytes)
+    both = side_by_side(nbytes, options.rounds)
+    medians = {
+        what: statistics.median(row["seconds"] for row in both if row["what"] == what) for what in (ALONE, SLEEP)
+    }
+    print(medians, file=sys.stderr)
+    write(options.out, {"bytes": nbytes, "rows": rows, "side_by_side": both, "medians": medians})
 
 
 if __name__ == "__main__":

@@ -334,14 +334,27 @@ def _switching_remarks(result: dict[str, Any]) -> list[str]:
     remarks = []
     if fractions := [fraction for fraction in cached if fraction is not None]:
         where = "a RAM disk" if (result["checkpoints"] or {}).get("in_memory") else "the disk"
+        held = " to ".join(dict.fromkeys(f"{fraction:.0%}" for fraction in (min(fractions), max(fractions))))
         remarks.append(
-            f"Checkpoints lay on {where}; the page cache held {min(fractions):.0%} to {max(fractions):.0%} of what a"
-            " restart or reload read. Restarts had a warm compile cache."
+            f"Checkpoints lay on {where}; the page cache held {held} of what a restart or reload read. Restarts had a"
+            " warm compile cache."
         )
+    if prepared := [_named(way) for way in ways if way["prepared_s"]]:
+        remarks.append(f"First sleeps were prepared (`CUMEM_SLEEP_PREPARE=1`): {'; '.join(prepared)}.")
+    runs: dict[str | None, list[str]] = {}
+    for way in ways:
+        runs.setdefault(way["machine"].get("command"), []).append(_named(way))
+    if len(runs) > 1:
+        apart = " | ".join("; ".join(names) for names in runs.values())
+        remarks.append(f"Measured in {len(runs)} runs, on machines with such a GPU: {apart}.")
     for way in ways:
         if way["error"]:
-            remarks.append(f"{_title(way)} ({way['quantization'] or 'bf16'}) failed: {way['error'].splitlines()[0]}.")
+            remarks.append(f"{_named(way)} failed: {way['error'].splitlines()[0]}.")
     return remarks
+
+
+def _named(way: dict[str, Any]) -> str:
+    return f"{_title(way)} ({way['quantization'] or 'bf16'})"
 
 
 def draw_switching(result: dict[str, Any]) -> None:

@@ -321,6 +321,7 @@ def results(run: Run, tmp_path: pathlib.Path, benchmark_module: Callable[[str], 
     result["ways"]["restart"]["switches"][0].update(switch_s=320.0, compile_cache_warm=False)
     result["ways"]["vllm"]["error"] = "server A: no luck\n    | last words"
     result["ways"]["vllm fp8"] = {**result["ways"]["vllm"], "quantization": "fp8", "switches": [], "first_sleeps": []}
+    result["ways"]["restart"]["machine"] = {"command": "another"}
     return result
 
 
@@ -334,8 +335,13 @@ def test_the_table_counts_only_restarts_that_did_not_compile(
     assert "| switch | not measured |" in lines  # with FP8
     text = "\n".join(lines)
     assert "A = Qwen3-tiny, 0.0 GiB and B = Qwen3-tiny" in text
-    assert "vLLM's sleep mode, level 1 (bf16) failed: server A: no luck." in text
-    assert "the page cache held 100% to 100%" in text
+    assert "the page cache held 100% of what" in text
+    vllm, level2 = "vLLM's sleep mode, level 1", "cumem-sleep, level 2 (bf16)"
+    assert f"First sleeps were prepared (`CUMEM_SLEEP_PREPARE=1`): {level2}." in text
+    assert text.endswith(
+        f" Measured in 2 runs, on machines with such a GPU: {vllm} (bf16); {level2}; {vllm} (fp8) | restart (bf16)."
+        f" {vllm} (bf16) failed: server A: no luck. {vllm} (fp8) failed: server A: no luck."
+    )
 
 
 def test_plot_and_check(
