@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
@@ -53,21 +53,18 @@ def measure(what: str, nbytes: int, address: int) -> dict[str, Any]:
         start = time.perf_counter()
         step(blocks)
         row[name] = round(time.perf_counter() - start, 3)
-    print(row, file=sys.stderr, flush=True)
     return row
 
 
-def one_after_the_other(nbytes: int) -> list[dict[str, Any]]:
+def one_after_the_other(nbytes: int) -> Iterator[dict[str, Any]]:
     memory, address = source()
-    rows = []
     for number, pause_s in enumerate(PAUSES_S):
         time.sleep(pause_s)
-        rows.append(measure(f"again after {pause_s:g} s" if number else "first", nbytes, address))
+        yield measure(f"again after {pause_s:g} s" if number else "first", nbytes, address)
     for _ in range(2):
         subprocess.run([sys.executable, "-c", OTHER_PROCESS, str(nbytes)], check=True, cwd=Path(__file__).parent)
-        rows.append(measure("right after another process used as much", nbytes, address))
+        yield measure("right after another process used as much", nbytes, address)
     memory.close()
-    return rows
 
 
 def source() -> tuple[DeviceMemory, int]:
@@ -158,14 +155,11 @@ def in_process(name: str, nbytes: int) -> dict[str, Any]:
     return found
 
 
-def side_by_side(nbytes: int, rounds: int) -> list[dict[str, Any]]:
+def side_by_side(nbytes: int, rounds: int) -> Iterator[dict[str, Any]]:
     """Both ways in turn, since a shared machine is not equally fast all the time."""
-    rows = []
     for _ in range(rounds):
         for what, name in ((ALONE, alone.__name__), (SLEEP, first_sleep.__name__)):
-            rows.append({"what": what, **in_process(name, nbytes)})
-            print(f"{what}: {rows[-1]['seconds']:.3f} s", file=sys.stderr, flush=True)
-    return rows
+            yield {"what": what, **in_process(name, nbytes)}
 
 
 def parse() -> argparse.Namespace:
@@ -183,13 +177,19 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     nbytes = options.gib * GIB
-    rows = one_after_the_other(nbytes)
-    both = side_by_side(nbytes, options.rounds)
-    medians = {
-        what: statistics.median(row["seconds"] for row in both if row["what"] == what) for what in (ALONE, SLEEP)
-    }
-    print(medians, file=sys.stderr)
-    write(options.out, {"bytes": nbytes, "rows": rows, "side_by_side": both, "medians": medians})
+    found: dict[str, Any] = {"bytes": nbytes, "rows": [], "side_by_side": [], "medians": {}}
+    for key, rows in (
+        ("rows", one_after_the_other(nbytes)),
+        ("side_by_side", side_by_side(nbytes, options.rounds)),
+    ):
+        for row in rows:
+            print(row, file=sys.stderr, flush=True)
+            found[key].append(row)
+            for what in {row["what"] for row in found["side_by_side"]}:
+                found["medians"][what] = statistics.median(
+                    row["seconds"] for row in found["side_by_side"] if row["what"] == what
+                )
+            write(options.out, found)  # each time: what ends this early loses one row
 
 
 if __name__ == "__main__":

@@ -516,7 +516,7 @@ def compressed_table(result: dict[str, Any]) -> list[str]:
 
 
 def host_memory_table(result: dict[str, Any]) -> list[str]:
-    """What a first sleep waits for."""
+    """What a first sleep waits for, one step after the other."""
     lines = [
         f"**Host memory**: {result['bytes'] / GIB:.0f} GiB that is touched (by threads), then registered (by one), then"
         f" copied to, as a first sleep does side by side. {machine(result)}. Seconds:",
@@ -528,6 +528,21 @@ def host_memory_table(result: dict[str, Any]) -> list[str]:
         cells = [digits(row[key]) for key in ("touch_s", "register_s", "copy_s", "give_back_s")]
         lines.append(f"| {row['what']} | {' | '.join(cells)} |")
     return lines
+
+
+def side_by_side(result: dict[str, Any]) -> str:
+    """The same steps side by side, and first sleeps."""
+    seconds: dict[str, list[float]] = {}
+    for row in result["side_by_side"]:
+        seconds.setdefault(row["what"], []).append(row["seconds"])
+    both = ", ".join(f"{what} {spread(values)} s" for what, values in seconds.items())
+    first = result["rows"][0]
+    return (
+        f"The same steps side by side, in fresh processes in turn, where memory was in use before: {both}, each of"
+        f" {result['bytes'] / GIB:.0f} GiB (median and range; one after the other this machine took"
+        f" {digits(first['touch_s'])}, {digits(first['register_s'])} and {digits(first['copy_s'])} s)."
+        f" {machine(result)}."
+    )
 
 
 def codec_table(result: dict[str, Any]) -> list[str]:
@@ -577,6 +592,8 @@ def section() -> str:
         *codec_table(load("codec.json")),
         "",
         *host_memory_table(load("host_memory.json")),
+        "",
+        side_by_side(load("host_memory_used_before.json")),
         "",
         *prepare_table(load("prepare_cost.json")),
         "",

@@ -193,6 +193,7 @@ def results(
         "compressed",
         "codec",
         "host_memory",
+        "host_memory_used_before",
     )
     for name in (f"{stem}.json" for stem in kept):
         (folder / name).write_bytes((BENCHMARKS / "results" / name).read_bytes())
