@@ -1,7 +1,7 @@
 """Builds two shared objects: the extension `cumem_sleep._core` and the simulated driver `libcuda_sim.so`.
 
-Only headers of CUDA are needed: from CUDA_HOME (or CUDA_PATH, or /usr/local/cuda), else from the wheel
-`nvidia-cuda-runtime`, a build requirement. Nothing is linked against CUDA. CUMEM_SLEEP_SANITIZE=address,undefined (any
+Only headers of CUDA are needed: from CUDA_HOME or CUDA_PATH, else from the wheel `nvidia-cuda-runtime`, a build
+requirement, else from /usr/local/cuda. Nothing is linked against CUDA. CUMEM_SLEEP_SANITIZE=address,undefined (any
 list that the compiler's -fsanitize takes) builds both with sanitizers.
 """
 
@@ -46,6 +46,11 @@ def sources(folder: str) -> list[str]:
 
 class BuildExt(build_ext):
     """Gives the simulated driver the file name of a plain shared object: it is not a Python module."""
+
+    def finalize_options(self) -> None:
+        """Build all anew: what `build/` holds may have been built with other flags."""
+        super().finalize_options()
+        self.force = True
 
     def get_ext_filename(self, fullname: str) -> str:
         """Where the extension `fullname` is put, relative to the root of packages."""

@@ -99,7 +99,8 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._environment},
+                # Started in the checkout, Python would take the package's sources for the package.
+                env={**os.environ, "PYTHONSAFEPATH": "1", **self._environment},
                 start_new_session=True,  # its own process group: what it starts ends with it
             )
         while not self._is_healthy():

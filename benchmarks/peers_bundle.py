@@ -11,6 +11,7 @@ so it still loads). vLLM cannot serve from this.
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import struct
 import subprocess
@@ -87,6 +88,7 @@ def blank_other_architectures(path: Path) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         wheels, site = Path(folder, "wheels"), Path(folder, "site")
         download(wheels)

@@ -638,6 +638,7 @@ def machine_facts() -> dict[str, Any]:
     process = subprocess.run(
         [sys.executable, "-c", program, *sys.argv],
         env={**os.environ, "PYTHONPATH": path},
+        cwd=HERE,  # in the checkout Python would take the package's sources for the package
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,5 +1,14 @@
 """cumem-sleep: GPU memory that sleeps and wakes at the same addresses. See README.md."""
 
+from importlib.util import find_spec
+
+if find_spec(f"{__name__}._core") is None:  # else Python speaks of a circular import
+    raise ImportError(
+        f"{__path__[0]} has the sources of cumem-sleep, but no extension was built there. Python takes this folder"
+        " rather than the installed package when it is started beside it: start it elsewhere, or install with"
+        " `pip install -e .`"
+    )
+
 from .allocator import CuMemAllocator, cupy_allocator
 from .errors import (
     BackupMismatch,

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,8 @@ exit codes:
   0  all is well
   1  a check failed, or bytes differ
   2  bad usage, or an error of this layer (one line on standard error)
-  130  interrupted"""
+  130  interrupted
+  141  whoever read the output has closed it"""
 
 _DEMO_DESCRIPTION = """\
 Loads a model's weights, makes a KV cache, and takes both through what a server
@@ -114,6 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: `--help`, `--version` (0) or bad usage (2), by argparse.
     """
+    if sys.stdout is None:
+        _say_error("standard output is closed: there is nowhere to show what is found")
+        return EXIT_ERROR
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no "✓" gets "?"
@@ -134,8 +138,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say_error("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()
         return EXIT_BROKEN_PIPE
+    except OSError as error:  # a full disk, say
+        _say_error(str(error))
+        _write_no_more()
+        return EXIT_ERROR
+
+
+def _write_no_more() -> None:
+    """Python would try once more at exit."""
+    with suppress(OSError, ValueError):  # a stream that has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -152,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "models",
         nargs="*",
-        type=Path,
+        type=_path,
         metavar="model.safetensors",
         help="the weights, one file or all shards of a model; without any, a small made-up model (193 MiB)",
     )
@@ -196,7 +210,7 @@ def _add_bench_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model",
         nargs="+",
-        type=Path,
+        type=_path,
         default=[],
         metavar="PATH",
         help="segments for the tensors of a safetensors file, or of a folder of shards; only headers are read",
@@ -212,7 +226,7 @@ def _add_bench_options(command: argparse.ArgumentParser) -> None:
         help="use host memory once before measuring: virtual machines give it slowly at first"
         " (default: on a GPU yes, simulated no)",
     )
-    command.add_argument("--plot", type=Path, metavar="FILE", help="draw the seconds (.png, .svg, .pdf; matplotlib)")
+    command.add_argument("--plot", type=_path, metavar="FILE", help="draw the seconds (.png, .svg, .pdf; matplotlib)")
 
 
 def _size(text: str) -> int:
@@ -221,8 +235,14 @@ def _size(text: str) -> int:
     except InvalidArgument as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if nbytes < 1:
-        raise argparse.ArgumentTypeError("at least one byte is allowed")
+        raise argparse.ArgumentTypeError(f"{text!r}: at least one byte is allowed")
     return nbytes
+
+
+def _path(text: str) -> Path:
+    if not text:  # a shell variable that is not set; Path takes it for the current folder
+        raise argparse.ArgumentTypeError(f"{text!r}: the name of a file or folder is wanted")
+    return Path(text)
 
 
 def _count(text: str) -> int:
@@ -285,15 +305,15 @@ def _bench(options: argparse.Namespace) -> int:
         touch = not room.simulated if options.touch_host_memory is None else options.touch_host_memory
         how = bench.Options(options.device, options.rounds, options.pause, touch, options.command_line)
         report = bench.run(allocator, workload, room, how, progress)
-    if options.plot is not None:
-        bench.draw(report, options.plot)
-        _say(f"{'simulated: ' if room.simulated else ''}wrote {options.plot}", style="")
     if options.json:
         _print_json(report.to_json())
     else:
         _print(report.headline(), report.table(), report.conclusion())
         if room.simulated:
             _print(bench.SIMULATED_NOTE)
+    if options.plot is not None:  # last: should it fail, nothing that was measured is lost
+        bench.draw(report, options.plot)
+        _say(f"{'simulated: ' if room.simulated else ''}wrote {options.plot}", style="")
     return EXIT_OK if report.ok else EXIT_CHECK_FAILED
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -139,7 +140,10 @@ def _read_safetensors(path: Path) -> list[Tensor]:
     Not by the library: it hands out no raw bytes without reading them all, and NumPy has no bf16 or fp8 to hold them.
     """
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise SafetensorsError(f"{path}: not a regular file")
         if size == 0:
             raise SafetensorsError(f"{path}: the file is empty")
         content = np.memmap(path, np.uint8, mode="r")

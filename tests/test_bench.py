@@ -354,7 +354,9 @@ def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as exit_:
         cli.main(["bench", *arguments])
     assert exit_.value.code == 2
-    assert "usage:" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "usage:" in message
+    assert arguments[-1] in message
 
 
 @pytest.mark.parametrize(
@@ -371,6 +373,9 @@ def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]
         (["--model", "x", "--segment-size", "2MiB"], "--segment-size 2.00 MiB beside --model"),
         (["--plot", "figure.txt"], "--plot figure.txt: a file that ends in .png"),
         (["--plot", "/nonexistent/figure.png"], "there is no folder /nonexistent"),
+        (["--plot", "/proc/figure.png"], "--plot /proc/figure.png: cannot be written: "),
+        (["--plot", f"{'x' * 300}/y.png"], "x/y.png: cannot be written: File name too long"),
+        (["--model", "x" * 300], "x: File name too long"),
     ],
 )
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -485,6 +490,25 @@ def test_plot(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+def test_plot_over_a_folder(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sleep.png").mkdir()
+    message = refused(capsys, *SMALL, "--plot", str(tmp_path / "sleep.png"))
+    assert "sleep.png: cannot be written: Is a directory" in message
+
+
+def test_a_plot_that_fails_loses_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(report: Any, path: pathlib.Path) -> None:
+        raise InvalidState("no room for it")
+
+    monkeypatch.setattr(bench, "draw", fail)
+    assert cli.main(["bench", *SMALL, "--json", "--plot", str(tmp_path / "sleep.png")]) == 2
+    output = capsys.readouterr()
+    assert json.loads(output.out)["bytes_checked"]
+    assert "no room for it" in output.err
+
+
 def test_plot_without_matplotlib(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -494,7 +518,7 @@ def test_plot_without_matplotlib(
         plot.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
     )
     message = refused(capsys, *SMALL, "--plot", str(tmp_path / "sleep.png"))
-    assert "matplotlib is not installed: pip install 'cumem-sleep[bench]'" in message
+    assert "matplotlib is not installed: pip install matplotlib" in message
     assert CuMemAllocator.instance is None
 
 

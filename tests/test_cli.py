@@ -134,14 +134,15 @@ def test_runs_as_a_module(model: pathlib.Path) -> None:
     assert "simulated" in process.stdout
 
 
-def as_module(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def as_module(*arguments: str, stdout: Any = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CUMEM_SLEEP_")}
     kept["PYTHONPATH"] = str(pathlib.Path(cumem_sleep.__path__[0]).parent)
     return subprocess.run(
         [sys.executable, "-m", "cumem_sleep", *arguments],
         cwd=pathlib.Path(__file__).parent,  # not the checkout, whose package may not be built
         env={**kept, **environment},
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=60,
         check=False,
@@ -159,6 +160,31 @@ def test_reader_that_has_seen_enough(
         monkeypatch.setattr(sys, "stdout", output)
         assert cli.main(arguments) == 141
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["demo", *KV]])
+def test_full_disk(arguments: list[str], model: pathlib.Path) -> None:
+    """One line says so, and Python does not try again at exit."""
+    command = [*arguments, *([str(model)] if arguments[0] == "demo" else [])]
+    with pathlib.Path("/dev/full").open("w") as full:
+        process = as_module(*command, stdout=full, CUMEM_SLEEP_DRIVER="sim")
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[-1:] == ["cumem-sleep [simulated]: [Errno 28] No space left on device"]
+
+
+def test_closed_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["doctor"]) == 2
+    assert "standard output is closed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["demo", ""], ["bench", "--model", ""], ["bench", "--plot", ""]])
+def test_no_name_is_not_the_current_folder(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    assert "'': the name of a file or folder is wanted" in capsys.readouterr().err
 
 
 # The demo
@@ -458,6 +484,11 @@ def test_not_a_file_of_this_kind(content: bytes, message: str, tmp_path: pathlib
     path.write_bytes(content)
     with pytest.raises(demo.SafetensorsError, match=message):
         demo.source_from_files([path])
+
+
+def test_a_device_is_no_model() -> None:
+    with pytest.raises(demo.SafetensorsError, match="/dev/zero: not a regular file"):
+        demo.source_from_files([pathlib.Path("/dev/zero")])
 
 
 def test_no_such_file(tmp_path: pathlib.Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support import run_script
 
-pytest.importorskip("torch", reason="the GPU kernel needs PyTorch: pip install 'cumem-sleep[torch]'")
+pytest.importorskip("torch", reason="the GPU kernel needs PyTorch: pip install torch")
 pytest.importorskip("triton", reason="the GPU kernel needs Triton, which comes with PyTorch for CUDA")
 
 

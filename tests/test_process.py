@@ -24,6 +24,17 @@ ALLOCATED = """
 
 
 class TestImport:
+    def test_beside_sources_without_an_extension(self, tmp_path: pathlib.Path) -> None:
+        source = pathlib.Path(sim.__file__).parent
+        (tmp_path / "cumem_sleep").mkdir()
+        for path in source.glob("*.py"):
+            shutil.copy(path, tmp_path / "cumem_sleep")
+        process = run_script("import cumem_sleep", preamble="", PYTHONPATH=str(tmp_path))
+        assert process.returncode == 1
+        last = process.stderr.splitlines()[-1]
+        assert last.startswith(f"ImportError: {tmp_path}/cumem_sleep has the sources of cumem-sleep, but no extension")
+        assert last.endswith("start it elsewhere, or install with `pip install -e .`")
+
     def test_opens_no_driver_and_starts_no_thread(self) -> None:
         process = run_script(
             """

@@ -17,15 +17,23 @@ def check_plot(path: Path) -> None:
     """See that `draw` will be able to write there, before hours are spent on what it would draw.
 
     Raises:
-        InvalidArgument: not a kind of file that can be written, or no such folder.
+        InvalidArgument: not a kind of file that can be written, no such folder, or nothing may be written there.
         InvalidState: matplotlib is not installed.
     """
     if path.suffix.lower() not in _SUFFIXES:
         raise InvalidArgument(f"--plot {path}: a file that ends in {', '.join(_SUFFIXES)} is allowed")
-    if not path.absolute().parent.is_dir():
-        raise InvalidArgument(f"--plot {path}: there is no folder {path.parent}")
+    try:
+        if not path.absolute().parent.is_dir():
+            raise InvalidArgument(f"--plot {path}: there is no folder {path.parent}")
+        is_new = not path.exists()
+        with path.open("ab"):  # what permissions say is not all that there is
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise InvalidArgument(f"--plot {path}: cannot be written: {error.strerror or error}") from None
     if importlib.util.find_spec("matplotlib") is None:
-        raise InvalidState(f"--plot {path}: matplotlib is not installed: pip install 'cumem-sleep[bench]'")
+        raise InvalidState(f"--plot {path}: matplotlib is not installed: pip install matplotlib")
 
 
 def draw(report: BenchReport, path: Path) -> None:

@@ -227,7 +227,10 @@ def _of_model(models: Sequence[Path]) -> tuple[str, tuple[int, ...]]:
     """The segments that PyTorch would put a model's tensors in. Only headers are read: the data is mapped."""
     files: list[Path] = []
     for path in models:
-        shards = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        try:
+            shards = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        except OSError as error:
+            raise InvalidArgument(f"--model {path}: {error.strerror or error}") from None
         if not shards:
             raise InvalidArgument(f"--model {path}: no *.safetensors in this folder")
         files += shards
@@ -250,7 +253,9 @@ def _totals(request: Request, room: Room) -> tuple[int, int, str]:
         share = room.device_bytes * wished_weights // (wished_weights + wished_kv)
         weights_bytes = min(wished_weights, _whole_pages(share), room.weights_that_fit(0))
     if weights_bytes < (LEAST_MODEL_BYTES if request.segment_bytes is None else request.segment_bytes):
-        raise InvalidState(f"no room for a model: {room}; free some memory, or give --weights and --kv")
+        raise InvalidState(
+            f"no room for a model: {room}; free some memory, raise the limit, or give --weights and --kv"
+        )
     kv_bytes, _ = _chosen_kv(request, room, weights_bytes, wished_kv)
     if weights_bytes == wished_weights and kv_bytes in (wished_kv, request.kv_bytes):
         return weights_bytes, kv_bytes, f"the sizes of {model}, which fit: {room}"
