@@ -424,7 +424,7 @@ class CuMemAllocator:
                     dirty = self._back_up(backed_up, digests, timer)
                 with timer("check"):
                     if dirty:
-                        self._check_unchanged(backed_up, digests)
+                        self._check_unchanged(backed_up, dirty, digests)
                     self._store.require(backed_up, digests.taken)
             with timer("release"):
                 freed_bytes = _core.put_to_sleep(backed_up, dropped)
@@ -453,7 +453,7 @@ class CuMemAllocator:
         if not first_changed:
             return []
         with timer("copy"):
-            return self._store.fill(chain([first_changed], changed_parts), digests.taken, digests.begin_check)
+            return self._store.fill(chain([first_changed], changed_parts), digests.begin_check)
 
     def _back_up_compressed(
         self,
@@ -505,7 +505,7 @@ class CuMemAllocator:
                         self._store.take(new, keep=segments, encodings=encodings)
                     with timer("copy"):
                         parts = chain([new], self._planned_again(again, later, changed, segments, workbenches))
-                        return self._store.fill(parts, digests.taken, digests.begin_check, workbenches)
+                        return self._store.fill(parts, digests.begin_check, workbenches)
             except CodecError as error:
                 self._compressor.give_up(error)
             except OutOfHostMemory:
@@ -682,9 +682,12 @@ class CuMemAllocator:
             return self.settings.retain_backups
         return True
 
-    def _check_unchanged(self, segments: Sequence[_core.Segment], digests: _Digests) -> None:
-        """Refuse a sleep whose backups may hold other bytes than the device does by now."""
+    def _check_unchanged(
+        self, segments: Sequence[_core.Segment], copied: Sequence[_core.Segment], digests: _Digests
+    ) -> None:
+        """Refuse a sleep whose backups may hold other bytes than the device does by now; the others are complete."""
         changed = digests.changed(lambda: self._quiesce(segments))
+        self._store.prove((segment for segment in copied if segment not in changed), digests.taken)
         if changed:
             self._store.forget(segment.id for segment in changed)
             raise InvalidState(

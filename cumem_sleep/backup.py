@@ -53,7 +53,7 @@ class Backup:
 
     Attributes:
         encoding: how it is compressed; None: the bytes as they are.
-        complete: every byte was copied; only then may it be restored from.
+        complete: every byte was copied, and found to be those of the digest; only then may it be restored from.
         digest: of the bytes at sleep; None where nothing will be compared with it.
         being_prepared: it is filled in the background (`prepare`), so it stays although it is not complete.
     """
@@ -223,26 +223,25 @@ class BackupStore:
     def fill(
         self,
         parts: Iterable[Sequence[_core.Segment]],
-        digests: Mapping[int, Digest],
         nearly_done: Callable[[set[int]], None],
         workbenches: Mapping[int, Workbench] | None = None,
     ) -> list[_core.Segment]:
         """Copy the bytes of all segments of `parts` into their backups; returns them, when every byte is there.
+
+        The backups are not complete before `prove`: who wrote meanwhile has to be found out first.
 
         Pages of new blocks are touched by threads ahead of the copies; a block is registered when it is next, while the
         GPU fills the ones before. The next part is asked for while the one before is being copied.
 
         Args:
             parts: segments for whose backups room was taken, by when the part is asked for.
-            digests: of the same bytes, by the segments' ids; may grow with the parts.
             nearly_done: called when the last copies are in flight, with the ids of their segments.
             workbenches: by device, for those that are to be encoded; they come last in their part.
 
         Raises:
-            OutOfHostMemory, DriverError, InvalidState, CodecError: a backup is incomplete; `prune` gives its memory
-                back.
+            OutOfHostMemory, DriverError, InvalidState, CodecError: not every byte is there.
         """
-        filled: list[Backup] = []
+        filled: list[_core.Segment] = []
         with ExitStack() as stack:  # on leaving it, no copy is in flight
             copies: dict[int, _Copies] = {}  # by device
             touched = Ahead(self._settings.prefault_threads or _default_prefault_threads(), {})
@@ -263,7 +262,7 @@ class BackupStore:
                 encoded: dict[int, list[Backup]] = {}
                 for backup in backups:
                     backup.complete, backup.digest, backup.being_prepared = False, None, False
-                    filled.append(backup)
+                    filled.append(backup.segment)
                     device = backup.segment.device
                     if backup.encoding is not None:
                         encoded.setdefault(device, []).append(backup)
@@ -278,10 +277,17 @@ class BackupStore:
             nearly_done(set().union(*(each.in_flight for each in at_work)))
             for each in at_work:
                 each.finish()
-        for backup in filled:
-            backup.digest = digests.get(backup.segment.id)
-            backup.complete = True
-        return [backup.segment for backup in filled]
+        return filled
+
+    def prove(self, segments: Iterable[_core.Segment], digests: Mapping[int, Digest]) -> None:
+        """The backups of `segments`, which were filled, hold what had these digests, and has them still.
+
+        Args:
+            digests: by the segments' ids, as far as any were taken.
+        """
+        for segment in segments:
+            backup = self._backups[segment.id]
+            backup.complete, backup.digest = True, digests.get(segment.id)
 
     def has_room_for(self, segment: _core.Segment, encoding: Encoding | None) -> bool:
         """Whether the backup of `segment` can hold it in this way."""

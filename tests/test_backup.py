@@ -25,6 +25,7 @@ from support import (
 )
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, host_limits, sim
+from cumem_sleep.backup import BackupStore
 from cumem_sleep.digest import Digest, DigestRun
 
 MakeAllocator = Callable[..., CuMemAllocator]
@@ -476,6 +477,43 @@ class TestParts:
         assert all(segment.sleep == AWAKE and segment.has_memory for segment in _core.segments())
         check_bytes(memory, contents)
         allocator.sleep()
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
+    @pytest.mark.parametrize("error", [DriverError("cuCtxSynchronize", "CUDA_ERROR_UNKNOWN", ""), KeyboardInterrupt()])
+    @pytest.mark.parametrize("verify", ["wake", "off"])
+    def test_without_the_check_nothing_copied_is_trusted(
+        self,
+        make_allocator: MakeAllocator,
+        memory: Memory,
+        monkeypatch: pytest.MonkeyPatch,
+        verify: str,
+        error: BaseException,
+    ) -> None:
+        """Bytes change while they are copied, and change back: a backup of neither digest must not pass for clean."""
+        allocator = make_allocator(verify=verify)
+        contents = fill(allocator, memory, SIZES)
+        address = next(iter(contents))
+        fill_backups, synchronize, calls = BackupStore.fill, _core.synchronize, list[int]()
+
+        def fill_after_a_write(self: BackupStore, *arguments: Any) -> list[_core.Segment]:
+            change(memory, contents, address)
+            return fill_backups(self, *arguments)
+
+        def fail_at_the_check(device: int) -> None:
+            calls.append(device)
+            if len(calls) == 2:
+                raise error
+            synchronize(device)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BackupStore, "fill", fill_after_a_write)
+            patch.setattr(_core, "synchronize", fail_at_the_check)
+            with pytest.raises(type(error)):
+                allocator.sleep()
+        assert sum(usage.backed_up_bytes for usage in allocator.usage().values()) == 0
+        change(memory, contents, address)  # back
+        assert allocator.sleep().clean_bytes == 0
         allocator.wake_up()
         check_bytes(memory, contents)
 
