@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-import threading
+import _thread
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from queue import Empty, SimpleQueue
 
 Task = Callable[[], None]
 
 _POLL_S = 0.001
+_START_S = 1.0  # for a thread that exists to begin; one that takes longer is not waited for
+
+
+class _Step:
+    """One task, run by a thread, and what became of it."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._running = _thread.allocate_lock()
+        self._running.acquire()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._task()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._running.release()
+
+    def wait(self) -> None:
+        """Return when it has run, or raise what it raised."""
+        self._running.acquire()
+        if self._error is not None:
+            raise self._error
 
 
 class Ahead:
@@ -21,14 +45,18 @@ class Ahead:
 
     Where no thread can be started (at interpreter exit, or a limit), the one who waits does the work; then a task may
     run a second time, after the first.
+
+    An interrupt may come at any line of the one who waits. So that it leaves no lock taken, which threads would wait
+    for for ever, nothing of `threading` or `concurrent.futures` is used, whose locks are taken by Python's own code.
     """
 
     def __init__(self, threads: int, tasks: Mapping[int, Sequence[Task]]) -> None:
         self._tasks = dict(tasks)
-        self._futures: dict[int, list[Future[None]]] = {}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cumem-sleep-ahead")
+        self._steps: dict[int, list[_Step]] = {}
+        self._queue: SimpleQueue[_Step | None] = SimpleQueue()
+        self._begun: SimpleQueue[None] = SimpleQueue()
         self._threads = threads
-        self._ready = threading.Event()
+        self._started = 0
         self._stopped = False
         self._at_work: set[int] = set()
 
@@ -45,37 +73,52 @@ class Ahead:
         self._submit(tasks)
 
     def _submit(self, tasks: Mapping[int, Sequence[Task]]) -> None:
+        if self._stopped or not self._have_threads(map(len, tasks.values())):
+            return
+        for key, mine in tasks.items():
+            steps = self._steps[key] = [_Step(task) for task in mine]
+            for step in steps:
+                self._queue.put(step)
+
+    def _have_threads(self, counts: Iterable[int]) -> bool:
+        """Start as many as these tasks keep at work; false if that cannot be: then none is left."""
+        wanted = min(self._threads, self._started + sum(counts))
+        new = range(self._started, wanted)
         try:
-            for number, (key, mine) in enumerate(tasks.items(), start=1):
-                self._futures[key] = [self._pool.submit(partial(self._run, task)) for task in mine]
-                if number >= self._threads:
-                    self._ready.set()
-            if tasks:
-                self._ready.set()
+            for _ in new:
+                self._started += 1
+                _thread.start_new_thread(self._work, ())
         except RuntimeError:
-            # The refused task may be in the queue all the same: no thread may come to it beside the one who waits.
             self.stop()
-            self._futures.clear()
+            self._steps.clear()
+            return False
+        try:
+            for _ in new:
+                self._begun.get(timeout=_START_S)
+        except Empty:  # a busy machine
+            pass
+        return True
 
     def wait(self, key: int) -> None:
         """Return when the tasks of `key` have run, raise what one of them raised. Waiting again does nothing."""
         tasks = self._tasks.pop(key, ())
-        futures = self._futures.pop(key, None)
-        if futures is None:
+        steps = self._steps.pop(key, None)
+        if steps is None or self._stopped:
             for task in tasks:
                 task()
-        for future in futures or ():
-            future.result()
+        else:
+            for step in steps:
+                step.wait()
 
     def stop(self) -> None:
         """Wait for what runs, drop what has not begun. An interrupt is raised after that; stop again as you like."""
-        self._stopped = True
-        self._ready.set()
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
-                self._pool.shutdown(wait=True, cancel_futures=True)
-                while self._at_work:  # a thread that the pool lost, because an interrupt came as it was started
+                self._stopped = True
+                for _ in range(self._started):
+                    self._queue.put(None)
+                while self._at_work:
                     time.sleep(_POLL_S)
                 break
             except KeyboardInterrupt as error:
@@ -86,11 +129,14 @@ class Ahead:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def _run(self, task: Task) -> None:
-        self._at_work.add(threading.get_ident())
+    def _work(self) -> None:
+        """What a thread does."""
+        mine = _thread.get_ident()
+        self._at_work.add(mine)  # before it looks whether it is to stop
         try:
-            self._ready.wait()
-            if not self._stopped:
-                task()
+            self._begun.put(None)
+            while not self._stopped and (step := self._queue.get()) is not None:
+                if not self._stopped:
+                    step.run()
         finally:
-            self._at_work.discard(threading.get_ident())
+            self._at_work.discard(mine)

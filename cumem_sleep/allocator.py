@@ -787,6 +787,7 @@ class CuMemAllocator:
                 _core.reclaim()
             if held and segment_id is not None:
                 self._store.forget([segment_id])
+                self._store.prune_freed()  # what another thread freed meanwhile
             elif held:
                 self._store.prune()
             else:

@@ -241,18 +241,27 @@ class BackupStore:
         Raises:
             OutOfHostMemory, DriverError, InvalidState, CodecError: not every byte is there.
         """
+        touched = Ahead(self._settings.prefault_threads or _default_prefault_threads(), {})
+        try:
+            return self._fill(parts, nearly_done, workbenches or {}, touched)
+        finally:  # once more: an interrupt may have come just before it stopped
+            touched.stop()
+
+    def _fill(
+        self,
+        parts: Iterable[Sequence[_core.Segment]],
+        nearly_done: Callable[[set[int]], None],
+        workbenches: Mapping[int, Workbench],
+        touched: Ahead,
+    ) -> list[_core.Segment]:
+        def pin(block: _core.HostBlock, device: int) -> None:
+            if not block.pinned:
+                touched.wait(id(block))
+                block.pin(device)
+
         filled: list[_core.Segment] = []
-        with ExitStack() as stack:  # on leaving it, no copy is in flight
+        with touched, ExitStack() as stack:  # on leaving it, no copy is in flight
             copies: dict[int, _Copies] = {}  # by device
-            touched = Ahead(self._settings.prefault_threads or _default_prefault_threads(), {})
-            stack.callback(touched.stop)  # once more: an interrupt may have come while it stopped
-            stack.enter_context(touched)
-
-            def pin(block: _core.HostBlock, device: int) -> None:
-                if not block.pinned:
-                    touched.wait(id(block))
-                    block.pin(device)
-
             for part in parts:
                 backups = sorted((self._backups[segment.id] for segment in part), key=lambda b: b.encoding is not None)
                 # Before pages are touched: what changes the address space meanwhile has to wait.
@@ -272,8 +281,8 @@ class BackupStore:
                         copies[device].start(piece, backup.segment.id)
                 for device, mine in encoded.items():
                     places = chain.from_iterable(backup.places() for backup in mine)
-                    (workbenches or {})[device].encode(places, partial(pin, device=device))
-            at_work: list[_Copies | Workbench] = [*copies.values(), *(workbenches or {}).values()]
+                    workbenches[device].encode(places, partial(pin, device=device))
+            at_work: list[_Copies | Workbench] = [*copies.values(), *workbenches.values()]
             nearly_done(set().union(*(each.in_flight for each in at_work)))
             for each in at_work:
                 each.finish()

@@ -542,12 +542,15 @@ class _Cleared:
     def __init__(self, segment: _core.Segment, nbytes: int) -> None:
         self._segment = segment
         self._bytes = nbytes
+        self._is_back = False
         self._stream = _core.CopyStream(segment.device)
 
     def put_back(self) -> None:
-        """Call it again where it failed or was interrupted."""
-        self._stream.zero(self._segment.address, self._bytes)
-        self._stream.synchronize()
+        """Call it again where it failed or was interrupted. Else that does nothing."""
+        if not self._is_back:
+            self._stream.zero(self._segment.address, self._bytes)
+            self._stream.synchronize()
+            self._is_back = True
 
 
 class _Kept:

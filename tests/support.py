@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import gc
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -258,6 +260,20 @@ def run_script(
         timeout=timeout_s,
         check=False,
     )
+
+
+def threads_ahead() -> int:
+    """How many threads of `Ahead` there are, of which `threading` does not know."""
+    known = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
+    return _thread._count() - (len(known) - 1)
+
+
+def assert_no_threads_ahead() -> None:
+    """One that was told to end does so by itself, soon."""
+    ends_at = time.monotonic() + 5
+    while threads_ahead():
+        assert time.monotonic() < ends_at, "a thread goes on"
+        time.sleep(0.001)
 
 
 def assert_clean_exit(process: subprocess.CompletedProcess[str]) -> None:

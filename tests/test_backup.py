@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from support import (
     SIMULATED,
     Memory,
     assert_clean_exit,
+    assert_no_threads_ahead,
     assert_thread_ends_in_order,
     digest_eagerly,
     hooks,
@@ -398,6 +399,7 @@ class TestParts:
                 allocator.sleep()
         assert all(segment.sleep == AWAKE and segment.has_memory for segment in _core.segments())
         assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("cumem-sleep")]
+        assert_no_threads_ahead()
         check_bytes(memory, contents)
         for place, segment in enumerate(_core.segments()):
             backup = allocator._store.get(segment)
@@ -516,6 +518,30 @@ class TestParts:
         assert allocator.sleep().clean_bytes == 0
         allocator.wake_up()
         check_bytes(memory, contents)
+
+
+@pytest.mark.sim
+def test_freed_while_another_free_gives_a_backup_back(
+    allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who frees it finds the lock taken, and who holds the lock looks once more."""
+    first, second = fill(allocator, memory, [1, 1])
+    allocator.sleep()
+    allocator.wake_up()
+    forget = allocator._store.forget
+
+    def slow_forget(segment_ids: Iterable[int]) -> None:
+        forget(segment_ids)
+        if any(segment.address == second for segment in _core.segments()):
+            thread = threading.Thread(target=hooks().cumem_sleep_free, args=(second, PAGE, 0, None))
+            thread.start()
+            thread.join()
+            while not allocator._store.has_freed:  # the free is told to the main thread, which is this one
+                pass
+
+    monkeypatch.setattr(allocator._store, "forget", slow_forget)
+    allocator.free(first)
+    assert allocator._store.host_bytes == 0
 
 
 # Given back in the background

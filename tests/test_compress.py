@@ -763,16 +763,15 @@ class TestChanges:
         for address in contents:
             contents[address] = noise(2 * PAGE, np.random.default_rng(address))
             write(address, contents[address])
-        touch, touched = _core.HostBlock.touch, dict[str, int]()
+        touch, touched = _core.HostBlock.touch, {True: 0, False: 0}
 
         def noted(block: _core.HostBlock, start: int, nbytes: int) -> None:
-            thread = threading.current_thread().name[: len("cumem-sleep-ahead")]
-            touched[thread] = touched.get(thread, 0) + nbytes
+            touched[threading.get_ident() == threading.main_thread().ident] += nbytes
             touch(block, start, nbytes)
 
         monkeypatch.setattr(_core.HostBlock, "touch", noted)
         allocator.sleep()
-        assert touched["cumem-sleep-ahead"] == 3 * 2 * PAGE
+        assert touched[False] == 3 * 2 * PAGE
         allocator.wake_up()
         check_bytes(contents)
 
@@ -1362,7 +1361,9 @@ class TestFullDevice:
         allocator.sleep()
         assert encodings(allocator, contents) == ["bf16", "bf16"]
         sim.configure(device_bytes=sum(segment.bytes for segment in _core.segments()) + free_bytes)
+        cleared = sim.stats().calls["cuMemsetD32Async"]
         assert allocator.wake_up().verified_bytes == 6 * PAGE
+        assert sim.stats().calls["cuMemsetD32Async"] - cleared == len(lent), "once"
         check_bytes(contents)
         assert sim.stats().live_handles == len(_core.segments())
         assert _core.memory_info(0)[0] == free_bytes

@@ -25,6 +25,7 @@ from support import (
     MIB,
     PAGE,
     assert_clean_exit,
+    assert_no_threads_ahead,
     bf16_weights,
     free_everything,
     fresh_allocator,
@@ -641,6 +642,7 @@ def _check_one_interrupt(world: World, phase: Phase, index: int) -> None:
 
 def threads_at_work() -> list[str]:
     """Of ours. One that was told to end, and does so by itself, does not count."""
+    assert_no_threads_ahead()
     ours = [thread for thread in threading.enumerate() if thread.name.startswith("cumem-sleep")]
     for thread in ours:
         thread.join(5)

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import _thread
 import platform
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
 import numpy as np
 import pytest
-from support import AWAKE, DRIVER, MIB, PAGE, SIMULATED, Memory, assert_clean_exit, quick_sums, run_script
+from support import (
+    AWAKE,
+    DRIVER,
+    MIB,
+    PAGE,
+    SIMULATED,
+    Memory,
+    assert_clean_exit,
+    assert_no_threads_ahead,
+    quick_sums,
+    run_script,
+)
 
 import cumem_sleep
 from cumem_sleep import (
@@ -28,7 +39,7 @@ from cumem_sleep import (
     restore,
     sim,
 )
-from cumem_sleep.ahead import Ahead
+from cumem_sleep.ahead import Ahead, _Step
 from cumem_sleep.allocator import open_driver
 from cumem_sleep.backup import Backup, Piece
 from cumem_sleep.codec import CHUNK_BYTES
@@ -37,7 +48,7 @@ from cumem_sleep.restore import Batch, Batches, Restorer, _BestRate, _Choice, _c
 MakeAllocator = Callable[..., CuMemAllocator]
 
 
-def refuse_thread(_: threading.Thread) -> None:
+def refuse_thread(work: object, arguments: object) -> None:
     raise RuntimeError("can't start new thread")
 
 
@@ -54,11 +65,11 @@ class TestAhead:
 
     @pytest.mark.parametrize("threads", [1, 4])
     def test_each_task_runs_once(self, threads: int) -> None:
-        ran: list[tuple[int, str]] = []
-        tasks = {key: [lambda key=key: ran.append((key, threading.current_thread().name))] * 3 for key in range(20)}
+        ran: list[tuple[int, int]] = []
+        tasks = {key: [lambda key=key: ran.append((key, threading.get_ident()))] * 3 for key in range(20)}
         self.run_all(Ahead(threads, tasks), range(20))
         assert sorted(key for key, _ in ran) == sorted(list(range(20)) * 3)
-        assert all(name.startswith("cumem-sleep-ahead") for _, name in ran)
+        assert threading.get_ident() not in {thread for _, thread in ran}
 
     def test_one_thread_keeps_the_order(self) -> None:
         ran: list[int] = []
@@ -67,10 +78,10 @@ class TestAhead:
 
     @pytest.mark.parametrize("threads_to_be_had", [True, False])
     def test_more_tasks(self, threads_to_be_had: bool) -> None:
-        ran: list[tuple[int, str]] = []
+        ran: list[tuple[int, int]] = []
 
         def tasks(*keys: int) -> dict[int, list[Callable[[], None]]]:
-            return {key: [lambda key=key: ran.append((key, threading.current_thread().name))] for key in keys}  # type: ignore[misc]
+            return {key: [lambda key=key: ran.append((key, threading.get_ident()))] for key in keys}  # type: ignore[misc]
 
         with Ahead(1, tasks(1)) as ahead:
             ahead.start()
@@ -83,7 +94,7 @@ class TestAhead:
                 ahead.wait(key)
         keys = [key for key, _ in ran]
         assert keys == ([1, 4, 2, 3] if threads_to_be_had else [1, 2, 3, 4])
-        by_threads = {name.startswith("cumem-sleep-ahead") for _, name in ran[1:]}
+        by_threads = {thread != threading.get_ident() for _, thread in ran[1:]}
         assert by_threads == {threads_to_be_had}
 
     def test_raises_what_a_task_raised_where_it_is_waited_for(self) -> None:
@@ -125,13 +136,13 @@ class TestAhead:
 
         Where the kernel cannot touch pages by itself, touching writes: a second time it would harm the copy.
         """
-        start, starts = threading.Thread.start, []
+        start, starts = _thread.start_new_thread, []
 
-        def refuse_later(thread: threading.Thread) -> None:
-            starts.append(thread)
+        def refuse_later(work: Callable[[], None], arguments: tuple[()]) -> None:
+            starts.append(work)
             if len(starts) > started:
                 raise RuntimeError("can't start new thread")
-            start(thread)
+            start(work, arguments)
 
         waited: set[int] = set()
         late: list[int] = []
@@ -147,7 +158,7 @@ class TestAhead:
 
         ahead = Ahead(3, {key: [lambda key=key: task(key)] for key in range(6)})
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse_later)
+            patch.setattr(_thread, "start_new_thread", refuse_later)
             with ahead:
                 ahead.start()
                 for key in range(6):
@@ -157,12 +168,11 @@ class TestAhead:
         assert late == []
 
     def test_an_interrupt_as_a_thread_starts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It works, but the pool does not know of it: stopping waits for it all the same."""
-        start, begun, go, ran = threading.Thread.start, threading.Event(), threading.Event(), []
+        """What works is waited for all the same, and the new thread ends."""
+        start, begun, go, ran = _thread.start_new_thread, threading.Event(), threading.Event(), []
 
-        def interrupted(thread: threading.Thread) -> None:
-            start(thread)
-            assert begun.wait(30)
+        def interrupted(work: Callable[[], None], arguments: tuple[()]) -> None:
+            start(work, arguments)
             raise KeyboardInterrupt
 
         def work() -> None:
@@ -170,13 +180,14 @@ class TestAhead:
             assert go.wait(30)
             ran.append(1)
 
-        ahead = Ahead(2, {1: [lambda: go.wait(30) and None]})
+        ahead = Ahead(2, {1: [work]})
         stopped = threading.Event()
 
         def begin() -> None:
             ahead.start()
+            assert begun.wait(30)
             with monkeypatch.context() as patch:
-                patch.setattr(threading.Thread, "start", interrupted)
+                patch.setattr(_thread, "start_new_thread", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     ahead.add({2: [work]})
             ahead.stop()
@@ -189,37 +200,69 @@ class TestAhead:
         go.set()
         assert stopped.wait(30)
         assert ran == [1]
+        beginner.join(30)
+        assert_no_threads_ahead()
 
     def test_an_interrupt_before_all_threads_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Then nothing has begun, and nothing will."""
-        start, starts, ran = threading.Thread.start, list[threading.Thread](), list[int]()
+        start, starts, ran = _thread.start_new_thread, list[Any](), list[int]()
 
-        def interrupted(thread: threading.Thread) -> None:
-            start(thread)
-            starts.append(thread)
+        def interrupted(work: Callable[[], None], arguments: tuple[()]) -> None:
+            starts.append(start(work, arguments))
             if len(starts) == 2:
                 raise KeyboardInterrupt
 
         ahead = Ahead(3, {key: [lambda key=key: ran.append(key)] for key in range(6)})
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", interrupted)
+            patch.setattr(_thread, "start_new_thread", interrupted)
             with pytest.raises(KeyboardInterrupt), ahead:
                 ahead.start()
-        for thread in starts:
-            thread.join(30)
-            assert not thread.is_alive()
+        assert_no_threads_ahead()
         assert ran == []
+
+    @pytest.mark.parametrize("operation", ["start", "wait", "stop"])
+    def test_an_interrupt_after_any_c_function(self, operation: str) -> None:
+        """Of those that the interpreter looks for signals after: no lock stays taken, and stopping ends all threads."""
+        place, is_last = 0, False
+        while not is_last:
+            go = threading.Event()
+            ahead = Ahead(2, {key: [go.wait, lambda: None] for key in range(3)})  # type: ignore[list-item]
+            calls = 0
+
+            def interrupt(frame: Any, event: str, _: object, here: int = place) -> None:
+                nonlocal calls
+                if event == "c_return" and "cumem_sleep" in frame.f_code.co_filename:
+                    calls += 1
+                    if calls == here + 1:
+                        raise KeyboardInterrupt
+
+            is_last = True
+            try:
+                if operation != "start":
+                    ahead.start()
+                go.set()
+                sys.setprofile(interrupt)
+                getattr(ahead, operation)(*([1] if operation == "wait" else []))
+            except KeyboardInterrupt:
+                is_last = False
+            finally:
+                sys.setprofile(None)
+                ahead.stop()
+            assert_no_threads_ahead()
+            place += 1
+        assert place > 2
 
     def test_tasks_begin_while_others_are_yet_to_be_given(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As soon as all threads have: whoever maps thousands of segments need not wait for the last to be named."""
-        submit, begun, submitted = ThreadPoolExecutor.submit, threading.Event(), []
+        begun, submitted = threading.Event(), []
 
-        def slow_submit(pool: ThreadPoolExecutor, task: Callable[[], None]) -> Any:
-            submitted.append(task)
-            assert len(submitted) < 5 or begun.wait(30)
-            return submit(pool, task)
+        class SlowStep(_Step):
+            def __init__(self, task: Callable[[], None]) -> None:
+                submitted.append(task)
+                assert len(submitted) < 5 or begun.wait(30)
+                super().__init__(task)
 
-        monkeypatch.setattr(ThreadPoolExecutor, "submit", slow_submit)
+        monkeypatch.setattr("cumem_sleep.ahead._Step", SlowStep)
         with Ahead(2, {}) as ahead:
             ahead.start()  # with nothing to do, nothing begins
             ahead.add({key: [begun.set] for key in range(6)})
@@ -230,16 +273,19 @@ class TestAhead:
         self, monkeypatch: pytest.MonkeyPatch, threads: int, keys: int
     ) -> None:
         """Whose start would have to wait for the pages that tasks touch."""
-        start, log = threading.Thread.start, list[str]()
+        start, log = _thread.start_new_thread, list[str]()
 
-        def slow_start(thread: threading.Thread) -> None:
-            start(thread)
-            threading.Event().wait(0.02)
-            log.append("thread")
+        def slow_start(work: Callable[[], None], arguments: tuple[()]) -> None:
+            def begin_slowly() -> None:
+                threading.Event().wait(0.02)
+                log.append("thread")
+                work()
+
+            start(begin_slowly, arguments)
 
         ahead = Ahead(threads, {})
         with monkeypatch.context() as patch, ahead:
-            patch.setattr(threading.Thread, "start", slow_start)
+            patch.setattr(_thread, "start_new_thread", slow_start)
             ahead.start()
             ahead.add({key: [lambda: log.append("task")] * 2 for key in range(keys)})
             for key in range(keys):
@@ -253,7 +299,7 @@ class TestWithoutThreads:
         for address in contents:
             contents[address] = memory.fill_random(address, PAGE)
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse_thread)
+            patch.setattr(_thread, "start_new_thread", refuse_thread)
             assert allocator.sleep().copied_bytes == 2 * PAGE
             assert allocator.wake_up().mapped_bytes == 3 * PAGE
         for address, content in list(contents.items())[:2]:
@@ -828,6 +874,7 @@ def assert_all_asleep() -> None:
     """And no thread at work on it."""
     assert all(segment.sleep != AWAKE and not segment.has_memory for segment in _core.segments())
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("cumem-sleep")]
+    assert_no_threads_ahead()
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -1022,8 +1069,8 @@ class TestWake:
         contents = fill(allocator, memory, [PAGE] * 3)
         fill(allocator, memory, [PAGE] * 2, "kv_cache")
         allocator.sleep()
-        threads: list[threading.Thread] = []
-        start, map_segment, undo_wake = threading.Thread.start, _core.Segment.map, _core.undo_wake
+        threads: list[int] = []
+        start, map_segment, undo_wake = _thread.start_new_thread, _core.Segment.map, _core.undo_wake
         mapping: list[int] = []
         mapped_at_undo: list[list[int]] = []
 
@@ -1033,9 +1080,8 @@ class TestWake:
             map_segment(segment)
             mapping.remove(segment.address)
 
-        def interrupted(one: threading.Thread) -> None:
-            start(one)
-            threads.append(one)
+        def interrupted(work: Callable[[], None], arguments: tuple[()]) -> None:
+            threads.append(start(work, arguments))
             if len(threads) == thread:
                 raise KeyboardInterrupt
 
@@ -1044,7 +1090,7 @@ class TestWake:
             undo_wake(segments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", interrupted)
+            patch.setattr(_thread, "start_new_thread", interrupted)
             patch.setattr(_core.Segment, "map", slow_map)
             patch.setattr(_core, "undo_wake", undo)
             with pytest.raises(KeyboardInterrupt):
@@ -1231,18 +1277,18 @@ class TestBlankSegments:
         monkeypatch: pytest.MonkeyPatch,
         refused: int,
     ) -> None:
-        start = threading.Thread.start
-        starts: list[threading.Thread] = []
+        start = _thread.start_new_thread
+        starts: list[Any] = []
 
-        def refuse(thread: threading.Thread) -> None:
-            starts.append(thread)
+        def refuse(work: Callable[[], None], arguments: tuple[()]) -> None:
+            starts.append(work)
             if len(starts) == refused:
                 raise RuntimeError("can't start new thread")
-            start(thread)
+            start(work, arguments)
 
         allocator.sleep()
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
+            patch.setattr(_thread, "start_new_thread", refuse)
             assert allocator.wake_up().mapped_bytes == 7 * PAGE
         assert len(starts) == 2
         check_bytes(memory, contents)
@@ -1428,15 +1474,12 @@ class TestPoorMachines:
             "import resource; resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))",
             "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})",
             """
-            import threading
-            start = threading.Thread.start
+            import _thread
 
-            def refuse(thread):
-                if thread.name.startswith("cumem-sleep-ahead"):
-                    raise RuntimeError("can't start new thread")
-                start(thread)
+            def refuse(work, arguments):
+                raise RuntimeError("can't start new thread")
 
-            threading.Thread.start = refuse
+            _thread.start_new_thread = refuse  # threading has a name of its own for it
             """,
         ],
         ids=["no locked memory", "one core", "no threads"],
