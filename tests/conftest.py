@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
@@ -37,6 +38,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, skip in skipped.items():
             if item.get_closest_marker(marker):
                 item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test's frames let go of its tensors: PyTorch does not survive it when fixtures free the memory under them."""
+    report = yield
+    error = call.excinfo.value if call.excinfo is not None and not item.config.getoption("usepdb") else None
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    return report
 
 
 def pytest_collection_finish() -> None:
