@@ -44,11 +44,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failed test's frames let go of its tensors: PyTorch does not survive it when fixtures free the memory under them."""
+    """A failed test's frames let go of its tensors: fixtures free the memory, and PyTorch does not survive that."""
     report = yield
     error = call.excinfo.value if call.excinfo is not None and not item.config.getoption("usepdb") else None
     while error is not None:
         traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            _ = frame.f_locals  # up to Python 3.12 the snapshot that pytest took lives on until somebody looks again
         error = error.__cause__ or error.__context__
     return report
 
