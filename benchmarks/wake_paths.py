@@ -49,10 +49,10 @@ class Link:
     """A pinned block and device memory that is never freed, and the ways to copy between them."""
 
     def __init__(self, streams: int = 4) -> None:
+        self.address = CuMemAllocator.get_instance().malloc(GIB, "kept")
         self.block = _core.HostBlock(GIB, -1)
         self.block.touch(0, GIB)
         self.block.pin(0)
-        self.address = CuMemAllocator.get_instance().malloc(GIB, "kept")
         self.streams = [_core.CopyStream(0) for _ in range(streams)]
         self.kernel(512)(0)  # compiled now
         self.synchronize()
@@ -162,13 +162,13 @@ def going_on(link: Link, way: Copy | None) -> Iterator[None]:
 def wakes() -> dict[str, Any]:
     allocator = CuMemAllocator.get_instance()
     with allocator.use_memory_pool("warm"):  # compiles the kernels, and times both ways
-        torch.ones(1, device="cuda")
+        small = torch.ones(1, device="cuda")
     for nbytes in model_like(62488 * MIB):
         allocator.malloc(nbytes, "weights")
     for nbytes in kv_segments(int(54.63 * GIB)):
         allocator.malloc(nbytes, "kv_cache")
     kernel_devices = set(allocator._restorer._kernel_devices)
-    assert kernel_devices, "the copy kernel is not in use"
+    assert kernel_devices, f"the copy kernel is not in use on {small.device}"
     touch_host_memory(64 * GIB)
     allocator.sleep()
     allocator.wake_up()
