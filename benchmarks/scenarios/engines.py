@@ -105,7 +105,7 @@ def cycle(llm: Any, facts: Facts, *, level: int = 1, selective: bool = False) ->
 
 
 def checkpoint(model: Path, shape: str) -> Path:
-    from checkpoints import SHAPES, is_written
+    from checkpoints import SHAPES, is_written, write_checkpoint
 
     folder = model.parent / shape
     with (model.parent / f"{shape}.lock").open("w") as lock:
