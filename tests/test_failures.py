@@ -513,6 +513,19 @@ class TestPersistentFailures:
         world.allocator.wake_up()
         world.check_bytes()
 
+    def test_a_wake_sets_access_that_one_before_it_could_not(self, world: World) -> None:
+        """What that mapped is mapped still, since the driver refuses to unmap anything."""
+        world.allocator.sleep()
+        world.note_drops()
+        sim.fail("cuMemUnmap", times=MANY, error="CUDA_ERROR_UNKNOWN")
+        sim.fail("cuMemSetAccess", after=1, error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError, match="cuMemSetAccess"):
+            world.allocator.wake_up()
+        assert all(segment.sleep != AWAKE for segment in world.segments)
+        world.allocator.wake_up()
+        assert all(is_accessible(segment.address) for segment in world.segments)
+        world.check_bytes()
+
     def test_full_device_and_a_failed_wait(self) -> None:
         """On a full device freeing waits by way of host memory; if that fails, nothing of it may stay."""
         process = run_script(
