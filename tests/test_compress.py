@@ -1453,6 +1453,32 @@ class TestFullDevice:
         allocator.wake_up()
         check_bytes(contents | cache)
 
+    @pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"])
+    def test_memory_of_the_codec_that_the_driver_keeps_is_given_back_later(
+        self, allocator: CuMemAllocator, call: str
+    ) -> None:
+        """However often it refuses: it is counted, tried again, and not lost."""
+        fill(allocator, bf16)
+        workbench = allocator._compressor.workbench(0, DEVICE_BYTES)
+        held = sim.stats()
+        sim.fail(call, times=1_000_000, error="CUDA_ERROR_UNKNOWN")
+        for _ in range(3):
+            workbench.close()
+        del workbench
+        assert _core.reclaim() == 1
+        sim.reset()
+        assert sim.stats().reserved_bytes == held.reserved_bytes
+        assert _core.reclaim() == 0
+        assert sim.stats().live_handles == held.live_handles - 1
+        assert sim.stats().reserved_bytes == held.reserved_bytes - BENCH_BYTES[0]
+
+    def test_malloc_takes_memory_of_the_codec_that_the_driver_kept(self, allocator: CuMemAllocator) -> None:
+        with allocator._compressor.workbench(0, DEVICE_BYTES):
+            sim.fail("cuMemRelease", times=1_000_000, error="CUDA_ERROR_UNKNOWN")
+        sim.reset()
+        free_bytes, _ = _core.memory_info(0)
+        allocator.malloc(free_bytes + BENCH_BYTES[0])
+
     def test_each_device_borrows_from_itself(self, make_allocator: MakeAllocator) -> None:
         allocator = make_allocator(compress="auto")
         sim.configure(devices=2)

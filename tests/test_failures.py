@@ -758,6 +758,60 @@ def test_interrupt_of_prepare(world: World) -> None:
     assert not problems, f"{len(problems)} of {len(chosen)}:\n" + "\n".join(problems[:20])
 
 
+def test_interrupt_of_malloc(world: World) -> None:
+    """Whoever did not get the address cannot free it, so nothing may be left there."""
+    world.allocator.malloc(PAGE, "weights")
+    with Interrupter() as clean:
+        address = world.allocator.malloc(PAGE, "weights")
+    world.allocator.free(address)
+    before, held = world.state(), world.held()
+    for index in _chosen(clean.positions):
+        with contextlib.suppress(KeyboardInterrupt), Interrupter(index):
+            world.allocator.malloc(PAGE, "weights")
+        if world.state() != before:
+            gc.collect()  # exceptions may hold frames
+        assert world.state() == before, clean.positions[index]
+        assert world.held() == held, clean.positions[index]
+
+
+def test_interrupt_of_malloc_by_a_signal() -> None:
+    """Handlers that raise, at ever later moments: no address is lost on its way through this package."""
+    process = run_script(
+        """
+        import signal
+
+        reset_simulation()
+        allocator = fresh_allocator()
+        allocator.malloc(PAGE, "warm")
+
+        class Timeout(Exception):
+            pass
+
+        def handle(*_):
+            raise Timeout
+
+        signal.signal(signal.SIGALRM, handle)
+        hits = 0
+        for turn in range(600):
+            address = 0
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 2e-4 + turn % 300 * 4e-6)
+                    address = allocator.malloc(PAGE, "weights")
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except Timeout:
+                hits += 1
+            if address:
+                allocator.free(address)
+            assert len(_core.segments()) == 1, (turn, address)
+        assert hits > 20, hits
+        free_everything()
+        """
+    )
+    assert_clean_exit(process)
+
+
 def test_interrupt_by_a_signal() -> None:
     """SIGINT at ever later moments of a sleep and of a wake, in a process of its own."""
     process = run_script(
