@@ -74,6 +74,33 @@ class TestImport:
         assert last.startswith(f"ImportError: {tmp_path}/cumem_sleep has the sources of cumem-sleep, but no extension")
         assert last.endswith("start it elsewhere, or install with `pip install -e .`")
 
+    @pytest.mark.parametrize("imported_before", [False, True])
+    def test_in_a_subinterpreter_is_refused(self, imported_before: bool) -> None:
+        """Up to Python 3.11 it would wait there for a lock that its own thread holds."""
+        process = run_script(
+            """
+            import sys
+            try:
+                import _xxsubinterpreters as interpreters
+            except ImportError:
+                import _interpreters as interpreters
+            run = getattr(interpreters, "run_string", None) or interpreters.exec
+            """,
+            "import cumem_sleep" if imported_before else "",
+            """
+            for name in ("cumem_sleep", "cumem_sleep._core", "cumem_sleep.vllm.plugin"):
+                code = f"import sys; sys.path[:] = {sys.path!r}; import {name}"
+                try:
+                    failure = run(interpreters.create(), code)
+                    print(failure)
+                except interpreters.RunFailedError as error:
+                    print(error)
+            """,
+            preamble="",
+        )
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.count("cumem-sleep does not work in a subinterpreter") == 3, process.stdout
+
     def test_opens_no_driver_and_starts_no_thread(self) -> None:
         process = run_script(
             """
