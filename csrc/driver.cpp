@@ -30,13 +30,13 @@ std::string sentence(const std::string& call, const std::string& error, const st
 // Retained once per device and kept: a context that holds our memory must not go away under it.
 CUcontext primary_context(int device) {
     static std::mutex mutex;
-    static std::map<int, CUcontext> contexts;
+    static auto* const contexts = new std::map<int, CUcontext>;  // never destroyed: memory may be freed at exit
     std::lock_guard<std::mutex> lock(mutex);
-    if (const auto found = contexts.find(device); found != contexts.end()) return found->second;
+    if (const auto found = contexts->find(device); found != contexts->end()) return found->second;
     check_device(device);
     CUcontext context = nullptr;
     Driver::get().primary_ctx_retain(&context, device);
-    contexts.emplace(device, context);
+    contexts->emplace(device, context);
     return context;
 }
 

@@ -15,6 +15,7 @@
 #include "allocator.h"
 #include "driver.h"
 #include "host_arena.h"
+#include "scratch.h"
 #include "transfer.h"
 #include "vmm.h"
 
@@ -118,39 +119,24 @@ struct RelaxedCapture {
     std::unique_ptr<RelaxedCaptureScope> scope;
 };
 
-// Device memory for one operation, of no segment: mapped when made, gone when closed. Whole pages (2 MiB).
-class Scratch {
+// Memory on its way to a caller: freed with this object unless it was handed out, so that an interrupt in between loses
+// no address.
+class Allocation {
   public:
-    Scratch(int device, size_t bytes) : mapping_(device, bytes) {
-        try {
-            ContextScope context(device);
-            RelaxedCaptureScope relaxed;
-            mapping_.reserve();
-            mapping_.map();
-        } catch (...) {
-            close();
-            throw;
-        }
+    Allocation(size_t bytes, const std::string& tag, int device)
+        : address_(SegmentTable::get().allocate(bytes, device, tag)->mapping.address()) {}
+    ~Allocation() {
+        if (!address_) return;
+        const WithoutInterpreter unlocked;
+        cumem_sleep_free(reinterpret_cast<void*>(address_), 0, 0, nullptr);
     }
-    ~Scratch() { close(); }
-    Scratch(const Scratch&) = delete;
-    Scratch& operator=(const Scratch&) = delete;
+    Allocation(const Allocation&) = delete;
+    Allocation& operator=(const Allocation&) = delete;
 
-    // No work may use it any more. If the driver refuses, twice, the memory is lost until the process ends.
-    void close() noexcept {
-        if (Driver::is_forked()) return;
-        try_twice([this] {
-            ContextScope context(mapping_.device());
-            RelaxedCaptureScope relaxed;
-            mapping_.destroy();
-            return true;
-        });
-    }
-    CUdeviceptr address() const { return mapping_.address(); }
-    size_t bytes() const { return mapping_.bytes(); }
+    CUdeviceptr hand_out() { return std::exchange(address_, 0); }
 
   private:
-    Mapping mapping_;
+    CUdeviceptr address_;
 };
 
 // The lock that serialises operations. Holding it is an object, so that an interrupt at any moment releases it. It is
@@ -331,7 +317,14 @@ PYBIND11_MODULE(_core, module) {
         .def_property_readonly("sleep", [](const Segment& self) { return self.sleep.load(); })
         .def_property_readonly("freed", [](const Segment& self) { return self.freed.load(); })
         .def(
-            "note_backup", [](Segment& self) { self.has_backup = true; }, "Host memory is about to be held for it.")
+            "note_backup", [](Segment& self) { SegmentTable::get().note_backup(self); },
+            "Host memory is about to be held for it.")
+        .def(
+            "lend", [](Segment& self) { self.lent = true; },
+            "Its bytes are about to be overwritten: when it is unpinned it is dropped, unless `take_back` came before.")
+        .def(
+            "take_back", [](Segment& self) { self.lent = false; }, "Its bytes are back.")
+        .def_property_readonly("keeps_bytes", [](const Segment& self) { return self.keeps_bytes.load(); })
         .def_property_readonly("address", [](const Segment& self) { return self.mapping.address(); })
         .def_property_readonly("bytes", [](const Segment& self) { return self.mapping.bytes(); })
         .def_property_readonly("device", [](const Segment& self) { return self.mapping.device(); })
@@ -351,15 +344,16 @@ PYBIND11_MODULE(_core, module) {
             return SegmentTable::get().segments();
         },
         NoGil(), "Handed out, oldest first.");
+    py::class_<Allocation>(module, "Allocation")
+        .def(py::init<size_t, std::string, int>(), py::arg("bytes"), py::arg("tag"), py::arg("device"), NoGil())
+        .def_property_readonly("handed_out", &Allocation::hand_out,
+                               "The address, which from then on is the caller's to free. Not a call, because Python\n"
+                               "handles signals after calls.");
     module.def(
-        "malloc",
-        [](size_t bytes, const std::string& tag, int device) {
-            return SegmentTable::get().allocate(bytes, device, tag)->mapping.address();
-        },
-        py::arg("bytes"), py::arg("tag"), py::arg("device"), NoGil());
+        "take_freed", [] { return SegmentTable::get().take_freed(); },
+        "The ids of segments with a backup that were freed since this was asked last.");
     module.def(
-        "free", [](CUdeviceptr address) { return SegmentTable::get().free(address); }, py::arg("address"), NoGil(),
-        "Returns the id of the segment that was there.");
+        "free", [](CUdeviceptr address) { SegmentTable::get().free(address); }, py::arg("address"), NoGil());
     py::class_<Pinned>(module, "Pinned")
         .def(py::init<std::vector<SegmentPtr>>(), py::arg("segments"), NoGil())
         .def("__enter__", &Pinned::segments)

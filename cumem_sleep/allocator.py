@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar
 from . import _core
 from .ahead import Ahead
 from .backup import BackupStore
-from .compress import Compressor, Encoding, Workbench
+from .compress import Compressor, Encoding, Workbench, close_all
 from .digest import DeviceDigester, Digest, DigestRun
 from .errors import (
     BackupMismatch,
@@ -193,9 +193,8 @@ class CuMemAllocator:
         free_bytes, total_bytes = _core.memory_info(device)
         if nbytes > total_bytes:  # beyond what the driver can be asked for, it answers "invalid value"
             raise OutOfDeviceMemory(nbytes, free_bytes, device)
-        address = _core.malloc(nbytes, tag, device)
         self._used_tags.add(tag)
-        return address
+        return _core.Allocation(nbytes, tag, device).handed_out  # no call after this, nor signal: the address may be lost
 
     def free(self, address: int) -> None:
         """Give back what `malloc` returned, asleep or awake. Waits for the work that runs on its device first; a graph
@@ -209,7 +208,8 @@ class CuMemAllocator:
         if address >= 1 << 64:
             raise InvalidState(f"0x{address:x} is not an address: more than 64 bits")
         self._open()
-        self._forget_freed(_core.free(address))
+        _core.free(address)
+        self._forget_freed()
 
     # Sleeping and waking
 
@@ -222,7 +222,9 @@ class CuMemAllocator:
         what changed; copy that; digest again, to see that nothing wrote to it meanwhile; only then take the physical
         memory away. Where backups are compressed, host memory is taken after the digest, when their sizes are known;
         what has a compressed backup already takes some only if it does not fit there again, while others are copied.
-        An error or an interrupt before that last step leaves everything mapped with its bytes. An interrupt after it
+        An error or an interrupt before that last step leaves everything mapped with its bytes. Should the driver refuse
+        to undo a step as well, the error says what sleeps all the same (`asleep_segments`: the next wake brings its
+        bytes back) and what was dropped (`lost_segments`); `usage` counts both as asleep. An interrupt after that step
         finds everything asleep, with its backups. What sleeps already stays as it is, whatever the level.
 
         Args:
@@ -411,7 +413,7 @@ class CuMemAllocator:
         if not segments:
             note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
             return self._logged(SleepReport(seconds=timer.seconds, note=note, operation=operation))
-        with _core.Pinned(list(segments)) as pinned:
+        with _told_if_not_undone(segments), _core.Pinned(list(segments)) as pinned:
             dropped = [segment for segment in pinned if is_dropped(segment.tag)]
             backed_up = [segment for segment in pinned if not is_dropped(segment.tag)]
             with timer("quiesce"):
@@ -518,8 +520,7 @@ class CuMemAllocator:
                 self._store.forget(segment.id for segment in rest)
                 changed += rest
             finally:  # once more: that may have failed or been interrupted, and who lent memory wants its bytes
-                for workbench in workbenches.values():
-                    workbench.close()
+                close_all(workbenches.values())
         return []
 
     def _planned_again(
@@ -568,7 +569,7 @@ class CuMemAllocator:
             self._check_device_memory(segments)
             expected = self._digests_at_sleep(restored) if self.settings.verify == "wake" else {}
             checked = [segment for segment in restored if segment.id in expected]
-            kept_memory = {segment.id for segment in blank if segment.has_memory}  # the driver kept it, with its bytes
+            keep_bytes = {segment.id for segment in blank if segment.keeps_bytes}
             encoded = [segment for segment in restored if self._store.encoding_of(segment) is not None]
             mapping = Ahead(1, {segment.id: [segment.map] for segment in restored})
             # Begins when half of the bytes are there, because it costs nothing then. Earlier it could have to wait for
@@ -592,7 +593,7 @@ class CuMemAllocator:
                         for segment in blank:
                             mapping_blank.wait(segment.id)
                         if self.settings.poison:
-                            self._poison([s for s in blank if s.tag != "kv_cache" and s.id not in kept_memory])
+                            self._poison([s for s in blank if s.tag != "kv_cache" and s.id not in keep_bytes])
                     if checked:
                         with timer("verify"):
                             self._verify(checked, expected, digests.finish())
@@ -623,8 +624,7 @@ class CuMemAllocator:
     ) -> Iterator[dict[int, Workbench]]:
         """One for each device of `encoded`, with memory that `waking` does not need, or else that of `blank`."""
         workbenches: dict[int, Workbench] = {}
-        # What the driver kept, although it was to go, still has its bytes.
-        lenders = [segment for segment in blank if not segment.has_memory]
+        lenders = [segment for segment in blank if not segment.keeps_bytes]
         try:
             with ExitStack() as stack:
                 for device in sorted({segment.device for segment in encoded}):
@@ -634,8 +634,7 @@ class CuMemAllocator:
                     workbenches[device] = stack.enter_context(workbench)
                 yield workbenches
         finally:  # once more: an interrupt may have come while they were closed
-            for workbench in workbenches.values():
-                workbench.close()
+            close_all(workbenches.values())
 
     def _poison(self, segments: Sequence[_core.Segment]) -> None:
         for segment in segments:
@@ -780,18 +779,12 @@ class CuMemAllocator:
             self._totals[operation] = replace(totals, failures=totals.failures + 1)
             raise
 
-    def _forget_freed(self, segment_id: int | None = None) -> None:
-        """Host memory of freed segments (or of this one) goes now, unless an operation runs: then when that ends."""
+    def _forget_freed(self) -> None:
+        """Host memory of freed segments goes now, unless an operation runs: then when that ends."""
         with self._lock.hold(wait=False) as held:
             if held:
                 _core.reclaim()
-            if held and segment_id is not None:
-                self._store.forget([segment_id])
-                self._store.prune_freed()  # what another thread freed meanwhile
-            elif held:
-                self._store.prune()
-            else:
-                self._store.has_freed = True  # for who holds the lock
+                self._store.prune_freed()
 
     def _known_tags(self, tags: str | Iterable[str]) -> set[str]:
         """The tags, if memory was ever given each of them (`weights` and `kv_cache` always count)."""
@@ -823,6 +816,24 @@ class CuMemAllocator:
             self._totals[report.operation] = self._totals.get(report.operation, OperationTotals()).plus(report)
         logger.info("cumem-sleep: %s", report)
         return report
+
+
+@contextmanager
+def _told_if_not_undone(segments: Sequence[_core.Segment]) -> Iterator[None]:
+    """Around a sleep of `segments`: its error says which of them sleep although it failed."""
+    try:
+        yield
+    except BaseException as error:
+        asleep = [segment for segment in segments if segment.sleep != _Sleep.AWAKE and not segment.freed]
+        lost = [segment for segment in asleep if segment.sleep == _Sleep.DROPPED and not segment.keeps_bytes]
+        if isinstance(error, CumemSleepError):
+            error.asleep_segments = tuple(_describe(segment) for segment in asleep if segment not in lost)
+            error.lost_segments = tuple(map(_describe, lost))
+        elif 0 < len(asleep) < len(segments):  # else it came when all slept
+            logger.error(
+                "an interrupted sleep could not be undone: %s", ", ".join(f"{_describe(s)} sleeps" for s in asleep)
+            )
+        raise
 
 
 class _ChangedParts(Iterator[list[_core.Segment]]):

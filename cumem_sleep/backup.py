@@ -137,7 +137,6 @@ class BackupStore:
     def __init__(self, settings: Settings, lock: _core.OperationLock) -> None:
         self._settings = settings
         self._backups: dict[int, Backup] = {}
-        self.has_freed = False  # a segment was freed while somebody held the lock
         self._going = GivingBack(lock, self.prune_freed)
         self._numa_nodes: dict[int, int] = {}  # by device
 
@@ -202,7 +201,6 @@ class BackupStore:
                 tuple(_core.HostBlock(size, node) for size in blocks[segment.id]),
                 (encodings or {}).get(segment.id),
             )
-            self.has_freed |= segment.freed  # before it was noted: nobody will say so
 
     def needed_bytes(self, segments: Iterable[_core.Segment], *, compressed: bool) -> int:
         """Host memory that `take` would have to find for those of `segments` that have none yet: at least so much."""
@@ -380,7 +378,7 @@ class BackupStore:
         That is: backups of what was freed or dropped, incomplete ones, and those that the settings do not retain. Much
         memory is given back by a thread, since that takes as long as copying it did.
         """
-        self.has_freed = False
+        _core.take_freed()  # found here anyway
         unneeded = [segment_id for segment_id, backup in self._backups.items() if not self._is_needed(backup)]
         blocks: list[_core.HostBlock] = []
         if sum(self._backups[segment_id].bytes for segment_id in unneeded) < _MUCH_BYTES:
@@ -393,10 +391,10 @@ class BackupStore:
         self._going.start(blocks)
 
     def prune_freed(self) -> None:
-        """For who holds the lock without an operation: forget what was freed meanwhile."""
-        if self.has_freed:
-            self.has_freed = False
-            self.forget([segment_id for segment_id, backup in self._backups.items() if backup.segment.freed])
+        """Forget what was freed since this was asked last, and look at nothing else: each free by a hook asks."""
+        while freed := _core.take_freed():  # others may free meanwhile
+            backups = [self._backups.get(segment_id) for segment_id in freed]
+            self.forget([backup.segment.id for backup in backups if backup is not None and backup.segment.freed])
 
     def stop(self) -> None:
         """End what goes on in the background. May be called without the lock."""

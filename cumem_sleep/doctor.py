@@ -264,7 +264,7 @@ def gpu_handles(device: int) -> Check:
     """What memory of this device can be: shared by file descriptor or fabric, reached by RDMA. Found by trying."""
     name = f"GPU {device} handles"
     try:
-        _core.free(_core.malloc(_TRIAL_BYTES, "doctor", device))
+        _core.free(_core.Allocation(_TRIAL_BYTES, "doctor", device).handed_out)
     except OutOfDeviceMemory as error:
         advice = "free some of its memory, or let another process sleep"
         return Check(name, Status.WARN, f"could not be checked, the GPU is full: {error}", advice)

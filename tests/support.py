@@ -240,6 +240,16 @@ def in_thread(work: Callable[[], _Result], timeout_s: float = 30) -> _Result:
     return results[0]
 
 
+def is_accessible(address: int) -> bool:
+    """Whether a byte of simulated device memory can be read there, without dying of it."""
+    reader, writer = os.pipe()
+    try:
+        return bool(ctypes.CDLL(None).write(writer, ctypes.c_void_p(address), ctypes.c_size_t(1)) == 1)
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
 def hooks() -> ctypes.CDLL:
     """The C functions that PyTorch's caching allocator calls; they run without the interpreter lock."""
     library = ctypes.CDLL(_core.__file__)
