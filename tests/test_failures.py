@@ -30,6 +30,7 @@ from support import (
     free_everything,
     fresh_allocator,
     in_thread,
+    patch_touch,
     quick_sums,
     reset_simulation,
     run_script,
@@ -796,7 +797,7 @@ class TestHostMemoryIsShort:
 
         monkeypatch.setattr(world.allocator._digester, "of", lambda segments: {})
         with monkeypatch.context() as patch:
-            patch.setattr(_core.HostBlock, "touch", refuse_last)
+            patch_touch(patch, refuse_last)
             before = world.state()
             with pytest.raises(OutOfHostMemory, match="madvise"):
                 world.allocator.sleep()
