@@ -124,6 +124,11 @@ std::vector<uint64_t> SegmentTable::take_freed() {
     return std::exchange(freed_, {});
 }
 
+bool SegmentTable::has_freed() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return !freed_.empty();
+}
+
 std::vector<SegmentPtr> SegmentTable::segments() const {
     std::vector<SegmentPtr> all;
     {

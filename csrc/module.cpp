@@ -1,20 +1,17 @@
 // Python bindings. Every function that calls the driver, or may wait, runs without the interpreter lock.
-#include <cxxabi.h>
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <unistd.h>
 
 #include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <mutex>
 #include <thread>
 #include <utility>
 
 #include "allocator.h"
 #include "driver.h"
 #include "host_arena.h"
+#include "interpreter.h"
+#include "operation.h"
 #include "scratch.h"
 #include "transfer.h"
 #include "vmm.h"
@@ -23,27 +20,6 @@ namespace py = pybind11;
 using namespace cumem_sleep;
 
 namespace {
-
-// Gives the interpreter lock up for a scope. While Python exits, it ends daemon threads that ask for the lock by
-// unwinding them. That would go on through pybind11's frames, which then drop references without the lock, and crash
-// the process. So such a thread stops here, as newer Pythons have it, and goes with the process; it holds no lock of
-// ours.
-class WithoutInterpreter {
-  public:
-    WithoutInterpreter() : state_(PyEval_SaveThread()) {}
-    ~WithoutInterpreter() {
-        try {
-            PyEval_RestoreThread(state_);
-        } catch (abi::__forced_unwind&) {
-            for (;;) pause();
-        }
-    }
-    WithoutInterpreter(const WithoutInterpreter&) = delete;
-    WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
-
-  private:
-    PyThreadState* state_;
-};
 
 using NoGil = py::call_guard<WithoutInterpreter>;
 
@@ -82,12 +58,6 @@ DeviceInfo device_info(int device) {
     info.fabric = support.handle_types & CU_MEM_HANDLE_TYPE_FABRIC;
     info.gpu_direct_rdma = support.gpu_direct_rdma;
     return info;
-}
-
-// After the driver detached everything and before anything is lost: the last moment at which Ctrl-C can stop a sleep.
-void raise_pending_signal() {
-    py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
 // Holds segments for one operation. An object rather than two calls, so that an interrupt between them loses no unpin.
@@ -139,65 +109,6 @@ class Allocation {
     CUdeviceptr address_;
 };
 
-// The lock that serialises operations. Holding it is an object, so that an interrupt at any moment releases it. It is
-// not reentrant: a signal handler, or what the garbage collector runs, must not begin an operation inside another.
-class OperationLock {
-  public:
-    // Waits, and lets signals be handled meanwhile, if `wait`; else returns false where it would have to. Throws
-    // InvalidState where waiting would be for ever: the calling thread holds it. Called with the interpreter lock.
-    bool acquire(bool wait) {
-        for (;;) {
-            {
-                const WithoutInterpreter unlocked;
-                std::unique_lock<std::mutex> lock(mutex_);
-                const bool own = held_ && owner_ == std::this_thread::get_id();
-                if (own && wait)
-                    throw InvalidState(
-                        "called from inside another operation of the allocator on the same thread (by a signal "
-                        "handler, or "
-                        "a finaliser): call it when that one has returned");
-                if (!own && wait) released_.wait_for(lock, std::chrono::milliseconds(50), [this] { return !held_; });
-                if (!held_) {
-                    held_ = true;
-                    owner_ = std::this_thread::get_id();
-                    return true;
-                }
-                if (!wait) return false;
-            }
-            if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-        }
-    }
-    void release() {
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            held_ = false;
-        }
-        released_.notify_one();
-    }
-
-  private:
-    std::mutex mutex_;
-    std::condition_variable released_;
-    bool held_ = false;
-    std::thread::id owner_;
-};
-
-class Held {
-  public:
-    Held(std::shared_ptr<OperationLock> lock, bool wait) : lock_(lock->acquire(wait) ? std::move(lock) : nullptr) {}
-    ~Held() { release(); }
-    Held(const Held&) = delete;
-    Held& operator=(const Held&) = delete;
-
-    explicit operator bool() const { return lock_ != nullptr; }
-    void release() {
-        if (lock_) std::exchange(lock_, nullptr)->release();
-    }
-
-  private:
-    std::shared_ptr<OperationLock> lock_;
-};
-
 // The tag of the thread for a scope; only that thread gets its old tag back.
 class ThreadTag {
   public:
@@ -217,18 +128,20 @@ class ThreadTag {
     bool active_ = true;
 };
 
-// The hooks run without the interpreter; what Python does about a freed segment is put off to the main thread.
+// The hooks run without the interpreter; what Python does about a freed segment is put off to the main thread, where it
+// may come at any place of the program.
 std::atomic<bool> notification_pending{false};
 PyObject* on_free_callback = nullptr;
 
 int notify_python(void*) {
     notification_pending = false;
     if (!on_free_callback) return 0;
-    PyObject* result = PyObject_CallNoArgs(on_free_callback);
-    if (!result && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt))
-        return -1;  // raised in the main thread, where it is due
-    if (!result) PyErr_WriteUnraisable(on_free_callback);
-    Py_XDECREF(result);
+    try {
+        call_undisturbed(py::reinterpret_borrow<py::object>(on_free_callback));
+    } catch (py::error_already_set& error) {
+        error.restore();  // of a signal handler, so it is due here
+        return -1;
+    }
     return 0;
 }
 
@@ -352,8 +265,8 @@ PYBIND11_MODULE(_core, module) {
     module.def(
         "take_freed", [] { return SegmentTable::get().take_freed(); },
         "The ids of segments with a backup that were freed since this was asked last.");
-    module.def(
-        "free", [](CUdeviceptr address) { SegmentTable::get().free(address); }, py::arg("address"), NoGil());
+    module.def("has_freed", [] { return SegmentTable::get().has_freed(); }, "Whether `take_freed` would find any.");
+    module.def("free", [](CUdeviceptr address) { SegmentTable::get().free(address); }, py::arg("address"), NoGil());
     py::class_<Pinned>(module, "Pinned")
         .def(py::init<std::vector<SegmentPtr>>(), py::arg("segments"), NoGil())
         .def("__enter__", &Pinned::segments)
@@ -364,7 +277,7 @@ PYBIND11_MODULE(_core, module) {
     module.def(
         "put_to_sleep",
         [](const std::vector<SegmentPtr>& backed_up, const std::vector<SegmentPtr>& dropped) {
-            return SegmentTable::get().put_to_sleep(backed_up, dropped, &raise_pending_signal);
+            return SegmentTable::get().put_to_sleep(backed_up, dropped, &stop_if_asked);
         },
         py::arg("backed_up"), py::arg("dropped"), NoGil(), "All or none; returns the bytes that were released.");
     module.def("finish_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().finish_wake(all); });
@@ -377,15 +290,7 @@ PYBIND11_MODULE(_core, module) {
         .def(py::init<std::string>(), py::arg("tag"))
         .def("__enter__", [](ThreadTag&) {})
         .def("__exit__", [](ThreadTag& self, const py::args&) { self.restore(); });
-    py::class_<Held>(module, "Held")
-        .def("__enter__", [](Held& self) { return static_cast<bool>(self); })
-        .def("__exit__", [](Held& self, const py::args&) { self.release(); });
-    py::class_<OperationLock, std::shared_ptr<OperationLock>>(module, "OperationLock")
-        .def(py::init<>())
-        .def(
-            "hold",
-            [](const std::shared_ptr<OperationLock>& self, bool wait) { return std::make_unique<Held>(self, wait); },
-            py::arg("wait") = true, "Holds the lock; what `with` gives is whether it does.");
+    bind_operations(module);
     module.def("thread_tag", [] { return thread_tag(); });
     module.def(
         "on_free", &on_free, py::arg("callback").none(true),

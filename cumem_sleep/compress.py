@@ -227,7 +227,7 @@ class Workbench:
         self.close()
 
     def close(self) -> None:
-        """Wait for what is in flight, and give all memory back. Close again what failed or was interrupted.
+        """Wait for what is in flight, and give all memory back. Close again what failed.
 
         Raises:
             DriverError: it refuses to put back the bytes of who lent memory, which is dropped unless that succeeds yet.
@@ -288,6 +288,7 @@ class Workbench:
             CodecError: a kernel failed.
         """
         for batch in _batches(places, self._slot_bytes):
+            _core.stop_if_asked()
             slot, layout = self._next_slot(), batch[0].code.layout
             targets = slot.chunks_address + np.cumsum([0] + [place.bytes for place in batch])
             slot.set_rows_of(batch, [place.address for place in batch], targets[:-1])
@@ -310,6 +311,7 @@ class Workbench:
             DriverError: a copy or kernel failed.
         """
         for _ in self._slots:
+            _core.stop_if_asked()
             self._next_slot()
 
     def decode(
@@ -342,6 +344,7 @@ class Workbench:
             slot.then(partial(_complete, completed, [place.segment for place in batch if place.is_last]))
 
         for batch in _batches(places, self._slot_bytes):
+            _core.stop_if_asked()
             slot = self._next_slot()
             if self.has_memory:
                 sources = slot.chunks_address + np.cumsum([0] + [place.bytes for place in batch])
@@ -405,6 +408,7 @@ class Workbench:
         sources = np.repeat(starts, chunks) + (np.arange(len(symbols)) - np.repeat(firsts, chunks)) * CHUNK_BYTES
         result = _Count(chosen, np.zeros(len(symbols), np.int64))
         for first in range(0, len(symbols), self._count_rows):
+            _core.stop_if_asked()
             mine = slice(first, min(first + self._count_rows, len(symbols)))
             slot, count = self._next_slot(), mine.stop - mine.start
             slot.set_rows(symbols[mine], sources[mine], slot.counters_address + 4 * np.arange(count), 0)
@@ -552,7 +556,7 @@ class _Cleared:
         self._stream = _core.CopyStream(segment.device)
 
     def put_back(self) -> None:
-        """Call it again where it failed or was interrupted. Else that does nothing."""
+        """Call it again where it failed. Else that does nothing."""
         if not self._is_back:
             self._stream.zero(self._segment.address, self._bytes)
             self._stream.synchronize()
@@ -574,7 +578,7 @@ class _Kept:
         self._stream.synchronize()
 
     def put_back(self) -> None:
-        """Call it again where it failed or was interrupted: nobody else has these bytes. Else that does nothing.
+        """Call it again where it failed: nobody else has these bytes. Else that does nothing.
 
         The driver is asked twice. If it has not taken them when the operation ends, the segment is dropped.
         """

@@ -278,6 +278,7 @@ class _Lane:
         """Yields after each batch that was begun, its bytes: so several devices take turns."""
         choice = next(self._choices)
         for number in count():
+            _core.stop_if_asked()
             batch = batches.next(_ENGINE_BATCH_BYTES if choice.by_engine and not choice.alone else _BATCH_BYTES)
             if not batch.pieces:
                 break
@@ -297,6 +298,7 @@ class _Lane:
 
     def _finish(self, leave: int) -> None:
         while len(self._in_flight) > leave:
+            _core.stop_if_asked()
             batch, way = self._in_flight[0]
             way.stream.synchronize()
             del self._in_flight[0]

@@ -31,6 +31,8 @@ from support import (
     free_everything,
     in_thread,
     is_accessible,
+    patch_map,
+    patch_touch,
     quick_sums,
     reset_simulation,
     run_script,
@@ -331,7 +333,7 @@ class TestRoundTrips:
 
         monkeypatch.setattr(restore._Lane, "run", noted_run)
         monkeypatch.setattr(restore.SlotCopies, "start", noted_start)
-        monkeypatch.setattr(_core.Segment, "map", noted_map)
+        patch_map(monkeypatch, noted_map)
         allocator.wake_up()
         check_bytes(contents)
         assert events.index("raw done") < events.index("slot")
@@ -433,7 +435,7 @@ class TestRoundTrips:
             start(*arguments)
 
         monkeypatch.setattr(SimulatedKernels, "decode", look_and_decode)
-        monkeypatch.setattr(_core.Segment, "map", map_slowly)
+        patch_map(monkeypatch, map_slowly)
         monkeypatch.setattr(restore.SlotCopies, "start", note_and_start)
         allocator.wake_up()
         check_bytes(contents)
@@ -770,7 +772,7 @@ class TestChanges:
             touched[threading.get_ident() == threading.main_thread().ident] += nbytes
             touch(block, start, nbytes)
 
-        monkeypatch.setattr(_core.HostBlock, "touch", noted)
+        patch_touch(monkeypatch, noted)
         allocator.sleep()
         assert touched[False] == 3 * 2 * PAGE
         allocator.wake_up()

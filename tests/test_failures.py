@@ -32,6 +32,7 @@ from support import (
     fresh_allocator,
     in_thread,
     is_accessible,
+    patch_touch,
     quick_sums,
     reset_simulation,
     run_script,
@@ -931,7 +932,7 @@ class TestHostMemoryIsShort:
 
         monkeypatch.setattr(world.allocator._digester, "of", lambda segments: {})
         with monkeypatch.context() as patch:
-            patch.setattr(_core.HostBlock, "touch", refuse_last)
+            patch_touch(patch, refuse_last)
             before = world.state()
             with pytest.raises(OutOfHostMemory, match="madvise"):
                 world.allocator.sleep()
