@@ -229,7 +229,7 @@ struct Waiter {
     std::mutex mutex;
     // One byte that stays: without a neighbour, each allocation takes a page from the device and gives it back.
     CUdeviceptr neighbour = 0;
-    CUdeviceptr unfreed = 0;  // what the driver would not free is used again by the next wait
+    CUdeviceptr unfreed = 0;     // what the driver would not free is used again by the next wait
     bool is_registered = false;  // the page, which the driver would not unregister: the next wait asks it again
     alignas(kPage) uint8_t page[kPage];
 };

@@ -352,8 +352,7 @@ PYBIND11_MODULE(_core, module) {
     module.def(
         "take_freed", [] { return SegmentTable::get().take_freed(); },
         "The ids of segments with a backup that were freed since this was asked last.");
-    module.def(
-        "free", [](CUdeviceptr address) { SegmentTable::get().free(address); }, py::arg("address"), NoGil());
+    module.def("free", [](CUdeviceptr address) { SegmentTable::get().free(address); }, py::arg("address"), NoGil());
     py::class_<Pinned>(module, "Pinned")
         .def(py::init<std::vector<SegmentPtr>>(), py::arg("segments"), NoGil())
         .def("__enter__", &Pinned::segments)

@@ -194,7 +194,9 @@ class CuMemAllocator:
         if nbytes > total_bytes:  # beyond what the driver can be asked for, it answers "invalid value"
             raise OutOfDeviceMemory(nbytes, free_bytes, device)
         self._used_tags.add(tag)
-        return _core.Allocation(nbytes, tag, device).handed_out  # no call after this, nor signal: the address may be lost
+        return _core.Allocation(
+            nbytes, tag, device
+        ).handed_out  # no call after this, nor signal: the address may be lost
 
     def free(self, address: int) -> None:
         """Give back what `malloc` returned, asleep or awake. Waits for the work that runs on its device first; a graph

@@ -575,7 +575,9 @@ def test_memory_that_is_being_reclaimed_is_not_pinned(
     waits = sim.stats().calls["cuMemFree"]
     made: list[int] = []
     seen: list[bool] = []
-    malloc = threading.Thread(target=lambda: made.append(_core.Allocation(free_bytes + PAGE, "eater", 0).handed_out), daemon=True)
+    malloc = threading.Thread(
+        target=lambda: made.append(_core.Allocation(free_bytes + PAGE, "eater", 0).handed_out), daemon=True
+    )
     malloc.start()
     while sim.stats().calls["cuMemFree"] == waits:
         time.sleep(0.0005)

@@ -543,7 +543,7 @@ class TestPersistentFailures:
                 allocator.free(eater)
             assert sim.stats().registered_bytes == 0
             free_everything()
-            """
+            """,
         )
         assert_clean_exit(process)
 

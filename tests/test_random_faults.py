@@ -1,7 +1,7 @@
 """Random histories with up to five faults at once, beside an oracle that knows what every byte has to be.
 
-A history is made of its number alone. `CUMEM_SLEEP_TEST_HISTORIES=1000` runs so many, `CUMEM_SLEEP_TEST_HISTORY=17` the one
-of that number.
+A history is made of its number alone. `CUMEM_SLEEP_TEST_HISTORIES=1000` runs so many, `CUMEM_SLEEP_TEST_HISTORY=17` the
+one of that number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from cumem_sleep import CuMemAllocator, CumemSleepError, _core, host_limits, sim
 pytestmark = pytest.mark.sim
 
 HISTORIES = int(os.environ.get("CUMEM_SLEEP_TEST_HISTORIES", "24"))
-FIRST = int(os.environ.get("CUMEM_SLEEP_TEST_HISTORY", "0"))
+ONLY = os.environ.get("CUMEM_SLEEP_TEST_HISTORY")
 STEPS = 20
 MOST_FAULTS = 5
 MOST_PAGES = 14  # of a device
@@ -303,7 +303,7 @@ def clean() -> Iterator[None]:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("number", range(FIRST, FIRST + (1 if FIRST else HISTORIES)))
+@pytest.mark.parametrize("number", range(HISTORIES) if ONLY is None else [int(ONLY)])
 def test_history(clean: None, number: int) -> None:
     history = History(number)
     try:
