@@ -90,11 +90,11 @@ class SegmentTable {
     size_t put_to_sleep(const std::vector<SegmentPtr>& backed_up, const std::vector<SegmentPtr>& dropped,
                         const std::function<void()>& last_check);
 
-    // The end of a wake: segments that were mapped (Mapping::map) and filled are in use again; throws InvalidState, and
-    // wakes none, if one is not mapped. Or its undoing: the
-    // memory that the wake had taken goes back, and the segments sleep as before, those that keep their bytes with
-    // them; what `finish_wake` has woken is left alone.
+    // The end of a wake: segments that were mapped (Mapping::map) and filled are in use again. Throws InvalidState, and
+    // wakes none, if one is not mapped.
     void finish_wake(const std::vector<SegmentPtr>& segments);
+    // The undoing of a wake: the memory that it had taken goes back, and the segments sleep as before, those that keep
+    // their bytes with them; what `finish_wake` has woken is left alone.
     void undo_wake(const std::vector<SegmentPtr>& segments) noexcept;
 
     // Tries again what the driver refused earlier, but leaves alone what an operation has pinned. Never throws; returns

@@ -1,26 +1,15 @@
 """cumem-sleep: GPU memory that sleeps and wakes at the same addresses. See README.md."""
 
-import sys
 from importlib.util import find_spec
 
+from .interpreter import is_main_interpreter
 
-def _is_main_interpreter() -> bool:
-    if sys.version_info >= (3, 13):
-        from _thread import _is_main_interpreter
-
-        return _is_main_interpreter()
-    try:
-        import _xxsubinterpreters as interpreters
-    except ImportError:  # a Python without them
-        return True
-    return bool(interpreters.get_current() == interpreters.get_main())
-
-
-if not _is_main_interpreter():  # before the extension is loaded: up to Python 3.11 that would hang
+if not is_main_interpreter():  # before the extension is loaded: up to Python 3.11 that would hang
     raise ImportError(
         "cumem-sleep does not work in a subinterpreter: there is one allocator for the process, and its extension can"
         " be loaded by the main interpreter only. Import it there, or use a process instead"
     )
+
 if find_spec(f"{__name__}._core") is None:  # else Python speaks of a circular import
     raise ImportError(
         f"{__path__[0]} has the sources of cumem-sleep, but no extension was built there. Python takes this folder"

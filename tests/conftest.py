@@ -16,8 +16,9 @@ _DRIVER = os.environ.get("CUMEM_SLEEP_TEST_DRIVER", "sim")
 if _DRIVER not in ("sim", "cuda"):
     raise pytest.UsageError(f"CUMEM_SLEEP_TEST_DRIVER={_DRIVER!r}: sim or cuda is allowed")
 # Before the package is imported: no setting of the user's own may change what is tested.
-for _name in [name for name in os.environ if name.startswith("CUMEM_SLEEP_") and name != "CUMEM_SLEEP_TEST_DRIVER"]:
-    del os.environ[_name]
+for _name in [name for name in os.environ if name.startswith("CUMEM_SLEEP_")]:
+    if not _name.startswith("CUMEM_SLEEP_TEST_"):
+        del os.environ[_name]
 os.environ["CUMEM_SLEEP_DRIVER"] = _DRIVER
 
 from support import Memory, free_everything, fresh_allocator, reset_simulation  # noqa: E402

@@ -527,22 +527,24 @@ class TestPersistentFailures:
         assert all(is_accessible(segment.address) for segment in world.segments)
         world.check_bytes()
 
-    def test_full_device_and_a_failed_wait(self) -> None:
+    @pytest.mark.parametrize("times", [1, 2, 3])
+    def test_full_device_and_a_failed_wait(self, times: int) -> None:
         """On a full device freeing waits by way of host memory; if that fails, nothing of it may stay."""
         process = run_script(
+            f"TIMES = {times}",
             """
             reset_simulation()
             allocator = fresh_allocator()
             allocator.malloc(PAGE)
             eater = allocator.malloc(_core.memory_info(0)[0])
-            sim.fail("cuMemHostUnregister", error="CUDA_ERROR_UNKNOWN")
+            sim.fail("cuMemHostUnregister", error="CUDA_ERROR_UNKNOWN", times=TIMES)
             try:
                 allocator.free(eater)
             except DriverError:
                 allocator.free(eater)
             assert sim.stats().registered_bytes == 0
             free_everything()
-            """
+            """,
         )
         assert_clean_exit(process)
 

@@ -212,8 +212,8 @@ struct Simulation {
     std::uintptr_t next_handle_ = 0x51D00000;
 };
 
-// The contexts of a thread, the current one last. No destructor: at exit a thread may make calls after the destructors of
-// its thread_local objects.
+// The contexts of a thread, the current one last. No destructor: at exit a thread may make calls after the destructors
+// of its thread_local objects.
 class ContextStack {
   public:
     bool empty() const { return size_ == 0; }
