@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib.util
 import logging
 import math
 import sys
@@ -41,6 +42,7 @@ from .prepare import Preparation
 from .report import OperationTotals, PhaseTimer, SleepReport, TagUsage, WakeReport
 from .restore import Restorer
 from .settings import Settings
+from .variables import warn_of_misspelt
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -85,12 +87,14 @@ class CuMemAllocator:
     default_tag: ClassVar[str] = DEFAULT_TAG
     # Whether leaving a pool is when `Settings.prepare` begins; vLLM's plugin begins after the warm-up instead.
     prepares_after_pools: ClassVar[bool] = True
+    _warned_of_empty_pool: ClassVar[bool] = False
     _instance_lock: ClassVar[_core.OperationLock] = _core.OperationLock()
 
     def __init__(self, settings: Settings | None = None) -> None:
         if settings is not None and not isinstance(settings, Settings):
             raise InvalidArgumentType(f"settings={settings!r}: a cumem_sleep.Settings is wanted, or None")
         self.settings = Settings.from_environment() if settings is None else settings
+        warn_of_misspelt()
         other = CuMemAllocator.instance
         if other is not None:
             if _core.segments():
@@ -151,6 +155,7 @@ class CuMemAllocator:
         self._used_tags.add(tag)
         with _core.ThreadTag(tag), nullcontext() if pools is None else pools.use():
             yield
+            self._warn_of_empty_pool(tag)
         if pools is not None and not pools.is_capturing():
             self._lock.run(self._warm_up)
         if self.settings.prepare and self.prepares_after_pools:
@@ -255,7 +260,7 @@ class CuMemAllocator:
         """
         if level is not None and offload_tags is not None:
             raise InvalidArgument(f"sleep(level={level!r}, offload_tags={offload_tags!r}): give one of the two")
-        if isinstance(level, Iterable):
+        if isinstance(level, Iterable) and not (isinstance(level, str) and _is_number(level)):
             level, offload_tags = None, level
         if offload_tags is None:
             is_dropped = _dropped_at_level(level)
@@ -754,6 +759,19 @@ class CuMemAllocator:
         if _core.driver_is_forked():
             _core.device_count()  # raises, and says why
 
+    def _warn_of_empty_pool(self, tag: str) -> None:
+        """Say once why a pool is left while this layer holds no memory at all: nothing of it would sleep."""
+        if CuMemAllocator._warned_of_empty_pool or _core.segments():
+            return
+        CuMemAllocator._warned_of_empty_pool = True
+        if _core.driver_is_simulated():
+            why = "on the simulated driver PyTorch does not allocate from this layer, only `malloc` and CuPy do"
+        elif self._torch_pools is None:
+            why = "PyTorch is not installed, or reaches no GPU (a build for the CPU?)"
+        else:
+            why = "what is built on the CPU and moved to the GPU later is not in it: build, or move, inside the pool"
+        logger.warning("nothing was allocated in the memory pool %r, so nothing of it can sleep: %s", tag, why)
+
     def _warm_up(self) -> None:
         """Compile what the first sleep and wake would otherwise wait for, once, when a pool is left."""
         if self._torch_pools is None:
@@ -962,6 +980,12 @@ def cupy_allocator(tag: str = "weights") -> Callable[[int], Any]:
         InvalidArgument: not a tag.
         ImportError: CuPy is not installed.
     """
+    if importlib.util.find_spec("cupy") is None:
+        raise ModuleNotFoundError(
+            "cupy_allocator needs CuPy, which is not installed: pip install 'cumem-sleep[cupy13]' for CUDA 13,"
+            " 'cumem-sleep[cupy12]' for CUDA 12",
+            name="cupy",
+        )
     import cupy
 
     tag = _checked_tag(tag)
@@ -1026,7 +1050,11 @@ def _stop_at_exit() -> None:
         store.stop()
 
 
-def _dropped_at_level(level: int | None) -> Callable[[str], bool] | None:
+def _is_number(text: str) -> bool:
+    return text.strip().lstrip("+-").isdecimal()
+
+
+def _dropped_at_level(level: object) -> Callable[[str], bool] | None:
     """Which tags a level drops; None for the level that touches nothing."""
     if level is None:
         level = 1

@@ -18,6 +18,11 @@ def format_bytes(nbytes: int) -> str:
     return f"{size:.2f} {unit}"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 segment`, `2 segments`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 class CumemSleepError(RuntimeError):
     """Base of all errors of this package (a RuntimeError, as vLLM's allocator raises).
 

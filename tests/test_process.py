@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
 import signal
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support import assert_clean_exit, run_script
 
+import cumem_sleep
 from cumem_sleep import sim
 
 pytestmark = pytest.mark.sim
@@ -61,6 +64,13 @@ __attribute__((destructor)) static void at_the_end(void) {
 }
 """
 
+SHOW = """
+import cumem_sleep, os
+from cumem_sleep import CuMemAllocator, _core
+assert os.path.dirname(_core.__file__) == os.path.dirname(cumem_sleep.__file__)
+print(os.path.dirname(cumem_sleep.__file__))
+"""
+
 
 class TestImport:
     def test_beside_sources_without_an_extension(self, tmp_path: pathlib.Path) -> None:
@@ -68,11 +78,57 @@ class TestImport:
         (tmp_path / "cumem_sleep").mkdir()
         for path in source.glob("*.py"):
             shutil.copy(path, tmp_path / "cumem_sleep")
-        process = run_script("import cumem_sleep", preamble="", PYTHONPATH=str(tmp_path))
+        nothing_installed = [sys.executable, "-S", "-c", "import cumem_sleep"]
+        process = subprocess.run(
+            nothing_installed, cwd=tmp_path, env={"PYTHONPATH": ""}, capture_output=True, text=True, check=False
+        )
         assert process.returncode == 1
         last = process.stderr.splitlines()[-1]
         assert last.startswith(f"ImportError: {tmp_path}/cumem_sleep has the sources of cumem-sleep, but no extension")
-        assert last.endswith("start it elsewhere, or install with `pip install -e .`")
+        assert last.endswith("or `pip install -e .` to work on the sources")
+
+    @pytest.mark.parametrize("start", [["-c", SHOW], ["-m", "show"], ["-m", "cumem_sleep", "--version"]])
+    def test_in_a_checkout_the_installed_package_serves(self, start: list[str], tmp_path: pathlib.Path) -> None:
+        """Python puts the folder that it is started in first: the sources there would hide what is installed."""
+        source = pathlib.Path(sim.__file__).parent
+        checkout, installed = tmp_path / "checkout", tmp_path / "installed"
+        (checkout / "cumem_sleep").mkdir(parents=True)
+        shutil.copy(source / "__init__.py", checkout / "cumem_sleep")
+        (checkout / "show.py").write_text(SHOW)
+        installed.mkdir()
+        (installed / "cumem_sleep").symlink_to(source)
+        process = subprocess.run(
+            [sys.executable, *start],
+            cwd=checkout,
+            env={**os.environ, "PYTHONPATH": str(installed)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (process.returncode, process.stderr) == (0, "")
+        expected = f"cumem-sleep {cumem_sleep.__version__}" if "--version" in start else f"{installed}/cumem_sleep"
+        assert process.stdout.strip() == expected
+
+    def test_every_public_name_is_there(self) -> None:
+        process = run_script(
+            """
+            import cumem_sleep
+            assert set(cumem_sleep.__all__) <= set(dir(cumem_sleep))
+            for name in cumem_sleep.__all__:
+                assert getattr(cumem_sleep, name).__name__ == name
+            cumem_sleep.sim.stats  # a module that nobody imported
+            try:
+                cumem_sleep.nonsense
+            except AttributeError as error:
+                assert str(error) == "module 'cumem_sleep' has no attribute 'nonsense'"
+            else:
+                raise AssertionError("no error")
+            from cumem_sleep import *
+            CuMemAllocator, Settings
+            """,
+            preamble="",
+        )
+        assert process.returncode == 0, process.stderr
 
     @pytest.mark.parametrize("imported_before", [False, True])
     def test_in_a_subinterpreter_is_refused(self, imported_before: bool) -> None:
