@@ -123,7 +123,7 @@ def link_gbps(result: dict[str, Any], direction: str) -> str:
 
 PEERS_BELOW = (
     "",
-    f"![Seconds of sleep and wake by layer](docs/{PLOT.name})",
+    f"![Seconds of sleep and wake by layer]({PLOT.name})",
     "",
     "Weights wake from level 2 with undefined bytes; torch_memory_saver fixes where memory is allocated whether its"
     " bytes are kept. What the layers do in these times differs: cumem-sleep also proves that the bytes are the same.",
@@ -290,7 +290,7 @@ def switching_table(result: dict[str, Any]) -> list[str]:
         "",
         *_switching_rows(switching_ways(result, None)),
         "",
-        f"![Seconds of a switch by way](docs/{SWITCHING_PLOT.name})",
+        f"![Seconds of a switch by way]({SWITCHING_PLOT.name})",
     ]
     if fp8 := switching_ways(result, "fp8"):
         lines += ["", "The same with weights quantised to FP8:", "", *_switching_rows(fp8)]
