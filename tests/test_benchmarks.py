@@ -1,4 +1,4 @@
-"""The comparison with other layers: its processes, pipes and results, on the simulated driver; and the README's tables.
+"""The comparison with other layers: its processes, pipes and results, on the simulated driver; and the tables.
 
 The layers that need a GPU are said to be missing here, which is what a user sees without them.
 """
@@ -53,7 +53,7 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
 
 @pytest.fixture
 def benchmark_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    names = ("layers", "readme_tables", "recording")
+    names = ("layers", "result_tables", "recording")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield
     for name in names:
@@ -62,7 +62,7 @@ def benchmark_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def tables(benchmark_modules: None) -> ModuleType:
-    return importlib.import_module("readme_tables")
+    return importlib.import_module("result_tables")
 
 
 def test_every_step_is_measured_in_fresh_processes(peers: tuple[str, dict[str, Any]]) -> None:
@@ -150,7 +150,7 @@ def test_changed_bytes_are_found(
     assert "bytes differ after it, in tensors [0, 1, 2]" in run.records["cumem-sleep"].error
 
 
-# The README's tables
+# The tables of the documentation
 
 
 MACHINE = {"gpu": "A GPU", "driver, pcie generation, width": "580.1, 5, 16", "cores": 16, "torch": "2.11.0"}
@@ -179,7 +179,7 @@ def bench_result() -> dict[str, Any]:
 def results(
     peers: tuple[str, dict[str, Any]], tables: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> pathlib.Path:
-    """A project whose results are made up, and whose README has nothing in it yet."""
+    """A project whose results are made up, and whose pages have nothing in them yet."""
     folder = tmp_path / "results"
     folder.mkdir()
     (folder / "peers.json").write_text(json.dumps({**peers[1], "machine": MACHINE}))
@@ -198,28 +198,30 @@ def results(
     )
     for name in (f"{stem}.json" for stem in kept):
         (folder / name).write_bytes((BENCHMARKS / "results" / name).read_bytes())
-    (tmp_path / "README.md").write_text(
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "benchmarks.md").write_text(
         f"Above.\n\n{tables.SCENARIOS_BEGIN}\n{tables.SCENARIOS_END}\n{tables.BEGIN}\n{tables.END}\n\nBelow.\n"
     )
+    (tmp_path / "README.md").write_text(f"Above.\n\n{tables.HEADLINE_BEGIN}\n{tables.HEADLINE_END}\n")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "RESULTS", folder)
     monkeypatch.setattr(tables, "PLOT", tmp_path / "docs" / "peers.svg")
     monkeypatch.setattr(tables, "draw_peers", lambda result: None)
-    monkeypatch.setattr(sys, "argv", ["readme_tables.py"])
+    monkeypatch.setattr(sys, "argv", ["result_tables.py"])
     return folder
 
 
 def test_tables_say_what_was_not_measured(results: pathlib.Path, tables: ModuleType) -> None:
     tables.main()
-    readme = (results.parent / "README.md").read_text()
-    assert readme.startswith("Above.\n")
-    assert readme.endswith("Below.\n")
-    peers = readme[readme.index("**Beside its peers**") :]
+    page = (results.parent / "docs" / "benchmarks.md").read_text()
+    assert page.startswith("Above.\n")
+    assert page.endswith("Below.\n")
+    peers = page[page.index("**Beside its peers**") :]
     first_sleep = next(line for line in peers.splitlines() if line.startswith("| first sleep | "))
     assert first_sleep.count("not measured") == 3
-    assert re.search(r"^vLLM `cumem` was not measured: vllm (is not installed|needs a GPU)\.$", readme, re.MULTILINE)
-    assert "| wake | 1.40 (1.30–1.50) | 65.0 | 46.7 | 1.15 |" in readme
-    hooks = next(line for line in readme.splitlines() if line.startswith("| malloc and free of a 2 MiB segment, µs | "))
+    assert re.search(r"^vLLM `cumem` was not measured: vllm (is not installed|needs a GPU)\.$", page, re.MULTILINE)
+    assert "| wake | 1.40 (1.30–1.50) | 65.0 | 46.7 | 1.15 |" in page
+    hooks = next(line for line in page.splitlines() if line.startswith("| malloc and free of a 2 MiB segment, µs | "))
     assert hooks.count("not measured") == 3
 
 
@@ -250,10 +252,10 @@ def test_tables_of_vllm(results: pathlib.Path, tables: ModuleType) -> None:
     serve["ways"]["cold"]["later_sleeps_s"] = [0.1, 0.3, 0.2]
     (results / "vllm_serve.json").write_text(json.dumps(serve))
     tables.main()
-    readme = (results.parent / "README.md").read_text()
-    assert len(re.findall(r"^\| lora \| .* \*\*Failed\.\*\* \|$", readme, re.MULTILINE)) == 1
-    assert readme.count("**Failed.**") == 1
-    served = readme[readme.index("**`vllm serve`") : readme.index("**Beside its peers**")]
+    page = (results.parent / "docs" / "benchmarks.md").read_text()
+    assert len(re.findall(r"^\| lora \| .* \*\*Failed\.\*\* \|$", page, re.MULTILINE)) == 1
+    assert page.count("**Failed.**") == 1
+    served = page[page.index("**`vllm serve`") : page.index("**Beside its peers**")]
     assert "vLLM's own |" not in served
     assert "| later sleeps | 0.200 (0.100–0.300) |" in served
 
@@ -284,26 +286,25 @@ def test_table_of_compressed_backups(
     failed = {"content": "e4m3 normal", "compress": "auto", "error": "ended with 1"}
     (results / "compressed.json").write_text(json.dumps({"machine": MACHINE, "results": [raw, auto, failed]}))
     tables.main()
-    readme = (results.parent / "README.md").read_text()
-    assert "| bf16 normal | off | 1.000 | 1.20 | 1.20 (0.83 ×) | 1.20 | 1.20 (0.42 ×) | 1.20 (0.42 ×) |" in readme
-    assert "| bf16 normal | auto | 0.670 | 0.600 | 0.600 (1.67 ×) | 0.600 | 0.600 (0.83 ×) | 0.600 (0.83 ×) |" in readme
-    assert "0.500 s (2.00 ×) pass until all is backed up" in readme
-    assert "e4m3 normal | auto" not in readme
+    page = (results.parent / "docs" / "benchmarks.md").read_text()
+    assert "| bf16 normal | off | 1.000 | 1.20 | 1.20 (0.83 ×) | 1.20 | 1.20 (0.42 ×) | 1.20 (0.42 ×) |" in page
+    assert "| bf16 normal | auto | 0.670 | 0.600 | 0.600 (1.67 ×) | 0.600 | 0.600 (0.83 ×) | 0.600 (0.83 ×) |" in page
+    assert "0.500 s (2.00 ×) pass until all is backed up" in page
+    assert "e4m3 normal | auto" not in page
     assert "ended with 1" in compressed.table([raw, failed])
 
 
 def test_check_notices_other_figures_and_an_old_plot(
     results: pathlib.Path, tables: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["readme_tables.py", "--check"])
-    with pytest.raises(SystemExit, match=r"README\.md: its figures"):
+    monkeypatch.setattr(sys, "argv", ["result_tables.py", "--check"])
+    with pytest.raises(SystemExit, match=r"docs/benchmarks\.md: its figures"):
         tables.main()
-    monkeypatch.setattr(sys, "argv", ["readme_tables.py"])
+    monkeypatch.setattr(sys, "argv", ["result_tables.py"])
     tables.main()
-    monkeypatch.setattr(sys, "argv", ["readme_tables.py", "--check"])
+    monkeypatch.setattr(sys, "argv", ["result_tables.py", "--check"])
     with pytest.raises(SystemExit, match=r"peers\.svg: not made from"):
         tables.main()
-    tables.PLOT.parent.mkdir()
     tables.PLOT.write_text(f"<svg>{tables.peers_digest()}</svg>")
     tables.main()
 

@@ -22,7 +22,7 @@ import cumem_sleep
 
 TESTS = pathlib.Path(__file__).resolve().parent
 BENCHMARKS = TESTS.parent / "benchmarks"
-MODULES = ("checkpoints", "model_server", "page_cache", "readme_tables", "recording", "layers", "switching")
+MODULES = ("checkpoints", "model_server", "page_cache", "result_tables", "recording", "layers", "switching")
 
 pytestmark = pytest.mark.sim
 
@@ -304,7 +304,7 @@ def test_the_page_cache_is_asked(benchmark_module: Callable[[str], ModuleType], 
     assert module.cached_fraction(files) in (0.0, 1.0)  # a RAM disk keeps it
 
 
-# The README's table and plot
+# The table, the plot and the README's figures
 
 
 @pytest.fixture
@@ -328,7 +328,7 @@ def results(run: Run, tmp_path: pathlib.Path, benchmark_module: Callable[[str], 
 def test_the_table_counts_only_restarts_that_did_not_compile(
     results: dict[str, Any], benchmark_module: Callable[[str], ModuleType]
 ) -> None:
-    lines = benchmark_module("readme_tables").switching_table(results)
+    lines = benchmark_module("result_tables").switching_table(results)
     assert "| switch | 46.0 (44.0–48.0) | 2.20 (2.00–2.40) | 4.40 (4.00–4.80) |" in lines
     assert "| switch, faster than restart | – | 20.9 × | 10.5 × |" in lines
     assert "| switches | 2 | 3 | 3 |" in lines
@@ -351,22 +351,31 @@ def test_plot_and_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("matplotlib")
-    tables = benchmark_module("readme_tables")
+    tables = benchmark_module("result_tables")
     (tmp_path / "switching.json").write_text(json.dumps(results))
     for path in (BENCHMARKS / "results").glob("*.json"):
         if path.name != "switching.json":
             (tmp_path / path.name).write_bytes(path.read_bytes())
     marks = (tables.SCENARIOS_BEGIN, tables.SCENARIOS_END, tables.BEGIN, tables.END)
-    (tmp_path / "README.md").write_text("\n".join(marks) + "\n")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "benchmarks.md").write_text("\n".join(marks) + "\n")
+    (tmp_path / "README.md").write_text(f"{tables.HEADLINE_BEGIN}\n{tables.HEADLINE_END}\n")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "PLOT", tmp_path / "docs" / "peers.svg")
     monkeypatch.setattr(tables, "SWITCHING_PLOT", tmp_path / "docs" / "switching.svg")
-    monkeypatch.setattr(sys, "argv", ["readme_tables.py"])
+    monkeypatch.setattr(sys, "argv", ["result_tables.py"])
     tables.main()
-    assert "Two models on one GPU, switched" in (tmp_path / "README.md").read_text()
+    assert "Two models on one GPU, switched" in (tmp_path / "docs" / "benchmarks.md").read_text()
+    readme = (tmp_path / "README.md").read_text()
+    assert "**46.0 s** (restart), **2.20 s** (vLLM's sleep mode, level 1), **4.40 s** (cumem-sleep, level 2)" in readme
+    (tmp_path / "README.md").write_text(readme.replace("46.0", "47.0"))
+    monkeypatch.setattr(sys, "argv", ["result_tables.py", "--check"])
+    with pytest.raises(SystemExit, match=r"README\.md: its figures"):
+        tables.main()
+    (tmp_path / "README.md").write_text(readme)
     assert "first token after it" in tables.SWITCHING_PLOT.read_text()
-    monkeypatch.setattr(sys, "argv", ["readme_tables.py", "--check"])
+    monkeypatch.setattr(sys, "argv", ["result_tables.py", "--check"])
     tables.main()
     tables.SWITCHING_PLOT.write_text("<svg/>")
     with pytest.raises(SystemExit, match=r"switching\.svg: not made from"):

@@ -1,4 +1,4 @@
-"""cumem-sleep in vLLM: installing the package is enough (README.md, "With vLLM").
+"""cumem-sleep in vLLM: installing the package is enough (docs/vllm.md).
 
 `plugin.register` is the entry point in the group `vllm.general_plugins`; `SleepGate` is for
 `vllm serve --middleware cumem_sleep.vllm.SleepGate`. Nothing is imported before it is asked for.

@@ -1,7 +1,9 @@
-"""Writes the README's "Measured" section and its plots from the raw results, so that no figure is typed by hand.
+"""Writes the tables of docs/benchmarks.md, the README's figures and the plots from the raw results.
 
-python benchmarks/readme_tables.py            # rewrites README.md and the plots in docs/; needs matplotlib
-python benchmarks/readme_tables.py --check    # fails if they say something else
+So no figure is typed by hand.
+
+python benchmarks/result_tables.py            # rewrites them; needs matplotlib
+python benchmarks/result_tables.py --check    # fails if they say something else
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 PLOT = ROOT / "docs" / "peers.svg"
 SWITCHING = "switching.json"  # is left out as long as it is not there
 SWITCHING_PLOT = ROOT / "docs" / "switching.svg"
-SCENARIOS_BEGIN = "<!-- scenarios: made by benchmarks/readme_tables.py from benchmarks/results, do not edit -->"
+HEADLINE_BEGIN = "<!-- headline: made by benchmarks/result_tables.py from benchmarks/results, do not edit -->"
+HEADLINE_END = "<!-- /headline -->"
+SCENARIOS_BEGIN = "<!-- scenarios: made by benchmarks/result_tables.py from benchmarks/results, do not edit -->"
 SCENARIOS_END = "<!-- /scenarios -->"
-BEGIN = "<!-- measured: made by benchmarks/readme_tables.py from benchmarks/results, do not edit -->"
+BEGIN = "<!-- measured: made by benchmarks/result_tables.py from benchmarks/results, do not edit -->"
 END = "<!-- /measured -->"
 GIB = 1 << 30
 MIB = 1 << 20
@@ -119,7 +123,7 @@ def link_gbps(result: dict[str, Any], direction: str) -> str:
 
 PEERS_BELOW = (
     "",
-    f"![Seconds of sleep and wake by layer](docs/{PLOT.name})",
+    f"![Seconds of sleep and wake by layer]({PLOT.name})",
     "",
     "Weights wake from level 2 with undefined bytes; torch_memory_saver fixes where memory is allocated whether its"
     " bytes are kept. What the layers do in these times differs: cumem-sleep also proves that the bytes are the same.",
@@ -286,7 +290,7 @@ def switching_table(result: dict[str, Any]) -> list[str]:
         "",
         *_switching_rows(switching_ways(result, None)),
         "",
-        f"![Seconds of a switch by way](docs/{SWITCHING_PLOT.name})",
+        f"![Seconds of a switch by way]({SWITCHING_PLOT.name})",
     ]
     if fp8 := switching_ways(result, "fp8"):
         lines += ["", "The same with weights quantised to FP8:", "", *_switching_rows(fp8)]
@@ -611,6 +615,33 @@ def section() -> str:
     return "\n".join(lines)
 
 
+def headline() -> str:
+    """What a switch takes, for the README: medians of the same ways as in the table."""
+    lines = [HEADLINE_BEGIN]
+    if (RESULTS / SWITCHING).is_file():
+        result = load(SWITCHING)
+        seconds = {
+            _title(way): digits(statistics.median(values))
+            for way in switching_ways(result, None)
+            if (values := switching_seconds(way, SWITCHING_ROWS[SWITCH]))
+        }
+        models = " and ".join(str(model["shape"]) for model in result["workload"]["models"].values())
+        each = ", ".join(f"**{time} s** ({title})" for title, time in seconds.items())
+        lines += [
+            "",
+            f"Two vLLM servers share one {result['machine']['gpu']} ({models}). A switch from one to the other takes"
+            f" {each}; medians. [All results](docs/benchmarks.md).",
+            "",
+        ]
+    return "\n".join([*lines, HEADLINE_END])
+
+
+def scenarios() -> str:
+    """The list of what was tried with a real vLLM, between its marks."""
+    result = json.loads((RESULTS / "vllm_scenarios.json").read_text())
+    return "\n".join([SCENARIOS_BEGIN, "", *scenarios_table(result), "", SCENARIOS_END])
+
+
 def replaced(text: str, begin: str, section: str, end: str) -> str:
     """The text with what lies between the two marks, and they themselves, replaced."""
     return text[: text.index(begin)] + section + text[text.index(end) + len(end) :]
@@ -620,22 +651,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if something is not up to date")
     check = parser.parse_args().check
-    readme = ROOT / "README.md"
-    old = readme.read_text()
-    scenarios = json.loads((RESULTS / "vllm_scenarios.json").read_text())
-    listed = "\n".join([SCENARIOS_BEGIN, "", *scenarios_table(scenarios), "", SCENARIOS_END])
-    new = replaced(replaced(old, BEGIN, section(), END), SCENARIOS_BEGIN, listed, SCENARIOS_END)
+    readme, page = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+    tables = replaced(page.read_text(), BEGIN, section(), END)
+    new = {
+        readme: replaced(readme.read_text(), HEADLINE_BEGIN, headline(), HEADLINE_END),
+        page: replaced(tables, SCENARIOS_BEGIN, scenarios(), SCENARIOS_END),
+    }
     plots = {"peers.json": (PLOT, draw_peers)}
     if (RESULTS / SWITCHING).is_file():
         plots[SWITCHING] = (SWITCHING_PLOT, draw_switching)
     if not check:
-        readme.write_text(new)
+        for path, text in new.items():
+            path.write_text(text)
         for name, (_, draw) in plots.items():
             draw(load(name))
         return
-    run = "run benchmarks/readme_tables.py"
-    if new != old:
-        raise SystemExit(f"README.md: its figures are not those of benchmarks/results; {run}")
+    run = "run benchmarks/result_tables.py"
+    for path, text in new.items():
+        if text != path.read_text():
+            where = path.relative_to(ROOT)
+            raise SystemExit(f"{where}: its figures are not those of benchmarks/results; {run}")
     for name, (plot, _) in plots.items():
         if not plot.is_file() or digest_of(name) not in plot.read_text():
             raise SystemExit(f"docs/{plot.name}: not made from benchmarks/results/{name}; {run}")

@@ -1,0 +1,58 @@
+"""An inference server's day: load a model, serve, sleep while nobody asks, wake, serve the same.
+
+python examples/inference.py                            # PyTorch and a GPU
+CUMEM_SLEEP_DRIVER=sim python examples/inference.py     # neither: memory without a model, on the simulated driver
+"""
+
+import importlib.util
+
+from cumem_sleep import CuMemAllocator
+
+MIB = 1 << 20
+
+
+def with_a_model(allocator: CuMemAllocator) -> None:
+    """What a PyTorch server does."""
+    import torch
+
+    with allocator.use_memory_pool("weights"), torch.device("cuda"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).requires_grad_(False)
+    with allocator.use_memory_pool("kv_cache"):
+        cache = torch.zeros(64 * MIB, device="cuda")
+    question = torch.randn(4, 1024, device="cuda")
+    before = model(question).clone()
+
+    print(allocator.sleep(level=1))
+    print(allocator.wake_up())
+    cache.zero_()  # it was dropped: its bytes are undefined
+
+    assert torch.equal(model(question), before)
+    print("the same question has the same answer")
+
+
+def with_addresses(allocator: CuMemAllocator) -> None:
+    """The same without PyTorch: addresses instead of tensors."""
+    weights = [allocator.malloc(20 * MIB, tag="weights") for _ in range(8)]
+    cache = allocator.malloc(256 * MIB, tag="kv_cache")
+
+    print(allocator.sleep(level=1))
+    assert allocator.usage()["weights"].mapped_bytes == 0
+    print(allocator.wake_up())
+    assert allocator.usage()["weights"].mapped_bytes == 160 * MIB
+
+    print("the same addresses have memory again; there is no model to ask without PyTorch")
+    for address in (*weights, cache):
+        allocator.free(address)
+
+
+def main() -> None:
+    """Choose by what is there."""
+    allocator = CuMemAllocator.get_instance()
+    if allocator.settings.driver == "cuda" and importlib.util.find_spec("torch") is not None:
+        with_a_model(allocator)
+    else:
+        with_addresses(allocator)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,426 @@
+"""The documentation: its snippets run, and what it names exists. README, CONTRIBUTING and the pages of docs/."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import json
+import logging
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+import pytest
+
+from cumem_sleep import CuMemAllocator, Settings, SleepReport, WakeReport, cli, errors
+from cumem_sleep.allocator import _dropped_at_level
+from cumem_sleep.vllm import SleepGate, metrics, plugin
+from cumem_sleep.vllm.gate_settings import GateSettings
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY")), *ROOT.glob("docs/*.md")]
+PAGES.append(ROOT / "examples" / "README.md")
+SHELL_OPTIONS = ["-e", "-u", "-o", "pipefail", "-c"]
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One fenced block, and what the comments above it say: why it is not run, or what to run before it."""
+
+    page: pathlib.Path
+    line: int
+    language: str
+    text: str
+    not_run: str | None
+    setup: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def snippets_of(page: pathlib.Path) -> Iterator[Snippet]:
+    lines = page.read_text().splitlines()
+    number = 0
+    while number < len(lines):
+        fence = re.match(r"```(\S*)", lines[number])
+        if fence is None:
+            number += 1
+            continue
+        end = lines.index("```", number + 1)
+        not_run, setup = None, ""
+        for above in reversed(lines[:number]):
+            comment = re.fullmatch(r"<!-- (not run|setup): (.+) -->", above)
+            if comment is None and above:
+                break
+            if comment is not None and comment[1] == "not run":
+                not_run = comment[2]
+            elif comment is not None:
+                setup = comment[2] + "\n"
+        yield Snippet(page, number + 1, fence[1], "\n".join(lines[number + 1 : end]) + "\n", not_run, setup)
+        number = end + 1
+
+
+SNIPPETS = [snippet for page in PAGES for snippet in snippets_of(page)]
+OF_PYTHON = [snippet for snippet in SNIPPETS if snippet.language == "python"]
+OF_BASH = [snippet for snippet in SNIPPETS if snippet.language == "bash"]
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of every row of every table."""
+    lines = [line.strip() for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line[1:-1])] for line in lines if set(line) - set("|- ")]
+
+
+# Snippets
+
+
+def test_snippets_are_found() -> None:
+    languages = Counter(snippet.language for snippet in SNIPPETS)
+    assert languages.keys() <= {
+        "python",
+        "bash",
+        "text",
+        "",
+        "{eval-rst}",
+        "{toctree}",
+        "{include}",
+        "{literalinclude}",
+    }
+    assert len([snippet for snippet in OF_PYTHON + OF_BASH if snippet.not_run is None]) >= 7
+
+
+@pytest.mark.parametrize("snippet", [s for s in OF_PYTHON + OF_BASH if s.not_run is None], ids=str)
+def test_snippets_run(snippet: Snippet, tmp_path: pathlib.Path) -> None:
+    command = tmp_path / "bin" / "cumem-sleep"  # of this very package, wherever it is installed
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m cumem_sleep "$@"\n')
+    command.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CUMEM_SLEEP_")}
+    environment |= {"CUMEM_SLEEP_DRIVER": "sim", "PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}"}
+    interpreter = [sys.executable, "-c"] if snippet.language == "python" else ["bash", *SHELL_OPTIONS]
+    process = subprocess.run(
+        [*interpreter, snippet.setup + snippet.text],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+@pytest.mark.parametrize("snippet", [s for s in OF_BASH if s.not_run is None], ids=str)
+def test_only_our_own_commands_are_run(snippet: Snippet) -> None:
+    """A test that installs packages or starts servers would be a surprise."""
+    for line in snippet.text.splitlines():
+        assert re.match(r"(#|([A-Z_]+=\S+ )*cumem-sleep( [^;&|]*)?$)", line), line
+
+
+@pytest.mark.parametrize("snippet", [s for s in OF_PYTHON if s.not_run is not None], ids=str)
+def test_other_python_is_at_least_valid(snippet: Snippet) -> None:
+    ast.parse(snippet.text)
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Every `cumem-sleep …` in a shell snippet or in a paragraph's code, as its arguments."""
+    for found in re.finditer(r"(?<![-\w./])cumem-sleep((?: [^`;&|>\n#]+)?)", text):
+        yield shlex.split(found[1])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.name))
+def test_commands_are_those_of_the_parser(page: pathlib.Path) -> None:
+    code = [snippet.text for snippet in snippets_of(page) if snippet.language == "bash"]
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    code += [found for found in re.findall(r"`([^`\n]+)`", prose) if found.startswith("cumem-sleep ")]
+    for text in code:
+        for arguments in commands(text):
+            if arguments and "." not in arguments[0]:  # `demo|doctor|bench` is no command line
+                options = cli._parser().parse_args(arguments)
+                assert options.run is not None, arguments
+
+
+def test_options_in_the_prose_exist() -> None:
+    known = set()
+    parser = cli._parser()
+    subparsers = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    for each in (parser, *subparsers.choices.values()):
+        known |= set(each._option_string_actions)
+    for option in re.findall(r"`(--[\w-]+)", page("index")):
+        assert option in known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.name))
+def test_files_that_are_named_exist(page: pathlib.Path) -> None:
+    named = re.findall(
+        r"(?<![\w/.])((?:benchmarks|tests|csrc|cumem_sleep|docs|examples|tools|\.ci|\.github)/[\w./-]*)",
+        page.read_text(),
+    )
+    assert not [name for name in named if not (ROOT / name.rstrip(".")).exists()]
+
+
+def test_extras_and_parts_that_are_named_exist() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    extras = project[project.index("[project.optional-dependencies]") : project.index("[project.scripts]")]
+    ci = (ROOT / ".ci" / "run").read_text() if (ROOT / ".ci" / "run").exists() else ""
+    text = "\n".join(page.read_text() for page in PAGES)
+    for named in re.findall(r"'\.\[([\w,]+)\]'", text):
+        for extra in named.split(","):
+            assert re.search(rf"^{extra} = \[", extras, re.MULTILINE), extra
+    for named in re.findall(r"bash \.ci/run ([a-z][a-z0-9 ]*)", text):
+        for part in named.split():
+            assert f"\n{part}() {{" in ci, part
+    parts = {row[0].strip("`") for row in rows((ROOT / "CONTRIBUTING.md").read_text())} - {"part"}
+    assert parts == set(re.search(r'for part in "\$\{@:-([\w ]+)\}"', ci)[1].split())  # type: ignore[index]
+
+
+# Links
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+    """Of its headings, as GitHub and MyST make them; those of a file that it includes are its own."""
+    text = page.read_text()
+    if included := re.match(r"```\{include\} (\S+)", text):
+        text = (page.parent / included[1]).read_text()
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.name))
+def test_links_between_pages_resolve(page: pathlib.Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"\w+:", target):
+            assert target.startswith("https://")
+            continue
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+def test_every_example_is_in_the_site() -> None:
+    assert set(re.findall(r"literalinclude\} \.\./examples/(\S+)", page("examples"))) == {
+        path.name for path in ROOT.glob("examples/*.py")
+    }
+
+
+def test_every_page_is_in_the_site() -> None:
+    toctree = next(snippet for snippet in SNIPPETS if snippet.language == "{toctree}").text.split()
+    assert {"index", *toctree} - {":hidden:", "self"} == {path.stem for path in ROOT.glob("docs/*.md")}
+
+
+def test_the_readme_stays_short() -> None:
+    assert len(README.read_text().splitlines()) <= 200
+
+
+# Settings
+
+
+def simulator_variables() -> dict[str, str]:
+    """With their defaults, from the source of the simulated driver."""
+    source = (ROOT / "csrc" / "sim" / "simulation.cpp").read_text()
+    return dict(re.findall(r'number\("(CUMEM_SLEEP_SIM_\w+)",\s*([\w.]+),', source))
+
+
+def defaults() -> dict[str, str]:
+    """Of each variable, as the page writes them."""
+    said: dict[Any, str] = {None: "none", True: "`1`", False: "`0`"}
+    found = {
+        f"CUMEM_SLEEP_{each.name.upper()}": said.get(each.default, f"`{each.default}`")
+        for each in (*fields(Settings), *fields(GateSettings))
+        if each.default is not MISSING
+    }
+    found |= {variable: f"`{default}`" for variable, default in simulator_variables().items()}
+    return found | {
+        "CUMEM_SLEEP_PREFAULT_THREADS": "¾ of the cores, at most 16",
+        "CUMEM_SLEEP_PREPARE_BYTES_PER_SECOND": "`5GB`",
+        "CUMEM_SLEEP_REQUEST_DEADLINE_S": "`60`",
+        "CUMEM_SLEEP_SIM_DEVICE_BYTES": f"`{1 << 30}`",
+        plugin.DISABLE: "`0`",
+        "CUMEM_SLEEP_SANITIZE": "none",
+        "CUMEM_SLEEP_WERROR": "`0`",
+        "CUMEM_SLEEP_TEST_DRIVER": "`sim`",
+    }
+
+
+def test_every_setting_is_on_the_page_with_its_default() -> None:
+    on_the_page = {row[0].strip("`"): row[1] for row in rows(page("settings")) if row[0].startswith("`CUMEM_SLEEP_")}
+    assert on_the_page == defaults()
+    assert Settings.from_environment({"CUMEM_SLEEP_PREPARE_BYTES_PER_SECOND": "5GB"}) == Settings()
+    assert GateSettings.from_environment({"CUMEM_SLEEP_REQUEST_DEADLINE_S": "60"}) == GateSettings()
+
+
+def test_choices_are_those_of_the_code() -> None:
+    for row in rows(page("settings")):
+        variable = row[0].strip("`")
+        settings: type[Settings] | type[GateSettings]
+        for settings in (Settings, GateSettings):
+            named = {each.name: each.default for each in fields(settings)}
+            name = variable.removeprefix("CUMEM_SLEEP_").lower()
+            if isinstance(named.get(name), str):
+                choices = re.findall(r"`(\w+)`:", row[2])
+                assert choices
+                for choice in choices:
+                    settings.from_environment({variable: choice})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.name))
+def test_variables_that_are_named_exist(page: pathlib.Path) -> None:
+    named = set(re.findall(r"CUMEM_SLEEP_[A-Z][A-Z_]*", page.read_text()))
+    assert named <= defaults().keys()
+
+
+# What the code logs
+
+
+def test_the_line_that_says_the_layer_is_active(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "cumem_sleep"):
+        allocator = CuMemAllocator(Settings())
+        object.__setattr__(allocator.settings, "driver", os.environ["CUMEM_SLEEP_DRIVER"])
+        allocator.get_current_usage()
+        allocator._open()
+    allocator.close()
+    said = [record.getMessage() for record in caplog.records if "memory pools" in record.getMessage()]
+    driver = os.environ["CUMEM_SLEEP_DRIVER"]
+    expected = "the defaults" if driver == "cuda" else f"driver={driver!r}"
+    assert [line.replace(expected, "the defaults") for line in said] == [
+        line for line in page("vllm").splitlines() if line.startswith("cumem-sleep: memory pools")
+    ]
+
+
+def test_the_line_of_the_gate(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setattr(metrics, "register", lambda *_: True)
+    with caplog.at_level(logging.INFO, "cumem_sleep"):
+        SleepGate(lambda *_: None)  # type: ignore[arg-type,return-value]
+    assert caplog.messages == [line for line in page("vllm").splitlines() if line.startswith("cumem-sleep gate: ")]
+
+
+def test_the_line_of_a_vllm_that_is_not_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plugin.compatibility, "is_cuda", lambda: True)
+    monkeypatch.setattr(plugin.compatibility, "misfit", lambda: "…")
+    monkeypatch.setattr(plugin, "_log_as_vllm_does", lambda: None)
+    monkeypatch.setenv(plugin._REFUSED, "")
+    monkeypatch.delenv(plugin._REFUSED)
+    with caplog.at_level(logging.INFO, "cumem_sleep"):
+        plugin.register()
+    (line,) = (line for line in page("vllm").splitlines() if line.startswith("cumem-sleep does not serve this vLLM, "))
+    assert [message.replace("….", "…") for message in caplog.messages] == [line]
+
+
+def test_lines_of_sleeps_and_wakes_are_measured_ones_and_as_the_code_writes_them() -> None:
+    scenarios = json.loads((ROOT / "benchmarks" / "results" / "vllm_scenarios.json").read_text())["scenarios"]
+    logged = {line for outcome in scenarios.values() for line in outcome.get("log of the layer", ())}
+    quoted = [line for line in page("vllm").splitlines() if re.match(r"cumem-sleep: (sleep|wake): ", line)]
+    assert len(quoted) == 2
+    assert set(quoted) <= logged
+    phases = dict.fromkeys(("quiesce", "host_memory", "digest", "copy", "check", "release"), 0.0)
+    reports = (
+        SleepReport(freed_bytes=1 << 30, copied_bytes=1 << 20, left_bytes=1 << 30, phases=phases),
+        WakeReport(restored_bytes=1 << 30, phases=dict.fromkeys(("copy", "map", "verify"), 0.0)),
+    )
+
+    def shape(line: str) -> str:
+        return re.sub(r"\d+(\.\d+)?( [KMG]?i?B\b(?!/))?", "N", line)
+
+    assert [shape(line) for line in quoted] == [shape(f"cumem-sleep: {report}") for report in reports]
+
+
+# Metrics
+
+
+class Family:
+    """Stands for the families of prometheus_client, which need not be installed here."""
+
+    def __init__(self, name: str, text: str, labels: list[str], suffix: str) -> None:
+        self.name, self.labels = name + suffix, set(labels)
+
+    def add_metric(self, labels: list[str], value: float) -> None:
+        assert len(labels) == len(self.labels)
+
+
+@pytest.fixture
+def families(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """The labels of every metric, by its name."""
+    core = types.ModuleType("prometheus_client.core")
+    core.GaugeMetricFamily = functools.partial(Family, suffix="")  # type: ignore[attr-defined]
+    core.CounterMetricFamily = functools.partial(Family, suffix="_total")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "prometheus_client", types.ModuleType("prometheus_client"))
+    monkeypatch.setitem(sys.modules, "prometheus_client.core", core)
+    status = metrics.WorkerStatus()
+    usage = dict.fromkeys(metrics.Usage.__annotations__, 1)
+    done = {"count": 1, "failures": 0, "seconds": 1.0, "phases": {"copy": 1.0}, "bytes": {"copied": 1}}
+    rank = {"rank": 0, "devices": [0], "simulated": True, "usage": {"weights": usage}, "operations": {"sleep": done}}
+    status.ranks = [{**rank, "device_used_bytes": 1, "device_total_bytes": 2}]  # type: ignore[typeddict-item]
+    collector = metrics.Collector(status, Counter({"woke": 1}))
+    return {family.name: family.labels for family in collector.collect()}
+
+
+def test_every_metric_is_on_the_page_with_its_labels(families: dict[str, set[str]]) -> None:
+    on_the_page = {
+        row[0].strip("`"): set(re.findall(r"\w+", row[1]))
+        for row in rows(page("vllm"))
+        if row[0].startswith("`cumem_sleep:")
+    }
+    assert on_the_page == {name: labels - {"rank"} for name, labels in families.items()}
+    assert {name for name, labels in families.items() if "rank" not in labels} == {"cumem_sleep:gate_requests_total"}
+
+
+def test_queries_name_metrics_and_labels_that_exist(families: dict[str, set[str]]) -> None:
+    for name, selector in re.findall(r"(cumem_sleep:\w+)(?:\{([^}]*)\})?", page("vllm")):
+        assert name in families
+        assert set(re.findall(r"(\w+)=", selector)) <= families[name]
+
+
+# Levels and errors
+
+
+@pytest.mark.parametrize("path", [README, ROOT / "docs" / "index.md"], ids=lambda path: str(path.name))
+def test_the_table_of_levels_is_what_sleep_does(path: pathlib.Path) -> None:
+    table = {row[0]: row[1:] for row in rows(path.read_text()) if len(row) == 4 and row[0] in ("0", "1", "2")}
+    for level in (0, 1, 2):
+        is_dropped = _dropped_at_level(level)
+        expected = [
+            "stays" if is_dropped is None else "dropped" if is_dropped(tag) else "backed up"
+            for tag in ("weights", "kv_cache", "any other")
+        ]
+        assert table[str(level)] == expected
+
+
+def test_every_error_is_on_the_page_with_its_bases() -> None:
+    kinds = {
+        name: kind
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.CumemSleepError) and kind is not errors.CumemSleepError
+    }
+    on_the_page = {
+        row[0].strip("`"): set(re.findall(r"\w+", row[1]))
+        for row in rows(page("errors"))
+        if len(row) == 4 and row[0].strip("`") in kinds
+    }
+    assert on_the_page == {
+        name: {base.__name__ for base in kind.__bases__} - {"CumemSleepError"} for name, kind in kinds.items()
+    }
+    limits = {limit for row in rows(page("errors")) if len(row) == 2 for limit in re.findall(r"`(\w+)`", row[0])}
+    assert limits >= errors.OutOfHostMemory.ADVICE.keys()
+
+
+def test_exit_codes_are_those_of_the_command() -> None:
+    codes = {int(row[0]) for row in rows(page("errors")) if row[0].isdecimal()}
+    assert codes == {value for name, value in vars(cli).items() if name.startswith("EXIT_")}

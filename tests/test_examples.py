@@ -1,0 +1,47 @@
+"""The examples: each runs to its end, or says in one line what it needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from support import DRIVER, SIMULATED
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+# What runs on a GPU alone.
+NEEDS = {"cuda_graph.py": "torch", "cupy_arrays.py": "cupy"}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_example(name: str) -> None:
+    process = subprocess.run(
+        [sys.executable, EXAMPLES / name],
+        env={**os.environ, "CUMEM_SLEEP_DRIVER": DRIVER},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    needed = NEEDS.get(name)
+    if needed is not None and (SIMULATED or importlib.util.find_spec(needed) is None):
+        assert process.returncode == 1
+        assert process.stdout == ""
+        (line,) = process.stderr.splitlines()
+        assert line.startswith(f"{name} needs ")
+        return
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stderr == ""
+    lines = process.stdout.splitlines()
+    assert [line for line in lines if "sleep: freed" in line]
+    assert [line for line in lines if "wake: mapped" in line]
+    assert ("[simulated]" in process.stdout) == SIMULATED
+
+
+def test_examples_are_listed() -> None:
+    """In README and on the page of examples, each with what it needs."""
+    listed = (EXAMPLES / "README.md").read_text()
+    assert all(f"[{path.name}]({path.name})" in listed for path in EXAMPLES.glob("*.py"))

