@@ -45,22 +45,25 @@ def model_folder(folder: pathlib.Path) -> pathlib.Path:
 
 
 def arguments(model: pathlib.Path, *more: str) -> Any:
-    """The command line of `vllm serve`, parsed."""
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    try:
-        from vllm.entrypoints.openai.cli_args import make_arg_parser
-    except ImportError:  # 0.33
-        from vllm.entrypoints.common.cli_args import make_arg_parser
+    """Of a server of that model with `WatchedWorker`."""
     line = [
         *("--model", str(model), "--served-model-name", "model", "--enable-sleep-mode", "--enforce-eager"),
         *("--worker-cls", "watched_worker.WatchedWorker", "--distributed-executor-backend", "uni"),
         *("--max-model-len", "512", "--max-num-batched-tokens", "16384", "--max-num-seqs", "64"),
         *("--disable-log-stats", "--load-format", "dummy"),
     ]
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args([*line, *more])
-    args.model_tag = None
-    return args
+    return parsed([*line, *more])
+
+
+def parsed(line: list[str]) -> Any:
+    """The command line of `vllm serve`."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
+    except ImportError:  # 0.33
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(line)
 
 
 @asynccontextmanager
@@ -93,7 +96,7 @@ def prepare_process(folder: pathlib.Path) -> None:
     simulate_cuda(folder)
     os.environ.update(
         VLLM_SERVER_DEV_MODE="1",
-        VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "CRITICAL"),
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_OFFLINE="1",

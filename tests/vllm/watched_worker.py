@@ -44,6 +44,7 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
         self._lost = False  # weights were dropped and not loaded since
         self._session: int | None = None  # chunks of the weight update under way
         self._scheduled: Any = None
+        assert self.sessions in (True, False)  # its import takes a while, which no episode should
         self._prompts: dict[str, int] = {}
         self._done: dict[str, int] = {}
 
@@ -154,9 +155,9 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
 
     @property
     def sessions(self) -> bool:
-        from vllm.v1.worker import gpu_worker
+        from vllm.engine.protocol import EngineClient
 
-        return hasattr(gpu_worker.Worker, "start_weight_update")
+        return hasattr(EngineClient, "start_weight_update")
 
     def reset_weights(self) -> None:
         self._touch("reset_weights", WEIGHTS)
