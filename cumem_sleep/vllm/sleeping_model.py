@@ -7,12 +7,15 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from enum import Enum
 from typing import Any
 
 from . import metrics
+from .asgi import ClientGone
 from .gate_settings import GateSettings
+from .siblings import Siblings
+from .worker_methods import Effect
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -29,6 +32,14 @@ class Phase(Enum):
     CHANGING = "changing"  # a sleep, a wake or a reload is under way
 
 
+class Update(Enum):
+    """Whether weights are being written in several calls."""
+
+    NONE = "none"
+    OPEN = "open"  # started, not finished
+    TORN = "torn"  # weights were dropped meanwhile: what was written before is lost
+
+
 class SleepingModel:
     """What is known of the model's sleep. Whatever changes it passes through `change`, one at a time.
 
@@ -40,6 +51,7 @@ class SleepingModel:
         weights_lost: dropped (level 2) and not loaded again since: answers would be plausible garbage.
         paused: by somebody's POST /pause, which a request must not resume.
         staged: somebody else woke weights that were dropped, and is loading them: a request must not interfere.
+        update: see `Update`.
         torn: a sleep failed in some workers and not in others, which sleep still; vLLM takes all of it to be awake.
         failure: why waking on request failed, and until when nobody tries again (a time of `clock`).
         changed: set, and replaced, whenever what is known changes.
@@ -56,9 +68,13 @@ class SleepingModel:
         self.changed = asyncio.Event()
         self.several_servers = False
         self.clock = time.monotonic
+        self.update = Update.NONE
         self._settings = settings
         self._status = status
         self._lock = asyncio.Lock()
+        self._changing = False
+        self._siblings = Siblings()
+        self._question: asyncio.Task[bool] | None = None
         self._changes = 0  # begun and ended; an answer to a question asked before the last of them is worthless
         self._waking: asyncio.Task[None] | None = None
 
@@ -97,19 +113,44 @@ class SleepingModel:
         Raises:
             Exception: of the engine, which is then in no state to serve.
         """
-        while self.phase is Phase.UNKNOWN or (self.several_servers and self.phase is not Phase.CHANGING):
-            changes = self._changes
-            sleeping = bool(await asyncio.wait_for(self.engine.is_sleeping(), ASK_WITHIN_S)) or self.torn
-            ranks = await self._status.fresh(self.engine) if sleeping else None
-            # vLLM from 0.18 on says that it sleeps while its scheduler is paused. Only the workers know better.
-            is_paused = getattr(self.engine, "is_paused", None) if sleeping and ranks is None else None
-            paused = bool(is_paused and await asyncio.wait_for(is_paused(), ASK_WITHIN_S))
-            if changes == self._changes:
-                if sleeping:
-                    self._learn_asleep(ranks, paused)
-                else:
-                    self._learn_awake()
+        if self.several_servers:
+            return await self._look_beside_siblings()
+        while self.phase is Phase.UNKNOWN:  # one question for all who ask meanwhile
+            if self._question is None or self._question.done():
+                self._question = asyncio.create_task(self._ask())
+                self._question.add_done_callback(_retrieve)
+            await asyncio.shield(self._question)
+
+    def mark(self) -> int:
+        """For `unchanged_since`, taken before a look."""
+        return self._siblings.changes() if self.several_servers else 0
+
+    def unchanged_since(self, mark: int) -> bool:
+        """Whether what was seen then holds still, beside other API servers; alone, a look costs nothing."""
+        return self.several_servers and self._siblings.changes() == mark and not self._siblings.are_busy()
+
+    async def _look_beside_siblings(self) -> None:
+        while not self._changing:
+            if self._siblings.are_busy():
+                return self._enter(Phase.CHANGING)
+            if await self._ask():
                 return
+
+    async def _ask(self) -> bool:
+        """Ask the engine; False if the answer is worthless, because something changed meanwhile."""
+        changes = self._changes
+        sleeping = bool(await asyncio.wait_for(self.engine.is_sleeping(), ASK_WITHIN_S)) or self.torn
+        ranks = await self._status.fresh(self.engine) if sleeping else None
+        # vLLM from 0.18 on says that it sleeps while its scheduler is paused. Only the workers know better.
+        is_paused = getattr(self.engine, "is_paused", None) if sleeping and ranks is None else None
+        paused = bool(is_paused and await asyncio.wait_for(is_paused(), ASK_WITHIN_S))
+        if changes != self._changes:
+            return False
+        if sleeping:
+            self._learn_asleep(ranks, paused)
+        else:
+            self._learn_awake()
+        return True
 
     def _learn_awake(self) -> None:
         if self.several_servers:
@@ -142,13 +183,38 @@ class SleepingModel:
     # What passes through
 
     @asynccontextmanager
-    async def change(self, disturbs: bool = True) -> AsyncIterator[None]:
+    async def alone(self, gone: asyncio.Future[None] | None = None) -> AsyncIterator[None]:
+        """No change of the sleep and no write of weights beside this one, here or in another API server.
+
+        Raises:
+            ClientGone: `gone` was done before its turn came.
+            Busy: another API server is at it.
+        """
+        turn = asyncio.ensure_future(self._lock.acquire())
+        try:
+            await asyncio.wait({turn, gone} if gone else {turn}, return_when=asyncio.FIRST_COMPLETED)
+            if gone is not None and gone.done():
+                raise ClientGone
+            async with self._siblings.excluded() if self.several_servers else nullcontext():
+                yield
+        finally:
+            turn.cancel()
+            if turn.done() and not turn.cancelled():
+                self._lock.release()
+
+    @asynccontextmanager
+    async def change(self, disturbs: bool = True, gone: asyncio.Future[None] | None = None) -> AsyncIterator[None]:
         """One sleep, wake, reload or resume; others wait. Afterwards, also after a failure, the engine is asked.
 
         With `disturbs=False` a model that serves keeps serving: waking what is awake changes nothing.
+
+        Raises:
+            ClientGone: `gone` was done before its turn came.
+            Busy: another API server is at it.
         """
-        async with self._lock:
+        async with self.alone(gone):
             self._changes += 1
+            self._changing = True
             if disturbs or not self.serves:
                 self._enter(Phase.CHANGING)
             try:
@@ -157,16 +223,23 @@ class SleepingModel:
                 self._changes += 1
                 self._enter(Phase.UNKNOWN)
                 try:
-                    await self.look()
+                    await self.look_alone()
                 except Exception as error:
                     logger.debug("the engine does not say whether it sleeps: %s", error)
+                self._changing = False
                 if self.phase is Phase.AWAKE:  # asleep, it was asked just now
                     self._status.ask(self.engine)
 
-    async def changes_end(self) -> None:
-        """Wait until nothing is changing."""
-        async with self._lock:
-            pass
+    async def look_alone(self) -> None:
+        """`look`, for one that is `alone`: beside siblings it would take itself for one of them."""
+        if self.several_servers:
+            await self._ask()
+        else:
+            await self.look()
+
+    async def flush(self) -> None:
+        """Abort what is in the engine, so that nothing runs when its scheduler resumes; it stays paused."""
+        await self.engine.pause_generation(mode="abort", clear_cache=False)
 
     def slept(self, level: int) -> None:
         """A sleep passed."""
@@ -178,8 +251,10 @@ class SleepingModel:
         self.level = level
         if level > 0:
             self.asleep = set(TAGS)
-            self.weights_lost |= level >= 2
             self.staged = False
+            if level >= 2:
+                self.weights_lost = True
+                self.update = Update.TORN if self.update is not Update.NONE else Update.NONE
 
     async def slept_badly(self) -> None:
         """A sleep failed, but may have stopped the scheduler before it did: that is level 0."""
@@ -217,8 +292,19 @@ class SleepingModel:
         """The KV cache was dropped, by itself."""
         self.asleep.add("kv_cache")
 
+    def wrote(self, effect: Effect) -> None:
+        """A call passed that may have written weights."""
+        if effect is Effect.STARTS:
+            self.update = Update.OPEN
+        elif effect is Effect.LOADS or (effect is Effect.UPDATES and self.update is Update.NONE):
+            self.loaded()
+        elif effect is Effect.FINISHES:
+            whole, self.update = self.update is not Update.TORN, Update.NONE
+            if whole:
+                self.loaded()
+
     def loaded(self) -> None:
-        """Weights were written."""
+        """All weights were written."""
         if "weights" not in self.asleep:
             self.weights_lost = self.staged = False
             self._tell()
@@ -242,6 +328,8 @@ class SleepingModel:
                     f"level {self.level}{', weights loaded' if self.weights_lost else ''}",
                 )
                 await self.mend()
+                if self.several_servers and self.asleep:
+                    await self.flush()  # a sibling may have let something through
                 await self._wake_in_order()
         except Exception as error:
             cause = " ".join(str(error).split()) or type(error).__name__
@@ -262,8 +350,15 @@ class SleepingModel:
         if self.asleep:
             rest = self.asleep & TAGS
             await self.engine.wake_up(sorted(rest) if rest < TAGS and rest else None)
+            self.asleep = set()
         elif self.level == 0:
             await self.engine.wake_up(["scheduling"])
+
+
+def _retrieve(question: asyncio.Task[bool]) -> None:
+    """Nobody may have waited for its failure."""
+    if not question.cancelled():
+        question.exception()
 
 
 def _asleep_and_lost(ranks: Iterable[metrics.RankStatus]) -> tuple[set[str], bool]:
