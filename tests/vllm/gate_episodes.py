@@ -1,11 +1,11 @@
 """Random episodes of two operators, several clients and intruders at the gate of a real vLLM server, and an oracle.
 
     python tests/vllm/gate_episodes.py --seconds 60            as many episodes as fit, from a new seed
-    python tests/vllm/gate_episodes.py --seed 1234 --times 20  one episode again: its plan is the same, its timing as life has it
+    python tests/vllm/gate_episodes.py --seed 1234 --times 20  one episode again: the same plan, timing as it comes
 
-An episode may not touch sleeping memory or unloaded weights (`watched_worker`), let anybody without the token act, leave a
-request without an answer, leave the gate and the engine of two minds, or leave handlers and tasks behind; and the model
-serves after a wake and a reload.
+An episode may not touch sleeping memory or unloaded weights (`watched_worker`), let anybody without the token act,
+leave a request without an answer, leave the gate and the engine of two minds, or leave handlers and tasks behind; and
+the model serves after a wake and a reload.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +38,15 @@ GUARDED_MODULES = (
     *("sleep", "rlhf", "rpc", "cache", "server_info", "profile", "elastic_ep", "fault_tolerance", "lora", "rl.online"),
 )
 HARMLESS_PATHS = ("/is_scaling_elastic_ep",)
-QUESTIONS = ("/is_sleeping", "/is_paused", "/get_world_size", "/weight_info", "/load", "/health", "/fault_tolerance/status")
+QUESTIONS = (
+    "/is_sleeping",
+    "/is_paused",
+    "/get_world_size",
+    "/weight_info",
+    "/load",
+    "/health",
+    "/fault_tolerance/status",
+)
 
 
 @dataclass
@@ -65,6 +73,7 @@ class Plan:
     plugin: bool  # whether workers say what sleeps
     servers: int
     root_path: str
+    gate: bool = True
     operators: list[list[Step]] = field(default_factory=list)
     clients: list[list[Step]] = field(default_factory=list)
 
@@ -143,7 +152,14 @@ class Chance:
 
         def any_rpc() -> list[tuple[str, str, bytes]]:
             simple = (
-                *("echo", "watched_state", "wake_up", "compute_weight_checksums", "execute_dummy_batch", "receive_weights"),
+                *(
+                    "echo",
+                    "watched_state",
+                    "wake_up",
+                    "compute_weight_checksums",
+                    "execute_dummy_batch",
+                    "receive_weights",
+                ),
                 *("start_weight_update", "finish_weight_update"),
             )
             more: dict[str, Any] = {
@@ -159,7 +175,9 @@ class Chance:
 
         def other() -> list[tuple[str, str, bytes]]:
             paths = ["/release_kv_cache_memory", "/resume", "/reset_prefix_cache?reset_running_requests=true"]
-            return [post(choose.choice([*paths, "/reset_mm_cache"])), post("/abort_requests", {})][: choose.randint(1, 2)]
+            return [post(choose.choice([*paths, "/reset_mm_cache"])), post("/abort_requests", {})][
+                : choose.randint(1, 2)
+            ]
 
         kinds = [sleep] * 5 + [wake] * 4 + [staged_wake] * 2 + [load] * 2 + [any_rpc] * 2 + [pause, other]
         return choose.choice(kinds)()
@@ -180,27 +198,34 @@ class Chance:
         """Another way to write a target, which a router may take for the same."""
         path, mark, query = target.partition("?")
         odd = self.random.choice(
-            [path + "%0A", path + "%0D%0A", path + "/", "/" + path, "/%2F" + path[1:], f"/%{ord(path[1]):02x}{path[2:]}",
-             f"/%{ord(path[1]):02x}{path[2:]}%0A", "http://127.0.0.1" + path, "http://127.0.0.1" + path + "%0A", path + ";x",
-             "/." + path, "/x/.." + path, path + "%00", path + "%20", path.upper(), "/api" + path, "/api/" + path, path + "%3F"]
+            [path + "%0A", path + "%0D%0A", path + "/", "/" + path, "/%2F" + path[1:], path + ";x", path + "%3F",
+             f"/%{ord(path[1]):02x}{path[2:]}", f"/%{ord(path[1]):02x}{path[2:]}%0A", "http://127.0.0.1" + path,
+             "http://127.0.0.1" + path + "%0A", "/." + path, "/x/.." + path, path + "%00", path + "%20", path.upper(),
+             "/api" + path, "/api/" + path]
         )  # fmt: skip
         return odd + mark + query
 
     def _intrusion(self, plan: Plan) -> Step:
         choose = self.random
         target = choose.choice(
-            ["/sleep?level=2", "/sleep", "/wake_up", "/pause", "/resume", "/reload_weights", "/collective_rpc", "/abort_requests",
-             "/update_weights", "/reset_prefix_cache?reset_running_requests=true", "/start_profile", "/scale_elastic_ep",
-             "/release_kv_cache_memory", "/finish_weight_update", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+            ["/sleep?level=2", "/sleep", "/wake_up", "/pause", "/resume", "/reload_weights", "/collective_rpc",
+             "/abort_requests", "/update_weights", "/reset_prefix_cache?reset_running_requests=true", "/start_profile",
+             "/scale_elastic_ep", "/release_kv_cache_memory", "/finish_weight_update", "/v1/load_lora_adapter"]
         )  # fmt: skip
         if choose.random() < 0.7:
             target = self._odd(target)
         method = choose.choice(["POST"] * 6 + ["GET", "PUT", "PATCH", "DELETE", "post", "HEAD", "OPTIONS"])
         headers = {"Content-Type": "application/json"}
         if choose.random() < 0.5:
-            headers["Authorization"] = choose.choice(["Bearer wrong", f"Basic {TOKEN}", f"Bearer {KEY}", TOKEN, f"Bearer  {TOKEN}x"])
-        body = choose.choice([b"", b"{}", b'{"method": "sleep"}', b'{"update_info": {}}', b'{"lora_name": "x", "lora_path": "/x"}'])
-        return Step(choose.uniform(0, 0.15), Request(method, target, body, headers), server=choose.randrange(plan.servers))
+            headers["Authorization"] = choose.choice(
+                ["Bearer wrong", f"Basic {TOKEN}", f"Bearer {KEY}", TOKEN, f"Bearer  {TOKEN}x"]
+            )
+        body = choose.choice(
+            [b"", b"{}", b'{"method": "sleep"}', b'{"update_info": {}}', b'{"lora_name": "x", "lora_path": "/x"}']
+        )
+        return Step(
+            choose.uniform(0, 0.15), Request(method, target, body, headers), server=choose.randrange(plan.servers)
+        )
 
     def _client(self, plan: Plan) -> list[Step]:
         return [self._inference(plan) for _ in range(4)]
@@ -298,11 +323,17 @@ class World:
         model.mkdir()
         args = watched_server.arguments(watched_server.model_folder(model))
         client = await stack.enter_async_context(watched_server.engine(args))
+        return await cls.around(client, folder)
+
+    @classmethod
+    async def around(cls, client: Any, folder: pathlib.Path) -> World:
+        import watched_server
+
         apps = {}
         for key in (False, True):
             for number in range(2):
-                more = ["--api-key", KEY] * key
-                apps[key, number] = await watched_server.make_app(watched_server.arguments(model, *more), client)
+                args = watched_server.arguments(folder / "model", *["--api-key", KEY] * key)
+                apps[key, number] = await watched_server.make_app(args, watched_server.sibling(client))
         return cls(client, apps, folder / "touches.jsonl")
 
     def gated(self, plan: Plan, number: int, found: list[str], counts: Counter[str]) -> Any:
@@ -315,9 +346,11 @@ class World:
         app.middleware_stack = None
         outer = Middleware(Watch, found=found, counts=counts, name="outside of the gate")
         inner = Middleware(Watch, found=found, counts=counts, name="in vLLM", token=TOKEN if plan.token else "")
-        app.user_middleware = [outer, Middleware(SleepGate), inner, *self._base[id(app)]]
+        gate = [Middleware(SleepGate)] * plan.gate
+        app.user_middleware = [outer, *gate, inner, *self._base[id(app)]]
         app.root_path = plan.root_path
         app.state.args.api_server_count = plan.servers
+        vars(app.state.engine_client.engine_core).pop("add_request_async", None)  # the last gate may have stood there
         return app
 
     async def reset(self, plan: Plan) -> None:
@@ -351,7 +384,9 @@ class Server:
 
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = int(self._socket.getsockname()[1])
-        config = uvicorn.Config(app, lifespan="off", log_level="critical", access_log=False, timeout_graceful_shutdown=5)
+        config = uvicorn.Config(
+            app, lifespan="off", log_level="critical", access_log=False, timeout_graceful_shutdown=5
+        )
         self._server = uvicorn.Server(config)
 
     async def __aenter__(self) -> Server:
@@ -385,6 +420,7 @@ class Episode:
             CUMEM_SLEEP_ON_REQUEST=plan.policy,
             CUMEM_SLEEP_REQUEST_DEADLINE_S=str(DEADLINE_S),
             CUMEM_SLEEP_RETRY_AFTER_S="1",
+            CUMEM_SLEEP_LOADING_METHODS="receive_weights",
         )
         os.environ.pop("CUMEM_SLEEP_ADMIN_TOKEN", None)
         if plan.token:
@@ -482,11 +518,15 @@ class Episode:
             answer = await self._ask(server)
             if answer.code != 200 or b" good" not in answer.body:
                 state = await self.world.state()
-                self.found.append(f"after wake and reload {codes} it answers {answer.code} {answer.body[:200]!r}; {state}")
+                self.found.append(
+                    f"after wake and reload {codes} it answers {answer.code} {answer.body[:200]!r}; {state}"
+                )
 
     async def _check_left(self, before: set[asyncio.Task[Any]]) -> None:
         until = time.monotonic() + 5
-        while (left := {each for each in asyncio.all_tasks() - before if _is_of_gate(each)}) and time.monotonic() < until:
+        while (
+            left := {each for each in asyncio.all_tasks() - before if _is_of_gate(each)}
+        ) and time.monotonic() < until:
             await asyncio.sleep(0.01)
         self.found += [f"left behind: {each.get_coro()}" for each in left]
         self.found += [f"left {name}: {count} handlers" for name, count in self.counts.items() if count]
@@ -517,8 +557,21 @@ async def run(seeds: Callable[[], int | None], report: Callable[[str], None]) ->
                     events = "\n".join(f"    {line}" for line in sorted(episode.log))
                     report(f"seed {seed}:\n" + "\n".join(f"  FOUND {each}" for each in found) + f"\n{plan}\n{events}\n")
                 codes += episode.codes
+            if not bad and not await _sees(world):
+                report("the oracle is blind: it finds nothing without the gate, either")
+                bad = 1
     report(f"{number} episodes, {bad} with findings; {dict(sorted(codes.items()))}")
     return bad
+
+
+async def _sees(world: World) -> bool:
+    for seed in range(20):
+        plan = Chance(seed, world.paths, world.version).plan()
+        plan.gate = False
+        await Episode(world, plan).run()
+        if world.touches():
+            return True
+    return False
 
 
 def main(report: Callable[[str], None] = print) -> int:

@@ -1,4 +1,4 @@
-"""An HTTP/1.1 client on a bare socket: it sends what no library would, as slowly as it likes, and leaves when it likes."""
+"""An HTTP/1.1 client on a bare socket: it sends what no library would, slowly, and leaves when it likes."""
 
 from __future__ import annotations
 

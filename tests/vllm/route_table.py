@@ -1,6 +1,6 @@
 """Every route that `vllm serve` of the installed version can have, and docs/vllm-routes.md, which says what each is.
 
-    python tests/vllm/route_table.py        in an environment with vLLM: brings its column up to date
+python tests/vllm/route_table.py        in an environment with vLLM: brings its column up to date
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ def environment_of_servers() -> None:
 
 def test_the_document_knows_the_routes_of_this_version(version: str, environment_of_servers: None) -> None:
     documented = route_table.documented(route_table.DOCUMENT.read_text())
-    assert route_table.installed_routes() == documented[version], "python tests/vllm/route_table.py, and look at the diff"
+    assert route_table.installed_routes() == documented[version], (
+        "python tests/vllm/route_table.py, and look at the diff"
+    )
 
 
 def test_the_document_says_what_the_gate_does() -> None:

@@ -1,7 +1,10 @@
-"""vLLM's real API server over `WatchedWorker`, without a GPU, in this process; its engine core in a process of its own."""
+"""vLLM's real API server over `WatchedWorker`, without a GPU, in this process; its engine core is in one of its own."""
 
 from __future__ import annotations
 
+import copy
+import importlib.metadata
+import inspect
 import json
 import os
 import pathlib
@@ -52,6 +55,8 @@ def arguments(model: pathlib.Path, *more: str) -> Any:
         *("--max-model-len", "512", "--max-num-batched-tokens", "16384", "--max-num-seqs", "64"),
         *("--disable-log-stats", "--load-format", "dummy"),
     ]
+    if importlib.metadata.version("vllm").startswith("0.18."):
+        line.append("--no-async-scheduling")  # with it, requests kept over a sleep never end, with or without a gate
     return parsed([*line, *more])
 
 
@@ -68,17 +73,22 @@ def parsed(line: list[str]) -> Any:
 
 @asynccontextmanager
 async def engine(args: Any) -> AsyncIterator[Any]:
-    """vLLM's engine client, as the API server makes it."""
+    """The engine client, as the API server makes it."""
     from vllm.entrypoints.openai.api_server import build_async_engine_client
 
     async with build_async_engine_client(args) as client:
         yield client
 
 
-async def make_app(args: Any, client: Any) -> Any:
-    """vLLM's FastAPI app over it."""
-    import inspect
+def sibling(client: Any) -> Any:
+    """A client of the same engine, as another API server has one: it shares what it knows of requests, not itself."""
+    twin = copy.copy(client)
+    twin.engine_core = copy.copy(client.engine_core)
+    return twin
 
+
+async def make_app(args: Any, client: Any) -> Any:
+    """The server's FastAPI app over it."""
     from vllm.entrypoints.openai.api_server import build_app, init_app_state
 
     tasks = await client.get_supported_tasks()

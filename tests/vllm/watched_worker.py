@@ -29,12 +29,10 @@ PAGE = 2 << 20
 STEP_S = 0.003  # a forward step; streams last long enough to be slept under
 CHANGE_S = 0.02  # a sleep, a wake, a load
 GOOD, BAD, END = 3, 4, 2  # tokens of `model_folder`
-# vLLM 0.18 takes one POST /update_weights for a whole load; later ones a session of chunks.
-CHUNKS_PER_LOAD = 2
 
 
 class WatchedWorker(WorkerBase):  # type: ignore[misc]
-    """Touches go to the file WATCHED_WORKER_RECORD, one JSON line each: what touched which memory, and why it must not."""
+    """Forbidden touches go to the file WATCHED_WORKER_RECORD, one JSON line each: what touched, and what was wrong."""
 
     def init_device(self) -> None:
         self.device = torch.device("cpu")
@@ -42,7 +40,7 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
         CuMemAllocator.instance = self._allocator
         self._status = getattr(WorkerWrapperBase, "cumem_sleep_status", None)
         self._lost = False  # weights were dropped and not loaded since
-        self._session: int | None = None  # chunks of the weight update under way
+        self._session: int | None = None  # chunks of the weight update under way (from 0.19 on; before, one is all)
         self._scheduled: Any = None
         assert self.sessions in (True, False)  # its import takes a while, which no episode should
         self._prompts: dict[str, int] = {}
@@ -104,7 +102,9 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
 
     def sleep(self, level: int = 1) -> None:
         time.sleep(CHANGE_S)
-        self._lost |= level != 1 and WEIGHTS not in self._asleep()
+        if level != 1 and WEIGHTS not in self._asleep():
+            self._lost = True
+            self._session = None if self._session is None else 0  # what was written before is lost
         self._allocator.sleep(offload_tags=(WEIGHTS,) if level == 1 else ())
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -150,7 +150,7 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
         if self._session is None:
             raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
         chunks, self._session = self._session, None
-        if self._touch("finish_weight_update", WEIGHTS) and chunks >= CHUNKS_PER_LOAD:
+        if self._touch("finish_weight_update", WEIGHTS) and chunks:
             self._lost = False
 
     @property
