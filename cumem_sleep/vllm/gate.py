@@ -113,8 +113,8 @@ class SleepGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Decide about one request: ASGI."""
-        app = scope.get("app")
-        engine = getattr(app.state, "engine_client", None) if app is not None else None
+        app: Any = scope.get("app")
+        engine = getattr(app.state, "engine_client", None) if "app" in scope else None
         if scope["type"] not in ("http", "websocket") or engine is None:  # a server that only renders has no engine
             return await self._app(scope, receive, send)
         if self.model.engine is not engine:

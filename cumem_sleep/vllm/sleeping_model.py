@@ -192,7 +192,8 @@ class SleepingModel:
         """
         turn = asyncio.ensure_future(self._lock.acquire())
         try:
-            await asyncio.wait({turn, gone} if gone else {turn}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {turn, gone} if gone else {turn}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if gone is not None and gone.done():
                 raise ClientGone
             async with self._siblings.excluded() if self.several_servers else nullcontext():
