@@ -25,15 +25,21 @@ class ClientGone(Exception):
     """The client left while its request was held."""
 
 
+class TooMuchHeld(Exception):
+    """Bodies that are held have more bytes than allowed."""
+
+
 @dataclass
 class Held:
     """What requests that are held take up.
 
     Attributes:
+        most_bytes: that are allowed.
         requests: how many there are.
         nbytes: of the bodies read ahead.
     """
 
+    most_bytes: int
     requests: int = 0
     nbytes: int = 0
 
@@ -45,9 +51,9 @@ class Inbox:
     waiting leaves the question to the next one.
     """
 
-    def __init__(self, receive: Receive, held: Held | None = None) -> None:
+    def __init__(self, receive: Receive, held: Held) -> None:
         self._receive = receive
-        self._held = held or Held()
+        self._held = held
         self._early: deque[Message] = deque()
         self._asked: asyncio.Future[Message] | None = None
         self._nbytes = 0
@@ -76,15 +82,28 @@ class Inbox:
                 raise ClientGone
         return b"".join(message.get("body", b"") for message in self._early) if self._nbytes <= most_bytes else None
 
+    async def until_gone_or_too_much(self) -> None:
+        """Returns when the client is gone.
+
+        Raises:
+            TooMuchHeld: its body was the one too many.
+        """
+        while not self.gone:
+            if self._held.nbytes > self._held.most_bytes:
+                raise TooMuchHeld
+            if self._nbytes >= READ_AHEAD_BYTES:
+                await asyncio.Event().wait()
+            await self._read_ahead()
+
     async def until_gone(self) -> None:
-        """Returns when the client is gone; for ever, if so much came that it would fill memory."""
+        """Returns when the client is gone; never, if so much came that it would fill memory."""
         while not self.gone:
             if self._nbytes >= READ_AHEAD_BYTES:
                 await asyncio.Event().wait()
             await self._read_ahead()
 
     async def until_complete(self) -> None:
-        """Returns when `until_gone` has read the whole body ahead, or will read no more of it."""
+        """Returns when `until_gone_or_too_much` has read the whole body ahead, or will read no more of it."""
         while not self.complete and self._nbytes < READ_AHEAD_BYTES:
             self._news.clear()
             await self._news.wait()

@@ -25,6 +25,7 @@ from .asgi import (
     Receive,
     Scope,
     Send,
+    TooMuchHeld,
     bears,
     deliver,
     header,
@@ -93,7 +94,7 @@ class SleepGate:
         self._outcomes: Counter[str] = Counter()
         self._leases: set[Lease] = set()
         self._lease_ended = asyncio.Event()
-        self._held = Held()
+        self._held = Held(settings.max_held_bytes)
         self._watch: asyncio.Task[None] | None = None
         self._dev_mode = os.environ.get("VLLM_SERVER_DEV_MODE", "0").strip() not in ("", "0")
         self.model = SleepingModel(settings, self._status)
@@ -113,8 +114,8 @@ class SleepGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Decide about one request: ASGI."""
-        app = scope.get("app")
-        engine = getattr(app.state, "engine_client", None) if app is not None else None
+        app: Any = scope.get("app")
+        engine = getattr(app.state, "engine_client", None) if "app" in scope else None
         if scope["type"] not in ("http", "websocket") or engine is None:  # a server that only renders has no engine
             return await self._app(scope, receive, send)
         if self.model.engine is not engine:
@@ -200,9 +201,10 @@ class SleepGate:
         if policy == "reject" or not _has_api_key(scope):  # nobody unknown wakes it, or takes up memory
             raise Refused(self.model.why_not(), settings.retry_after_s, "rejected")
         deadline = self.model.clock() + settings.request_deadline_s
-        gone = asyncio.ensure_future(inbox.until_gone())
+        gone = asyncio.ensure_future(inbox.until_gone_or_too_much())
         self._held.requests += 1
         try:
+            self._raise_overload(self._held.requests > settings.max_held_requests)
             wakes = policy == "wake" and taken.kind is Kind.RUNS and not taken.redirects
             if wakes and scope["type"] == "http" and self._door.exists:
                 await self._wait(asyncio.ensure_future(inbox.until_complete()), gone, deadline)
@@ -219,7 +221,6 @@ class SleepGate:
         """Wait until the model serves, or wake it. Raises as `_hold`."""
         model = self.model
         while not model.serves:
-            self._raise_overload()
             if wakes:
                 self._raise_failure()
             if wakes and model.may_be_woken:
@@ -240,6 +241,7 @@ class SleepGate:
         finally:
             step.cancel()
         if gone is not None and gone.done():
+            self._raise_overload(isinstance(gone.exception(), TooMuchHeld))
             raise ClientGone
         if self._watch.done() and not self._watch.cancelled() and (error := self._watch.exception()) is not None:
             raise error
@@ -253,11 +255,10 @@ class SleepGate:
             await self.model.engine.check_health()
             await self.model.look()
 
-    def _raise_overload(self) -> None:
-        held, settings = self._held, self._settings
-        if held.requests > settings.max_held_requests or held.nbytes > settings.max_held_bytes:
+    def _raise_overload(self, is_too_much: bool) -> None:
+        if is_too_much:
             message = f"{self.model.why_not()}; too many requests are held already"
-            raise Refused(message, settings.retry_after_s, "rejected")
+            raise Refused(message, self._settings.retry_after_s, "rejected")
 
     def _raise_failure(self) -> None:
         if (failure := self._failure()) is not None:
@@ -289,8 +290,10 @@ class SleepGate:
         try:
             await self._app(scope, inbox, send_if_admitted)
         except Exception:
-            if lease.refusal is None or started:
+            if lease.refusal is None or (started and scope["type"] == "http"):
                 raise
+            if started:
+                await send({"type": "websocket.close", "code": 1013, "reason": str(lease.refusal)[:120]})
         finally:
             self._leases.discard(lease)
             self._lease_ended.set()

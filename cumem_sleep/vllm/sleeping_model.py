@@ -192,7 +192,8 @@ class SleepingModel:
         """
         turn = asyncio.ensure_future(self._lock.acquire())
         try:
-            await asyncio.wait({turn, gone} if gone else {turn}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {turn, gone} if gone else {turn}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if gone is not None and gone.done():
                 raise ClientGone
             async with self._siblings.excluded() if self.several_servers else nullcontext():
@@ -213,6 +214,7 @@ class SleepingModel:
             Busy: another API server is at it.
         """
         async with self.alone(gone):
+            await self._look_if_it_says()
             self._changes += 1
             self._changing = True
             if disturbs or not self.serves:
@@ -222,10 +224,7 @@ class SleepingModel:
             finally:
                 self._changes += 1
                 self._enter(Phase.UNKNOWN)
-                try:
-                    await self.look_alone()
-                except Exception as error:
-                    logger.debug("the engine does not say whether it sleeps: %s", error)
+                await self._look_if_it_says()
                 self._changing = False
                 if self.phase is Phase.AWAKE:  # asleep, it was asked just now
                     self._status.ask(self.engine)
@@ -236,6 +235,12 @@ class SleepingModel:
             await self._ask()
         else:
             await self.look()
+
+    async def _look_if_it_says(self) -> None:
+        try:
+            await self.look_alone()
+        except Exception as error:
+            logger.debug("the engine does not say whether it sleeps: %s", error)
 
     async def flush(self) -> None:
         """Abort what is in the engine, so that nothing runs when its scheduler resumes; it stays paused."""

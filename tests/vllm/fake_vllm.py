@@ -273,8 +273,8 @@ class FakeVllm:
         await send({"type": "http.response.start", "status": code, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps(content).encode()})
 
-    def _takes(self, scope: Any) -> bool:
-        return any(each.matches(scope)[0] is not Match.NONE for each in self.router.routes)
+    def _matches(self, scope: Any) -> set[Match]:
+        return {each.matches(scope)[0] for each in self.router.routes}
 
     async def _route(self, scope: Any, path: str, body: bytes) -> tuple[int, Any]:
         headers = dict(scope["headers"])
@@ -285,14 +285,17 @@ class FakeVllm:
         route = f"{scope['method']} {path}"
         if route in ("GET /health", "GET /ping", "POST /ping"):
             return (503 if self.engine.dead else 200), None
-        if not self._takes(scope):
-            redirects = path != "/" and self._takes({**scope, "path": scope["path"].rstrip("/")})
+        matches = self._matches(scope)
+        if matches == {Match.NONE}:
+            redirects = path != "/" and self._matches({**scope, "path": scope["path"].rstrip("/")}) != {Match.NONE}
             return (307, {"path": path}) if redirects else (404, {"detail": "Not Found"})
+        if Match.FULL not in matches and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            return 405, {"detail": "Method Not Allowed"}
         if any(each.path in OTHERS and each.matches(scope)[0] is Match.FULL for each in self.router.routes):
             return 200, {"path": path}
         if route.startswith("POST /v1/") or route in ("POST /score", "POST /some_future_path"):
             return 200, {"text": await self.engine.generate()}
-        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        if scope["method"] in ("GET", "HEAD", "OPTIONS", "DELETE") or path == "/scale_elastic_ep":
             return 200, {"path": path}
         return await self._dev_route(path, query, body) if self.dev_mode else (404, {"detail": "Not Found"})
 
@@ -320,6 +323,7 @@ class FakeVllm:
             "/start_weight_update",
             "/weight_checker",
             "/reset_prefix_cache",
+            "/abort_requests",
             "/init_weight_transfer_engine",
         ):
             return 404, {"detail": "Not Found"}
@@ -364,7 +368,10 @@ class Client:
         self.vllm = vllm
         self.engine = vllm.engine
 
-    def begin(self, method: str, target: str, body: bytes = b"{}", key: str = "", **scope: Any) -> Held:
+    def begin(
+        self, method: str, target: str, body: bytes = b"{}", key: str = "", slow: bool = False, **scope: Any
+    ) -> Held:
+        """A `slow` one sends half of its body, and the rest when it is told to `go_on`."""
         path, _, query = target.partition("?")
         headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
         scope = {
@@ -374,7 +381,7 @@ class Client:
         }
         if scope["type"] == "websocket":
             del scope["method"]
-        return Held(self.gate, scope, body)
+        return Held(self.gate, scope, body, slow)
 
     async def request(self, method: str, target: str, body: bytes = b"{}", key: str = "", **scope: Any) -> Response:
         return await self.begin(method, target, body, key, **scope).response()
@@ -393,7 +400,8 @@ class Client:
 class Held:
     """A request under way."""
 
-    def __init__(self, gate: Any, scope: Any, body: bytes) -> None:
+    def __init__(self, gate: Any, scope: Any, body: bytes, slow: bool = False) -> None:
+        self._rest = {"type": "http.request", "body": body[len(body) // 2 :], "more_body": False}
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.sent: list[dict[str, Any]] = []
         self.cancelled_after_answers: list[bool] = []  # for each read that was cancelled: was there an answer by then?
@@ -402,7 +410,8 @@ class Held:
         else:
             half = len(body) // 2
             self._incoming.put_nowait({"type": "http.request", "body": body[:half], "more_body": True})
-            self._incoming.put_nowait({"type": "http.request", "body": body[half:], "more_body": False})
+            if not slow:
+                self.go_on()
         self._kind, self._received = scope["type"], False
         self.task = asyncio.ensure_future(gate(scope, self._receive, self._send))
 
@@ -418,6 +427,10 @@ class Held:
     async def _send(self, message: Any) -> None:
         assert self._kind == "http" or self._received, "a websocket is connected before anything is sent"
         self.sent.append(message)
+
+    def go_on(self) -> None:
+        """The rest of the body comes."""
+        self._incoming.put_nowait(self._rest)
 
     def leave(self) -> None:
         """The client disconnects."""
