@@ -124,7 +124,8 @@ class Chance:
             return "POST", target, b"" if body is None else json.dumps(body).encode()
 
         def sleep() -> list[tuple[str, str, bytes]]:
-            return [post(f"/sleep?level={choose.choice('0112222')}&mode={choose.choice(['abort', 'wait', 'keep'])}")]
+            level = choose.choice([*"0112222", *choose.choices(["-1", "3", "1.0", "deep", ""], k=1)])
+            return [post(f"/sleep?level={level}&mode={choose.choice(['abort', 'wait', 'keep'])}")]
 
         def wake() -> list[tuple[str, str, bytes]]:
             tags = choose.choice(["", "", "", "?tags=weights", "?tags=kv_cache", "?tags=weights&tags=kv_cache"])
@@ -259,6 +260,8 @@ class Chance:
             how, request.target = "websocket", choose.choice(["/v1/realtime", "/sleep", "/v1/realtime?model=model"])
         elif kind < 0.65:
             how = "pipelined"
+        elif kind < 0.68:
+            request.body = json.dumps({**body, "user": "x" * (2 << 20)}).encode()
         elif kind < 0.75:
             others = ["/v1/models", "/metrics", "/nowhere", "/tokenize", "/health", "/version", "/v1/completions/x"]
             request = Request(choose.choice(["GET", "POST", "PUT"]), choose.choice(others), b"{}", headers)
@@ -443,6 +446,8 @@ class Episode:
         await asyncio.wait(clients, timeout=DEADLINE_S + 1)
         if all(each.done() for each in clients):
             await self._check_agreement()
+            if self.plan.policy == "wake" and self.plan.gate:
+                await self._check_junk()
         await self._wake_and_load()
         await self._answered("clients", clients)
 
@@ -468,6 +473,11 @@ class Episode:
         answer = await raw_http.send(port, request)
         if who == "client" and answer.code == 200:
             self._check_text(request, answer.body)
+        is_read = request.target == COMPLETIONS and (
+            not self.plan.key or KEY in request.headers.get("Authorization", "")
+        )
+        if answer.code == 0 and is_read and not request.leave:  # else vLLM may answer before it has read all
+            self.found.append(f"the connection was closed without an answer: {request}")
         return str(answer.code)
 
     def _check_text(self, request: Request, body: bytes) -> None:
@@ -504,6 +514,34 @@ class Episode:
             expected = (200,) if not sleeps else (503,) if self.plan.policy != "wake" else (200, 503)
             if code not in expected:
                 self.found.append(f"with the engine at {state} the gate answered {code}")
+
+    async def _check_junk(self) -> None:
+        """What vLLM answers without the model does not wake it."""
+        while self.counts["outside of the gate"]:  # of clients that left: they may wake it rightly
+            await asyncio.sleep(0.005)
+        await raw_http.send(
+            self.ports[0], Request("POST", "/sleep?level=1", headers={"Authorization": f"Bearer {TOKEN}"})
+        )
+        before = await self.world.state()
+        json_type, key = {"Content-Type": "application/json"}, {"Authorization": f"Bearer {KEY}"}
+        good = b'{"model": "model", "prompt": "hello", "max_tokens": 1}'
+        junk = [
+            *(
+                Request("POST", path, b"{}", {**json_type, **key})
+                for path in ("/nowhere", "/v1/models", "/metrics", "/tokenize")
+            ),
+            *(
+                Request("POST", COMPLETIONS, body, {**json_type, **key})
+                for body in (b"", b"{", b"[]", b'{"model": "other"}')
+            ),
+            *([Request("POST", COMPLETIONS, good, json_type), Request("POST", COMPLETIONS, good)] * self.plan.key),
+            Request("GET", COMPLETIONS, headers=key),
+        ]
+        for request in junk:
+            answer = await asyncio.wait_for(raw_http.send(self.ports[0], request), BOUND_S)
+            if before["asleep"] and not (await self.world.state())["asleep"]:
+                self.found.append(f"woken by {request}, answered {answer.code}")
+                return
 
     async def _wake_and_load(self) -> None:
         headers = {"Authorization": f"Bearer {TOKEN}"}

@@ -83,6 +83,7 @@ async def engine(args: Any) -> AsyncIterator[Any]:
 def sibling(client: Any) -> Any:
     """A client of the same engine, as another API server has one: it shares what it knows of requests, not itself."""
     twin = copy.copy(client)
+    twin.__class__ = type("Sibling", (type(client),), {"__del__": lambda self: None})  # the engine is not its to end
     twin.engine_core = copy.copy(client.engine_core)
     return twin
 
