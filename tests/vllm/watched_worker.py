@@ -40,6 +40,7 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
         CuMemAllocator.instance = self._allocator
         self._status = getattr(WorkerWrapperBase, "cumem_sleep_status", None)
         self._lost = False  # weights were dropped and not loaded since
+        self._torn = False  # weights were dropped during the update under way
         self._session: int | None = None  # chunks of the weight update under way (from 0.19 on; before, one is all)
         self._scheduled: Any = None
         assert self.sessions in (True, False)  # its import takes a while, which no episode should
@@ -92,7 +93,7 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
     def watched_reset(self, plugin: bool = True) -> None:
         """As freshly started, for the next episode; with the plugin's status to ask for, or without."""
         self._allocator.wake_up()
-        self._lost, self._session = False, None
+        self._lost, self._torn, self._session = False, False, None
         if plugin and self._status is not None:
             WorkerWrapperBase.cumem_sleep_status = self._status
         elif hasattr(WorkerWrapperBase, "cumem_sleep_status"):
@@ -104,7 +105,7 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
         time.sleep(CHANGE_S)
         if level != 1 and WEIGHTS not in self._asleep():
             self._lost = True
-            self._session = None if self._session is None else 0  # what was written before is lost
+            self._torn = self._session is not None  # what was written before is lost
         self._allocator.sleep(offload_tags=(WEIGHTS,) if level == 1 else ())
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -149,8 +150,9 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         if self._session is None:
             raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
-        chunks, self._session = self._session, None
-        if self._touch("finish_weight_update", WEIGHTS) and chunks:
+        whole = self._session > 0 and not self._torn
+        self._torn, self._session = False, None
+        if self._touch("finish_weight_update", WEIGHTS) and whole:
             self._lost = False
 
     @property
