@@ -99,7 +99,6 @@ class SleepGate:
         self._dev_mode = os.environ.get("VLLM_SERVER_DEV_MODE", "0").strip() not in ("", "0")
         self.model = SleepingModel(settings, self._status)
         self._door = EngineDoor(self._admit)
-        self._may_leave_requests = False  # the last sleep did, in the engine: mode=keep
         self._is_scraped = metrics.register(self._status, self._outcomes)
         hold = "" if settings.on_request == "reject" else f" (at most {settings.request_deadline_s:g} s)"
         logger.info(
@@ -404,7 +403,7 @@ class SleepGate:
         """What a sleep left in the engine runs when the scheduler resumes: at the first tag (0.18), or the last."""
         if mode == "wait" and level == 2 and self.model.has_sleep_modes:  # vLLM waited for those that ran
             await self.model.flush()
-        self._may_leave_requests = mode == "keep" or (mode == "wait" and level < 2)
+        self.model.kept = mode == "keep" or (mode == "wait" and level < 2)
 
     async def _change(
         self, path: str, scope: Scope, query: dict[str, list[str]], inbox: Inbox, gone: asyncio.Future[None]
@@ -420,7 +419,7 @@ class SleepGate:
             if path in WAKES:
                 if self._wakes_kept_requests_early(query.get("tags", ())):
                     return _conflict("requests were kept: POST /wake_up without tags, which wakes all for them")
-                if model.several_servers and model.asleep and not self._may_leave_requests:
+                if model.several_servers and model.asleep and not model.kept:
                     await model.flush()
                 scope = {**scope, **WAKE_UP}
             answer = await _called(self._app, scope, inbox, gone)
@@ -432,9 +431,9 @@ class SleepGate:
             return answer
 
     def _wakes_kept_requests_early(self, tags: Iterable[str]) -> bool:
-        asleep = self.model.asleep
-        partial = bool(set(tags)) and not asleep <= set(tags)
-        return bool(asleep) and partial and self._may_leave_requests and self._in_engine() > 0
+        model = self.model
+        partial = bool(set(tags)) and bool(model.asleep) and not model.asleep <= set(tags)
+        return partial and model.kept and (model.several_servers or self._in_engine() > 0)
 
     async def _reload(self) -> list[Message]:
         if "weights" in self.model.asleep:

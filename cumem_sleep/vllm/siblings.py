@@ -1,13 +1,18 @@
-"""Several API servers of one vLLM: what changes the sleep in one of them is seen by the others."""
+"""Several API servers of one vLLM: what one of them does to the model's sleep is known to the others."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import fcntl
+import json
 import os
+import pathlib
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 TRIES, BETWEEN_S = 20, 0.01  # a sibling that only looks has the lock for a moment
 
@@ -17,7 +22,10 @@ class Busy(Exception):
 
 
 class Siblings:
-    """A lock that API servers share. They are children of one process, whose number names its file."""
+    """A file that API servers share, as a lock, and for what they know.
+
+    They are children of one process, which gives the file its name.
+    """
 
     def __init__(self) -> None:
         self._file = -1
@@ -38,19 +46,27 @@ class Siblings:
         try:
             yield
         finally:
-            os.pwrite(self._file, (self.changes() + 1).to_bytes(8, "little"), 0)
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def changes(self) -> int:
-        """How often one of them, or this one, changed something."""
-        return int.from_bytes(os.pread(self._opened(), 8, 0), "little")
+    def tell(self, facts: dict[str, Any]) -> None:
+        """Tell them; only while they are excluded."""
+        content = json.dumps(facts).encode()
+        os.pwrite(self._opened(), content, 0)
+        os.ftruncate(self._file, len(content))
 
-    def are_busy(self) -> bool:
-        """Whether one of them changes the sleep now."""
+    def told(self) -> dict[str, Any]:
+        """What was told last, {} at the start; only while they are excluded."""
+        content = os.pread(self._opened(), 1 << 16, 0)
+        return dict(json.loads(content)) if content else {}
+
+    def heard(self) -> dict[str, Any] | None:
+        """The same at any time; None while one of them changes something."""
         if not self._lock(fcntl.LOCK_SH):
-            return True
-        fcntl.flock(self._file, fcntl.LOCK_UN)
-        return False
+            return None
+        try:
+            return self.told()
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _lock(self, how: int) -> bool:
         try:
@@ -61,6 +77,19 @@ class Siblings:
 
     def _opened(self) -> int:
         if self._file < 0:
-            path = os.path.join(tempfile.gettempdir(), f"cumem-sleep-{os.getuid()}-{os.getppid()}.lock")
+            path = os.path.join(tempfile.gettempdir(), f"cumem-sleep-{os.getuid()}-{_parent()}.lock")
             self._file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            atexit.register(_remove, path)  # all of them end together
         return self._file
+
+
+def _parent() -> str:
+    """The process that started this one, by a name that no later process can have."""
+    number = os.getppid()
+    fields = pathlib.Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    return f"{number}-{fields[19]}"  # the time of its start
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)

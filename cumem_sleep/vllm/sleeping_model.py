@@ -36,7 +36,8 @@ class Update(Enum):
     """Whether weights are being written in several calls."""
 
     NONE = "none"
-    OPEN = "open"  # started, not finished
+    OPEN = "open"  # started, nothing written yet
+    WRITTEN = "written"  # not finished
     TORN = "torn"  # weights were dropped meanwhile: what was written before is lost
 
 
@@ -52,6 +53,7 @@ class SleepingModel:
         paused: by somebody's POST /pause, which a request must not resume.
         staged: somebody else woke weights that were dropped, and is loading them: a request must not interfere.
         update: see `Update`.
+        kept: a sleep may have left requests in the engine, which run when its scheduler resumes.
         torn: a sleep failed in some workers and not in others, which sleep still; vLLM takes all of it to be awake.
         failure: why waking on request failed, and until when nobody tries again (a time of `clock`).
         changed: set, and replaced, whenever what is known changes.
@@ -63,7 +65,7 @@ class SleepingModel:
         self.phase = Phase.UNKNOWN
         self.level: int | None = None
         self.asleep: set[str] = set()
-        self.weights_lost = self.paused = self.staged = self.torn = False
+        self.weights_lost = self.paused = self.staged = self.kept = self.torn = False
         self.failure: tuple[str, float] | None = None
         self.changed = asyncio.Event()
         self.several_servers = False
@@ -122,19 +124,37 @@ class SleepingModel:
             await asyncio.shield(self._question)
 
     def mark(self) -> int:
-        """For `unchanged_since`, taken before a look."""
-        return self._siblings.changes() if self.several_servers else 0
+        """For `unchanged_since`, taken before a look: how often API servers changed something."""
+        heard = self._siblings.heard() if self.several_servers else None
+        return -1 if heard is None else int(heard.get("changes", 0))
 
     def unchanged_since(self, mark: int) -> bool:
         """Whether what was seen then holds still, beside other API servers; alone, a look costs nothing."""
-        return self.several_servers and self._siblings.changes() == mark and not self._siblings.are_busy()
+        return mark >= 0 and self.mark() == mark
 
     async def _look_beside_siblings(self) -> None:
         while not self._changing:
-            if self._siblings.are_busy():
+            heard = self._siblings.heard()
+            if heard is None:
                 return self._enter(Phase.CHANGING)
-            if await self._ask():
+            self._adopt(heard)
+            if await self._ask() and self.unchanged_since(int(heard.get("changes", 0))):
                 return
+
+    def _facts(self) -> dict[str, Any]:
+        """What the engine cannot say, for the other API servers."""
+        names = ("level", "weights_lost", "paused", "staged", "kept", "torn")
+        facts = {name: getattr(self, name) for name in names}
+        return {**facts, "asleep": sorted(self.asleep), "update": self.update.value}
+
+    def _adopt(self, facts: dict[str, Any]) -> None:
+        for name, value in facts.items():
+            if name == "asleep":
+                self.asleep = set(value)
+            elif name == "update":
+                self.update = Update(value)
+            elif name != "changes":
+                setattr(self, name, value)
 
     async def _ask(self) -> bool:
         """Ask the engine; False if the answer is worthless, because something changed meanwhile."""
@@ -153,16 +173,13 @@ class SleepingModel:
         return True
 
     def _learn_awake(self) -> None:
-        if self.several_servers:
-            self.weights_lost = False  # another server may have loaded them
-        self.level, self.asleep, self.paused, self.failure = None, set(), False, None
+        self.level, self.asleep, self.failure = None, set(), None
+        self.paused = self.kept = False
         self._enter(Phase.AWAKE)
 
     def _learn_asleep(self, ranks: list[metrics.RankStatus] | None, scheduler_paused: bool) -> None:
         if ranks is not None:
             self.asleep, lost = _asleep_and_lost(ranks)
-            if self.several_servers and "weights" in self.asleep:
-                self.weights_lost = lost
             self.weights_lost |= lost
         elif not self.asleep and self.level != 0 and not scheduler_paused:
             self.asleep = set(TAGS)  # vLLM means memory, and nobody says which
@@ -196,12 +213,22 @@ class SleepingModel:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if gone is not None and gone.done():
                 raise ClientGone
-            async with self._siblings.excluded() if self.several_servers else nullcontext():
+            async with self._without_siblings() if self.several_servers else nullcontext():
                 yield
         finally:
             turn.cancel()
             if turn.done() and not turn.cancelled():
                 self._lock.release()
+
+    @asynccontextmanager
+    async def _without_siblings(self) -> AsyncIterator[None]:
+        async with self._siblings.excluded():
+            told = self._siblings.told()
+            self._adopt(told)
+            try:
+                yield
+            finally:
+                self._siblings.tell({**self._facts(), "changes": told.get("changes", 0) + 1})
 
     @asynccontextmanager
     async def change(self, disturbs: bool = True, gone: asyncio.Future[None] | None = None) -> AsyncIterator[None]:
@@ -259,7 +286,7 @@ class SleepingModel:
             self.staged = False
             if level >= 2:
                 self.weights_lost = True
-                self.update = Update.TORN if self.update is not Update.NONE else Update.NONE
+                self.update = Update.TORN if self.update is Update.WRITTEN else self.update
 
     async def slept_badly(self) -> None:
         """A sleep failed, but may have stopped the scheduler before it did: that is level 0."""
@@ -303,8 +330,10 @@ class SleepingModel:
             self.update = Update.OPEN
         elif effect is Effect.LOADS or (effect is Effect.UPDATES and self.update is Update.NONE):
             self.loaded()
+        elif effect is Effect.UPDATES and self.update is Update.OPEN:
+            self.update = Update.WRITTEN
         elif effect is Effect.FINISHES:
-            whole, self.update = self.update is not Update.TORN, Update.NONE
+            whole, self.update = self.update in (Update.NONE, Update.WRITTEN), Update.NONE
             if whole:
                 self.loaded()
 

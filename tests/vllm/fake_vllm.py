@@ -175,6 +175,19 @@ class FakeEngine:
         return "queued" if self.scheduler_paused else self.weights
 
 
+class AnotherClient:
+    """A second API server's client of an engine."""
+
+    generate = FakeEngine.generate
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+        self.engine_core = SimpleNamespace(add_request_async=engine._add_request)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
 class OldEngine(FakeEngine):
     """vLLM 0.14's: no modes of sleep, level 0 drops everything, the scheduler knows nothing of it."""
 
@@ -239,8 +252,8 @@ LOOKS = ("/health", "/ping", "/v1/models", "/version", "/metrics", "/load", "/is
 class FakeVllm:
     """What is below the gate: routes of `vllm serve`, in dev mode or not."""
 
-    def __init__(self, engine: FakeEngine | None = None, dev_mode: bool = True, api_keys: tuple[str, ...] = ()) -> None:
-        self.engine = engine or FakeEngine()
+    def __init__(self, engine: Any = None, dev_mode: bool = True, api_keys: tuple[str, ...] = ()) -> None:
+        self.engine: Any = engine or FakeEngine()
         self.dev_mode = dev_mode
         self.api_keys = api_keys
         self.seen: list[str] = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import pathlib
+import tempfile
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,7 +19,8 @@ TOKEN = "s3cret-of-the-operator"
 
 
 @pytest.fixture
-def gate_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def gate_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where API servers of one vLLM share a file
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.setattr(metrics, "register", lambda *_: True)

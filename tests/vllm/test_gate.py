@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_vllm import TAGS, Crash, FakeEngine, FakeVllm, OldEngine, until_idle
+from fake_vllm import TAGS, AnotherClient, Crash, FakeEngine, FakeVllm, OldEngine, until_idle
 from gate_client import POLICIES, TOKEN, Serve, outcomes, run
 
 from cumem_sleep import InvalidArgument, InvalidArgumentType
@@ -1540,14 +1540,14 @@ def test_with_several_servers_a_held_request_notices_what_another_does(
 ) -> None:
     async def scenario() -> None:
         client = serve(on_request=policy)
-        client.vllm.state.args.api_server_count = 4
+        another = serve(FakeVllm(AnotherClient(client.engine)))
+        client.vllm.state.args.api_server_count = another.vllm.state.args.api_server_count = 4
         await client.engine.sleep(2)
         request = client.begin("POST", "/v1/completions")
         if policy == "wait":
             await until_idle()
-            await client.engine.wake_up(["weights"])
-            client.engine.write_weights()
-            await client.engine.wake_up(["kv_cache"])
+            for call in ("/wake?tags=weights", "/update_weights", "/wake?tags=kv_cache"):
+                assert (await another.post(call)).code == 200
         assert (await request.response()).body == {"text": "good"}
 
     monkeypatch.setattr("cumem_sleep.vllm.gate.POLL_S", 0.01)
@@ -1558,10 +1558,11 @@ def test_with_several_servers_a_held_request_notices_what_another_does(
 def test_with_several_servers_weights_loaded_through_another_count(serve: Serve, awake_between: bool) -> None:
     async def scenario() -> None:
         client = serve(on_request="wake")
-        client.vllm.state.args.api_server_count = 2
+        another = serve(FakeVllm(AnotherClient(client.engine)))
+        client.vllm.state.args.api_server_count = another.vllm.state.args.api_server_count = 2
         await client.post("/sleep?level=2")
-        await client.engine.wake_up()
-        client.engine.write_weights()
+        await another.post("/wake")
+        await another.post("/update_weights")
         if awake_between:
             assert (await client.ask()).body == {"text": "good"}
         await client.engine.sleep(1)

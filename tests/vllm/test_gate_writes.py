@@ -151,6 +151,21 @@ def test_parts_of_an_update_count_when_it_is_finished(serve: Serve, by_rpc: bool
     run(scenario())
 
 
+def test_an_update_in_which_nothing_was_written_loads_nothing(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve()
+        await client.post("/start_weight_update")
+        await client.post("/sleep?level=2")
+        await client.post("/wake")
+        assert (await client.post("/finish_weight_update")).code == 200
+        assert (await client.ask()).code == 503
+        for path in ("/start_weight_update", "/finish_weight_update"):
+            assert (await client.post(path)).code == 200
+        assert (await client.ask()).code == 503
+
+    run(scenario())
+
+
 def test_an_update_that_a_level_2_sleep_tore_loads_nothing(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve()
