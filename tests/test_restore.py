@@ -833,7 +833,7 @@ class TestWake:
     @pytest.mark.parametrize("where", ["mapping", "copying"])
     @pytest.mark.parametrize("error", [KeyboardInterrupt, OutOfHostMemory])
     @pytest.mark.parametrize("what", ["weights", "kv_cache"])
-    def test_the_mapping_thread_is_at_rest_before_a_failed_wake_is_undone(  # noqa: PLR0915
+    def test_the_mapping_thread_is_at_rest_before_a_failed_wake_is_undone(
         self,
         allocator: CuMemAllocator,
         memory: Memory,
@@ -1265,6 +1265,11 @@ class TestPoorMachines:
             """
             from cumem_sleep import _core
 
+            def start_all_the_same(worker, work):
+                _core.allow_threads(1)
+                start(worker, work)
+
+            start, _core.Worker.start = _core.Worker.start, start_all_the_same  # of prepare, which is refused else
             _core.allow_threads(0)
             """,
         ],
