@@ -812,13 +812,16 @@ class CuMemAllocator:
         return self._lock.run(partial(self._with_lock, work))
 
     def _with_lock(self, work: Callable[[], _Result]) -> _Result:
-        with self._lock.hold(), _core.CurrentContext():
-            _core.reclaim()
-            self._store.prune()
-            try:
-                return work()
-            finally:
+        try:
+            with self._lock.hold(), _core.CurrentContext():
+                _core.reclaim()
                 self._store.prune()
+                try:
+                    return work()
+                finally:
+                    self._store.prune()
+        finally:
+            self._store.look_for_freed()
 
     def _clear_store(self) -> None:
         with self._lock.hold():
@@ -846,6 +849,7 @@ class CuMemAllocator:
             if held:
                 _core.reclaim()
                 self._store.prune_freed()
+        self._store.look_for_freed()
 
     def _known_tags(self, tags: str | Iterable[str]) -> set[str]:
         """The tags, if memory was ever given each of them (`weights` and `kv_cache` always count)."""
