@@ -259,8 +259,8 @@ class CuMemAllocator:
         if is_dropped is None:
             return self._logged(SleepReport(note="level 0 keeps all memory; nothing was done"))
         with self._operation("sleep"), self._counted("sleep"):
-            awake = [segment for segment in _core.segments() if segment.sleep == _Sleep.AWAKE]
-            return self._sleep(awake, is_dropped)
+            segments = [s for s in _core.segments() if s.sleep == _Sleep.AWAKE or (s.keeps_bytes and is_dropped(s.tag))]
+            return self._sleep(segments, is_dropped)
 
     def discard(self, tags: str | Iterable[str]) -> SleepReport:
         """Drop these tags, without a backup, and leave the rest as it is. What sleeps already keeps its backup.
@@ -271,8 +271,8 @@ class CuMemAllocator:
         """
         chosen = self._known_tags(tags)
         with self._operation("discard"), self._counted("discard"):
-            awake = [s for s in _core.segments() if s.sleep == _Sleep.AWAKE and s.tag in chosen]
-            return self._sleep(awake, lambda tag: True, "discard")
+            segments = [s for s in _core.segments() if s.tag in chosen and (s.sleep == _Sleep.AWAKE or s.keeps_bytes)]
+            return self._sleep(segments, lambda tag: True, "discard")
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
         """Take device memory again, at the same addresses, and restore what was backed up.
@@ -488,7 +488,8 @@ class CuMemAllocator:
                         devices = sorted({segment.device for segment in changed + maybe})
                         for device in devices if self._compressor.on else ():
                             spare_bytes = _core.memory_info(device)[0]
-                            workbench = self._compressor.workbench(device, spare_bytes, lenders=dropped)
+                            lenders = [segment for segment in dropped if segment.sleep == _Sleep.AWAKE]
+                            workbench = self._compressor.workbench(device, spare_bytes, lenders=lenders)
                             workbenches[device] = stack.enter_context(workbench)
                         can_encode = {device for device, workbench in workbenches.items() if workbench.has_memory}
                         if len(can_encode) < len(devices):
