@@ -516,6 +516,19 @@ class TestPersistentFailures:
         world.allocator.wake_up()
         world.check_bytes()
 
+    @pytest.mark.parametrize("offload_tags", [(), World.TAGS])
+    def test_a_sleep_that_is_asked_for_again_releases_what_it_left(
+        self, world: World, offload_tags: tuple[str, ...]
+    ) -> None:
+        sim.fail("cuMemUnmap", after=2, error="CUDA_ERROR_UNKNOWN")
+        sim.fail("cuMemMap", times=4, error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError, match="cuMemUnmap"):
+            world.allocator.sleep(offload_tags=offload_tags)
+        assert sim.stats().live_handles == 3
+        world.allocator.sleep(offload_tags=offload_tags)
+        assert sim.stats().live_handles == 0
+        world.wake()
+
     def test_a_wake_sets_access_that_one_before_it_could_not(self, world: World) -> None:
         """What that mapped is mapped still, since the driver refuses to unmap anything."""
         world.allocator.sleep()
@@ -786,7 +799,7 @@ def test_interrupt_of_prepare(world: World) -> None:
 
 
 class Interrupter:
-    """Counts the places of a call that runs on this thread at which a signal may be handled, and raises KeyboardInterrupt at one of them.
+    """Raises KeyboardInterrupt at one of the places of a call on this thread at which a signal may be handled.
 
     These are every line of this package's code and, above all, every return from a C function: that is where CPython
     looks for signals. Left out are lines of no instruction (`try:`) and a `with` line as the block is left: there it
