@@ -7,6 +7,7 @@ list that the compiler's -fsanitize takes) builds both with sanitizers.
 
 import importlib.metadata
 import os
+import shutil
 from pathlib import Path
 
 import pybind11
@@ -51,6 +52,16 @@ class BuildExt(build_ext):
         """Build all anew: what `build/` holds may have been built with other flags."""
         super().finalize_options()
         self.force = True
+
+    def build_extensions(self) -> None:
+        """Build, or say in one line that there is nothing to build with."""
+        command = (getattr(self.compiler, "compiler_so_cxx", None) or self.compiler.compiler_cxx)[0]
+        if shutil.which(command) is None:
+            raise SystemExit(
+                f"the C++ compiler {command!r} was not found: install one that knows C++17 (apt install g++,"
+                " dnf install gcc-c++), or name yours in CXX"
+            )
+        super().build_extensions()
 
     def get_ext_filename(self, fullname: str) -> str:
         """Where the extension `fullname` is put, relative to the root of packages."""

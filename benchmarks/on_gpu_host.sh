@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Builds the project on a GPU host without network and runs what needs a GPU; raw results go to the folder $1.
-#   benchmarks/on_gpu_host.sh OUT [tests] [sanitizer] [decoder] [bench] [compressed] [codec] [small] [prepare]
+#   benchmarks/on_gpu_host.sh OUT [tests|tests_1|tests_2] [sanitizer] [decoder] [bench] [compressed] [codec] [small] [prepare]
 #       [host_memory] [peers] [switching] [switching_fp8] [scenarios] [two_gpus] [serve]
 # What `peers` compares with comes from .gpu/peers.tar.xz (benchmarks/peers_bundle.py), if it is there; vLLM for
 # the last five from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed. Both parts of that benchmark add to one file,
 # which begins as .gpu/switching.json if that is there.
 # Real weights for `compressed` and `codec` are those of .gpu/checkpoint.safetensors, if it is there.
-# Runs of the suite leave their last lines in OUT/*.txt, measurements their raw JSON.
+# Runs of the suite leave their output in OUT/tests*.txt, with the commit that $COMMIT names (a copy of the tree does not
+# know it), measurements their raw JSON. A call of a lent machine may be short: `tests` is all of the suite in under ten
+# minutes, `tests_1` and `tests_2` are its halves.
 set -uo pipefail
 out=$1
 shift
@@ -16,6 +18,21 @@ python3 -m pip install --no-build-isolation --no-deps -q --upgrade --target /tmp
 status=0
 checkpoint=()
 if [ -f .gpu/checkpoint.safetensors ]; then checkpoint=(--checkpoint .gpu/checkpoint.safetensors); fi
+
+# What mostly starts processes of its own: about half of the suite's time.
+in_processes=(tests/gpu tests/test_bench.py tests/test_cli.py tests/test_doctor.py tests/test_process.py)
+
+suite() {
+    local name=$1
+    shift
+    {
+        echo "commit ${COMMIT:?names the commit under test}, $(date -u +%F)"
+        nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+        python3 -c 'import platform, torch, triton; print("Python", platform.python_version(), "torch", torch.__version__, "triton", triton.__version__)'
+        echo "CUMEM_SLEEP_TEST_DRIVER=cuda python3 -m pytest -q $*"
+        CUMEM_SLEEP_TEST_DRIVER=cuda timeout -k 20 560 python3 -m pytest -q -p no:cacheprovider --durations=8 "$@" 2>&1
+    } | tee "$out/$name.txt"
+}
 
 with_vllm() {
     local archive
@@ -43,7 +60,9 @@ switching() {
 for what in "$@"; do
     echo "== $what"
     case $what in
-    tests) CUMEM_SLEEP_TEST_DRIVER=cuda timeout 280 python3 -m pytest -q -p no:cacheprovider tests 2>&1 | tee "$out/tests.txt" ;;
+    tests) suite tests ;;
+    tests_1) suite tests_1 "${in_processes[@]}" ;;
+    tests_2) suite tests_2 "${in_processes[@]/#/--ignore=}" ;;
     sanitizer)
         # Errors of API calls are not its business here: the suite provokes them on purpose and checks them. Left out is
         # what measures time or fills the GPU, and what needs PyTorch or CuPy to give memory up, which they do not do

@@ -47,6 +47,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton"),
         "cumem_sleep": importlib.metadata.version("cumem-sleep"),
+        "commit": os.environ.get("COMMIT"),  # a copy of the tree does not know it
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("CUMEM_SLEEP_", "PYTORCH_"))},
         "command": " ".join(["python", *(argument.removeprefix(f"{Path(argument).parent}/") for argument in sys.argv)]),
     }

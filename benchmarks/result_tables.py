@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import runpy
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,8 +35,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 BOTH_HOOKS = tuple(f"malloc and free of a {nbytes // MIB} MiB segment" for nbytes in HOOK_SEGMENT_BYTES)
 PLOTTED = (FIRST_SLEEP, CLEAN_SLEEP, DIRTY_SLEEP, WAKE, LATE_WAKE)
-# Okabe and Ito's, which the colour-blind tell apart.
-COLOURS = ("#0072B2", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#D55E00")
+PALETTE = runpy.run_path(str(ROOT / "cumem_sleep" / "bench" / "palette.py"))  # the package may not be installed
 
 
 def load(name: str) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def draw_bars(plot: Path, source: str, title: str, groups: Sequence[str], series
             values,
             height,
             label=one.label,
-            color=COLOURS[number % len(COLOURS)],
+            color=PALETTE["colour_of"](one.label),
         )
         axes.bar_label(bars, [f" {digits(value)} s" for value in values], fontsize=8)
     axes.set_xscale("log")

@@ -7,12 +7,21 @@
 #include <utility>
 
 #include "driver.h"
+#include "scratch.h"
 
 namespace cumem_sleep {
 
 namespace {
 
-thread_local std::string current_tag = "default";
+// A copy that is never destroyed. Threads allocate until the process ends, and later than their own objects do.
+const std::string* kept_tag(const std::string& tag) {
+    static std::mutex mutex;
+    static auto* const tags = new std::set<std::string>;
+    std::lock_guard<std::mutex> lock(mutex);
+    return &*tags->insert(tag).first;
+}
+
+thread_local const std::string* current_tag = nullptr;
 
 std::atomic<void (*)()> free_listener{nullptr};
 
@@ -75,12 +84,13 @@ std::pair<SegmentPtr, bool> SegmentTable::take_out(CUdeviceptr address) {
     by_address_.erase(found);
     --handed_out_[segment->mapping.device()];
     segment->freed = true;
+    if (segment->has_backup) freed_.push_back(segment->id);
     return {segment, segment->pins > 0};
 }
 
-uint64_t SegmentTable::free(CUdeviceptr address) {
+void SegmentTable::free(CUdeviceptr address) {
     const auto [segment, pinned] = take_out(address);
-    if (pinned) return segment->id;
+    if (pinned) return;
     try {
         destroy(*segment);
     } catch (const DriverError&) {
@@ -93,7 +103,6 @@ uint64_t SegmentTable::free(CUdeviceptr address) {
         deferred_.push_back(segment);  // half taken down, so out of use; the rest is tried again later
     }
     release_waiter(segment->mapping.device());  // only hooks free hundreds at once; an operation gives it back then
-    return segment->id;
 }
 
 bool SegmentTable::free_for_good(CUdeviceptr address) {
@@ -102,6 +111,22 @@ bool SegmentTable::free_for_good(CUdeviceptr address) {
     if (segment->has_backup) return true;
     std::lock_guard<std::mutex> lock(mutex_);
     return !deferred_.empty() || !unreleased_.empty();
+}
+
+void SegmentTable::note_backup(Segment& segment) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const bool is_new = !segment.has_backup.exchange(true);
+    if (is_new && segment.freed) freed_.push_back(segment.id);
+}
+
+std::vector<uint64_t> SegmentTable::take_freed() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::exchange(freed_, {});
+}
+
+bool SegmentTable::has_freed() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return !freed_.empty();
 }
 
 std::vector<SegmentPtr> SegmentTable::segments() const {
@@ -128,6 +153,7 @@ std::vector<SegmentPtr> SegmentTable::pin(const std::vector<SegmentPtr>& segment
 }
 
 void SegmentTable::unpin(const std::vector<SegmentPtr>& segments) noexcept {
+    drop_lent(segments);
     std::vector<SegmentPtr> freed;
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -137,11 +163,22 @@ void SegmentTable::unpin(const std::vector<SegmentPtr>& segments) noexcept {
     for (const SegmentPtr& segment : freed) destroy_or_defer(segment);
 }
 
+void SegmentTable::drop_lent(const std::vector<SegmentPtr>& segments) noexcept {
+    std::vector<SegmentPtr> lent;
+    for (const SegmentPtr& segment : segments) {
+        if (!segment->lent.exchange(false)) continue;
+        segment->sleep = Segment::Sleep::kDropped;
+        lent.push_back(segment);
+    }
+    detach_unused(lent);
+    release_all(lent);
+}
+
 size_t SegmentTable::put_to_sleep(const std::vector<SegmentPtr>& backed_up, const std::vector<SegmentPtr>& dropped,
                                   const std::function<void()>& last_check) {
     std::vector<SegmentPtr> all = backed_up;
     all.insert(all.end(), dropped.begin(), dropped.end());
-    // If undoing a step fails too, what the driver left unmapped counts as asleep: a wake maps it, its bytes are there.
+    // If undoing a step fails too, what is not accessible counts as asleep: a wake maps it, its bytes are there.
     const auto detached_sleep = [&](size_t i) {
         return i < backed_up.size() ? Segment::Sleep::kBackedUp : Segment::Sleep::kDropped;
     };
@@ -156,7 +193,9 @@ size_t SegmentTable::put_to_sleep(const std::vector<SegmentPtr>& backed_up, cons
                 all[done]->mapping.map();
                 return true;
             });
-            if (!undone) all[done]->sleep = detached_sleep(done);
+            if (undone) continue;
+            all[done]->sleep = detached_sleep(done);
+            all[done]->keeps_bytes = all[done]->sleep == Segment::Sleep::kDropped;
         }
         throw;
     }
@@ -168,6 +207,7 @@ size_t SegmentTable::release_all(const std::vector<SegmentPtr>& segments) noexce
     size_t bytes = 0;
     for (const SegmentPtr& segment : segments) {
         if (!segment->mapping.has_memory()) continue;
+        if (segment->keeps_bytes && !segment->mapping.is_mapped()) continue;
         // Tried twice and then left for later, never undone: the bytes of what was released before cannot be had back.
         const bool released = segment->mapping.state() == Mapping::State::kDetached && try_twice([&] {
                                   segment->mapping.release();
@@ -188,7 +228,7 @@ size_t SegmentTable::release_all(const std::vector<SegmentPtr>& segments) noexce
 void SegmentTable::detach_unused(const std::vector<SegmentPtr>& segments) noexcept {
     std::map<int, bool> is_quiet;
     for (const SegmentPtr& segment : segments) {
-        if (segment->mapping.state() != Mapping::State::kMapped) continue;
+        if (!segment->mapping.is_mapped()) continue;
         const int device = segment->mapping.device();
         if (!is_quiet.count(device))
             is_quiet[device] = try_twice([&] {
@@ -203,8 +243,14 @@ void SegmentTable::detach_unused(const std::vector<SegmentPtr>& segments) noexce
     }
 }
 
-void SegmentTable::finish_wake(const std::vector<SegmentPtr>& segments) noexcept {
-    for (const SegmentPtr& segment : segments) segment->sleep = Segment::Sleep::kAwake;
+void SegmentTable::finish_wake(const std::vector<SegmentPtr>& segments) {
+    for (const SegmentPtr& segment : segments)
+        if (segment->mapping.state() != Mapping::State::kMapped)
+            throw InvalidState("a segment that was to wake is not mapped");
+    for (const SegmentPtr& segment : segments) {
+        segment->sleep = Segment::Sleep::kAwake;
+        segment->keeps_bytes = false;
+    }
 }
 
 void SegmentTable::undo_wake(const std::vector<SegmentPtr>& segments) noexcept {
@@ -244,8 +290,9 @@ size_t SegmentTable::reclaim() noexcept {
         release_all(unreleased);
         unpin(unreleased);
     }
+    const size_t scratch = reclaim_scratch();
     std::lock_guard<std::mutex> lock(mutex_);
-    return deferred_.size() + unreleased_.size();
+    return deferred_.size() + unreleased_.size() + scratch;
 }
 
 void SegmentTable::destroy(Segment& segment) {
@@ -275,9 +322,16 @@ void SegmentTable::destroy_or_defer(const SegmentPtr& segment) noexcept {
     deferred_.push_back(segment);
 }
 
-std::string exchange_thread_tag(std::string tag) { return std::exchange(current_tag, std::move(tag)); }
+std::string exchange_thread_tag(const std::string& tag) {
+    const std::string before = thread_tag();
+    current_tag = kept_tag(tag);
+    return before;
+}
 
-const std::string& thread_tag() { return current_tag; }
+const std::string& thread_tag() {
+    if (!current_tag) current_tag = kept_tag("default");
+    return *current_tag;
+}
 
 void set_free_listener(void (*listener)()) { free_listener = listener; }
 

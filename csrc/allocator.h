@@ -21,9 +21,9 @@
 
 namespace cumem_sleep {
 
-// One allocation that was handed out. Everything but `mapping`, `sleep`, `pins` and `freed` stays as it was made.
+// One allocation that was handed out. Everything but `mapping`, the flags and `pins` stays as it was made.
 struct Segment {
-    // What the layer promises about the bytes. Physical state is the mapping's; a segment that is kAwake is mapped.
+    // What the layer promises about the bytes. Physical state is the mapping's; a segment that is kAwake is kMapped.
     enum class Sleep {
         kAwake,     // in use
         kBackedUp,  // asleep; the backup store holds its bytes
@@ -37,8 +37,13 @@ struct Segment {
     Mapping mapping;
     std::atomic<Sleep> sleep{Sleep::kAwake};
     std::atomic<bool> freed{false};       // written under the table's mutex
-    std::atomic<bool> has_backup{false};  // host memory may be held for it; set by the backup store, and never unset
-    int pins = 0;                         // guarded by the table's mutex
+    std::atomic<bool> has_backup{false};  // host memory may be held for it; never unset
+    // kDropped, but its memory has its bytes still: a sleep was undone and the driver refused to map it again.
+    std::atomic<bool> keeps_bytes{false};
+    // Awake, but the codec works in its memory. Unless its bytes were put back by then, the last unpin drops it: nobody
+    // may take what the codec left for them.
+    std::atomic<bool> lent{false};
+    int pins = 0;  // guarded by the table's mutex
 };
 
 using SegmentPtr = std::shared_ptr<Segment>;
@@ -55,36 +60,45 @@ class SegmentTable {
     // Gives the segment at `address` back, asleep or awake, after waiting for the work that runs on its device; may be
     // called beside a graph capture. If an operation has the segment pinned, the memory goes when the operation ends.
     // Throws InvalidState for an address that is not handed out (never was, or freed before); DriverError if the driver
-    // refuses (the segment is then still there and can be freed again). Returns the segment's id.
-    uint64_t free(CUdeviceptr address);
+    // refuses (the segment is then still there and can be freed again).
+    void free(CUdeviceptr address);
     // The same for callers that will not ask again: what the driver refuses is tried again by `reclaim`. Throws
     // InvalidState only. Returns whether more is to be given back: host memory of its backup, or what was refused.
     bool free_for_good(CUdeviceptr address);
+
+    // Host memory is about to be held for the segment: when it is freed, `take_freed` says so.
+    void note_backup(Segment& segment);
+    // The ids of segments with a backup that were freed since this was asked last.
+    std::vector<uint64_t> take_freed();
+    bool has_freed() const;
 
     // Segments that are handed out, oldest first.
     std::vector<SegmentPtr> segments() const;
 
     // A pinned segment keeps its address and memory; freeing it is put off until the last unpin. Returns those that
-    // were pinned: all but what was freed meanwhile. Waits for a `reclaim` on another thread.
+    // were pinned: all but what was freed meanwhile. Waits for a `reclaim` on another thread. Whoever unpins a segment
+    // that is `lent` drops it.
     std::vector<SegmentPtr> pin(const std::vector<SegmentPtr>& segments);
     void unpin(const std::vector<SegmentPtr>& segments) noexcept;
 
     // Takes physical memory away from all `backed_up` and `dropped` segments, or from none: first every mapping is
     // detached, which can be undone with the bytes intact, then `last_check` may still throw, then memory is released.
-    // Throws what the driver or `last_check` threw, with everything mapped as before. Segments must be pinned, awake,
-    // and no work that uses them in flight. Returns the bytes released; memory that the driver would not release stays
-    // with its segment and is tried again by `reclaim`.
+    // Throws what the driver or `last_check` threw, with everything mapped as before; what the driver refuses to map
+    // again sleeps from then on, and keeps its bytes for the next wake. Segments must be pinned, awake, and no work
+    // that uses them in flight. Returns the bytes released; memory that the driver would not release stays with its
+    // segment and is tried again by `reclaim`.
     size_t put_to_sleep(const std::vector<SegmentPtr>& backed_up, const std::vector<SegmentPtr>& dropped,
                         const std::function<void()>& last_check);
 
-    // The end of a wake: segments that were mapped (Mapping::map) and filled are in use again. Or its undoing: the
-    // memory that the wake had taken goes back, and the segments sleep as before; what `finish_wake` has woken is left
-    // alone.
-    void finish_wake(const std::vector<SegmentPtr>& segments) noexcept;
+    // The end of a wake: segments that were mapped (Mapping::map) and filled are in use again. Throws InvalidState, and
+    // wakes none, if one is not mapped.
+    void finish_wake(const std::vector<SegmentPtr>& segments);
+    // The undoing of a wake: the memory that it had taken goes back, and the segments sleep as before, those that keep
+    // their bytes with them; what `finish_wake` has woken is left alone.
     void undo_wake(const std::vector<SegmentPtr>& segments) noexcept;
 
     // Tries again what the driver refused earlier, but leaves alone what an operation has pinned. Never throws; returns
-    // the number of segments that still hold memory which nobody uses.
+    // the number of segments, and of scratch memories, that still hold memory which nobody uses.
     size_t reclaim() noexcept;
 
   private:
@@ -94,6 +108,7 @@ class SegmentTable {
     void destroy_or_defer(const SegmentPtr& segment) noexcept;
     size_t release_all(const std::vector<SegmentPtr>& segments) noexcept;
     void detach_unused(const std::vector<SegmentPtr>& segments) noexcept;
+    void drop_lent(const std::vector<SegmentPtr>& segments) noexcept;
 
     // Held, before `mutex_`, for as long as sleeping segments are taken down: an operation that pinned them in the
     // middle of that would map what is being released.
@@ -103,11 +118,12 @@ class SegmentTable {
     std::map<int, size_t> handed_out_;    // segments of by_address_, by device
     std::vector<SegmentPtr> deferred_;    // no longer handed out, but the driver would not take them back
     std::vector<SegmentPtr> unreleased_;  // asleep, but the driver would not take their memory
+    std::vector<uint64_t> freed_;         // with a backup, for take_freed
     uint64_t next_id_ = 1;
 };
 
 // The tag that the calling thread's allocations get; "default" until set. Returns what it was.
-std::string exchange_thread_tag(std::string tag);
+std::string exchange_thread_tag(const std::string& tag);
 const std::string& thread_tag();
 
 // Called, without the interpreter lock, after a hook freed a segment that leaves more to be given back: not after each,

@@ -30,13 +30,13 @@ std::string sentence(const std::string& call, const std::string& error, const st
 // Retained once per device and kept: a context that holds our memory must not go away under it.
 CUcontext primary_context(int device) {
     static std::mutex mutex;
-    static std::map<int, CUcontext> contexts;
+    static auto* const contexts = new std::map<int, CUcontext>;  // never destroyed: memory may be freed at exit
     std::lock_guard<std::mutex> lock(mutex);
-    if (const auto found = contexts.find(device); found != contexts.end()) return found->second;
+    if (const auto found = contexts->find(device); found != contexts->end()) return found->second;
     check_device(device);
     CUcontext context = nullptr;
     Driver::get().primary_ctx_retain(&context, device);
-    contexts.emplace(device, context);
+    contexts->emplace(device, context);
     return context;
 }
 
@@ -229,7 +229,8 @@ struct Waiter {
     std::mutex mutex;
     // One byte that stays: without a neighbour, each allocation takes a page from the device and gives it back.
     CUdeviceptr neighbour = 0;
-    CUdeviceptr unfreed = 0;  // what the driver would not free is used again by the next wait
+    CUdeviceptr unfreed = 0;     // what the driver would not free is used again by the next wait
+    bool is_registered = false;  // the page, which the driver would not unregister: the next wait asks it again
     alignas(kPage) uint8_t page[kPage];
 };
 
@@ -258,10 +259,12 @@ void wait_for_running_work(int device) {
     }
     if (result != CUDA_ERROR_OUT_OF_MEMORY) driver.fail(driver.mem_alloc.name, result);
     // A full device: unregistering host memory waits alike and needs none of it, but costs 100 us.
-    driver.mem_host_register(waiter.page, Waiter::kPage, CU_MEMHOSTREGISTER_PORTABLE);
+    if (!waiter.is_registered) driver.mem_host_register(waiter.page, Waiter::kPage, CU_MEMHOSTREGISTER_PORTABLE);
+    waiter.is_registered = true;
     CUresult unregistered = driver.mem_host_unregister.attempt(waiter.page);
     if (unregistered != CUDA_SUCCESS) unregistered = driver.mem_host_unregister.attempt(waiter.page);
     if (unregistered != CUDA_SUCCESS) driver.fail(driver.mem_host_unregister.name, unregistered);
+    waiter.is_registered = false;
 }
 
 void release_waiter(int device) noexcept {

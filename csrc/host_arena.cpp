@@ -35,9 +35,10 @@ size_t page_bytes() {
 
 size_t whole_pages(size_t bytes) { return (bytes + page_bytes() - 1) / page_bytes() * page_bytes(); }
 
-// Pages that the driver would not unpin: the GPU may still reach them, so they stay until it does.
+// Pages that the driver would not unpin: the GPU may still reach them, so they stay until it does. Never destroyed: at
+// exit other threads may still close blocks.
 std::mutex kept_mutex;
-std::vector<std::shared_ptr<HostPages>> kept;
+auto* const kept = new std::vector<std::shared_ptr<HostPages>>;
 
 }  // namespace
 
@@ -129,16 +130,16 @@ void HostBlock::close() noexcept {
     closed_ = true;
     if (pages_->give_back()) return;
     std::lock_guard<std::mutex> lock(kept_mutex);
-    kept.push_back(pages_);
+    kept->push_back(pages_);
 }
 
 size_t reclaim_host_memory() noexcept {
     if (Driver::is_forked()) return 0;
     std::lock_guard<std::mutex> lock(kept_mutex);
     const auto returned = [](const std::shared_ptr<HostPages>& pages) { return pages->give_back(); };
-    kept.erase(std::remove_if(kept.begin(), kept.end(), returned), kept.end());
+    kept->erase(std::remove_if(kept->begin(), kept->end(), returned), kept->end());
     size_t bytes = 0;
-    for (const auto& pages : kept) bytes += pages->bytes();
+    for (const auto& pages : *kept) bytes += pages->bytes();
     return bytes;
 }
 

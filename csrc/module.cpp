@@ -1,20 +1,18 @@
 // Python bindings. Every function that calls the driver, or may wait, runs without the interpreter lock.
-#include <cxxabi.h>
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <unistd.h>
 
 #include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <mutex>
 #include <thread>
 #include <utility>
 
 #include "allocator.h"
 #include "driver.h"
 #include "host_arena.h"
+#include "interpreter.h"
+#include "operation.h"
+#include "scratch.h"
 #include "transfer.h"
 #include "vmm.h"
 
@@ -22,27 +20,6 @@ namespace py = pybind11;
 using namespace cumem_sleep;
 
 namespace {
-
-// Gives the interpreter lock up for a scope. While Python exits, it ends daemon threads that ask for the lock by
-// unwinding them. That would go on through pybind11's frames, which then drop references without the lock, and crash
-// the process. So such a thread stops here, as newer Pythons have it, and goes with the process; it holds no lock of
-// ours.
-class WithoutInterpreter {
-  public:
-    WithoutInterpreter() : state_(PyEval_SaveThread()) {}
-    ~WithoutInterpreter() {
-        try {
-            PyEval_RestoreThread(state_);
-        } catch (abi::__forced_unwind&) {
-            for (;;) pause();
-        }
-    }
-    WithoutInterpreter(const WithoutInterpreter&) = delete;
-    WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
-
-  private:
-    PyThreadState* state_;
-};
 
 using NoGil = py::call_guard<WithoutInterpreter>;
 
@@ -83,12 +60,6 @@ DeviceInfo device_info(int device) {
     return info;
 }
 
-// After the driver detached everything and before anything is lost: the last moment at which Ctrl-C can stop a sleep.
-void raise_pending_signal() {
-    py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
 // Holds segments for one operation. An object rather than two calls, so that an interrupt between them loses no unpin.
 class Pinned {
   public:
@@ -118,98 +89,24 @@ struct RelaxedCapture {
     std::unique_ptr<RelaxedCaptureScope> scope;
 };
 
-// Device memory for one operation, of no segment: mapped when made, gone when closed. Whole pages (2 MiB).
-class Scratch {
+// Memory on its way to a caller: freed with this object unless it was handed out, so that an interrupt in between loses
+// no address.
+class Allocation {
   public:
-    Scratch(int device, size_t bytes) : mapping_(device, bytes) {
-        try {
-            ContextScope context(device);
-            RelaxedCaptureScope relaxed;
-            mapping_.reserve();
-            mapping_.map();
-        } catch (...) {
-            close();
-            throw;
-        }
+    Allocation(size_t bytes, const std::string& tag, int device)
+        : address_(SegmentTable::get().allocate(bytes, device, tag)->mapping.address()) {}
+    ~Allocation() {
+        if (!address_) return;
+        const WithoutInterpreter unlocked;
+        cumem_sleep_free(reinterpret_cast<void*>(address_), 0, 0, nullptr);
     }
-    ~Scratch() { close(); }
-    Scratch(const Scratch&) = delete;
-    Scratch& operator=(const Scratch&) = delete;
+    Allocation(const Allocation&) = delete;
+    Allocation& operator=(const Allocation&) = delete;
 
-    // No work may use it any more. If the driver refuses, twice, the memory is lost until the process ends.
-    void close() noexcept {
-        if (Driver::is_forked()) return;
-        try_twice([this] {
-            ContextScope context(mapping_.device());
-            RelaxedCaptureScope relaxed;
-            mapping_.destroy();
-            return true;
-        });
-    }
-    CUdeviceptr address() const { return mapping_.address(); }
-    size_t bytes() const { return mapping_.bytes(); }
+    CUdeviceptr hand_out() { return std::exchange(address_, 0); }
 
   private:
-    Mapping mapping_;
-};
-
-// The lock that serialises operations. Holding it is an object, so that an interrupt at any moment releases it. It is
-// not reentrant: a signal handler, or what the garbage collector runs, must not begin an operation inside another.
-class OperationLock {
-  public:
-    // Waits, and lets signals be handled meanwhile, if `wait`; else returns false where it would have to. Throws
-    // InvalidState where waiting would be for ever: the calling thread holds it. Called with the interpreter lock.
-    bool acquire(bool wait) {
-        for (;;) {
-            {
-                const WithoutInterpreter unlocked;
-                std::unique_lock<std::mutex> lock(mutex_);
-                const bool own = held_ && owner_ == std::this_thread::get_id();
-                if (own && wait)
-                    throw InvalidState(
-                        "called from inside another operation of the allocator on the same thread (by a signal "
-                        "handler, or "
-                        "a finaliser): call it when that one has returned");
-                if (!own && wait) released_.wait_for(lock, std::chrono::milliseconds(50), [this] { return !held_; });
-                if (!held_) {
-                    held_ = true;
-                    owner_ = std::this_thread::get_id();
-                    return true;
-                }
-                if (!wait) return false;
-            }
-            if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-        }
-    }
-    void release() {
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            held_ = false;
-        }
-        released_.notify_one();
-    }
-
-  private:
-    std::mutex mutex_;
-    std::condition_variable released_;
-    bool held_ = false;
-    std::thread::id owner_;
-};
-
-class Held {
-  public:
-    Held(std::shared_ptr<OperationLock> lock, bool wait) : lock_(lock->acquire(wait) ? std::move(lock) : nullptr) {}
-    ~Held() { release(); }
-    Held(const Held&) = delete;
-    Held& operator=(const Held&) = delete;
-
-    explicit operator bool() const { return lock_ != nullptr; }
-    void release() {
-        if (lock_) std::exchange(lock_, nullptr)->release();
-    }
-
-  private:
-    std::shared_ptr<OperationLock> lock_;
+    CUdeviceptr address_;
 };
 
 // The tag of the thread for a scope; only that thread gets its old tag back.
@@ -231,18 +128,20 @@ class ThreadTag {
     bool active_ = true;
 };
 
-// The hooks run without the interpreter; what Python does about a freed segment is put off to the main thread.
+// The hooks run without the interpreter; what Python does about a freed segment is put off to the main thread, where it
+// may come at any place of the program.
 std::atomic<bool> notification_pending{false};
 PyObject* on_free_callback = nullptr;
 
 int notify_python(void*) {
     notification_pending = false;
     if (!on_free_callback) return 0;
-    PyObject* result = PyObject_CallNoArgs(on_free_callback);
-    if (!result && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt))
-        return -1;  // raised in the main thread, where it is due
-    if (!result) PyErr_WriteUnraisable(on_free_callback);
-    Py_XDECREF(result);
+    try {
+        call_undisturbed(py::reinterpret_borrow<py::object>(on_free_callback));
+    } catch (py::error_already_set& error) {
+        error.restore();  // of a signal handler, so it is due here
+        return -1;
+    }
     return 0;
 }
 
@@ -331,7 +230,14 @@ PYBIND11_MODULE(_core, module) {
         .def_property_readonly("sleep", [](const Segment& self) { return self.sleep.load(); })
         .def_property_readonly("freed", [](const Segment& self) { return self.freed.load(); })
         .def(
-            "note_backup", [](Segment& self) { self.has_backup = true; }, "Host memory is about to be held for it.")
+            "note_backup", [](Segment& self) { SegmentTable::get().note_backup(self); },
+            "Host memory is about to be held for it.")
+        .def(
+            "lend", [](Segment& self) { self.lent = true; },
+            "Its bytes are about to be overwritten: when it is unpinned it is dropped, unless `take_back` came before.")
+        .def(
+            "take_back", [](Segment& self) { self.lent = false; }, "Its bytes are back.")
+        .def_property_readonly("keeps_bytes", [](const Segment& self) { return self.keeps_bytes.load(); })
         .def_property_readonly("address", [](const Segment& self) { return self.mapping.address(); })
         .def_property_readonly("bytes", [](const Segment& self) { return self.mapping.bytes(); })
         .def_property_readonly("device", [](const Segment& self) { return self.mapping.device(); })
@@ -351,15 +257,16 @@ PYBIND11_MODULE(_core, module) {
             return SegmentTable::get().segments();
         },
         NoGil(), "Handed out, oldest first.");
+    py::class_<Allocation>(module, "Allocation")
+        .def(py::init<size_t, std::string, int>(), py::arg("bytes"), py::arg("tag"), py::arg("device"), NoGil())
+        .def_property_readonly("handed_out", &Allocation::hand_out,
+                               "The address, which from then on is the caller's to free. Not a call, because Python\n"
+                               "handles signals after calls.");
     module.def(
-        "malloc",
-        [](size_t bytes, const std::string& tag, int device) {
-            return SegmentTable::get().allocate(bytes, device, tag)->mapping.address();
-        },
-        py::arg("bytes"), py::arg("tag"), py::arg("device"), NoGil());
-    module.def(
-        "free", [](CUdeviceptr address) { return SegmentTable::get().free(address); }, py::arg("address"), NoGil(),
-        "Returns the id of the segment that was there.");
+        "take_freed", [] { return SegmentTable::get().take_freed(); },
+        "The ids of segments with a backup that were freed since this was asked last.");
+    module.def("has_freed", [] { return SegmentTable::get().has_freed(); }, "Whether `take_freed` would find any.");
+    module.def("free", [](CUdeviceptr address) { SegmentTable::get().free(address); }, py::arg("address"), NoGil());
     py::class_<Pinned>(module, "Pinned")
         .def(py::init<std::vector<SegmentPtr>>(), py::arg("segments"), NoGil())
         .def("__enter__", &Pinned::segments)
@@ -370,7 +277,7 @@ PYBIND11_MODULE(_core, module) {
     module.def(
         "put_to_sleep",
         [](const std::vector<SegmentPtr>& backed_up, const std::vector<SegmentPtr>& dropped) {
-            return SegmentTable::get().put_to_sleep(backed_up, dropped, &raise_pending_signal);
+            return SegmentTable::get().put_to_sleep(backed_up, dropped, &stop_if_asked);
         },
         py::arg("backed_up"), py::arg("dropped"), NoGil(), "All or none; returns the bytes that were released.");
     module.def("finish_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().finish_wake(all); });
@@ -383,15 +290,7 @@ PYBIND11_MODULE(_core, module) {
         .def(py::init<std::string>(), py::arg("tag"))
         .def("__enter__", [](ThreadTag&) {})
         .def("__exit__", [](ThreadTag& self, const py::args&) { self.restore(); });
-    py::class_<Held>(module, "Held")
-        .def("__enter__", [](Held& self) { return static_cast<bool>(self); })
-        .def("__exit__", [](Held& self, const py::args&) { self.release(); });
-    py::class_<OperationLock, std::shared_ptr<OperationLock>>(module, "OperationLock")
-        .def(py::init<>())
-        .def(
-            "hold",
-            [](const std::shared_ptr<OperationLock>& self, bool wait) { return std::make_unique<Held>(self, wait); },
-            py::arg("wait") = true, "Holds the lock; what `with` gives is whether it does.");
+    bind_operations(module);
     module.def("thread_tag", [] { return thread_tag(); });
     module.def(
         "on_free", &on_free, py::arg("callback").none(true),

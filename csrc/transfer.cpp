@@ -12,18 +12,16 @@ CopyStream::CopyStream(int device) : device_(device) {
 void CopyStream::close() noexcept {
     if (!stream_ || Driver::is_forked()) return;
     // Destroying a stream does not wait for its work, and the caller gives the memory back next: if the driver refuses
-    // to wait for the stream, wait for the device.
-    const bool finished = try_twice([this] {
-        ContextScope context(device_);
-        RelaxedCaptureScope relaxed;
-        return Driver::get().stream_synchronize.attempt(stream_) == CUDA_SUCCESS;
-    });
-    if (!finished)
-        try_twice([this] {
+    // to wait for the stream, wait for the device, at last in the way that ends captures.
+    const auto waited = [this](auto&& wait) {
+        return try_twice([&] {
             ContextScope context(device_);
-            wait_for_running_work(device_);
+            wait();
             return true;
         });
+    };
+    waited([this] { synchronize(); }) || waited([this] { wait_for_running_work(device_); }) ||
+        waited([this] { cumem_sleep::synchronize(device_); });
     try_twice([this] {
         ContextScope context(device_);
         return Driver::get().stream_destroy.attempt(stream_) == CUDA_SUCCESS;

@@ -12,7 +12,7 @@ namespace cumem_sleep {
 namespace {
 
 std::mutex support_mutex;
-std::map<int, HandleSupport> support_by_device;
+auto* const support_by_device = new std::map<int, HandleSupport>;  // never destroyed: memory may be allocated at exit
 
 bool attribute(int device, CUdevice_attribute which) {
     int value = 0;
@@ -34,8 +34,8 @@ HandleSupport advertised_support(int device) {
 
 std::optional<HandleSupport> granted_support(int device) {
     std::lock_guard<std::mutex> lock(support_mutex);
-    const auto found = support_by_device.find(device);
-    if (found == support_by_device.end()) return std::nullopt;
+    const auto found = support_by_device->find(device);
+    if (found == support_by_device->end()) return std::nullopt;
     return found->second;
 }
 
@@ -90,77 +90,75 @@ HandleSupport handle_support(int device) {
 
 Mapping::Mapping(int device, size_t bytes) : device_(device), bytes_(bytes) {}
 
-Mapping::State Mapping::state() const {
-    if (mapped_) return State::kMapped;
-    if (handle_) return State::kDetached;
-    return address_ ? State::kUnmapped : State::kUnreserved;
-}
-
 void Mapping::reserve() {
-    if (address_) return;
+    if (state_ != State::kUnreserved) return;
     const Driver& driver = Driver::get();
     CUdeviceptr address = 0;
     const CUresult result = driver.mem_address_reserve.attempt(&address, bytes_, 0, 0, 0);
     if (result != CUDA_SUCCESS) driver.fail(driver.mem_address_reserve.name, result, describe());
     address_ = address;
+    state_ = State::kUnmapped;
 }
 
 void Mapping::map() {
-    if (mapped_) return;
-    const Driver& driver = Driver::get();
-    const bool created = !handle_;
-    if (created) handle_ = create();
-    CUresult result = driver.mem_map.attempt(address_, bytes_, 0, handle_, 0);
-    const char* call = driver.mem_map.name;
-    if (result == CUDA_SUCCESS) {
-        mapped_ = true;
-        try {
-            set_access();
-            return;
-        } catch (const DriverError&) {
-            mapped_ = !try_twice([&] { return driver.mem_unmap.attempt(address_, bytes_) == CUDA_SUCCESS; });
-            if (created && !mapped_) undo_create();
-            throw;
+    const State before = state_;
+    try {
+        if (state_ == State::kUnmapped) {
+            handle_ = create();
+            state_ = State::kDetached;
         }
+        if (state_ == State::kDetached) {
+            const Driver& driver = Driver::get();
+            const CUresult result = driver.mem_map.attempt(address_, bytes_, 0, handle_, 0);
+            if (result != CUDA_SUCCESS) driver.fail(driver.mem_map.name, result, describe());
+            state_ = State::kMappedWithoutAccess;
+        }
+        if (state_ == State::kMappedWithoutAccess) {
+            set_access();
+            state_ = State::kMapped;
+        }
+    } catch (const std::exception&) {
+        const auto undo = [this](void (Mapping::*step)()) {
+            return try_twice([&] {
+                (this->*step)();
+                return true;
+            });
+        };
+        if (state_ == State::kMappedWithoutAccess && before < state_) undo(&Mapping::unmap);
+        if (state_ == State::kDetached && before < state_) undo(&Mapping::release);
+        throw;
     }
-    if (created) undo_create();
-    driver.fail(call, result, describe());
-}
-
-void Mapping::undo_create() noexcept {
-    if (try_twice([this] { return Driver::get().mem_release.attempt(handle_) == CUDA_SUCCESS; })) handle_ = 0;
 }
 
 void Mapping::detach() {
-    if (!mapped_) return;
+    if (state_ == State::kMapped) peers_ = peers_with_access();
+    if (is_mapped()) unmap();
+}
+
+void Mapping::unmap() {
     const Driver& driver = Driver::get();
-    std::vector<CUmemAccessDesc> peers = peers_with_access();
     const CUresult result = driver.mem_unmap.attempt(address_, bytes_);
     if (result != CUDA_SUCCESS) driver.fail(driver.mem_unmap.name, result, describe());
-    peers_ = std::move(peers);
-    mapped_ = false;
+    state_ = State::kDetached;
 }
 
 void Mapping::release() {
-    if (mapped_ || !handle_) return;
+    if (state_ != State::kDetached) return;
     const Driver& driver = Driver::get();
     const CUresult result = driver.mem_release.attempt(handle_);
     if (result != CUDA_SUCCESS) driver.fail(driver.mem_release.name, result, describe());
     handle_ = 0;
+    state_ = State::kUnmapped;
 }
 
 void Mapping::destroy() {
-    const Driver& driver = Driver::get();
-    if (mapped_) {
-        const CUresult result = driver.mem_unmap.attempt(address_, bytes_);
-        if (result != CUDA_SUCCESS) driver.fail(driver.mem_unmap.name, result, describe());
-        mapped_ = false;
-    }
+    if (is_mapped()) unmap();
     release();
-    if (!address_) return;
+    if (state_ != State::kUnmapped) return;
+    const Driver& driver = Driver::get();
     const CUresult result = driver.mem_address_free.attempt(address_, bytes_);
     if (result != CUDA_SUCCESS) driver.fail(driver.mem_address_free.name, result, describe());
-    address_ = 0;
+    state_ = State::kUnreserved;
 }
 
 // Asks for the best handle the device advertises and does without what it refuses; what was granted is remembered.
@@ -174,7 +172,7 @@ CUmemGenericAllocationHandle Mapping::create() const {
         const CUresult result = driver.mem_create.attempt(&handle, bytes_, &prop, 0);
         if (result == CUDA_SUCCESS) {
             std::lock_guard<std::mutex> lock(support_mutex);
-            support_by_device.emplace(device_, support);
+            support_by_device->emplace(device_, support);
             return handle;
         }
         if (result == CUDA_ERROR_OUT_OF_MEMORY) {

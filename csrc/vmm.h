@@ -4,6 +4,7 @@
 
 #include <cuda.h>
 
+#include <atomic>
 #include <cstddef>
 #include <string>
 #include <vector>
@@ -16,10 +17,11 @@ size_t granularity(int device);
 class Mapping {
   public:
     enum class State {
-        kUnreserved,  // no address yet, or given back
-        kUnmapped,    // an address, no physical memory
-        kDetached,    // physical memory with its bytes, but not under the address: map() brings the same bytes back
-        kMapped,      // usable
+        kUnreserved,           // no address yet, or given back
+        kUnmapped,             // an address, no physical memory
+        kDetached,             // physical memory with its bytes, but not under the address: map() brings them back
+        kMappedWithoutAccess,  // under the address, but every access faults: what a refused map() may leave
+        kMapped,               // usable
     };
 
     // No driver call is made. `bytes` is a multiple of the granularity.
@@ -28,10 +30,11 @@ class Mapping {
     Mapping& operator=(const Mapping&) = delete;
 
     // Each of the four takes one step, throws DriverError if the driver refuses, and has then changed nothing; where
-    // the step was taken already it does nothing.
+    // the step was taken already it does nothing. Only map() takes several, and where the driver also refuses to undo
+    // one of them it leaves the state it came to: calling it again goes on from there.
     void reserve();
-    // From unmapped: new physical memory with undefined bytes. From detached: the same memory, the same bytes. Every
-    // peer that had access when it was last mapped has it again. Throws OutOfDeviceMemory.
+    // From unmapped: new physical memory with undefined bytes. Else the same memory, the same bytes. Every peer that
+    // had access when it was last usable has it again. Throws OutOfDeviceMemory.
     void map();
     // No kernel or copy may still use the range: the driver does not wait for them.
     void detach();
@@ -40,25 +43,28 @@ class Mapping {
     // Takes back every step there is to take back. If the driver refuses one, throws; calling again goes on from there.
     void destroy();
 
+    // Stays what it was when the range has been given back.
     CUdeviceptr address() const { return address_; }
     size_t bytes() const { return bytes_; }
     int device() const { return device_; }
-    State state() const;
+    // This and the next may be asked while another thread takes a step.
+    State state() const { return state_; }
     // Physical memory is held: mapped or detached.
-    bool has_memory() const { return handle_ != 0; }
+    bool has_memory() const { return state_ >= State::kDetached; }
+    bool is_mapped() const { return state_ >= State::kMappedWithoutAccess; }
 
   private:
     CUmemGenericAllocationHandle create() const;
-    void undo_create() noexcept;
+    void unmap();
     std::vector<CUmemAccessDesc> peers_with_access() const;
     void set_access() const;
     std::string describe() const;
 
     const int device_;
     const size_t bytes_;
+    std::atomic<State> state_{State::kUnreserved};
     CUdeviceptr address_ = 0;
     CUmemGenericAllocationHandle handle_ = 0;
-    bool mapped_ = false;
     std::vector<CUmemAccessDesc> peers_;
 };
 

@@ -1,7 +1,22 @@
-"""`python -m cumem_sleep` is the command `cumem-sleep`."""
+"""The command `cumem-sleep`, and `python -m cumem_sleep`: begins before the rest of the package is imported."""
+
+from __future__ import annotations
 
 import sys
 
-from .cli import main
+_INTERRUPTED = 130  # as a shell reports SIGINT
 
-sys.exit(main())
+
+def main() -> int:
+    """Run the command; Ctrl-C while its modules are still imported ends it without a traceback, too."""
+    try:
+        from .cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        print("cumem-sleep: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

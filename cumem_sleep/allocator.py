@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib.util
 import logging
 import math
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any, ClassVar, TypeVar
 
 from . import _core
-from .ahead import Ahead
 from .backup import BackupStore
-from .compress import Compressor, Encoding, Workbench
+from .compress import Compressor, Encoding, Workbench, close_all
 from .digest import DeviceDigester, Digest, DigestRun
 from .errors import (
     BackupMismatch,
@@ -42,6 +42,7 @@ from .prepare import Preparation
 from .report import OperationTotals, PhaseTimer, SleepReport, TagUsage, WakeReport
 from .restore import Restorer
 from .settings import Settings
+from .variables import warn_of_misspelt
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -56,6 +57,7 @@ _allocators: weakref.WeakSet[CuMemAllocator] = weakref.WeakSet()
 _stores: weakref.WeakSet[BackupStore] = weakref.WeakSet()
 
 _Report = TypeVar("_Report", SleepReport, WakeReport)
+_Result = TypeVar("_Result")
 _Sleep = _core.Segment.Sleep
 _HEAD_BYTES = 2 << 30
 _PART_BYTES = 8 << 30  # digested in a few milliseconds, about as long as what is in flight lasts
@@ -69,6 +71,10 @@ class CuMemAllocator:
     Its methods may be called from any thread; sleep, wake and what else changes memory run one after the other. PyTorch
     is used where it is installed and reaches the GPU; without it, `malloc` and `free` serve.
 
+    What holds the lock runs on a thread of its own, and the caller waits (`csrc/operation.h`): so a signal handler may
+    raise at any time, and any number of times, and may call any of these methods. What it raises asks the operation to
+    stop, and is raised when that has ended; then either all was done or nothing.
+
     Args:
         settings: how to behave; by default what the environment says (`Settings.from_environment`).
 
@@ -81,12 +87,14 @@ class CuMemAllocator:
     default_tag: ClassVar[str] = DEFAULT_TAG
     # Whether leaving a pool is when `Settings.prepare` begins; vLLM's plugin begins after the warm-up instead.
     prepares_after_pools: ClassVar[bool] = True
-    _instance_lock: ClassVar[threading.Lock] = threading.Lock()
+    _warned_of_empty_pool: ClassVar[bool] = False
+    _instance_lock: ClassVar[_core.OperationLock] = _core.OperationLock()
 
     def __init__(self, settings: Settings | None = None) -> None:
         if settings is not None and not isinstance(settings, Settings):
             raise InvalidArgumentType(f"settings={settings!r}: a cumem_sleep.Settings is wanted, or None")
         self.settings = Settings.from_environment() if settings is None else settings
+        warn_of_misspelt()
         other = CuMemAllocator.instance
         if other is not None:
             if _core.segments():
@@ -95,8 +103,7 @@ class CuMemAllocator:
                 )
             other._stop_background_work()
             if not _core.driver_is_forked():
-                with other._lock.hold():
-                    other._store.clear()  # what its thread has left, which nobody could ask it for any more
+                other._lock.run(other._clear_store)  # what its thread has left, which nobody could ask it for any more
             other._retired = True
         self._lock: _core.OperationLock = _core.OperationLock()
         self._retired: bool = False
@@ -117,7 +124,12 @@ class CuMemAllocator:
     @classmethod
     def get_instance(cls) -> CuMemAllocator:
         """The allocator of this process, made at the first call. Touches no GPU."""
-        with cls._instance_lock:
+        instance = cls.instance
+        return instance if instance is not None else cls._instance_lock.run(cls._make_instance)
+
+    @classmethod
+    def _make_instance(cls) -> CuMemAllocator:
+        with cls._instance_lock.hold():
             return cls.instance if cls.instance is not None else cls()
 
     # Allocating
@@ -143,7 +155,9 @@ class CuMemAllocator:
         self._used_tags.add(tag)
         with _core.ThreadTag(tag), nullcontext() if pools is None else pools.use():
             yield
-        self._warm_up()
+            self._warn_of_empty_pool(tag)
+        if pools is not None and not pools.is_capturing():
+            self._lock.run(self._warm_up)
         if self.settings.prepare and self.prepares_after_pools:
             try:
                 self.prepare()
@@ -193,9 +207,10 @@ class CuMemAllocator:
         free_bytes, total_bytes = _core.memory_info(device)
         if nbytes > total_bytes:  # beyond what the driver can be asked for, it answers "invalid value"
             raise OutOfDeviceMemory(nbytes, free_bytes, device)
-        address = _core.malloc(nbytes, tag, device)
         self._used_tags.add(tag)
-        return address
+        return _core.Allocation(
+            nbytes, tag, device
+        ).handed_out  # no call after this, nor signal: the address may be lost
 
     def free(self, address: int) -> None:
         """Give back what `malloc` returned, asleep or awake. Waits for the work that runs on its device first; a graph
@@ -209,7 +224,8 @@ class CuMemAllocator:
         if address >= 1 << 64:
             raise InvalidState(f"0x{address:x} is not an address: more than 64 bits")
         self._open()
-        self._forget_freed(_core.free(address))
+        _core.free(address)
+        self._forget_freed()
 
     # Sleeping and waking
 
@@ -222,7 +238,9 @@ class CuMemAllocator:
         what changed; copy that; digest again, to see that nothing wrote to it meanwhile; only then take the physical
         memory away. Where backups are compressed, host memory is taken after the digest, when their sizes are known;
         what has a compressed backup already takes some only if it does not fit there again, while others are copied.
-        An error or an interrupt before that last step leaves everything mapped with its bytes. An interrupt after it
+        An error or an interrupt before that last step leaves everything mapped with its bytes. Should the driver refuse
+        to undo a step as well, the error says what sleeps all the same (`asleep_segments`: the next wake brings its
+        bytes back) and what was dropped (`lost_segments`); `usage` counts both as asleep. An interrupt after that step
         finds everything asleep, with its backups. What sleeps already stays as it is, whatever the level.
 
         Args:
@@ -242,7 +260,7 @@ class CuMemAllocator:
         """
         if level is not None and offload_tags is not None:
             raise InvalidArgument(f"sleep(level={level!r}, offload_tags={offload_tags!r}): give one of the two")
-        if isinstance(level, Iterable):
+        if isinstance(level, Iterable) and not (isinstance(level, str) and _is_number(level)):
             level, offload_tags = None, level
         if offload_tags is None:
             is_dropped = _dropped_at_level(level)
@@ -254,9 +272,7 @@ class CuMemAllocator:
 
         if is_dropped is None:
             return self._logged(SleepReport(note="level 0 keeps all memory; nothing was done"))
-        with self._operation("sleep"), self._counted("sleep"):
-            awake = [segment for segment in _core.segments() if segment.sleep == _Sleep.AWAKE]
-            return self._sleep(awake, is_dropped)
+        return self._operate("sleep", partial(self._sleep_awake, None, is_dropped, "sleep"), _trim)
 
     def discard(self, tags: str | Iterable[str]) -> SleepReport:
         """Drop these tags, without a backup, and leave the rest as it is. What sleeps already keeps its backup.
@@ -266,9 +282,7 @@ class CuMemAllocator:
             InvalidState, DriverError: as `sleep`.
         """
         chosen = self._known_tags(tags)
-        with self._operation("discard"), self._counted("discard"):
-            awake = [s for s in _core.segments() if s.sleep == _Sleep.AWAKE and s.tag in chosen]
-            return self._sleep(awake, lambda tag: True, "discard")
+        return self._operate("discard", partial(self._sleep_awake, chosen, lambda tag: True, "discard"))
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
         """Take device memory again, at the same addresses, and restore what was backed up.
@@ -289,14 +303,7 @@ class CuMemAllocator:
             DriverError: the driver refused a call.
         """
         chosen = None if tags is None else self._known_tags(tags)
-        with self._operation("wake_up"), self._counted("wake"):
-            asleep = [
-                segment
-                for segment in _core.segments()
-                if segment.sleep != _Sleep.AWAKE
-                and (chosen is None or segment.tag in chosen or segment.tag not in DEFERRABLE_TAGS)
-            ]
-            return self._wake(asleep)
+        return self._operate("wake_up", partial(self._wake_asleep, chosen), partial(self._make_way, chosen))
 
     # Preparing
 
@@ -319,22 +326,24 @@ class CuMemAllocator:
         """
         if not self.settings.retain_backups:
             raise InvalidState("prepare() makes backups ahead, but retain_backups is off: none would be kept")
-        with self._operation("prepare"):
-            self._stop_preparing()
-            is_dropped = _dropped_at_level(1)
-            wanted = [s for s in _core.segments() if s.sleep == _Sleep.AWAKE and is_dropped and not is_dropped(s.tag)]
-            self._store.check(self._store.needed_bytes(wanted, compressed=self._compressor.on), wanted)
-            preparation = Preparation(
-                wanted,
-                self._lock,
-                self._store,
-                self._digester,
-                self.settings.prepare_bytes_per_second,
-                self._warm_up,
-                self._compressor,
-            )
-            self._preparation = preparation  # before it starts: an interrupt must not lose it
-            preparation.start()
+        return self._operate("prepare", self._begin_preparing)
+
+    def _begin_preparing(self) -> Preparation:
+        self._stop_preparing()
+        is_dropped = _dropped_at_level(1)
+        wanted = [s for s in _core.segments() if s.sleep == _Sleep.AWAKE and is_dropped and not is_dropped(s.tag)]
+        self._store.check(self._store.needed_bytes(wanted, compressed=self._compressor.on), wanted)
+        preparation = Preparation(
+            wanted,
+            self._lock,
+            self._store,
+            self._digester,
+            self.settings.prepare_bytes_per_second,
+            self._warm_up,
+            self._compressor,
+        )
+        self._preparation = preparation  # before it starts: whatever happens, it can be stopped
+        preparation.start()
         return preparation
 
     def _stop_preparing(self) -> None:
@@ -352,21 +361,23 @@ class CuMemAllocator:
         """What the segments of each tag hold, and their backups."""
         if not _core.driver_is_open():
             return {}
-        with self._operation("usage"):
-            by_tag: dict[str, list[_core.Segment]] = {}
-            for segment in _core.segments():
-                by_tag.setdefault(segment.tag, []).append(segment)
-            return {
-                tag: TagUsage(
-                    segments=len(segments),
-                    bytes=sum(segment.bytes for segment in segments),
-                    mapped_bytes=sum(segment.bytes for segment in segments if segment.has_memory),
-                    host_bytes=sum(self._store.host_bytes_of(segment) for segment in segments),
-                    asleep_segments=sum(segment.sleep != _Sleep.AWAKE for segment in segments),
-                    backed_up_bytes=_total(segment for segment in segments if self._store.get(segment) is not None),
-                )
-                for tag, segments in by_tag.items()
-            }
+        return self._operate("usage", self._usage)
+
+    def _usage(self) -> dict[str, TagUsage]:
+        by_tag: dict[str, list[_core.Segment]] = {}
+        for segment in _core.segments():
+            by_tag.setdefault(segment.tag, []).append(segment)
+        return {
+            tag: TagUsage(
+                segments=len(segments),
+                bytes=sum(segment.bytes for segment in segments),
+                mapped_bytes=sum(segment.bytes for segment in segments if segment.has_memory),
+                host_bytes=sum(self._store.host_bytes_of(segment) for segment in segments),
+                asleep_segments=sum(segment.sleep != _Sleep.AWAKE for segment in segments),
+                backed_up_bytes=_total(segment for segment in segments if self._store.get(segment) is not None),
+            )
+            for tag, segments in by_tag.items()
+        }
 
     def get_current_usage(self) -> int:
         """Bytes of all segments, mapped or not (vLLM's call)."""
@@ -383,11 +394,13 @@ class CuMemAllocator:
 
         Ends what `prepare` has begun.
         """
-        with self._operation("release_backups"):
-            self._stop_preparing()
-            before = self._store.host_bytes
-            self._store.clear()
-            return before - self._store.host_bytes
+        return self._operate("release_backups", self._release_backups)
+
+    def _release_backups(self) -> int:
+        self._stop_preparing()
+        before = self._store.host_bytes
+        self._store.clear()
+        return before - self._store.host_bytes
 
     def release_pools(self) -> None:
         """Give up the PyTorch pool for CUDA graphs and return free pool memory to the device. Live tensors stay."""
@@ -404,6 +417,25 @@ class CuMemAllocator:
 
     # The sequences
 
+    def _sleep_awake(self, tags: set[str] | None, is_dropped: Callable[[str], bool], operation: str) -> SleepReport:
+        with self._counted(operation):
+            awake = [s for s in _core.segments() if s.sleep == _Sleep.AWAKE and (tags is None or s.tag in tags)]
+            return self._sleep(awake, is_dropped, operation)
+
+    @staticmethod
+    def _asleep(tags: set[str] | None) -> list[_core.Segment]:
+        """What a wake of these tags wakes."""
+        return [
+            segment
+            for segment in _core.segments()
+            if segment.sleep != _Sleep.AWAKE
+            and (tags is None or segment.tag in tags or segment.tag not in DEFERRABLE_TAGS)
+        ]
+
+    def _wake_asleep(self, tags: set[str] | None) -> WakeReport:
+        with self._counted("wake"):
+            return self._wake(self._asleep(tags))
+
     def _sleep(
         self, segments: Sequence[_core.Segment], is_dropped: Callable[[str], bool], operation: str = "sleep"
     ) -> SleepReport:
@@ -411,7 +443,7 @@ class CuMemAllocator:
         if not segments:
             note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
             return self._logged(SleepReport(seconds=timer.seconds, note=note, operation=operation))
-        with _core.Pinned(list(segments)) as pinned:
+        with _told_if_not_undone(segments), _core.Pinned(list(segments)) as pinned:
             dropped = [segment for segment in pinned if is_dropped(segment.tag)]
             backed_up = [segment for segment in pinned if not is_dropped(segment.tag)]
             with timer("quiesce"):
@@ -517,9 +549,8 @@ class CuMemAllocator:
                 rest = [*chain.from_iterable(later)]
                 self._store.forget(segment.id for segment in rest)
                 changed += rest
-            finally:  # once more: that may have failed or been interrupted, and who lent memory wants its bytes
-                for workbench in workbenches.values():
-                    workbench.close()
+            finally:  # once more: that may have failed, and who lent memory wants its bytes
+                close_all(workbenches.values())
         return []
 
     def _planned_again(
@@ -568,12 +599,12 @@ class CuMemAllocator:
             self._check_device_memory(segments)
             expected = self._digests_at_sleep(restored) if self.settings.verify == "wake" else {}
             checked = [segment for segment in restored if segment.id in expected]
-            kept_memory = {segment.id for segment in blank if segment.has_memory}  # the driver kept it, with its bytes
+            keep_bytes = {segment.id for segment in blank if segment.keeps_bytes}
             encoded = [segment for segment in restored if self._store.encoding_of(segment) is not None]
-            mapping = Ahead(1, {segment.id: [segment.map] for segment in restored})
+            mapping = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in restored})
             # Begins when half of the bytes are there, because it costs nothing then. Earlier it could have to wait for
             # the driver to wipe freed memory, and hold a lock of the driver meanwhile that copies need.
-            mapping_blank = Ahead(1, {segment.id: [segment.map] for segment in blank})
+            mapping_blank = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in blank})
             try:
                 with mapping, mapping_blank, self._digester.run(checked) as digests:
                     with self._workbenches(encoded, segments, blank) as workbenches:
@@ -592,19 +623,13 @@ class CuMemAllocator:
                         for segment in blank:
                             mapping_blank.wait(segment.id)
                         if self.settings.poison:
-                            self._poison([s for s in blank if s.tag != "kv_cache" and s.id not in kept_memory])
+                            self._poison([s for s in blank if s.tag != "kv_cache" and s.id not in keep_bytes])
                     if checked:
                         with timer("verify"):
                             self._verify(checked, expected, digests.finish())
                 _core.finish_wake(segments)
             except BaseException:
-                try:  # once more: an interrupt may have come while they stopped
-                    mapping.stop()
-                finally:
-                    try:
-                        mapping_blank.stop()
-                    finally:
-                        _core.undo_wake(segments)  # leaves alone what finish_wake has woken
+                _core.undo_wake(segments)  # leaves alone what finish_wake has woken
                 raise
         return self._logged(
             WakeReport(
@@ -623,8 +648,7 @@ class CuMemAllocator:
     ) -> Iterator[dict[int, Workbench]]:
         """One for each device of `encoded`, with memory that `waking` does not need, or else that of `blank`."""
         workbenches: dict[int, Workbench] = {}
-        # What the driver kept, although it was to go, still has its bytes.
-        lenders = [segment for segment in blank if not segment.has_memory]
+        lenders = [segment for segment in blank if not segment.keeps_bytes]
         try:
             with ExitStack() as stack:
                 for device in sorted({segment.device for segment in encoded}):
@@ -633,18 +657,19 @@ class CuMemAllocator:
                     workbench = self._compressor.workbench(device, spare_bytes, lenders=lenders, keep_bytes=False)
                     workbenches[device] = stack.enter_context(workbench)
                 yield workbenches
-        finally:  # once more: an interrupt may have come while they were closed
-            for workbench in workbenches.values():
-                workbench.close()
+        finally:  # once more: that may have failed
+            close_all(workbenches.values())
 
     def _poison(self, segments: Sequence[_core.Segment]) -> None:
         for segment in segments:
+            _core.stop_if_asked()
             with _core.CopyStream(segment.device) as stream:
                 stream.poison(segment.address, segment.bytes)
                 stream.synchronize()
 
     def _quiesce(self, segments: Sequence[_core.Segment]) -> None:
         for device in sorted({segment.device for segment in segments}):
+            _core.stop_if_asked()
             try:
                 _core.synchronize(device)
                 _core.release_waiter(device)
@@ -707,16 +732,18 @@ class CuMemAllocator:
                 raise BackupMismatch(_describe(segment), str(expected[segment.id]), str(actual[segment.id]))
 
     def _check_device_memory(self, segments: Sequence[_core.Segment]) -> None:
-        """Refuse a wake that cannot fit before it maps anything; PyTorch's unused cache makes way first."""
-        for device in sorted({segment.device for segment in segments}):
-            mine = [segment for segment in segments if segment.device == device and not segment.has_memory]
-            needed = _total(mine)
-            if needed > _core.memory_info(device)[0] and self._torch_pools is not None:
-                gc.collect()
-                self._torch_pools.trim()
-            free_bytes = _core.memory_info(device)[0]
+        """Refuse a wake that cannot fit before it maps anything."""
+        for device, mine in _without_memory(segments).items():
+            needed, free_bytes = _total(mine), _core.memory_info(device)[0]
             if needed > free_bytes:
                 raise OutOfDeviceMemory(needed, free_bytes, device, segment=f"{len(mine)} sleeping segments")
+
+    def _make_way(self, tags: set[str] | None, pools: TorchPools) -> None:
+        """Where a wake of these tags would not fit, PyTorch's unused cache goes."""
+        wanting = _without_memory(self._asleep(tags))
+        if any(_total(mine) > _core.memory_info(device)[0] for device, mine in wanting.items()):
+            gc.collect()
+            pools.trim()
 
     # Around every operation
 
@@ -732,9 +759,22 @@ class CuMemAllocator:
         if _core.driver_is_forked():
             _core.device_count()  # raises, and says why
 
+    def _warn_of_empty_pool(self, tag: str) -> None:
+        """Say once why a pool is left while this layer holds no memory at all: nothing of it would sleep."""
+        if CuMemAllocator._warned_of_empty_pool or _core.segments():
+            return
+        CuMemAllocator._warned_of_empty_pool = True
+        if _core.driver_is_simulated():
+            why = "on the simulated driver PyTorch does not allocate from this layer, only `malloc` and CuPy do"
+        elif self._torch_pools is None:
+            why = "PyTorch is not installed, or reaches no GPU (a build for the CPU?)"
+        else:
+            why = "what is built on the CPU and moved to the GPU later is not in it: build, or move, inside the pool"
+        logger.warning("nothing was allocated in the memory pool %r, so nothing of it can sleep: %s", tag, why)
+
     def _warm_up(self) -> None:
         """Compile what the first sleep and wake would otherwise wait for, once, when a pool is left."""
-        if self._torch_pools is None or self._torch_pools.is_capturing():
+        if self._torch_pools is None:
             return
         for device in {segment.device for segment in _core.segments()} - self._warm_devices:
             self._warm_devices.add(device)
@@ -753,22 +793,36 @@ class CuMemAllocator:
                 self._torch_pools = TorchPools(torch)
         return self._torch_pools
 
-    @contextmanager
-    def _operation(self, name: str) -> Iterator[None]:
+    def _operate(
+        self, name: str, work: Callable[[], _Result], make_way: Callable[[TorchPools], None] | None = None
+    ) -> _Result:
+        """The result of `work`, which runs with the lock held, on a thread of its own.
+
+        Args:
+            make_way: called before, on the caller's thread and without the lock: so what the garbage collector runs
+                there may call the allocator.
+        """
         self._open()
-        pools = self._pools()
-        with _core.CurrentContext():
-            if pools is not None and pools.is_capturing():
-                raise InvalidState(f"{name} while this thread captures a CUDA graph: call it after the capture")
+        if (pools := self._pools()) is not None:
+            with _core.CurrentContext():
+                if pools.is_capturing():
+                    raise InvalidState(f"{name} while this thread captures a CUDA graph: call it after the capture")
+                if make_way is not None:
+                    make_way(pools)
+        return self._lock.run(partial(self._with_lock, work))
+
+    def _with_lock(self, work: Callable[[], _Result]) -> _Result:
         with self._lock.hold(), _core.CurrentContext():
-            if pools is not None and name == "sleep":
-                pools.trim()  # memory that no tensor uses need not be backed up
             _core.reclaim()
             self._store.prune()
             try:
-                yield
+                return work()
             finally:
                 self._store.prune()
+
+    def _clear_store(self) -> None:
+        with self._lock.hold():
+            self._store.clear()
 
     @contextmanager
     def _counted(self, operation: str) -> Iterator[None]:
@@ -780,18 +834,18 @@ class CuMemAllocator:
             self._totals[operation] = replace(totals, failures=totals.failures + 1)
             raise
 
-    def _forget_freed(self, segment_id: int | None = None) -> None:
-        """Host memory of freed segments (or of this one) goes now, unless an operation runs: then when that ends."""
+    def _forget_freed(self) -> None:
+        """Host memory of freed segments goes now, unless an operation runs: then when that ends."""
+        if _core.has_freed():
+            self._lock.run(self._forget_freed_now)
+        else:
+            _core.reclaim()
+
+    def _forget_freed_now(self) -> None:
         with self._lock.hold(wait=False) as held:
             if held:
                 _core.reclaim()
-            if held and segment_id is not None:
-                self._store.forget([segment_id])
-                self._store.prune_freed()  # what another thread freed meanwhile
-            elif held:
-                self._store.prune()
-            else:
-                self._store.has_freed = True  # for who holds the lock
+                self._store.prune_freed()
 
     def _known_tags(self, tags: str | Iterable[str]) -> set[str]:
         """The tags, if memory was ever given each of them (`weights` and `kv_cache` always count)."""
@@ -825,6 +879,24 @@ class CuMemAllocator:
         return report
 
 
+@contextmanager
+def _told_if_not_undone(segments: Sequence[_core.Segment]) -> Iterator[None]:
+    """Around a sleep of `segments`: its error says which of them sleep although it failed."""
+    try:
+        yield
+    except BaseException as error:
+        asleep = [segment for segment in segments if segment.sleep != _Sleep.AWAKE and not segment.freed]
+        lost = [segment for segment in asleep if segment.sleep == _Sleep.DROPPED and not segment.keeps_bytes]
+        if isinstance(error, CumemSleepError):
+            error.asleep_segments = tuple(_describe(segment) for segment in asleep if segment not in lost)
+            error.lost_segments = tuple(map(_describe, lost))
+        elif 0 < len(asleep) < len(segments):  # else it came when all slept
+            logger.error(
+                "an interrupted sleep could not be undone: %s", ", ".join(f"{_describe(s)} sleeps" for s in asleep)
+            )
+        raise
+
+
 class _ChangedParts(Iterator[list[_core.Segment]]):
     """What changed of `segments`, part by part; parts without a change are passed over.
 
@@ -848,6 +920,7 @@ class _ChangedParts(Iterator[list[_core.Segment]]):
 
     def __next__(self) -> list[_core.Segment]:
         while self._start < len(self._segments):
+            _core.stop_if_asked()
             sums = accumulate(segment.bytes for segment in self._segments[self._start :])
             ends = (end for end, nbytes in enumerate(sums, self._start + 1) if nbytes >= (self._part_bytes or math.inf))
             end = next(ends, len(self._segments))
@@ -907,6 +980,12 @@ def cupy_allocator(tag: str = "weights") -> Callable[[int], Any]:
         InvalidArgument: not a tag.
         ImportError: CuPy is not installed.
     """
+    if importlib.util.find_spec("cupy") is None:
+        raise ModuleNotFoundError(
+            "cupy_allocator needs CuPy, which is not installed: pip install 'cumem-sleep[cupy13]' for CUDA 13,"
+            " 'cumem-sleep[cupy12]' for CUDA 12",
+            name="cupy",
+        )
     import cupy
 
     tag = _checked_tag(tag)
@@ -956,9 +1035,10 @@ def open_driver(driver: str) -> None:
 
 
 def _forget_freed_backups() -> None:
-    """Called on the main thread after PyTorch freed segments through the hook."""
-    if CuMemAllocator.instance is not None and not _core.driver_is_forked():
-        CuMemAllocator.instance._forget_freed()
+    """Called, on a thread of its own, after PyTorch freed segments through the hook."""
+    instance = CuMemAllocator.instance
+    if instance is not None and not _core.driver_is_forked():
+        instance._forget_freed_now()
 
 
 @atexit.register
@@ -970,7 +1050,11 @@ def _stop_at_exit() -> None:
         store.stop()
 
 
-def _dropped_at_level(level: int | None) -> Callable[[str], bool] | None:
+def _is_number(text: str) -> bool:
+    return text.strip().lstrip("+-").isdecimal()
+
+
+def _dropped_at_level(level: object) -> Callable[[str], bool] | None:
     """Which tags a level drops; None for the level that touches nothing."""
     if level is None:
         level = 1
@@ -1010,6 +1094,20 @@ def _check_integer(name: str, value: object, minimum: int) -> None:
         raise InvalidArgumentType(f"{name}={value!r}: a whole number is wanted")
     if value < minimum:
         raise InvalidArgument(f"{name}={value!r}: at least {minimum} is allowed")
+
+
+def _trim(pools: TorchPools) -> None:
+    """Memory that no tensor uses need not be backed up."""
+    pools.trim()
+
+
+def _without_memory(segments: Iterable[_core.Segment]) -> dict[int, list[_core.Segment]]:
+    """Those that have to be given memory to be mapped, by device."""
+    by_device: dict[int, list[_core.Segment]] = {}
+    for segment in segments:
+        if not segment.has_memory:
+            by_device.setdefault(segment.device, []).append(segment)
+    return dict(sorted(by_device.items()))
 
 
 def _total(segments: Iterable[_core.Segment]) -> int:

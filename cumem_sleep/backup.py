@@ -6,7 +6,6 @@ registered while the GPU already fills another.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from functools import partial
 from itertools import chain, repeat
 
 from . import _core, host_limits
-from .ahead import Ahead, Task
 from .codec import CHUNK_BYTES, least_bytes
 from .compress import Encoding, Place, Workbench
 from .digest import Digest
@@ -117,6 +115,7 @@ class _Copies:
 
     def start(self, piece: Piece, segment_id: int) -> None:
         """Begin to copy it."""
+        _core.stop_if_asked()
         if self._bytes >= _STREAM_BYTES:
             self._turn, self._bytes = (self._turn + 1) % _STREAMS, 0
             self._streams[self._turn].synchronize()
@@ -128,6 +127,7 @@ class _Copies:
     def finish(self) -> None:
         """Wait for all of them."""
         for stream in self._streams:
+            _core.stop_if_asked()
             stream.synchronize()
 
 
@@ -137,19 +137,24 @@ class BackupStore:
     def __init__(self, settings: Settings, lock: _core.OperationLock) -> None:
         self._settings = settings
         self._backups: dict[int, Backup] = {}
-        self.has_freed = False  # a segment was freed while somebody held the lock
+        self._backup_bytes = 0  # of all of them
+        self._unpinned: dict[int, _core.HostBlock] = {}  # blocks by their ids; looked through, and trimmed, in `limits`
         self._going = GivingBack(lock, self.prune_freed)
         self._numa_nodes: dict[int, int] = {}  # by device
 
     @property
     def host_bytes(self) -> int:
         """Pinned host memory that is held."""
-        return sum(backup.bytes for backup in self._backups.values()) + self._going.bytes
+        return self._backup_bytes + self._going.bytes
 
     def get(self, segment: _core.Segment) -> Backup | None:
         """The complete backup of `segment`, if there is one."""
         backup = self._backups.get(segment.id)
         return backup if backup and backup.complete else None
+
+    def has_backup(self, segment_id: int) -> bool:
+        """Whether host memory is held for it. May be asked without the lock."""
+        return segment_id in self._backups
 
     def host_bytes_of(self, segment: _core.Segment) -> int:
         """Host memory that `segment`'s backup holds, complete or not."""
@@ -160,7 +165,8 @@ class BackupStore:
         """Every limit that new host memory is checked against; exact only as far as they may be below `needed`."""
         budget = self._settings.host_budget_bytes
         # Taken, but not touched yet: what the system counts as available is promised to these already.
-        promised = sum(block.bytes for backup in self._backups.values() for block in backup.blocks if not block.pinned)
+        self._unpinned = {number: block for number, block in self._unpinned.items() if not block.pinned}
+        promised = sum(block.bytes for block in self._unpinned.values())
         enough = None if needed is None else needed + promised
         return [
             host_limits.HostLimit("budget", None if budget is None else max(0, budget - self.host_bytes)),
@@ -197,12 +203,14 @@ class BackupStore:
         for segment in new:
             node = self._numa_node(segment.device)
             segment.note_backup()
-            self._backups[segment.id] = Backup(
+            backup = Backup(
                 segment,
                 tuple(_core.HostBlock(size, node) for size in blocks[segment.id]),
                 (encodings or {}).get(segment.id),
             )
-            self.has_freed |= segment.freed  # before it was noted: nobody will say so
+            self._backups[segment.id] = backup
+            self._backup_bytes += backup.bytes
+            self._unpinned.update((id(block), block) for block in backup.blocks)
 
     def needed_bytes(self, segments: Iterable[_core.Segment], *, compressed: bool) -> int:
         """Host memory that `take` would have to find for those of `segments` that have none yet: at least so much."""
@@ -241,19 +249,9 @@ class BackupStore:
         Raises:
             OutOfHostMemory, DriverError, InvalidState, CodecError: not every byte is there.
         """
-        touched = Ahead(self._settings.prefault_threads or _default_prefault_threads(), {})
-        try:
-            return self._fill(parts, nearly_done, workbenches or {}, touched)
-        finally:  # once more: an interrupt may have come just before it stopped
-            touched.stop()
+        workbenches = workbenches or {}
+        touched = _core.Ahead(self._settings.prefault_threads or _default_prefault_threads())
 
-    def _fill(
-        self,
-        parts: Iterable[Sequence[_core.Segment]],
-        nearly_done: Callable[[set[int]], None],
-        workbenches: Mapping[int, Workbench],
-        touched: Ahead,
-    ) -> list[_core.Segment]:
         def pin(block: _core.HostBlock, device: int) -> None:
             if not block.pinned:
                 touched.wait(id(block))
@@ -369,10 +367,19 @@ class BackupStore:
     def forget(self, segment_ids: Iterable[int]) -> None:
         """Give back the host memory of these segments' backups."""
         for segment_id in segment_ids:
-            backup = self._backups.pop(segment_id, None)
-            if backup is not None:
-                backup.being_prepared = False
-                _close(backup.blocks)
+            for block in self._take_out(segment_id):
+                block.close()
+
+    def _take_out(self, segment_id: int) -> Sequence[_core.HostBlock]:
+        """The blocks of that segment's backup, which is none any more."""
+        backup = self._backups.pop(segment_id, None)
+        if backup is None:
+            return ()
+        backup.being_prepared = False
+        self._backup_bytes -= backup.bytes
+        for block in backup.blocks:
+            self._unpinned.pop(id(block), None)
+        return backup.blocks
 
     def prune(self) -> None:
         """Forget what nobody can need.
@@ -380,23 +387,21 @@ class BackupStore:
         That is: backups of what was freed or dropped, incomplete ones, and those that the settings do not retain. Much
         memory is given back by a thread, since that takes as long as copying it did.
         """
-        self.has_freed = False
+        _core.take_freed()  # found here anyway
         unneeded = [segment_id for segment_id, backup in self._backups.items() if not self._is_needed(backup)]
         blocks: list[_core.HostBlock] = []
         if sum(self._backups[segment_id].bytes for segment_id in unneeded) < _MUCH_BYTES:
             self.forget(unneeded)
             unneeded = []
         for segment_id in unneeded:
-            backup = self._backups.pop(segment_id)
-            backup.being_prepared = False
-            blocks += backup.blocks
+            blocks += self._take_out(segment_id)
         self._going.start(blocks)
 
     def prune_freed(self) -> None:
-        """For who holds the lock without an operation: forget what was freed meanwhile."""
-        if self.has_freed:
-            self.has_freed = False
-            self.forget([segment_id for segment_id, backup in self._backups.items() if backup.segment.freed])
+        """Forget what was freed since this was asked last, and look at nothing else: each free by a hook asks."""
+        while freed := _core.take_freed():  # others may free meanwhile
+            backups = [self._backups.get(segment_id) for segment_id in freed]
+            self.forget([backup.segment.id for backup in backups if backup is not None and backup.segment.freed])
 
     def stop(self) -> None:
         """End what goes on in the background. May be called without the lock."""
@@ -462,51 +467,48 @@ class GivingBack:
         self._lock = lock
         self._before_release = before_release
         self._blocks: list[_core.HostBlock] = []  # guarded by the lock
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def bytes(self) -> int:
-        """What has yet to go."""
-        return sum(block.bytes for block in self._blocks)
+        self._worker: _core.Worker | None = None
+        self._stopped = False
+        self.bytes = 0  # what has yet to go
 
     def start(self, blocks: Iterable[_core.HostBlock]) -> None:
-        """Give these back soon. The lock must be held, as for `finish`.
-
-        Nothing new may be given, too: an interrupt may have kept the thread from starting the last time.
-        """
-        self._blocks += blocks
-        if not self._blocks or (self._thread is not None and self._thread.is_alive()):
+        """Give these back soon. The lock must be held, as for `finish`."""
+        for block in blocks:
+            self._blocks.append(block)
+            self.bytes += block.bytes
+        if not self._blocks or self._stopped or (self._worker is not None and self._worker.running):
             return
-        self._thread = threading.Thread(target=self._run, name="cumem-sleep-give-back", daemon=True)
+        self._worker = _core.Worker("cumem-give-back")
         try:
-            self._thread.start()
-        except RuntimeError:  # no thread to be had: at exit, or a limit
-            self._thread = None
+            self._worker.start(partial(self._run, self._worker))
+        except InvalidState:  # no thread to be had: at exit, or a limit
+            self._worker = None
             self.finish()
 
     def finish(self) -> None:
         """Give back what is left now."""
         while self._blocks:
-            self._blocks.pop().close()
+            self._give_back_one()
 
     def stop(self) -> None:
         """End the thread, for the exit of the process; what is left goes with it."""
-        if _core.driver_is_forked():
-            return  # the child has no such thread, and its locks as the thread had them just then: maybe held
-        self._stopped.set()
-        thread = self._thread
-        if thread is not None and thread.ident is not None:
-            thread.join()
+        self._stopped = True
+        if self._worker is not None:
+            self._worker.stop()
 
-    def _run(self) -> None:
-        while not self._stopped.wait(_BETWEEN_BLOCKS_S):
+    def _give_back_one(self) -> None:
+        block = self._blocks.pop()
+        self.bytes -= block.bytes
+        block.close()
+
+    def _run(self, worker: _core.Worker) -> None:
+        while not worker.pause(_BETWEEN_BLOCKS_S):
             with self._lock.hold(wait=False) as held:
                 if held and not self._blocks:
-                    self._thread = None
+                    self._worker = None
                     return
                 if held:
-                    self._blocks.pop().close()
+                    self._give_back_one()
                     self._before_release()
 
 
@@ -541,16 +543,11 @@ def _less(available_bytes: int | None, promised: int) -> int | None:
     return None if available_bytes is None else max(0, available_bytes - promised)
 
 
-def _close(blocks: Iterable[_core.HostBlock]) -> None:
-    for block in blocks:
-        block.close()
-
-
-def _touch_tasks(blocks: Iterable[_core.HostBlock]) -> dict[int, list[Task]]:
+def _touch_tasks(blocks: Iterable[_core.HostBlock]) -> dict[int, list[_core.Task]]:
     """By the blocks' ids, for those whose pages may not be there yet."""
     return {
         id(block): [
-            partial(block.touch, start, min(_TOUCH_BYTES, block.bytes - start))
+            _core.touch_task(block, start, min(_TOUCH_BYTES, block.bytes - start))
             for start in range(0, block.bytes, _TOUCH_BYTES)
         ]
         for block in blocks

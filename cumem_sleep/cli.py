@@ -7,7 +7,8 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from . import __version__, _core, bench, demo, doctor
+from . import __version__, _core, bench, demo, doctor, variables
 from .allocator import CuMemAllocator
 from .errors import BackupMismatch, CumemSleepError, InvalidArgument
-from .settings import parse_bytes
+from .settings import Settings, parse_bytes
+from .vllm.gate_settings import GateSettings
 
 EXIT_OK, EXIT_CHECK_FAILED, EXIT_ERROR = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
@@ -33,22 +35,28 @@ seconds and take it again at the same addresses, in the same process."""
 _EPILOG = """\
 examples:
   cumem-sleep demo                     sleep and wake a small model, compare every byte
-  cumem-sleep demo model.safetensors   the same with a model of yours
+  cumem-sleep demo Qwen3-8B/           the same with a model of yours: a folder, or its files
   cumem-sleep doctor                   is this machine ready, and is it fast
   cumem-sleep doctor --json            the same for a program
   cumem-sleep bench                    what sleep and wake cost here, beside the link
 
-environment:
-  CUMEM_SLEEP_DRIVER=sim               run on the simulated driver: needs no GPU, its times mean nothing
-  CUMEM_SLEEP_DRIVER=cuda              run on the GPU, or fail and say why
-  All CUMEM_SLEEP_* settings are in the documentation of cumem_sleep.Settings.
+with vLLM:
+  vllm serve MODEL --enable-sleep-mode   installing this package is enough
+  curl -X POST localhost:8000/sleep      give the memory back (needs VLLM_SERVER_DEV_MODE=1)
+  curl -X POST localhost:8000/wake_up    take it again
 
 exit codes:
   0  all is well
   1  a check failed, or bytes differ
   2  bad usage, or an error of this layer (one line on standard error)
   130  interrupted
-  141  whoever read the output has closed it"""
+  141  whoever read the output has closed it
+
+--json of every command begins with command, version, ok, simulated (no GPU was used), and error
+(null, or what went wrong).
+
+environment, in order: of the memory layer, of vLLM's HTTP gate, of the plugin and the simulated driver:
+"""
 
 _DEMO_DESCRIPTION = """\
 Loads a model's weights, makes a KV cache, and takes both through what a server
@@ -65,6 +73,7 @@ _DEMO_EPILOG = """\
 examples:
   cumem-sleep demo
   cumem-sleep demo model.safetensors --kv 8GiB
+  cumem-sleep demo Qwen3-8B/
   cumem-sleep demo model-0000*-of-00004.safetensors --device 1 --rounds 3
   CUMEM_SLEEP_DRIVER=sim cumem-sleep demo --json | jq .ok"""
 
@@ -133,6 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except CumemSleepError as error:
         _say_error(str(error))
+        if options.json and not options.shown:
+            _print_json(options, _core.driver_is_simulated(), str(error), {})
         return EXIT_CHECK_FAILED if isinstance(error, BackupMismatch) else EXIT_ERROR
     except KeyboardInterrupt:
         _say_error("interrupted")
@@ -156,9 +167,11 @@ def _parser() -> argparse.ArgumentParser:
     def new(make: Callable[..., Any], *names: str, **texts: str) -> Any:
         return make(*names, formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
 
-    parser = new(argparse.ArgumentParser, prog="cumem-sleep", description=_DESCRIPTION, epilog=_EPILOG)
+    parser = new(
+        argparse.ArgumentParser, prog="cumem-sleep", description=_DESCRIPTION, epilog=_EPILOG + _environment_help()
+    )
     parser.add_argument("--version", action="version", version=f"cumem-sleep {__version__}")
-    parser.set_defaults(run=None)
+    parser.set_defaults(run=None, shown=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     text = "sleep and wake a model, and compare every byte"
@@ -167,8 +180,8 @@ def _parser() -> argparse.ArgumentParser:
         "models",
         nargs="*",
         type=_path,
-        metavar="model.safetensors",
-        help="the weights, one file or all shards of a model; without any, a small made-up model (193 MiB)",
+        metavar="PATH",
+        help="the weights: a model's folder, or its safetensors files; without any, a small made-up model (193 MiB)",
     )
     command.add_argument("--device", type=int, default=0, metavar="N", help="CUDA ordinal (default: 0)")
     command.add_argument(
@@ -181,22 +194,31 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--rounds", type=_count, default=1, metavar="N", help="how often to go through all of it (default: 1)"
     )
-    command.set_defaults(run=_demo)
+    command.set_defaults(run=_demo, command="demo")
 
     text = "what sleep and wake cost on this machine, beside the link"
     bench_command = new(commands.add_parser, "bench", help=text, description=_BENCH_DESCRIPTION, epilog=_BENCH_EPILOG)
     _add_bench_options(bench_command)
-    bench_command.set_defaults(run=_bench)
+    bench_command.set_defaults(run=_bench, command="bench")
 
     text = "is this machine ready, and is it fast"
     doctor_command = new(
         commands.add_parser, "doctor", help=text, description=_DOCTOR_DESCRIPTION, epilog=_DOCTOR_EPILOG
     )
-    doctor_command.set_defaults(run=_doctor)
+    doctor_command.set_defaults(run=_doctor, command="doctor")
     for each in (command, bench_command, doctor_command):
         each.add_argument("--json", action="store_true", help="print JSON (progress goes to standard error)")
     parsed: argparse.ArgumentParser = parser
     return parsed
+
+
+def _environment_help() -> str:
+    """Every variable with its meaning, from the docstrings of the settings."""
+    texts = {**variables.described(Settings), **variables.described(GateSettings), **variables.OTHERS}
+    lines = []
+    for name, text in texts.items():
+        lines += [f"  {name}", *textwrap.wrap(text, 100, initial_indent="      ", subsequent_indent="      ")]
+    return "\n".join(lines)
 
 
 def _add_bench_options(command: argparse.ArgumentParser) -> None:
@@ -213,7 +235,7 @@ def _add_bench_options(command: argparse.ArgumentParser) -> None:
         type=_path,
         default=[],
         metavar="PATH",
-        help="segments for the tensors of a safetensors file, or of a folder of shards; only headers are read",
+        help="segments for the tensors of a model's folder, or of its safetensors files; only headers are read",
     )
     command.add_argument("--rounds", type=_count, default=3, metavar="N", help="how often each step runs (default: 3)")
     command.add_argument("--device", type=int, default=0, metavar="N", help="CUDA ordinal (default: 0)")
@@ -282,7 +304,7 @@ def _demo(options: argparse.Namespace) -> int:
             progress=progress,
         )
     if options.json:
-        _print_json(report.to_json())
+        _print_json(options, report.simulated, report.error, report.to_json())
     else:
         _print(report.headline(), report.table(), report.conclusion())
         if report.simulated:
@@ -306,7 +328,7 @@ def _bench(options: argparse.Namespace) -> int:
         how = bench.Options(options.device, options.rounds, options.pause, touch, options.command_line)
         report = bench.run(allocator, workload, room, how, progress)
     if options.json:
-        _print_json(report.to_json())
+        _print_json(options, report.simulated, report.error, report.to_json())
     else:
         _print(report.headline(), report.table(), report.conclusion())
         if room.simulated:
@@ -321,7 +343,7 @@ def _doctor(options: argparse.Namespace) -> int:
     with _progress() as progress:
         report = doctor.examine(doctor.Machine(), lambda name: progress(name, 0, 0))
     if options.json:
-        _print_json(report.to_json())
+        _print_json(options, report.simulated, report.error, report.to_json())
     else:
         _print(report.table(), report.conclusion())
         if report.simulated:
@@ -358,8 +380,17 @@ def _print(*things: RenderableType) -> None:
         console.print(thing, markup=False)
 
 
-def _print_json(facts: object) -> None:
-    print(json.dumps(facts, indent=2))
+def _print_json(options: argparse.Namespace, simulated: bool, error: str | None, facts: Mapping[str, object]) -> None:
+    """One object, whatever the command, that begins alike; printed once."""
+    options.shown = True
+    common = {
+        "command": options.command,
+        "version": __version__,
+        "ok": error is None,
+        "simulated": simulated,
+        "error": error,
+    }
+    print(json.dumps({**common, **facts}, indent=2))
 
 
 def _say(text: str, style: str = "yellow") -> None:

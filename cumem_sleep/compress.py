@@ -21,7 +21,7 @@ import numpy.typing as npt
 from . import _core, codec
 from .codec import CHUNK_BYTES, ROW_BYTES, Code, Layout
 from .coders import Kernels, choose_kernels
-from .errors import CodecError, CumemSleepError, InvalidState, OutOfDeviceMemory
+from .errors import CodecError, CumemSleepError, DriverError, InvalidState, OutOfDeviceMemory
 
 if TYPE_CHECKING:
     from .restore import SlotCopies
@@ -227,7 +227,11 @@ class Workbench:
         self.close()
 
     def close(self) -> None:
-        """Wait for what is in flight, and give all memory back. Close again what failed or was interrupted."""
+        """Wait for what is in flight, and give all memory back. Close again what failed.
+
+        Raises:
+            DriverError: it refuses to put back the bytes of who lent memory, which is dropped unless that succeeds yet.
+        """
         with ExitStack() as stack:
             if self._memory is not None:
                 stack.callback(self._memory.close)
@@ -284,6 +288,7 @@ class Workbench:
             CodecError: a kernel failed.
         """
         for batch in _batches(places, self._slot_bytes):
+            _core.stop_if_asked()
             slot, layout = self._next_slot(), batch[0].code.layout
             targets = slot.chunks_address + np.cumsum([0] + [place.bytes for place in batch])
             slot.set_rows_of(batch, [place.address for place in batch], targets[:-1])
@@ -306,6 +311,7 @@ class Workbench:
             DriverError: a copy or kernel failed.
         """
         for _ in self._slots:
+            _core.stop_if_asked()
             self._next_slot()
 
     def decode(
@@ -338,6 +344,7 @@ class Workbench:
             slot.then(partial(_complete, completed, [place.segment for place in batch if place.is_last]))
 
         for batch in _batches(places, self._slot_bytes):
+            _core.stop_if_asked()
             slot = self._next_slot()
             if self.has_memory:
                 sources = slot.chunks_address + np.cumsum([0] + [place.bytes for place in batch])
@@ -401,6 +408,7 @@ class Workbench:
         sources = np.repeat(starts, chunks) + (np.arange(len(symbols)) - np.repeat(firsts, chunks)) * CHUNK_BYTES
         result = _Count(chosen, np.zeros(len(symbols), np.int64))
         for first in range(0, len(symbols), self._count_rows):
+            _core.stop_if_asked()
             mine = slice(first, min(first + self._count_rows, len(symbols)))
             slot, count = self._next_slot(), mine.stop - mine.start
             slot.set_rows(symbols[mine], sources[mine], slot.counters_address + 4 * np.arange(count), 0)
@@ -447,6 +455,8 @@ class Workbench:
         segment = min(large, key=lambda segment: segment.bytes)  # mapping it may have to wait for the driver to wipe
         segment.map()
         self._kept = _Kept(segment, needed) if keep_bytes else _Cleared(segment, needed)
+        if keep_bytes:
+            segment.lend()  # from here on somebody puts them back
         return segment.address, _LENT_SLOT_BYTES
 
 
@@ -546,7 +556,7 @@ class _Cleared:
         self._stream = _core.CopyStream(segment.device)
 
     def put_back(self) -> None:
-        """Call it again where it failed or was interrupted. Else that does nothing."""
+        """Call it again where it failed. Else that does nothing."""
         if not self._is_back:
             self._stream.zero(self._segment.address, self._bytes)
             self._stream.synchronize()
@@ -568,13 +578,30 @@ class _Kept:
         self._stream.synchronize()
 
     def put_back(self) -> None:
-        """Call it again where it failed or was interrupted: nobody else has these bytes. Else that does nothing."""
+        """Call it again where it failed: nobody else has these bytes. Else that does nothing.
+
+        The driver is asked twice. If it has not taken them when the operation ends, the segment is dropped.
+        """
         if not self._is_back:
-            self._stream.to_device(self._segment.address, self._block, 0, self._bytes)
-            self._stream.synchronize()
+            try:
+                self._copy_back()
+            except DriverError:
+                self._copy_back()
+            self._segment.take_back()
             self._is_back = True
         with closing(self._block), self._stream:
             pass
+
+    def _copy_back(self) -> None:
+        self._stream.to_device(self._segment.address, self._block, 0, self._bytes)
+        self._stream.synchronize()
+
+
+def close_all(workbenches: Iterable[Workbench]) -> None:
+    """Close every one, whatever the others raise."""
+    with ExitStack() as stack:
+        for workbench in workbenches:
+            stack.callback(workbench.close)
 
 
 def _parts(coded: Iterable[tuple[_core.Segment, Code]]) -> Iterator[list[tuple[_core.Segment, Code]]]:

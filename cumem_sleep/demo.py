@@ -25,7 +25,7 @@ from rich.text import Text
 
 from . import _core, host_limits, sim
 from .allocator import CuMemAllocator, open_driver
-from .errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, format_bytes
+from .errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, counted, format_bytes
 from .report import rate_gbps
 from .settings import Settings
 
@@ -98,15 +98,15 @@ class Source:
 
 
 def source_from_files(paths: Sequence[Path]) -> Source:
-    """The tensors of safetensors files (the shards of one model). Nothing is read ahead: the files are mapped.
+    """The tensors of safetensors files, or of folders of them. Nothing is read ahead: the files are mapped.
 
     Raises:
         SafetensorsError: a file cannot be read, is not in the format, or there is no tensor in all of them.
     """
-    tensors = [tensor for path in paths for tensor in _read_safetensors(path)]
+    tensors = [tensor for path in paths for file in _files_of(path) for tensor in _read_safetensors(file)]
     if not any(tensor.data.size for tensor in tensors):
         raise SafetensorsError(f"{', '.join(map(str, paths))}: holds no tensor with any bytes")
-    return Source(", ".join(path.name for path in paths), tuple(tensors))
+    return Source(", ".join(path.name or path.resolve().name for path in paths), tuple(tensors))
 
 
 def synthetic_source(layers: int = 6, hidden: int = 1024, vocabulary: int = 32768, seed: int = 0) -> Source:
@@ -132,6 +132,17 @@ def synthetic_source(layers: int = 6, hidden: int = 1024, vocabulary: int = 3276
         bf16 = (floats.view(np.uint32) >> np.uint32(16)).astype("<u2")  # bf16 is the upper half of a float32
         tensors.append(Tensor(name, "BF16", shape, bf16.view(np.uint8)))
     return Source("a small transformer with random weights", tuple(tensors))
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The shards of a folder, or the file itself."""
+    try:
+        shards = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    except OSError as error:
+        raise SafetensorsError(f"{path}: {error.strerror or error}") from None
+    if not shards:
+        raise SafetensorsError(f"{path}: cannot be read: no *.safetensors in this folder")
+    return shards
 
 
 def _read_safetensors(path: Path) -> list[Tensor]:
@@ -211,8 +222,12 @@ def _described(path: Path, name: str, entry: object) -> tuple[int, int, str, tup
     shape, offsets, dtype = entry.get("shape"), entry.get("data_offsets"), entry["dtype"]
     if not is_sizes(shape) or not is_sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
         raise SafetensorsError(f"{path}: not a safetensors file: tensor {name!r} has no valid shape and data_offsets")
-    bits = _DTYPE_BITS.get(dtype)  # of a dtype that came later only the offsets are known, and they are enough
-    if bits is not None and math.prod(shape) * bits != (offsets[1] - offsets[0]) * 8:
+    if dtype not in _DTYPE_BITS:
+        raise SafetensorsError(
+            f"{path}: tensor {name!r} has dtype {dtype!r}, which safetensors does not have: known are"
+            f" {', '.join(sorted(_DTYPE_BITS))}"
+        )
+    if math.prod(shape) * _DTYPE_BITS[dtype] != (offsets[1] - offsets[0]) * 8:
         raise SafetensorsError(
             f"{path}: damaged: tensor {name!r} ({dtype}, shape {shape}) has {offsets[1] - offsets[0]} bytes"
         )
@@ -367,20 +382,26 @@ class DemoReport:
     @property
     def ok(self) -> bool:
         """Whether every step found what it must."""
-        return all(step.ok for step in self.steps)
+        return self.error is None
+
+    @property
+    def error(self) -> str | None:
+        """Which step did not, and what it found."""
+        failed = next((step for step in self.steps if not step.ok), None)
+        return None if failed is None else f"'{failed.name}': {failed.result}"
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
         facts = asdict(self)
         facts["steps"] = [{**asdict(step), "gbps": step.gbps} for step in self.steps]
-        note = {"note": SIMULATED_NOTE} if self.simulated else {}
-        return {"command": "demo", **note, **facts, "ok": self.ok}
+        return {**({"note": SIMULATED_NOTE} if self.simulated else {}), **facts}
 
     def headline(self) -> str:
         """What is shown, in two lines."""
         return (
-            f"{self.source}: {self.tensors} tensors, {format_bytes(self.weights_bytes)} of {', '.join(self.dtypes)}"
-            f" in {self.weights_segments} segments\n"
+            f"{self.source}: {counted(self.tensors, 'tensor')},"
+            f" {format_bytes(self.weights_bytes)} of {', '.join(self.dtypes)}"
+            f" in {counted(self.weights_segments, 'segment')}\n"
             f"kv_cache: {format_bytes(self.kv_cache_bytes)}; device {self.device}: {self.device_name}"
         )
 
@@ -418,12 +439,11 @@ class DemoReport:
 
     def conclusion(self) -> str:
         """One line: whether the bytes came back."""
-        failed = next((step for step in self.steps if not step.ok), None)
-        if failed is not None:
-            return f"FAILED at '{failed.name}': {failed.result}"
+        if self.error is not None:
+            return f"FAILED at {self.error}"
         compared = [step for step in self.steps if step.verified_bytes]
         return (
-            f"Every byte of the weights equalled its source in all {len(compared)} comparisons"
+            f"Every byte of the weights equalled its source in {counted(len(compared), 'comparison')}"
             f" ({format_bytes(sum(step.verified_bytes for step in compared))} in all); no address changed."
         )
 

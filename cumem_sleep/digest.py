@@ -215,6 +215,7 @@ class DigestRun:
         started, self._started = self._started, []
         digests: dict[int, Digest] = {}
         for device, mine in _by_device(started).items():
+            _core.stop_if_asked()
             sums = self._on_gpu(device, _finish)
             if sums is None:
                 contents = [(segment.address, segment.bytes) for segment in mine]
@@ -336,6 +337,7 @@ def _sums_of_memory(
     bounced = np.frombuffer(memoryview(block), np.uint8)
     totals = (0, 0)
     for start in range(0, size, block.bytes):
+        _core.stop_if_asked()
         nbytes = min(block.bytes, size - start)
         stream.to_host(block, 0, address + start, nbytes)
         stream.synchronize()

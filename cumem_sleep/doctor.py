@@ -6,7 +6,6 @@ installed) and answers with a `Check`. A check that cannot be made says why; non
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import sys
@@ -21,10 +20,10 @@ from rich.box import ROUNDED
 from rich.table import Table
 from rich.text import Text
 
-from . import __version__, _core, host_limits
+from . import __version__, _core, host_limits, variables
 from .allocator import open_driver
 from .errors import CumemSleepError, DriverError, OutOfDeviceMemory, format_bytes
-from .settings import PREFIX, Settings
+from .settings import PREFIX, Settings, parse_bool
 from .vllm import compatibility, plugin
 from .vllm.gate_settings import GateSettings
 
@@ -39,22 +38,6 @@ _POOLS_IGNORE_EXPANDABLE_SEGMENTS = (2, 11)
 _PCIE_GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6, "128.0": 7}
 
 _CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# What reads CUMEM_SLEEP_* variables beside `Settings`: the vLLM plugin, the simulated driver, the build and the tests.
-_OTHER_VARIABLES = tuple(
-    PREFIX + name
-    for name in (
-        "DISABLE",
-        "SIM_COPY_DELAY_US",
-        "SIM_DEVICES",
-        "SIM_DEVICE_BYTES",
-        "SIM_DRIVER_VERSION",
-        "SIM_FABRIC",
-        "SIM_HOST_POINTERS",
-        "SANITIZE",
-        "WERROR",
-        "TEST_DRIVER",
-    )
-)
 _ADMIN_TOKEN = PREFIX + "ADMIN_TOKEN"
 _CUPY_DISTRIBUTIONS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 _TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-nightly")
@@ -122,16 +105,18 @@ class DoctorReport:
     @property
     def ok(self) -> bool:
         """Whether no check failed."""
-        return all(check.status is not Status.FAIL for check in self.checks)
+        return self.error is None
+
+    @property
+    def error(self) -> str | None:
+        """Which checks failed."""
+        failed = [check.name for check in self.checks if check.status is Status.FAIL]
+        return f"failed: {', '.join(failed)}" if failed else None
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
         return {
-            "command": "doctor",
-            "version": __version__,
-            "simulated": self.simulated,
             **({"note": SIMULATED_NOTE} if self.simulated else {}),
-            "ok": self.ok,
             "checks": [{**asdict(check), "status": check.status.value} for check in self.checks],
         }
 
@@ -264,7 +249,7 @@ def gpu_handles(device: int) -> Check:
     """What memory of this device can be: shared by file descriptor or fabric, reached by RDMA. Found by trying."""
     name = f"GPU {device} handles"
     try:
-        _core.free(_core.malloc(_TRIAL_BYTES, "doctor", device))
+        _core.free(_core.Allocation(_TRIAL_BYTES, "doctor", device).handed_out)
     except OutOfDeviceMemory as error:
         advice = "free some of its memory, or let another process sleep"
         return Check(name, Status.WARN, f"could not be checked, the GPU is full: {error}", advice)
@@ -499,18 +484,33 @@ def vllm(machine: Machine) -> Check:
     version = machine.version_of("vllm")
     if version is None:
         return Check(name, Status.OK, "not installed (optional)")
-    if misfit := compatibility.version_misfit(version):
+    own = f"{version}, which keeps its own sleep mode"
+    misfit = compatibility.version_misfit(version)
+    if misfit and not _is_on(machine, compatibility.UNTESTED):
         return Check(
-            name, Status.WARN, f"{version}, which keeps its own sleep mode: {misfit}", "install a known version"
+            name, Status.WARN, f"{own}: {misfit}", f"install a known version, or try with {compatibility.UNTESTED}=1"
         )
-    disabled = machine.environment.get(plugin.DISABLE, "").strip().lower() not in ("", "0", "false", "no", "off")
+    if _is_on(machine, plugin.DISABLE):
+        return Check(name, Status.OK, f"{own}: {plugin.DISABLE}={machine.environment[plugin.DISABLE]}")
     plugins = machine.environment.get("VLLM_PLUGINS")
-    if disabled or (plugins is not None and plugin.NAME not in plugins.split(",")):
-        switch = plugin.DISABLE if disabled else "VLLM_PLUGINS"
-        return Check(
-            name, Status.OK, f"{version}, which keeps its own sleep mode: {switch}={machine.environment[switch]}"
-        )
+    if plugins is not None and not set(plugin.ENTRY_POINTS) & set(plugins.split(",")):
+        found = f"{own}: VLLM_PLUGINS={plugins}"
+        if plugin.NAME in re.sub(r"[-.\s]+", "_", plugins.strip().lower()):
+            return Check(
+                name, Status.WARN, found, f"vLLM compares letter by letter: write {plugin.NAME}, without spaces"
+            )
+        return Check(name, Status.OK, found)
+    if misfit:
+        return Check(name, Status.WARN, f"{version}, with sleep mode in this layer if it fits: {misfit}", "test it")
     return Check(name, Status.OK, f"{version}, with sleep mode in this layer")
+
+
+def _is_on(machine: Machine, variable: str) -> bool:
+    """A bad value is the check of the settings' to tell."""
+    try:
+        return parse_bool(variable, machine.environment.get(variable, "").strip() or "0")
+    except CumemSleepError:
+        return False
 
 
 def cupy(machine: Machine) -> Check:
@@ -538,26 +538,26 @@ def settings(machine: Machine) -> Check:
     """Which settings are in force, and variables that look like settings and are none."""
     name = "settings"
     given = {variable: text for variable, text in machine.environment.items() if variable.startswith(PREFIX)}
-    known = [PREFIX + setting.name.upper() for setting in (*fields(Settings), *fields(GateSettings))]
+    documented = [PREFIX + setting.name.upper() for setting in (*fields(Settings), *fields(GateSettings))]
     shown = {**given, **({_ADMIN_TOKEN: "…"} if given.get(_ADMIN_TOKEN) else {})}
-    in_force = [f"{variable}={text}" for variable, text in sorted(shown.items()) if variable in known and text.strip()]
-    in_force += [f"{variable}={given[variable]}" for variable in _OTHER_VARIABLES if variable in given]
+    in_force = [
+        f"{variable}={text}" for variable, text in sorted(shown.items()) if variable in documented and text.strip()
+    ]
+    in_force += [f"{variable}={given[variable]}" for variable in variables.OTHERS if variable in given]
     found = ", ".join(in_force) or "all at their defaults"
     try:
         Settings.from_environment(given)
         GateSettings.from_environment(given)
+        plugin.check_variables(given)
     except CumemSleepError as error:
         return Check(name, Status.FAIL, str(error), "correct the variable, or unset it")
-    unknown = sorted(given.keys() - {*known, *_OTHER_VARIABLES})
-    if unknown:
-        advice = "; ".join(_suggestion(variable, [*known, *_OTHER_VARIABLES]) for variable in unknown)
-        return Check(name, Status.WARN, f"{found}; nothing reads {', '.join(unknown)}", advice)
+    if misspelt := variables.misspelt(given):
+        advice = "; ".join(
+            f"misspelt? {variable} may be {nearest}" if nearest else f"unset {variable}"
+            for variable, nearest in misspelt.items()
+        )
+        return Check(name, Status.WARN, f"{found}; nothing reads {', '.join(misspelt)}", advice)
     return Check(name, Status.OK, found)
-
-
-def _suggestion(variable: str, known: Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(variable, known, n=1, cutoff=0.6)
-    return f"misspelt? {variable} may be {nearest[0]}" if nearest else f"unset {variable}"
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -18,11 +18,30 @@ def format_bytes(nbytes: int) -> str:
     return f"{size:.2f} {unit}"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 segment`, `2 segments`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 class CumemSleepError(RuntimeError):
     """Base of all errors of this package (a RuntimeError, as vLLM's allocator raises).
 
     They can be pickled: a worker's error reaches the process that drives it whole.
+
+    Attributes:
+        asleep_segments: what sleeps although a sleep failed, because the driver refused to undo it too. The next
+            `wake_up` brings it back with its bytes. Empty as a rule.
+        lost_segments: the same, but dropped: its bytes are gone.
     """
+
+    asleep_segments: tuple[str, ...] = ()
+    lost_segments: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        asleep = f"asleep until the next wake_up: {', '.join(self.asleep_segments)}" if self.asleep_segments else ""
+        lost = f"asleep, their bytes lost: {', '.join(self.lost_segments)}" if self.lost_segments else ""
+        refused = asleep or lost
+        return _sentence(super().__str__(), refused and "the driver refused to undo this", asleep, lost)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _restored, (type(self), self.args, self.__dict__)

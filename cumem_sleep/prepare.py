@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,16 +57,17 @@ class Preparation:
         self._warm_up = warm_up
         self._compressor = compressor
         self._workbenches: dict[int, Workbench] = {}  # by device
-        self._stopped = threading.Event()
+        self._checked_devices: set[int] = set()  # that have room for all of it uncompressed, when that was asked
+        self._is_ended_by_finaliser = False
+        self._is_cut_short = False
         self._due = time.monotonic()  # when the next piece may be copied
         self._error: CumemSleepError | None = None
-        # A daemon, so that it does not keep a process from exiting; at exit it is stopped in an orderly way.
-        self._thread = threading.Thread(target=self._run, name="cumem-sleep-prepare", daemon=True)
+        self._worker = _core.Worker("cumem-prepare")
 
     @property
     def running(self) -> bool:
         """Whether it still works."""
-        return self._thread.is_alive()
+        return self._worker.running
 
     @property
     def error(self) -> CumemSleepError | None:
@@ -81,22 +81,21 @@ class Preparation:
             InvalidState: no thread can be started.
         """
         try:
-            self._thread.start()
-        except RuntimeError as error:
-            raise InvalidState(f"prepare() works in a thread, and none can be started: {error}") from error
+            self._worker.start(self._run)
+        except InvalidState as error:
+            raise InvalidState(f"prepare() works in a thread, but {error}") from error
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it has ended, at most `timeout` seconds. Returns whether it has; `error` says how."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
-        return not self.running
+        return self._worker.wait(timeout)
 
     def stop(self) -> None:
-        """End it after the piece that is being copied. What was backed up stays. Stopping again does nothing."""
-        if _core.driver_is_forked():
-            return  # the child has no such thread, and its locks as the thread had them just then: maybe held
-        self._stopped.set()
-        self.wait()
+        """End it after the piece that is being copied. What was backed up stays. Stopping again does nothing.
+
+        Where the garbage collector runs a finaliser on its own thread, that only asks it to end, and `error` says so.
+        """
+        self._is_ended_by_finaliser |= self._worker.is_this_thread
+        self._worker.stop()
 
     def _run(self) -> None:
         try:
@@ -104,7 +103,11 @@ class Preparation:
                 self._warm_up()
                 for segment in self._segments:
                     self._prepare(segment, digests)
-        except Exception as error:
+                if self._is_cut_short and self._is_ended_by_finaliser:
+                    raise InvalidState(
+                        "prepare was ended by a finaliser, which the garbage collector happened to run on its thread"
+                    )
+        except BaseException as error:
             self._error = error if isinstance(error, CumemSleepError) else InvalidState(f"prepare failed: {error!r}")
             logger.warning("prepare ended early, the next sleep copies the rest: %s", error)
         finally:
@@ -160,9 +163,11 @@ class Preparation:
             self._compressor.give_up(error)
         # All or nothing: a sleep may be lent the memory that lacks here, and half of the backups, uncompressed, would
         # take the room that all of them have compressed.
-        awake = [s for s in self._segments if s.sleep == _core.Segment.Sleep.AWAKE and not s.freed]
-        rest = [s for s in awake if s.device == segment.device]
-        self._store.check(self._store.needed_bytes(rest, compressed=False), self._segments)
+        if segment.device not in self._checked_devices:
+            awake = [s for s in self._segments if s.sleep == _core.Segment.Sleep.AWAKE and not s.freed]
+            rest = [s for s in awake if s.device == segment.device]
+            self._store.check(self._store.needed_bytes(rest, compressed=False), self._segments)
+            self._checked_devices.add(segment.device)
         return {}
 
     @contextmanager
@@ -231,12 +236,12 @@ class Preparation:
         now = time.monotonic()
         seconds = nbytes / self._bytes_per_second if self._bytes_per_second else 0.0
         self._due = max(self._due + seconds, now - seconds * _BLOCK_BYTES / _PIECE_BYTES)
-        self._stopped.wait(max(_SHORTEST_PAUSE_S, self._due - now))
+        self._worker.pause(max(_SHORTEST_PAUSE_S, self._due - now))
 
     @contextmanager
     def _turn(self, segment: _core.Segment, backup: Backup | None = None) -> Iterator[bool]:
         """Holds the allocator's lock; gives whether the segment is still awake (and this backup still to be made)."""
-        while not self._stopped.is_set():
+        while not self._worker.asked_to_stop:
             # Never waits for the lock: who stops this thread may hold it.
             with self._lock.hold(wait=False) as held:
                 if held:
@@ -245,7 +250,8 @@ class Preparation:
                         yield awake and (backup is None or backup.being_prepared)
                     self._store.prune_freed()
                     return
-            self._stopped.wait(_POLL_S)
+            self._worker.pause(_POLL_S)
+        self._is_cut_short = True
         yield False
 
     def _prune(self) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("cumem_sleep")
 
 _BATCH_BYTES = 64 << 20
-_ENGINE_BATCH_BYTES = 256 << 20  # 0.4 % faster (benchmarks/results/wake_paths.json)
+_ENGINE_BATCH_BYTES = 256 << 20  # faster than 64 MiB (benchmarks/results/wake_paths.json)
 _BATCHES_IN_FLIGHT = 4  # 5 ms of work: the driver may keep us waiting for as long while it maps
 _TIMES_TIMED = 3
 _TIMED_BYTES = 1 << 30
@@ -278,6 +278,7 @@ class _Lane:
         """Yields after each batch that was begun, its bytes: so several devices take turns."""
         choice = next(self._choices)
         for number in count():
+            _core.stop_if_asked()
             batch = batches.next(_ENGINE_BATCH_BYTES if choice.by_engine and not choice.alone else _BATCH_BYTES)
             if not batch.pieces:
                 break
@@ -297,6 +298,7 @@ class _Lane:
 
     def _finish(self, leave: int) -> None:
         while len(self._in_flight) > leave:
+            _core.stop_if_asked()
             batch, way = self._in_flight[0]
             way.stream.synchronize()
             del self._in_flight[0]

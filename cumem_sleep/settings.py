@@ -26,16 +26,16 @@ class Settings:
 
     Attributes:
         driver: `cuda` opens libcuda, `sim` the simulated driver (no GPU needed, times mean nothing).
-        host_budget_bytes: most pinned host memory that backups may hold, in bytes; None is no budget of our own.
+        host_budget_bytes: most pinned host memory that backups may hold, in bytes; None (unset): no budget of our own.
             The environment variable also takes units: `30GiB`, `500MB`.
         retain_backups: keep backups in host memory after a wake, so that the next sleep copies only what changed.
         verify: `wake` checks the digest of every restored segment; `off` trusts the copies.
         poison: fill memory that was dropped, and wakes without its bytes, with 0xFF (NaN in every float type),
             except `kv_cache`: forgetting to reload weights then shows.
-        prefault_threads: threads that touch new host memory ahead of the copies; None is three for every four cores
-            that this process may use, at most 16.
+        prefault_threads: threads that touch new host memory ahead of the copies; None (unset): three for every four
+            cores that this process may use, at most 16.
         prepare: begin `CuMemAllocator.prepare` by itself, whenever a memory pool is left.
-        prepare_bytes_per_second: the most that `prepare` copies while the model runs; 0 is as much as goes. The
+        prepare_bytes_per_second: the most that `prepare` copies while the model runs; 0 sets no limit. The
             environment variable also takes units: `5GB`.
         compress: `auto` stores backups losslessly compressed where that is worth it, found out for each segment; `off`
             stores the bytes as they are.

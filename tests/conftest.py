@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
@@ -15,8 +16,9 @@ _DRIVER = os.environ.get("CUMEM_SLEEP_TEST_DRIVER", "sim")
 if _DRIVER not in ("sim", "cuda"):
     raise pytest.UsageError(f"CUMEM_SLEEP_TEST_DRIVER={_DRIVER!r}: sim or cuda is allowed")
 # Before the package is imported: no setting of the user's own may change what is tested.
-for _name in [name for name in os.environ if name.startswith("CUMEM_SLEEP_") and name != "CUMEM_SLEEP_TEST_DRIVER"]:
-    del os.environ[_name]
+for _name in [name for name in os.environ if name.startswith("CUMEM_SLEEP_")]:
+    if not _name.startswith("CUMEM_SLEEP_TEST_"):
+        del os.environ[_name]
 os.environ["CUMEM_SLEEP_DRIVER"] = _DRIVER
 
 from support import Memory, free_everything, fresh_allocator, reset_simulation  # noqa: E402
@@ -37,6 +39,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, skip in skipped.items():
             if item.get_closest_marker(marker):
                 item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test's frames let go of its tensors: fixtures free the memory, and PyTorch does not survive that."""
+    report = yield
+    error = call.excinfo.value if call.excinfo is not None and not item.config.getoption("usepdb") else None
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            _ = frame.f_locals  # up to Python 3.12 the snapshot that pytest took lives on until somebody looks again
+        error = error.__cause__ or error.__context__
+    return report
 
 
 def pytest_collection_finish() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import pathlib
@@ -15,7 +15,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,9 @@ DRIVER = os.environ["CUMEM_SLEEP_DRIVER"]  # conftest.py sees to it
 SIMULATED = DRIVER == "sim"
 
 AWAKE, BACKED_UP, DROPPED = _core.Segment.Sleep.AWAKE, _core.Segment.Sleep.BACKED_UP, _core.Segment.Sleep.DROPPED
+
+if TYPE_CHECKING:
+    import pytest  # scripts are slow enough to start without it
 
 _Result = TypeVar("_Result")
 
@@ -127,8 +130,11 @@ def free_everything() -> None:
         sim.reset()
     try:
         allocator._stop_preparing()
+        held = _held_by_torch()
         for segment in _core.segments():
-            allocator.free(segment.address)
+            if segment.address not in held:
+                allocator.free(segment.address)
+        assert not held, f"PyTorch still has {len(held)} segments in use: the test left tensors behind"
         if _core.driver_is_open():
             assert _core.reclaim() == 0
             allocator._store._going.finish()  # much goes in a thread
@@ -139,6 +145,21 @@ def free_everything() -> None:
             assert _held() == _held_before, "left behind: handles, mapped, reserved, registered, device bytes"
     finally:
         CuMemAllocator.instance = None
+
+
+def _held_by_torch() -> set[int]:
+    """Addresses of the segments that PyTorch's caching allocator will free itself, once their tensors are gone.
+
+    Freed under it, they would end the process: it takes an error of its free hook for fatal.
+    """
+    torch = sys.modules.get("torch")
+    if SIMULATED or torch is None or not torch.cuda.is_initialized():
+        return set()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    ours = {segment.address for segment in _core.segments()}
+    return ours & {segment["address"] for segment in torch.cuda.memory_snapshot() if segment["active_size"]}
 
 
 def _held() -> tuple[int, ...]:
@@ -222,6 +243,16 @@ def in_thread(work: Callable[[], _Result], timeout_s: float = 30) -> _Result:
     return results[0]
 
 
+def is_accessible(address: int) -> bool:
+    """Whether a byte of simulated device memory can be read there, without dying of it."""
+    reader, writer = os.pipe()
+    try:
+        return bool(ctypes.CDLL(None).write(writer, ctypes.c_void_p(address), ctypes.c_size_t(1)) == 1)
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
 def hooks() -> ctypes.CDLL:
     """The C functions that PyTorch's caching allocator calls; they run without the interpreter lock."""
     library = ctypes.CDLL(_core.__file__)
@@ -262,18 +293,39 @@ def run_script(
     )
 
 
-def threads_ahead() -> int:
-    """How many threads of `Ahead` there are, of which `threading` does not know."""
-    known = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
-    return _thread._count() - (len(known) - 1)
+def threads_of_ours(name: str = "cumem-") -> list[str]:
+    """The names, those that begin like this, of the layer's threads that there are."""
+    return [each for each in _core.thread_names() if each.startswith(name)]
 
 
-def assert_no_threads_ahead() -> None:
+def assert_no_threads(name: str = "cumem-") -> None:
     """One that was told to end does so by itself, soon."""
     ends_at = time.monotonic() + 5
-    while threads_ahead():
-        assert time.monotonic() < ends_at, "a thread goes on"
+    while threads := threads_of_ours(name):
+        assert time.monotonic() < ends_at, f"{threads} go on"
         time.sleep(0.001)
+
+
+def patch_touch(patch: pytest.MonkeyPatch, touch: Callable[[_core.HostBlock, int, int], None]) -> None:
+    """Have this called wherever pages of a block are touched, by threads ahead as well."""
+    patch.setattr(_core.HostBlock, "touch", touch)
+    patch.setattr(_core, "touch_task", lambda *arguments: _core.Task(functools.partial(touch, *arguments)))
+
+
+def patch_map(patch: pytest.MonkeyPatch, map_segment: Callable[[_core.Segment], None]) -> None:
+    """Have this called wherever a segment is mapped, by threads ahead as well."""
+    patch.setattr(_core.Segment, "map", map_segment)
+    patch.setattr(_core, "map_task", lambda segment: _core.Task(functools.partial(map_segment, segment)))
+
+
+@contextlib.contextmanager
+def threads_refused(after: int = 0) -> Iterator[None]:
+    """Only so many more threads of the layer can be had, as at a limit of the system."""
+    _core.allow_threads(after)
+    try:
+        yield
+    finally:
+        _core.allow_threads(-1)
 
 
 def assert_clean_exit(process: subprocess.CompletedProcess[str]) -> None:
@@ -282,11 +334,11 @@ def assert_clean_exit(process: subprocess.CompletedProcess[str]) -> None:
 
 
 def assert_thread_ends_in_order(*parts: str, thread: str, timeout_s: float = 30) -> None:
-    """The script may leave `thread` (an expression) at work: it has ended before the interpreter is taken down."""
+    """The script may leave `thread` (an expression, a `Worker`) at work: it has ended before the interpreter is taken down."""
     first = """
         import atexit
         left = []
-        atexit.register(lambda: print("at work" if left[0].is_alive() else "ended"))
+        atexit.register(lambda: print("at work" if left[0].running else "ended"))
         """
     process = run_script(first, PREAMBLE, *parts, f"left.append({thread})", preamble="", timeout_s=timeout_s)
     assert_clean_exit(process)
@@ -294,25 +346,28 @@ def assert_thread_ends_in_order(*parts: str, thread: str, timeout_s: float = 30)
 
 
 def fork_beside(
-    held: threading.Condition, allocator: CuMemAllocator, *calls: Callable[[], object], as_python_does: bool
+    worker: _core.Worker, allocator: CuMemAllocator, *calls: Callable[[], object], as_python_does: bool
 ) -> None:
-    """For scripts: fork while another thread has this lock, as a thread of the allocator's may have it at any time.
+    """For scripts: fork while the allocator's lock is held, and beside a thread of it, which the child has not.
 
-    The child has no thread that would ever give it back. It sees that `calls` are refused there, and exits. Returns in
-    the parent, when the child has exited well.
+    The child sees that `calls` are refused there, and exits. Returns in the parent, when the child has exited well.
     """
     is_held, forked = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with held:
+        with allocator._lock.hold():
             is_held.set()
             forked.wait(30)
 
     threading.Thread(target=hold).start()
     assert is_held.wait(30)
+    assert worker.running
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
+        assert not worker.running
+        assert worker.wait()
+        worker.stop()
         for call in calls:
             with raises(cumem_sleep.InvalidState, "fork"):
                 call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from support import AWAKE, BACKED_UP, DROPPED, MIB, PAGE, SIMULATED, Cuda, Memory, in_thread
 
+import cumem_sleep
 from cumem_sleep import (
     CuMemAllocator,
     DriverError,
@@ -23,6 +25,7 @@ from cumem_sleep import (
     TagUsage,
     _core,
     sim,
+    variables,
 )
 
 MakeAllocator = Callable[..., CuMemAllocator]
@@ -258,6 +261,12 @@ class TestLevels:
             with pytest.raises(InvalidArgument, match=r"known are cudagraph, default, kv_cache, runtime, weights"):
                 allocator.sleep(offload_tags=tags)
         assert memory.read(filled["weights"][0], PAGE) == filled["weights"][1]
+
+    @pytest.mark.parametrize("level", ["1", " 2", "-1"])
+    def test_a_level_given_as_text_is_taken_for_one(self, allocator: CuMemAllocator, level: str) -> None:
+        allocator.malloc(PAGE, "weights")
+        with pytest.raises(InvalidArgumentType, match=re.escape(f"level={level!r}: 0 (keep all), 1 (back up all but")):
+            allocator.sleep(level=level)
 
     def test_one_of_level_and_offload_tags(self, allocator: CuMemAllocator) -> None:
         allocator.malloc(PAGE, "weights")
@@ -1010,3 +1019,82 @@ class TestInstances:
         sim.fail("cuMemGetInfo")  # all is asleep by then: no reason to fail
         assert allocator.sleep().left_bytes == 0
         assert sleep_states() == {"weights": BACKED_UP, "kv_cache": DROPPED}
+
+
+class TestEmptyPools:
+    """A pool that nothing was allocated in: its memory does not sleep, and who entered it does not know."""
+
+    @pytest.fixture(autouse=True)
+    def _anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(CuMemAllocator, "_warned_of_empty_pool", False)
+
+    @pytest.mark.sim
+    def test_are_told_of_once_with_the_reason(
+        self, allocator: CuMemAllocator, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for tag in ("weights", "weights", "kv_cache"):
+            with allocator.use_memory_pool(tag):
+                pass
+        (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert "nothing was allocated in the memory pool 'weights', so nothing of it can sleep" in warning
+        assert "on the simulated driver PyTorch does not allocate from this layer" in warning
+
+    @pytest.mark.parametrize(
+        ("torch_pools", "why"),
+        [
+            (None, "PyTorch is not installed, or reaches no GPU"),
+            (object(), "built on the CPU and moved to the GPU later"),
+        ],
+    )
+    def test_on_a_gpu(
+        self,
+        allocator: CuMemAllocator,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        torch_pools: object,
+        why: str,
+    ) -> None:
+        with monkeypatch.context() as context:
+            context.setattr(_core, "driver_is_simulated", lambda: False)
+            context.setattr(allocator, "_torch_pools", torch_pools)
+            allocator._warn_of_empty_pool("weights")
+        assert why in caplog.text
+
+    def test_memory_in_the_pool_is_no_reason(self, allocator: CuMemAllocator, caplog: pytest.LogCaptureFixture) -> None:
+        with allocator.use_memory_pool("weights"):
+            allocator.malloc(PAGE)
+        with allocator.use_memory_pool("lora"):  # optional parts may be empty
+            pass
+        assert "nothing was allocated" not in caplog.text
+
+
+class TestMisspeltVariables:
+    @pytest.fixture(autouse=True)
+    def _anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(variables, "_warned_of", set())
+
+    def test_are_logged_once(
+        self,
+        make_allocator: MakeAllocator,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setenv("CUMEM_SLEEP_RETAIN_BACKUP", "0")
+        monkeypatch.setenv("CUMEM_SLEEP_XYZ", "0")
+        for _ in range(2):
+            make_allocator()
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert warnings == [
+            "CUMEM_SLEEP_RETAIN_BACKUP is set, but nothing reads it: is CUMEM_SLEEP_RETAIN_BACKUPS meant?",
+            "CUMEM_SLEEP_XYZ is set, but nothing reads it",
+        ]
+
+
+def test_cupy_allocator_without_cupy_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "cupy" else find_spec(name, *more)
+    )
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'cumem-sleep\[cupy13\]' for CUDA 13") as caught:
+        cumem_sleep.cupy_allocator()
+    assert caught.value.name == "cupy"

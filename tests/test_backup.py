@@ -16,13 +16,15 @@ from support import (
     SIMULATED,
     Memory,
     assert_clean_exit,
-    assert_no_threads_ahead,
+    assert_no_threads,
     assert_thread_ends_in_order,
     digest_eagerly,
     hooks,
     in_thread,
+    patch_touch,
     quick_sums,
     run_script,
+    threads_of_ours,
 )
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, host_limits, sim
@@ -31,7 +33,7 @@ from cumem_sleep.digest import Digest, DigestRun
 
 MakeAllocator = Callable[..., CuMemAllocator]
 
-GIVING_BACK = "cumem-sleep-give-back"  # the thread's name
+GIVING_BACK = "cumem-give-back"  # the thread's name
 
 
 @pytest.fixture(autouse=True)
@@ -243,7 +245,7 @@ class TestParts:
                 events.seen.append(("stream", []))
                 return stream(device)
 
-            patch.setattr(_core.HostBlock, "touch", noted)
+            patch_touch(patch, noted)
             patch.setattr(_core, "CopyStream", create)
             allocator.sleep()
         seen = [event for event, _ in events.seen]
@@ -398,8 +400,7 @@ class TestParts:
             with pytest.raises(error):
                 allocator.sleep()
         assert all(segment.sleep == AWAKE and segment.has_memory for segment in _core.segments())
-        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("cumem-sleep")]
-        assert_no_threads_ahead()
+        assert_no_threads()
         check_bytes(memory, contents)
         for place, segment in enumerate(_core.segments()):
             backup = allocator._store.get(segment)
@@ -524,7 +525,7 @@ class TestParts:
 def test_freed_while_another_free_gives_a_backup_back(
     allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who frees it finds the lock taken, and who holds the lock looks once more."""
+    """Python hears of it when the operation that holds the lock has ended."""
     first, second = fill(allocator, memory, [1, 1])
     allocator.sleep()
     allocator.wake_up()
@@ -536,8 +537,6 @@ def test_freed_while_another_free_gives_a_backup_back(
             thread = threading.Thread(target=hooks().cumem_sleep_free, args=(second, PAGE, 0, None))
             thread.start()
             thread.join()
-            while not allocator._store.has_freed:  # the free is told to the main thread, which is this one
-                pass
 
     monkeypatch.setattr(allocator._store, "forget", slow_forget)
     allocator.free(first)
@@ -556,7 +555,7 @@ class Gate:
         hold = _core.OperationLock.hold
 
         def refused(lock: _core.OperationLock, wait: bool = True) -> Any:
-            if threading.current_thread().name == GIVING_BACK:
+            if _core.thread_name() == GIVING_BACK:
                 self.tries += 1
                 if not self.is_open:
                     return contextlib.nullcontext(False)
@@ -577,15 +576,15 @@ def until(reached: Callable[[], object]) -> None:
         time.sleep(0.0005)
 
 
-def threads_giving_back() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == GIVING_BACK]
+def threads_giving_back() -> list[str]:
+    return threads_of_ours(GIVING_BACK)
 
 
 def wait_for_the_end(allocator: CuMemAllocator, host_bytes: int = 0) -> None:
     """Until only so much is held, and the thread has ended."""
     until(lambda: not allocator._store._going.bytes and not threads_giving_back())
     assert allocator._store.host_bytes == host_bytes
-    assert allocator._store._going._thread is None
+    assert allocator._store._going._worker is None
 
 
 @pytest.fixture
@@ -596,7 +595,7 @@ def closed_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def noted(block: _core.HostBlock) -> None:
         if block.bytes == MIB:  # others are no backups
-            closed.append(threading.current_thread().name)
+            closed.append(_core.thread_name())
         close(block)
 
     monkeypatch.setattr(_core.HostBlock, "close", noted)
@@ -608,11 +607,10 @@ def much(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three pages are much."""
     monkeypatch.setattr("cumem_sleep.backup._MUCH_BYTES", 3 * PAGE)
     yield
-    for thread in threads_giving_back():
-        thread.join(30)
+    assert_no_threads(GIVING_BACK)
 
 
-MAIN = threading.main_thread().name
+OPERATION = "cumem-operation"
 
 
 @pytest.mark.usefixtures("much")
@@ -654,7 +652,7 @@ class TestGivingBack:
         Gate(monkeypatch)
         self.going(unretained, memory, pages=2)
         assert unretained._store.host_bytes == 0
-        assert closed_by == [MAIN] * 4
+        assert closed_by == [OPERATION] * 4
         assert threads_giving_back() == []
 
     def test_not_beside_an_operation(self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str]) -> None:
@@ -692,7 +690,7 @@ class TestGivingBack:
 
         def counted(lock: _core.OperationLock, wait: bool = True) -> Any:
             held = hold(lock, wait)
-            return Counted(held) if threading.current_thread().name == GIVING_BACK else held
+            return Counted(held) if _core.thread_name() == GIVING_BACK else held
 
         monkeypatch.setattr(_core.OperationLock, "hold", counted)
         self.going(unretained, memory)
@@ -742,10 +740,9 @@ class TestGivingBack:
             hooks().cumem_sleep_free(freed, PAGE, 0, None) if through_hook else allocator.free(freed)
 
         def free_and_close(block: _core.HostBlock) -> None:
-            if not begun and threading.current_thread().name == GIVING_BACK:
+            if not begun and _core.thread_name() == GIVING_BACK:
                 begun.append("freeing")
                 in_thread(free)
-                until(lambda: allocator._store.has_freed)
             close(block)
 
         monkeypatch.setattr(_core.HostBlock, "close", free_and_close)
@@ -785,7 +782,7 @@ class TestGivingBack:
             most[0] = max(most[0], allocator._store.host_bytes)
             touch(block, offset, nbytes)
 
-        monkeypatch.setattr(_core.HostBlock, "touch", noted)
+        patch_touch(monkeypatch, noted)
         if operation == "prepare":
             assert allocator.prepare().wait(30)
         report = allocator.sleep()
@@ -836,18 +833,14 @@ class TestGivingBack:
     def test_without_threads_it_goes_at_once(
         self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        start = threading.Thread.start
-
-        def refuse(thread: threading.Thread) -> None:
-            if thread.name == GIVING_BACK:
-                raise RuntimeError("can't start new thread")
-            start(thread)
+        def refuse(worker: _core.Worker, work: Callable[[], object]) -> None:
+            raise InvalidState("no thread can be started")
 
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
+            patch.setattr(_core.Worker, "start", refuse)
             contents = self.going(unretained, memory)
             assert unretained._store.host_bytes == 0
-        assert closed_by == [MAIN] * 8
+        assert closed_by == [OPERATION] * 8
         unretained.sleep()
         unretained.wake_up()
         wait_for_the_end(unretained)
@@ -865,7 +858,7 @@ class TestGivingBack:
         gate.wait()
         assert allocator._store.host_bytes == 4 * PAGE
         make_allocator()
-        assert threads_giving_back() == []
+        assert_no_threads(GIVING_BACK)
         assert allocator._store.host_bytes == 0
         if SIMULATED:
             assert sim.stats().registered_bytes == 0
@@ -875,16 +868,15 @@ class TestGivingBack:
         self, unretained: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, began: bool
     ) -> None:
         """All goes back all the same, at the latest after the next operation."""
-        start = threading.Thread.start
+        start = _core.Worker.start
 
-        def interrupted(thread: threading.Thread) -> None:
-            if thread.name != GIVING_BACK or began:
-                start(thread)
-            if thread.name == GIVING_BACK:
-                raise KeyboardInterrupt
+        def interrupted(worker: _core.Worker, work: Callable[[], object]) -> None:
+            if began:
+                start(worker, work)
+            raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", interrupted)
+            patch.setattr(_core.Worker, "start", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 self.going(unretained, memory)
         assert all(segment.sleep == AWAKE for segment in _core.segments())
@@ -899,7 +891,7 @@ class TestGivingBack:
         gate.wait()
         for _ in range(2):
             unretained._store.stop()
-            assert threads_giving_back() == []
+            assert_no_threads(GIVING_BACK)
         unretained.release_backups()
         assert unretained._store.host_bytes == 0
 
@@ -933,7 +925,7 @@ class TestProcess:
 
     def test_exit_ends_it_in_an_orderly_way(self) -> None:
         """Before the interpreter is taken down, not by that."""
-        assert_thread_ends_in_order("BETWEEN_S = 1000", GOING, thread="going._thread")
+        assert_thread_ends_in_order("BETWEEN_S = 1000", GOING, thread="going._worker")
 
     @pytest.mark.parametrize("as_python_does", [False, True])
     def test_fork_meanwhile(self, as_python_does: bool) -> None:
@@ -942,10 +934,10 @@ class TestProcess:
             GOING,
             f"""
             calls = (allocator.usage, allocator.sleep, allocator.release_backups)
-            fork_beside(going._stopped._cond, allocator, *calls, as_python_does={as_python_does})
+            fork_beside(going._worker, allocator, *calls, as_python_does={as_python_does})
             assert going.bytes
             backup._BETWEEN_BLOCKS_S = 0
-            while going._thread is not None:
+            while going._worker is not None:
                 time.sleep(0.001)
             assert allocator._store.host_bytes == 0
             for address, content in contents.items():

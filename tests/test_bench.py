@@ -27,7 +27,7 @@ from cumem_sleep import (
     digest,
     sim,
 )
-from cumem_sleep.bench import link, memory, plot, report, workload
+from cumem_sleep.bench import link, memory, palette, plot, report, workload
 from cumem_sleep.bench.host_memory import touch_host_memory
 from cumem_sleep.bench.report import Kind, Step
 
@@ -133,7 +133,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert set(found) - {"note"} == {
         "machine", "workload", "rounds", "host_memory_touched_before", "compress", "link_gbps", "digest", "steps",
-        "bytes_checked", "wrong",
+        "bytes_checked", "wrong", "command", "version", "ok", "simulated", "error",
     }  # fmt: skip
     assert set(found["machine"]) == {
         "gpu", "driver", "cuda_driver_api", "cores", "host_memory_bytes", "transparent_hugepage", "kernel", "python",
@@ -488,6 +488,14 @@ def test_plot(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Non
     code, _ = run_json(capsys, "--plot", str(path))
     assert code == 0
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_plot_has_the_colours_of_the_others(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "sleep.svg"
+    assert run_json(capsys, "--plot", str(path))[0] == 0
+    figure = path.read_text()
+    assert f"fill: {palette.OURS.lower()}" in figure
+    assert f"stroke: {palette.LINK.lower()}" in figure
 
 
 def test_plot_over_a_folder(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

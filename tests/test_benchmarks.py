@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import cumem_sleep
+from cumem_sleep.bench import palette
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -222,6 +223,22 @@ def test_tables_say_what_was_not_measured(results: pathlib.Path, tables: ModuleT
     assert "| wake | 1.40 (1.30–1.50) | 65.0 | 46.7 | 1.15 |" in page
     hooks = next(line for line in page.splitlines() if line.startswith("| malloc and free of a 2 MiB segment, µs | "))
     assert hooks.count("not measured") == 3
+
+
+def test_the_plots_have_one_colour_for_one_thing(tables: ModuleType) -> None:
+    layers = [layer["title"].replace("`", "") for layer in tables.load("peers.json")["layers"].values()]
+    ways = [tables._title(way) for way in tables.switching_ways(tables.load(tables.SWITCHING), None)]
+    for labels, plot in ((layers, tables.PLOT), (ways, tables.SWITCHING_PLOT)):
+        colours = {palette.colour_of(label) for label in labels}
+        assert len(colours) == len(labels)
+        assert set(re.findall(r"fill: (#\w{6})\"", plot.read_text())) - {"#ffffff"} == {c.lower() for c in colours}
+    of_ours = {
+        palette.colour_of(label) for label in (*layers, *ways) if label in ("cumem-sleep", "cumem-sleep, level 1")
+    }
+    of_vllm = {palette.colour_of(label) for label in (*layers, *ways) if label.startswith("vLLM")}
+    assert (of_ours, of_vllm) == ({palette.OURS}, {palette.VLLM})
+    with pytest.raises(KeyError, match="choose one in"):
+        palette.colour_of("a new one")
 
 
 def test_tables_of_vllm(results: pathlib.Path, tables: ModuleType) -> None:

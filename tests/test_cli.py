@@ -69,7 +69,7 @@ def model_parts() -> tuple[dict[str, Any], bytes]:
         ("nothing", "F32", [0, 8], 4),
         ("half", "F16", [128, 128], 2),
         ("scalar", "F32", [], 4),
-        ("from the future", "F3_E1M1", [9], 1),
+        ("complex", "C64", [9], 8),
     ]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -89,6 +89,25 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     code = cli.main([*arguments, "--json"])
     output = capsys.readouterr()
     return code, json.loads(output.out)
+
+
+def test_every_command_and_every_error_begins_alike(
+    model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = {"version": cumem_sleep.__version__, "ok": True, "simulated": SIMULATED, "error": None}
+    small = ["--weights", "4MiB", "--segment-size", "2MiB", "--kv", "2MiB", "--pause", "0", "--rounds", "1"]
+    for command in (["demo", str(model), *KV], ["doctor"], ["bench", *small, "--no-touch-host-memory"]):
+        code, report = run_json(capsys, *command)
+        assert (code, list(report)[:5]) == (0, ["command", *common])
+        assert {name: report[name] for name in ("command", *common)} == {"command": command[0], **common}
+    code, report = run_json(capsys, "demo", "/nonexistent")
+    assert (code, report) == (
+        2,
+        {**common, "command": "demo", "ok": False, "error": "/nonexistent: cannot be read: No such file or directory"},
+    )
+    monkeypatch.setenv("CUMEM_SLEEP_VERIFY", "perhaps")
+    code, report = run_json(capsys, "doctor")
+    assert (code, report["ok"], report["error"]) == (1, False, "failed: settings")
 
 
 # Usage
@@ -248,6 +267,18 @@ def test_demo_of_shards(tmp_path: pathlib.Path, model: pathlib.Path, capsys: pyt
     assert (code, report["tensors"]) == (0, 8)
 
 
+def test_demo_of_a_folder(tmp_path: pathlib.Path, model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_file(tmp_path / "b.safetensors", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc")
+    code, report = run_json(capsys, "demo", str(tmp_path), *KV)
+    assert (code, report["tensors"], report["source"]) == (0, 8, tmp_path.name)
+
+
+def test_one_of_a_thing_is_not_several(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_file(tmp_path / "w", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc")
+    assert cli.main(["demo", str(path), *KV]) == 0
+    assert "w: 1 tensor, 3 B of U8 in 1 segment\n" in capsys.readouterr().out
+
+
 def test_demo_without_retained_backups(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -283,7 +314,7 @@ def test_one_wrong_byte_is_1(
     memory.close()
     assert (code, report["ok"]) == (1, False)
     assert report["steps"][-1]["name"] == "wake"  # what follows is not tried
-    name, index = ("from the future", 8) if last else ("norm", 0)
+    name, index = ("complex", 71) if last else ("norm", 0)
     assert f"byte {index} of {name} is" in report["steps"][-1]["result"]
 
 
@@ -338,6 +369,25 @@ def test_interrupt_is_130(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(CuMemAllocator, "sleep", interrupt)
     assert cli.main(["demo", str(model), *KV]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("imported", ["argparse", "numpy"])
+def test_interrupt_while_modules_are_imported(imported: str, tmp_path: pathlib.Path) -> None:
+    """Half a second in which no line of the command has run yet."""
+    (tmp_path / f"{imported}.py").write_text("raise KeyboardInterrupt")
+    package = pathlib.Path(cumem_sleep.__path__[0]).parent
+    command = "import sys; from cumem_sleep.__main__ import main; sys.exit(main())"  # as the installed script
+    for start in (["-c", command], ["-m", "cumem_sleep"]):
+        process = subprocess.run(
+            [sys.executable, *start, "doctor"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(package)])},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (process.returncode, process.stderr) == (130, "cumem-sleep: interrupted\n")
 
 
 def test_no_such_device(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -454,6 +504,7 @@ BAD_FILES: dict[str, tuple[object, bytes, str]] = {
     "overlap": ({"a": entry(0, 2), "b": entry(1, 3)}, b"xxx", "begins at byte 1 of the data, not 2"),
     "truncated": ({"w": entry(0, 10)}, b"xxx", "truncated"),
     "too long": ({"w": entry(0, 2)}, b"xxx", "1 bytes after the last tensor"),
+    "dtype": ({"w": entry(0, 3, [3], "F77")}, b"xxx", r"tensor 'w' has dtype 'F77', .*: known are BF16, BOOL, "),
     "size": ({"w": entry(0, 3, [2], "BF16")}, b"xxx", "has 3 bytes"),
     "no tensors": ({}, b"", "holds no tensor"),
     "no bytes": ({"w": entry(0, 0)}, b"", "holds no tensor"),

@@ -30,6 +30,9 @@ from support import (
     digest_eagerly,
     free_everything,
     in_thread,
+    is_accessible,
+    patch_map,
+    patch_touch,
     quick_sums,
     reset_simulation,
     run_script,
@@ -330,7 +333,7 @@ class TestRoundTrips:
 
         monkeypatch.setattr(restore._Lane, "run", noted_run)
         monkeypatch.setattr(restore.SlotCopies, "start", noted_start)
-        monkeypatch.setattr(_core.Segment, "map", noted_map)
+        patch_map(monkeypatch, noted_map)
         allocator.wake_up()
         check_bytes(contents)
         assert events.index("raw done") < events.index("slot")
@@ -432,7 +435,7 @@ class TestRoundTrips:
             start(*arguments)
 
         monkeypatch.setattr(SimulatedKernels, "decode", look_and_decode)
-        monkeypatch.setattr(_core.Segment, "map", map_slowly)
+        patch_map(monkeypatch, map_slowly)
         monkeypatch.setattr(restore.SlotCopies, "start", note_and_start)
         allocator.wake_up()
         check_bytes(contents)
@@ -769,7 +772,7 @@ class TestChanges:
             touched[threading.get_ident() == threading.main_thread().ident] += nbytes
             touch(block, start, nbytes)
 
-        monkeypatch.setattr(_core.HostBlock, "touch", noted)
+        patch_touch(monkeypatch, noted)
         allocator.sleep()
         assert touched[False] == 3 * 2 * PAGE
         allocator.wake_up()
@@ -1323,6 +1326,52 @@ class TestFullDevice:
             assert _core.memory_info(0)[0] == 0
         assert caplog.records == []
 
+    @pytest.mark.parametrize("devices", [1, 2])
+    @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuStreamSynchronize"])
+    @pytest.mark.parametrize("times", [1, 2, 3, 4, 8])
+    def test_bytes_of_lenders_are_put_back_or_said_to_be_lost(
+        self, make_allocator: MakeAllocator, devices: int, call: str, times: int
+    ) -> None:
+        """Wherever so many refusals in a row begin: nothing is awake with what the codec left there."""
+        allocator = make_allocator(compress="auto", retain_backups=False)
+        sim.configure(devices=devices)
+        contents: Contents = {}
+        caches: Contents = {}
+        for device in range(devices):
+            contents |= fill(allocator, bf16, nbytes=3 * PAGE, device=device)
+            caches |= fill(allocator, noise, nbytes=self.CACHE_BYTES, tag="kv_cache", device=device)
+        leave_free(0)
+        lost_ever = 0
+        for position in itertools.count():
+            made_before = sim.stats().calls[call]
+            sim.fail(call, after=position, times=times, error="CUDA_ERROR_UNKNOWN")
+            error: CumemSleepError | None = None
+            try:
+                allocator.sleep()
+            except CumemSleepError as raised:
+                error = raised
+            was_reached = sim.stats().calls[call] - made_before > position
+            sim.reset()
+            lost = {address for address in caches if at(address).sleep == DROPPED}
+            if error is not None:
+                check_bytes({a: content for a, content in (contents | caches).items() if a not in lost})
+                assert {at(address).sleep for address in contents} == {AWAKE}
+                assert len(error.lost_segments) == len(lost), error
+                assert all(f"kv_cache at 0x{address:x}" in str(error) for address in lost)
+                assert not any(is_accessible(address) for address in lost)
+                assert allocator.usage()["kv_cache"].asleep_segments == len(lost)
+                lost_ever += len(lost)
+            allocator.wake_up()
+            check_bytes(contents)
+            for address, content in caches.items():
+                write(address, content)
+            if not was_reached:
+                break
+        assert error is None
+        assert position > 2 * devices
+        if call == "cuMemcpyHtoDAsync" and times == 8:
+            assert lost_ever, "the test does not reach what it is about"
+
     def test_nothing_to_lend_at_sleep(self, allocator: CuMemAllocator, caplog: pytest.LogCaptureFixture) -> None:
         contents, _ = self.fill(allocator, cache=False)
         fill(allocator, zeros, nbytes=self.CACHE_BYTES - PAGE, tag="kv_cache")
@@ -1405,6 +1454,32 @@ class TestFullDevice:
         assert at(next(iter(cache))).sleep == DROPPED
         allocator.wake_up()
         check_bytes(contents | cache)
+
+    @pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"])
+    def test_memory_of_the_codec_that_the_driver_keeps_is_given_back_later(
+        self, allocator: CuMemAllocator, call: str
+    ) -> None:
+        """However often it refuses: it is counted, tried again, and not lost."""
+        fill(allocator, bf16)
+        workbench = allocator._compressor.workbench(0, DEVICE_BYTES)
+        held = sim.stats()
+        sim.fail(call, times=1_000_000, error="CUDA_ERROR_UNKNOWN")
+        for _ in range(3):
+            workbench.close()
+        del workbench
+        assert _core.reclaim() == 1
+        sim.reset()
+        assert sim.stats().reserved_bytes == held.reserved_bytes
+        assert _core.reclaim() == 0
+        assert sim.stats().live_handles == held.live_handles - 1
+        assert sim.stats().reserved_bytes == held.reserved_bytes - BENCH_BYTES[0]
+
+    def test_malloc_takes_memory_of_the_codec_that_the_driver_kept(self, allocator: CuMemAllocator) -> None:
+        with allocator._compressor.workbench(0, DEVICE_BYTES):
+            sim.fail("cuMemRelease", times=1_000_000, error="CUDA_ERROR_UNKNOWN")
+        sim.reset()
+        free_bytes, _ = _core.memory_info(0)
+        allocator.malloc(free_bytes + BENCH_BYTES[0])
 
     def test_each_device_borrows_from_itself(self, make_allocator: MakeAllocator) -> None:
         allocator = make_allocator(compress="auto")

@@ -575,7 +575,9 @@ def test_memory_that_is_being_reclaimed_is_not_pinned(
     waits = sim.stats().calls["cuMemFree"]
     made: list[int] = []
     seen: list[bool] = []
-    malloc = threading.Thread(target=lambda: made.append(_core.malloc(free_bytes + PAGE, "eater", 0)), daemon=True)
+    malloc = threading.Thread(
+        target=lambda: made.append(_core.Allocation(free_bytes + PAGE, "eater", 0).handed_out), daemon=True
+    )
     malloc.start()
     while sim.stats().calls["cuMemFree"] == waits:
         time.sleep(0.0005)
@@ -661,3 +663,34 @@ class TestKernelInFlight:
             free_everything()
             """
         )
+
+
+@pytest.mark.sim
+def test_looking_beside_hooks(allocator: CuMemAllocator) -> None:
+    """Hooks take no lock of Python's, so what is looked at meanwhile goes (for ThreadSanitizer above all)."""
+    library = hooks()
+    stopped = threading.Event()
+
+    def allocate_and_free() -> None:
+        while not stopped.is_set():
+            addresses = [library.cumem_sleep_malloc(PAGE, 0, None) for _ in range(4)]
+            for address in addresses:
+                library.cumem_sleep_free(address, PAGE, 0, None)
+
+    threads = [threading.Thread(target=allocate_and_free, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for turn in range(100):
+            for segment in _core.segments():
+                assert segment.address % PAGE == 0
+                assert segment.has_memory in (False, True)
+                assert segment.sleep == AWAKE
+            allocator.usage()
+            if turn % 25 == 0:
+                allocator.sleep()
+                allocator.wake_up()
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join(30)

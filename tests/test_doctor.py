@@ -236,7 +236,10 @@ def test_other_packages(tmp_path: pathlib.Path) -> None:
         ("0.33.1", {"VLLM_PLUGINS": "other,cumem_sleep", "CUMEM_SLEEP_DISABLE": "0"}, Status.OK, "in this layer"),
         ("0.26.0", {"CUMEM_SLEEP_DISABLE": "1"}, Status.OK, "keeps its own sleep mode: CUMEM_SLEEP_DISABLE=1"),
         ("0.26.0", {"VLLM_PLUGINS": "other"}, Status.OK, "keeps its own sleep mode: VLLM_PLUGINS=other"),
+        ("0.26.0", {"VLLM_PLUGINS": "cumem-sleep"}, Status.OK, "in this layer"),
+        ("0.26.0", {"VLLM_PLUGINS": "other, cumem_sleep"}, Status.WARN, "sleep mode: VLLM_PLUGINS=other, cumem_sleep"),
         ("0.34.0", {}, Status.WARN, "known are 0.11 to 0.33"),
+        ("0.34.0", {"CUMEM_SLEEP_VLLM_UNTESTED": "1"}, Status.WARN, "with sleep mode in this layer if it fits: its"),
         ("0.10.2", {}, Status.WARN, "known are 0.11 to 0.33"),
     ],
 )
@@ -273,6 +276,7 @@ def test_expandable_segments(
         ({"HOME": "/"}, Status.OK, "all at their defaults", ""),
         ({"CUMEM_SLEEP_VERIFY": "off", "CUMEM_SLEEP_POISON": ""}, Status.OK, "CUMEM_SLEEP_VERIFY=off", ""),
         ({"CUMEM_SLEEP_DISABLE": "1"}, Status.OK, "CUMEM_SLEEP_DISABLE=1", ""),
+        ({"CUMEM_SLEEP_DISABLE": "perhaps"}, Status.FAIL, "CUMEM_SLEEP_DISABLE='perhaps'", "correct the variable"),
         ({"CUMEM_SLEEP_ON_REQUEST": "wake"}, Status.OK, "CUMEM_SLEEP_ON_REQUEST=wake", ""),
         ({"CUMEM_SLEEP_ON_REQUEST": "nap"}, Status.FAIL, "CUMEM_SLEEP_ON_REQUEST='nap'", "correct the variable"),
         ({"CUMEM_SLEEP_VERIFI": "off"}, Status.WARN, "nothing reads CUMEM_SLEEP_VERIFI", "may be CUMEM_SLEEP_VERIFY"),

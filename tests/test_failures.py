@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dis
 import gc
+import itertools
 import linecache
 import os
 import sys
@@ -30,6 +31,8 @@ from support import (
     free_everything,
     fresh_allocator,
     in_thread,
+    is_accessible,
+    patch_touch,
     quick_sums,
     reset_simulation,
     run_script,
@@ -138,7 +141,19 @@ class World:
             content = self.contents.get(segment.id)
             if segment.sleep == AWAKE and content is not None:
                 assert segment.has_memory, f"{segment.tag} is awake without memory"
+                assert is_accessible(segment.address), f"{segment.tag} is awake without access"
                 assert ctypes.string_at(segment.address, PAGE) == content, f"bytes of {segment.tag}"
+
+    def check_all_is_told(self, error: CumemSleepError) -> None:
+        """After a failed sleep: what is awake has its bytes, and everything else is named, and counted as asleep."""
+        self.check_bytes()
+        asleep = [segment for segment in self.segments if segment.sleep != AWAKE]
+        assert len(error.asleep_segments) == len(asleep), error
+        assert error.lost_segments == ()
+        for segment in asleep:
+            assert f"segment {segment.tag} at 0x{segment.address:x}" in str(error)
+        usage = self.allocator.usage()
+        assert sum(each.asleep_segments for each in usage.values()) == len(asleep)
 
     def wake(self) -> None:
         """Wake all; every defined byte is right."""
@@ -445,22 +460,91 @@ class TestPersistentFailures:
         sim.reset()
         world.wake()
 
-    def test_full_device_and_a_failed_wait(self) -> None:
+    def test_access_that_cannot_be_set_again(self, world: World) -> None:
+        """Neither that nor taking the mapping back: then it sleeps, with its bytes, and whoever asks is told."""
+        sim.fail("cuMemUnmap", after=2, times=3, error="CUDA_ERROR_UNKNOWN")
+        sim.fail("cuMemSetAccess", times=1, error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError, match="cuMemUnmap") as raised:
+            world.allocator.sleep()
+        sim.reset()
+        world.check_all_is_told(raised.value)
+        world.allocator.wake_up()
+        assert [segment.sleep for segment in world.segments] == [AWAKE] * 3
+        world.check_bytes()
+
+    @pytest.mark.parametrize("phase", ["first sleep", "sleep at level 2", "wake of all", "wake after level 2"])
+    @pytest.mark.parametrize("refused", ["cuMemMap", "cuMemSetAccess"])
+    def test_refusals_in_a_row(self, world: World, phase: str, refused: str) -> None:
+        """Up to four of unmapping, beside up to four of mapping, at every position: nothing awake is out of reach."""
+        operation = next(each for each in PHASES if each.name == phase)
+        positions = range(len(World.TAGS))
+        for first, times, map_first, map_times in itertools.product(positions, (1, 3, 4), positions, (1, 2, 3, 4)):
+            operation.prepare(world)
+            sim.reset()
+            sim.fail("cuMemUnmap", after=first, times=times, error="CUDA_ERROR_UNKNOWN")
+            sim.fail(refused, after=map_first, times=map_times, error="CUDA_ERROR_UNKNOWN")
+            was_asleep = world.segments[0].sleep != AWAKE
+            error = None
+            try:
+                operation.operate(world)
+            except CumemSleepError as raised:
+                error = raised
+            sim.reset()
+            if was_asleep and error is not None:
+                assert all(segment.sleep != AWAKE for segment in world.segments), "a failed wake"
+            elif error is not None:
+                world.check_all_is_told(error)
+                world.allocator.wake_up()
+                assert all(segment.sleep == AWAKE for segment in world.segments)
+                world.check_bytes()  # of what was to be dropped as well
+            world.wake()
+
+    def test_bytes_that_a_failed_sleep_kept_outlast_a_failed_wake(self, world: World) -> None:
+        """They were not backed up, so only their memory has them: a wake that is undone must not give it back."""
+        sim.fail("cuMemUnmap", after=2, error="CUDA_ERROR_UNKNOWN")
+        sim.fail("cuMemMap", times=4, error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError, match="cuMemUnmap") as raised:
+            world.allocator.sleep(offload_tags=())
+        assert len(raised.value.asleep_segments) == 2
+        sim.reset()
+        for call in ("cuMemMap", "cuMemSetAccess"):
+            sim.fail(call, after=1, error="CUDA_ERROR_UNKNOWN")
+            with pytest.raises(DriverError, match=call):
+                world.allocator.wake_up()
+        world.allocator.wake_up()
+        world.check_bytes()
+
+    def test_a_wake_sets_access_that_one_before_it_could_not(self, world: World) -> None:
+        """What that mapped is mapped still, since the driver refuses to unmap anything."""
+        world.allocator.sleep()
+        world.note_drops()
+        sim.fail("cuMemUnmap", times=MANY, error="CUDA_ERROR_UNKNOWN")
+        sim.fail("cuMemSetAccess", after=1, error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError, match="cuMemSetAccess"):
+            world.allocator.wake_up()
+        assert all(segment.sleep != AWAKE for segment in world.segments)
+        world.allocator.wake_up()
+        assert all(is_accessible(segment.address) for segment in world.segments)
+        world.check_bytes()
+
+    @pytest.mark.parametrize("times", [1, 2, 3])
+    def test_full_device_and_a_failed_wait(self, times: int) -> None:
         """On a full device freeing waits by way of host memory; if that fails, nothing of it may stay."""
         process = run_script(
+            f"TIMES = {times}",
             """
             reset_simulation()
             allocator = fresh_allocator()
             allocator.malloc(PAGE)
             eater = allocator.malloc(_core.memory_info(0)[0])
-            sim.fail("cuMemHostUnregister", error="CUDA_ERROR_UNKNOWN")
+            sim.fail("cuMemHostUnregister", error="CUDA_ERROR_UNKNOWN", times=TIMES)
             try:
                 allocator.free(eater)
             except DriverError:
                 allocator.free(eater)
             assert sim.stats().registered_bytes == 0
             free_everything()
-            """
+            """,
         )
         assert_clean_exit(process)
 
@@ -677,6 +761,60 @@ def test_interrupt_of_prepare(world: World) -> None:
     assert not problems, f"{len(problems)} of {len(chosen)}:\n" + "\n".join(problems[:20])
 
 
+def test_interrupt_of_malloc(world: World) -> None:
+    """Whoever did not get the address cannot free it, so nothing may be left there."""
+    world.allocator.malloc(PAGE, "weights")
+    with Interrupter() as clean:
+        address = world.allocator.malloc(PAGE, "weights")
+    world.allocator.free(address)
+    before, held = world.state(), world.held()
+    for index in _chosen(clean.positions):
+        with contextlib.suppress(KeyboardInterrupt), Interrupter(index):
+            world.allocator.malloc(PAGE, "weights")
+        if world.state() != before:
+            gc.collect()  # exceptions may hold frames
+        assert world.state() == before, clean.positions[index]
+        assert world.held() == held, clean.positions[index]
+
+
+def test_interrupt_of_malloc_by_a_signal() -> None:
+    """Handlers that raise, at ever later moments: no address is lost on its way through this package."""
+    process = run_script(
+        """
+        import signal
+
+        reset_simulation()
+        allocator = fresh_allocator()
+        allocator.malloc(PAGE, "warm")
+
+        class Timeout(Exception):
+            pass
+
+        def handle(*_):
+            raise Timeout
+
+        signal.signal(signal.SIGALRM, handle)
+        hits = 0
+        for turn in range(600):
+            address = 0
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 2e-4 + turn % 300 * 4e-6)
+                    address = allocator.malloc(PAGE, "weights")
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except Timeout:
+                hits += 1
+            if address:
+                allocator.free(address)
+            assert len(_core.segments()) == 1, (turn, address)
+        assert hits > 20, hits
+        free_everything()
+        """
+    )
+    assert_clean_exit(process)
+
+
 def test_interrupt_by_a_signal() -> None:
     """SIGINT at ever later moments of a sleep and of a wake, in a process of its own."""
     process = run_script(
@@ -796,7 +934,7 @@ class TestHostMemoryIsShort:
 
         monkeypatch.setattr(world.allocator._digester, "of", lambda segments: {})
         with monkeypatch.context() as patch:
-            patch.setattr(_core.HostBlock, "touch", refuse_last)
+            patch_touch(patch, refuse_last)
             before = world.state()
             with pytest.raises(OutOfHostMemory, match="madvise"):
                 world.allocator.sleep()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,8 +22,10 @@ from support import (
     assert_thread_ends_in_order,
     hooks,
     in_thread,
+    patch_touch,
     quick_sums,
     run_script,
+    threads_refused,
 )
 
 from cumem_sleep import (
@@ -41,7 +44,7 @@ from cumem_sleep.prepare import Preparation
 
 MakeAllocator = Callable[..., CuMemAllocator]
 
-PREPARING = "cumem-sleep-prepare"  # the thread's name
+PREPARING = "cumem-prepare"  # the thread's name
 TAGS = ("weights", "default")
 # For two segments of two pieces: each is begun, copied twice, finished and tidied up after; and at the end once more.
 TURNS = 9
@@ -59,8 +62,13 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("cumem_sleep.digest.sums_of", quick_sums)
 
 
+def until_asked_to_stop(preparation: Preparation) -> None:
+    while not preparation._worker.asked_to_stop:
+        time.sleep(0.0005)
+
+
 def on_preparing_thread() -> bool:
-    return threading.current_thread().name == PREPARING
+    return _core.thread_name() == PREPARING
 
 
 def fill(allocator: CuMemAllocator, memory: Memory, *tags: str) -> dict[int, bytes]:
@@ -248,11 +256,17 @@ class TestAlone:
         fill(allocator, memory, *TAGS)
         pauses: list[float] = []
 
-        class Never(threading.Event):
-            def wait(self, timeout: float | None = None) -> bool:
+        class NeverPauses:
+            def __init__(self, worker: _core.Worker) -> None:
+                self._worker = worker
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self._worker, name)
+
+            def pause(self, seconds: float) -> bool:
                 if not polling:
-                    pauses.append(timeout or 0.0)
-                return self.is_set()
+                    pauses.append(seconds)
+                return self._worker.asked_to_stop
 
         polling = False
         turn = Preparation._turn
@@ -267,7 +281,7 @@ class TestAlone:
         start = Preparation.start
 
         def start_with_clock(preparation: Preparation) -> None:
-            preparation._stopped = Never()
+            preparation._worker = NeverPauses(preparation._worker)  # type: ignore[assignment]
             start(preparation)
 
         monkeypatch.setattr("cumem_sleep.prepare._POLL_S", -1.0)
@@ -275,7 +289,7 @@ class TestAlone:
         monkeypatch.setattr(Preparation, "start", start_with_clock)
         preparation = allocator.prepare()
         while preparation.running:
-            preparation._thread.join(30)
+            preparation.wait(30)
         assert preparation.error is None
         assert [pause for pause in pauses if pause >= 0] == pytest.approx(
             [pause_s * n if rate == 4 * MIB else pause_s for n in (1, 2, 3, 4)]
@@ -403,11 +417,10 @@ class TestRefused:
         finished(allocator.prepare())
         assert backed_up_bytes(allocator) == 2 * PAGE
 
-    def test_without_a_thread(self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_a_thread(self, allocator: CuMemAllocator, memory: Memory) -> None:
         contents = fill(allocator, memory, *TAGS)
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse_thread)
-            with pytest.raises(InvalidState, match="none can be started"):
+        with threads_refused():
+            with pytest.raises(InvalidState, match="no thread can be started"):
                 allocator.prepare()
             allocator.release_backups()  # has nothing to wait for
         assert allocator._store.host_bytes == 0
@@ -415,10 +428,6 @@ class TestRefused:
         assert allocator.sleep().copied_bytes == 0
         allocator.wake_up()
         check_bytes(memory, contents)
-
-
-def refuse_thread(_: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
 
 
 class TestSetting:
@@ -720,7 +729,7 @@ class TestBesideOthers:
             assert turns.preparation is not None
             helpers.append(threading.Thread(target=lambda: results.append(getattr(allocator, operation)())))
             helpers[0].start()
-            assert turns.preparation._stopped.wait(30)
+            until_asked_to_stop(turns.preparation)
 
         turns = Turns(monkeypatch, end, at)
         first = turns.prepare(allocator)
@@ -747,7 +756,7 @@ class TestBesideOthers:
 
         def stop() -> None:
             assert turns.preparation is not None
-            turns.preparation._stopped.set()
+            turns.preparation._worker.ask_to_stop()
 
         turns._act, turns._at = stop, at
         preparation = turns.prepare(allocator)
@@ -768,7 +777,7 @@ class TestBesideOthers:
         assert preparation.running
         assert not preparation.wait(0)
         threading.Thread(target=preparation.stop, daemon=True).start()
-        assert preparation._stopped.wait(30)
+        until_asked_to_stop(preparation)
         gate.open()
         assert finished(preparation).error is None
         assert preparation.wait(0)
@@ -841,7 +850,7 @@ class TestBesideOthers:
 
         def act() -> None:
             assert turns.preparation is not None
-            turns.preparation._stopped.set()
+            turns.preparation._worker.ask_to_stop()
             memory.write(address, content)
 
         turns = Turns(monkeypatch, act, at=2)
@@ -873,7 +882,7 @@ class TestBesideCaptures:
 
         def act() -> None:
             if ends == "stop":
-                turns.preparation._stopped.set()  # type: ignore[union-attr]
+                turns.preparation._worker.ask_to_stop()  # type: ignore[union-attr]
             elif ends == "free":
                 allocator.free(next(iter(contents)))
 
@@ -909,7 +918,7 @@ def refuse_touch(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
                 raise OutOfHostMemory(nbytes, 0, "madvise")
         touch(block, offset, nbytes)
 
-    monkeypatch.setattr(_core.HostBlock, "touch", refusing)
+    patch_touch(monkeypatch, refusing)
 
 
 def refuse_mmap(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
@@ -1147,7 +1156,7 @@ BEGUN = """
 class TestProcess:
     @pytest.mark.parametrize("rate", [1, 0])
     @pytest.mark.parametrize(
-        "rest", ["", "sys.exit(0)", "preparation._thread.join(0.005)", "CuMemAllocator.instance = None; del allocator"]
+        "rest", ["", "sys.exit(0)", "preparation.wait(0.005)", "CuMemAllocator.instance = None; del allocator"]
     )
     def test_exit_meanwhile(self, rate: int, rest: str) -> None:
         """At one byte per second it would take weeks."""
@@ -1156,7 +1165,7 @@ class TestProcess:
 
     def test_exit_ends_it_in_an_orderly_way(self) -> None:
         """Before the interpreter is taken down, not by that."""
-        assert_thread_ends_in_order("RATE = 1", BEGUN, thread="preparation._thread")
+        assert_thread_ends_in_order("RATE = 1", BEGUN, thread="preparation._worker")
 
     @pytest.mark.parametrize("as_python_does", [False, True])
     def test_fork_meanwhile(self, as_python_does: bool) -> None:
@@ -1165,7 +1174,7 @@ class TestProcess:
             BEGUN,
             f"""
             calls = (allocator.prepare, allocator.usage, allocator.sleep)
-            fork_beside(preparation._stopped._cond, allocator, *calls, as_python_does={as_python_does})
+            fork_beside(preparation._worker, allocator, *calls, as_python_does={as_python_does})
             assert preparation.running
             assert allocator.sleep().copied_bytes == 4 * PAGE
             allocator.wake_up()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support import assert_clean_exit, run_script
 
+import cumem_sleep
 from cumem_sleep import sim
 
 pytestmark = pytest.mark.sim
@@ -23,17 +27,135 @@ ALLOCATED = """
     """
 
 
+USER_OF_HOOKS = """
+#include <pthread.h>
+#include <stddef.h>
+#include <unistd.h>
+
+typedef void* (*Malloc)(size_t, int, void*);
+typedef void (*Free)(void*, size_t, int, void*);
+
+static Malloc hook_malloc;
+static Free hook_free;
+static void* kept[8];
+
+static void use(int device) {
+    void* address = hook_malloc(1, device, NULL);
+    if (address) hook_free(address, 1, device, NULL);
+}
+
+static void* use_for_ever(void* argument) {
+    for (;;) use(0);
+    return argument;
+}
+
+void arm(Malloc with_malloc, Free with_free, int threads) {
+    hook_malloc = with_malloc;
+    hook_free = with_free;
+    for (int i = 0; i < 8; ++i) kept[i] = hook_malloc(1, i % 2, NULL);
+    pthread_t thread;
+    while (threads-- > 0) pthread_create(&thread, NULL, use_for_ever, NULL);
+}
+
+__attribute__((destructor)) static void at_the_end(void) {
+    for (int i = 0; i < 8; ++i) hook_free(kept[i], 1, i % 2, NULL);
+    for (int i = 0; i < 50; ++i) use(i % 2);
+    if (write(1, "used to the end\\n", 16) < 0) _exit(1);
+}
+"""
+
+SHOW = """
+import cumem_sleep, os
+from cumem_sleep import CuMemAllocator, _core
+assert os.path.dirname(_core.__file__) == os.path.dirname(cumem_sleep.__file__)
+print(os.path.dirname(cumem_sleep.__file__))
+"""
+
+
 class TestImport:
     def test_beside_sources_without_an_extension(self, tmp_path: pathlib.Path) -> None:
         source = pathlib.Path(sim.__file__).parent
         (tmp_path / "cumem_sleep").mkdir()
         for path in source.glob("*.py"):
             shutil.copy(path, tmp_path / "cumem_sleep")
-        process = run_script("import cumem_sleep", preamble="", PYTHONPATH=str(tmp_path))
+        nothing_installed = [sys.executable, "-S", "-c", "import cumem_sleep"]
+        process = subprocess.run(
+            nothing_installed, cwd=tmp_path, env={"PYTHONPATH": ""}, capture_output=True, text=True, check=False
+        )
         assert process.returncode == 1
         last = process.stderr.splitlines()[-1]
         assert last.startswith(f"ImportError: {tmp_path}/cumem_sleep has the sources of cumem-sleep, but no extension")
-        assert last.endswith("start it elsewhere, or install with `pip install -e .`")
+        assert last.endswith("or `pip install -e .` to work on the sources")
+
+    @pytest.mark.parametrize("start", [["-c", SHOW], ["-m", "show"], ["-m", "cumem_sleep", "--version"]])
+    def test_in_a_checkout_the_installed_package_serves(self, start: list[str], tmp_path: pathlib.Path) -> None:
+        """Python puts the folder that it is started in first: the sources there would hide what is installed."""
+        source = pathlib.Path(sim.__file__).parent
+        checkout, installed = tmp_path / "checkout", tmp_path / "installed"
+        (checkout / "cumem_sleep").mkdir(parents=True)
+        shutil.copy(source / "__init__.py", checkout / "cumem_sleep")
+        (checkout / "show.py").write_text(SHOW)
+        installed.mkdir()
+        (installed / "cumem_sleep").symlink_to(source)
+        process = subprocess.run(
+            [sys.executable, *start],
+            cwd=checkout,
+            env={**os.environ, "PYTHONPATH": str(installed)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (process.returncode, process.stderr) == (0, "")
+        expected = f"cumem-sleep {cumem_sleep.__version__}" if "--version" in start else f"{installed}/cumem_sleep"
+        assert process.stdout.strip() == expected
+
+    def test_every_public_name_is_there(self) -> None:
+        process = run_script(
+            """
+            import cumem_sleep
+            assert set(cumem_sleep.__all__) <= set(dir(cumem_sleep))
+            for name in cumem_sleep.__all__:
+                assert getattr(cumem_sleep, name).__name__ == name
+            cumem_sleep.sim.stats  # a module that nobody imported
+            try:
+                cumem_sleep.nonsense
+            except AttributeError as error:
+                assert str(error) == "module 'cumem_sleep' has no attribute 'nonsense'"
+            else:
+                raise AssertionError("no error")
+            from cumem_sleep import *
+            CuMemAllocator, Settings
+            """,
+            preamble="",
+        )
+        assert process.returncode == 0, process.stderr
+
+    @pytest.mark.parametrize("imported_before", [False, True])
+    def test_in_a_subinterpreter_is_refused(self, imported_before: bool) -> None:
+        """Up to Python 3.11 it would wait there for a lock that its own thread holds."""
+        process = run_script(
+            """
+            import sys
+            try:
+                import _xxsubinterpreters as interpreters
+            except ImportError:
+                import _interpreters as interpreters
+            run = getattr(interpreters, "run_string", None) or interpreters.exec
+            """,
+            "import cumem_sleep" if imported_before else "",
+            """
+            for name in ("cumem_sleep", "cumem_sleep._core", "cumem_sleep.vllm.plugin"):
+                code = f"import sys; sys.path[:] = {sys.path!r}; import {name}"
+                try:
+                    failure = run(interpreters.create(), code)
+                    print(failure)
+                except interpreters.RunFailedError as error:
+                    print(error)
+            """,
+            preamble="",
+        )
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.count("cumem-sleep does not work in a subinterpreter") == 3, process.stdout
 
     def test_opens_no_driver_and_starts_no_thread(self) -> None:
         process = run_script(
@@ -254,6 +376,32 @@ class TestExit:
             """,
         )
         assert_clean_exit(process)
+
+    @pytest.mark.parametrize("threads", [0, 4])
+    def test_hooks_of_libraries_that_outlive_python(self, tmp_path: pathlib.Path, threads: int) -> None:
+        """Threads and destructors of C libraries allocate and free until the very end: nothing that they use is gone.
+
+        What was destroyed too early is overwritten (MALLOC_PERTURB_), or found by AddressSanitizer where it is there.
+        """
+        if shutil.which("cc") is None:
+            pytest.skip("no C compiler")
+        source, library = tmp_path / "user.c", tmp_path / "user.so"
+        source.write_text(USER_OF_HOOKS)
+        subprocess.run(["cc", "-shared", "-fPIC", "-pthread", "-o", str(library), str(source)], check=True)
+        process = run_script(
+            ALLOCATED,
+            f"""
+            import ctypes
+            sim.configure(devices=2)
+            user = ctypes.CDLL({str(library)!r})
+            with _core.ThreadTag("a tag of more characters than a string holds by itself"):
+                user.arm(hooks().cumem_sleep_malloc, hooks().cumem_sleep_free, {threads})
+            """,
+            MALLOC_PERTURB_="165",
+        )
+        assert process.returncode == 0, process.stderr
+        assert process.stdout == "used to the end\n"
+        assert process.stderr == ""
 
     @pytest.mark.parametrize("daemon", [False, True])
     @pytest.mark.parametrize("operation", ["sleep", "wake_up", "malloc"])

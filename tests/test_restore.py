@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import platform
 import sys
 import threading
@@ -22,9 +21,11 @@ from support import (
     SIMULATED,
     Memory,
     assert_clean_exit,
-    assert_no_threads_ahead,
+    assert_no_threads,
+    patch_map,
     quick_sums,
     run_script,
+    threads_refused,
 )
 
 import cumem_sleep
@@ -39,7 +40,7 @@ from cumem_sleep import (
     restore,
     sim,
 )
-from cumem_sleep.ahead import Ahead, _Step
+from cumem_sleep._core import Ahead
 from cumem_sleep.allocator import open_driver
 from cumem_sleep.backup import Backup, Piece
 from cumem_sleep.codec import CHUNK_BYTES
@@ -48,11 +49,15 @@ from cumem_sleep.restore import Batch, Batches, Restorer, _BestRate, _Choice, _c
 MakeAllocator = Callable[..., CuMemAllocator]
 
 
-def refuse_thread(work: object, arguments: object) -> None:
-    raise RuntimeError("can't start new thread")
-
-
 # Threads ahead of who waits
+
+
+def ahead_of(threads: int, tasks: dict[int, list[Callable[[], object]]]) -> Ahead:
+    return Ahead(threads, as_tasks(tasks))
+
+
+def as_tasks(tasks: dict[int, list[Callable[[], object]]]) -> dict[int, list[_core.Task]]:
+    return {key: [_core.Task(task) for task in mine] for key, mine in tasks.items()}
 
 
 class TestAhead:
@@ -66,30 +71,34 @@ class TestAhead:
     @pytest.mark.parametrize("threads", [1, 4])
     def test_each_task_runs_once(self, threads: int) -> None:
         ran: list[tuple[int, int]] = []
-        tasks = {key: [lambda key=key: ran.append((key, threading.get_ident()))] * 3 for key in range(20)}
-        self.run_all(Ahead(threads, tasks), range(20))
+        self.run_all(
+            ahead_of(
+                threads, {key: [lambda key=key: ran.append((key, threading.get_ident()))] * 3 for key in range(20)}
+            ),
+            range(20),
+        )
         assert sorted(key for key, _ in ran) == sorted(list(range(20)) * 3)
         assert threading.get_ident() not in {thread for _, thread in ran}
 
     def test_one_thread_keeps_the_order(self) -> None:
         ran: list[int] = []
-        self.run_all(Ahead(1, {key: [lambda key=key: ran.append(key)] for key in (3, 1, 2)}), range(4))
+        self.run_all(ahead_of(1, {key: [lambda key=key: ran.append(key)] for key in (3, 1, 2)}), range(4))
         assert ran == [3, 1, 2]
 
     @pytest.mark.parametrize("threads_to_be_had", [True, False])
     def test_more_tasks(self, threads_to_be_had: bool) -> None:
         ran: list[tuple[int, int]] = []
 
-        def tasks(*keys: int) -> dict[int, list[Callable[[], None]]]:
+        def tasks(*keys: int) -> dict[int, list[Callable[[], object]]]:
             return {key: [lambda key=key: ran.append((key, threading.get_ident()))] for key in keys}  # type: ignore[misc]
 
-        with Ahead(1, tasks(1)) as ahead:
+        with ahead_of(1, tasks(1)) as ahead:
             ahead.start()
             ahead.wait(1)
             if not threads_to_be_had:
                 ahead.stop()
-            ahead.add(tasks(4, 2))
-            ahead.add(tasks(3))
+            ahead.add(as_tasks(tasks(4, 2)))
+            ahead.add(as_tasks(tasks(3)))
             for key in (2, 3, 4):
                 ahead.wait(key)
         keys = [key for key, _ in ran]
@@ -97,14 +106,17 @@ class TestAhead:
         by_threads = {thread != threading.get_ident() for _, thread in ran[1:]}
         assert by_threads == {threads_to_be_had}
 
-    def test_raises_what_a_task_raised_where_it_is_waited_for(self) -> None:
-        def fail() -> None:
-            raise OutOfHostMemory(1, 0, "madvise")
+    @pytest.mark.parametrize("error", [OutOfHostMemory(1, 0, "madvise"), MemoryError(), KeyboardInterrupt()])
+    def test_raises_what_a_task_raised_where_it_is_waited_for(self, error: BaseException) -> None:
+        """Whatever it is, the thread goes on."""
 
-        with Ahead(1, {1: [lambda: None], 2: [lambda: None, fail], 3: [lambda: None]}) as ahead:
+        def fail() -> None:
+            raise error
+
+        with ahead_of(1, {1: [lambda: None], 2: [lambda: None, fail], 3: [lambda: None]}) as ahead:
             ahead.start()
             ahead.wait(1)
-            with pytest.raises(OutOfHostMemory):
+            with pytest.raises(type(error)):
                 ahead.wait(2)
             ahead.wait(3)
 
@@ -116,181 +128,48 @@ class TestAhead:
             assert go.wait(30)
             ran.append(1)
 
-        ahead = Ahead(1, {1: [first], 2: [lambda: ran.append(2)]})
+        ahead = ahead_of(1, {1: [first], 2: [lambda: ran.append(2)]})
         ahead.start()
         assert begun.wait(30)
         stopped = threading.Event()
         stopper = threading.Thread(target=lambda: (ahead.stop(), stopped.set()), daemon=True)
         stopper.start()
-        while not ahead._stopped:
-            pass
-        assert not stopped.is_set()
-        go.set()
-        assert stopped.wait(30)
-        assert ran == [1]
-        ahead.stop()
-
-    @pytest.mark.parametrize("started", [0, 1, 2])
-    def test_without_threads_who_waits_does_the_work(self, monkeypatch: pytest.MonkeyPatch, started: int) -> None:
-        """Or with fewer threads than wanted. No task runs on a thread while, or after, it runs where it is waited for.
-
-        Where the kernel cannot touch pages by itself, touching writes: a second time it would harm the copy.
-        """
-        start, starts = _thread.start_new_thread, []
-
-        def refuse_later(work: Callable[[], None], arguments: tuple[()]) -> None:
-            starts.append(work)
-            if len(starts) > started:
-                raise RuntimeError("can't start new thread")
-            start(work, arguments)
-
-        waited: set[int] = set()
-        late: list[int] = []
-        go = threading.Event()
-
-        def task(key: int) -> None:
-            if threading.current_thread() is threading.main_thread():
-                go.set()
-            elif not ahead._stopped:  # a thread that is slow, so that tasks are left for the next thread
-                go.wait(0.05)
-            if key in waited:
-                late.append(key)
-
-        ahead = Ahead(3, {key: [lambda key=key: task(key)] for key in range(6)})
-        with monkeypatch.context() as patch:
-            patch.setattr(_thread, "start_new_thread", refuse_later)
-            with ahead:
-                ahead.start()
-                for key in range(6):
-                    ahead.wait(key)
-                    waited.add(key)
-        assert go.is_set(), "this thread did nothing"
-        assert late == []
-
-    def test_an_interrupt_as_a_thread_starts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What works is waited for all the same, and the new thread ends."""
-        start, begun, go, ran = _thread.start_new_thread, threading.Event(), threading.Event(), []
-
-        def interrupted(work: Callable[[], None], arguments: tuple[()]) -> None:
-            start(work, arguments)
-            raise KeyboardInterrupt
-
-        def work() -> None:
-            begun.set()
-            assert go.wait(30)
-            ran.append(1)
-
-        ahead = Ahead(2, {1: [work]})
-        stopped = threading.Event()
-
-        def begin() -> None:
-            ahead.start()
-            assert begun.wait(30)
-            with monkeypatch.context() as patch:
-                patch.setattr(_thread, "start_new_thread", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    ahead.add({2: [work]})
-            ahead.stop()
-            stopped.set()
-
-        beginner = threading.Thread(target=begin, daemon=True)
-        beginner.start()
-        assert begun.wait(30)
         assert not stopped.wait(0.02)
         go.set()
         assert stopped.wait(30)
         assert ran == [1]
-        beginner.join(30)
-        assert_no_threads_ahead()
+        ahead.stop()
+        assert_no_threads()
 
-    def test_an_interrupt_before_all_threads_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Then nothing has begun, and nothing will."""
-        start, starts, ran = _thread.start_new_thread, list[Any](), list[int]()
+    @pytest.mark.parametrize("started", [0, 1, 2])
+    def test_without_threads_who_waits_does_the_work(self, started: int) -> None:
+        """Or with fewer threads than wanted. Each task runs once.
 
-        def interrupted(work: Callable[[], None], arguments: tuple[()]) -> None:
-            starts.append(start(work, arguments))
-            if len(starts) == 2:
-                raise KeyboardInterrupt
-
-        ahead = Ahead(3, {key: [lambda key=key: ran.append(key)] for key in range(6)})
-        with monkeypatch.context() as patch:
-            patch.setattr(_thread, "start_new_thread", interrupted)
-            with pytest.raises(KeyboardInterrupt), ahead:
-                ahead.start()
-        assert_no_threads_ahead()
-        assert ran == []
-
-    @pytest.mark.parametrize("operation", ["start", "wait", "stop"])
-    def test_an_interrupt_after_any_c_function(self, operation: str) -> None:
-        """Of those that the interpreter looks for signals after: no lock stays taken, and stopping ends all threads."""
-        place, is_last = 0, False
-        while not is_last:
-            go = threading.Event()
-            ahead = Ahead(2, {key: [go.wait, lambda: None] for key in range(3)})  # type: ignore[list-item]
-            calls = 0
-
-            def interrupt(frame: Any, event: str, _: object, here: int = place) -> None:
-                nonlocal calls
-                if event == "c_return" and frame.f_code.co_filename != __file__:  # in libraries' code as well
-                    calls += 1
-                    if calls == here + 1:
-                        raise KeyboardInterrupt
-
-            is_last = True
-            try:
-                if operation != "start":
-                    ahead.start()
-                go.set()
-                sys.setprofile(interrupt)
-                getattr(ahead, operation)(*([1] if operation == "wait" else []))
-            except KeyboardInterrupt:
-                is_last = False
-            finally:
-                sys.setprofile(None)
-                ahead.stop()
-            assert_no_threads_ahead()
-            place += 1
-        assert place > 2
-
-    def test_tasks_begin_while_others_are_yet_to_be_given(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As soon as all threads have: whoever maps thousands of segments need not wait for the last to be named."""
-        begun, submitted = threading.Event(), []
-
-        class SlowStep(_Step):
-            def __init__(self, task: Callable[[], None]) -> None:
-                submitted.append(task)
-                assert len(submitted) < 5 or begun.wait(30)
-                super().__init__(task)
-
-        monkeypatch.setattr("cumem_sleep.ahead._Step", SlowStep)
-        with Ahead(2, {}) as ahead:
-            ahead.start()  # with nothing to do, nothing begins
-            ahead.add({key: [begun.set] for key in range(6)})
-            ahead.wait(5)
+        Where the kernel cannot touch pages by itself, touching writes: a second time it would harm the copy.
+        """
+        ran: list[tuple[int, int]] = []
+        tasks = {key: [lambda key=key: ran.append((key, threading.get_ident()))] for key in range(6)}
+        with threads_refused(after=started), ahead_of(3, tasks) as ahead:  # type: ignore[arg-type]
+            ahead.start()
+            for key in range(6):
+                ahead.wait(key)
+        assert ran == [(key, threading.get_ident()) for key in range(6)]
+        assert_no_threads()
 
     @pytest.mark.parametrize(("threads", "keys"), [(1, 3), (3, 2), (3, 3), (4, 20)])
-    def test_no_task_begins_before_all_threads_have(
-        self, monkeypatch: pytest.MonkeyPatch, threads: int, keys: int
-    ) -> None:
-        """Whose start would have to wait for the pages that tasks touch."""
-        start, log = _thread.start_new_thread, list[str]()
-
-        def slow_start(work: Callable[[], None], arguments: tuple[()]) -> None:
-            def begin_slowly() -> None:
-                threading.Event().wait(0.02)
-                log.append("thread")
-                work()
-
-            start(begin_slowly, arguments)
-
-        ahead = Ahead(threads, {})
-        with monkeypatch.context() as patch, ahead:
-            patch.setattr(_thread, "start_new_thread", slow_start)
+    def test_as_many_threads_as_keep_at_work(self, threads: int, keys: int) -> None:
+        """All at once: each task waits for the others' threads."""
+        wanted = min(threads, 2 * keys)
+        together = threading.Barrier(wanted)
+        with ahead_of(threads, {}) as ahead:
             ahead.start()
-            ahead.add({key: [lambda: log.append("task")] * 2 for key in range(keys)})
-            for key in range(keys):
+            assert _core.thread_names() == []  # with nothing to do, nothing begins
+            ahead.add(
+                as_tasks({key: [lambda: together.wait(30)] * 2 for key in range(keys // wanted * wanted or wanted)})
+            )
+            assert len(_core.thread_names()) == wanted
+            for key in range(keys // wanted * wanted or wanted):
                 ahead.wait(key)
-        assert log == ["thread"] * min(threads, 2 * keys) + ["task"] * 2 * keys
 
 
 class TestWithoutThreads:
@@ -298,8 +177,7 @@ class TestWithoutThreads:
         contents = {allocator.malloc(PAGE, tag): b"" for tag in ("weights", "default", "kv_cache")}
         for address in contents:
             contents[address] = memory.fill_random(address, PAGE)
-        with monkeypatch.context() as patch:
-            patch.setattr(_thread, "start_new_thread", refuse_thread)
+        with threads_refused():
             assert allocator.sleep().copied_bytes == 2 * PAGE
             assert allocator.wake_up().mapped_bytes == 3 * PAGE
         for address, content in list(contents.items())[:2]:
@@ -873,8 +751,7 @@ def check_bytes(memory: Memory, contents: dict[int, bytes]) -> None:
 def assert_all_asleep() -> None:
     """And no thread at work on it."""
     assert all(segment.sleep != AWAKE and not segment.has_memory for segment in _core.segments())
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("cumem-sleep")]
-    assert_no_threads_ahead()
+    assert_no_threads()
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -924,7 +801,7 @@ class TestWake:
             mapped.append(segment.tag)
             map_segment(segment)
 
-        monkeypatch.setattr(_core.Segment, "map", noted)
+        patch_map(monkeypatch, noted)
         allocator.wake_up()
         assert mapped == ["weights", "weights", "kv_cache"]
         check_bytes(memory, contents)
@@ -948,15 +825,15 @@ class TestWake:
             to_device(stream, address, *more)
             copying.set()
 
-        monkeypatch.setattr(_core.Segment, "map", wait_and_map)
+        patch_map(monkeypatch, wait_and_map)
         monkeypatch.setattr(_core.CopyStream, "to_device", copy)
         allocator.wake_up()
         check_bytes(memory, contents)
 
-    @pytest.mark.parametrize("where", ["mapping", "copying", "copying, and stopping"])
+    @pytest.mark.parametrize("where", ["mapping", "copying"])
     @pytest.mark.parametrize("error", [KeyboardInterrupt, OutOfHostMemory])
     @pytest.mark.parametrize("what", ["weights", "kv_cache"])
-    def test_the_mapping_thread_is_at_rest_before_a_failed_wake_is_undone(  # noqa: PLR0915
+    def test_the_mapping_thread_is_at_rest_before_a_failed_wake_is_undone(
         self,
         allocator: CuMemAllocator,
         memory: Memory,
@@ -976,9 +853,8 @@ class TestWake:
         last = _core.segments()[-1]
         in_map, go = threading.Event(), threading.Event()
         at_undo: list[bool] = []
-        stops: list[Ahead] = []
         map_segment, undo_wake = _core.Segment.map, _core.undo_wake
-        wait, shutdown, to_device = Ahead.wait, Ahead.stop, _core.CopyStream.to_device
+        wait, leave, to_device = Ahead.wait, Ahead.__exit__, _core.CopyStream.to_device
 
         def slow_map(segment: _core.Segment) -> None:
             if segment.address == last.address:
@@ -1004,98 +880,22 @@ class TestWake:
         if where != "mapping":
             fails = (_core.CopyStream, "to_device", fail_to_copy)
 
-        def stop(ahead: Ahead) -> None:
-            if where == "copying, and stopping" and ahead._at_work and not stops:
-                stops.append(ahead)
-                raise KeyboardInterrupt
+        def stop(ahead: Ahead, *error: object) -> None:
             threading.Timer(0.02, go.set).start()  # after this has begun to wait, most likely; else nothing is shown
-            shutdown(ahead)
+            leave(ahead, *error)
 
         def undo(segments: list[_core.Segment]) -> None:
             at_undo.append(all(segment.has_memory for segment in segments))
             undo_wake(segments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(_core.Segment, "map", slow_map)
+            patch_map(patch, slow_map)
             patch.setattr(_core, "undo_wake", undo)
-            patch.setattr(Ahead, "stop", stop)
+            patch.setattr(Ahead, "__exit__", stop)
             patch.setattr(*fails)
-            with pytest.raises(KeyboardInterrupt if where == "copying, and stopping" else error):
+            with pytest.raises(error):
                 allocator.wake_up()
         assert at_undo == [True], "undone while the thread was mapping"
-        assert len(stops) == (where == "copying, and stopping")
-        assert_all_asleep()
-        allocator.wake_up()
-        check_bytes(memory, contents)
-
-    @pytest.mark.parametrize("second", range(4))
-    def test_a_second_interrupt_does_not_keep_a_wake_from_being_undone(
-        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, second: int
-    ) -> None:
-        """It comes as the two threads are waited for, on leaving their context or once more before the undoing."""
-        contents = fill(allocator, memory, [PAGE] * 3)
-        fill(allocator, memory, [PAGE], "kv_cache")
-        allocator.sleep()
-        *_, last = contents
-        stop, to_device = Ahead.stop, _core.CopyStream.to_device
-        stops: list[Ahead] = []
-
-        def interrupted_copy(stream: _core.CopyStream, address: int, *more: Any) -> None:
-            if address == last:
-                raise KeyboardInterrupt
-            to_device(stream, address, *more)
-
-        def interrupted_stop(ahead: Ahead) -> None:
-            stop(ahead)
-            stops.append(ahead)
-            if len(stops) == second + 1:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(_core.CopyStream, "to_device", interrupted_copy)
-            patch.setattr(Ahead, "stop", interrupted_stop)
-            with pytest.raises(KeyboardInterrupt):
-                allocator.wake_up()
-        assert len(stops) == 4
-        assert_all_asleep()
-        allocator.wake_up()
-        check_bytes(memory, contents)
-
-    @pytest.mark.parametrize("thread", [1, 2])
-    def test_an_interrupt_as_the_mapping_thread_starts(
-        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, thread: int
-    ) -> None:
-        """The second one maps what has no bytes to come."""
-        contents = fill(allocator, memory, [PAGE] * 3)
-        fill(allocator, memory, [PAGE] * 2, "kv_cache")
-        allocator.sleep()
-        threads: list[int] = []
-        start, map_segment, undo_wake = _thread.start_new_thread, _core.Segment.map, _core.undo_wake
-        mapping: list[int] = []
-        mapped_at_undo: list[list[int]] = []
-
-        def slow_map(segment: _core.Segment) -> None:
-            mapping.append(segment.address)
-            threading.Event().wait(0.05)
-            map_segment(segment)
-            mapping.remove(segment.address)
-
-        def interrupted(work: Callable[[], None], arguments: tuple[()]) -> None:
-            threads.append(start(work, arguments))
-            if len(threads) == thread:
-                raise KeyboardInterrupt
-
-        def undo(segments: list[_core.Segment]) -> None:
-            mapped_at_undo.append(list(mapping))
-            undo_wake(segments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(_thread, "start_new_thread", interrupted)
-            patch.setattr(_core.Segment, "map", slow_map)
-            patch.setattr(_core, "undo_wake", undo)
-            with pytest.raises(KeyboardInterrupt):
-                allocator.wake_up()
-        assert mapped_at_undo == [[]], "undone while the thread was mapping"
         assert_all_asleep()
         allocator.wake_up()
         check_bytes(memory, contents)
@@ -1240,7 +1040,7 @@ class TestBlankSegments:
 
         allocator.sleep()
         begun.clear()
-        monkeypatch.setattr(_core.Segment, "map", noted)
+        patch_map(monkeypatch, noted)
         monkeypatch.setattr(_core.CopyStream, "to_device", wait)
         allocator.wake_up()
         assert len(begun_at_map) == 7
@@ -1277,20 +1077,9 @@ class TestBlankSegments:
         monkeypatch: pytest.MonkeyPatch,
         refused: int,
     ) -> None:
-        start = _thread.start_new_thread
-        starts: list[Any] = []
-
-        def refuse(work: Callable[[], None], arguments: tuple[()]) -> None:
-            starts.append(work)
-            if len(starts) == refused:
-                raise RuntimeError("can't start new thread")
-            start(work, arguments)
-
         allocator.sleep()
-        with monkeypatch.context() as patch:
-            patch.setattr(_thread, "start_new_thread", refuse)
+        with threads_refused(after=refused):  # the first is the operation's own
             assert allocator.wake_up().mapped_bytes == 7 * PAGE
-        assert len(starts) == 2
         check_bytes(memory, contents)
 
     @pytest.mark.parametrize("place", [0, 1, 2])
@@ -1327,7 +1116,7 @@ class TestBlankSegments:
 
         with monkeypatch.context() as patch:
             if error is DriverError or not restored:
-                patch.setattr(_core.Segment, "map", fail_to_map)
+                patch_map(patch, fail_to_map)
             else:
                 patch.setattr(Ahead, "wait", fail_to_wait)
             for _ in range(2):
@@ -1474,12 +1263,9 @@ class TestPoorMachines:
             "import resource; resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))",
             "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})",
             """
-            import _thread
+            from cumem_sleep import _core
 
-            def refuse(work, arguments):
-                raise RuntimeError("can't start new thread")
-
-            _thread.start_new_thread = refuse  # threading has a name of its own for it
+            _core.allow_threads(0)
             """,
         ],
         ids=["no locked memory", "one core", "no threads"],

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <string>
 
-#include "captures.h"
+#include "capture_rules.h"
 #include "registration.h"
 #include "simulation.h"
 #include "streams.h"

@@ -5,7 +5,7 @@
 
 #include <cstring>
 
-#include "captures.h"
+#include "capture_rules.h"
 #include "simulation.h"
 #include "streams.h"
 

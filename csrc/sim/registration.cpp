@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <array>
 
-#include "captures.h"
+#include "capture_rules.h"
 #include "streams.h"
 #include "vmm.h"
 

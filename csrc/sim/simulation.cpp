@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <type_traits>
 
 #include "vmm.h"
 
@@ -74,6 +75,7 @@ Device& Simulation::device(int ordinal) {
 }
 
 ThreadState& this_thread() {
+    static_assert(std::is_trivially_destructible_v<ThreadState>);
     thread_local ThreadState state;
     return state;
 }

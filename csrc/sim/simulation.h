@@ -10,6 +10,7 @@
 // errors, symbol lookup), call_table.cpp and control.cpp (injected failures, statistics).
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -211,8 +212,25 @@ struct Simulation {
     std::uintptr_t next_handle_ = 0x51D00000;
 };
 
+// The contexts of a thread, the current one last. No destructor: at exit a thread may make calls after the destructors
+// of its thread_local objects.
+class ContextStack {
+  public:
+    bool empty() const { return size_ == 0; }
+    Context* back() const { return entries_.at(size_ - 1); }
+    void push_back(Context* context) {
+        require(size_ < entries_.size(), CUDA_ERROR_OUT_OF_MEMORY);
+        entries_[size_++] = context;
+    }
+    void pop_back() { --size_; }
+
+  private:
+    std::array<Context*, 256> entries_{};
+    std::size_t size_ = 0;
+};
+
 struct ThreadState {
-    std::vector<Context*> contexts;  // current one last
+    ContextStack contexts;
     CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
     bool runs_stream_work = false;
 };

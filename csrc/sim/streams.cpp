@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <csignal>
 
-#include "captures.h"
+#include "capture_rules.h"
 
 using namespace cumem_sim;
 

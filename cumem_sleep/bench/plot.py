@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from ..errors import InvalidArgument, InvalidState, format_bytes
+from ..errors import InvalidArgument, InvalidState, counted, format_bytes
+from . import palette
 from .report import BenchReport
 
 _SUFFIXES = (".png", ".svg", ".pdf")
-# Okabe and Ito's palette: told apart with any kind of colour vision, and in grey.
-_BAR, _LINK = "#56B4E9", "#D55E00"
 
 
 def check_plot(path: Path) -> None:
@@ -48,7 +47,7 @@ def draw(report: BenchReport, path: Path) -> None:
     places = range(len(rows))
     figure = Figure(figsize=(9, 1.6 + 0.38 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
-    axes.barh(places, [row.seconds for row in rows], color=_BAR, height=0.6, label="median")
+    axes.barh(places, [row.seconds for row in rows], color=palette.OURS, height=0.6, label="median")
     axes.errorbar(
         [row.seconds for row in rows],
         places,
@@ -66,7 +65,7 @@ def draw(report: BenchReport, path: Path) -> None:
         [seconds for seconds, _ in link],
         [place - 0.4 for _, place in link],
         [place + 0.4 for _, place in link],
-        color=_LINK,
+        color=palette.LINK,
         linewidth=2.5,
         label="the link alone",
     )
@@ -91,7 +90,8 @@ def draw(report: BenchReport, path: Path) -> None:
 def _title(report: BenchReport) -> str:
     where = "the simulated driver" if report.machine.simulated else report.machine.gpu
     return (
-        f"Sleep and wake on {where}: {format_bytes(report.weights_bytes)} of weights in {report.segments} segments,\n"
+        f"Sleep and wake on {where}: {format_bytes(report.weights_bytes)} of weights"
+        f" in {counted(report.segments, 'segment')},\n"
         f"{format_bytes(report.kv_cache_bytes)} of KV cache; {report.rounds_text()},"
         f" link {report.link.to_host_gbps:.1f} GB/s to the host, {report.link.to_device_gbps:.1f} GB/s to the GPU"
     )

@@ -11,7 +11,7 @@ from typing import Any
 from rich.box import ROUNDED
 from rich.table import Table
 
-from ..errors import format_bytes
+from ..errors import counted, format_bytes
 from ..report import rate_gbps
 from .machine import MachineFacts
 
@@ -184,6 +184,16 @@ class BenchReport:
         """Whether all bytes came back."""
         return not self.wrong
 
+    @property
+    def error(self) -> str | None:
+        """Which bytes differed."""
+        return self.wrong or None
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the times mean nothing."""
+        return self.machine.simulated
+
     def summaries(self) -> list[Summary]:
         """One for each name, in the order in which they first ran."""
         by_name: dict[str, list[Step]] = {}
@@ -219,17 +229,21 @@ class BenchReport:
 
     def rounds_text(self) -> str:
         """How many, in words."""
-        return f"{self.rounds} round{'' if self.rounds == 1 else 's'}"
+        return counted(self.rounds, "round")
 
     def headline(self) -> str:
         """Where, on what, and against which ceiling."""
         machine = self.machine
-        versions = [f"driver {machine.driver or 'not known'}", f"{machine.cores} cores", f"Python {machine.python}"]
+        versions = [
+            f"driver {machine.driver or 'not known'}",
+            f"{counted(machine.cores, 'core')}",
+            f"Python {machine.python}",
+        ]
         versions += [f"{name} {version}" for name, version in (("PyTorch", machine.torch),) if version]
         touched = "used once before, since virtual machines give it slowly at first"
         lines = [
             f"{machine.gpu}: {', '.join(versions)}",
-            f"{self.workload}: {format_bytes(self.weights_bytes)} of weights in {self.segments} segments,"
+            f"{self.workload}: {format_bytes(self.weights_bytes)} of weights in {counted(self.segments, 'segment')},"
             f" {format_bytes(self.kv_cache_bytes)} of KV cache; random contents",
             f"host memory: {touched if self.host_memory_touched_before else 'as it was'}",
             f"compression: {self.compress}"
@@ -271,7 +285,7 @@ class BenchReport:
             return f"FAILED: {self.wrong}"
         checked = [step.verified_bytes for step in self.steps if step.verified_bytes]
         return (
-            f"After each of {len(checked)} wakes every byte of the weights equalled what it was"
+            f"After each of {counted(len(checked), 'wake')} every byte of the weights equalled what it was"
             f" ({format_bytes(sum(checked))} compared in all).\n"
             "seconds: median; × link: times as long as the link alone needs for these bytes;\n"
             "left on GPU: of the whole device, by every process, CUDA contexts included."

@@ -225,16 +225,7 @@ def kv_segments(nbytes: int) -> tuple[int, ...]:
 
 def _of_model(models: Sequence[Path]) -> tuple[str, tuple[int, ...]]:
     """The segments that PyTorch would put a model's tensors in. Only headers are read: the data is mapped."""
-    files: list[Path] = []
-    for path in models:
-        try:
-            shards = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        except OSError as error:
-            raise InvalidArgument(f"--model {path}: {error.strerror or error}") from None
-        if not shards:
-            raise InvalidArgument(f"--model {path}: no *.safetensors in this folder")
-        files += shards
-    segments = demo.lay_out(demo.source_from_files(files).tensors)
+    segments = demo.lay_out(demo.source_from_files(models).tensors)
     name = models[0].resolve().name + (f" and {len(models) - 1} more" if len(models) > 1 else "")
     return name, tuple(-(-segment.nbytes // PAGE_BYTES) * PAGE_BYTES for segment in segments)
 

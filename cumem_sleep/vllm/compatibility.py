@@ -20,16 +20,24 @@ Tested are 0.11.2, 0.18.1, 0.26.0 and 0.33.0 (tests/vllm); what lies between is 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from ..allocator import CuMemAllocator
+from ..settings import PREFIX
 
 # Minor versions; older ones ask for a PyTorch below 2.9, newer ones have not been seen.
 OLDEST, NEWEST = (0, 11), (0, 33)
+# Serves other versions as well, if they have all that is needed.
+UNTESTED = PREFIX + "VLLM_UNTESTED"
+
+# The fields of `EngineArgs` with which vLLM asks for its CuMemAllocator.
+WHAT_ENABLES_THE_ALLOCATOR = ("enable_sleep_mode", "enable_cumem_allocator")
 
 # What the plugin adds to `WorkerWrapperBase`.
 WRAPPED = ("compile_or_warm_up_model", "sleep", "cumem_sleep_status")
@@ -42,17 +50,63 @@ def is_cuda() -> bool:
     return bool(current_platform.is_cuda())
 
 
-def misfit() -> str | None:
-    """Why this layer cannot serve the installed vLLM, or None where everything that it relies on is there."""
+def misfit(untested: bool = False) -> str | None:
+    """Why this layer cannot serve the installed vLLM, or None where everything that it relies on is there.
+
+    Args:
+        untested: whether versions that are not known may do, if their structure fits.
+    """
     try:
         return (
-            version_misfit(importlib.import_module("vllm").__version__)
+            (None if untested else installed_version_misfit())
             or _allocator_misfit()
             or _worker_misfit()
             or _backend_misfit()
         )
     except Exception as error:  # a vLLM of a shape that nobody thought of is to start all the same
         return f"looking at it failed with {type(error).__name__}: {error}"
+
+
+def installed_version_misfit() -> str | None:
+    """As `version_misfit`, for the vLLM of this process."""
+    return version_misfit(str(getattr(importlib.import_module("vllm"), "__version__", "")))
+
+
+def before_engine_config(check: Callable[[Any], None]) -> None:
+    """Have `check` called with the `EngineArgs` of every engine before it is configured; again is harmless.
+
+    A process that has not imported their module configures no engine.
+    """
+    arguments = getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None)
+    configure = getattr(arguments, "create_engine_config", None)
+    if arguments is None or configure is None or getattr(configure, "checked_by", None) is check:
+        return
+
+    @functools.wraps(configure)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check(self)
+        return configure(self, *args, **kwargs)
+
+    create_engine_config.checked_by = check  # type: ignore[attr-defined]
+    arguments.create_engine_config = create_engine_config
+
+
+def replace_allocator() -> list[str]:
+    """Put this layer's class wherever a module holds vLLM's own; the names in modules that had imported it before."""
+    cumem = importlib.import_module("vllm.device_allocator.cumem")
+    theirs, replaced = cumem.CuMemAllocator, []
+    if theirs is CuMemAllocator:
+        return []
+    for module in list(sys.modules.values()):
+        try:
+            names = object.__getattribute__(module, "__dict__")  # vars() would load a lazy module
+        except AttributeError:
+            continue
+        for name in [name for name, value in list(names.items()) if value is theirs]:
+            names[name] = CuMemAllocator
+            if module is not cumem:
+                replaced.append(f"{names.get('__name__', '?')}.{name}")
+    return sorted(replaced)
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:
@@ -83,6 +137,9 @@ def _allocator_misfit() -> str | None:
         return None
     if getattr(theirs, "instance", None) is not None:
         return "its own CuMemAllocator is in use already"
+    if heirs := theirs.__subclasses__():
+        names = ", ".join(f"{heir.__module__}.{heir.__qualname__}" for heir in heirs)
+        return f"its own CuMemAllocator has subclasses ({names}), which would go by this layer"
     for name in dir(theirs):
         if name.startswith("_"):
             continue

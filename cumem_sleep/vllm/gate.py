@@ -10,57 +10,56 @@ import json
 import logging
 import math
 import os
-import secrets
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections import Counter
+from collections.abc import Awaitable, Iterable
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlencode
 
-from . import metrics
+from . import metrics, worker_methods
+from .asgi import (
+    App,
+    ClientGone,
+    Held,
+    Inbox,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    TooMuchHeld,
+    bears,
+    deliver,
+    header,
+    refusal,
+    refuse_websocket,
+    response,
+    status_of,
+    whole_answer,
+)
+from .engine_door import LEASE, EngineDoor, Lease
 from .gate_settings import GateSettings
+from .routes import GUARDED, RELOAD, WAKE, Kind, Taken, kind_of, not_canonical, route_path, take
+from .siblings import Busy
 from .sleeping_model import Phase, SleepingModel
+from .worker_methods import Effect
 
 logger = logging.getLogger("cumem_sleep")
 
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-HEALTH = ("/health", "/ping")
-WAKES = ("/wake_up", "/wake")
-WAKE_UP = {"path": "/wake_up", "raw_path": b"/wake_up"}  # for ASGI, as if no proxy had added a root path
-CHANGES = ("/sleep", *WAKES, "/release_kv_cache_memory", "/reload_weights", "/resume")
-# What touches weights crashes the GPU while they sleep.
-TOUCHES = (
-    *("/start_weight_update", "/start_draft_weight_update", "/update_weights", "/finish_weight_update"),
-    "/weight_checker",
-)
-TOUCHING_METHODS = ("reload_weights", "update_weights")
-LOADS = ("/update_weights", "/finish_weight_update")
-# Worker methods that only look, or prepare; any other may be a trainer's way to write weights.
-LOADS_NOTHING = (
-    *("get_", "is_", "has_", "list_", "check_", "compute_", "determine_", "supported_", "set_", "init_", "start_"),
-    *("reset_", "save_", "profile", "execute_", "sleep", "wake_up", "discard", "cumem_sleep_"),
-)
+WAKES = ("/wake_up", WAKE)
+WAKE_UP = {"path": "/wake_up", "raw_path": b"/wake_up", "root_path": ""}  # for ASGI: vLLM's own path
+MODES = ("abort", "wait", "keep")
+WRITING_ROUTES = {
+    "/start_weight_update": Effect.STARTS,
+    "/start_draft_weight_update": Effect.STARTS,
+    "/update_weights": Effect.UPDATES,
+    "/finish_weight_update": Effect.FINISHES,
+    "/weight_checker": Effect.WRITES,
+}
 WEIGHTS_ASLEEP = "weights are asleep: POST /wake_up?tags=weights first"
-GUARDED = {
-    *CHANGES,
-    *TOUCHES,
-    *("/pause", "/collective_rpc", "/update_weight_version"),
-    *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"),
-}
-# Every other POST is held to run the model, also those of a vLLM to come, except what is known not to touch it.
-HARMLESS = {
-    *("/abort_requests", "/tokenize", "/detokenize", "/start_profile", "/stop_profile", "/is_scaling_elastic_ep"),
-    "/fault_tolerance/apply",
-    *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/v1/messages/count_tokens"),
-}
+KEYED = ("/v1", "/v2", "/inference", "/cohere")  # what any vLLM wants an API key for
 
 HEALTH_WITHIN_S = 1.0
 POLL_S = 0.5  # the engine may die; with several API servers another one may wake the model
-READ_AHEAD_BYTES = 16 << 20
+MOST_WRITTEN_BYTES = 256 << 20  # of a call that writes weights: it is read before its turn comes
 
 
 class Refused(Exception):
@@ -76,59 +75,9 @@ class Refused(Exception):
         self.retry_after_s = retry_after_s
         self.outcome = outcome
 
-
-class ClientGone(Exception):
-    """The client left while its request was held."""
-
-
-class Inbox:
-    """A request's messages, read ahead while it is held: a client that leaves is noticed. Later they are replayed.
-
-    Reading is never cancelled, since a server may lose the message that it was about to give: who stops waiting leaves
-    the question to the next reader.
-    """
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._early: deque[Message] = deque()
-        self._asked: asyncio.Future[Message] | None = None
-
-    async def __call__(self) -> Message:
-        """The next message: ASGI's `receive`."""
-        return self._early.popleft() if self._early else await self._read()
-
-    async def body(self) -> bytes:
-        """The whole body, which stays to be read."""
-        body, more = b"", True
-        while more:
-            message = await self._read()
-            self._early.append(message)
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-        return body
-
-    async def until_gone(self) -> None:
-        """Returns when the client is gone; for ever, if so much came that it would fill memory."""
-        nbytes = 0
-        while nbytes < READ_AHEAD_BYTES:
-            message = await self._read()
-            self._early.append(message)
-            nbytes += len(message.get("body", b""))
-            if message["type"].endswith(".disconnect"):
-                return
-        await asyncio.Event().wait()
-
-    def close(self) -> None:
-        """Nobody will read any more."""
-        if self._asked is not None:
-            self._asked.cancel()
-
-    async def _read(self) -> Message:
-        if self._asked is None:
-            self._asked = asyncio.ensure_future(self._receive())
-        message = await asyncio.shield(self._asked)
-        self._asked = None
-        return message
+    def answer(self) -> list[Message]:
+        """The whole answer."""
+        return refusal(503, str(self), {"Retry-After": str(math.ceil(self.retry_after_s))})
 
 
 class SleepGate:
@@ -143,9 +92,13 @@ class SleepGate:
         self._settings = settings = GateSettings.from_environment()
         self._status = metrics.WorkerStatus()
         self._outcomes: Counter[str] = Counter()
-        self._running, self._idle = 0, asyncio.Event()
+        self._leases: set[Lease] = set()
+        self._lease_ended = asyncio.Event()
+        self._held = Held(settings.max_held_bytes)
+        self._watch: asyncio.Task[None] | None = None
         self._dev_mode = os.environ.get("VLLM_SERVER_DEV_MODE", "0").strip() not in ("", "0")
         self.model = SleepingModel(settings, self._status)
+        self._door = EngineDoor(self._admit)
         self._is_scraped = metrics.register(self._status, self._outcomes)
         hold = "" if settings.on_request == "reject" else f" (at most {settings.request_deadline_s:g} s)"
         logger.info(
@@ -160,155 +113,327 @@ class SleepGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Decide about one request: ASGI."""
-        engine = getattr(scope["app"].state, "engine_client", None) if "app" in scope else None
+        app: Any = scope.get("app")
+        engine = getattr(app.state, "engine_client", None) if "app" in scope else None
         if scope["type"] not in ("http", "websocket") or engine is None:  # a server that only renders has no engine
             return await self._app(scope, receive, send)
         if self.model.engine is not engine:
-            self.model.engine, self.model.several_servers = engine, _several_servers(scope["app"].state)
-        path, method = _path(scope), scope.get("method", "WEBSOCKET")
-        if method == "POST" and path in GUARDED:
-            return await self._control(path, scope, receive, send)
-        if method in ("GET", "POST") and path in HEALTH:
-            return await self._health(scope, receive, send)
-        if method == "GET" and path == "/metrics" and self._is_scraped and self.model.phase is not Phase.CHANGING:
-            await self._status.fresh(engine)
-        if method in ("POST", "WEBSOCKET") and not _is_harmless(path):
-            return await self._infer(path, scope, receive, send)
-        await self._app(scope, receive, send)
-
-    # Requests that run the model
-
-    async def _infer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        inbox = Inbox(receive)
+            self.model.engine, self.model.several_servers = engine, _several_servers(app.state)
+            self._door.attach(engine)
+        inbox = Inbox(receive, self._held)
         try:
-            await self._infer_from(path, scope, inbox, send)
+            await self._decide(scope, inbox, send)
+        except ClientGone:
+            pass
         finally:
             inbox.close()
 
-    async def _infer_from(self, path: str, scope: Scope, inbox: Inbox, send: Send) -> None:
+    async def _decide(self, scope: Scope, inbox: Inbox, send: Send) -> None:
+        if fault := not_canonical(scope):
+            return await self._answer(scope, inbox, send, refusal(400, f"the path {fault}"), fault)
+        taken = take(scope["app"], scope)
+        token = self._settings.admin_token
+        if token and self._is_guarded(scope, taken) and not bears(scope, [token]):
+            unknown = "; this route is not known to the gate" if taken.kind is Kind.UNKNOWN else ""
+            wanted = f"an admin token is needed{unknown}"
+            answer = refusal(401, wanted, {"WWW-Authenticate": "Bearer"})
+            return await self._answer(scope, inbox, send, answer, wanted)
+        if taken.kind is Kind.HEALTH:
+            return await self._health(scope, inbox, send)
+        if taken.kind in (Kind.RUNS, Kind.ADAPTS, Kind.UNKNOWN):
+            return await self._infer(taken, scope, inbox, send)
+        if taken.kind in (Kind.CHANGES, Kind.WRITES, Kind.CALLS) and self._dev_mode and not taken.redirects:
+            return await deliver(scope, inbox, send, await self._control(taken, scope, inbox))
+        if taken.template.startswith("/metrics") and self._is_scraped and self.model.phase is not Phase.CHANGING:
+            await self._status.fresh(self.model.engine)
+        await self._app(scope, inbox, send)
+
+    def _is_guarded(self, scope: Scope, taken: Taken) -> bool:
+        if taken.kind is not Kind.NOTHING:
+            return taken.kind in GUARDED
+        method = str(scope.get("method", "WEBSOCKET"))  # the same answer whether dev mode is on or off
+        return method == "POST" and kind_of(method, route_path(scope).rstrip("/")) in GUARDED - {Kind.UNKNOWN}
+
+    async def _answer(self, scope: Scope, inbox: Inbox, send: Send, answer: list[Message], reason: str) -> None:
+        if scope["type"] == "http":
+            await deliver(scope, inbox, send, answer)
+        else:
+            await refuse_websocket(inbox, send, 1013 if status_of(answer) == 503 else 1008, reason)
+
+    # Requests that run the model
+
+    async def _infer(self, taken: Taken, scope: Scope, inbox: Inbox, send: Send) -> None:
         model, outcome = self.model, ""
+        mark = model.mark()
         try:
             await model.look()
-            while not model.serves and (_has_api_key(scope) or not path.startswith("/v1")):  # else vLLM answers 401
-                outcome = await self._hold(scope, inbox)  # a sleep may begin again before it returns
-        except ClientGone:
-            return
+            while not model.serves:
+                if not _has_api_key(scope) and route_path(scope).startswith(KEYED):
+                    answer = response(401, {"error": "Unauthorized"})  # as vLLM, whose own check can be misled
+                    return await self._answer(scope, inbox, send, answer, "Unauthorized")
+                held = await self._hold(taken, scope, inbox)  # a sleep may begin again before it returns
+                if not held:
+                    break
+                outcome = held
         except Refused as refused:
             self._outcomes[refused.outcome] += 1
-            await _refuse(scope, inbox, send, refused)
-            return
+            return await self._answer(scope, inbox, send, refused.answer(), str(refused))
+        except ClientGone:
+            raise
         except Exception as error:  # vLLM says best what is wrong with its engine
             logger.debug("the engine does not say whether it sleeps: %s", error)
         if outcome:
             self._outcomes[outcome] += 1
-        self._running += 1
-        try:
-            await self._app(scope, inbox, send)
-        finally:
-            self._running -= 1
-            if self._running == 0:
-                self._idle.set()
+        if taken.kind is Kind.ADAPTS and not taken.redirects:
+            return await self._adapt(scope, inbox, send)
+        await self._pass(mark, scope, inbox, send)
 
-    async def _hold(self, scope: Scope, inbox: Inbox) -> str:
-        """Returns what became of the request, as soon as the model serves.
+    async def _hold(self, taken: Taken, scope: Scope, inbox: Inbox) -> str:
+        """Returns what became of the request, as soon as the model serves; "" if vLLM will find fault with it.
 
         Raises:
-            Refused: by the policy, at the deadline, or because waking failed.
+            Refused: by the policy, at the deadline, because too much is held, or because waking failed.
             ClientGone: nobody waits for the answer.
             Exception: of the engine, which is dead.
         """
-        model, settings, policy = self.model, self._settings, self._settings.on_request
-        deadline = model.clock() + settings.request_deadline_s
-        gone = asyncio.ensure_future(inbox.until_gone())
+        settings, policy = self._settings, self._settings.on_request
+        if policy == "reject" or not _has_api_key(scope):  # nobody unknown wakes it, or takes up memory
+            raise Refused(self.model.why_not(), settings.retry_after_s, "rejected")
+        deadline = self.model.clock() + settings.request_deadline_s
+        gone = asyncio.ensure_future(inbox.until_gone_or_too_much())
+        self._held.requests += 1
         try:
-            while not model.serves:
-                left_s = deadline - model.clock()
-                if policy == "reject" or not _has_api_key(scope):  # nobody unknown wakes it, or takes up memory
-                    raise Refused(model.why_not(), settings.retry_after_s, "rejected")
-                if policy == "wake":
-                    self._raise_failure()
-                if left_s <= 0:
-                    raise Refused(model.why_not(), settings.retry_after_s, "timed_out")
-                wakes = policy == "wake" and model.may_be_woken
-                step: Awaitable[Any] = asyncio.shield(model.wake()) if wakes else model.changed.wait()
-                await _first(step, gone, min(left_s, POLL_S))
-                if gone.done():
-                    raise ClientGone
-                await model.engine.check_health()  # a server that is being shut down waits for those it holds
-                await model.look()
+            self._raise_overload(self._held.requests > settings.max_held_requests)
+            wakes = policy == "wake" and taken.kind is Kind.RUNS and not taken.redirects
+            if wakes and scope["type"] == "http" and self._door.exists:
+                await self._wait(asyncio.ensure_future(inbox.until_complete()), gone, deadline)
+                if inbox.complete and _will_fail(scope, inbox.early()):
+                    return ""
+            await self._until_serves(deadline, gone, wakes)
         finally:
+            self._held.requests -= 1
             gone.cancel()
             await asyncio.wait({gone})  # two readers of one request would steal each other's messages
         return "woke" if policy == "wake" else "waited"
 
+    async def _until_serves(self, deadline: float, gone: asyncio.Future[None] | None, wakes: bool) -> None:
+        """Wait until the model serves, or wake it. Raises as `_hold`."""
+        model = self.model
+        while not model.serves:
+            if wakes:
+                self._raise_failure()
+            if wakes and model.may_be_woken:
+                step: Awaitable[Any] = asyncio.shield(model.wake())
+            else:
+                step = model.changed.wait()
+            await self._wait(asyncio.ensure_future(step), gone, deadline)
+
+    async def _wait(self, step: asyncio.Future[Any], gone: asyncio.Future[None] | None, deadline: float) -> None:
+        """Until a step is done. One watch over the engine serves all who wait."""
+        left_s = deadline - self.model.clock()
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._watch_engine())
+        try:
+            if left_s > 0:
+                waiting = {step, self._watch, *([gone] if gone else [])}
+                await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            step.cancel()
+        if gone is not None and gone.done():
+            self._raise_overload(isinstance(gone.exception(), TooMuchHeld))
+            raise ClientGone
+        if self._watch.done() and not self._watch.cancelled() and (error := self._watch.exception()) is not None:
+            raise error
+        if deadline - self.model.clock() <= 0 and not self.model.serves:
+            raise Refused(self.model.why_not(), self._settings.retry_after_s, "timed_out")
+
+    async def _watch_engine(self) -> None:
+        """Ends with the engine's error: a server that is being shut down waits for the requests that it holds."""
+        while self._held.requests:
+            await asyncio.sleep(POLL_S)
+            await self.model.engine.check_health()
+            await self.model.look()
+
+    def _raise_overload(self, is_too_much: bool) -> None:
+        if is_too_much:
+            message = f"{self.model.why_not()}; too many requests are held already"
+            raise Refused(message, self._settings.retry_after_s, "rejected")
+
     def _raise_failure(self) -> None:
+        if (failure := self._failure()) is not None:
+            cause, left_s = failure
+            raise Refused(f"the model is asleep, and waking it failed: {cause}", left_s, "rejected")
+
+    def _failure(self) -> tuple[str, float] | None:
+        """Why waking on request failed, and for how long nobody tries again."""
         if self.model.failure is not None:
             cause, until = self.model.failure
             if (left_s := until - self.model.clock()) > 0:
-                raise Refused(f"the model is asleep, and waking it failed: {cause}", left_s, "rejected")
+                return cause, left_s
+        return None
 
-    # What changes the model's sleep
+    # Requests that pass
 
-    async def _control(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        token, model = self._settings.admin_token, self.model
-        if token and not any(secrets.compare_digest(given, token.encode()) for given in _bearer(scope)):
-            return await _reply(send, 401, _error(401, "an admin token is needed"), {"WWW-Authenticate": "Bearer"})
-        if not self._dev_mode:  # vLLM has none of these paths then
-            return await self._app(scope, receive, send)
-        if path in CHANGES or path in TOUCHES or path == "/collective_rpc":
-            await model.changes_end()
-            try:
+    async def _pass(self, mark: int, scope: Scope, inbox: Inbox, send: Send) -> None:
+        """Let vLLM answer. What does not reach its engine in time is answered as if it came now."""
+        lease, started = Lease(mark, _has_api_key(scope)), False
+
+        async def send_if_admitted(message: Message) -> None:
+            nonlocal started
+            if lease.refusal is None or started:
+                started = True
+                await send(message)
+
+        LEASE.set(lease)
+        self._leases.add(lease)
+        try:
+            await self._app(scope, inbox, send_if_admitted)
+        except Exception:
+            if lease.refusal is None or (started and scope["type"] == "http"):
+                raise
+            if started:
+                await send({"type": "websocket.close", "code": 1013, "reason": str(lease.refusal)[:120]})
+        finally:
+            self._leases.discard(lease)
+            self._lease_ended.set()
+        if isinstance(lease.refusal, Refused) and not started:
+            self._outcomes[lease.refusal.outcome] += 1
+            await self._answer(scope, inbox, send, lease.refusal.answer(), str(lease.refusal))
+
+    async def _admit(self, lease: Lease) -> None:
+        """Returns when a request may reach the engine: at that moment the model serves.
+
+        Raises:
+            Refused: as if the request came now.
+        """
+        model, settings = self.model, self._settings
+        deadline = model.clock() + settings.request_deadline_s
+        try:
+            if not model.unchanged_since(lease.mark):
                 await model.look()
-            except Exception as error:
-                logger.debug("the engine does not say whether it sleeps: %s", error)
-        if path in CHANGES:
-            answer = await self._change(path, scope, receive)
-        elif path in TOUCHES and "weights" in model.asleep:
-            answer = _conflict(WEIGHTS_ASLEEP)
-        else:
-            inbox = Inbox(receive)
-            method = await _rpc_method(inbox) if path == "/collective_rpc" else ""
-            if method in TOUCHING_METHODS and "weights" in model.asleep:
-                answer = _conflict(WEIGHTS_ASLEEP)
-            else:
-                answer = await _answer(self._app, scope, inbox)
-            loads = method and not method.startswith(LOADS_NOTHING)
-            if _status(answer) < 300 and (path in LOADS or loads):
-                model.loaded()
-            elif _status(answer) < 300 and path == "/pause":
-                model.paused = True
-        for message in answer:
-            await send(message)
+            while not model.serves:
+                if settings.on_request == "reject" or not lease.may_wait:
+                    raise Refused(model.why_not(), settings.retry_after_s, "rejected")
+                self._held.requests += 1
+                try:
+                    await self._until_serves(deadline, None, wakes=settings.on_request == "wake")
+                finally:
+                    self._held.requests -= 1
+                await model.look()
+        except Refused:
+            raise
+        except Exception as error:
+            logger.debug("the engine does not say whether it sleeps: %s", error)
 
-    async def _change(self, path: str, scope: Scope, receive: Receive) -> list[Message]:
-        """One of CHANGES. Its answer is sent when the state is known: the next request may follow at once."""
-        query = parse_qs(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+    def _in_engine(self) -> int:
+        """How many requests are in the engine, or may be."""
+        return sum(lease.admitted or not self._door.exists for lease in self._leases)
+
+    async def _drained(self, within_s: float) -> bool:
+        """Whether all requests left the engine in time."""
+        deadline = asyncio.get_running_loop().time() + within_s
+        while self._in_engine():
+            self._lease_ended.clear()
+            left_s = deadline - asyncio.get_running_loop().time()
+            try:
+                await asyncio.wait_for(self._lease_ended.wait(), max(left_s, 0))
+            except asyncio.TimeoutError:
+                return False
+        return True
+
+    # What changes the model's sleep, or its weights
+
+    async def _control(self, taken: Taken, scope: Scope, inbox: Inbox) -> list[Message]:
+        """The answer is sent when the state is known: the next request may follow at once."""
+        gone = None
+        try:
+            if taken.kind is not Kind.CHANGES:
+                return await self._write(taken, scope, inbox)
+            query = parse_qs(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+            gone = asyncio.ensure_future(inbox.until_gone())
+            if taken.template == "/pause":
+                return await self._pause(scope, inbox, gone)
+            if taken.template == "/sleep":
+                return await self._sleep(scope, query, inbox, gone)
+            return await self._change(taken.template, scope, query, inbox, gone)
+        except Busy as busy:
+            return _conflict(str(busy))
+        finally:
+            if gone is not None:
+                gone.cancel()
+
+    async def _pause(self, scope: Scope, inbox: Inbox, gone: asyncio.Future[None]) -> list[Message]:
+        async with self.model.alone(gone):
+            answer = await _called(self._app, scope, inbox, gone)
+            if status_of(answer) < 300:
+                self.model.paused = True
+            return answer
+
+    async def _sleep(
+        self, scope: Scope, query: dict[str, list[str]], inbox: Inbox, gone: asyncio.Future[None]
+    ) -> list[Message]:
         model = self.model
-        async with model.change(disturbs=path not in (*WAKES, "/resume")):
-            if path == "/reload_weights":
-                return await self._reload()
-            if path == "/resume" and model.asleep:
-                return _conflict("memory is asleep: POST /wake_up instead, which resumes, too")
-            if path == "/sleep" and not model.has_sleep_modes:  # vLLM pulls the memory from under running requests
-                while self._running:
-                    self._idle.clear()
-                    await self._idle.wait()
+        level, mode = _level(query), query.get("mode", ["abort"])[-1]
+        if level is None or mode not in MODES:
+            return refusal(400, "level is 0, 1 or 2, and mode is abort, wait or keep")
+        wanted = {"level": level, "mode": mode} if model.has_sleep_modes else {"level": level}
+        scope = {**scope, "query_string": urlencode(wanted).encode()}  # read in one way only
+        if level == 2 and mode == "keep":
+            return _conflict("requests cannot be kept over a level-2 sleep: they would run before weights are loaded")
+        async with model.change(gone=gone):
+            if not model.has_sleep_modes and not await self._drained(self._settings.request_deadline_s):
+                # vLLM pulls the memory from under running requests.
+                late = {"Retry-After": str(self._settings.retry_after_s)}
+                return refusal(503, f"{self._in_engine()} requests are running still: nothing has changed", late)
+            await self._door.empty()
             await model.mend()
             code = 500
             try:
-                answer = await _answer(self._app, {**scope, **WAKE_UP} if path in WAKES else scope, receive)
-                code = _status(answer)
+                answer = await _called(self._app, scope, inbox, gone)
+                code = status_of(answer)
             finally:
-                if path == "/sleep" and code >= 500:
+                if code >= 500:
                     await model.slept_badly()
             if code < 300:
-                if path == "/sleep":
-                    model.slept(int(float(query.get("level", ["1"])[-1])))  # vLLM 0.33 takes "1.0", too
-                elif path in WAKES:
+                model.slept(level)
+                await self._see_to_requests_left(level, mode)
+            return answer
+
+    async def _see_to_requests_left(self, level: int, mode: str) -> None:
+        """What a sleep left in the engine runs when the scheduler resumes: at the first tag (0.18), or the last."""
+        if mode == "wait" and level == 2 and self.model.has_sleep_modes:  # vLLM waited for those that ran
+            await self.model.flush()
+        self.model.kept = mode == "keep" or (mode == "wait" and level < 2)
+
+    async def _change(
+        self, path: str, scope: Scope, query: dict[str, list[str]], inbox: Inbox, gone: asyncio.Future[None]
+    ) -> list[Message]:
+        """A wake, a resume, a reload, or the release of the KV cache."""
+        model = self.model
+        async with model.change(disturbs=path not in (*WAKES, "/resume"), gone=gone):
+            if path == RELOAD:
+                return await self._reload()
+            if path == "/resume" and model.asleep:
+                return _conflict("memory is asleep: POST /wake_up instead, which resumes, too")
+            await model.mend()
+            if path in WAKES:
+                if self._wakes_kept_requests_early(query.get("tags", ())):
+                    return _conflict("requests were kept: POST /wake_up without tags, which wakes all for them")
+                if model.several_servers and model.asleep and not model.kept:
+                    await model.flush()
+                scope = {**scope, **WAKE_UP}
+            answer = await _called(self._app, scope, inbox, gone)
+            if status_of(answer) < 300:
+                if path in WAKES:
                     model.woke(query.get("tags", ()))
                 elif path == "/release_kv_cache_memory":
                     model.released()
             return answer
+
+    def _wakes_kept_requests_early(self, tags: Iterable[str]) -> bool:
+        model = self.model
+        partial = bool(set(tags)) and bool(model.asleep) and not model.asleep <= set(tags)
+        return partial and model.kept and (model.several_servers or self._in_engine() > 0)
 
     async def _reload(self) -> list[Message]:
         if "weights" in self.model.asleep:
@@ -316,9 +441,65 @@ class SleepGate:
         try:
             await self.model.engine.collective_rpc("reload_weights")
         except Exception as error:
-            return _response(500, _error(500, f"reload_weights failed: {error}"))
-        self.model.loaded()
-        return _response(200, {"status": "weights reloaded"})
+            return refusal(500, f"reload_weights failed: {error}")
+        self.model.wrote(Effect.LOADS)
+        return response(200, {"status": "weights reloaded"})
+
+    async def _write(self, taken: Taken, scope: Scope, inbox: Inbox) -> list[Message]:
+        """A call that may touch weights: its body is read first, so that none comes late."""
+        body = await inbox.body(MOST_WRITTEN_BYTES)
+        if body is None:
+            return refusal(413, f"at most {MOST_WRITTEN_BYTES >> 20} MiB are allowed")
+        if taken.kind is Kind.CALLS:
+            effect = worker_methods.effect_of(worker_methods.method_of(body), self._settings.loading_methods)
+        else:
+            effect = WRITING_ROUTES[taken.template]
+        if effect is Effect.HARMLESS:
+            return await whole_answer(self._app, scope, inbox)
+        if effect is Effect.CHANGES_SLEEP:
+            return _conflict("the workers' sleep is vLLM's to change: POST /sleep or /wake_up instead")
+        gone = asyncio.ensure_future(inbox.until_gone())
+        try:
+            async with self.model.alone(gone):
+                if (conflict := await self._conflict_of(effect)) is not None:
+                    return conflict
+                answer = await _called(self._app, scope, inbox, gone)
+                if status_of(answer) < 300:
+                    self.model.wrote(effect)
+                return answer
+        finally:
+            gone.cancel()
+
+    async def _conflict_of(self, effect: Effect) -> list[Message] | None:
+        model = self.model
+        try:
+            await model.look_alone()
+        except Exception as error:
+            logger.debug("the engine does not say whether it sleeps: %s", error)
+        if "weights" in model.asleep:
+            return _conflict(WEIGHTS_ASLEEP)
+        if effect is Effect.RUNS and (model.asleep or model.weights_lost):
+            return _conflict(model.why_not())
+        return None
+
+    async def _adapt(self, scope: Scope, inbox: Inbox, send: Send) -> None:
+        """What changes the model while it serves, and is not to meet a sleep that began meanwhile."""
+        body = await inbox.body(MOST_WRITTEN_BYTES)
+        if body is None:
+            answer = refusal(413, f"at most {MOST_WRITTEN_BYTES >> 20} MiB are allowed")
+            return await deliver(scope, inbox, send, answer)
+        gone = asyncio.ensure_future(inbox.until_gone())
+        try:
+            async with self.model.alone(gone):
+                if self.model.serves or self.model.phase is Phase.UNKNOWN:
+                    answer = await _called(self._app, scope, inbox, gone)
+                else:
+                    answer = refusal(503, self.model.why_not(), {"Retry-After": str(self._settings.retry_after_s)})
+        except Busy as busy:
+            answer = _conflict(str(busy))
+        finally:
+            gone.cancel()
+        await deliver(scope, inbox, send, answer)
 
     # Health
 
@@ -327,38 +508,23 @@ class SleepGate:
         serves = self._settings.on_request != "reject" if setting == "auto" else setting == "ok"
         return 200 if serves else 503
 
-    async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _health(self, scope: Scope, inbox: Inbox, send: Send) -> None:
         model = self.model
         try:
             await asyncio.wait_for(model.look(), HEALTH_WITHIN_S)
             await model.engine.check_health()
         except Exception as error:
             logger.debug("health is vLLM's to tell: %s", error)
-            return await self._app(scope, receive, send)
+            return await self._app(scope, inbox, send)
         if model.serves:
-            return await self._app(scope, receive, send)
+            return await self._app(scope, inbox, send)
         awake = model.phase is Phase.AWAKE  # without its weights: no request will be served
-        code = 503 if awake and self._settings.health == "auto" else self._health_code()
+        hopeless = awake or (self._settings.on_request == "wake" and self._failure() is not None)
+        code = 503 if hopeless and self._settings.health == "auto" else self._health_code()
         level = 2 if model.weights_lost else model.level
         body = {"status": "weights_missing" if awake else model.phase.value, "asleep": not awake, "level": level}
-        await _reply(send, code, body, {"Retry-After": str(self._settings.retry_after_s)} if code == 503 else {})
-
-
-# ASGI
-
-
-def _path(scope: Scope) -> str:
-    """The path within the server, without the root path of a proxy and without slashes at its end."""
-    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
-    if root and path.startswith(root + "/"):
-        path = path[len(root) :]
-    return path.rstrip("/") or "/"
-
-
-def _is_harmless(path: str) -> bool:
-    """Whether a POST to it does not run the model: tokenizing, and what operators need while it sleeps."""
-    cancels = path.startswith("/v1/responses/") and path.endswith("/cancel")
-    return path in HARMLESS or cancels or path.endswith(("/render", "/derender"))
+        headers = {"Retry-After": str(self._settings.retry_after_s)} if code == 503 else {}
+        await deliver(scope, inbox, send, response(code, body, headers))
 
 
 def _several_servers(state: Any) -> bool:
@@ -371,13 +537,6 @@ def _several_servers(state: Any) -> bool:
     return any(isinstance(count, int) and count > 1 for count in counts)
 
 
-def _bearer(scope: Scope) -> list[bytes]:
-    """The tokens that a request bears: one, or none."""
-    values = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
-    parts = [value.partition(b" ") for value in values[:1]]
-    return [token for scheme, _, token in parts if scheme.lower() == b"bearer"]
-
-
 def _has_api_key(scope: Scope) -> bool:
     """Whether a request may use the model: it bears one of the keys that vLLM was given, or there are none."""
     app = scope["app"]
@@ -386,71 +545,40 @@ def _has_api_key(scope: Scope) -> bool:
     ]
     given = getattr(getattr(app.state, "args", None), "api_key", None) or [os.environ.get("VLLM_API_KEY")]
     keys = keys or [key for key in given if key]
-    return not keys or any(secrets.compare_digest(token, key.encode()) for token in _bearer(scope) for key in keys)
+    return not keys or bears(scope, keys)
 
 
-async def _rpc_method(inbox: Inbox) -> str:
-    """What a POST /collective_rpc calls, "" where vLLM will find fault with it."""
+def _will_fail(scope: Scope, body: bytes) -> bool:
+    """Whether vLLM will answer with 4xx, as far as that can be told cheaply. The door sees to it if it does not."""
+    if header(scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
+        return bool(header(scope, b"content-type")) and "multipart" not in header(scope, b"content-type").lower()
     try:
-        return str(json.loads(await inbox.body())["method"])
-    except (ValueError, TypeError, KeyError):
-        return ""
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        return True
+    if not isinstance(asked, dict):
+        return True
+    models = getattr(scope["app"].state, "openai_serving_models", None)
+    names = {str(getattr(path, "name", "")) for path in getattr(models, "base_model_paths", ())}
+    names |= {str(name) for name in getattr(models, "lora_requests", ())}
+    return bool(names) and isinstance(asked.get("model"), str) and asked["model"] not in names
 
 
-async def _first(step: Awaitable[Any], gone: asyncio.Future[None], timeout_s: float) -> None:
-    """Until either is done, or the time is over."""
-    future = asyncio.ensure_future(step)
+def _level(query: dict[str, list[str]]) -> int | None:
+    """The level of a sleep as any vLLM reads it, None if it is none."""
     try:
-        await asyncio.wait({future, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        future.cancel()
+        level = float(query.get("level", ["1"])[-1])
+    except ValueError:
+        return None
+    return int(level) if level in (0.0, 1.0, 2.0) else None
 
 
-async def _answer(app: App, scope: Scope, receive: Receive) -> list[Message]:
-    """The app's whole answer, not yet sent."""
-    messages: list[Message] = []
-
-    async def keep(message: Message) -> None:
-        messages.append(message)
-
-    await app(scope, receive, keep)
-    return messages
-
-
-def _status(answer: list[Message]) -> int:
-    return next((int(message["status"]) for message in answer if message["type"] == "http.response.start"), 500)
-
-
-def _error(code: int, message: str) -> dict[str, Any]:
-    """OpenAI's shape, with vLLM's names for the types."""
-    types = {401: "AuthenticationError", 409: "ConflictError", 500: "InternalServerError"}
-    kind = types.get(code, "ServiceUnavailableError")
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+async def _called(app: App, scope: Scope, inbox: Inbox, gone: asyncio.Future[None]) -> list[Message]:
+    """The app's whole answer to a call whose turn has come: it takes effect, whether the client is there or not."""
+    gone.cancel()
+    await asyncio.wait({gone})  # two readers of one request would steal each other's messages
+    return await whole_answer(app, scope, inbox)
 
 
 def _conflict(message: str) -> list[Message]:
-    return _response(409, _error(409, message))
-
-
-def _response(code: int, body: dict[str, Any], headers: MutableMapping[str, str] | None = None) -> list[Message]:
-    content = json.dumps(body).encode()
-    lines = {"Content-Type": "application/json", "Content-Length": str(len(content)), **(headers or {})}
-    raw = [(name.lower().encode(), value.encode()) for name, value in lines.items()]
-    return [
-        {"type": "http.response.start", "status": code, "headers": raw},
-        {"type": "http.response.body", "body": content},
-    ]
-
-
-async def _reply(send: Send, code: int, body: dict[str, Any], headers: MutableMapping[str, str]) -> None:
-    for message in _response(code, body, headers):
-        await send(message)
-
-
-async def _refuse(scope: Scope, inbox: Inbox, send: Send, refused: Refused) -> None:
-    if scope["type"] == "http":
-        headers = {"Retry-After": str(math.ceil(refused.retry_after_s))}
-        return await _reply(send, 503, _error(503, str(refused)), headers)
-    await inbox()  # websocket.connect
-    await send({"type": "websocket.accept"})  # a close before it would reach the client as a bare 403
-    await send({"type": "websocket.close", "code": 1013, "reason": str(refused)[:120]})
+    return refusal(409, message)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..errors import InvalidArgument, InvalidArgumentType
-from ..settings import PREFIX
+from ..settings import PREFIX, parse_bytes
 
 _CHOICES = {"on_request": ("reject", "wait", "wake"), "health": ("auto", "ok", "unavailable")}
+_COUNTS = ("max_held_requests", "max_held_bytes")
 _SECONDS = {"request_deadline_s": 0, "retry_after_s": 1}  # the least that is allowed
 _MOST_S = 86_400
 
@@ -26,7 +27,12 @@ class GateSettings:
         retry_after_s: what the 503 says in `Retry-After`, in whole seconds; also the pause after a failed wake.
         health: `/health` and `/ping` of a sleeping server: `ok` (200), `unavailable` (503), or `auto`: 200 if requests
             would be served, that is with `wait` and `wake`.
-        admin_token: with it, sleep, wake, pause, weight updates and their kin need `Authorization: Bearer <token>`.
+        admin_token: with it, all that changes the server's state (sleep, wake, weight updates, adapters, …) needs
+            `Authorization: Bearer <token>`.
+        max_held_requests: how many `wait` and `wake` hold at once; beyond, 503.
+        max_held_bytes: of their bodies, together.
+        loading_methods: a trainer's own worker methods that load all weights when `/collective_rpc` calls them;
+            separated by commas in the environment.
 
     Raises:
         InvalidArgument: a value is not allowed; the message names the field, the value and what is allowed.
@@ -37,12 +43,18 @@ class GateSettings:
     retry_after_s: int = 5
     health: str = "auto"
     admin_token: str | None = field(default=None, repr=False)
+    max_held_requests: int = 4096
+    max_held_bytes: int = 256 << 20
+    loading_methods: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _CHOICES:
             _check_choice(name, name, getattr(self, name))
         for name in _SECONDS:
             _check_seconds(name, name, getattr(self, name))
+        for name in _COUNTS:
+            _check_count(name, getattr(self, name))
+        _check_methods("loading_methods", self.loading_methods)
         if self.admin_token is not None:
             _check_token("admin_token", self.admin_token)
 
@@ -70,10 +82,23 @@ class GateSettings:
         return cls(**values)
 
 
-def _parse(variable: str, name: str, text: str) -> str | float | int:
+def _parse(variable: str, name: str, text: str) -> str | float | tuple[str, ...]:
     if name in _CHOICES:
         _check_choice(variable, name, text)
         return text
+    if name == "loading_methods":
+        methods = tuple(method.strip() for method in text.split(","))
+        _check_methods(variable, methods)
+        return methods
+    if name in _COUNTS:
+        if name == "max_held_bytes":
+            return parse_bytes(variable, text)
+        try:
+            count = int(text)
+        except ValueError:
+            raise InvalidArgument(f"{variable}={text!r}: {_ALLOWED_COUNT}") from None
+        _check_count(variable, count)
+        return count
     try:
         seconds: float = int(text) if name == "retry_after_s" else float(text)
     except ValueError:
@@ -96,6 +121,24 @@ def _check_seconds(label: str, name: str, value: object) -> None:
     assert isinstance(value, (int, float))
     if not _SECONDS[name] <= value <= _MOST_S:  # nor NaN
         raise InvalidArgument(f"{label}={value!r}: {_allowed_seconds(name)}")
+
+
+_ALLOWED_COUNT = "a whole number of at least 0 is allowed"
+
+
+def _check_count(label: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidArgumentType(f"{label}={value!r}: {_ALLOWED_COUNT}")
+    if value < 0:
+        raise InvalidArgument(f"{label}={value!r}: {_ALLOWED_COUNT}")
+
+
+def _check_methods(label: str, value: object) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(method, str) for method in value):
+        raise InvalidArgumentType(f"{label}={value!r}: a tuple of method names is wanted")
+    if bad := [method for method in value if not method.isidentifier()]:
+        names = ",".join(value)
+        raise InvalidArgument(f"{label}={names!r}: {bad[0]!r} is no method's name (names are separated by commas)")
 
 
 def _allowed_seconds(name: str) -> str:

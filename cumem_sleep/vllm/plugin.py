@@ -8,53 +8,116 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from .. import _core
 from ..allocator import CuMemAllocator
-from ..errors import CumemSleepError
+from ..errors import CumemSleepError, InvalidState
 from ..settings import PREFIX, Settings, parse_bool
 from . import compatibility
 
 logger = logging.getLogger("cumem_sleep")
 
 DISABLE = PREFIX + "DISABLE"
-NAME = "cumem_sleep"  # of the entry point and of the sleep-mode backend
-# Set by the first process of a server that says why it keeps vLLM's own layer; the others inherit it.
-_REFUSED = "_CUMEM_SLEEP_REFUSED"
+NAME = "cumem_sleep"  # of the sleep-mode backend
+ENTRY_POINTS = (NAME, "cumem-sleep")  # VLLM_PLUGINS selects by these; the second is how the package is spelt
+# Set by the first process of a server that says what it does about its vLLM; the others inherit it.
+_SAID = "_CUMEM_SLEEP_SAID"
 
 
 def register() -> None:
     """Let vLLM's workers allocate from this layer, unless it is disabled or does not fit the installed vLLM.
 
-    Elsewhere than on CUDA nothing happens.
+    Elsewhere than on CUDA nothing happens. vLLM loads plugins for `--version` and `--help`, too, so a bad value of a
+    variable is not raised here but when an engine that would use this layer is configured (`check_engine_arguments`).
+    """
+    compatibility.before_engine_config(check_engine_arguments)
+    if _is_set(DISABLE) or not compatibility.is_cuda():
+        return
+    _log_as_vllm_does()
+    untested = compatibility.installed_version_misfit()
+    if misfit := compatibility.misfit(untested=_is_set(compatibility.UNTESTED)):
+        try_it = f"{compatibility.UNTESTED}=1 tries it all the same, " if misfit == untested else ""
+        _say_once(
+            f"cumem-sleep does not serve this vLLM, whose own sleep mode stays: {misfit}."
+            f" ({try_it}{DISABLE}=1 takes this message away.)"
+        )
+        return
+    if untested:
+        _say_once(
+            f"cumem-sleep serves this vLLM because {compatibility.UNTESTED} is set: {untested}."
+            " Everything that the layer calls is there; more has not been tested"
+        )
+    _take_over()
+
+
+def check_engine_arguments(arguments: Any) -> None:
+    """Stop a server at its start, rather than at its first sleep, where this layer cannot do what it was told.
+
+    Args:
+        arguments: vLLM's `EngineArgs`.
 
     Raises:
-        InvalidArgument: an environment variable has a bad value: better at the start than at the first sleep.
+        InvalidArgument: an environment variable has a bad value, and the engine would use this layer.
+        InvalidState: the engine asks for this layer's sleep-mode backend, and the layer stands back here.
     """
-    if parse_bool(DISABLE, os.environ.get(DISABLE, "").strip() or "0") or not compatibility.is_cuda():
+    by_name = getattr(arguments, "sleep_mode_backend", None) == NAME
+    sleeps = any(getattr(arguments, name, False) for name in compatibility.WHAT_ENABLES_THE_ALLOCATOR)
+    if not (by_name or sleeps):
         return
-    Settings.from_environment()
-    _log_as_vllm_does()
-    if misfit := compatibility.misfit():
-        if _REFUSED not in os.environ:
-            os.environ[_REFUSED] = "1"
-            logger.warning(
-                "cumem-sleep does not serve this vLLM, whose own sleep mode stays: %s. (%s=1 takes this message away.)",
-                misfit,
-                DISABLE,
+    check_variables(os.environ)
+    if refusal := _refusal():
+        if by_name:
+            raise InvalidState(
+                f"--sleep-mode-backend {NAME} cannot be used: {refusal}."
+                " Without that option vLLM's own sleep mode serves"
             )
         return
-    _take_over()
+    Settings.from_environment()
+
+
+def check_variables(environment: Mapping[str, str]) -> None:
+    """Look at the variables that only the plugin reads.
+
+    Raises:
+        InvalidArgument: one of them has a bad value.
+    """
+    for variable in (DISABLE, compatibility.UNTESTED):
+        parse_bool(variable, environment.get(variable, "").strip() or "0")
+
+
+def _refusal() -> str | None:
+    """Why this layer stands back, or None where it serves."""
+    if _is_set(DISABLE):
+        return f"{DISABLE}={os.environ[DISABLE]}"
+    if not compatibility.is_cuda():
+        return "vLLM does not run on CUDA here"
+    return compatibility.misfit(untested=_is_set(compatibility.UNTESTED))
+
+
+def _is_set(variable: str) -> bool:
+    """A bad value counts as not set: `check_engine_arguments` reports it to the engines that it matters to."""
+    try:
+        return parse_bool(variable, os.environ.get(variable, "").strip() or "0")
+    except CumemSleepError:
+        return False
+
+
+def _say_once(text: str) -> None:
+    """A warning in the first process of a server; the others inherit that it was given."""
+    if _SAID not in os.environ:
+        os.environ[_SAID] = "1"
+        logger.warning("%s", text)
 
 
 def _take_over() -> None:
     """Again is harmless."""
-    from vllm.device_allocator import cumem
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    cumem.CuMemAllocator = CuMemAllocator
+    if others := compatibility.replace_allocator():
+        logger.info("vLLM's own CuMemAllocator was replaced where it was imported already: %s", ", ".join(others))
     CuMemAllocator.prepares_after_pools = False
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
     WorkerWrapperBase.sleep = sleep

@@ -7,12 +7,15 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from enum import Enum
 from typing import Any
 
 from . import metrics
+from .asgi import ClientGone
 from .gate_settings import GateSettings
+from .siblings import Siblings
+from .worker_methods import Effect
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -29,6 +32,15 @@ class Phase(Enum):
     CHANGING = "changing"  # a sleep, a wake or a reload is under way
 
 
+class Update(Enum):
+    """Whether weights are being written in several calls."""
+
+    NONE = "none"
+    OPEN = "open"  # started, nothing written yet
+    WRITTEN = "written"  # not finished
+    TORN = "torn"  # weights were dropped meanwhile: what was written before is lost
+
+
 class SleepingModel:
     """What is known of the model's sleep. Whatever changes it passes through `change`, one at a time.
 
@@ -40,6 +52,8 @@ class SleepingModel:
         weights_lost: dropped (level 2) and not loaded again since: answers would be plausible garbage.
         paused: by somebody's POST /pause, which a request must not resume.
         staged: somebody else woke weights that were dropped, and is loading them: a request must not interfere.
+        update: see `Update`.
+        kept: a sleep may have left requests in the engine, which run when its scheduler resumes.
         torn: a sleep failed in some workers and not in others, which sleep still; vLLM takes all of it to be awake.
         failure: why waking on request failed, and until when nobody tries again (a time of `clock`).
         changed: set, and replaced, whenever what is known changes.
@@ -51,14 +65,18 @@ class SleepingModel:
         self.phase = Phase.UNKNOWN
         self.level: int | None = None
         self.asleep: set[str] = set()
-        self.weights_lost = self.paused = self.staged = self.torn = False
+        self.weights_lost = self.paused = self.staged = self.kept = self.torn = False
         self.failure: tuple[str, float] | None = None
         self.changed = asyncio.Event()
         self.several_servers = False
         self.clock = time.monotonic
+        self.update = Update.NONE
         self._settings = settings
         self._status = status
         self._lock = asyncio.Lock()
+        self._changing = False
+        self._siblings = Siblings()
+        self._question: asyncio.Task[bool] | None = None
         self._changes = 0  # begun and ended; an answer to a question asked before the last of them is worthless
         self._waking: asyncio.Task[None] | None = None
 
@@ -97,31 +115,71 @@ class SleepingModel:
         Raises:
             Exception: of the engine, which is then in no state to serve.
         """
-        while self.phase is Phase.UNKNOWN or (self.several_servers and self.phase is not Phase.CHANGING):
-            changes = self._changes
-            sleeping = bool(await asyncio.wait_for(self.engine.is_sleeping(), ASK_WITHIN_S)) or self.torn
-            ranks = await self._status.fresh(self.engine) if sleeping else None
-            # vLLM from 0.18 on says that it sleeps while its scheduler is paused. Only the workers know better.
-            is_paused = getattr(self.engine, "is_paused", None) if sleeping and ranks is None else None
-            paused = bool(is_paused and await asyncio.wait_for(is_paused(), ASK_WITHIN_S))
-            if changes == self._changes:
-                if sleeping:
-                    self._learn_asleep(ranks, paused)
-                else:
-                    self._learn_awake()
+        if self.several_servers:
+            return await self._look_beside_siblings()
+        while self.phase is Phase.UNKNOWN:  # one question for all who ask meanwhile
+            if self._question is None or self._question.done():
+                self._question = asyncio.create_task(self._ask())
+                self._question.add_done_callback(_retrieve)
+            await asyncio.shield(self._question)
+
+    def mark(self) -> int:
+        """For `unchanged_since`, taken before a look: how often API servers changed something."""
+        heard = self._siblings.heard() if self.several_servers else None
+        return -1 if heard is None else int(heard.get("changes", 0))
+
+    def unchanged_since(self, mark: int) -> bool:
+        """Whether what was seen then holds still, beside other API servers; alone, a look costs nothing."""
+        return mark >= 0 and self.mark() == mark
+
+    async def _look_beside_siblings(self) -> None:
+        while not self._changing:
+            heard = self._siblings.heard()
+            if heard is None:
+                return self._enter(Phase.CHANGING)
+            self._adopt(heard)
+            if await self._ask() and self.unchanged_since(int(heard.get("changes", 0))):
                 return
 
+    def _facts(self) -> dict[str, Any]:
+        """What the engine cannot say, for the other API servers."""
+        names = ("level", "weights_lost", "paused", "staged", "kept", "torn")
+        facts = {name: getattr(self, name) for name in names}
+        return {**facts, "asleep": sorted(self.asleep), "update": self.update.value}
+
+    def _adopt(self, facts: dict[str, Any]) -> None:
+        for name, value in facts.items():
+            if name == "asleep":
+                self.asleep = set(value)
+            elif name == "update":
+                self.update = Update(value)
+            elif name != "changes":
+                setattr(self, name, value)
+
+    async def _ask(self) -> bool:
+        """Ask the engine; False if the answer is worthless, because something changed meanwhile."""
+        changes = self._changes
+        sleeping = bool(await asyncio.wait_for(self.engine.is_sleeping(), ASK_WITHIN_S)) or self.torn
+        ranks = await self._status.fresh(self.engine) if sleeping else None
+        # vLLM from 0.18 on says that it sleeps while its scheduler is paused. Only the workers know better.
+        is_paused = getattr(self.engine, "is_paused", None) if sleeping and ranks is None else None
+        paused = bool(is_paused and await asyncio.wait_for(is_paused(), ASK_WITHIN_S))
+        if changes != self._changes:
+            return False
+        if sleeping:
+            self._learn_asleep(ranks, paused)
+        else:
+            self._learn_awake()
+        return True
+
     def _learn_awake(self) -> None:
-        if self.several_servers:
-            self.weights_lost = False  # another server may have loaded them
-        self.level, self.asleep, self.paused, self.failure = None, set(), False, None
+        self.level, self.asleep, self.failure = None, set(), None
+        self.paused = self.kept = False
         self._enter(Phase.AWAKE)
 
     def _learn_asleep(self, ranks: list[metrics.RankStatus] | None, scheduler_paused: bool) -> None:
         if ranks is not None:
             self.asleep, lost = _asleep_and_lost(ranks)
-            if self.several_servers and "weights" in self.asleep:
-                self.weights_lost = lost
             self.weights_lost |= lost
         elif not self.asleep and self.level != 0 and not scheduler_paused:
             self.asleep = set(TAGS)  # vLLM means memory, and nobody says which
@@ -142,13 +200,50 @@ class SleepingModel:
     # What passes through
 
     @asynccontextmanager
-    async def change(self, disturbs: bool = True) -> AsyncIterator[None]:
+    async def alone(self, gone: asyncio.Future[None] | None = None) -> AsyncIterator[None]:
+        """No change of the sleep and no write of weights beside this one, here or in another API server.
+
+        Raises:
+            ClientGone: `gone` was done before its turn came.
+            Busy: another API server is at it.
+        """
+        turn = asyncio.ensure_future(self._lock.acquire())
+        try:
+            either: set[asyncio.Future[Any]] = {turn, gone} if gone else {turn}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if gone is not None and gone.done():
+                raise ClientGone
+            async with self._without_siblings() if self.several_servers else nullcontext():
+                yield
+        finally:
+            turn.cancel()
+            if turn.done() and not turn.cancelled():
+                self._lock.release()
+
+    @asynccontextmanager
+    async def _without_siblings(self) -> AsyncIterator[None]:
+        async with self._siblings.excluded():
+            told = self._siblings.told()
+            self._adopt(told)
+            try:
+                yield
+            finally:
+                self._siblings.tell({**self._facts(), "changes": told.get("changes", 0) + 1})
+
+    @asynccontextmanager
+    async def change(self, disturbs: bool = True, gone: asyncio.Future[None] | None = None) -> AsyncIterator[None]:
         """One sleep, wake, reload or resume; others wait. Afterwards, also after a failure, the engine is asked.
 
         With `disturbs=False` a model that serves keeps serving: waking what is awake changes nothing.
+
+        Raises:
+            ClientGone: `gone` was done before its turn came.
+            Busy: another API server is at it.
         """
-        async with self._lock:
+        async with self.alone(gone):
+            await self._look_if_it_says()
             self._changes += 1
+            self._changing = True
             if disturbs or not self.serves:
                 self._enter(Phase.CHANGING)
             try:
@@ -156,17 +251,27 @@ class SleepingModel:
             finally:
                 self._changes += 1
                 self._enter(Phase.UNKNOWN)
-                try:
-                    await self.look()
-                except Exception as error:
-                    logger.debug("the engine does not say whether it sleeps: %s", error)
+                await self._look_if_it_says()
+                self._changing = False
                 if self.phase is Phase.AWAKE:  # asleep, it was asked just now
                     self._status.ask(self.engine)
 
-    async def changes_end(self) -> None:
-        """Wait until nothing is changing."""
-        async with self._lock:
-            pass
+    async def look_alone(self) -> None:
+        """`look`, for one that is `alone`: beside siblings it would take itself for one of them."""
+        if self.several_servers:
+            await self._ask()
+        else:
+            await self.look()
+
+    async def _look_if_it_says(self) -> None:
+        try:
+            await self.look_alone()
+        except Exception as error:
+            logger.debug("the engine does not say whether it sleeps: %s", error)
+
+    async def flush(self) -> None:
+        """Abort what is in the engine, so that nothing runs when its scheduler resumes; it stays paused."""
+        await self.engine.pause_generation(mode="abort", clear_cache=False)
 
     def slept(self, level: int) -> None:
         """A sleep passed."""
@@ -178,8 +283,10 @@ class SleepingModel:
         self.level = level
         if level > 0:
             self.asleep = set(TAGS)
-            self.weights_lost |= level >= 2
             self.staged = False
+            if level >= 2:
+                self.weights_lost = True
+                self.update = Update.TORN if self.update is Update.WRITTEN else self.update
 
     async def slept_badly(self) -> None:
         """A sleep failed, but may have stopped the scheduler before it did: that is level 0."""
@@ -217,8 +324,21 @@ class SleepingModel:
         """The KV cache was dropped, by itself."""
         self.asleep.add("kv_cache")
 
+    def wrote(self, effect: Effect) -> None:
+        """A call passed that may have written weights."""
+        if effect is Effect.STARTS:
+            self.update = Update.OPEN
+        elif effect is Effect.LOADS or (effect is Effect.UPDATES and self.update is Update.NONE):
+            self.loaded()
+        elif effect is Effect.UPDATES and self.update is Update.OPEN:
+            self.update = Update.WRITTEN
+        elif effect is Effect.FINISHES:
+            whole, self.update = self.update in (Update.NONE, Update.WRITTEN), Update.NONE
+            if whole:
+                self.loaded()
+
     def loaded(self) -> None:
-        """Weights were written."""
+        """All weights were written."""
         if "weights" not in self.asleep:
             self.weights_lost = self.staged = False
             self._tell()
@@ -242,6 +362,8 @@ class SleepingModel:
                     f"level {self.level}{', weights loaded' if self.weights_lost else ''}",
                 )
                 await self.mend()
+                if self.several_servers and self.asleep:
+                    await self.flush()  # a sibling may have let something through
                 await self._wake_in_order()
         except Exception as error:
             cause = " ".join(str(error).split()) or type(error).__name__
@@ -262,8 +384,15 @@ class SleepingModel:
         if self.asleep:
             rest = self.asleep & TAGS
             await self.engine.wake_up(sorted(rest) if rest < TAGS and rest else None)
+            self.asleep = set()
         elif self.level == 0:
             await self.engine.wake_up(["scheduling"])
+
+
+def _retrieve(question: asyncio.Task[bool]) -> None:
+    """Nobody may have waited for its failure."""
+    if not question.cancelled():
+        question.exception()
 
 
 def _asleep_and_lost(ranks: Iterable[metrics.RankStatus]) -> tuple[set[str], bool]:

@@ -93,10 +93,13 @@ class Stock:
 
     def __init__(self) -> None:
         from vllm.device_allocator import cumem
+        from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
         from cumem_sleep.vllm import compatibility
 
+        self.engine_args = EngineArgs
+        self.configure = EngineArgs.create_engine_config
         self.allocator = cumem.CuMemAllocator
         self.cumem = cumem
         self.wrapper = WorkerWrapperBase
@@ -109,16 +112,18 @@ class Stock:
         import vllm.plugins
 
         from cumem_sleep import CuMemAllocator
+        from cumem_sleep.vllm import plugin
 
         vllm.plugins.plugins_loaded = False
         self.cumem.CuMemAllocator = self.allocator
         self.allocator.instance = None
         CuMemAllocator.prepares_after_pools = True
+        self.engine_args.create_engine_config = self.configure
         for name in set(vars(self.wrapper)) - self._wrapper_names:
             delattr(self.wrapper, name)
         for name in set(self.registry or ()) - self._backends:
             del self.registry[name]  # type: ignore[index]
-        os.environ.pop("_CUMEM_SLEEP_REFUSED", None)
+        os.environ.pop(plugin._SAID, None)
         ours = logging.getLogger("cumem_sleep")
         ours.handlers.clear()
         ours.setLevel(logging.NOTSET)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import defaultdict
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs
@@ -31,6 +33,9 @@ class FakeEngine:
         self.fails: dict[str, list[BaseException]] = defaultdict(list)
         self.waits: dict[str, asyncio.Event] = {}
         self.entered: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.queue: list[str] = []  # requests that came while the scheduler was paused
+        self.aborted: list[str] = []
+        self.engine_core = SimpleNamespace(add_request_async=self._add_request)
 
     async def _called(self, name: str, *arguments: Any) -> None:
         self.calls.append((name, *arguments) if arguments else name)
@@ -72,9 +77,20 @@ class FakeEngine:
             raise RuntimeError("requires a completed pause first")
         self.asleep.add("kv_cache")
 
-    async def pause_generation(self) -> None:
+    async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
         await self._called("pause")
         self.scheduler_paused = True
+        if mode == "abort":
+            self.queue.clear()
+
+    async def _add_request(self, request: Any) -> None:
+        """What reaches the engine while its scheduler is paused is queued, and runs when that resumes."""
+        if self.asleep:
+            self.queue.append(request.request_id)
+
+    async def abort(self, request_id: str, internal: bool = False) -> None:
+        assert internal, "the id is the engine's own"
+        self.aborted.append(request_id)
 
     async def resume_generation(self) -> None:
         await self._called("resume")
@@ -147,12 +163,29 @@ class FakeEngine:
     async def generate(self) -> str:
         if self.dead:
             raise RuntimeError("EngineDeadError")
+        if "tokenize" in self.waits:
+            self.entered["tokenize"].set()
+            await self.waits["tokenize"].wait()
+        await self.engine_core.add_request_async(SimpleNamespace(request_id=f"request-{len(self.calls)}"))
         if self.asleep:
             raise Crash("a request ran on unmapped memory")
         await self._called("generate")
         if self.asleep:
             raise Crash("memory was pulled from under a request")
         return "queued" if self.scheduler_paused else self.weights
+
+
+class AnotherClient:
+    """A second API server's client of an engine."""
+
+    generate = FakeEngine.generate
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+        self.engine_core = SimpleNamespace(add_request_async=engine._add_request)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
 
 class OldEngine(FakeEngine):
@@ -171,23 +204,72 @@ class OldEngine(FakeEngine):
             self._sleep(level)
 
 
+class Match(Enum):
+    """Starlette's."""
+
+    NONE = 0
+    PARTIAL = 1
+    FULL = 2
+
+
+class FakeRoute:
+    """Starlette's route, with the expression by which a path that ends in a newline matches."""
+
+    def __init__(self, methods: str, path: str) -> None:
+        self.methods = set(methods.split())
+        self.path = self.path_format = path
+        self._regex = re.compile("^" + re.sub(r"{\w+}", "[^/]+", path) + "$")
+
+    def matches(self, scope: Any) -> tuple[Match, dict[str, Any]]:
+        if not self._regex.match(route_path(scope)):
+            return Match.NONE, {}
+        return Match.FULL if scope.get("method", "WEBSOCKET") in self.methods else Match.PARTIAL, {}
+
+
+def route_path(scope: Any) -> str:
+    """Starlette's `get_route_path`."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(root) :] if root and path.startswith(root) and path[len(root) :].startswith("/") else path
+
+
+RUNS = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/score", "/invocations", "/inference/v1/generate"),
+    "/generate",
+    *("/v2/embed", "/some_future_path", "/v1/load_lora_adapter", "/scale_elastic_ep", "/v1/responses"),
+)
+OTHERS = (
+    *("/tokenize", "/v1/chat/completions/render", "/v1/messages/count_tokens", "/fault_tolerance/apply", "/ping"),
+    *("/v1/responses/{response_id}/cancel", "/adapters", "/start_profile"),
+)
+DEV = (
+    *("/sleep", "/wake_up", "/release_kv_cache_memory", "/pause", "/resume", "/collective_rpc", "/update_weights"),
+    *("/finish_weight_update", "/start_weight_update", "/start_draft_weight_update", "/weight_checker"),
+    *("/reset_prefix_cache", "/abort_requests", "/init_weight_transfer_engine", "/update_weight_version"),
+)
+LOOKS = ("/health", "/ping", "/v1/models", "/version", "/metrics", "/load", "/is_sleeping", "/server_info")
+
+
 class FakeVllm:
     """What is below the gate: routes of `vllm serve`, in dev mode or not."""
 
-    def __init__(self, engine: FakeEngine | None = None, dev_mode: bool = True, api_keys: tuple[str, ...] = ()) -> None:
-        self.engine = engine or FakeEngine()
+    def __init__(self, engine: Any = None, dev_mode: bool = True, api_keys: tuple[str, ...] = ()) -> None:
+        self.engine: Any = engine or FakeEngine()
         self.dev_mode = dev_mode
         self.api_keys = api_keys
         self.seen: list[str] = []
         self.bodies: list[bytes] = []
         self.state = SimpleNamespace(engine_client=self.engine, args=SimpleNamespace(api_key=None, api_server_count=1))
+        posts = (*RUNS, *OTHERS, *(DEV if dev_mode else ()))
+        routes = [FakeRoute("POST", path) for path in posts] + [FakeRoute("GET HEAD", path) for path in LOOKS]
+        routes += [FakeRoute("WEBSOCKET", "/v1/realtime"), FakeRoute("DELETE", "/adapters/{adapter_name}")]
+        self.router = SimpleNamespace(routes=routes, redirect_slashes=True)
         self.user_middleware = [SimpleNamespace(kwargs={"tokens": list(api_keys)})] if api_keys else []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             self.seen.append("lifespan")
             return
-        path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+        path = route_path(scope)
         self.seen.append(f"{scope.get('method', 'WEBSOCKET')} {path}")
         if scope["type"] == "websocket":
             assert (await receive())["type"] == "websocket.connect"
@@ -204,6 +286,9 @@ class FakeVllm:
         await send({"type": "http.response.start", "status": code, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps(content).encode()})
 
+    def _matches(self, scope: Any) -> set[Match]:
+        return {each.matches(scope)[0] for each in self.router.routes}
+
     async def _route(self, scope: Any, path: str, body: bytes) -> tuple[int, Any]:
         headers = dict(scope["headers"])
         query = parse_qs(scope["query_string"].decode(), keep_blank_values=True)
@@ -213,9 +298,17 @@ class FakeVllm:
         route = f"{scope['method']} {path}"
         if route in ("GET /health", "GET /ping", "POST /ping"):
             return (503 if self.engine.dead else 200), None
+        matches = self._matches(scope)
+        if matches == {Match.NONE}:
+            redirects = path != "/" and self._matches({**scope, "path": scope["path"].rstrip("/")}) != {Match.NONE}
+            return (307, {"path": path}) if redirects else (404, {"detail": "Not Found"})
+        if Match.FULL not in matches and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            return 405, {"detail": "Method Not Allowed"}
+        if any(each.path in OTHERS and each.matches(scope)[0] is Match.FULL for each in self.router.routes):
+            return 200, {"path": path}
         if route.startswith("POST /v1/") or route in ("POST /score", "POST /some_future_path"):
             return 200, {"text": await self.engine.generate()}
-        if scope["method"] in ("GET", "HEAD", "OPTIONS") or path in ("/tokenize", "/fault_tolerance/apply"):
+        if scope["method"] in ("GET", "HEAD", "OPTIONS", "DELETE") or path == "/scale_elastic_ep":
             return 200, {"path": path}
         return await self._dev_route(path, query, body) if self.dev_mode else (404, {"detail": "Not Found"})
 
@@ -243,6 +336,7 @@ class FakeVllm:
             "/start_weight_update",
             "/weight_checker",
             "/reset_prefix_cache",
+            "/abort_requests",
             "/init_weight_transfer_engine",
         ):
             return 404, {"detail": "Not Found"}
@@ -287,7 +381,10 @@ class Client:
         self.vllm = vllm
         self.engine = vllm.engine
 
-    def begin(self, method: str, target: str, body: bytes = b"{}", key: str = "", **scope: Any) -> Held:
+    def begin(
+        self, method: str, target: str, body: bytes = b"{}", key: str = "", slow: bool = False, **scope: Any
+    ) -> Held:
+        """A `slow` one sends half of its body, and the rest when it is told to `go_on`."""
         path, _, query = target.partition("?")
         headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
         scope = {
@@ -297,7 +394,7 @@ class Client:
         }
         if scope["type"] == "websocket":
             del scope["method"]
-        return Held(self.gate, scope, body)
+        return Held(self.gate, scope, body, slow)
 
     async def request(self, method: str, target: str, body: bytes = b"{}", key: str = "", **scope: Any) -> Response:
         return await self.begin(method, target, body, key, **scope).response()
@@ -316,7 +413,8 @@ class Client:
 class Held:
     """A request under way."""
 
-    def __init__(self, gate: Any, scope: Any, body: bytes) -> None:
+    def __init__(self, gate: Any, scope: Any, body: bytes, slow: bool = False) -> None:
+        self._rest = {"type": "http.request", "body": body[len(body) // 2 :], "more_body": False}
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.sent: list[dict[str, Any]] = []
         self.cancelled_after_answers: list[bool] = []  # for each read that was cancelled: was there an answer by then?
@@ -325,7 +423,8 @@ class Held:
         else:
             half = len(body) // 2
             self._incoming.put_nowait({"type": "http.request", "body": body[:half], "more_body": True})
-            self._incoming.put_nowait({"type": "http.request", "body": body[half:], "more_body": False})
+            if not slow:
+                self.go_on()
         self._kind, self._received = scope["type"], False
         self.task = asyncio.ensure_future(gate(scope, self._receive, self._send))
 
@@ -341,6 +440,10 @@ class Held:
     async def _send(self, message: Any) -> None:
         assert self._kind == "http" or self._received, "a websocket is connected before anything is sent"
         self.sent.append(message)
+
+    def go_on(self) -> None:
+        """The rest of the body comes."""
+        self._incoming.put_nowait(self._rest)
 
     def leave(self) -> None:
         """The client disconnects."""

@@ -10,57 +10,19 @@ import logging
 import pathlib
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_vllm import TAGS, Client, Crash, FakeEngine, FakeVllm, OldEngine, until_idle
+from fake_vllm import TAGS, AnotherClient, Crash, FakeEngine, FakeVllm, OldEngine, until_idle
+from gate_client import POLICIES, TOKEN, Serve, outcomes, run
 
 from cumem_sleep import InvalidArgument, InvalidArgumentType
-from cumem_sleep.vllm import SleepGate, metrics
+from cumem_sleep.vllm import SleepGate
 from cumem_sleep.vllm.gate_settings import GateSettings
 from cumem_sleep.vllm.sleeping_model import Phase
 
-Serve = Callable[..., Client]
-POLICIES = ("reject", "wait", "wake")
-TOKEN = "s3cret-of-the-operator"
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    monkeypatch.setattr(metrics, "register", lambda *_: True)
-
-
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """Makes a server with the gate before it; settings as keyword arguments. Call it inside of a running loop."""
-
-    def make(vllm: FakeVllm | None = None, **settings: Any) -> Client:
-        for name, value in settings.items():
-            monkeypatch.setenv(f"CUMEM_SLEEP_{name.upper()}", str(value))
-        vllm = vllm or FakeVllm()
-        return Client(SleepGate(vllm), vllm)
-
-    return make
-
-
-@pytest.fixture(params=POLICIES)
-def policy(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-def run(scenario: Awaitable[None]) -> None:
-    async def within() -> None:
-        await asyncio.wait_for(scenario, 60)
-
-    asyncio.run(within())
-
-
-def outcomes(client: Client) -> dict[str, int]:
-    return dict(client.gate._outcomes)
+pytestmark = pytest.mark.usefixtures("gate_environment")
 
 
 # Settings
@@ -77,6 +39,9 @@ def test_settings_come_from_the_environment() -> None:
         "retry_after_s": ("7", 7),
         "health": ("ok", "ok"),
         "admin_token": (TOKEN, TOKEN),
+        "max_held_requests": ("10", 10),
+        "max_held_bytes": ("1MiB", 1 << 20),
+        "loading_methods": ("refit, load_it", ("refit", "load_it")),
     }
     assert {field.name for field in dataclasses.fields(GateSettings)} == set(texts)
     environment = {f"CUMEM_SLEEP_{name.upper()}": text for name, (text, _) in texts.items()}
@@ -96,6 +61,10 @@ def test_settings_come_from_the_environment() -> None:
         ("REQUEST_DEADLINE_S", "-1", "seconds from 0 to 86400"),
         ("REQUEST_DEADLINE_S", "nan", "seconds from 0 to 86400"),
         ("REQUEST_DEADLINE_S", "inf", "seconds from 0 to 86400"),
+        ("MAX_HELD_REQUESTS", "many", "a whole number of at least 0"),
+        ("MAX_HELD_REQUESTS", "-1", "a whole number of at least 0"),
+        ("MAX_HELD_BYTES", "2 barrels", "a number of bytes is allowed"),
+        ("LOADING_METHODS", "refit;drop()", "names are separated by commas"),
         ("RETRY_AFTER_S", "0", "a whole number of seconds from 1 to 86400"),
         ("RETRY_AFTER_S", "1.5", "a whole number of seconds from 1 to 86400"),
         ("RETRY_AFTER_S", "1e9", "a whole number of seconds from 1 to 86400"),
@@ -118,6 +87,9 @@ def test_bad_values_name_variable_value_and_what_is_allowed(variable: str, value
         {"retry_after_s": True},
         {"request_deadline_s": "1"},
         {"admin_token": 1},
+        {"max_held_requests": 1.5},
+        {"max_held_bytes": True},
+        {"loading_methods": "refit"},
     ],
 )
 def test_wrong_types(values: dict[str, Any]) -> None:
@@ -490,7 +462,7 @@ def test_a_held_body_is_not_read_ahead_without_limit(serve: Serve, monkeypatch: 
         assert (await held.response()).code == 200
         assert client.vllm.bodies[-1] == b"x" * 64
 
-    monkeypatch.setattr("cumem_sleep.vllm.gate.READ_AHEAD_BYTES", 32)
+    monkeypatch.setattr("cumem_sleep.vllm.asgi.READ_AHEAD_BYTES", 32)
     run(scenario())
 
 
@@ -803,10 +775,10 @@ def test_a_wake_of_a_tag_without_a_name_wakes_nothing(serve: Serve, plugin: bool
 def test_a_refused_sleep_changes_nothing(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve()
-        assert (await client.post("/sleep?level=deep")).code == 422
+        assert (await client.post("/sleep?level=deep")).code == 400
         assert (await client.ask()).code == 200
         await client.engine.pause_generation()
-        assert (await client.post("/sleep?level=deep")).code == 422
+        assert (await client.post("/sleep?level=deep")).code == 400
         assert (await client.ask()).body == {"text": "queued"}
 
     run(scenario())
@@ -983,7 +955,7 @@ def test_what_was_called_while_the_weights_slept_did_not_load_them(serve: Serve)
     async def scenario() -> None:
         client = serve()
         await client.post("/sleep?level=2")
-        assert (await client.post("/collective_rpc", body=b'{"method": "refit"}')).code == 200
+        assert (await client.post("/collective_rpc", body=b'{"method": "refit"}')).code == 409
         await client.post("/wake_up")
         assert (await client.ask()).code == 503
 
@@ -991,11 +963,12 @@ def test_what_was_called_while_the_weights_slept_did_not_load_them(serve: Serve)
 
 
 @pytest.mark.parametrize(
-    ("method", "loads"), [("get_rank", False), ("init_transfer", False), ("refit", True), ("load_it", True)]
+    ("method", "loads"),
+    [("get_rank", False), ("init_transfer", False), ("echo", False), ("refit", True), ("load_it", True)],
 )
-def test_worker_methods_that_only_look_load_nothing(serve: Serve, method: str, loads: bool) -> None:
+def test_worker_methods_load_only_if_they_are_known_to(serve: Serve, method: str, loads: bool) -> None:
     async def scenario() -> None:
-        client = serve()
+        client = serve(loading_methods="refit,load_it")
         await client.post("/sleep?level=2")
         await client.post("/wake_up")
         assert (await client.post("/collective_rpc", body=json.dumps({"method": method}).encode())).code == 200
@@ -1343,7 +1316,7 @@ def test_a_request_without_the_api_key_wakes_nothing_and_is_not_held(
     "path",
     [
         *("/v1/chat/completions", "/v1/completions/", "/score", "/some_future_path", "/v1/load_lora_adapter"),
-        *("/invocations", "/generate", "/inference/v1/generate", "/v2/embed", "//v1/completions", "/v1/messages"),
+        *("/invocations", "/generate", "/inference/v1/generate", "/v2/embed", "/v1/messages"),
         "/scale_elastic_ep",
     ],
 )
@@ -1391,11 +1364,14 @@ def test_root_paths_and_slashes(serve: Serve, root: str, strips: bool) -> None:
             whole = path if strips else f"/proxy{path}"
             return (await client.post(path, root_path=root, path=whole)).code
 
+        if root.endswith("/") and not strips:  # Starlette's router finds nothing then
+            assert [await post(path) for path in ("/sleep", "/v1/completions", "/wake")] == [404] * 3
+            return
         assert await post("/sleep") == 200
         assert client.gate.model.phase is Phase.ASLEEP
         assert await post("/v1/completions") == 503
         assert await post("/resume") == 409
-        assert await post("/resume/") == 409
+        assert await post("/resume/") == 307
         assert await post("/wake") == 200
         assert client.vllm.seen[-1] == "POST /wake_up"
         assert await post("/v1/completions") == 200
@@ -1564,14 +1540,14 @@ def test_with_several_servers_a_held_request_notices_what_another_does(
 ) -> None:
     async def scenario() -> None:
         client = serve(on_request=policy)
-        client.vllm.state.args.api_server_count = 4
+        another = serve(FakeVllm(AnotherClient(client.engine)))
+        client.vllm.state.args.api_server_count = another.vllm.state.args.api_server_count = 4
         await client.engine.sleep(2)
         request = client.begin("POST", "/v1/completions")
         if policy == "wait":
             await until_idle()
-            await client.engine.wake_up(["weights"])
-            client.engine.write_weights()
-            await client.engine.wake_up(["kv_cache"])
+            for call in ("/wake?tags=weights", "/update_weights", "/wake?tags=kv_cache"):
+                assert (await another.post(call)).code == 200
         assert (await request.response()).body == {"text": "good"}
 
     monkeypatch.setattr("cumem_sleep.vllm.gate.POLL_S", 0.01)
@@ -1582,10 +1558,11 @@ def test_with_several_servers_a_held_request_notices_what_another_does(
 def test_with_several_servers_weights_loaded_through_another_count(serve: Serve, awake_between: bool) -> None:
     async def scenario() -> None:
         client = serve(on_request="wake")
-        client.vllm.state.args.api_server_count = 2
+        another = serve(FakeVllm(AnotherClient(client.engine)))
+        client.vllm.state.args.api_server_count = another.vllm.state.args.api_server_count = 2
         await client.post("/sleep?level=2")
-        await client.engine.wake_up()
-        client.engine.write_weights()
+        await another.post("/wake")
+        await another.post("/update_weights")
         if awake_between:
             assert (await client.ask()).body == {"text": "good"}
         await client.engine.sleep(1)
@@ -1633,6 +1610,7 @@ def fastapi_app() -> Any:
         await websocket.close()
 
     realtime.__annotations__["websocket"] = fastapi.WebSocket
+    app.get("/health")(lambda: None)
     app.post("/sleep")(sleep)
     app.post("/wake_up")(wake_up)
     app.post("/v1/completions")(completions)

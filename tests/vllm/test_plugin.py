@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.metadata
 import io
 import logging
+import os
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 from environment import Stock, in_fork, skip_unless_vllm
 from fresh_process import Findings
 
-from cumem_sleep import CuMemAllocator, InvalidArgument, sim
+from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, sim
 from cumem_sleep.vllm import compatibility, plugin
 
 skip_unless_vllm()
@@ -63,6 +67,12 @@ class TestLoading:
         ]
         assert entry_point.load() is plugin.register
 
+    @pytest.mark.parametrize("name", plugin.ENTRY_POINTS)
+    def test_is_found_by_either_spelling(self, stock: Stock, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        monkeypatch.setenv("VLLM_PLUGINS", name)
+        load()
+        assert not stock.is_untouched()
+
     def test_replaces_the_allocator_where_vllm_looks_for_it(self, plugged: Stock) -> None:
         from vllm.device_allocator.cumem import CuMemAllocator as Imported
 
@@ -83,6 +93,30 @@ class TestLoading:
             if value is stock.allocator
         ]
         assert holders == []
+
+    def test_modules_that_imported_the_class_before_get_the_new_one(
+        self, stock: Stock, monkeypatch: pytest.MonkeyPatch, logged: io.StringIO
+    ) -> None:
+        early: Any = types.ModuleType("early")
+        early.CuMemAllocator = early.Allocator = stock.allocator
+        early.other = other = object()
+        monkeypatch.setitem(sys.modules, "early", early)
+        monkeypatch.setitem(sys.modules, "not_a_module", None)
+        load()
+        assert early.CuMemAllocator is early.Allocator is CuMemAllocator
+        assert early.other is other
+        assert "replaced where it was imported already: early.Allocator, early.CuMemAllocator\n" in logged.getvalue()
+
+    def test_no_lazy_module_is_loaded_by_looking_for_the_class(
+        self, stock: Stock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Lazy(types.ModuleType):
+            def __getattribute__(self, name: str) -> object:
+                raise AssertionError(f"somebody asked for {name}")
+
+        monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+        assert compatibility.replace_allocator() == []
+        assert stock.cumem.CuMemAllocator is CuMemAllocator
 
     def test_twice_is_harmless(self, plugged: Stock) -> None:
         before = dict(vars(plugged.wrapper)), set(plugged.registry or ())
@@ -146,13 +180,99 @@ class TestLeftAlone:
         assert stock.is_untouched()
         assert logged.getvalue() == ""
 
-    def test_a_bad_value_is_found_at_the_start(self, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
-        for variable in ("CUMEM_SLEEP_DISABLE", "CUMEM_SLEEP_HOST_BUDGET_BYTES"):
-            with monkeypatch.context() as context:
-                context.setenv(variable, "nonsense")
+
+class TestStart:
+    """A server that this layer cannot serve as it was told stops at its start, and nothing else stops."""
+
+    VARIABLES = ("CUMEM_SLEEP_DISABLE", "CUMEM_SLEEP_VLLM_UNTESTED", "CUMEM_SLEEP_PREPARE")
+
+    @pytest.fixture
+    def configured(self, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+        """The engines that vLLM configured."""
+        engines: list[dict[str, Any]] = []
+        monkeypatch.setattr(stock.engine_args, "create_engine_config", lambda self, **named: engines.append(named))
+        return engines
+
+    def start(self, stock: Stock, **arguments: Any) -> None:
+        """As an API server does."""
+        engine_args = stock.engine_args(model="model", **arguments)  # loads the plugins
+        plugin.register()
+        engine_args.create_engine_config(headless=True)
+
+    @pytest.mark.parametrize("variable", VARIABLES)
+    def test_a_bad_value_stops_what_would_sleep(
+        self, stock: Stock, monkeypatch: pytest.MonkeyPatch, configured: list[dict[str, Any]], variable: str
+    ) -> None:
+        monkeypatch.setenv(variable, "nonsense")
+        load()
+        for option in compatibility.WHAT_ENABLES_THE_ALLOCATOR:
+            if hasattr(stock.engine_args, option):
                 with pytest.raises(InvalidArgument, match=f"{variable}='nonsense'"):
-                    load()
-            assert stock.is_untouched()
+                    self.start(stock, **{option: True})
+        assert configured == []
+        self.start(stock)
+        assert configured == [{"headless": True}]
+
+    def test_a_bad_value_in_one_worker_stops_it_at_its_first_memory(
+        self, stock: Stock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CUMEM_SLEEP_PREPARE", "nonsense")
+        load()
+        with pytest.raises(InvalidArgument, match="CUMEM_SLEEP_PREPARE='nonsense'"):
+            stock.cumem.CuMemAllocator.get_instance()
+
+    def test_bad_values_do_not_stop_the_command(self, stock: Stock) -> None:
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "--version"]
+        environment = {**os.environ, **dict.fromkeys(self.VARIABLES, "nonsense")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split()[-1] == importlib.metadata.version("vllm")
+
+    def test_good_values(self, stock: Stock, configured: list[dict[str, Any]]) -> None:
+        self.start(stock, enable_sleep_mode=True)
+        assert configured == [{"headless": True}]
+
+    def test_a_misfit_is_no_reason_to_stop(
+        self, stock: Stock, monkeypatch: pytest.MonkeyPatch, configured: list[dict[str, Any]]
+    ) -> None:
+        monkeypatch.setenv("CUMEM_SLEEP_PREPARE", "nonsense")  # nobody reads it then
+        with monkeypatch.context() as context:
+            context.setattr("vllm.__version__", "0.99.0")
+            self.start(stock, enable_sleep_mode=True)
+        monkeypatch.setenv("CUMEM_SLEEP_DISABLE", "1")
+        self.start(stock, enable_sleep_mode=True)
+        assert configured == [{"headless": True}] * 2
+
+    def test_the_backend_by_name_needs_the_layer(
+        self, stock: Stock, monkeypatch: pytest.MonkeyPatch, configured: list[dict[str, Any]]
+    ) -> None:
+        if not hasattr(stock.engine_args, "sleep_mode_backend"):
+            pytest.skip("this vLLM chooses no backend by name")
+        by_name = {"enable_sleep_mode": True, "sleep_mode_backend": "cumem_sleep"}
+        with monkeypatch.context() as context:
+            context.setenv("CUMEM_SLEEP_DISABLE", "1")
+            with pytest.raises(
+                InvalidState, match="--sleep-mode-backend cumem_sleep cannot be used: CUMEM_SLEEP_DISABLE=1"
+            ):
+                self.start(stock, **by_name)
+        with monkeypatch.context() as context:
+            context.setattr("vllm.__version__", "0.99.0")
+            with pytest.raises(InvalidState, match=r"cannot be used: its version 0\.99\.0 is not known"):
+                self.start(stock, **by_name)
+        with monkeypatch.context() as context:
+            context.setattr(compatibility, "is_cuda", lambda: False)
+            with pytest.raises(InvalidState, match="cannot be used: vLLM does not run on CUDA here"):
+                self.start(stock, **by_name)
+        assert configured == []
+        assert stock.is_untouched()
+        self.start(stock, **by_name)
+        assert len(configured) == 1
+
+    def test_twice_asks_once(self, stock: Stock, configured: list[dict[str, Any]]) -> None:
+        load()
+        once = stock.engine_args.create_engine_config
+        load()
+        assert stock.engine_args.create_engine_config is once
 
 
 class TestFit:
@@ -205,8 +325,19 @@ class TestFit:
         class Base:
             def defragment(self) -> None: ...
 
-        monkeypatch.setattr(stock.cumem, "CuMemAllocator", type("CuMemAllocator", (stock.allocator, Base), {}))
-        assert "CuMemAllocator.defragment is new" in (compatibility.misfit() or "")
+        with monkeypatch.context() as context:
+            context.setattr(stock.cumem, "CuMemAllocator", type("CuMemAllocator", (stock.allocator, Base), {}))
+            assert "CuMemAllocator.defragment is new" in (compatibility.misfit() or "")
+        gc.collect()  # classes are part of cycles
+
+    def test_a_subclass(self, stock: Stock) -> None:
+        """It would go on allocating from vLLM's own layer."""
+        heir = type("Heir", (stock.allocator,), {"__module__": "trainer"})
+        misfit = compatibility.misfit()
+        del heir
+        gc.collect()
+        assert "its own CuMemAllocator has subclasses (trainer.Heir), which would go by this layer" in (misfit or "")
+        assert compatibility.misfit() is None
 
     def test_a_new_parameter(self, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
         def sleep(self: object, offload_tags: object = None, compress: bool = False) -> None: ...
@@ -286,7 +417,35 @@ class TestFit:
         assert stock.is_untouched()
         assert logged.getvalue().splitlines() == [
             "cumem-sleep does not serve this vLLM, whose own sleep mode stays: its version 0.99.0 is not known to work"
-            " with it; known are 0.11 to 0.33. (CUMEM_SLEEP_DISABLE=1 takes this message away.)"
+            " with it; known are 0.11 to 0.33. (CUMEM_SLEEP_VLLM_UNTESTED=1 tries it all the same,"
+            " CUMEM_SLEEP_DISABLE=1 takes this message away.)"
+        ]
+
+    def test_an_untested_version_if_told_so(
+        self, stock: Stock, monkeypatch: pytest.MonkeyPatch, logged: io.StringIO
+    ) -> None:
+        monkeypatch.setattr("vllm.__version__", "0.99.0")
+        monkeypatch.setenv("CUMEM_SLEEP_VLLM_UNTESTED", "1")
+        load()
+        load()
+        in_fork(load)
+        assert stock.cumem.CuMemAllocator is CuMemAllocator
+        assert logged.getvalue().splitlines() == [
+            "cumem-sleep serves this vLLM because CUMEM_SLEEP_VLLM_UNTESTED is set: its version 0.99.0 is not known to"
+            " work with it; known are 0.11 to 0.33. Everything that the layer calls is there; more has not been tested"
+        ]
+
+    def test_an_untested_version_still_has_to_fit(
+        self, stock: Stock, monkeypatch: pytest.MonkeyPatch, logged: io.StringIO
+    ) -> None:
+        monkeypatch.setattr("vllm.__version__", "0.99.0")
+        monkeypatch.setattr(stock.allocator, "defragment", lambda self: None, raising=False)
+        monkeypatch.setenv("CUMEM_SLEEP_VLLM_UNTESTED", "1")
+        load()
+        assert stock.is_untouched()
+        assert logged.getvalue().splitlines() == [
+            "cumem-sleep does not serve this vLLM, whose own sleep mode stays: its CuMemAllocator.defragment is new."
+            " (CUMEM_SLEEP_DISABLE=1 takes this message away.)"
         ]
 
 

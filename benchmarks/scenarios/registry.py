@@ -1,0 +1,43 @@
+"""The scenarios by name, and how one says what it found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+Facts = dict[str, Any]
+SCENARIOS: dict[str, tuple[Callable[[Path], Facts], dict[str, str]]] = {}
+ALONE: set[str] = set()  # those that take the whole GPU
+OTHER_SHAPES: set[str] = set()  # larger models, left out unless named
+LIMIT_S = 360
+
+
+def scenario(
+    *, alone: bool = False, other_shape: bool = False, **environment: str
+) -> Callable[[Callable[[Path], Facts]], Callable[[Path], Facts]]:
+    """Registers a function under its name, to be run with these environment variables."""
+
+    def register(function: Callable[[Path], Facts]) -> Callable[[Path], Facts]:
+        SCENARIOS[function.__name__] = (function, environment)
+        if alone:
+            ALONE.add(function.__name__)
+        if other_shape:
+            OTHER_SHAPES.add(function.__name__)
+        return function
+
+    return register
+
+
+def check(what: str, holds: object) -> None:
+    if not holds:
+        raise AssertionError(what)
+
+
+@contextmanager
+def timed(facts: Facts, name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    facts.setdefault(name, []).append(round(time.perf_counter() - start, 4))

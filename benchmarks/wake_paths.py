@@ -1,0 +1,246 @@
+"""Ways to copy while the driver wipes freed memory, and what a running model notices of copies and pinning.
+
+    python benchmarks/wake_paths.py --out benchmarks/results/wake_paths.json
+
+Each question runs in a process of its own, so that none sees memory that another one freed:
+
+- `copies_while_wiping`: GB/s to memory that was never freed, by time after 115 GiB were freed, by the copy engine on
+  one and on four streams, by a kernel that reads pinned memory, and of copies to the host.
+- `mapping_beside_copies`: seconds until 115 GiB that were just freed are mapped again, beside copies of each kind.
+- `wakes`: seconds of a verified wake of 61 GiB + 54 GiB, right after its sleep and 3 s later, by the engine alone in
+  batches of 64 and 256 MiB, and with the copy kernel.
+- `decode_beside_work`: ms of a decode step in a CUDA graph beside touching and pinning blocks, and copying pieces.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cupy
+import torch
+from prepare_cost import decode_graph, step_ms, summary
+from questions import main
+from record import GIB, touch_host_memory
+
+from cumem_sleep import CuMemAllocator, _core, restore
+from cumem_sleep.bench.workload import kv_segments, model_like
+
+MIB = 1 << 20
+DROPPED_BYTES = 115 * GIB
+PIECE_BYTES = 256 * MIB
+WATCHED_S = 0.5
+KERNEL = cupy.RawKernel(
+    """
+    extern "C" __global__ void copy(uint4* target, const uint4* source, size_t words) {
+        const size_t step = (size_t)gridDim.x * blockDim.x;
+        for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += step) target[i] = source[i];
+    }
+    """,
+    "copy",
+)
+Copy = Callable[[int], None]  # begins the copy number so and so
+
+
+class Link:
+    """A pinned block and device memory that is never freed, and the ways to copy between them."""
+
+    def __init__(self, streams: int = 4) -> None:
+        self.address = CuMemAllocator.get_instance().malloc(GIB, "kept")
+        self.block = _core.HostBlock(GIB, -1)
+        self.block.touch(0, GIB)
+        self.block.pin(0)
+        self.streams = [_core.CopyStream(0) for _ in range(streams)]
+        self.kernel(512)(0)  # compiled now
+        self.synchronize()
+
+    def engine(self, streams: int = 1, nbytes: int = PIECE_BYTES) -> Copy:
+        return lambda n: self.streams[n % streams].to_device(self.address, self.block, 0, nbytes)
+
+    def to_host(self, nbytes: int = PIECE_BYTES) -> Copy:
+        return lambda n: self.streams[0].to_host(self.block, 0, self.address, nbytes)
+
+    def kernel(self, blocks: int, nbytes: int = PIECE_BYTES) -> Copy:
+        stream = cupy.cuda.ExternalStream(self.streams[0].handle)
+
+        def start(n: int) -> None:
+            with stream:
+                KERNEL((blocks,), (512,), (self.address, self.block.address, nbytes // 16))
+
+        return start
+
+    def synchronize(self) -> None:
+        for stream in self.streams:
+            stream.synchronize()
+
+
+def drop() -> None:
+    """Free what `mapped` mapped: from here on the driver wipes it."""
+    CuMemAllocator.get_instance().discard("kv_cache")
+
+
+def map_all() -> None:
+    for _ in range(DROPPED_BYTES // PIECE_BYTES):
+        CuMemAllocator.get_instance().malloc(PIECE_BYTES, "kv_cache")
+
+
+def copies_while_wiping() -> dict[str, Any]:
+    link = Link()
+    ways = {
+        "engine, 1 stream": link.engine(1),
+        "engine, 4 streams": link.engine(4),
+        "kernel, 32 blocks": link.kernel(32),
+        "kernel, 8 blocks": link.kernel(8),
+        "to the host": link.to_host(),
+    }
+    rows: dict[str, Any] = {"nothing freed": {name: rates(link, way, 0.1) for name, way in ways.items()}}
+    map_all()
+    for name, way in ways.items():
+        drop()
+        rows[name] = rates(link, way, WATCHED_S)
+        time.sleep(2)
+        CuMemAllocator.get_instance().wake_up()
+    return rows
+
+
+def rates(link: Link, way: Copy, seconds: float) -> list[tuple[float, float]]:
+    """(seconds since the start, GB/s) of four pieces after another."""
+    start, found = time.perf_counter(), []
+    while (begun := time.perf_counter()) - start < seconds:
+        for n in range(4):
+            way(n)
+        link.synchronize()
+        found.append((round(begun - start, 4), round(4 * PIECE_BYTES / (time.perf_counter() - begun) / 1e9, 1)))
+    return found
+
+
+def mapping_beside_copies() -> dict[str, Any]:
+    link = Link()
+    map_all()
+    ways: dict[str, Copy | None] = {
+        "nothing": None,
+        "engine, 256 MiB": link.engine(1),
+        "kernel, 8 blocks, 16 MiB": link.kernel(8, 16 * MIB),
+        "kernel, 32 blocks, 16 MiB": link.kernel(32, 16 * MIB),
+        "kernel, 32 blocks, 256 MiB": link.kernel(32),
+        "kernel, 132 blocks, 256 MiB": link.kernel(132),
+    }
+    rows = {}
+    for name, way in ways.items():
+        drop()
+        with going_on(link, way):
+            rows[name] = round(CuMemAllocator.get_instance().wake_up().seconds, 4)
+        time.sleep(2)
+    return rows
+
+
+@contextmanager
+def going_on(link: Link, way: Copy | None) -> Iterator[None]:
+    """Copies by a thread, two in flight."""
+    ended = threading.Event()
+
+    def work() -> None:
+        n = 0
+        while way is not None and not ended.is_set():
+            way(n)
+            way(n)
+            link.streams[0].synchronize()
+            n += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def wakes() -> dict[str, Any]:
+    allocator = CuMemAllocator.get_instance()
+    with allocator.use_memory_pool("warm"):  # compiles the kernels, and times both ways
+        small = torch.ones(1, device="cuda")
+    for nbytes in model_like(62488 * MIB):
+        allocator.malloc(nbytes, "weights")
+    for nbytes in kv_segments(int(54.63 * GIB)):
+        allocator.malloc(nbytes, "kv_cache")
+    kernel_devices = set(allocator._restorer._kernel_devices)
+    assert kernel_devices, f"the copy kernel is not in use on {small.device}"
+    touch_host_memory(64 * GIB)
+    allocator.sleep()
+    allocator.wake_up()
+    rows: dict[str, Any] = {}
+    batch_bytes = restore._ENGINE_BATCH_BYTES
+    for name, devices, nbytes in (
+        ("engine, 64 MiB", set(), 64 * MIB),
+        ("engine, 256 MiB", set(), batch_bytes),
+        ("engine or kernel", kernel_devices, batch_bytes),
+    ):
+        allocator._restorer._kernel_devices = set(devices)
+        restore._ENGINE_BATCH_BYTES = nbytes
+        rows[name] = {"at once_s": [], "later_s": []}
+        for pause_s, key in ((0, "at once_s"), (3, "later_s")) * 3:
+            allocator.sleep()
+            time.sleep(pause_s)
+            rows[name][key].append(round(allocator.wake_up().seconds, 4))
+    return rows
+
+
+def decode_beside_work() -> dict[str, Any]:
+    weights = [torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(140)]
+    token = torch.zeros(256, device="cuda")
+    graph = decode_graph(weights, token)
+    touch_host_memory(16 * GIB)
+    link = Link(1)
+
+    def touch_and_pin(nbytes: int) -> Callable[[], None]:
+        def work() -> None:
+            block = _core.HostBlock(nbytes, -1)
+            block.touch(0, nbytes)
+            block.pin(0)
+            held.append(block)
+            if len(held) * nbytes > 8 * GIB:
+                held.pop(0).close()
+
+        return work
+
+    def copy(nbytes: int) -> Callable[[], None]:
+        way = link.to_host(nbytes)
+
+        def work() -> None:
+            way(0)
+            link.synchronize()
+
+        return work
+
+    jobs: dict[str, Callable[[], None] | None] = {"nothing": None}
+    jobs |= {f"touch and pin {size} MiB": touch_and_pin(size * MIB) for size in (256, 64, 32, 16)}
+    jobs |= {f"copy {size} MiB": copy(size * MIB) for size in (256, 64, 32, 8, 2)}
+    rows = {}
+    for name, job in jobs.items():
+        held: list[_core.HostBlock] = []
+        ended = threading.Event()
+
+        def work(job: Callable[[], None] | None = job, ended: threading.Event = ended) -> None:
+            while job is not None and not ended.is_set():
+                job()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        end = time.monotonic() + 1.5
+        rows[name] = summary(step_ms(graph, token, lambda end=end: time.monotonic() < end))
+        ended.set()
+        thread.join()
+        for block in held:
+            block.close()
+    return rows
+
+
+QUESTIONS = {f.__name__: f for f in (copies_while_wiping, mapping_beside_copies, wakes, decode_beside_work)}
+
+
+if __name__ == "__main__":
+    main(__doc__, QUESTIONS, timeout_s=200)

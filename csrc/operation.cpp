@@ -1,0 +1,437 @@
+#include "operation.h"
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <unistd.h>
+
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "allocator.h"
+#include "driver.h"
+#include "host_arena.h"
+#include "interpreter.h"
+
+namespace py = pybind11;
+
+namespace cumem_sleep {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+PyObject* stopped_type = nullptr;
+
+// Whose thread this is, if it is one of ours.
+struct Role {
+    const Event* operation_asked = nullptr;
+    const Worker* worker = nullptr;
+};
+thread_local Role role;
+
+bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+    return Py_IsFinalizing();
+#else
+    return _Py_IsFinalizing();
+#endif
+}
+
+// What CUDA keeps for each thread, for another one to have as well: the current context and the capture mode.
+class CudaThreadState {
+  public:
+    CudaThreadState() : driver_(Driver::is_open() && !Driver::is_forked() ? &Driver::get() : nullptr) {
+        if (!driver_) return;
+        driver_->ctx_get_current.attempt(&context_);
+        has_mode_ = driver_->exchange_capture_mode.attempt(&mode_) == CUDA_SUCCESS;
+        CUstreamCaptureMode mine = mode_;
+        if (has_mode_) driver_->exchange_capture_mode.attempt(&mine);
+    }
+    void apply() const {
+        if (context_) driver_->ctx_set_current.attempt(context_);
+        CUstreamCaptureMode mode = mode_;
+        if (has_mode_) driver_->exchange_capture_mode.attempt(&mode);
+    }
+
+  private:
+    const Driver* driver_;
+    CUcontext context_ = nullptr;
+    CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+    bool has_mode_ = false;
+};
+
+using Error = std::unique_ptr<py::error_already_set>;
+
+// One call, on a thread of its own, which has the caller's context variables and what CUDA keeps for the caller.
+struct Operation {
+    explicit Operation(const py::object& called)
+        : work(called), variables(py::reinterpret_steal<py::object>(PyContext_CopyCurrent())) {
+        if (!variables) throw py::error_already_set();
+    }
+
+    const py::object& work;
+    const py::object variables;
+    const CudaThreadState cuda;
+    Event asked, ended;
+    py::object result;
+    Error error;
+
+    py::object take_result() {
+        if (error) throw py::error_already_set(*error);
+        return std::move(result);
+    }
+
+    void perform() noexcept {
+        try {
+            cuda.apply();
+            role.operation_asked = &asked;
+            const PyGILState_STATE state = PyGILState_Ensure();
+            const bool entered = PyContext_Enter(variables.ptr()) == 0;
+            result = py::reinterpret_steal<py::object>(entered ? PyObject_CallNoArgs(work.ptr()) : nullptr);
+            if (!result) error = std::make_unique<py::error_already_set>();
+            if (entered && PyContext_Exit(variables.ptr()) != 0) PyErr_Clear();
+            PyGILState_Release(state);
+            ended.set();
+        } catch (abi::__forced_unwind&) {
+            stay_until_the_process_ends();
+        }
+    }
+};
+
+// What the handlers of signals raised while an operation ran. Of any number two are kept: the first, and the first that
+// is no `Exception`, because nobody who catches a TimeoutError may swallow a Ctrl-C with it.
+class Raised {
+  public:
+    void take() {
+        auto error = std::make_unique<py::error_already_set>();
+        const bool is_grave = !error->matches(PyExc_Exception);
+        if (is_grave && !is_grave_)
+            second_ = std::exchange(first_, std::move(error));
+        else if (!first_)
+            first_ = std::move(error);
+        is_grave_ |= is_grave;
+    }
+    explicit operator bool() const { return first_ != nullptr; }
+    // With what else there was, and what the operation raised, as what it came from.
+    [[noreturn]] void raise(const Error& of_operation) {
+        if (second_) add_context(*first_, *second_);
+        if (of_operation && !of_operation->matches(stopped_type)) add_context(*first_, *of_operation);
+        throw py::error_already_set(*first_);
+    }
+
+  private:
+    static void add_context(const py::error_already_set& error, const py::error_already_set& context) {
+        py::object last = error.value();
+        for (;;) {
+            if (last.is(context.value())) return;
+            PyObject* next = PyException_GetContext(last.ptr());
+            if (!next) break;
+            last = py::reinterpret_steal<py::object>(next);
+        }
+        PyException_SetContext(last.ptr(), py::object(context.value()).release().ptr());
+    }
+
+    Error first_, second_;
+    bool is_grave_ = false;
+};
+
+bool may_start_thread() { return !role.operation_asked && !role.worker && !is_finalizing(); }
+
+// Runs `operation` on a thread of its own to its end; false where no thread can be had. Called with the interpreter
+// lock.
+bool perform_aside(Operation& operation, Raised* raised) {
+    std::thread thread;
+    {
+        const WithoutInterpreter unlocked;
+        try {
+            thread = start_thread("cumem-operation", [&operation] { operation.perform(); });
+        } catch (const std::exception&) {
+            return false;
+        }
+    }
+    for (;;) {
+        {
+            const WithoutInterpreter unlocked;
+            if (operation.ended.wait(kBetweenLooks)) {
+                thread.join();
+                return true;
+            }
+        }
+        if (raised && PyErr_CheckSignals() != 0) {
+            raised->take();
+            operation.asked.set();
+        }
+    }
+}
+
+}  // namespace
+
+void stop_if_asked() {
+    if (role.operation_asked) {
+        if (role.operation_asked->is_set()) throw OperationStopped();
+    } else if (!role.worker) {
+        py::gil_scoped_acquire gil;
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+}
+
+bool OperationLock::acquire(bool wait) {
+    const WithoutInterpreter unlocked;
+    for (;;) {
+        {
+            std::unique_lock<std::mutex> lock(mutex_);
+            const bool own = held_ && owner_ == std::this_thread::get_id();
+            if (own && wait)
+                throw InvalidState(
+                    "called from inside another operation of the allocator on the same thread (by a signal handler, or "
+                    "a finaliser): call it when that one has returned");
+            if (!own && wait) released_.wait_for(lock, kBetweenLooks, [this] { return !held_; });
+            if (!held_) {
+                held_ = true;
+                owner_ = std::this_thread::get_id();
+                return true;
+            }
+            if (!wait) return false;
+        }
+        if (role.worker && role.worker->asked_to_stop())
+            throw InvalidState(
+                "called by a finaliser on a thread of the allocator that another operation ends, and waits for: call "
+                "it elsewhere");
+        stop_if_asked();
+    }
+}
+
+void OperationLock::release() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        held_ = false;
+    }
+    released_.notify_one();
+}
+
+bool OperationLock::held_by_this_thread() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return held_ && owner_ == std::this_thread::get_id();
+}
+
+py::object OperationLock::run(const py::object& work) {
+    if (!may_start_thread() || held_by_this_thread()) return work();
+    Operation operation(work);
+    Raised raised;
+    if (!perform_aside(operation, &raised)) return work();
+    if (raised) raised.raise(operation.error);
+    return operation.take_result();
+}
+
+void call_undisturbed(const py::object& work) {
+    Operation operation(work);
+    if (may_start_thread() && perform_aside(operation, nullptr)) {
+        if (operation.error) operation.error->discard_as_unraisable(work);
+        return;
+    }
+    try {
+        work();
+    } catch (py::error_already_set& error) {
+        const py::object ours = py::module_::import("cumem_sleep.errors").attr("CumemSleepError");
+        if (!error.matches(ours)) throw;
+        error.discard_as_unraisable(work);
+    }
+}
+
+Worker::Worker(std::string name) : name_(std::move(name)), process_(getpid()) {}
+
+void Worker::start(const py::object& work) {
+    if (started_.exchange(true)) throw InvalidState("the thread " + name_ + " was started before");
+    try {
+        PyObject* const called = work.ptr();
+        auto self = shared_from_this();
+        Py_INCREF(called);
+        try {
+            start_thread(name_, [self, called] { self->perform(called); }).detach();
+        } catch (...) {
+            Py_DECREF(called);
+            throw;
+        }
+    } catch (const std::exception& error) {
+        ended_.set();
+        throw InvalidState(std::string("no thread can be started: ") + error.what());
+    }
+}
+
+void Worker::perform(PyObject* work) noexcept {
+    try {
+        role.worker = this;
+        const PyGILState_STATE state = PyGILState_Ensure();
+        PyObject* result = PyObject_CallNoArgs(work);
+        if (!result) PyErr_WriteUnraisable(work);
+        Py_XDECREF(result);
+        Py_DECREF(work);
+        PyGILState_Release(state);
+        ended_.set();
+    } catch (abi::__forced_unwind&) {
+        stay_until_the_process_ends();
+    }
+}
+
+bool Worker::running() const noexcept { return started_ && !ended_.is_set() && process_ == getpid(); }
+
+bool Worker::is_this_thread() const noexcept { return role.worker == this; }
+
+bool Worker::pause(double seconds) const {
+    const WithoutInterpreter unlocked;
+    const auto end = Clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(Seconds(seconds));
+    for (;;) {
+        const std::chrono::nanoseconds left = end - Clock::now();
+        if (asked_.wait(left)) return true;
+        if (Clock::now() >= end) return false;
+    }
+}
+
+bool Worker::wait(std::optional<double> timeout_s) const {
+    const Seconds at_most(timeout_s.value_or(0));
+    const Clock::time_point begin = Clock::now();
+    while (running()) {
+        std::chrono::nanoseconds turn = kBetweenLooks;
+        if (timeout_s) {
+            const Seconds left = at_most - (Clock::now() - begin);
+            if (left <= left.zero()) break;
+            if (left < turn) turn = std::chrono::duration_cast<std::chrono::nanoseconds>(left);
+        }
+        const WithoutInterpreter unlocked;
+        if (!ended_.wait(turn)) stop_if_asked();
+    }
+    return !running();
+}
+
+void Worker::stop() {
+    ask_to_stop();
+    if (!is_this_thread()) wait(std::nullopt);
+}
+
+namespace {
+
+// What a thread ahead is to do. In production C++ alone; tests give functions of their own.
+struct AheadTask {
+    Ahead::Task task;
+};
+
+AheadTask map_task(const SegmentPtr& segment) {
+    return {[segment] {
+        ContextScope context(segment->mapping.device());
+        segment->mapping.map();
+    }};
+}
+
+AheadTask touch_task(const std::shared_ptr<HostBlock>& block, size_t offset, size_t bytes) {
+    return {[block, offset, bytes] { block->touch(offset, bytes); }};
+}
+
+AheadTask python_task(py::object work) {
+    const std::shared_ptr<py::object> shared(new py::object(std::move(work)), [](py::object* dropped) {
+        py::gil_scoped_acquire gil;
+        delete dropped;
+    });
+    return {[shared] {
+        py::gil_scoped_acquire gil;
+        (*shared)();
+    }};
+}
+
+Ahead::Tasks tasks_of(const py::dict& tasks) {
+    Ahead::Tasks result;
+    for (const auto& [key, mine] : tasks) {
+        result.emplace_back(py::cast<uint64_t>(key), std::vector<Ahead::Task>());
+        for (const auto& task : mine) result.back().second.push_back(py::cast<const AheadTask&>(task).task);
+    }
+    return result;
+}
+
+void bind_ahead(py::module_& module) {
+    py::class_<AheadTask>(module, "Task", "What a thread of `Ahead` is to do; made of a function only by tests.")
+        .def(py::init(&python_task), py::arg("work"));
+    module.def("map_task", &map_task, py::arg("segment"), "Physical memory under it; the segment must be pinned.");
+    module.def("touch_task", &touch_task, py::arg("block"), py::arg("offset"), py::arg("bytes"));
+    py::class_<Ahead>(module, "Ahead",
+                      "Threads that run tasks in order, each task under the key of what it is for; a context.")
+        .def(py::init(
+                 [](int threads, const py::dict& tasks) { return std::make_unique<Ahead>(threads, tasks_of(tasks)); }),
+             py::arg("threads"), py::arg("tasks") = py::dict())
+        .def("start", &Ahead::start, py::call_guard<WithoutInterpreter>(), "Begin with the tasks it was made with.")
+        .def(
+            "add",
+            [](Ahead& self, const py::dict& tasks) {
+                Ahead::Tasks more = tasks_of(tasks);
+                const WithoutInterpreter unlocked;
+                self.add(std::move(more));
+            },
+            py::arg("tasks"), "More, after those that there are; begins at once.")
+        .def(
+            "wait",
+            [](Ahead& self, uint64_t key) {
+                const WithoutInterpreter unlocked;
+                while (!self.wait(key, kBetweenLooks)) stop_if_asked();
+            },
+            py::arg("key"),
+            "Return when the tasks of `key` have run, raise what one of them raised. Waiting again does nothing.")
+        .def("stop", &Ahead::stop, py::call_guard<WithoutInterpreter>(),
+             "Wait for what runs, drop what has not begun. Stopping again does nothing.")
+        .def(
+            "__enter__", [](Ahead& self) -> Ahead& { return self; }, py::return_value_policy::reference)
+        .def("__exit__", [](Ahead& self, const py::args&) {
+            const WithoutInterpreter unlocked;
+            self.stop();
+        });
+}
+
+}  // namespace
+
+void bind_operations(py::module_& module) {
+    stopped_type = PyErr_NewExceptionWithDoc(
+        "cumem_sleep._core.OperationStopped",
+        "The operation on this thread was asked to stop: by a signal handler that raised on its caller's thread.",
+        PyExc_BaseException, nullptr);
+    module.attr("OperationStopped") = py::reinterpret_borrow<py::object>(stopped_type);
+    py::register_exception_translator([](std::exception_ptr pointer) {
+        try {
+            std::rethrow_exception(pointer);
+        } catch (const OperationStopped&) {
+            PyErr_SetNone(stopped_type);
+        }
+    });
+    module.def("stop_if_asked", &stop_if_asked, py::call_guard<WithoutInterpreter>(),
+               "Raise if the operation on this thread was asked to stop; elsewhere let signals be handled.");
+    module.def("thread_name", &thread_name, "Of a thread of this layer; empty on any other.");
+    module.def("thread_names", &thread_names, "Of all threads of this layer that go on.");
+    module.def("allow_threads", &allow_threads, py::arg("count"),
+               "For tests: only so many more threads can be had; a negative number, as many as the system gives.");
+
+    py::class_<Held>(module, "Held")
+        .def("__enter__", [](Held& self) { return static_cast<bool>(self); })
+        .def("__exit__", [](Held& self, const py::args&) { self.release(); });
+    py::class_<OperationLock, std::shared_ptr<OperationLock>>(module, "OperationLock")
+        .def(py::init<>())
+        .def(
+            "hold",
+            [](const std::shared_ptr<OperationLock>& self, bool wait) { return std::make_unique<Held>(self, wait); },
+            py::arg("wait") = true, "Holds the lock; what `with` gives is whether it does.")
+        .def("run", &OperationLock::run, py::arg("work"),
+             "Call `work` on a thread of its own, so that signals do not disturb it; what it returns or raises. If a\n"
+             "signal handler raises meanwhile, `work` is asked to stop, and the first of that is raised when it has.");
+    py::class_<Worker, std::shared_ptr<Worker>>(module, "Worker", "A thread that works until it is asked to stop.")
+        .def(py::init([](std::string name) { return std::make_shared<Worker>(std::move(name)); }), py::arg("name"))
+        .def("start", &Worker::start, py::arg("work"), "Call `work` on the thread, once.")
+        .def("ask_to_stop", &Worker::ask_to_stop)
+        .def("pause", &Worker::pause, py::arg("seconds"),
+             "Wait until it is asked to stop, at most so long; returns whether it was.")
+        .def("wait", &Worker::wait, py::arg("timeout_s") = py::none(),
+             "Wait until it has ended, at most so long; returns whether it has.")
+        .def("stop", &Worker::stop, "Ask it to stop and wait until it has; on its own thread only ask.")
+        .def_property_readonly("running", &Worker::running)
+        .def_property_readonly("asked_to_stop", &Worker::asked_to_stop)
+        .def_property_readonly("is_this_thread", &Worker::is_this_thread);
+    bind_ahead(module);
+}
+
+}  // namespace cumem_sleep

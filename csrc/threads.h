@@ -1,0 +1,106 @@
+// Threads of the layer, what they wait for, and work that they do ahead of somebody. Nothing here knows the
+// interpreter.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace cumem_sleep {
+
+// How long a thread that lets signals be handled waits at a time. A signal that the kernel gives to that very thread,
+// as it does with those for the process as long as it can, ends the wait at once.
+constexpr std::chrono::milliseconds kBetweenLooks{50};
+
+// Something that happens once. It needs no mutex, so nobody can leave one taken.
+class Event {
+  public:
+    void set() noexcept;
+    bool is_set() const noexcept { return word_.load(std::memory_order_acquire) != 0; }
+    // Waits at most so long; returns earlier where a signal handler ran on this thread. Returns whether it is set.
+    bool wait(std::chrono::nanoseconds at_most) const noexcept;
+
+  private:
+    std::atomic<uint32_t> word_{0};
+};
+
+// A thread that is named as told (15 characters at most) and leaves signals to others. Throws std::system_error where
+// none can be had.
+std::thread start_thread(const std::string& name, std::function<void()> work);
+
+// The name of this thread, if `start_thread` has started it, or "".
+const std::string& thread_name();
+
+// The names of all that `start_thread` has started and that go on; in a child of a fork, those of its parent.
+std::vector<std::string> thread_names();
+
+// For tests: only so many more threads can be had; a negative number, as many as the system gives.
+void allow_threads(int count) noexcept;
+
+// Threads that run tasks in order, each task under the key of what it is for.
+//
+// The first tasks begin when all threads have, or as many as there are tasks. Beside tasks that touch pages the start
+// of a thread takes long, because each change of the address space has to wait for them. Where not every thread can be
+// had, none is used, and whoever waits does the work.
+class Ahead {
+  public:
+    using Task = std::function<void()>;
+    using Tasks = std::vector<std::pair<uint64_t, std::vector<Task>>>;
+
+    // `tasks` begin with `start`.
+    Ahead(int threads, Tasks tasks);
+    ~Ahead();
+    Ahead(const Ahead&) = delete;
+    Ahead& operator=(const Ahead&) = delete;
+
+    void start();
+    // More, after those that there are; begins at once.
+    void add(Tasks tasks);
+    // Returns true when the tasks of `key` have run, false if they have not after so long. Throws what one of them
+    // threw. Waiting again does nothing.
+    bool wait(uint64_t key, std::chrono::nanoseconds at_most);
+    // Waits for what runs, drops what has not begun. Stopping again does nothing.
+    void stop() noexcept;
+
+  private:
+    struct Step {
+        Task task;
+        bool queued = false;  // for a thread
+        bool has_run = false;
+        std::exception_ptr error;
+    };
+    using Steps = std::vector<std::shared_ptr<Step>>;
+
+    void note(uint64_t key, std::vector<Task> tasks);
+    void submit(const std::vector<uint64_t>& keys);
+    bool have_threads(size_t steps);
+    void work();
+    static void run(Step& step) noexcept;
+
+    const size_t threads_wanted_;
+    const pid_t process_;
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::unordered_map<uint64_t, Steps> steps_;  // that have not been waited for
+    std::vector<uint64_t> not_submitted_;
+    std::deque<std::shared_ptr<Step>> queue_;
+    size_t begun_ = 0;  // threads
+    bool stopped_ = false;
+    std::mutex stopping_;  // guards `threads_` in `stop`
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace cumem_sleep

@@ -1,0 +1,35 @@
+"""One colour for one thing, in the figure of `bench` and in those of benchmarks/, which load this file by its path.
+
+Okabe and Ito's palette: told apart with any kind of colour vision, and in grey.
+"""
+
+from __future__ import annotations
+
+OURS = "#0072B2"
+OURS_LEVEL_2 = "#56B4E9"
+VLLM = "#E69F00"
+TORCH_MEMORY_SAVER = "#CC79A7"
+TORCH_MEMORY_SAVER_RETAINED = "#009E73"
+RESTART = "#999999"
+LINK = "#D55E00"
+
+_BY_LABEL = {
+    "cumem-sleep, level 2": OURS_LEVEL_2,
+    "cumem-sleep": OURS,
+    "vLLM": VLLM,
+    "torch_memory_saver, backups retained": TORCH_MEMORY_SAVER_RETAINED,
+    "torch_memory_saver": TORCH_MEMORY_SAVER,
+    "restart": RESTART,
+}
+
+
+def colour_of(label: str) -> str:
+    """The colour of the layer, or of the way of switching, that a legend names so.
+
+    Raises:
+        KeyError: none was chosen for it yet.
+    """
+    for beginning, colour in _BY_LABEL.items():
+        if label.startswith(beginning):
+            return colour
+    raise KeyError(f"{label!r} has no colour: choose one in cumem_sleep/bench/palette.py")

@@ -1,0 +1,72 @@
+"""Every environment variable of this package, so that a misspelt one can be noticed: the one list."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from .settings import PREFIX, Settings
+
+logger = logging.getLogger("cumem_sleep")
+
+_OF_SETTINGS = tuple(field.name.upper() for field in fields(Settings))
+# The fields of `vllm.gate_settings.GateSettings`, which this module must not import.
+_OF_THE_GATE = ("ADMIN_TOKEN", "HEALTH", "ON_REQUEST", "REQUEST_DEADLINE_S", "RETRY_AFTER_S")
+# Those that no dataclass documents.
+_OTHERS = {
+    "DISABLE": "1: the vLLM plugin stands back, and vLLM's own sleep mode serves",
+    "VLLM_UNTESTED": "1: the vLLM plugin serves versions of vLLM that it was not tested with, if their structure fits",
+    "SIM_DEVICES": "how many GPUs the simulated driver has (1)",
+    "SIM_DEVICE_BYTES": "memory of each simulated GPU, in bytes",
+    "SIM_DRIVER_VERSION": "the version that the simulated driver answers with (13000)",
+    "SIM_COPY_DELAY_US": "the least time that a simulated copy takes, in microseconds (200)",
+    "SIM_FABRIC": "1: simulated GPUs claim to have fabric handles",
+    "SIM_HOST_POINTERS": "0: simulated GPUs cannot use the host's pointers for registered memory",
+    "SANITIZE": "what `pip install` gives to the compiler's -fsanitize",
+    "WERROR": "1: warnings end the build of `pip install`",
+    "TEST_DRIVER": "cuda: the test suite runs on a GPU",
+}
+
+KNOWN = frozenset(PREFIX + name for name in (*_OF_SETTINGS, *_OF_THE_GATE, *_OTHERS))
+OTHERS: Mapping[str, str] = {PREFIX + name: text for name, text in _OTHERS.items()}
+
+_warned_of: set[str] = set()
+
+
+def described(settings: Any) -> dict[str, str]:
+    """The variable of each field of a settings dataclass, and what the class's docstring says of it."""
+    attributes = inspect.cleandoc(settings.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    texts = {
+        name: " ".join(text.split()) for name, text in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", attributes, re.M)
+    }
+    described = {}
+    for field in fields(settings):
+        default = "" if field.default in (None, MISSING) else f" (default: {_as_text(field.default)})"
+        described[PREFIX + field.name.upper()] = texts.get(field.name, "").rstrip(".") + default
+    return described
+
+
+def _as_text(default: object) -> str:
+    return str(int(default)) if isinstance(default, bool) else str(default)
+
+
+def misspelt(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables of our prefix that nothing reads, each with the nearest name that something does ("" if none is)."""
+    unknown = sorted(name for name in environment if name.startswith(PREFIX) and name not in KNOWN)
+    names = [name.removeprefix(PREFIX) for name in sorted(KNOWN)]  # of the prefix, everything would be near
+    nearest = {name: difflib.get_close_matches(name.removeprefix(PREFIX), names, n=1) for name in unknown}
+    return {name: PREFIX + found[0] if found else "" for name, found in nearest.items()}
+
+
+def warn_of_misspelt() -> None:
+    """Log each such variable of this process, once."""
+    for name, nearest in misspelt(os.environ).items():
+        if name not in _warned_of:
+            _warned_of.add(name)
+            logger.warning("%s is set, but nothing reads it%s", name, f": is {nearest} meant?" if nearest else "")

@@ -1,0 +1,234 @@
+"""What the gate needs of ASGI: a request's messages read ahead, and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections import deque
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+READ_AHEAD_BYTES = 16 << 20
+DRAIN_BYTES = 1 << 30
+DRAIN_WITHIN_S = 5.0
+
+
+class ClientGone(Exception):
+    """The client left while its request was held."""
+
+
+class TooMuchHeld(Exception):
+    """Bodies that are held have more bytes than allowed."""
+
+
+@dataclass
+class Held:
+    """What requests that are held take up.
+
+    Attributes:
+        most_bytes: that are allowed.
+        requests: how many there are.
+        nbytes: of the bodies read ahead.
+    """
+
+    most_bytes: int
+    requests: int = 0
+    nbytes: int = 0
+
+
+class Inbox:
+    """A request's messages, read ahead while it is held: a client that leaves is noticed. Later they are replayed.
+
+    Reading is never cancelled, since a server may lose the message that it was about to give: a reader that stops
+    waiting leaves the question to the next one.
+    """
+
+    def __init__(self, receive: Receive, held: Held) -> None:
+        self._receive = receive
+        self._held = held
+        self._early: deque[Message] = deque()
+        self._asked: asyncio.Future[Message] | None = None
+        self._nbytes = 0
+        self._news = asyncio.Event()
+        self.complete = self.gone = False
+
+    async def __call__(self) -> Message:
+        """The next message: ASGI's `receive`."""
+        if not self._early:
+            return await self._read()
+        message = self._early.popleft()
+        self._count(-len(message.get("body", b"")))
+        return message
+
+    async def body(self, most_bytes: int) -> bytes | None:
+        """The whole body, which stays to be read; None if it has more bytes.
+
+        Raises:
+            ClientGone: there will be no more of it.
+        """
+        while not self.complete:
+            if self._nbytes > most_bytes:
+                return None
+            await self._read_ahead()
+            if self.gone:
+                raise ClientGone
+        return b"".join(message.get("body", b"") for message in self._early) if self._nbytes <= most_bytes else None
+
+    async def until_gone_or_too_much(self) -> None:
+        """Returns when the client is gone.
+
+        Raises:
+            TooMuchHeld: its body was the one too many.
+        """
+        while not self.gone:
+            if self._held.nbytes > self._held.most_bytes:
+                raise TooMuchHeld
+            if self._nbytes >= READ_AHEAD_BYTES:
+                await asyncio.Event().wait()
+            await self._read_ahead()
+
+    async def until_gone(self) -> None:
+        """Returns when the client is gone; never, if so much came that it would fill memory."""
+        while not self.gone:
+            if self._nbytes >= READ_AHEAD_BYTES:
+                await asyncio.Event().wait()
+            await self._read_ahead()
+
+    async def until_complete(self) -> None:
+        """Returns when `until_gone_or_too_much` has read the whole body ahead, or will read no more of it."""
+        while not self.complete and self._nbytes < READ_AHEAD_BYTES:
+            self._news.clear()
+            await self._news.wait()
+
+    def early(self) -> bytes:
+        """What was read ahead of the body."""
+        return b"".join(message.get("body", b"") for message in self._early)
+
+    async def drain(self) -> None:
+        """Take in what the client still sends, within bounds: one that writes all before it reads sees its answer."""
+        self._early.clear()
+        self._count(-self._nbytes)
+        reading = asyncio.ensure_future(self._discard())
+        await asyncio.wait({reading}, timeout=DRAIN_WITHIN_S)
+        reading.cancel()
+
+    def close(self) -> None:
+        """Nobody will read any more."""
+        self._count(-self._nbytes)
+        if self._asked is not None:
+            self._asked.cancel()
+
+    async def _discard(self) -> None:
+        nbytes = 0
+        while not (self.complete or self.gone) and nbytes < DRAIN_BYTES:
+            nbytes += len((await self._read()).get("body", b""))
+
+    async def _read_ahead(self) -> None:
+        message = await self._read()
+        self._early.append(message)
+        self._count(len(message.get("body", b"")))
+        self._news.set()
+
+    async def _read(self) -> Message:
+        if self._asked is None:
+            self._asked = asyncio.ensure_future(self._receive())
+        message = await asyncio.shield(self._asked)
+        self._asked = None
+        if message["type"] == "http.request":
+            self.complete = not message.get("more_body", False)
+        elif message["type"].endswith(".disconnect"):
+            self.gone = True
+        return message
+
+    def _count(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        self._held.nbytes += nbytes
+
+
+# Who asks
+
+
+def bearer(scope: Scope) -> list[bytes]:
+    """The tokens that a request bears: one, or none."""
+    values = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
+    parts = [value.partition(b" ") for value in values[:1]]
+    return [token for scheme, _, token in parts if scheme.lower() == b"bearer"]
+
+
+def bears(scope: Scope, keys: list[str]) -> bool:
+    """Whether a request bears one of the keys."""
+    return any(secrets.compare_digest(token, key.encode()) for token in bearer(scope) for key in keys)
+
+
+def header(scope: Scope, name: bytes) -> str:
+    """A header's first value, "" if there is none."""
+    return next((value.decode("latin-1") for key, value in scope.get("headers", ()) if key.lower() == name), "")
+
+
+# Answers
+
+
+def status_of(answer: list[Message]) -> int:
+    """The status of a whole answer."""
+    return next((int(message["status"]) for message in answer if message["type"] == "http.response.start"), 500)
+
+
+def error(code: int, message: str) -> dict[str, Any]:
+    """OpenAI's shape, with vLLM's names for the types."""
+    types = {400: "BadRequestError", 401: "AuthenticationError", 409: "ConflictError", 413: "BadRequestError"}
+    kind = {**types, 500: "InternalServerError"}.get(code, "ServiceUnavailableError")
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def response(code: int, body: dict[str, Any], headers: MutableMapping[str, str] | None = None) -> list[Message]:
+    """A whole answer in JSON."""
+    content = json.dumps(body).encode()
+    lines = {"Content-Type": "application/json", "Content-Length": str(len(content)), **(headers or {})}
+    raw = [(name.lower().encode(), value.encode()) for name, value in lines.items()]
+    return [
+        {"type": "http.response.start", "status": code, "headers": raw},
+        {"type": "http.response.body", "body": content},
+    ]
+
+
+def refusal(code: int, message: str, headers: MutableMapping[str, str] | None = None) -> list[Message]:
+    """An error as a whole answer."""
+    return response(code, error(code, message), headers)
+
+
+async def deliver(scope: Scope, inbox: Inbox, send: Send, answer: list[Message]) -> None:
+    """Send an answer before which the body was perhaps not read; a server would reset the connection then."""
+    if not (header(scope, b"content-length").strip("0 ") or header(scope, b"transfer-encoding")):
+        for message in answer:
+            await send(message)
+        return
+    for message in answer:
+        await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+    await inbox.drain()
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def whole_answer(app: App, scope: Scope, receive: Receive) -> list[Message]:
+    """The app's whole answer, not yet sent."""
+    messages: list[Message] = []
+
+    async def keep(message: Message) -> None:
+        messages.append(message)
+
+    await app(scope, receive, keep)
+    return messages
+
+
+async def refuse_websocket(inbox: Inbox, send: Send, code: int, reason: str) -> None:
+    """Close it before it began."""
+    await inbox()  # websocket.connect
+    await send({"type": "websocket.accept"})  # a close before it would reach the client as a bare 403
+    await send({"type": "websocket.close", "code": code, "reason": reason[:120]})

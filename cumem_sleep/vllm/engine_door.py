@@ -1,0 +1,103 @@
+"""The last check before a request reaches vLLM's engine.
+
+A request may pass the gate while the model is awake, and reach the engine when it sleeps: its body was slow, or its
+prompt was being tokenized. vLLM queues what comes to a sleeping engine and runs it as soon as the scheduler resumes:
+before the KV cache is back (0.18) or on weights that were not loaded again. So requests wait here, and a sleeping
+engine has none in its queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger("cumem_sleep")
+
+
+@dataclass(eq=False)
+class Lease:
+    """A request that passed the gate, until its response is done.
+
+    Attributes:
+        mark: of the model's state when it passed.
+        may_wait: whether it may be held, and wake the model: it bears an API key, if there are any.
+        admitted: whether it reached the engine.
+        refusal: why it did not; the gate then answers for it.
+    """
+
+    mark: int = -1
+    may_wait: bool = True
+    admitted: bool = False
+    refusal: Exception | None = None
+
+
+LEASE: ContextVar[Lease | None] = ContextVar("cumem_sleep_lease", default=None)
+Admit = Callable[[Lease], Awaitable[None]]
+
+
+class EngineDoor:
+    """Stands before `engine_core.add_request_async`, by which every vLLM from 0.11 on sends a request to its engine."""
+
+    def __init__(self, admit: Admit) -> None:
+        self._admit = admit
+        self._passing = 0
+        self._empty = asyncio.Event()
+        self._aborts: set[asyncio.Future[None]] = set()
+        self.exists = False
+
+    def attach(self, engine: Any) -> None:
+        """Stand before this engine."""
+        core = getattr(engine, "engine_core", None)
+        send = getattr(core, "add_request_async", None)
+        self.exists = send is not None
+        if core is None or send is None:
+            logger.warning(
+                "cumem-sleep gate: this vLLM sends requests to its engine in a way that is not known, so sleeps wait"
+                " until all requests are answered"
+            )
+            return
+
+        async def add_request_async(*arguments: Any, **keywords: Any) -> Any:
+            lease = LEASE.get() or Lease()
+            try:
+                await self._admit(lease)
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    lease.refusal = error
+                self._forget(engine, *arguments)
+                raise
+            self._passing += 1  # nothing was awaited since it was admitted
+            lease.admitted = True
+            try:
+                return await send(*arguments, **keywords)
+            finally:
+                self._passing -= 1
+                if not self._passing:
+                    self._empty.set()
+
+        core.add_request_async = add_request_async
+
+    async def empty(self) -> None:
+        """Wait until those that were admitted are with the engine: what is sent to it next comes after them."""
+        while self._passing:
+            self._empty.clear()
+            await self._empty.wait()
+
+    def _forget(self, engine: Any, *arguments: Any) -> None:
+        """The frontend knows the request already, and would keep it for ever."""
+        request_id = getattr(arguments[0], "request_id", None) if arguments else None
+        if request_id is None:
+            return
+
+        async def abort() -> None:
+            with contextlib.suppress(Exception):
+                await engine.abort(request_id, internal=True)
+
+        task = asyncio.ensure_future(abort())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)

@@ -1,0 +1,181 @@
+"""What every route of `vllm serve` is to the gate, and which route a request takes.
+
+The server's own router is asked, so nothing can be meant by one reading of a path and done by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+
+LOOKS = ("GET", "HEAD", "OPTIONS")
+
+
+class Kind(Enum):
+    """What a request is to the gate, which decides what becomes of it while the model sleeps."""
+
+    CHANGES = "changes the sleep"  # one at a time, followed by the gate
+    WRITES = "touches weights"  # not while they sleep, and never beside a change
+    CALLS = "calls a worker method"  # as WRITES, by the method's name
+    ADAPTS = "changes adapters or scale"  # held as RUNS, and never beside a change
+    ADMINISTERS = "changes the server's state"  # passes
+    RUNS = "runs the model"  # held, refused, or wakes the model
+    HEALTH = "health"  # answered by the gate
+    PASSES = "touches neither memory nor the server's state"
+    UNKNOWN = "not known"  # counts as ADMINISTERS and as RUNS, but wakes nothing
+    NOTHING = "no route"  # vLLM answers 404 or 405
+
+
+GUARDED = frozenset((Kind.CHANGES, Kind.WRITES, Kind.CALLS, Kind.ADAPTS, Kind.ADMINISTERS, Kind.UNKNOWN))
+# The gate's own, beside vLLM's.
+WAKE, RELOAD = "/wake", "/reload_weights"
+
+_POSTS = {
+    Kind.CHANGES: ("/sleep", "/wake_up", WAKE, RELOAD, "/release_kv_cache_memory", "/pause", "/resume"),
+    Kind.WRITES: (
+        *("/start_weight_update", "/start_draft_weight_update", "/update_weights", "/finish_weight_update"),
+        "/weight_checker",
+    ),
+    Kind.CALLS: ("/collective_rpc",),
+    Kind.ADAPTS: ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/scale_elastic_ep"),
+    Kind.ADMINISTERS: (
+        *("/abort_requests", "/inference/v1/abort_requests", "/fault_tolerance/apply"),
+        *("/start_profile", "/stop_profile", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
+        *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/update_weight_version"),
+    ),
+    Kind.RUNS: (
+        *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"),
+        *("/v1/audio/transcriptions", "/v1/audio/translations", "/invocations", "/inference/v1/generate", "/generate"),
+        *("/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+        *("/v1/embeddings", "/v2/embed", "/generative_scoring", "/cohere/v2/chat"),
+        *("/v1/decisions", "/v1/systemone"),
+    ),
+    Kind.HEALTH: ("/ping",),
+    Kind.PASSES: (
+        *("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/{response_id}/cancel"),
+        *("/v1/completions/render", "/v1/chat/completions/render", "/is_scaling_elastic_ep"),
+        *("/v1/messages/render", "/v1/responses/render", "/cohere/v2/chat/render"),
+        *("/v1/completions/derender", "/v1/chat/completions/derender"),
+    ),
+}
+_TABLE: dict[tuple[str, str], Kind] = {
+    **{("POST", path): kind for kind, paths in _POSTS.items() for path in paths},
+    ("DELETE", "/adapters/{adapter_name}"): Kind.ADAPTS,
+    ("WEBSOCKET", "/v1/realtime"): Kind.RUNS,
+    ("GET", "/server_info"): Kind.ADMINISTERS,  # it shows the environment
+    ("GET", "/health"): Kind.HEALTH,
+    ("GET", "/ping"): Kind.HEALTH,
+}
+_MOUNTS = ("/metrics", "/static")  # of apps that only look, whatever the method
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The route that a request takes.
+
+    Attributes:
+        template: of the route's path, as "/v1/responses/{response_id}"; "" if no route takes it.
+        kind: what it is to the gate.
+        redirects: the server only answers that the path wants a slash more or less.
+    """
+
+    template: str
+    kind: Kind
+    redirects: bool = False
+
+
+def not_canonical(scope: Scope) -> str:
+    """What is wrong with the path of a request, in words; "" if it can only be read in one way."""
+    path, raw = str(scope["path"]), bytes(scope.get("raw_path") or b"").lower()
+    if not path.startswith("/"):
+        return "does not begin with a slash"
+    if "//" in path:
+        return "has an empty segment"
+    if "\\" in path or b"%2f" in raw or b"%5c" in raw:
+        return "has an encoded slash or a backslash"
+    if not path.isprintable() or "\ufffd" in path:
+        return "has letters that cannot be printed"
+    if any(segment in (".", "..") for segment in path.split("/")):
+        return "has a segment of dots"
+    return ""
+
+
+def take(app: Any, scope: Scope) -> Taken:
+    """The route of `app` that takes a request, found as Starlette's router finds it."""
+    method = str(scope.get("method", "WEBSOCKET"))
+    router = getattr(app, "router", None)
+    if router is None:
+        return Taken("", Kind.UNKNOWN)
+    found = _find(router.routes, scope)
+    if found is not None:
+        return Taken(found[0], kind_of(method, found[0]) if found[1] else Kind.NOTHING)
+    own = route_path(scope).rstrip("/")
+    if method == "POST" and own in (WAKE, RELOAD):
+        return Taken(own, Kind.CHANGES)
+    if scope["type"] == "http" and getattr(router, "redirect_slashes", False):
+        path = str(scope["path"])
+        found = _find(router.routes, {**scope, "path": path.rstrip("/") if path.endswith("/") else path + "/"})
+        if found is not None and found[1]:
+            return Taken(found[0], kind_of(method, found[0]), redirects=True)
+    return Taken("", Kind.NOTHING)
+
+
+def kind_of(method: str, template: str) -> Kind:
+    """What a route is to the gate; one that the table does not know may do anything, unless it is there to look."""
+    known = _TABLE.get(("GET" if method == "HEAD" else method, template))
+    if known is not None and (method, known) != ("HEAD", Kind.HEALTH):
+        return known
+    looks = method in LOOKS or template.rstrip("/") in _MOUNTS
+    return Kind.PASSES if looks else Kind.UNKNOWN
+
+
+def route_path(scope: Scope) -> str:
+    """The path within the server, as Starlette's `get_route_path` has it."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
+def _find(routes: Iterable[Any], scope: Scope) -> tuple[str, bool] | None:
+    """The template of the first route that takes a request, and whether it takes the method, too."""
+    partial = None
+    for route in routes:
+        match, child = route.matches(dict(scope))
+        if match.value == 0:
+            continue
+        found = _inside(route, scope, child)
+        if found is None:
+            return _template(route), True  # whatever takes it in there is not known
+        if match.value == 2 and found[1]:
+            return found
+        partial = partial or found
+        if match.value == 2:
+            return partial
+    return (partial[0], False) if partial else None
+
+
+def _inside(route: Any, scope: Scope, child: Scope) -> tuple[str, bool] | None:
+    """The same within one route that matches: FastAPI's included routers and Starlette's mounts hold others."""
+    if hasattr(route, "effective_route_contexts"):
+        return _find(_contexts(route), scope)
+    inner = getattr(route, "routes", None)
+    if inner is None:
+        return _template(route), route.matches(dict(scope))[0].value == 2
+    if not inner:
+        return _template(route), True
+    found = _find(inner, {**scope, **child})
+    return found and (_template(route) + found[0], found[1])
+
+
+def _contexts(route: Any) -> Iterator[Any]:
+    for context in route.effective_route_contexts():
+        yield getattr(context, "starlette_route", None) or context
+
+
+def _template(route: Any) -> str:
+    if hasattr(route, "routes"):  # a mount, whose format has a parameter for the rest
+        return str(getattr(route, "path", ""))
+    return str(getattr(route, "path_format", None) or getattr(route, "path", ""))

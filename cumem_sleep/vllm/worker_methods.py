@@ -1,0 +1,60 @@
+"""What the workers' methods do that `/collective_rpc` can call: all that the gate knows of them is here."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+
+
+class Effect(Enum):
+    """What a method does to the memory that sleeps."""
+
+    CHANGES_SLEEP = "changes the sleep"  # unseen by vLLM's engine, which would run the model on sleeping memory
+    RUNS = "runs the model"  # wants all memory awake, and weights in it
+    STARTS = "starts a weight update"  # nothing is loaded until it is finished
+    UPDATES = "writes weights"  # all of them, unless an update was started
+    FINISHES = "finishes a weight update"
+    LOADS = "loads weights"  # all of them
+    HARMLESS = "touches no weights"
+    WRITES = "may touch weights"  # not known to be anything else
+
+
+_METHODS = {
+    Effect.CHANGES_SLEEP: (
+        *("sleep", "wake_up", "discard", "checkpoint_prepare", "checkpoint_restore", "shutdown"),
+        *("execute_method", "sleep_mode_backend"),  # the one calls any other
+    ),
+    Effect.RUNS: (
+        *("execute_model", "execute_dummy_batch", "sample_tokens", "take_draft_token_ids", "compile_or_warm_up_model"),
+        *("compute_weight_checksums", "save_sharded_state", "save_tensorized_model", "determine_available_memory"),
+    ),
+    Effect.STARTS: ("start_weight_update", "start_draft_weight_update"),
+    Effect.UPDATES: ("update_weights",),
+    Effect.FINISHES: ("finish_weight_update",),
+    Effect.LOADS: ("reload_weights",),
+    Effect.HARMLESS: (
+        *("cumem_sleep_status", "check_health", "list_loras", "profile", "reset_mm_cache", "reset_encoder_cache"),
+        *("get_cache_block_size_bytes", "get_compilation_match_table", "get_encoder_timing_stats"),
+        *("get_kv_cache_spec", "get_kv_connector_handshake_metadata", "get_model_inspection"),
+        *("get_simple_cpu_offload_num_cpu_blocks", "get_supported_kv_cache_layouts", "get_supported_tasks"),
+        *("init_weight_transfer_engine", "shutdown_weight_transfer_engine", "supports_draft_weight_updates"),
+        *("update_max_model_len", "vocab_size"),
+    ),
+}
+_EFFECTS = {name: effect for effect, names in _METHODS.items() for name in names}
+
+
+def effect_of(method: str, loading: tuple[str, ...] = ()) -> Effect:
+    """What a worker's method does; `loading` are a trainer's own that load all weights."""
+    if method in loading and _EFFECTS.get(method) is not Effect.CHANGES_SLEEP:
+        return Effect.LOADS
+    return _EFFECTS.get(method, Effect.WRITES)
+
+
+def method_of(body: bytes) -> str:
+    """What the body of a POST /collective_rpc calls, "" where vLLM will find fault with it."""
+    try:
+        method = json.loads(body)["method"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ""
+    return method if isinstance(method, str) else ""

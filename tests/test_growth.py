@@ -1,0 +1,114 @@
+"""What a call costs grows no faster than what it is asked to do: lines of Python run and driver calls made, counted."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+from support import PAGE, fresh_allocator, hooks, quick_sums, reset_simulation
+
+import cumem_sleep
+from cumem_sleep import CuMemAllocator, _core, host_limits, sim
+
+pytestmark = pytest.mark.sim
+
+PACKAGE = str(pathlib.Path(cumem_sleep.__path__[0])) + os.sep
+FEW, MANY = 16, 128
+TOUCHED = 8  # segments that the calls about single ones are about
+
+
+@dataclass
+class Work:
+    """What was done inside the context: by this thread, and by the driver."""
+
+    lines: int = 0
+    driver_calls: int = 0
+
+    def __enter__(self) -> Work:
+        self.driver_calls = -sum(sim.stats().calls.values())
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        self.driver_calls += sum(sim.stats().calls.values())
+
+    def _trace(self, frame: types.FrameType, event: str, _: object) -> Callable[..., object] | None:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        self.lines += event == "line"
+        return self._trace
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("cumem_sleep.digest.sums_of", quick_sums)
+    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
+    yield
+    reset_simulation()
+
+
+def work_with(count: int, operate: Callable[[CuMemAllocator], object]) -> Work:
+    """Of `operate`, with so many segments awake that have backups."""
+    reset_simulation()
+    allocator = fresh_allocator()
+    sim.configure(device_bytes=2 * (count + TOUCHED) * PAGE)
+    for _ in range(count):
+        allocator.malloc(PAGE)
+    allocator.sleep()
+    allocator.wake_up()
+    with Work() as work:
+        operate(allocator)
+    return work
+
+
+def free_by_hook(allocator: CuMemAllocator) -> None:
+    library = hooks()
+    for segment in _core.segments()[:TOUCHED]:
+        library.cumem_sleep_free(segment.address, PAGE, 0, None)
+        for _ in range(10):  # the free is told to this thread, between two instructions
+            pass
+
+
+def free(allocator: CuMemAllocator) -> None:
+    for segment in _core.segments()[:TOUCHED]:
+        allocator.free(segment.address)
+
+
+def malloc(allocator: CuMemAllocator) -> None:
+    for _ in range(TOUCHED):
+        allocator.malloc(PAGE)
+
+
+@pytest.mark.parametrize("operate", [free_by_hook, free, malloc])
+def test_calls_about_single_segments_do_not_look_at_the_others(operate: Callable[[CuMemAllocator], object]) -> None:
+    few, many = work_with(FEW, operate), work_with(MANY, operate)
+    assert many == few
+    allocator = CuMemAllocator.instance
+    assert allocator is not None
+    kept = MANY if operate is malloc else MANY - TOUCHED
+    assert allocator._store.host_bytes == kept * PAGE
+
+
+@pytest.mark.parametrize(
+    "operate",
+    [
+        lambda allocator: allocator.usage(),
+        lambda allocator: allocator.sleep(),
+        lambda allocator: allocator.sleep(2),
+        lambda allocator: (allocator.sleep(), allocator.wake_up()),
+        lambda allocator: allocator.release_backups(),
+        lambda allocator: (allocator.release_backups(), allocator.sleep()),
+    ],
+    ids=["usage", "sleep of clean", "sleep at level 2", "wake", "release backups", "first sleep"],
+)
+def test_calls_about_all_segments_look_at_each_a_few_times(operate: Callable[[CuMemAllocator], object]) -> None:
+    few, many = work_with(FEW, operate), work_with(MANY, operate)
+    growth = MANY // FEW
+    assert many.lines <= growth * few.lines
+    assert many.driver_calls <= growth * few.driver_calls

@@ -1,0 +1,313 @@
+"""Random histories with up to five faults at once, beside an oracle that knows what every byte has to be.
+
+A history is made of its number alone. `CUMEM_SLEEP_TEST_HISTORIES=1000` runs so many, `CUMEM_SLEEP_TEST_HISTORY=17` the
+one of that number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from support import (
+    AWAKE,
+    BACKED_UP,
+    DROPPED,
+    MIB,
+    PAGE,
+    bf16_weights,
+    free_everything,
+    fresh_allocator,
+    hooks,
+    is_accessible,
+    quick_sums,
+    reset_simulation,
+)
+from test_state_machine import CALLS as CALLS_OF_OPERATIONS
+
+from cumem_sleep import CuMemAllocator, CumemSleepError, _core, host_limits, sim
+
+pytestmark = pytest.mark.sim
+
+HISTORIES = int(os.environ.get("CUMEM_SLEEP_TEST_HISTORIES", "24"))
+ONLY = os.environ.get("CUMEM_SLEEP_TEST_HISTORY")
+STEPS = 20
+MOST_FAULTS = 5
+MOST_PAGES = 14  # of a device
+CALLS = (*CALLS_OF_OPERATIONS, "cuMemGetAccess", "cuMemsetD32Async", "cuStreamDestroy", "cuMemGetInfo")
+ERRORS = ("CUDA_ERROR_UNKNOWN", "CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_NOT_PERMITTED")
+TAGS = ("weights", "weights", "kv_cache", "default", "lora")
+LENDER_BYTES = 3 * PAGE  # enough for the codec to work in
+_BYTES = np.random.default_rng(0)
+NOISE, WEIGHTS = _BYTES.bytes(LENDER_BYTES + 8192), bf16_weights(LENDER_BYTES + 8192, _BYTES)
+
+
+@pytest.fixture(autouse=True)
+def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", PAGE)
+    monkeypatch.setattr("cumem_sleep.compress._SLOTS", 2)
+    monkeypatch.setattr("cumem_sleep.compress._SLOT_BYTES", (4 * MIB, 2 * MIB))
+    monkeypatch.setattr("cumem_sleep.compress._LENT_SLOT_BYTES", 2 * MIB)
+    monkeypatch.setattr("cumem_sleep.prepare._PIECE_BYTES", PAGE)  # is decoded in a slot
+    monkeypatch.setattr("cumem_sleep.prepare._BLOCK_BYTES", PAGE)
+    monkeypatch.setattr("cumem_sleep.digest.sums_of", quick_sums)
+    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)
+
+
+@dataclass
+class Expected:
+    """What one segment has to be. `content` is None where its bytes are undefined."""
+
+    tag: str
+    address: int
+    bytes: int
+    sleep: _core.Segment.Sleep = AWAKE
+    content: bytes | None = None
+
+
+class History:
+    """The allocator, and the oracle."""
+
+    def __init__(self, number: int) -> None:
+        self.random = random.Random(number)
+        choose = self.random.choice
+        self.poison = choose((False, False, True))
+        self.devices = choose((1, 2))
+        self.spare_pages = choose((0, 0, 1, 8))
+        self.log: list[str] = []
+        reset_simulation()
+        self.allocator: CuMemAllocator = fresh_allocator(
+            compress=choose(("auto", "auto", "off")),
+            retain_backups=choose((True, True, False)),
+            verify=choose(("wake", "wake", "off")),
+            poison=self.poison,
+        )
+        sim.configure(devices=self.devices)
+        self.expected: dict[int, Expected] = {}
+        for tag in set(TAGS):
+            self.allocator.free(self.allocator.malloc(1, tag))
+        for _ in range(self.random.randint(3, 6)):
+            self.malloc(faults=False)
+            self.write()
+
+    # What is done to it
+
+    def run(self) -> None:
+        steps: list[Callable[[], None]] = [
+            *[self.write] * 3,
+            *[self.sleep] * 4,
+            *[self.wake] * 4,
+            self.discard,
+            self.malloc,
+            self.free,
+            self.prepare,
+            self.release,
+        ]
+        for _ in range(STEPS):
+            self.random.choice(steps)()
+            self.check()
+        self.attempt("wake_up()", self.allocator.wake_up, lambda error: self.woken(error, None), faults=False)
+        self.check()
+
+    def attempt(
+        self,
+        name: str,
+        operation: Callable[[], object],
+        finished: Callable[[CumemSleepError | None], None],
+        *,
+        faults: bool = True,
+    ) -> None:
+        """Do it, with faults as a rule; if it failed, once more without: `finished` tells the oracle each time."""
+        rules = []
+        for _ in range(self.random.choice((0, 1, 2, 3, MOST_FAULTS)) if faults else 0):
+            call, error_name = self.random.choice(CALLS), self.random.choice(ERRORS)
+            after, times = self.random.choice((0, 0, 1, 2, 3, 5, 8, 13)), self.random.choice((1, 1, 2, 3, 4, 6, 10**6))
+            rules.append((call, after, error_name, times))
+        self.log.append(f"{name} with {rules}")
+        for call, after, error_name, times in rules:
+            sim.fail(call, after=after, error=error_name, times=times)
+        error: CumemSleepError | None = None
+        try:
+            operation()
+        except CumemSleepError as raised:
+            error = raised.with_traceback(None)
+            self.log.append(f"  failed: {error}")
+            assert rules, "failed without a fault"
+        sim.reset()
+        finished(error)
+        if error is not None:
+            self.check()
+            operation()  # the same call again
+            finished(None)
+
+    def full(self) -> None:
+        """Devices have little more than what is allocated."""
+        pages = [sum(s.bytes for s in _core.segments() if s.device == device) // PAGE for device in range(self.devices)]
+        sim.configure(device_bytes=max(MOST_PAGES // 2, *pages, 1) * PAGE + self.spare_pages * PAGE)
+
+    def malloc(self, *, faults: bool = True) -> None:
+        tag, device = self.random.choice(TAGS), self.random.randrange(self.devices)
+        nbytes = LENDER_BYTES if tag == "kv_cache" else self.random.choice((PAGE, 2 * PAGE))
+        if sum(s.bytes for s in _core.segments() if s.device == device) + nbytes > MOST_PAGES * PAGE:
+            return
+        sim.configure(device_bytes=4 * MOST_PAGES * PAGE)
+        known = set(self.expected)
+
+        def made(error: CumemSleepError | None) -> None:
+            new = [segment for segment in _core.segments() if segment.id not in known]
+            assert len(new) == (error is None)
+            for segment in new:
+                assert (segment.tag, segment.bytes, segment.device) == (tag, nbytes, device)
+                self.expected[segment.id] = Expected(tag, segment.address, nbytes)
+
+        self.attempt(
+            f"malloc({nbytes}, {tag}, {device})",
+            lambda: self.allocator.malloc(nbytes, tag, device),
+            made,
+            faults=faults,
+        )
+        self.full()
+
+    def free(self) -> None:
+        if len(self.expected) < 2:
+            return
+        number = self.random.choice(sorted(self.expected))
+        address = self.expected[number].address
+        by_hook = self.random.random() < 0.3
+
+        def operation() -> None:
+            if by_hook:  # does not say what the driver refused
+                hooks().cumem_sleep_free(address, 1, 0, None)
+            else:
+                self.allocator.free(address)
+
+        def freed(error: CumemSleepError | None) -> None:
+            if error is None:
+                del self.expected[number]
+
+        self.attempt(f"free(0x{address:x}), by hook: {by_hook}", operation, freed)
+
+    def write(self) -> None:
+        awake = [each for each in self.expected.values() if each.sleep == AWAKE]
+        if not awake:
+            return
+        each = self.random.choice(awake)
+        if each.content is not None and self.random.random() < 0.3:
+            at = self.random.randrange(each.bytes)
+            changed = bytes([each.content[at] ^ 0x55])
+            content = each.content[:at] + changed + each.content[at + 1 :]
+        else:
+            start = 2 * self.random.randrange(2048)
+            content = self.random.choice((NOISE, WEIGHTS))[start : start + each.bytes]
+        ctypes.memmove(each.address, content, each.bytes)
+        each.content = content
+        self.log.append(f"write 0x{each.address:x}")
+
+    def sleep(self) -> None:
+        kind = self.random.choice(("level 1", "level 1", "level 2", "tags"))
+        if kind == "tags":
+            kept = set(self.random.sample(sorted(set(TAGS)), self.random.randint(1, 3)))
+            self.attempt(
+                f"sleep({kept})", lambda: self.allocator.sleep(kept), lambda error: self.slept(error, set(TAGS) - kept)
+            )
+        else:
+            level = int(kind[-1])
+            dropped = {"kv_cache"} if level == 1 else {"kv_cache", "weights"}
+            self.attempt(
+                f"sleep({level})", lambda: self.allocator.sleep(level), lambda error: self.slept(error, dropped)
+            )
+
+    def discard(self) -> None:
+        tags = set(self.random.sample(("weights", "kv_cache"), self.random.randint(1, 2)))
+        self.attempt(
+            f"discard({tags})", lambda: self.allocator.discard(tags), lambda error: self.slept(error, tags, only=tags)
+        )
+
+    def slept(self, error: CumemSleepError | None, dropped: set[str], only: set[str] | None = None) -> None:
+        for segment in _core.segments():
+            each = self.expected[segment.id]
+            if each.sleep != AWAKE or (only is not None and each.tag not in only):
+                continue
+            name = f"segment {each.tag} at 0x{each.address:x}"
+            if error is None:
+                each.sleep = DROPPED if each.tag in dropped else BACKED_UP
+                each.content = None if each.tag in dropped else each.content
+            elif any(named.startswith(name) for named in error.lost_segments):
+                each.sleep, each.content = DROPPED, None
+            elif any(named.startswith(name) for named in error.asleep_segments):
+                each.sleep = DROPPED if each.tag in dropped else BACKED_UP
+
+    def wake(self) -> None:
+        chosen = self.random.choice((None, None, {"weights"}, {"kv_cache"}, {"weights", "kv_cache"}))
+        self.attempt(
+            f"wake_up({chosen})", lambda: self.allocator.wake_up(chosen), lambda error: self.woken(error, chosen)
+        )
+
+    def woken(self, error: CumemSleepError | None, chosen: set[str] | None) -> None:
+        for each in self.expected.values():
+            is_chosen = chosen is None or each.tag in chosen or each.tag not in ("weights", "kv_cache")
+            if error is not None or each.sleep == AWAKE or not is_chosen:
+                continue
+            if each.sleep == DROPPED and each.content is None and self.poison and each.tag != "kv_cache":
+                each.content = b"\xff" * each.bytes
+            each.sleep = AWAKE
+
+    def prepare(self) -> None:
+        def operation() -> None:
+            preparation = self.allocator.prepare()
+            assert preparation.wait(60)
+            if preparation.error is not None:
+                raise preparation.error
+
+        if self.allocator.settings.retain_backups:
+            self.attempt("prepare()", operation, lambda error: None)
+
+    def release(self) -> None:
+        self.attempt("release_backups()", self.allocator.release_backups, lambda error: None)
+
+    # What always holds
+
+    def check(self) -> None:
+        usage = self.allocator.usage()  # also tries again what the driver refused
+        segments = {segment.id: segment for segment in _core.segments()}
+        assert segments.keys() == self.expected.keys()
+        assert sum(each.asleep_segments for each in usage.values()) == sum(
+            each.sleep != AWAKE for each in self.expected.values()
+        )
+        for number, each in self.expected.items():
+            segment = segments[number]
+            name = f"{each.tag} at 0x{each.address:x}"
+            assert (segment.address, segment.bytes, segment.tag) == (each.address, each.bytes, each.tag)
+            assert segment.sleep == each.sleep, name
+            assert is_accessible(each.address) is (each.sleep == AWAKE), f"{name} is {each.sleep}"
+            if each.sleep == AWAKE and each.content is not None:
+                assert ctypes.string_at(each.address, each.bytes) == each.content, f"bytes of {name}"
+            if each.sleep == BACKED_UP:
+                assert self.allocator._store.get(segment) is not None, f"backup of {name}"
+                assert not segment.has_memory, name
+            if each.sleep == DROPPED:
+                assert self.allocator._store.host_bytes_of(segment) == 0, name
+                assert segment.has_memory is (each.content is not None), f"{name}: memory that nobody needs"
+        assert _core.reclaim() == 0
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    yield
+    reset_simulation()
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("number", range(HISTORIES) if ONLY is None else [int(ONLY)])
+def test_history(clean: None, number: int) -> None:
+    history = History(number)
+    try:
+        history.run()
+        free_everything()
+    except BaseException as error:
+        raise AssertionError(f"history {number}: {error!r}\n" + "\n".join(history.log[-12:])) from error

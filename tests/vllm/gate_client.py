@@ -1,0 +1,55 @@
+"""What the tests of the gate share: a gate before a fake vLLM, made with settings as keyword arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+import tempfile
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from fake_vllm import Client, FakeVllm
+
+from cumem_sleep.vllm import SleepGate, metrics
+
+Serve = Callable[..., Client]
+POLICIES = ("reject", "wait", "wake")
+TOKEN = "s3cret-of-the-operator"
+
+
+@pytest.fixture
+def gate_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where API servers of one vLLM share a file
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setattr(metrics, "register", lambda *_: True)
+
+
+@pytest.fixture
+def serve(gate_environment: None, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Makes a server with the gate before it; settings as keyword arguments. Call it inside of a running loop."""
+
+    def make(vllm: FakeVllm | None = None, **settings: Any) -> Client:
+        for name, value in settings.items():
+            monkeypatch.setenv(f"CUMEM_SLEEP_{name.upper()}", str(value))
+        vllm = vllm or FakeVllm()
+        return Client(SleepGate(vllm), vllm)
+
+    return make
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def run(scenario: Awaitable[None]) -> None:
+    async def within() -> None:
+        await asyncio.wait_for(scenario, 60)
+
+    asyncio.run(within())
+
+
+def outcomes(client: Client) -> dict[str, int]:
+    return dict(client.gate._outcomes)

@@ -1,0 +1,270 @@
+"""Requests that passed while the model was awake, and reach the engine later."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fake_vllm import Client, Crash, FakeEngine, FakeVllm, Held, OldEngine, until_idle
+from gate_client import Serve, outcomes, run
+
+WAYS = ("tokenize", "body", "websocket")
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    """What keeps a request from the engine."""
+    return str(request.param)
+
+
+async def begin(client: Client, way: str) -> Held:
+    """A request that passed the gate, and is on its way to the engine."""
+    await client.get("/health")  # the gate knows that the model is awake
+    client.engine.waits["tokenize"] = asyncio.Event()
+    if way == "websocket":
+        request = client.begin("", "/v1/realtime", type="websocket")
+    else:
+        request = client.begin("POST", "/v1/completions", slow=way == "body")
+    await until_idle()
+    assert not request.task.done()
+    return request
+
+
+async def arrive(client: Client, request: Held) -> None:
+    request.go_on()
+    client.engine.waits["tokenize"].set()
+    await until_idle()
+
+
+def is_refused(request: Held) -> bool:
+    if request.sent[0]["type"] == "websocket.accept":
+        return request.sent[1:] != [{"type": "websocket.send", "text": "good"}]
+    return int(request.sent[0]["status"]) == 503
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_one_that_arrives_asleep_never_reaches_the_engine(serve: Serve, policy: str, way: str, level: int) -> None:
+    async def scenario() -> None:
+        client = serve(on_request=policy)
+        request = await begin(client, way)
+        assert (await client.post(f"/sleep?level={level}")).code == 200
+        await arrive(client, request)
+        assert client.engine.queue == [], "vLLM would run it as soon as its scheduler resumes"
+        if policy == "reject":
+            await request.response()
+            assert is_refused(request)
+            assert client.engine.count("generate") == 0
+            assert client.engine.aborted, "vLLM's frontend would keep it for ever"
+            return
+        if policy == "wait":
+            assert not request.task.done()
+            await client.post("/wake_up")
+            await until_idle()
+            assert request.task.done() == (level == 1)
+            if level == 2:
+                await client.post("/reload_weights")
+        await request.response()
+        assert not is_refused(request)
+        assert client.engine.weights == "good"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("order", [("/wake",), ("/wake?tags=kv_cache", "/wake?tags=weights")])
+def test_one_that_arrives_before_weights_are_loaded_does_not_run_on_them(
+    serve: Serve, policy: str, way: str, order: tuple[str, ...]
+) -> None:
+    async def scenario() -> None:
+        client = serve(on_request=policy)
+        request = await begin(client, way)
+        await client.post("/sleep?level=2")
+        for call in order:
+            assert (await client.post(call)).code == 200
+        await arrive(client, request)
+        assert client.engine.count("generate") == 0 or client.engine.weights == "good"
+        await client.post("/reload_weights")
+        await request.response()
+        assert is_refused(request) == (policy == "reject")
+
+    run(scenario())
+
+
+def test_a_refused_one_is_answered_like_any_other(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(retry_after_s=7)
+        request = await begin(client, "tokenize")
+        await client.post("/sleep?level=2")
+        await arrive(client, request)
+        response = await request.response()
+        assert response.code == 503
+        assert response.headers["retry-after"] == "7"
+        assert "asleep (level 2)" in response.error["message"]
+        assert outcomes(client) == {"rejected": 1}
+
+    run(scenario())
+
+
+def test_one_without_a_key_is_not_held_at_the_engine(serve: Serve) -> None:
+    """Where vLLM wants no key, as for /score."""
+
+    async def scenario() -> None:
+        client = serve(FakeVllm(api_keys=("key",)), on_request="wake")
+        client.engine.waits["tokenize"] = asyncio.Event()
+        request = client.begin("POST", "/score")
+        await until_idle()
+        await client.post("/sleep")
+        await arrive(client, request)
+        assert (await request.response()).code == 503
+        assert client.engine.asleep
+
+    run(scenario())
+
+
+def test_a_client_that_leaves_while_its_request_waits_before_the_engine(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(on_request="wait")
+        request = await begin(client, "tokenize")
+        await client.post("/sleep")
+        await arrive(client, request)
+        request.task.cancel()  # as vLLM does
+        await asyncio.gather(request.task, return_exceptions=True)
+        await until_idle()
+        assert client.engine.aborted
+        assert client.gate._held.requests == 0
+
+    run(scenario())
+
+
+def test_a_sleep_comes_after_what_is_being_sent_to_the_engine(serve: Serve) -> None:
+    class Slow(FakeEngine):
+        """Its socket is full."""
+
+        async def _add_request(self, request: object) -> None:
+            await self._called("send")
+            await super()._add_request(request)
+
+    async def scenario() -> None:
+        client = serve(FakeVllm(Slow()))
+        client.engine.waits["send"] = asyncio.Event()
+        request = client.begin("POST", "/v1/completions")
+        await until_idle()
+        sleep = client.begin("POST", "/sleep")
+        await until_idle()
+        assert client.engine.count("sleep") == 0
+        client.engine.waits["send"].set()
+        assert (await sleep.response()).code == 200
+        assert (await request.response()).code == 200
+        assert client.engine.queue == []
+
+    run(scenario())
+
+
+# Kept requests
+
+
+@pytest.mark.parametrize("engine", [FakeEngine, OldEngine])
+def test_requests_cannot_be_kept_over_level_2(serve: Serve, engine: type[FakeEngine]) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(engine()))
+        response = await client.post("/sleep?level=2&mode=keep")
+        assert response.code == 409
+        assert "kept" in response.error["message"]
+        assert client.engine.asleep == set()
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+def test_kept_requests_are_woken_with_all_memory(serve: Serve, mode: str) -> None:
+    async def scenario() -> None:
+        client = serve()
+        client.engine.waits["generate"] = asyncio.Event()
+        request = client.begin("POST", "/v1/completions")
+        await until_idle()
+        assert (await client.post(f"/sleep?mode={mode}")).code == 200
+        for tags in ("tags=weights", "tags=kv_cache", "tags=kv_cache&tags=scheduling"):
+            response = await client.post(f"/wake?{tags}")
+            assert response.code == 409, "vLLM 0.18 would run it without the other tag"
+            assert "without tags" in response.error["message"]
+        assert (await client.post("/wake")).code == 200
+        client.engine.waits["generate"].set()
+        assert (await request.response()).body == {"text": "good"}
+        await client.post("/sleep?mode=keep")
+        assert (await client.post("/wake?tags=weights")).code == 200, "nothing was kept this time"
+
+    run(scenario())
+
+
+def test_what_waited_behind_the_running_ones_is_aborted_by_a_level_2_sleep(serve: Serve) -> None:
+    """With mode=wait vLLM waits for those that run, and leaves the others queued."""
+
+    async def scenario() -> None:
+        client = serve()
+        client.engine.queue = ["behind-1", "behind-2"]
+        await client.post("/sleep?level=2&mode=wait")
+        assert client.engine.queue == []
+        assert client.engine.asleep
+
+    run(scenario())
+
+
+# vLLM without modes of sleep
+
+
+@pytest.mark.parametrize("kind", ["websocket", "body"])
+def test_what_is_not_in_the_engine_does_not_hold_up_a_sleep(serve: Serve, kind: str) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(OldEngine()))
+        request = await begin(client, kind)
+        assert (await client.post("/sleep")).code == 200
+        await client.post("/wake_up")
+        await arrive(client, request)
+        await request.response()
+        assert not is_refused(request)
+
+    run(scenario())
+
+
+def test_a_sleep_waits_for_running_requests_within_bounds(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(OldEngine()), request_deadline_s=0.05, retry_after_s=3)
+        client.engine.waits["generate"] = asyncio.Event()
+        request = client.begin("POST", "/v1/completions")
+        await until_idle()
+        response = await client.post("/sleep")
+        assert response.code == 503
+        assert response.headers["retry-after"] == "3"
+        assert "nothing has changed" in response.error["message"]
+        assert client.engine.count("sleep") == 0
+        client.engine.waits["generate"].set()
+        assert (await request.response()).body == {"text": "good"}
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+def test_an_engine_that_is_not_known_is_drained_of_all(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(OldEngine()), request_deadline_s=0.05)
+        client.engine.engine_core = None  # type: ignore[assignment]
+        request = client.begin("", "/v1/realtime", type="websocket")
+        client.engine.waits["tokenize"] = asyncio.Event()
+        await until_idle()
+        assert (await client.post("/sleep")).code == 503
+        request.task.cancel()
+        await asyncio.gather(request.task, return_exceptions=True)
+        assert (await client.post("/sleep")).code == 200
+
+    run(scenario())
+    assert "not known" in caplog.text
+
+
+def test_the_stand_in_crashes_where_vllm_would() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        await engine.sleep(2)
+        with pytest.raises(Crash):
+            await engine.generate()
+
+    run(scenario())

@@ -1,0 +1,375 @@
+"""What the gate bounds, and what it answers when something is out of bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import http.server
+import threading
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+from fake_vllm import AnotherClient, FakeEngine, FakeVllm, until_idle
+from gate_client import Serve, run
+
+from cumem_sleep.vllm import SleepGate
+from cumem_sleep.vllm.sleeping_model import Phase
+
+# Held requests
+
+
+@pytest.mark.parametrize("policy", ["wait", "wake"])
+def test_no_more_requests_are_held_than_allowed(serve: Serve, policy: str) -> None:
+    async def scenario() -> None:
+        client = serve(on_request=policy, max_held_requests=3)
+        await client.post("/sleep")
+        client.engine.waits["wake_up"] = asyncio.Event()
+        held = [client.begin("POST", "/v1/completions") for _ in range(3)]
+        await until_idle()
+        response = await client.ask()
+        assert response.code == 503
+        assert "too many requests are held" in response.error["message"]
+        assert not any(each.task.done() for each in held)
+        client.engine.waits["wake_up"].set()
+        await client.post("/wake")
+        assert [(await each.response()).code for each in held] == [200] * 3
+        assert client.gate._held.requests == client.gate._held.nbytes == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("policy", ["wait", "wake"])
+def test_no_more_bytes_are_held_than_allowed(serve: Serve, policy: str) -> None:
+    async def scenario() -> None:
+        client = serve(on_request=policy, max_held_bytes="1000")
+        await client.post("/sleep")
+        client.engine.waits["wake_up"] = asyncio.Event()
+        small = client.begin("POST", "/v1/completions", b"x" * 900)
+        await until_idle()
+        assert client.gate._held.nbytes == 900
+        large = client.begin("POST", "/v1/completions", b"x" * 900)
+        await until_idle()
+        assert large.task.done()
+        assert (await large.response()).code == 503
+        assert not small.task.done()
+        assert client.gate._held.nbytes == 900
+        client.engine.waits["wake_up"].set()
+        await client.post("/wake")
+        assert (await small.response()).code == 200
+        assert client.gate._held.nbytes == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("policy", ["wait", "wake"])
+def test_a_herd_asks_the_engine_no_more_than_one(serve: Serve, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cumem_sleep.vllm.gate.POLL_S", 0.01)
+
+    async def scenario() -> None:
+        client = serve(on_request=policy)
+        await client.engine.sleep(1)  # unseen, so that all of them ask
+        client.engine.waits["wake_up"] = asyncio.Event()
+        herd = [client.begin("POST", "/v1/completions") for _ in range(1000)]
+        await until_idle()
+        assert client.engine.count("is_sleeping") == 1
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+        assert client.engine.count("is_sleeping") == 1, "asleep it is known"
+        client.engine.waits["wake_up"].set()
+        if policy == "wait":
+            await client.post("/wake")
+        assert {(await each.response()).code for each in herd} == {200}
+        assert client.engine.count("wake_up") == 1
+
+    run(scenario())
+
+
+def test_rejections_leave_nothing_behind(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve()
+        await client.post("/sleep")
+        for _ in range(20):
+            await client.ask()
+        gc.collect()
+        before = len(gc.get_objects())
+        for _ in range(500):
+            assert (await client.ask()).code == 503
+        gc.collect()
+        assert len(gc.get_objects()) - before < 100
+        assert not client.gate._leases
+
+    run(scenario())
+
+
+# Nonsense
+
+
+@pytest.mark.parametrize("query", ["level=-1", "level=3", "level=", "level=nan", "level=1e3", "level=0.5", "mode=nap"])
+def test_nonsense_is_refused_and_changes_nothing(serve: Serve, query: str) -> None:
+    async def scenario() -> None:
+        client = serve()
+        assert (await client.post(f"/sleep?{query}")).code == 400
+        assert client.engine.count("sleep") == 0
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+def test_what_is_said_twice_is_read_once(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve()
+        assert (await client.post("/sleep?level=1&level=2&mode=keep&mode=abort")).code == 200
+        assert ("sleep", 2, "abort") in client.engine.calls
+        assert client.gate.model.level == 2
+
+    run(scenario())
+
+
+# Health
+
+
+def test_health_says_that_wakes_fail(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(on_request="wake", retry_after_s=30)
+        now = 0.0
+        client.gate.model.clock = lambda: now
+        await client.post("/sleep")
+        assert (await client.get("/health")).code == 200
+        client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory")]
+        assert (await client.ask()).code == 503
+        assert (await client.get("/health")).code == 503
+        now += 31
+        assert (await client.get("/health")).code == 200, "the next request tries again"
+
+    run(scenario())
+
+
+# Changes beside a wake by request
+
+
+def test_a_pause_waits_for_a_wake_by_request(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(on_request="wake")
+        client.engine.plugin = False
+        await client.post("/sleep?level=2")
+        client.engine.waits["reload_weights"] = asyncio.Event()
+        request = client.begin("POST", "/v1/completions")
+        await until_idle()
+        pause = client.begin("POST", "/pause")
+        await until_idle()
+        assert client.engine.count("pause") == 0
+        client.engine.waits["reload_weights"].set()
+        assert (await pause.response()).code == 200
+        await request.response()
+        assert client.gate.model.asleep == set()
+        assert client.gate.model.phase is Phase.AWAKE
+        assert (await client.ask()).body == {"text": "queued"}
+
+    run(scenario())
+
+
+# Large bodies, on real sockets
+
+
+class Sockets(http.server.BaseHTTPRequestHandler):
+    """A server of the kind that resets a connection whose request was not read: as uvicorn does."""
+
+    protocol_version = "HTTP/1.1"
+    gate: Any
+    app: Any
+
+    def do_POST(self) -> None:
+        asyncio.run(self._serve())
+        self.close_connection = True
+
+    async def _serve(self) -> None:
+        left = int(self.headers["content-length"])
+        headers = [(name.lower().encode(), value.encode()) for name, value in self.headers.items()]
+        scope = {"type": "http", "method": "POST", "path": self.path, "query_string": b"", "headers": headers}
+
+        async def receive() -> Any:
+            nonlocal left
+            body = await asyncio.to_thread(self.rfile.read, min(left, 1 << 16))
+            left -= len(body)
+            return {"type": "http.request", "body": body, "more_body": left > 0}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self.send_response(message["status"])
+                for name, value in message["headers"]:
+                    self.send_header(name.decode(), value.decode())
+                self.end_headers()
+            else:
+                self.wfile.write(message.get("body", b""))
+                self.wfile.flush()
+
+        await self.gate({**scope, "root_path": "", "app": self.app}, receive, send)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Not in the tests' output."""
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/sleep", "/no/such//path"])
+def test_a_client_that_writes_all_before_it_reads_sees_the_answer(
+    path: str, gate_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUMEM_SLEEP_ADMIN_TOKEN", "secret")
+    engine = FakeEngine()
+    engine.asleep = {"weights", "kv_cache"}
+    engine.scheduler_paused = True
+    app = FakeVllm(engine)
+    Sockets.app, Sockets.gate = app, SleepGate(app)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Sockets)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}{path}"
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(url, data=b"x" * (24 << 20)), timeout=60)
+        assert refused.value.code == {"/v1/completions": 503, "/sleep": 401}.get(path, 400)
+        assert b"error" in refused.value.read()
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_an_answer_does_not_wait_for_a_body_for_ever(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cumem_sleep.vllm.asgi.DRAIN_WITHIN_S", 0.05)
+
+    async def scenario() -> None:
+        client = serve()
+        await client.post("/sleep")
+        headers = [(b"content-length", b"1000")]
+        request = client.begin("POST", "/v1/completions", b"x" * 1000, slow=True, headers=headers)
+        await until_idle()
+        assert request.sent[0]["status"] == 503, "it is sent at once, and what still comes is taken in"
+        assert not request.task.done()
+        response = await request.response()
+        assert response.error["code"] == 503
+
+    run(scenario())
+
+
+# Several API servers
+
+
+async def two_servers(serve: Serve, **settings: Any) -> tuple[Any, Any]:
+    first = serve(**settings)
+    second = serve(FakeVllm(AnotherClient(first.engine)), **settings)
+    for client in (first, second):
+        client.vllm.state.args.api_server_count = 2
+        assert (await client.ask()).code == 200
+    return first, second
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+@pytest.mark.parametrize("order", [("/wake",), ("/wake?tags=kv_cache", "/wake?tags=weights")])
+def test_weights_that_one_server_dropped_are_served_by_none(serve: Serve, plugin: bool, order: tuple[str, ...]) -> None:
+    async def scenario() -> None:
+        first, second = await two_servers(serve)
+        first.engine.plugin = plugin
+        await first.post("/sleep?level=2")
+        for call in order:
+            assert (await second.post(call)).code == 200
+        assert [(await client.ask()).code for client in (first, second)] == [503, 503]
+        assert (await first.post("/reload_weights")).code == 200
+        assert [(await client.ask()).body for client in (first, second)] == [{"text": "good"}] * 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+def test_weights_that_sleep_are_written_through_no_server(serve: Serve, plugin: bool) -> None:
+    async def scenario() -> None:
+        first, second = await two_servers(serve)
+        first.engine.plugin = plugin
+        await first.post("/sleep")
+        await first.post("/wake?tags=kv_cache")
+        assert (await second.post("/update_weights")).code == 409
+        assert (await second.post("/wake?tags=weights")).code == 200
+        assert (await first.post("/update_weights")).code == 200
+        assert (await first.ask()).code == 200
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+def test_requests_that_one_server_kept_are_not_run_early_by_another(serve: Serve, plugin: bool) -> None:
+    async def scenario() -> None:
+        first, second = await two_servers(serve)
+        first.engine.plugin = plugin
+        first.engine.waits["generate"] = asyncio.Event()
+        request = first.begin("POST", "/v1/completions")
+        await until_idle()
+        await first.post("/sleep?mode=keep")
+        for call in ("/resume", "/wake?tags=weights"):
+            assert (await second.post(call)).code == 409
+        assert (await second.post("/wake")).code == 200
+        first.engine.waits["generate"].set()
+        assert (await request.response()).body == {"text": "good"}
+        assert (await second.post("/sleep")).code == 200
+        assert (await first.post("/wake?tags=weights")).code == 200
+
+    run(scenario())
+
+
+def test_an_update_goes_on_through_another_server(serve: Serve) -> None:
+    async def scenario() -> None:
+        first, second = await two_servers(serve)
+        await first.post("/sleep?level=2")
+        await second.post("/wake")
+        await first.post("/start_weight_update")
+        await second.post("/update_weights")
+        assert (await first.ask()).code == 503
+        await first.post("/finish_weight_update")
+        assert (await second.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("call", ["/wake", "/resume", "/sleep", "/pause", "/update_weights", "/reload_weights"])
+def test_what_another_server_does_meanwhile_is_not_disturbed(serve: Serve, call: str) -> None:
+    async def scenario() -> None:
+        first, second = await two_servers(serve)
+        first.engine.waits["sleep"] = asyncio.Event()
+        sleep = first.begin("POST", "/sleep?mode=wait")
+        await until_idle()
+        response = await second.post(call)
+        assert response.code == 409
+        assert "another API server" in response.error["message"]
+        assert first.engine.scheduler_paused
+        assert (await second.ask()).code == 503, "nor is it given requests"
+        first.engine.waits["sleep"].set()
+        assert (await sleep.response()).code == 200
+        assert (await second.post("/wake")).code == 200
+        assert [(await client.ask()).body for client in (first, second)] == [{"text": "good"}] * 2
+
+    run(scenario())
+
+
+def test_a_request_that_another_server_let_through_is_not_run_after_a_sleep(serve: Serve) -> None:
+    async def scenario() -> None:
+        first, second = await two_servers(serve)
+        second.engine.waits["tokenize"] = asyncio.Event()
+        late = second.begin("POST", "/v1/completions")
+        await until_idle()
+        await first.post("/sleep")
+        second.engine.waits["tokenize"].set()
+        assert (await late.response()).code == 503
+        assert second.engine.queue == []
+
+    run(scenario())
+
+
+def test_what_a_sibling_left_in_the_engine_is_aborted_before_a_wake(serve: Serve) -> None:
+    async def scenario() -> None:
+        first, second = await two_servers(serve)
+        await first.post("/sleep?level=2")
+        first.engine.queue = ["let-through"]
+        assert (await second.post("/wake")).code == 200
+        assert first.engine.queue == []
+
+    run(scenario())

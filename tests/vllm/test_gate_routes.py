@@ -1,0 +1,309 @@
+"""Which request is what: the gate goes by the route that the server's own router takes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_vllm import FakeEngine, FakeVllm, until_idle
+from gate_client import TOKEN, Serve, run
+
+from cumem_sleep.vllm import SleepGate
+from cumem_sleep.vllm.routes import GUARDED, Kind, kind_of, take
+from cumem_sleep.vllm.sleeping_model import Phase
+
+pytestmark = pytest.mark.usefixtures("gate_environment")
+
+ODD = ("{}\n", "/{}", "{}\r", "{}\x00", "/.{}", "{}\u2028", "\\{}", "http://host{}", "/x/..{}", "{}\x7f", " {}")
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/wake", "/v1/completions", "/health", "/no/such/path"])
+def test_a_path_that_can_be_read_in_two_ways_is_refused(serve: Serve, odd: str, path: str) -> None:
+    async def scenario() -> None:
+        client = serve(admin_token=TOKEN)
+        for method in ("POST", "GET", "DELETE"):
+            response = await client.request(method, "", path=odd.format(path), key=TOKEN)
+            assert response.code in (400, 404)
+            assert response.code == 400 or odd == " {}", "a space is only a letter"
+        assert client.engine.calls == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("raw", [b"/%2Fsleep", b"/v1%2fcompletions", b"/%5csleep"])
+def test_encoded_slashes_are_refused(serve: Serve, raw: bytes) -> None:
+    async def scenario() -> None:
+        client = serve()
+        response = await client.post("", path="/sleep", raw_path=raw)
+        assert response.code == 400
+        assert "slash" in response.error["message"]
+        assert client.engine.calls == []
+
+    run(scenario())
+
+
+def test_an_odd_path_of_a_websocket_is_refused(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve()
+        socket = client.begin("", "", type="websocket", path="/v1/realtime\n")
+        await socket.response()
+        assert socket.sent[-1]["code"] == 1008
+        assert client.engine.calls == []
+
+    run(scenario())
+
+
+# A real router
+
+
+@pytest.fixture
+def server() -> Any:
+    """FastAPI with vLLM's routes, each of which records that it was reached."""
+    fastapi = pytest.importorskip("fastapi", reason="needs FastAPI (in vLLM's environments)")
+    app = fastapi.FastAPI()
+    app.state.engine_client, app.state.reached = FakeEngine(), []
+    included, mounted = fastapi.APIRouter(), fastapi.FastAPI()
+
+    def reached(path: str) -> Any:
+        async def endpoint() -> dict[str, str]:
+            app.state.reached.append(path)
+            return {"reached": path}
+
+        return endpoint
+
+    for path in ("/sleep", "/wake_up", "/collective_rpc", "/abort_requests", "/adapters"):
+        included.post(path)(reached(path))
+    included.delete("/adapters/{adapter_name}")(reached("DELETE"))
+    included.put("/plugins_own")(reached("PUT"))
+    app.include_router(included)
+    app.get("/server_info")(reached("/server_info"))
+    app.post("/v1/completions")(reached("/v1/completions"))
+    app.post("/v1/responses/{response_id}/cancel")(reached("cancel"))
+    mounted.post("/sleep")(reached("mounted"))
+    mounted.get("/look")(reached("look"))
+    app.mount("/mounted", mounted)
+    app.add_middleware(SleepGate)
+    return app
+
+
+async def reach(app: Any, method: str, path: str, key: str = "", **scope: Any) -> int:
+    headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    scope = {
+        **{"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers, "root_path": ""},
+        **{"scheme": "http", "server": ("host", 80), "http_version": "1.1", **scope},
+    }
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b'{"method": "x"}', "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    return int(sent[0]["status"])
+
+
+def variants(path: str) -> list[str]:
+    """Other ways to write a path, some of which a router takes for it."""
+    others = [odd.format(path) for odd in ODD] + [path + "/", path + "//", path.upper(), path + "?", path + ";x=1"]
+    return [path, *others, f"/api{path}", f"/api/{path}", f"/api{path}\n", f"/mounted{path}", f"/mounted/{path}"]
+
+
+@pytest.mark.parametrize("root", ["", "/api", "/api/", "/"])
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/collective_rpc", "/abort_requests", "/adapters", "/wake"])
+def test_no_way_to_write_a_path_reaches_it_without_the_token(
+    server: Any, root: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        for variant in variants(path):
+            await reach(server, "POST", variant)
+            assert server.state.reached == server.state.engine_client.calls == [], variant
+        assert await reach(server, "DELETE", f"{root.rstrip('/') * (root == '/api')}/adapters/x") == 401
+        assert await reach(server, "PUT", "/plugins_own") == 401, "a route that is not known may do anything"
+        assert await reach(server, "POST", "/mounted/sleep") == 401
+        assert await reach(server, "GET", "/server_info") == 401
+        assert server.state.reached == []
+
+    monkeypatch.setenv("CUMEM_SLEEP_ADMIN_TOKEN", TOKEN)
+    server.root_path = root
+    run(scenario())
+
+
+def test_the_token_opens_what_it_guards(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        calls = [("DELETE", "/adapters/x"), ("PUT", "/plugins_own"), ("POST", "/mounted/sleep"), ("POST", "/sleep")]
+        for method, path in calls:
+            assert await reach(server, method, path, TOKEN) == 200, path
+        assert server.state.reached == ["DELETE", "PUT", "mounted", "/sleep"]
+        assert await reach(server, "GET", "/mounted/look") == 200
+
+    monkeypatch.setenv("CUMEM_SLEEP_ADMIN_TOKEN", TOKEN)
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "template", "kind", "redirects"),
+    [
+        ("POST", "/sleep", "/sleep", Kind.CHANGES, False),
+        ("POST", "/sleep/", "/sleep", Kind.CHANGES, True),
+        ("GET", "/sleep", "/sleep", Kind.NOTHING, False),
+        ("POST", "/v1/responses/r-1/cancel", "/v1/responses/{response_id}/cancel", Kind.PASSES, False),
+        ("POST", "/v1/responses/r/1/cancel", "", Kind.NOTHING, False),
+        ("PUT", "/plugins_own", "/plugins_own", Kind.UNKNOWN, False),
+        ("POST", "/mounted/sleep", "/mounted/sleep", Kind.UNKNOWN, False),
+        ("GET", "/mounted/look", "/mounted/look", Kind.PASSES, False),
+        ("POST", "/nothing", "", Kind.NOTHING, False),
+    ],
+)
+def test_the_route_that_starlette_takes(
+    server: Any, method: str, path: str, template: str, kind: Kind, redirects: bool
+) -> None:
+    taken = take(server, {"type": "http", "method": method, "path": path, "headers": []})
+    assert (taken.template, taken.kind, taken.redirects) == (template, kind, redirects)
+
+
+def test_a_server_without_a_router_that_can_be_read_is_closed() -> None:
+    assert take(object(), {"type": "http", "method": "POST", "path": "/sleep"}).kind is Kind.UNKNOWN
+    assert Kind.UNKNOWN in GUARDED
+
+
+# The token
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("POST /abort_requests", "POST /reset_prefix_cache?reset_running_requests=true", "POST /scale_elastic_ep"),
+        *("POST /fault_tolerance/apply", "POST /start_profile", "GET /server_info", "POST /adapters"),
+        *("DELETE /adapters/one", "POST /v1/load_lora_adapter", "POST /some_future_path"),
+    ],
+)
+def test_all_that_changes_state_needs_the_token(serve: Serve, target: str) -> None:
+    async def scenario() -> None:
+        method, path = target.split()
+        client = serve(admin_token=TOKEN)
+        assert (await client.request(method, path)).code == 401
+        assert client.vllm.seen == []
+        assert (await client.request(method, path, key=TOKEN)).code == 200
+
+    run(scenario())
+
+
+# What wakes
+
+
+@pytest.mark.parametrize("policy", ["wait", "wake"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("POST /nonsense", "POST /v1/models", "POST /metrics", "PUT /v1/completions", "DELETE /v1/completions"),
+        *("POST /v1", "PATCH /nonsense", "POST /v1/nothing"),
+    ],
+)
+def test_what_no_route_takes_wakes_nothing_and_is_not_held(serve: Serve, target: str, policy: str) -> None:
+    async def scenario() -> None:
+        method, path = target.split()
+        client = serve(on_request=policy)
+        await client.post("/sleep")
+        assert (await client.request(method, path)).code in (404, 405)
+        assert client.engine.asleep
+        assert client.engine.count("wake_up") == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/some_future_path", "/v1/completions/"])
+def test_what_is_not_known_to_run_the_model_is_held_but_wakes_nothing(serve: Serve, path: str) -> None:
+    async def scenario() -> None:
+        client = serve(on_request="wake")
+        await client.post("/sleep")
+        request = client.begin("POST", path)
+        await until_idle()
+        assert not request.task.done()
+        assert client.engine.asleep
+        await client.post("/wake_up")
+        assert (await request.response()).code in (200, 307)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body"),
+    [
+        ("application/json", b""),
+        ("application/json", b"{"),
+        ("application/json", b"[]"),
+        ("application/json", b"[" * 100_000),
+        ("application/json; charset=utf-8", b'{"model": "nobody"}'),
+        ("text/plain", b"{}"),
+    ],
+)
+def test_what_vllm_will_refuse_does_not_wake(serve: Serve, content_type: str, body: bytes) -> None:
+    class Strict(FakeVllm):
+        async def _route(self, scope: Any, path: str, body: bytes) -> tuple[int, Any]:
+            return await super()._route(scope, path, body) if path != "/v1/completions" else (400, {"bad": True})
+
+    async def scenario() -> None:
+        client = serve(Strict(), on_request="wake")
+        serving = SimpleNamespace(base_model_paths=[SimpleNamespace(name="somebody")], lora_requests={})
+        client.vllm.state.openai_serving_models = serving
+        await client.post("/sleep")
+        headers = [(b"content-type", content_type.encode())]
+        assert (await client.post("/v1/completions", body, headers=headers)).code == 400
+        assert client.engine.asleep
+
+    run(scenario())
+
+
+def test_what_vllm_does_not_refuse_after_all_wakes_it_on_its_way_to_the_engine(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(on_request="wake")
+        await client.post("/sleep?level=2")
+        headers = [(b"content-type", b"text/plain")]
+        assert (await client.post("/v1/completions", headers=headers)).body == {"text": "good"}
+        assert client.engine.queue == []
+
+    run(scenario())
+
+
+def test_a_body_that_never_comes_wakes_nothing(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(on_request="wake", request_deadline_s=0.05)
+        await client.post("/sleep")
+        assert (await client.begin("POST", "/v1/completions", slow=True).response()).code == 503
+        assert client.engine.asleep
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v2/embed", "/inference/v1/generate"])
+def test_without_a_key_the_gate_itself_answers_401_while_asleep(serve: Serve, path: str, policy: str) -> None:
+    """VLLM's own check can be misled, by a Host header before vLLM 0.26."""
+
+    class Misled(FakeVllm):
+        async def _route(self, scope: Any, path: str, body: bytes) -> tuple[int, Any]:
+            self.api_keys = ()
+            return await super()._route(scope, path, body)
+
+    async def scenario() -> None:
+        client = serve(Misled(api_keys=("key",)), on_request=policy)
+        await client.post("/sleep")
+        for key in ("", "other"):
+            assert (await client.post(path, key=key)).code == 401
+        assert client.engine.count("generate") == 0
+        assert client.gate.model.phase is Phase.ASLEEP
+
+    run(scenario())
+
+
+def test_every_kind_is_in_the_table_for_a_reason() -> None:
+    assert kind_of("POST", "/sleep") is Kind.CHANGES
+    assert kind_of("POST", "/v1/completions") is Kind.RUNS
+    assert kind_of("HEAD", "/server_info") in GUARDED
+    assert kind_of("GET", "/anything") is Kind.PASSES
+    assert kind_of("POST", "/anything") is Kind.UNKNOWN
+    assert kind_of("WEBSOCKET", "/anything") is Kind.UNKNOWN
+    assert kind_of("BREW", "/metrics") is Kind.PASSES

@@ -1,0 +1,54 @@
+"""Each route of the installed vLLM is known to the gate, by the table that the documentation shows."""
+
+from __future__ import annotations
+
+import pytest
+import route_table
+from environment import skip_unless_vllm
+
+skip_unless_vllm()
+
+
+@pytest.fixture(scope="module")
+def version(vllm_version: tuple[int, int]) -> str:
+    version = f"{vllm_version[0]}.{vllm_version[1]}"
+    if version not in route_table.VERSIONS:
+        pytest.skip(f"docs/vllm-routes.md is of {', '.join(route_table.VERSIONS)}")
+    return version
+
+
+@pytest.fixture(scope="module")
+def environment_of_servers() -> None:
+    # What `apps` sets stays for this module alone.
+    with pytest.MonkeyPatch.context() as context:
+        context.setenv("VLLM_SERVER_DEV_MODE", "1")
+        context.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+        yield
+
+
+def test_the_document_knows_the_routes_of_this_version(version: str, environment_of_servers: None) -> None:
+    documented = route_table.documented(route_table.DOCUMENT.read_text())
+    assert route_table.installed_routes() == documented[version], (
+        "python tests/vllm/route_table.py, and look at the diff"
+    )
+
+
+def test_the_document_says_what_the_gate_does() -> None:
+    text = route_table.DOCUMENT.read_text()
+    assert text == route_table.document(route_table.documented(text)), "python tests/vllm/route_table.py"
+    assert "not known" not in text.partition("| Route |")[2], "classify it in cumem_sleep/vllm/routes.py"
+
+
+def test_the_gate_finds_each_route_as_the_server_does(version: str, environment_of_servers: None) -> None:
+    from cumem_sleep.vllm.routes import kind_of, take
+
+    for app in route_table.apps():
+        for path, method in route_table.routes_of(app):
+            if method == "any":
+                continue
+            kind = "websocket" if method == "WEBSOCKET" else "http"
+            concrete = path.replace("{", "").replace("}", "")
+            scope = {"type": kind, "path": concrete, "root_path": "", "headers": [], "app": app}
+            scope |= {} if kind == "websocket" else {"method": method}
+            taken = take(app, scope)
+            assert (taken.template, taken.kind) == (path, kind_of(method, path)), (path, method)
