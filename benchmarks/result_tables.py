@@ -626,11 +626,14 @@ def headline() -> str:
             if (values := switching_seconds(way, SWITCHING_ROWS[SWITCH]))
         }
         models = " and ".join(str(model["shape"]) for model in result["workload"]["models"].values())
-        each = ", ".join(f"**{time} s** ({title})" for title, time in seconds.items())
         lines += [
             "",
-            f"Two vLLM servers share one {result['machine']['gpu']} ({models}). A switch from one to the other takes"
-            f" {each}; medians. [All results](docs/benchmarks.md).",
+            f"Two vLLM servers, {models}, share one {result['machine']['gpu']}. Seconds of a switch from one to the other"
+            " ([medians](docs/benchmarks.md)):",
+            "",
+            f"| {' | '.join(seconds)} |",
+            "|---" * len(seconds) + "|",
+            f"| {' | '.join(seconds.values())} |",
             "",
         ]
     return "\n".join([*lines, HEADLINE_END])

@@ -368,7 +368,8 @@ def test_plot_and_check(
     tables.main()
     assert "Two models on one GPU, switched" in (tmp_path / "docs" / "benchmarks.md").read_text()
     readme = (tmp_path / "README.md").read_text()
-    assert "**46.0 s** (restart), **2.20 s** (vLLM's sleep mode, level 1), **4.40 s** (cumem-sleep, level 2)" in readme
+    head = "| restart | vLLM's sleep mode, level 1 | cumem-sleep, level 2 |"
+    assert f"{head}\n|---|---|---|\n| 46.0 | 2.20 | 4.40 |\n" in readme
     (tmp_path / "README.md").write_text(readme.replace("46.0", "47.0"))
     monkeypatch.setattr(sys, "argv", ["result_tables.py", "--check"])
     with pytest.raises(SystemExit, match=r"README\.md: its figures"):
