@@ -100,7 +100,7 @@ class Chance:
             token=choose.random() < 0.5,
             key=choose.random() < 0.3,
             plugin=choose.random() < 0.7,
-            servers=2 if choose.random() < 0.15 else 1,
+            servers=2 if choose.random() < 0.25 else 1,
             root_path=choose.choice(["", "", "", "/api", "/api/", "/"]),
         )
         plan.operators = [self._operator(plan) for _ in range(2)]
