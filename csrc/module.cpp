@@ -155,7 +155,7 @@ void on_free(py::object callback) {
 }
 
 void raise(const char* type, const py::tuple& arguments) {
-    const py::object error_type = py::module_::import("cumem_sleep.errors").attr(type);
+    const py::object error_type = errors().attr(type);
     PyErr_SetObject(error_type.ptr(), error_type(*arguments).ptr());
 }
 

@@ -31,6 +31,7 @@ struct Role {
 };
 thread_local Role role;
 
+// Python exits, and lets no other thread have the interpreter any more: nobody may wait for one.
 bool is_finalizing() {
 #if PY_VERSION_HEX >= 0x030D0000
     return Py_IsFinalizing();
@@ -195,6 +196,10 @@ bool OperationLock::acquire(bool wait) {
             }
             if (!wait) return false;
         }
+        if (is_finalizing())
+            throw InvalidState(
+                "called by a finaliser while Python exits, which has ended a thread in the middle of an operation: let "
+                "threads end before the program does");
         if (role.worker && role.worker->asked_to_stop())
             throw InvalidState(
                 "called by a finaliser on a thread of the allocator that another operation ends, and waits for: call "
@@ -225,6 +230,11 @@ py::object OperationLock::run(const py::object& work) {
     return operation.take_result();
 }
 
+py::handle errors() {
+    static const py::handle module = py::module_::import("cumem_sleep.errors").release();
+    return module;
+}
+
 void call_undisturbed(const py::object& work) {
     Operation operation(work);
     if (may_start_thread() && perform_aside(operation, nullptr)) {
@@ -234,8 +244,7 @@ void call_undisturbed(const py::object& work) {
     try {
         work();
     } catch (py::error_already_set& error) {
-        const py::object ours = py::module_::import("cumem_sleep.errors").attr("CumemSleepError");
-        if (!error.matches(ours)) throw;
+        if (!error.matches(errors().attr("CumemSleepError"))) throw;
         error.discard_as_unraisable(work);
     }
 }
@@ -245,6 +254,7 @@ Worker::Worker(std::string name) : name_(std::move(name)), process_(getpid()) {}
 void Worker::start(const py::object& work) {
     if (started_.exchange(true)) throw InvalidState("the thread " + name_ + " was started before");
     try {
+        if (is_finalizing()) throw std::runtime_error("Python exits");
         PyObject* const called = work.ptr();
         auto self = shared_from_this();
         Py_INCREF(called);
@@ -292,7 +302,7 @@ bool Worker::pause(double seconds) const {
 bool Worker::wait(std::optional<double> timeout_s) const {
     const Seconds at_most(timeout_s.value_or(0));
     const Clock::time_point begin = Clock::now();
-    while (running()) {
+    while (running() && !is_finalizing()) {
         std::chrono::nanoseconds turn = kBetweenLooks;
         if (timeout_s) {
             const Seconds left = at_most - (Clock::now() - begin);
@@ -388,6 +398,7 @@ void bind_ahead(py::module_& module) {
 }  // namespace
 
 void bind_operations(py::module_& module) {
+    errors();
     stopped_type = PyErr_NewExceptionWithDoc(
         "cumem_sleep._core.OperationStopped",
         "The operation on this thread was asked to stop: by a signal handler that raised on its caller's thread.",

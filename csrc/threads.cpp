@@ -21,17 +21,17 @@ std::atomic<int> threads_allowed{-1};
 thread_local std::string own_name;
 
 std::mutex at_work_mutex;
-std::vector<std::string> at_work;
+auto* const at_work = new std::vector<std::string>;  // never destroyed: threads go on while the process exits
 
 class AtWork {
   public:
     AtWork() {
         std::lock_guard<std::mutex> lock(at_work_mutex);
-        at_work.push_back(own_name);
+        at_work->push_back(own_name);
     }
     ~AtWork() {
         std::lock_guard<std::mutex> lock(at_work_mutex);
-        at_work.erase(std::find(at_work.begin(), at_work.end(), own_name));
+        at_work->erase(std::find(at_work->begin(), at_work->end(), own_name));
     }
     AtWork(const AtWork&) = delete;
     AtWork& operator=(const AtWork&) = delete;
@@ -87,7 +87,7 @@ std::thread start_thread(const std::string& name, std::function<void()> work) {
 
 std::vector<std::string> thread_names() {
     std::lock_guard<std::mutex> lock(at_work_mutex);
-    return at_work;
+    return *at_work;
 }
 
 const std::string& thread_name() { return own_name; }

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib.util
-import logging
 import math
 import sys
 import time
@@ -21,7 +20,7 @@ from functools import partial
 from itertools import accumulate, chain
 from typing import Any, ClassVar, TypeVar
 
-from . import _core
+from . import _core, log
 from .backup import BackupStore
 from .compress import Compressor, Encoding, Workbench, close_all
 from .digest import DeviceDigester, Digest, DigestRun
@@ -43,8 +42,6 @@ from .report import OperationTotals, PhaseTimer, SleepReport, TagUsage, WakeRepo
 from .restore import Restorer
 from .settings import Settings
 from .variables import warn_of_misspelt
-
-logger = logging.getLogger("cumem_sleep")
 
 DEFAULT_TAG = "default"
 GRAPH_TAG = "cudagraph"
@@ -103,8 +100,8 @@ class CuMemAllocator:
                 )
             other._stop_background_work()
             if not _core.driver_is_forked():
-                other._lock.run(other._clear_store)  # what its thread has left, which nobody could ask it for any more
-            other._retired = True
+                # What its thread has left, which nobody could ask it for any more.
+                log.run(other._lock, other._clear_store)
         self._lock: _core.OperationLock = _core.OperationLock()
         self._retired: bool = False
         self._driver_checked = False
@@ -119,13 +116,16 @@ class CuMemAllocator:
         self._warm_devices: set[int] = set()
         self._preparation: Preparation | None = None
         self._totals: dict[str, OperationTotals] = {}
+        # Nothing fails, and no signal is handled, between these two: there is always one that can be used.
         CuMemAllocator.instance = self
+        if other is not None:
+            other._retired = True
 
     @classmethod
     def get_instance(cls) -> CuMemAllocator:
         """The allocator of this process, made at the first call. Touches no GPU."""
         instance = cls.instance
-        return instance if instance is not None else cls._instance_lock.run(cls._make_instance)
+        return instance if instance is not None else log.run(cls._instance_lock, cls._make_instance)
 
     @classmethod
     def _make_instance(cls) -> CuMemAllocator:
@@ -157,12 +157,12 @@ class CuMemAllocator:
             yield
             self._warn_of_empty_pool(tag)
         if pools is not None and not pools.is_capturing():
-            self._lock.run(self._warm_up)
+            log.run(self._lock, self._warm_up)
         if self.settings.prepare and self.prepares_after_pools:
             try:
                 self.prepare()
             except CumemSleepError as error:
-                logger.warning("prepare did not begin, the next sleep copies everything: %s", error)
+                log.warning("prepare did not begin, the next sleep copies everything: %s", error)
 
     @contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
@@ -525,7 +525,7 @@ class CuMemAllocator:
                         if len(can_encode) < len(devices):
                             changed += chain.from_iterable(later)
                         for device in sorted({segment.device for segment in changed} & workbenches.keys() - can_encode):
-                            logger.warning(
+                            log.warning(
                                 "device %d has no memory left for the codec to work in: its backups are stored"
                                 " uncompressed this time",
                                 device,
@@ -756,7 +756,7 @@ class CuMemAllocator:
             raise InvalidState("this CuMemAllocator was replaced by a newer one: use CuMemAllocator.get_instance()")
         if not self._driver_checked:
             open_driver(self.settings.driver)
-            logger.info("cumem-sleep: memory pools come from this layer (%s)", self.settings.summary())
+            log.info("cumem-sleep: memory pools come from this layer (%s)", self.settings.summary())
             _core.on_free(_forget_freed_backups)
             self._driver_checked = True
         if _core.driver_is_forked():
@@ -773,7 +773,7 @@ class CuMemAllocator:
             why = "PyTorch is not installed, or reaches no GPU (a build for the CPU?)"
         else:
             why = "what is built on the CPU and moved to the GPU later is not in it: build, or move, inside the pool"
-        logger.warning("nothing was allocated in the memory pool %r, so nothing of it can sleep: %s", tag, why)
+        log.warning("nothing was allocated in the memory pool %r, so nothing of it can sleep: %s", tag, why)
 
     def _warm_up(self) -> None:
         """Compile what the first sleep and wake would otherwise wait for, once, when a pool is left."""
@@ -812,7 +812,7 @@ class CuMemAllocator:
                     raise InvalidState(f"{name} while this thread captures a CUDA graph: call it after the capture")
                 if make_way is not None:
                     make_way(pools)
-        return self._lock.run(partial(self._with_lock, work))
+        return log.run(self._lock, partial(self._with_lock, work))
 
     def _with_lock(self, work: Callable[[], _Result]) -> _Result:
         try:
@@ -843,7 +843,7 @@ class CuMemAllocator:
     def _forget_freed(self) -> None:
         """Host memory of freed segments goes now, unless an operation runs: then when that ends."""
         if _core.has_freed():
-            self._lock.run(self._forget_freed_now)
+            log.run(self._lock, self._forget_freed_now)
         else:
             _core.reclaim()
 
@@ -882,7 +882,7 @@ class CuMemAllocator:
         report = replace(report, simulated=_core.driver_is_simulated())
         if not report.note:
             self._totals[report.operation] = self._totals.get(report.operation, OperationTotals()).plus(report)
-        logger.info("cumem-sleep: %s", report)
+        log.info("cumem-sleep: %s", report)
         return report
 
 
@@ -898,7 +898,7 @@ def _told_if_not_undone(segments: Sequence[_core.Segment]) -> Iterator[None]:
             error.asleep_segments = tuple(_describe(segment) for segment in asleep if segment not in lost)
             error.lost_segments = tuple(map(_describe, lost))
         elif 0 < len(asleep) < len(segments):  # else it came when all slept
-            logger.error(
+            log.error(
                 "an interrupted sleep could not be undone: %s", ", ".join(f"{_describe(s)} sleeps" for s in asleep)
             )
         raise

@@ -6,7 +6,6 @@ memory, each with a stream of its own, so that one slot's copies go on beside an
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from . import _core, codec
+from . import _core, codec, log
 from .codec import CHUNK_BYTES, ROW_BYTES, Code, Layout
 from .coders import Kernels, choose_kernels
 from .errors import CodecError, CumemSleepError, DriverError, InvalidState, OutOfDeviceMemory
@@ -26,7 +25,6 @@ from .errors import CodecError, CumemSleepError, DriverError, InvalidState, OutO
 if TYPE_CHECKING:
     from .restore import SlotCopies
 
-logger = logging.getLogger("cumem_sleep")
 
 _SLOTS = 4
 _SLOT_BYTES = (64 << 20, 8 << 20)  # of encoded chunks; the second where the GPU is full
@@ -98,7 +96,7 @@ class Compressor:
     def give_up(self, reason: object) -> None:
         """Make no more compressed backups, and say why. Those that there are can still be restored."""
         if self._wanted:
-            logger.warning(
+            log.warning(
                 "backups are stored uncompressed from now on: %s; CUMEM_SLEEP_COMPRESS=off says nothing about it",
                 reason,
             )

@@ -15,7 +15,6 @@ so chunks run in parallel. This detects damage; it does not resist an adversary.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,14 +25,13 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from . import _core
+from . import _core, log
 from .errors import CumemSleepError
 
 if TYPE_CHECKING:
     from .backup import Piece
     from .digest_kernel import GpuSums
 
-logger = logging.getLogger("cumem_sleep")
 
 LANES = 2048
 ROWS = 64
@@ -314,7 +312,7 @@ def _choose_kernel() -> ModuleType | None:
 
 
 def _warn_of_slow_digests(reason: str) -> None:
-    logger.warning(
+    log.warning(
         "digests are computed on the CPU, at about 1 GB/s (%s); the GPU kernel needs PyTorch with CUDA and Triton:"
         " install them, or set CUMEM_SLEEP_VERIFY=off and CUMEM_SLEEP_RETAIN_BACKUPS=0 to do without digests",
         reason,

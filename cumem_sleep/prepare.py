@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from . import _core
+from . import _core, log
 from .backup import Backup, BackupStore, Piece
 from .codec import CHUNK_BYTES
 from .compress import ChangedMeanwhile, Compressor, Encoding, Place, Workbench
 from .digest import DeviceDigester, DigestRun
 from .errors import CodecError, CumemSleepError, InvalidState
-
-logger = logging.getLogger("cumem_sleep")
 
 # What a running model waits for at most: its small copies queue behind a piece (0.15 ms), its launches behind the
 # registering of a block (0.5 ms). Measured: benchmarks/results/wake_paths.json, prepare_cost.json.
@@ -109,7 +106,7 @@ class Preparation:
                     )
         except BaseException as error:
             self._error = error if isinstance(error, CumemSleepError) else InvalidState(f"prepare failed: {error!r}")
-            logger.warning("prepare ended early, the next sleep copies the rest: %s", error)
+            log.warning("prepare ended early, the next sleep copies the rest: %s", error)
         finally:
             while self._workbenches:
                 self._workbenches.popitem()[1].close()
@@ -177,7 +174,7 @@ class Preparation:
             workbench = self._compressor.workbench(device, _core.memory_info(device)[0], small=True)
             self._workbenches[device] = workbench
             if not workbench.has_memory:
-                logger.warning(
+                log.warning(
                     "device %d has no memory left for the codec to work in: prepare stores its backups uncompressed",
                     device,
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain, count, zip_longest
 from typing import TYPE_CHECKING
 
-from . import _core
+from . import _core, log
 from .backup import BackupStore, Piece
 from .codec import CHUNK_BYTES
 from .digest import DigestRun
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from .compress import Workbench
     from .copy_kernel import GpuCopies
 
-logger = logging.getLogger("cumem_sleep")
 
 _BATCH_BYTES = 64 << 20
 _ENGINE_BATCH_BYTES = 256 << 20  # faster than 64 MiB (benchmarks/results/wake_paths.json)
@@ -109,7 +107,7 @@ class Restorer:
         except CumemSleepError:
             raise
         except Exception as error:
-            logger.warning("copies go by the copy engine alone, because the copy kernel failed: %s", error)
+            log.warning("copies go by the copy engine alone, because the copy kernel failed: %s", error)
         else:
             self._kernel_devices.add(device)
             self._time_both_ways(device)
@@ -135,7 +133,7 @@ class Restorer:
                     stream.synchronize()
                     self._best_rate(device).see(_BATCH_BYTES, time.perf_counter() - start)
         except CumemSleepError as error:  # most likely no memory; the wakes find out by themselves
-            logger.debug("copies to device %d could not be timed: %s", device, error)
+            log.debug("copies to device %d could not be timed: %s", device, error)
 
     def restore(
         self,
@@ -230,7 +228,7 @@ class _Way:
             except CumemSleepError:
                 raise
             except Exception as error:
-                logger.warning("the copy kernel failed, the copy engine takes over: %s", error)
+                log.warning("the copy kernel failed, the copy engine takes over: %s", error)
                 self.kernel = None
         for piece in batch.pieces:
             self.stream.to_device(piece.address, piece.block, piece.offset, piece.bytes)

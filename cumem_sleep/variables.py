@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import logging
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+from . import log
 from .settings import PREFIX, Settings
-
-logger = logging.getLogger("cumem_sleep")
 
 _OF_SETTINGS = tuple(field.name.upper() for field in fields(Settings))
 # The fields of `vllm.gate_settings.GateSettings`, which this module must not import.
@@ -69,4 +67,4 @@ def warn_of_misspelt() -> None:
     for name, nearest in misspelt(os.environ).items():
         if name not in _warned_of:
             _warned_of.add(name)
-            logger.warning("%s is set, but nothing reads it%s", name, f": is {nearest} meant?" if nearest else "")
+            log.warning("%s is set, but nothing reads it%s", name, f": is {nearest} meant?" if nearest else "")

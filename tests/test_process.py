@@ -27,6 +27,13 @@ ALLOCATED = """
     """
 
 
+SLOW_TO_END = """
+#include <unistd.h>
+
+__attribute__((destructor)) static void at_the_end(void) { sleep(2); }
+"""
+
+
 USER_OF_HOOKS = """
 #include <pthread.h>
 #include <stddef.h>
@@ -402,6 +409,93 @@ class TestExit:
         assert process.returncode == 0, process.stderr
         assert process.stdout == "used to the end\n"
         assert process.stderr == ""
+
+    def test_a_thread_that_ends_later_than_libraries_do(self, tmp_path: pathlib.Path) -> None:
+        """Threads of a daemon's operation that need no interpreter go on, and end, while destructors run.
+
+        What was destroyed too early is overwritten, as above.
+        """
+        if shutil.which("cc") is None:
+            pytest.skip("no C compiler")
+        source, library = tmp_path / "slow.c", tmp_path / "slow.so"
+        source.write_text(SLOW_TO_END)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+        process = run_script(
+            f"""
+            import ctypes, threading
+
+            slow = ctypes.CDLL({str(library)!r})
+            block = _core.HostBlock(512 * MIB, -1)  # touching it takes longer than Python to exit
+            ahead = _core.Ahead(1, {{1: [_core.touch_task(block, 0, block.bytes)]}})
+            ahead.start()
+            threading.Thread(target=ahead.stop, daemon=True).start()
+            """,
+            MALLOC_PERTURB_="165",
+        )
+        assert process.returncode == 0, process.stderr
+
+    @pytest.mark.parametrize("call", ["usage", "wake_up", "release_backups", "prepare"])
+    def test_a_finaliser_after_a_daemon_was_ended_in_the_middle(self, call: str) -> None:
+        """What Python has ended gives nothing back any more: nobody waits for it."""
+        process = run_script(
+            ALLOCATED,
+            f"""
+            import os, sys, threading, types
+
+            class Late:
+                def __init__(self):
+                    self.call, self.write, self.error = allocator.{call}, os.write, InvalidState
+
+                def __del__(self):
+                    try:
+                        self.call()
+                    except self.error as error:
+                        self.write(1, str(error).encode())
+
+            sys.modules["kept to the end"] = module = types.ModuleType("kept to the end")
+            module.late = Late()
+            del module
+            held = threading.Event()
+
+            def work():
+                with allocator._lock.hold():
+                    held.set()
+                    threading.Event().wait()
+
+            threading.Thread(target=lambda: allocator._lock.run(work), daemon=True).start()
+            held.wait()
+            """,
+        )
+        assert_clean_exit(process)
+        assert "while Python exits" in process.stdout
+
+    def test_finalisers_that_prepare_while_python_exits(self) -> None:
+        """No thread gets the interpreter any more, so none is begun, and nobody waits for one."""
+        process = run_script(
+            ALLOCATED,
+            """
+            import os, sys, types
+
+            class Late:
+                def __init__(self):
+                    self.allocator, self.write, self.error = allocator, os.write, InvalidState
+
+                def __del__(self):
+                    try:
+                        self.allocator.prepare()
+                    except self.error as error:
+                        self.write(1, str(error).encode())
+                    self.allocator.release_backups()
+                    self.write(1, b" released")
+
+            sys.modules["kept to the end"] = module = types.ModuleType("kept to the end")
+            module.late = Late()
+            del module
+            """,
+        )
+        assert_clean_exit(process)
+        assert "Python exits" in process.stdout
+        assert process.stdout.endswith(" released")
 
     @pytest.mark.parametrize("daemon", [False, True])
     @pytest.mark.parametrize("operation", ["sleep", "wake_up", "malloc"])

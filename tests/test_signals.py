@@ -261,6 +261,35 @@ class TestHandlersThatReturn:
         assert len(made) == 2
         assert made[0] is made[1] is CuMemAllocator.instance
 
+    @pytest.mark.parametrize("call", ["sleep", "wake_up", "prepare"])
+    def test_within_a_call_of_logging(self, call: str) -> None:
+        """Whose lock the caller holds then, and which the operation must not wait for."""
+        process = run_script(
+            f"""
+            import logging, os, signal
+
+            class Handler(logging.StreamHandler):
+                def format(self, record):
+                    if record.getMessage() == "of the program":
+                        os.kill(os.getpid(), signal.SIGUSR1)
+                    return super().format(record)
+
+            logging.basicConfig(level=logging.DEBUG, handlers=[Handler()])
+            allocator = fresh_allocator()
+            allocator.malloc(PAGE, "weights")
+            if {call!r} == "wake_up":
+                allocator.sleep()
+            returned = []
+            signal.signal(signal.SIGUSR1, lambda *_: returned.append(allocator.{call}()))
+            logging.info("of the program")
+            assert len(returned) == 1
+            """
+        )
+        assert process.returncode == 0, process.stderr
+        assert process.stderr.count("of the program") == 1
+        if call != "prepare":
+            assert f"] {call.removesuffix('_up')}: " in process.stderr
+
 
 # A preparation
 
