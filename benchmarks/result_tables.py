@@ -628,8 +628,8 @@ def headline() -> str:
         models = " and ".join(str(model["shape"]) for model in result["workload"]["models"].values())
         lines += [
             "",
-            f"Two vLLM servers, {models}, share one {result['machine']['gpu']}. Seconds of a switch from one to the other"
-            " ([medians](docs/benchmarks.md)):",
+            f"Two vLLM servers, {models}, share one {result['machine']['gpu']}. Seconds of a switch from one to the"
+            " other ([medians](docs/benchmarks.md)):",
             "",
             f"| {' | '.join(seconds)} |",
             "|---" * len(seconds) + "|",

@@ -22,7 +22,7 @@ READERS = (
     ROOT / "setup.py",
     ROOT / ".ci" / "run",
     ROOT / "tests" / "conftest.py",
-    ROOT / "README.md",
+    ROOT / "docs" / "settings.md",
 )
 
 
