@@ -18,9 +18,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from typing import Any
 from record import GIB, write
 
 from cumem_sleep import CuMemAllocator, _core, host_limits
-from cumem_sleep.ahead import Ahead
+from cumem_sleep._core import Ahead
 from cumem_sleep.backup import SLAB_BYTES
 from cumem_sleep.bench.memory import DeviceMemory, open_memory
 from cumem_sleep.bench.workload import kv_segments, model_like
@@ -76,8 +75,8 @@ def source() -> tuple[DeviceMemory, int]:
     return memory, regions[0].address
 
 
-def touching(block: _core.HostBlock) -> list[Callable[[], None]]:
-    return [partial(block.touch, start, TOUCH_BYTES) for start in range(0, SLAB_BYTES, TOUCH_BYTES)]
+def touching(block: _core.HostBlock) -> list[_core.Task]:
+    return [_core.touch_task(block, start, TOUCH_BYTES) for start in range(0, SLAB_BYTES, TOUCH_BYTES)]
 
 
 def threads() -> int:

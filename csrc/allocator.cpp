@@ -193,13 +193,19 @@ size_t SegmentTable::put_to_sleep(const std::vector<SegmentPtr>& backed_up, cons
                 all[done]->mapping.map();
                 return true;
             });
-            if (undone) continue;
-            all[done]->sleep = detached_sleep(done);
-            all[done]->keeps_bytes = all[done]->sleep == Segment::Sleep::kDropped;
+            Segment& segment = *all[done];
+            segment.sleep = undone ? Segment::Sleep::kAwake : detached_sleep(done);
+            segment.keeps_bytes = segment.sleep == Segment::Sleep::kDropped;
+            if (segment.sleep != Segment::Sleep::kBackedUp) continue;
+            std::lock_guard<std::mutex> lock(mutex_);
+            unreleased_.push_back(all[done]);
         }
         throw;
     }
-    for (size_t i = 0; i < all.size(); ++i) all[i]->sleep = detached_sleep(i);
+    for (size_t i = 0; i < all.size(); ++i) {
+        all[i]->sleep = detached_sleep(i);
+        all[i]->keeps_bytes = false;
+    }
     return release_all(all);
 }
 

@@ -84,9 +84,9 @@ class SegmentTable {
     // Takes physical memory away from all `backed_up` and `dropped` segments, or from none: first every mapping is
     // detached, which can be undone with the bytes intact, then `last_check` may still throw, then memory is released.
     // Throws what the driver or `last_check` threw, with everything mapped as before; what the driver refuses to map
-    // again sleeps from then on, and keeps its bytes for the next wake. Segments must be pinned, awake, and no work
-    // that uses them in flight. Returns the bytes released; memory that the driver would not release stays with its
-    // segment and is tried again by `reclaim`.
+    // again sleeps from then on, and what was not backed up keeps its bytes for the next wake. Segments must be pinned,
+    // awake (or such as keep their bytes, to be dropped now), and no work that uses them in flight. Returns the bytes
+    // released; memory that the driver would not release stays with its segment and is tried again by `reclaim`.
     size_t put_to_sleep(const std::vector<SegmentPtr>& backed_up, const std::vector<SegmentPtr>& dropped,
                         const std::function<void()>& last_check);
 

@@ -419,8 +419,10 @@ class CuMemAllocator:
 
     def _sleep_awake(self, tags: set[str] | None, is_dropped: Callable[[str], bool], operation: str) -> SleepReport:
         with self._counted(operation):
-            awake = [s for s in _core.segments() if s.sleep == _Sleep.AWAKE and (tags is None or s.tag in tags)]
-            return self._sleep(awake, is_dropped, operation)
+            of_tags = [s for s in _core.segments() if tags is None or s.tag in tags]
+            # What an earlier failure left asleep, with its memory, is dropped for good.
+            segments = [s for s in of_tags if s.sleep == _Sleep.AWAKE or (s.keeps_bytes and is_dropped(s.tag))]
+            return self._sleep(segments, is_dropped, operation)
 
     @staticmethod
     def _asleep(tags: set[str] | None) -> list[_core.Segment]:
@@ -516,7 +518,8 @@ class CuMemAllocator:
                         devices = sorted({segment.device for segment in changed + maybe})
                         for device in devices if self._compressor.on else ():
                             spare_bytes = _core.memory_info(device)[0]
-                            workbench = self._compressor.workbench(device, spare_bytes, lenders=dropped)
+                            lenders = [segment for segment in dropped if segment.sleep == _Sleep.AWAKE]
+                            workbench = self._compressor.workbench(device, spare_bytes, lenders=lenders)
                             workbenches[device] = stack.enter_context(workbench)
                         can_encode = {device for device, workbench in workbenches.items() if workbench.has_memory}
                         if len(can_encode) < len(devices):
@@ -812,13 +815,16 @@ class CuMemAllocator:
         return self._lock.run(partial(self._with_lock, work))
 
     def _with_lock(self, work: Callable[[], _Result]) -> _Result:
-        with self._lock.hold(), _core.CurrentContext():
-            _core.reclaim()
-            self._store.prune()
-            try:
-                return work()
-            finally:
+        try:
+            with self._lock.hold(), _core.CurrentContext():
+                _core.reclaim()
                 self._store.prune()
+                try:
+                    return work()
+                finally:
+                    self._store.prune()
+        finally:
+            self._store.look_for_freed()
 
     def _clear_store(self) -> None:
         with self._lock.hold():
@@ -846,6 +852,7 @@ class CuMemAllocator:
             if held:
                 _core.reclaim()
                 self._store.prune_freed()
+        self._store.look_for_freed()
 
     def _known_tags(self, tags: str | Iterable[str]) -> set[str]:
         """The tags, if memory was ever given each of them (`weights` and `kv_cache` always count)."""

@@ -136,10 +136,11 @@ class BackupStore:
 
     def __init__(self, settings: Settings, lock: _core.OperationLock) -> None:
         self._settings = settings
+        self._lock = lock
         self._backups: dict[int, Backup] = {}
         self._backup_bytes = 0  # of all of them
         self._unpinned: dict[int, _core.HostBlock] = {}  # blocks by their ids; looked through, and trimmed, in `limits`
-        self._going = GivingBack(lock, self.prune_freed)
+        self._going = GivingBack(lock, self.prune_freed, self.look_for_freed)
         self._numa_nodes: dict[int, int] = {}  # by device
 
     @property
@@ -403,6 +404,14 @@ class BackupStore:
             backups = [self._backups.get(segment_id) for segment_id in freed]
             self.forget([backup.segment.id for backup in backups if backup is not None and backup.segment.freed])
 
+    def look_for_freed(self) -> None:
+        """For who has just released the lock, or has not got it: whoever frees may have come after the last look."""
+        while _core.has_freed():
+            with self._lock.hold(wait=False) as held:
+                if not held:
+                    return  # who holds it looks when that is released
+                self.prune_freed()
+
     def stop(self) -> None:
         """End what goes on in the background. May be called without the lock."""
         self._going.stop()
@@ -463,9 +472,12 @@ class GivingBack:
     An operation that came at the same time would wait for every block: the driver locks both out of each other.
     """
 
-    def __init__(self, lock: _core.OperationLock, before_release: Callable[[], None]) -> None:
+    def __init__(
+        self, lock: _core.OperationLock, before_release: Callable[[], None], after_release: Callable[[], None]
+    ) -> None:
         self._lock = lock
         self._before_release = before_release
+        self._after_release = after_release
         self._blocks: list[_core.HostBlock] = []  # guarded by the lock
         self._worker: _core.Worker | None = None
         self._stopped = False
@@ -510,6 +522,7 @@ class GivingBack:
                 if held:
                     self._give_back_one()
                     self._before_release()
+            self._after_release()
 
 
 def _block_sizes(segment: _core.Segment, encoding: Encoding | None, slab_bytes: int) -> list[int]:

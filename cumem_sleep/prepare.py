@@ -249,7 +249,9 @@ class Preparation:
                         awake = bool(pinned) and segment.sleep == _core.Segment.Sleep.AWAKE
                         yield awake and (backup is None or backup.being_prepared)
                     self._store.prune_freed()
-                    return
+            if held:
+                self._store.look_for_freed()
+                return
             self._worker.pause(_POLL_S)
         self._is_cut_short = True
         yield False
@@ -259,3 +261,4 @@ class Preparation:
         with self._lock.hold(wait=False) as held:
             if held:
                 self._store.prune()
+        self._store.look_for_freed()

@@ -334,7 +334,7 @@ def assert_clean_exit(process: subprocess.CompletedProcess[str]) -> None:
 
 
 def assert_thread_ends_in_order(*parts: str, thread: str, timeout_s: float = 30) -> None:
-    """The script may leave `thread` (an expression, a `Worker`) at work: it has ended before the interpreter is taken down."""
+    """The script may leave `thread` (a `Worker`) at work: it has ended before the interpreter is taken down."""
     first = """
         import atexit
         left = []

@@ -9,8 +9,10 @@ import gc
 import itertools
 import linecache
 import os
+import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from support import (
     MIB,
     PAGE,
     assert_clean_exit,
-    assert_no_threads_ahead,
+    assert_no_threads,
     bf16_weights,
     free_everything,
     fresh_allocator,
@@ -514,6 +516,19 @@ class TestPersistentFailures:
         world.allocator.wake_up()
         world.check_bytes()
 
+    @pytest.mark.parametrize("offload_tags", [(), World.TAGS])
+    def test_a_sleep_that_is_asked_for_again_releases_what_it_left(
+        self, world: World, offload_tags: tuple[str, ...]
+    ) -> None:
+        sim.fail("cuMemUnmap", after=2, error="CUDA_ERROR_UNKNOWN")
+        sim.fail("cuMemMap", times=4, error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError, match="cuMemUnmap"):
+            world.allocator.sleep(offload_tags=offload_tags)
+        assert sim.stats().live_handles == 3
+        world.allocator.sleep(offload_tags=offload_tags)
+        assert sim.stats().live_handles == 0
+        world.wake()
+
     def test_a_wake_sets_access_that_one_before_it_could_not(self, world: World) -> None:
         """What that mapped is mapped still, since the driver refuses to unmap anything."""
         world.allocator.sleep()
@@ -597,17 +612,194 @@ class TestCopiesInFlight:
         self.check(operation, "cuStreamSynchronize", after=0, times=times)
 
 
-# Interrupts
+# Signals
 
-_INTERRUPTED_FILES = tuple(
-    f"cumem_sleep/{name}.py"
-    for name in ("ahead", "allocator", "backup", "compress", "digest", "prepare", "report", "restore")
+_TRACED_FILES = tuple(
+    f"cumem_sleep/{name}.py" for name in ("allocator", "backup", "compress", "digest", "prepare", "report", "restore")
 )
 Position = tuple[str, int, str]  # file, line, event
+# What the handlers raise, one after the other, at one place; and what the caller is to get.
+STORMS: list[tuple[type[BaseException], list[type[BaseException]]]] = [
+    (KeyboardInterrupt, [KeyboardInterrupt]),
+    (TimeoutError, [TimeoutError]),
+    (SystemExit, [SystemExit, TimeoutError, KeyboardInterrupt, SystemExit, TimeoutError]),
+    (KeyboardInterrupt, [TimeoutError, TimeoutError, KeyboardInterrupt, SystemExit, KeyboardInterrupt]),
+]
+
+
+class Signals:
+    """Counts the places of an operation, and sends its caller signals at one of them, whose handlers raise.
+
+    Places are every line of this package's code, and every return from a C function, on the operation's own thread.
+    """
+
+    def __init__(self, at: int | None = None) -> None:
+        self.positions: list[Position] = []
+        self.expected, self._errors = STORMS[(at or 0) % len(STORMS)]
+        self.sent = False
+        self._at = at
+        self._handled = threading.Event()
+        self._patch = pytest.MonkeyPatch()
+        self._main = threading.get_ident()
+
+    def __enter__(self) -> Signals:
+        run = _core.OperationLock.run
+
+        def traced_run(lock: _core.OperationLock, work: Callable[[], object]) -> object:
+            return run(lock, partial(self._traced, work))
+
+        self._patch.setattr(_core.OperationLock, "run", traced_run)
+        self._before = signal.signal(signal.SIGUSR1, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+        signal.signal(signal.SIGUSR1, self._before)
+
+    def _traced(self, work: Callable[[], object]) -> object:
+        sys.setprofile(self._profile)
+        sys.settrace(self._trace)
+        try:
+            return work()
+        finally:
+            sys.settrace(None)
+            sys.setprofile(None)
+
+    def _handle(self, *_: object) -> None:
+        error = self._errors[self._number]
+        self._handled.set()
+        raise error
+
+    def _trace(self, frame: types.FrameType, event: str, _: object) -> Callable[..., object] | None:
+        if not _is_traced(frame):
+            return None
+        if event == "line":
+            self._reach(frame, event)
+        return self._trace
+
+    def _profile(self, frame: types.FrameType, event: str, _: object) -> None:
+        if event == "c_return" and _is_traced(frame):
+            self._reach(frame, event)
+
+    def _reach(self, frame: types.FrameType, event: str) -> None:
+        if self.sent:
+            return
+        if self._at == len(self.positions):
+            self.sent = True
+            for number in range(len(self._errors)):
+                self._number = number
+                self._handled.clear()
+                signal.pthread_kill(self._main, signal.SIGUSR1)
+                assert self._handled.wait(10), "the caller does not let signals be handled"
+        name = frame.f_code.co_filename.rpartition("/")[2]
+        self.positions.append((f"{name}:{frame.f_code.co_name}", frame.f_lineno, event))
+
+
+def _is_traced(frame: types.FrameType) -> bool:
+    """Code of this package, and of contextlib where this package calls it."""
+    file = frame.f_code.co_filename
+    if file.endswith("contextlib.py") and frame.f_back is not None:
+        file = frame.f_back.f_code.co_filename
+    return file.endswith(_TRACED_FILES)
+
+
+def _chosen(positions: list[Position]) -> list[int]:
+    """The first time that each place is reached, and the last return from each C function: loops make the rest."""
+    first = {position: index for index, position in reversed(list(enumerate(positions)))}
+    last = {position: index for index, position in enumerate(positions) if position[2] == "c_return"}
+    return sorted({*first.values(), *last.values()})
+
+
+INTERRUPTED = [phase for phase in PHASES if phase.name in ("first sleep", "sleep of changed", "wake of all")]
+
+
+@pytest.mark.parametrize("phase", INTERRUPTED, ids=str)
+def test_interrupt_anywhere(world: World, phase: Phase) -> None:
+    check_interrupts(world, phase)
+
+
+def check_interrupts(world: World, phase: Phase, files: tuple[str, ...] = ("",)) -> None:
+    """At every place in files whose name begins like one of `files`."""
+    phase.prepare(world)
+    phase.operate(world)  # what is done only once is not to shift the places
+    phase.prepare(world)
+    world.allocator._store._numa_nodes.clear()  # so that the device is asked again
+    unaccounted_bytes = world.unaccounted_bytes()
+    with Signals() as clean:
+        phase.operate(world)
+    problems = []
+    chosen = [index for index in _chosen(clean.positions) if clean.positions[index][0].startswith(files)]
+    for index in chosen:
+        try:
+            phase.prepare(world)
+            world.allocator._store._numa_nodes.clear()  # so that the device is asked again
+            _check_signals(world, phase, index)
+            assert world.unaccounted_bytes() == unaccounted_bytes, "registered host memory is left"
+        except Exception as error:
+            file, line, event = clean.positions[index]
+            problems.append(f"{event} at line {line} of {file}: {type(error).__name__}: {error}")
+            _start_over(world)
+            unaccounted_bytes = world.unaccounted_bytes()
+    assert len(chosen) > 100
+    assert not problems, f"{len(problems)} of {len(chosen)}:\n" + "\n".join(problems[:20])
+
+
+def _check_signals(world: World, phase: Phase, index: int) -> None:
+    signals = Signals(index)
+    with signals:
+        _raises_exactly(signals.expected, lambda: phase.operate(world))
+    assert signals.sent, "the place was not reached"
+    sleeps = {segment.sleep != AWAKE for segment in world.segments}
+    assert len(sleeps) == 1, "some sleep and some do not"
+    assert all(segment.has_memory is (segment.sleep == AWAKE) for segment in world.segments)
+    world.check_bytes()
+    assert_no_threads()
+    in_thread(world.allocator.usage, timeout_s=5)  # the lock is free again
+    assert world.allocator._compressor.on == (world.allocator.settings.compress == "auto"), "taken for a failure"
+    world.wake()
+    assert {segment.sleep for segment in world.segments} == {AWAKE}
+
+
+def _raises_exactly(error_type: type[BaseException], work: Callable[[], object]) -> None:
+    raised: list[BaseException] = []
+    try:
+        work()
+    except BaseException as error:
+        raised.append(error)
+    assert [type(error) for error in raised] == [error_type]
+
+
+def test_interrupt_of_prepare(world: World) -> None:
+    """What it began can be ended, wherever the signals came."""
+    free_everything()
+    world.__init__(prepare_bytes_per_second=1)  # type: ignore[misc]  # else it would end by itself
+    allocator = world.allocator
+    with Signals() as clean:
+        allocator.prepare()
+    chosen = _chosen(clean.positions)
+    problems = []
+    for index in chosen:
+        allocator.release_backups()
+        allocator._preparation = None  # as at first, so that the places are the same
+        signals = Signals(index)
+        with signals:
+            _raises_exactly(signals.expected, allocator.prepare)
+        assert signals.sent, "the place was not reached"
+        file, line, event = clean.positions[index]
+        in_thread(allocator.usage, timeout_s=5)
+        allocator.release_backups()
+        try:
+            assert_no_threads()
+            assert allocator._store.host_bytes == 0
+        except AssertionError:
+            problems.append(f"{event} at line {line} of {file}: it goes on")
+    world.check_bytes()
+    assert len(chosen) > 50
+    assert not problems, f"{len(problems)} of {len(chosen)}:\n" + "\n".join(problems[:20])
 
 
 class Interrupter:
-    """Counts the places of an operation at which a signal may be handled, and raises KeyboardInterrupt at one of them.
+    """Raises KeyboardInterrupt at one of the places of a call on this thread at which a signal may be handled.
 
     These are every line of this package's code and, above all, every return from a C function: that is where CPython
     looks for signals. Left out are lines of no instruction (`try:`) and a `with` line as the block is left: there it
@@ -630,7 +822,7 @@ class Interrupter:
         sys.setprofile(None)
 
     def _trace(self, frame: types.FrameType, event: str, _: object) -> Callable[..., object] | None:
-        if not _is_watched(frame):
+        if not _is_traced(frame):
             return None
         if event == "line" and "contextlib" not in frame.f_code.co_filename:
             is_nop = frame.f_code.co_code[frame.f_lasti] == dis.opmap["NOP"]
@@ -639,7 +831,7 @@ class Interrupter:
         return self._trace
 
     def _profile(self, frame: types.FrameType, event: str, _: object) -> None:
-        if event == "c_return" and _is_watched(frame):
+        if event == "c_return" and _is_traced(frame):
             self._reach(frame, event)
 
     def _leaves_with(self, frame: types.FrameType) -> bool:
@@ -658,107 +850,6 @@ class Interrupter:
             raise KeyboardInterrupt
         name = frame.f_code.co_filename.rpartition("/")[2]
         self.positions.append((f"{name}:{frame.f_code.co_name}", frame.f_lineno, event))
-
-
-def _is_watched(frame: types.FrameType) -> bool:
-    """Code of this package, and of contextlib where this package calls it."""
-    file = frame.f_code.co_filename
-    if file.endswith("contextlib.py") and frame.f_back is not None:
-        file = frame.f_back.f_code.co_filename
-    return file.endswith(_INTERRUPTED_FILES)
-
-
-def _chosen(positions: list[Position]) -> list[int]:
-    """The first time that each place is reached, and the last return from each C function: loops make the rest."""
-    first = {position: index for index, position in reversed(list(enumerate(positions)))}
-    last = {position: index for index, position in enumerate(positions) if position[2] == "c_return"}
-    return sorted({*first.values(), *last.values()})
-
-
-INTERRUPTED = [phase for phase in PHASES if phase.name in ("first sleep", "sleep of changed", "wake of all")]
-
-
-@pytest.mark.parametrize("phase", INTERRUPTED, ids=str)
-def test_interrupt_anywhere(world: World, phase: Phase) -> None:
-    check_interrupts(world, phase)
-
-
-def check_interrupts(world: World, phase: Phase, files: tuple[str, ...] = ("",)) -> None:
-    """At every place in files whose name begins like one of `files`."""
-    phase.prepare(world)
-    world.allocator._store._numa_nodes.clear()  # so that the device is asked again
-    unaccounted_bytes = world.unaccounted_bytes()
-    with Interrupter() as clean:
-        phase.operate(world)
-    problems = []
-    chosen = [index for index in _chosen(clean.positions) if clean.positions[index][0].startswith(files)]
-    for index in chosen:
-        try:
-            phase.prepare(world)
-            world.allocator._store._numa_nodes.clear()  # so that the device is asked again
-            _check_one_interrupt(world, phase, index)
-            assert world.unaccounted_bytes() == unaccounted_bytes, "registered host memory is left"
-        except Exception as error:
-            file, line, event = clean.positions[index]
-            problems.append(f"{event} at line {line} of {file}: {type(error).__name__}: {error}")
-            _start_over(world)
-            unaccounted_bytes = world.unaccounted_bytes()
-    assert len(chosen) > 100
-    assert not problems, f"{len(problems)} of {len(chosen)}:\n" + "\n".join(problems[:20])
-
-
-def _check_one_interrupt(world: World, phase: Phase, index: int) -> None:
-    interrupter = Interrupter(index)
-    try:
-        with interrupter:
-            phase.operate(world)
-    except KeyboardInterrupt:
-        pass
-    sleeps = {segment.sleep != AWAKE for segment in world.segments}
-    assert len(sleeps) == 1, "some sleep and some do not"
-    assert all(segment.has_memory is (segment.sleep == AWAKE) for segment in world.segments)
-    world.check_bytes()
-    assert threads_at_work() == [], "a thread goes on"
-    in_thread(world.allocator.usage, timeout_s=5)  # the lock is free again
-    world.wake()
-    assert {segment.sleep for segment in world.segments} == {AWAKE}
-
-
-def threads_at_work() -> list[str]:
-    """Of ours. One that was told to end, and does so by itself, does not count."""
-    assert_no_threads_ahead()
-    ours = [thread for thread in threading.enumerate() if thread.name.startswith("cumem-sleep")]
-    for thread in ours:
-        thread.join(5)
-    return [thread.name for thread in ours if thread.is_alive()]
-
-
-def test_interrupt_of_prepare(world: World) -> None:
-    """What it began can be ended, wherever the interrupt came."""
-    free_everything()
-    world.__init__(prepare_bytes_per_second=1)  # type: ignore[misc]  # else it would end by itself
-    allocator = world.allocator
-    with Interrupter() as clean:
-        allocator.prepare()
-    chosen = _chosen(clean.positions)
-    problems = []
-    for index in chosen:
-        allocator.release_backups()
-        allocator._preparation = None  # as at first, so that the places are the same
-        interrupter = Interrupter(index)
-        try:
-            with interrupter:
-                allocator.prepare()
-        except KeyboardInterrupt:
-            pass
-        file, line, event = clean.positions[index]
-        in_thread(allocator.usage, timeout_s=5)
-        allocator.release_backups()
-        if threads_at_work() or allocator._store.host_bytes:
-            problems.append(f"{event} at line {line} of {file}: it goes on")
-    world.check_bytes()
-    assert len(chosen) > 50
-    assert not problems, f"{len(problems)} of {len(chosen)}:\n" + "\n".join(problems[:20])
 
 
 def test_interrupt_of_malloc(world: World) -> None:
@@ -813,6 +904,94 @@ def test_interrupt_of_malloc_by_a_signal() -> None:
         """
     )
     assert_clean_exit(process)
+
+
+# Where an operation looks whether it is to stop, by phase; at the last one everything is detached.
+LOOKS = {
+    "first sleep": {
+        "allocator.py:_quiesce",
+        "allocator.py:__next__",
+        "digest.py:finish",
+        "digest.py:_sums_of_memory",
+        "backup.py:start",
+        "backup.py:finish",
+        "put_to_sleep",
+    },
+    "wake of all": {"restore.py:run", "restore.py:_finish", "digest.py:finish", "digest.py:_sums_of_memory"},
+}
+
+
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase.name in LOOKS], ids=str)
+def test_stops_at_every_look(world: World, phase: Phase) -> None:
+    check_looks(world, phase, LOOKS[phase.name])
+
+
+def check_looks(world: World, phase: Phase, expected: set[str]) -> None:
+    """It stops there, and all is as it was before."""
+    phase.prepare(world)
+    looks = Looks()
+    with looks:
+        phase.operate(world)
+    assert set(looks.places) == expected
+    for index, place in enumerate(looks.places):
+        phase.prepare(world)
+        before = world.state()
+        looks = Looks(index)
+        with looks, pytest.raises(TimeoutError):
+            phase.operate(world)
+        assert looks.stopped, f"it went on after {place}"
+        assert world.state() == before, place
+        world.check_bytes()
+        assert_no_threads()
+
+
+class Looks:
+    """Counts the looks of an operation, and asks it to stop just before one."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.places: list[str] = []
+        self.stopped = False
+        self._at = at
+        self._main = threading.get_ident()
+        self._patch = pytest.MonkeyPatch()
+
+    def __enter__(self) -> Looks:
+        self._look, put_to_sleep = _core.stop_if_asked, _core.put_to_sleep
+
+        def look() -> None:
+            code = sys._getframe(1).f_code
+            self._note(f"{code.co_filename.rpartition('/')[2]}:{code.co_name}")
+            self._look()
+
+        def put(backed_up: list[_core.Segment], dropped: list[_core.Segment]) -> int:
+            self._note("put_to_sleep")
+            return put_to_sleep(backed_up, dropped)
+
+        self._patch.setattr(_core, "stop_if_asked", look)
+        self._patch.setattr(_core, "put_to_sleep", put)
+        self._before = signal.signal(signal.SIGUSR1, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+        signal.signal(signal.SIGUSR1, self._before)
+        self.stopped = len(self.places) - 1 == self._at
+
+    def _handle(self, *_: object) -> None:
+        raise TimeoutError
+
+    def _note(self, place: str) -> None:
+        self.places.append(place)
+        if len(self.places) - 1 != self._at:
+            return
+        signal.pthread_kill(self._main, signal.SIGUSR1)
+        ends_at = time.monotonic() + 10
+        while True:
+            assert time.monotonic() < ends_at, "nobody asks it to stop"
+            try:
+                self._look()
+            except _core.OperationStopped:
+                return
 
 
 def test_interrupt_by_a_signal() -> None:

@@ -231,7 +231,8 @@ class History:
     def slept(self, error: CumemSleepError | None, dropped: set[str], only: set[str] | None = None) -> None:
         for segment in _core.segments():
             each = self.expected[segment.id]
-            if each.sleep != AWAKE or (only is not None and each.tag not in only):
+            is_kept = each.sleep == DROPPED and each.content is not None and each.tag in dropped
+            if not (each.sleep == AWAKE or is_kept) or (only is not None and each.tag not in only):
                 continue
             name = f"segment {each.tag} at 0x{each.address:x}"
             if error is None:
@@ -241,6 +242,8 @@ class History:
                 each.sleep, each.content = DROPPED, None
             elif any(named.startswith(name) for named in error.asleep_segments):
                 each.sleep = DROPPED if each.tag in dropped else BACKED_UP
+            else:
+                each.sleep = AWAKE
 
     def wake(self) -> None:
         chosen = self.random.choice((None, None, {"weights"}, {"kv_cache"}, {"weights", "kv_cache"}))

@@ -1265,6 +1265,11 @@ class TestPoorMachines:
             """
             from cumem_sleep import _core
 
+            def start_all_the_same(worker, work):
+                _core.allow_threads(1)
+                start(worker, work)
+
+            start, _core.Worker.start = _core.Worker.start, start_all_the_same  # of prepare, which is refused else
             _core.allow_threads(0)
             """,
         ],

@@ -1,0 +1,745 @@
+"""Signals in every call, whatever their handlers raise or do; finalisers wherever the garbage collector runs them.
+
+`CUMEM_SLEEP_TEST_STORM_S` says how long each storm lasts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support import PAGE, Memory, assert_clean_exit, assert_no_threads, hooks, in_thread, run_script
+
+from cumem_sleep import CuMemAllocator, CumemSleepError, InvalidState, _core, host_limits, prepare
+
+pytestmark = pytest.mark.sim
+
+STORM_S = float(os.environ.get("CUMEM_SLEEP_TEST_STORM_S", "4"))
+
+
+@pytest.fixture
+def handler() -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Sets what SIGUSR1 does."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield lambda work: signal.signal(signal.SIGUSR1, lambda *_: work()) and None
+    signal.signal(signal.SIGUSR1, before)
+
+
+def signal_main() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+
+def raising(error: BaseException) -> Callable[[], object]:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+Handler = Callable[[Callable[[], object]], None]
+
+
+# What a caller gets
+
+
+class TestRun:
+    """One call on a thread of its own."""
+
+    def test_returns_and_raises_what_the_work_does(self) -> None:
+        lock = _core.OperationLock()
+        assert lock.run(_core.thread_name) == "cumem-operation"
+        assert lock.run(lambda: lock.run(_core.thread_name)) == "cumem-operation"
+        with pytest.raises(KeyError, match="this"):
+            lock.run(lambda: {}["this"])
+        assert_no_threads()
+
+    @pytest.mark.parametrize(
+        ("errors", "expected"),
+        [
+            ([TimeoutError, TimeoutError], [TimeoutError]),
+            ([KeyboardInterrupt, SystemExit, TimeoutError], [KeyboardInterrupt]),
+            ([TimeoutError, KeyboardInterrupt, SystemExit], [KeyboardInterrupt, TimeoutError]),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_of_many_exceptions_of_handlers_the_first(
+        self,
+        handler: Handler,
+        errors: list[type[BaseException]],
+        expected: list[type[BaseException]],
+        fails: bool,
+    ) -> None:
+        """And one that ends programs before one that does not; what else there was is what it came from."""
+        handled: list[type[BaseException]] = []
+        lock = _core.OperationLock()
+
+        def handle() -> None:
+            handled.append(errors[len(handled)])
+            raise handled[-1]
+
+        def work() -> None:
+            for number in range(len(errors)):
+                signal_main()
+                until(lambda number=number: len(handled) > number)  # type: ignore[misc]
+            if fails:
+                raise KeyError("of the work")
+            with pytest.raises(_core.OperationStopped):
+                _core.stop_if_asked()
+
+        handler(handle)
+        with pytest.raises(expected[0]) as raised:
+            lock.run(work)
+        chain, error = [], raised.value.__context__
+        while error is not None:
+            chain.append(type(error))
+            error = error.__context__
+        assert chain == expected[1:] + [KeyError] * fails
+        assert handled == errors
+
+    def test_is_no_exception_that_code_tries_out(self) -> None:
+        assert not issubclass(_core.OperationStopped, Exception)
+
+    def test_has_the_callers_context(self) -> None:
+        import contextvars
+
+        variable = contextvars.ContextVar("variable", default=0)
+        variable.set(7)
+        assert _core.OperationLock().run(variable.get) == 7
+
+    def test_where_no_thread_can_be_had(self) -> None:
+        _core.allow_threads(0)
+        try:
+            assert _core.OperationLock().run(threading.get_ident) == threading.get_ident()
+        finally:
+            _core.allow_threads(-1)
+
+    def test_waiting_for_the_lock_can_be_stopped(self, handler: Handler) -> None:
+        lock, go = _core.OperationLock(), threading.Event()
+        held = threading.Event()
+
+        def hold() -> None:
+            with lock.hold():
+                held.set()
+                go.wait(30)
+
+        def wait() -> None:
+            signal_main()
+            with lock.hold():
+                raise AssertionError("not held")
+
+        handler(raising(TimeoutError()))
+        holder = threading.Thread(target=hold, daemon=True)
+        holder.start()
+        assert held.wait(30)
+        with pytest.raises(TimeoutError):
+            lock.run(wait)
+        go.set()
+        holder.join(30)
+
+    def test_an_asynchronous_exception_at_the_caller_comes_when_it_has_ended(self) -> None:
+        import ctypes
+
+        lock, ended = _core.OperationLock(), []
+
+        def call() -> None:
+            ident = threading.get_ident()
+
+            def work() -> None:
+                count = ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(ident), ctypes.py_object(TimeoutError)
+                )
+                assert count == 1
+                time.sleep(0.02)
+                ended.append(True)
+
+            def run() -> None:
+                lock.run(work)
+                until(lambda: False)
+
+            with pytest.raises(TimeoutError):
+                run()
+
+        in_thread(call)
+        assert ended == [True]
+
+
+def until(reached: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not reached():
+        assert time.monotonic() < deadline, "it never comes to that"
+        time.sleep(0.0005)
+
+
+# Handlers that call the allocator
+
+
+class TestHandlersThatReturn:
+    @pytest.mark.parametrize("call", ["usage", "sleep", "wake_up", "discard", "release_backups", "prepare", "free"])
+    def test_any_call_within_a_sleep(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, handler: Handler, call: str
+    ) -> None:
+        """It waits until the sleep has ended, which does not wait for it."""
+        address, freed = allocator.malloc(PAGE, "weights"), allocator.malloc(PAGE, "default")
+        content = memory.fill_random(address, PAGE)
+        calls: dict[str, Callable[[], object]] = {
+            "discard": lambda: allocator.discard("kv_cache"),
+            "free": lambda: allocator.free(freed),
+        }
+        returned: list[str] = []
+        synchronize = _core.synchronize
+        begun = threading.Event()
+
+        def work() -> None:
+            begun.set()
+            calls.get(call, getattr(allocator, call))()
+            returned.append(call)
+
+        def signalled(device: int) -> None:
+            monkeypatch.undo()
+            signal_main()
+            assert begun.wait(30)
+            synchronize(device)
+
+        handler(work)
+        monkeypatch.setattr(_core, "synchronize", signalled)
+        allocator.sleep()
+        assert returned == [call]
+        allocator.wake_up()
+        assert memory.read(address, PAGE) == content
+
+    def test_stop_within_stop_and_wait(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, handler: Handler
+    ) -> None:
+        memory.fill_random(allocator.malloc(PAGE, "weights"), PAGE)
+        gate, at_gate = threading.Event(), threading.Event()
+        stopped: list[bool] = []
+
+        def wait_at_gate(*_: object) -> bool:
+            at_gate.set()
+            return gate.wait(30) and False
+
+        monkeypatch.setattr(prepare.Preparation, "_copy", wait_at_gate)
+        preparation = allocator.prepare()
+        assert at_gate.wait(30)
+
+        def stop() -> None:
+            threading.Timer(0.02, gate.set).start()
+            preparation.stop()
+            stopped.append(preparation.running)
+
+        handler(stop)
+        threading.Timer(0.02, signal_main).start()
+        preparation.stop()
+        assert stopped == [False]
+
+    def test_get_instance_within_the_first(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, handler: Handler
+    ) -> None:
+        CuMemAllocator.instance = None
+        made: list[CuMemAllocator] = []
+        init = CuMemAllocator.__init__
+        begun = threading.Event()
+
+        def work() -> None:
+            begun.set()
+            made.append(CuMemAllocator.get_instance())
+
+        def slow_init(self: CuMemAllocator) -> None:
+            signal_main()
+            begun.wait(1)
+            init(self)
+
+        handler(work)
+        monkeypatch.setattr(CuMemAllocator, "__init__", slow_init)
+        made.append(CuMemAllocator.get_instance())
+        assert len(made) == 2
+        assert made[0] is made[1] is CuMemAllocator.instance
+
+
+# A preparation
+
+
+class TestPreparation:
+    @pytest.fixture
+    def at_gate(self, monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> threading.Event:
+        """Set when the preparing thread waits there."""
+        at_gate, copy = threading.Event(), prepare.Preparation._copy
+
+        def gated(*arguments: object) -> bool:
+            at_gate.set()
+            assert gate.wait(30)
+            return copy(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(prepare.Preparation, "_copy", gated)
+        return at_gate
+
+    @pytest.fixture
+    def gate(self) -> threading.Event:
+        """What the preparing thread waits for before it copies anything."""
+        return threading.Event()
+
+    def test_tells_the_truth_after_a_wait_that_was_interrupted(
+        self,
+        allocator: CuMemAllocator,
+        memory: Memory,
+        gate: threading.Event,
+        at_gate: threading.Event,
+        handler: Handler,
+    ) -> None:
+        memory.fill_random(allocator.malloc(PAGE, "weights"), PAGE)
+        preparation = allocator.prepare()
+        assert at_gate.wait(30)
+        handler(raising(KeyboardInterrupt()))
+        for _ in range(3):
+            threading.Timer(0.02, signal_main).start()
+            with pytest.raises(KeyboardInterrupt):
+                preparation.wait(30)
+            assert preparation.running
+            assert not preparation.wait(0)
+        gate.set()
+        assert preparation.wait(30)
+        assert not preparation.running
+        assert preparation.error is None
+        assert allocator.sleep().copied_bytes == 0
+
+    @pytest.mark.parametrize("call", ["stop", "release_backups", "prepare"])
+    def test_interrupted_stops_leave_nothing_taken(
+        self,
+        allocator: CuMemAllocator,
+        memory: Memory,
+        gate: threading.Event,
+        at_gate: threading.Event,
+        handler: Handler,
+        call: str,
+    ) -> None:
+        memory.fill_random(allocator.malloc(PAGE, "weights"), PAGE)
+        preparation = allocator.prepare()
+        assert at_gate.wait(30)
+        work = preparation.stop if call == "stop" else getattr(allocator, call)
+        handler(raising(KeyboardInterrupt()))
+        for _ in range(3):
+            threading.Timer(0.02, signal_main).start()
+            with pytest.raises(KeyboardInterrupt):
+                work()
+        gate.set()
+        allocator.release_backups()
+        assert not preparation.running
+        assert allocator._store.host_bytes == 0
+
+    @pytest.mark.parametrize("in_a_turn", [False, True])
+    def test_backups_released_by_a_finaliser_on_its_own_thread(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, in_a_turn: bool
+    ) -> None:
+        addresses = [allocator.malloc(PAGE, "weights") for _ in range(4)]
+        contents = {address: memory.fill_random(address, PAGE) for address in addresses}
+        seen: list[object] = []
+        place = "add_copy" if in_a_turn else "_pace"
+        owner = prepare.DigestRun if in_a_turn else prepare.Preparation
+        work = getattr(owner, place)
+
+        def finalise(*arguments: object) -> object:
+            if not seen:
+                try:
+                    seen.append(allocator.release_backups())
+                except CumemSleepError as error:
+                    seen.append(error)
+            return work(*arguments)
+
+        monkeypatch.setattr(owner, place, finalise)
+        preparation = allocator.prepare()
+        assert preparation.wait(30)
+        if in_a_turn:
+            assert isinstance(seen[0], InvalidState)
+            assert preparation.error is None
+            assert allocator.sleep().copied_bytes == 0
+        else:
+            assert isinstance(seen[0], int)
+            assert isinstance(preparation.error, InvalidState)
+            assert "finaliser" in str(preparation.error)
+            assert allocator._store.host_bytes == 0
+            allocator.sleep()
+        allocator.wake_up()
+        for address, content in contents.items():
+            assert memory.read(address, PAGE) == content
+
+    def test_a_finaliser_on_its_thread_while_somebody_ends_it(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Who ends it holds the lock and waits for the thread, so the thread must not wait for the lock."""
+        memory.fill_random(allocator.malloc(PAGE, "weights"), PAGE)
+        at_pace, refused = threading.Event(), list[CumemSleepError]()
+
+        def finalise(preparation: prepare.Preparation, nbytes: int) -> None:
+            at_pace.set()
+            until(lambda: preparation._worker.asked_to_stop)
+            with pytest.raises(InvalidState) as raised:
+                allocator.release_backups()
+            refused.append(raised.value)
+
+        monkeypatch.setattr(prepare.Preparation, "_pace", finalise)
+        preparation = allocator.prepare()
+        assert at_pace.wait(30)
+        in_thread(allocator.release_backups)
+        assert len(refused) == 1
+        assert not preparation.running
+        assert allocator._store.host_bytes == 0
+
+
+# Frees through the hook
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, TimeoutError])
+def test_a_signal_while_freed_backups_are_forgotten_is_not_swallowed(
+    allocator: CuMemAllocator,
+    memory: Memory,
+    monkeypatch: pytest.MonkeyPatch,
+    handler: Handler,
+    error: type[BaseException],
+) -> None:
+    """Python does that at a place of its own choosing on the main thread."""
+    address = allocator.malloc(PAGE, "weights")
+    memory.fill_random(address, PAGE)
+    memory.close()
+    allocator.sleep()
+    allocator.wake_up()
+    prune = allocator._store.prune
+
+    def signalled() -> None:
+        signal_main()
+        time.sleep(0.01)
+        prune()
+
+    handler(raising(error()))
+    monkeypatch.setattr(allocator._store, "prune", signalled)
+
+    def free() -> None:
+        hooks().cumem_sleep_free(address, PAGE, 0, None)
+        until(lambda: False)
+
+    with pytest.raises(error):
+        free()
+    monkeypatch.undo()
+    assert allocator._store.host_bytes == 0
+
+
+# Growth
+
+
+class TestGrowth:
+    """What grows with the number of segments does so in proportion: visits are counted, not seconds."""
+
+    @pytest.mark.parametrize("operation", ["prepare", "first sleep", "hook"])
+    def test_visits(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, operation: str
+    ) -> None:
+        few, many = (self.visits(allocator, monkeypatch, operation, count) for count in (8, 64))
+        assert few["looks"] >= 1
+        for what, count in many.items():
+            assert count <= 8 * few[what] + 64, (what, few, many)
+
+    def visits(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, operation: str, count: int
+    ) -> dict[str, int]:
+        visits = {"looks": 0, "python": 0}
+        addresses = [allocator.malloc(PAGE, "weights") for _ in range(count)]
+
+        def look() -> None:
+            visits["looks"] += 1
+
+        def trace(frame: object, event: str, _: object) -> None:
+            visits["python"] += event == "call"
+
+        with monkeypatch.context() as patch:
+            patch.setattr("cumem_sleep.digest.sums_of", lambda content, first_chunk=0: (first_chunk, 0))
+            patch.setattr(host_limits, "cgroup_available_bytes", look)
+            patch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)
+            run = prepare.Preparation._run
+
+            def profiled(preparation: prepare.Preparation) -> None:
+                sys.setprofile(trace)
+                try:
+                    run(preparation)
+                finally:
+                    sys.setprofile(None)
+
+            patch.setattr(prepare.Preparation, "_run", profiled)
+            if operation == "prepare":
+                preparation = allocator.prepare()
+                assert preparation.wait(60)
+                assert preparation.error is None
+            else:
+                allocator.sleep()
+                allocator.wake_up()
+        for address in addresses:
+            allocator.free(address)
+        allocator.release_backups()
+        return visits
+
+
+# Storms
+
+
+STORM = """
+    import gc, logging, os, random, signal, threading, time
+    from cumem_sleep import backup, prepare
+
+    seed = int(os.environ["SEED"])
+    choice = random.Random(seed)
+    prepare._PIECE_BYTES, prepare._BLOCK_BYTES, backup.SLAB_BYTES = MIB, PAGE, PAGE
+    logging.getLogger("cumem_sleep").setLevel(logging.ERROR)  # of preparations that a handler ends
+    reset_simulation()
+    import cumem_sleep.digest
+    cumem_sleep.digest.sums_of = quick_sums
+    allocator = fresh_allocator(compress=COMPRESS)
+    memory = Memory()
+    contents = {}
+    content = bf16_weights(PAGE, np.random.default_rng(0))
+    for tag in ("weights", "default", "weights"):
+        address = allocator.malloc(PAGE, tag)
+        memory.write(address, content)
+        contents[address] = content
+    memory.close()
+    armed, hits = False, 0
+    preparations = []
+
+    def call_something():
+        what = choice.randrange(6)
+        if what == 0:
+            allocator.usage()
+        elif what == 1:
+            assert CuMemAllocator.get_instance() is allocator
+        elif what == 2:
+            allocator.release_backups()
+        elif what == 3:
+            preparations.append(allocator.prepare())
+        elif what == 4 and preparations:
+            preparations[-1].stop()
+        else:
+            allocator.free(allocator.malloc(PAGE, "extra"))
+
+    def handle(number, frame):
+        global hits
+        if not armed:
+            return
+        hits += 1
+        if number == signal.SIGALRM:
+            try:
+                call_something()
+            except (KeyboardInterrupt, SystemExit, TimeoutError, InvalidState):
+                pass
+        else:
+            raise {signal.SIGINT: KeyboardInterrupt, signal.SIGUSR1: SystemExit, signal.SIGUSR2: TimeoutError}[number]
+
+    kinds = [signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM]
+    for kind in kinds:
+        signal.signal(kind, handle)
+    done = threading.Event()
+
+    def storm():
+        mine = random.Random(seed + 1)
+        while not done.is_set():
+            for _ in range(mine.choice([1, 1, 5, 30])):
+                os.kill(os.getpid(), mine.choice(kinds))
+                time.sleep(mine.choice([0, 0, 1e-4, 1e-3]))
+            time.sleep(mine.random() * 0.01)
+
+    def attempt(operation):
+        "Whether it returned."
+        global armed
+        try:
+            armed = True
+            operation()
+            armed = False
+            return True
+        except (KeyboardInterrupt, SystemExit, TimeoutError):
+            armed = False
+            return False
+
+    def states():
+        return {s.address: s.sleep for s in _core.segments() if s.address in contents}
+
+    def check():
+        for segment in _core.segments():
+            if segment.address in contents and segment.sleep == AWAKE:
+                assert segment.has_memory
+                assert ctypes.string_at(segment.address, PAGE) == contents[segment.address]
+
+    def all_or_nothing(before, wanted):
+        after = states()
+        assert after == before or set(after.values()) <= wanted, (before, after)
+
+    def sleep():
+        before = states()
+        attempt(allocator.sleep)
+        all_or_nothing(before, {BACKED_UP})
+
+    def wake():
+        before = states()
+        attempt(allocator.wake_up)
+        all_or_nothing(before, {AWAKE})
+
+    def free_through_hook():
+        address = allocator.malloc(PAGE, "extra")
+        attempt(allocator.prepare)
+        attempt(lambda: hooks().cumem_sleep_free(address, PAGE, 0, None))
+
+    operations = [
+        sleep, sleep, wake, wake, free_through_hook,
+        lambda: attempt(lambda: allocator.prepare().wait(0.01)),
+        lambda: attempt(lambda: allocator.discard("kv_cache")),
+        lambda: attempt(allocator.release_backups),
+        lambda: attempt(allocator.usage),
+        lambda: attempt(allocator.close),
+        lambda: attempt(lambda: allocator._preparation and allocator._preparation.stop()),
+        lambda: attempt(lambda: allocator.free(allocator.malloc(PAGE, "extra"))),
+    ]
+    sender = threading.Thread(target=storm, daemon=True)
+    sender.start()
+    ends_at = time.monotonic() + float(os.environ["STORM_S"])
+    turns = 0
+    while time.monotonic() < ends_at:
+        choice.choice(operations)()
+        check()
+        turns += 1
+    """
+
+REST = """
+    done.set()
+    sender.join()
+    assert not COMPRESS_ON or allocator._compressor.on, "a signal was taken for a failure of a kernel"
+    allocator.wake_up()
+    check()
+    assert set(states().values()) == {AWAKE}
+    assert hits > 10, hits
+    free_everything()
+    """
+
+
+@pytest.mark.parametrize("compress", ["off", "auto"])
+def test_storm(compress: str) -> None:
+    """Signals of three kinds whose handlers raise, and of one whose handler calls the allocator, in every call."""
+    constants = f"COMPRESS, COMPRESS_ON = {compress!r}, {compress == 'auto'}\nimport ctypes, numpy as np\n"
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(
+                run_script, constants, STORM, REST, timeout_s=STORM_S + 60, STORM_S=str(STORM_S), SEED=str(number)
+            )
+            for number in range(2)
+        ]
+    for run in runs:
+        assert_clean_exit(run.result())
+
+
+def test_storm_at_exit() -> None:
+    """However it ends, it ends."""
+    constants = "COMPRESS, COMPRESS_ON = 'off', False\nimport ctypes, sys, numpy as np\n"
+    rest = """
+        preparations.append(allocator.prepare())
+        armed = True
+        sys.exit(0)
+        """
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(run_script, constants, STORM, rest, timeout_s=60, STORM_S="0.05", SEED=str(number))
+            for number in range(6)
+        ]
+    for run in runs:
+        assert run.result().returncode in (0, 1, -signal.SIGINT), run.result().stderr
+
+
+FINALISERS = """
+    import gc, logging, os, random, sys, threading, time
+    from cumem_sleep import prepare
+
+    choice = random.Random(int(os.environ["SEED"]))
+    prepare._PIECE_BYTES = prepare._BLOCK_BYTES = MIB
+    logging.getLogger("cumem_sleep").setLevel(logging.ERROR)  # of preparations that a finaliser ends
+    reset_simulation()
+    import cumem_sleep.digest
+    cumem_sleep.digest.sums_of = quick_sums
+    allocator, memory = fresh_allocator(), Memory()
+    contents = {}
+    for tag in ("weights", "default", "weights", "weights"):
+        address = allocator.malloc(PAGE, tag)
+        contents[address] = memory.fill_random(address, PAGE)
+    memory.close()
+    ran = {}
+
+    class Garbage:
+        made = 0
+
+        def __init__(self):
+            self.cycle, self.extra = self, 0
+            if choice.random() < 0.1 and allocator.get_current_usage() < 32 * PAGE:
+                self.extra = allocator.malloc(PAGE, "extra")
+
+        def __del__(self):
+            name = _core.thread_name() or "python"
+            ran[name] = ran.get(name, 0) + 1
+            try:
+                if self.extra:
+                    allocator.free(self.extra)
+                else:
+                    choice.choice(calls)()
+            except InvalidState:
+                pass
+
+    calls = [
+        allocator.release_backups, allocator.usage, allocator.prepare, lambda: allocator.discard("kv_cache"),
+        lambda: allocator.sleep(["weights", "default", "extra"]), allocator.wake_up, CuMemAllocator.get_instance,
+        lambda: allocator._preparation and allocator._preparation.stop(),
+    ]
+    gc.set_threshold(5, 2, 2)
+    done = threading.Event()
+
+    def litter():
+        while not done.is_set():
+            if Garbage.made - sum(ran.values()) < 8:  # else they pile up, and all run at once
+                Garbage.made += 1
+                Garbage()
+            time.sleep(0.0005)
+
+    threads = [threading.Thread(target=litter) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    ends_at = time.monotonic() + float(os.environ["STORM_S"])
+    while time.monotonic() < ends_at:
+        try:
+            allocator.sleep(["weights", "default", "extra"])
+            allocator.wake_up()
+            allocator.prepare().wait(0.05)
+        except InvalidState as error:
+            assert "inside another operation" in str(error) or "written to" in str(error), error
+    done.set()
+    for thread in threads:
+        thread.join()
+    gc.set_threshold(0)
+    gc.collect()
+    allocator.wake_up()
+    for address, content in contents.items():
+        assert memory.read(address, PAGE) == content
+    memory.close()
+    print(sorted(ran))
+    free_everything()
+    """
+
+
+def test_finalisers_on_every_thread() -> None:
+    """The garbage collector runs them wherever it comes to: also on the layer's own threads."""
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(run_script, FINALISERS, timeout_s=STORM_S + 60, STORM_S=str(STORM_S), SEED=str(number))
+            for number in range(2)
+        ]
+    seen = set()
+    for run in runs:
+        assert_clean_exit(run.result())
+        seen |= set(eval(run.result().stdout))
+    assert seen >= {"cumem-operation", "cumem-prepare", "python"}, seen
