@@ -285,7 +285,9 @@ def test_choices_are_those_of_the_code() -> None:
 def test_variables_that_are_named_exist(page: pathlib.Path) -> None:
     named = set(re.findall(r"CUMEM_SLEEP_[A-Z][A-Z_]*", page.read_text()))
     of_tests = {
-        found for path in ROOT.glob("tests/*.py") for found in re.findall(r"CUMEM_SLEEP_TEST_\w+", path.read_text())
+        found
+        for path in ROOT.glob("tests/**/*.py")
+        for found in re.findall(r"CUMEM_SLEEP_(?:TEST|GATE)_\w+", path.read_text())
     }
     assert named - {"CUMEM_SLEEP_"} <= defaults().keys() | of_tests
 
