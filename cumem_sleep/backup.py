@@ -153,10 +153,6 @@ class BackupStore:
         backup = self._backups.get(segment.id)
         return backup if backup and backup.complete else None
 
-    def has_backup(self, segment_id: int) -> bool:
-        """Whether host memory is held for it. May be asked without the lock."""
-        return segment_id in self._backups
-
     def host_bytes_of(self, segment: _core.Segment) -> int:
         """Host memory that `segment`'s backup holds, complete or not."""
         backup = self._backups.get(segment.id)

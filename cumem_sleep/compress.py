@@ -392,6 +392,8 @@ class Workbench:
 
     def _next_slot(self) -> _Slot:
         """The one that was begun first, when it has finished."""
+        if self._kept is not None:
+            self._kept.lend()
         self._turn = (self._turn + 1) % _SLOTS
         slot = self._slots[self._turn]
         slot.finish()
@@ -455,8 +457,6 @@ class Workbench:
         segment = min(large, key=lambda segment: segment.bytes)  # mapping it may have to wait for the driver to wipe
         segment.map()
         self._kept = _Kept(segment, needed) if keep_bytes else _Cleared(segment, needed)
-        if keep_bytes:
-            segment.lend()  # from here on somebody puts them back
         return segment.address, _LENT_SLOT_BYTES
 
 
@@ -555,6 +555,9 @@ class _Cleared:
         self._is_back = False
         self._stream = _core.CopyStream(segment.device)
 
+    def lend(self) -> None:
+        """Nobody misses what lies there."""
+
     def put_back(self) -> None:
         """Call it again where it failed. Else that does nothing."""
         if not self._is_back:
@@ -576,6 +579,10 @@ class _Kept:
         self._block.pin(segment.device)
         self._stream.to_host(self._block, 0, segment.address, nbytes)
         self._stream.synchronize()
+
+    def lend(self) -> None:
+        """From here on they are overwritten. Not earlier: a bench that an interrupt lost is not closed, nor used."""
+        self._segment.lend()
 
     def put_back(self) -> None:
         """Call it again where it failed: nobody else has these bytes. Else that does nothing.

@@ -384,7 +384,7 @@ def test_all_devices_are_looked_at() -> None:
     ],
 )
 def test_device_that_refuses(error: DriverError, status: Status, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_core, "malloc", failing(error))
+    monkeypatch.setattr(_core, "Allocation", failing(error))
     check = doctor.gpu_handles(0)
     assert check.status is status
     assert found in check.found

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -435,7 +434,7 @@ def test_a_signal_while_freed_backups_are_forgotten_is_not_swallowed(
 class TestGrowth:
     """What grows with the number of segments does so in proportion: visits are counted, not seconds."""
 
-    @pytest.mark.parametrize("operation", ["prepare", "first sleep", "hook"])
+    @pytest.mark.parametrize("operation", ["prepare", "first sleep"])
     def test_visits(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, operation: str
     ) -> None:
@@ -447,29 +446,22 @@ class TestGrowth:
     def visits(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, operation: str, count: int
     ) -> dict[str, int]:
-        visits = {"looks": 0, "python": 0}
+        visits = {"looks": 0, "blocks": 0}
         addresses = [allocator.malloc(PAGE, "weights") for _ in range(count)]
+        pinned = _core.HostBlock.pinned
 
         def look() -> None:
             visits["looks"] += 1
 
-        def trace(frame: object, event: str, _: object) -> None:
-            visits["python"] += event == "call"
+        def visited(block: _core.HostBlock) -> bool:
+            visits["blocks"] += 1
+            return bool(pinned.__get__(block))  # type: ignore[attr-defined]
 
         with monkeypatch.context() as patch:
             patch.setattr("cumem_sleep.digest.sums_of", lambda content, first_chunk=0: (first_chunk, 0))
             patch.setattr(host_limits, "cgroup_available_bytes", look)
             patch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)
-            run = prepare.Preparation._run
-
-            def profiled(preparation: prepare.Preparation) -> None:
-                sys.setprofile(trace)
-                try:
-                    run(preparation)
-                finally:
-                    sys.setprofile(None)
-
-            patch.setattr(prepare.Preparation, "_run", profiled)
+            patch.setattr(_core.HostBlock, "pinned", property(visited))
             if operation == "prepare":
                 preparation = allocator.prepare()
                 assert preparation.wait(60)
