@@ -245,6 +245,7 @@ class TestFork:
         )
         assert_clean_exit(process)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("asleep", [False, True])
     @pytest.mark.parametrize("exit_as_python_does", [False, True])
     def test_after_first_use_is_refused_in_the_child(self, asleep: bool, exit_as_python_does: bool) -> None:
@@ -344,6 +345,7 @@ class TestFork:
 
 
 class TestExit:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "rest",
         [
@@ -403,6 +405,7 @@ class TestExit:
         assert process.stdout == "used to the end\n"
         assert process.stderr == ""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("daemon", [False, True])
     @pytest.mark.parametrize("operation", ["sleep", "wake_up", "malloc"])
     def test_while_a_thread_works(self, operation: str, daemon: bool) -> None:
@@ -562,6 +565,7 @@ class TestSettings:
         assert_clean_exit(process)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "access"),
     [
