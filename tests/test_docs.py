@@ -103,7 +103,15 @@ def test_snippets_are_found() -> None:
     assert len([snippet for snippet in OF_PYTHON + OF_BASH if snippet.not_run is None]) >= 7
 
 
-@pytest.mark.parametrize("snippet", [s for s in OF_PYTHON + OF_BASH if s.not_run is None], ids=str)
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        pytest.param(snippet, marks=[pytest.mark.slow] if "cumem-sleep demo" in snippet.text else [])
+        for snippet in OF_PYTHON + OF_BASH
+        if snippet.not_run is None
+    ],
+    ids=str,
+)
 def test_snippets_run(snippet: Snippet, tmp_path: pathlib.Path) -> None:
     command = tmp_path / "bin" / "cumem-sleep"  # of this very package, wherever it is installed
     command.parent.mkdir()
