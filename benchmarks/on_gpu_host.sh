@@ -29,8 +29,8 @@ suite() {
         echo "commit ${COMMIT:?names the commit under test}, $(date -u +%F)"
         nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
         python3 -c 'import platform, torch, triton; print("Python", platform.python_version(), "torch", torch.__version__, "triton", triton.__version__)'
-        echo "CUMEM_SLEEP_TEST_DRIVER=cuda python3 -m pytest -q $*"
-        CUMEM_SLEEP_TEST_DRIVER=cuda timeout -k 20 560 python3 -m pytest -q -p no:cacheprovider --durations=8 "$@" 2>&1
+        echo "CUMEM_SLEEP_TEST_DRIVER=cuda python3 -m pytest -q -m \"\" $*"
+        CUMEM_SLEEP_TEST_DRIVER=cuda timeout -k 20 560 python3 -m pytest -q -m "" -p no:cacheprovider --durations=8 "$@" 2>&1
     } | tee "$out/$name.txt"
 }
 
@@ -68,7 +68,7 @@ for what in "$@"; do
         # what measures time or fills the GPU, and what needs PyTorch or CuPy to give memory up, which they do not do
         # under the sanitizer (PyTorch 2.11 keeps a deleted graph's hold on its pool: use_count() stays 2).
         CUMEM_SLEEP_TEST_DRIVER=cuda timeout 240 compute-sanitizer --tool memcheck --report-api-errors no \
-            --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider --timeout=200 tests/test_allocator.py tests/gpu/test_torch.py \
+            --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider --timeout=200 -m "" tests/test_allocator.py tests/gpu/test_torch.py \
             -k "not 200_cycles and not in_flight and not without_room and not captured_in_its_pool and not cupy" 2>&1 | tee "$out/sanitizer.txt"
         ;;
     decoder) timeout 200 python3 benchmarks/decoder.py --out "$out/decoder.json" --checkpoint /tmp/qwen3-8b ;;

@@ -15,7 +15,10 @@ from .settings import PREFIX, Settings
 
 _OF_SETTINGS = tuple(field.name.upper() for field in fields(Settings))
 # The fields of `vllm.gate_settings.GateSettings`, which this module must not import.
-_OF_THE_GATE = ("ADMIN_TOKEN", "HEALTH", "ON_REQUEST", "REQUEST_DEADLINE_S", "RETRY_AFTER_S")
+_OF_THE_GATE = (
+    *("ADMIN_TOKEN", "HEALTH", "ON_REQUEST", "REQUEST_DEADLINE_S", "RETRY_AFTER_S"),
+    *("MAX_HELD_REQUESTS", "MAX_HELD_BYTES", "LOADING_METHODS"),
+)
 # Those that no dataclass documents.
 _OTHERS = {
     "DISABLE": "1: the vLLM plugin stands back, and vLLM's own sleep mode serves",

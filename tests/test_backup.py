@@ -143,6 +143,7 @@ class Events:
 
 @pytest.mark.usefixtures("small_head")
 class TestParts:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "dirty",
         [(), (0,), (1,), (0, 1), (2,), (5,), (3, 4), (1, 2), (0, 5), (0, 1, 2, 3, 4, 5)],
@@ -363,6 +364,7 @@ class TestParts:
         assert allocator._store.host_bytes == 0
         check_bytes(memory, contents)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("error", [DriverError, KeyboardInterrupt])
     @pytest.mark.parametrize(
         ("dirty", "number"),
@@ -417,6 +419,7 @@ class TestParts:
         allocator.wake_up()
         check_bytes(memory, contents)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("number", "place"),
         [*((1, place) for place in (0, 1, 2, 5)), *((2, place) for place in (0, 1, 2, 5)), (3, 1)],
@@ -918,6 +921,7 @@ GOING = """
 
 @pytest.mark.sim
 class TestProcess:
+    @pytest.mark.slow
     @pytest.mark.parametrize("between_s", [0, 1000])
     @pytest.mark.parametrize("rest", ["sys.exit(0)", "CuMemAllocator.instance = None; del allocator, going"])
     def test_exit_meanwhile(self, between_s: float, rest: str) -> None:

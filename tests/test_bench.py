@@ -119,6 +119,7 @@ def write_model(path: pathlib.Path, sizes: dict[str, int]) -> pathlib.Path:
 # What it reports
 
 
+@pytest.mark.slow
 def test_compressed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUMEM_SLEEP_COMPRESS", "auto")
     code, found = run_json(capsys, "--no-touch-host-memory")
@@ -179,6 +180,7 @@ def check_step(step: dict[str, Any]) -> None:
         assert step["left_on_gpu_bytes"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 def test_table_says_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", *SMALL, "--rounds", "2"]) == 0
@@ -194,6 +196,7 @@ def test_table_says_simulated(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"│ {name} " in output.out
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 def test_chosen_sizes_are_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(workload, "_SIMULATED_WEIGHTS_BYTES", 86 * MIB)
@@ -207,6 +210,7 @@ def test_chosen_sizes_are_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_model(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     shards = tmp_path / "model"
     shards.mkdir()
@@ -483,6 +487,7 @@ def test_scaled_models_keep_their_proportions(nbytes: int) -> None:
 # The figure
 
 
+@pytest.mark.slow
 def test_plot(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "sleep.png"
     code, _ = run_json(capsys, "--plot", str(path))
@@ -538,6 +543,7 @@ def held() -> tuple[int, int]:
     return len(_core.segments()), sim.stats().registered_bytes if SIMULATED else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [

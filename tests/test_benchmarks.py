@@ -65,6 +65,7 @@ def tables(benchmark_modules: None) -> ModuleType:
     return importlib.import_module("result_tables")
 
 
+@pytest.mark.slow
 def test_every_step_is_measured_in_fresh_processes(peers: tuple[str, dict[str, Any]]) -> None:
     _, result = peers
     rounds = {benchmark["name"]: benchmark["stats"]["rounds"] for benchmark in result["benchmarks"]}
@@ -92,6 +93,7 @@ def test_results_do_not_name_the_machine(peers: tuple[str, dict[str, Any]]) -> N
     assert str(pathlib.Path(result["machine"]["command"].split()[1]).parent) == "."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
@@ -131,6 +133,7 @@ def test_a_failing_layer_loses_nothing_of_the_others(
     assert len(run.records["cumem-sleep"].seconds["first sleep"]) == 2
 
 
+@pytest.mark.slow
 def test_changed_bytes_are_found(
     benchmark_modules: None, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:

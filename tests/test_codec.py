@@ -172,6 +172,7 @@ class TestRoundTrip:
         assert code is not None
         assert assert_round_trip(code, content).size < 0.95 * content.size
 
+    @pytest.mark.slow
     @every_layout
     @pytest.mark.parametrize("byte", [0, 0xFF, 0x80, 0x7F])
     def test_constant(self, layout: Layout, byte: int) -> None:
@@ -228,6 +229,7 @@ class TestRoundTrip:
                 row[: (block // 4**level % 4) * 16 + block % 3 - 1] = symbol
         assert_round_trip(code_of(layout), values_of(layout, symbols.reshape(-1)))
 
+    @pytest.mark.slow
     @every_layout
     def test_many_chunks(self, layout: Layout) -> None:
         content = np.concatenate([weights(layout, 2), random_bytes(CHUNK_BYTES), tiled(b"\0"), weights(layout, seed=1)])
@@ -246,6 +248,7 @@ class TestRoundTrip:
         assert codec.chunk_bytes(code_of(BF16), nothing).size == 0
         assert codec.decode(code_of(BF16), nothing, []).size == 0
 
+    @pytest.mark.slow
     @settings(max_examples=40, deadline=None)
     @given(
         pattern=st.binary(min_size=1, max_size=3000),
@@ -399,6 +402,7 @@ class TestDamage:
             damaged[np.random.default_rng(seed).integers(stored.size)] ^= 1 << seed
             assert codec.decode(code, damaged, [stored.size]).shape == content.shape
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("left", [0, 1, 15, 16, 500, 100_000, -1, -15, -16, -1000])
     def test_of_sizes(self, encoded: tuple[Code, Bytes, Bytes], left: int) -> None:
         code, content, stored = encoded
@@ -414,6 +418,7 @@ class TestDamage:
         decoded = codec.decode(code, stored, [5, stored.size - 5, 3 * CHUNK_BYTES, 0])
         assert decoded.size == 4 * content.size
 
+    @pytest.mark.slow
     @settings(max_examples=30, deadline=None)
     @given(pattern=st.binary(min_size=1, max_size=500), layout=st.sampled_from(LAYOUTS), size=st.integers(0, 3 << 20))
     def test_of_any_kind(self, pattern: bytes, layout: Layout, size: int) -> None:

@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from types import SimpleNamespace
@@ -202,6 +203,7 @@ def cycle(allocator: CuMemAllocator, contents: Contents) -> None:
 
 
 class TestRoundTrips:
+    @pytest.mark.slow
     @pytest.mark.parametrize(("devices", "slab_bytes"), [(1, 128 * MIB), (2, 2 * MIB)])
     def test_of_all_kinds_at_once(
         self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, devices: int, slab_bytes: int
@@ -266,6 +268,7 @@ class TestRoundTrips:
         allocator.wake_up()
         check_bytes(contents | cache)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("slots", "tight"), [(2, False), (2, True), (4, False)])
     def test_wake_by_the_copy_kernel(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int, tight: bool
@@ -557,6 +560,7 @@ class TestChanges:
         allocator.wake_up()
         check_bytes(contents)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("number", range(4))
     def test_a_digest_that_finds_no_memory_leaves_nothing_out(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, number: int
@@ -587,6 +591,7 @@ class TestChanges:
         allocator.wake_up()
         check_bytes(contents)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("after", [0, 1, 3, 5])
     def test_a_codec_that_fails_before_the_last_part_leaves_nothing_out(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, after: int
@@ -740,6 +745,7 @@ class TestChanges:
             contents[address] = bf16(2 * PAGE, np.random.default_rng(address))
             write(address, contents[address])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("first", [bf16, noise, zeros, some_noise, fp16])
     @pytest.mark.parametrize("second", [bf16, noise, zeros, some_noise])
     def test_of_kind(self, allocator: CuMemAllocator, first: Kind, second: Kind) -> None:
@@ -766,15 +772,15 @@ class TestChanges:
         for address in contents:
             contents[address] = noise(2 * PAGE, np.random.default_rng(address))
             write(address, contents[address])
-        touch, touched = _core.HostBlock.touch, {True: 0, False: 0}
+        touch, touched = _core.HostBlock.touch, Counter[str]()
 
         def noted(block: _core.HostBlock, start: int, nbytes: int) -> None:
-            touched[threading.get_ident() == threading.main_thread().ident] += nbytes
+            touched[_core.thread_name()] += nbytes
             touch(block, start, nbytes)
 
         patch_touch(monkeypatch, noted)
         allocator.sleep()
-        assert touched[False] == 3 * 2 * PAGE
+        assert touched["cumem-ahead"] == 3 * 2 * PAGE
         allocator.wake_up()
         check_bytes(contents)
 
@@ -880,6 +886,7 @@ class TestHostMemory:
         allocator.wake_up("weights")
         check_bytes(dict(list(contents.items())[:1]))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("part_bytes", [2 * PAGE, 1 << 30])
     @pytest.mark.parametrize("what", ["one grows", "a new one"])
     def test_old_backups_of_what_changed_make_way(
@@ -944,6 +951,7 @@ class TestHostMemory:
 
 
 class TestPrepare:
+    @pytest.mark.slow
     @pytest.mark.parametrize("verify", ["off", "wake"])
     def test_the_next_sleep_copies_nothing(self, make_allocator: MakeAllocator, verify: str) -> None:
         allocator = make_allocator(compress="auto", verify=verify)
@@ -1051,6 +1059,7 @@ class TestPrepare:
         assert (result, preparation.error) == (0, None)
         assert allocator.sleep().copied_bytes == 0
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("place", [0, 1, 2])
     def test_free_during_the_plan(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
         """What is counted stays until it was."""
@@ -1084,6 +1093,7 @@ class TestPrepare:
         assert handles == [len(contents)] * len(handles)
         assert encodings(allocator, contents) == [None, None]
 
+    @pytest.mark.slow
     def test_every_driver_call_may_fail_once(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
         QuickCodec(monkeypatch)
         contents = fill(allocator, bf16)
@@ -1113,6 +1123,7 @@ class TestPrepare:
         check_bytes(contents)
         assert not problems, f"{len(problems)} of {sum(calls.values())}:\n" + "\n".join(problems[:20])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("act", ["noise", "flip", "free", "sleep", "sleep and wake", "release", "close"])
     def test_beside(self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, act: str) -> None:
         """Before each of its turns, the first of which plans."""
@@ -1234,6 +1245,7 @@ class TestPrepare:
         sim.configure(device_bytes=DEVICE_BYTES)
         cycle(allocator, contents)
 
+    @pytest.mark.slow
     def test_exit_while_it_counts(self) -> None:
         assert_thread_ends_in_order(
             """
@@ -1258,9 +1270,10 @@ class TestPrepare:
             preparation = allocator.prepare()
             assert counting.wait(30)
             """,
-            thread="preparation._thread",
+            thread="preparation._worker",
         )
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("call", ["cuMemHostRegister"])
     def test_no_copy_is_in_flight_after_a_failure(self, call: str) -> None:
         """Two chunks in a block each: the copy of the first goes on while the next step fails."""
@@ -1401,6 +1414,7 @@ class TestFullDevice:
         assert _core.memory_info(0)[0] == free_bytes
         assert caplog.records == []
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("cache", [True, False])
     @pytest.mark.parametrize("free_bytes", [0, PAGE])
     def test_wake_with_room_for_the_segments_only(
@@ -1495,6 +1509,7 @@ class TestFullDevice:
 
 
 class TestDamage:
+    @pytest.mark.slow
     @pytest.mark.parametrize("verify", ["wake", "off"])
     @pytest.mark.parametrize("part", ["header", "plane", "level 0", "symbols", "second chunk"])
     def test_of_a_backup(self, make_allocator: MakeAllocator, part: str, verify: str) -> None:
@@ -1577,6 +1592,7 @@ class TestCodecFails:
         assert encodings(allocator, contents) == ["bf16", None]
         assert "no such kernel" in caplog.text
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("lend", [False, True])
     @pytest.mark.parametrize(("name", "after"), [("count", 0), ("encode", 0), ("encode", 1)])
     def test_at_sleep(
@@ -1626,6 +1642,7 @@ class TestCodecFails:
         allocator.wake_up()
         check_bytes(contents)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("after", [0, 1])
     @pytest.mark.parametrize("tight", [False, True])
     def test_at_wake(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, after: int, tight: bool) -> None:
@@ -1830,6 +1847,7 @@ def all_compressed(world: World) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "error_name"),
     [
@@ -1849,6 +1867,7 @@ def test_every_driver_call_may_fail_once(world: World, phase: Phase, error_name:
     check_every_call(world, Phase(phase.name, phase.prepare, operate), error_name, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "phase", [phase for phase in COMPRESSED if phase.name in ("first sleep", "wake of all")], ids=str
 )
@@ -1856,6 +1875,7 @@ def test_interrupt_anywhere(world: World, phase: Phase) -> None:
     check_interrupts(world, phase, ("compress.py", "allocator.py:_back_up_compressed", "allocator.py:_workbenches"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "part_bytes"), [("tight", 1 << 30), ("ample", PAGE)], indirect=["world"])
 def test_interrupt_of_a_sleep_of_changed(world: World, monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
     """Whose backups are written to again, while the next part is counted."""
@@ -1866,6 +1886,7 @@ def test_interrupt_of_a_sleep_of_changed(world: World, monkeypatch: pytest.Monke
     check_interrupts(world, phase, (*(f"compress.py:{place}" for place in places), *others))
 
 
+@pytest.mark.slow
 def test_every_driver_call_of_a_wake_of_two_devices_may_fail_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reset_simulation()
     one_page_bench(monkeypatch)

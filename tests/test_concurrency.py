@@ -40,6 +40,7 @@ def run_together(*works: Callable[[], object], timeout_s: float = 60) -> None:
 
 
 class TestOperations:
+    @pytest.mark.slow
     def test_all_at_once(self, allocator: CuMemAllocator, memory: Memory) -> None:
         """Sleep and wake go on while other threads allocate, free and look; nobody sees an error."""
         contents = {}
@@ -208,6 +209,7 @@ class TestFreeDuringCopies:
         free_everything()
         """
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("operation", "through_hook", "on_main_thread"),
         [("sleep", True, True), ("sleep", False, False), ("wake_up", True, False), ("wake_up", False, True)],
@@ -636,6 +638,7 @@ class TestKernelInFlight:
     def check(self, rest: str, full_device: bool = False) -> None:
         assert_clean_exit(run_script(f"FULL_DEVICE = {full_device}\n", self.SCRIPT, rest))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("through_hook", [False, True])
     @pytest.mark.parametrize("full_device", [False, True])
     def test_at_free(self, through_hook: bool, full_device: bool) -> None:

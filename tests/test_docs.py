@@ -103,7 +103,15 @@ def test_snippets_are_found() -> None:
     assert len([snippet for snippet in OF_PYTHON + OF_BASH if snippet.not_run is None]) >= 7
 
 
-@pytest.mark.parametrize("snippet", [s for s in OF_PYTHON + OF_BASH if s.not_run is None], ids=str)
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        pytest.param(snippet, marks=[pytest.mark.slow] if "cumem-sleep demo" in snippet.text else [])
+        for snippet in OF_PYTHON + OF_BASH
+        if snippet.not_run is None
+    ],
+    ids=str,
+)
 def test_snippets_run(snippet: Snippet, tmp_path: pathlib.Path) -> None:
     command = tmp_path / "bin" / "cumem-sleep"  # of this very package, wherever it is installed
     command.parent.mkdir()
@@ -149,7 +157,7 @@ def test_commands_are_those_of_the_parser(page: pathlib.Path) -> None:
     code += [found for found in re.findall(r"`([^`\n]+)`", prose) if found.startswith("cumem-sleep ")]
     for text in code:
         for arguments in commands(text):
-            if arguments and "." not in arguments[0]:  # `demo|doctor|bench` is no command line
+            if arguments and arguments != ["--help"]:
                 options = cli._parser().parse_args(arguments)
                 assert options.run is not None, arguments
 
@@ -185,7 +193,7 @@ def test_extras_and_parts_that_are_named_exist() -> None:
         for part in named.split():
             assert f"\n{part}() {{" in ci, part
     parts = {row[0].strip("`") for row in rows((ROOT / "CONTRIBUTING.md").read_text())} - {"part"}
-    assert parts == set(re.search(r'for part in "\$\{@:-([\w ]+)\}"', ci)[1].split())  # type: ignore[index]
+    assert parts == set(re.search(r"^parts=\(([\w ]+)\)", ci, re.MULTILINE)[1].split())  # type: ignore[index]
 
 
 # Links
@@ -219,8 +227,9 @@ def test_every_example_is_in_the_site() -> None:
 
 
 def test_every_page_is_in_the_site() -> None:
-    toctree = next(snippet for snippet in SNIPPETS if snippet.language == "{toctree}").text.split()
-    assert {"index", *toctree} - {":hidden:", "self"} == {path.stem for path in ROOT.glob("docs/*.md")}
+    toctree = next(snippet for snippet in SNIPPETS if snippet.language == "{toctree}").text
+    names = {re.sub(r".*<(.*)>", r"\1", line) for line in toctree.splitlines() if line}
+    assert {"index", *names} - {":hidden:", "self"} == {path.stem for path in ROOT.glob("docs/*.md")}
 
 
 def test_the_readme_stays_short() -> None:
@@ -238,7 +247,7 @@ def simulator_variables() -> dict[str, str]:
 
 def defaults() -> dict[str, str]:
     """Of each variable, as the page writes them."""
-    said: dict[Any, str] = {None: "none", True: "`1`", False: "`0`"}
+    said: dict[Any, str] = {None: "none", (): "none", True: "`1`", False: "`0`"}
     found = {
         f"CUMEM_SLEEP_{each.name.upper()}": said.get(each.default, f"`{each.default}`")
         for each in (*fields(Settings), *fields(GateSettings))
@@ -249,8 +258,10 @@ def defaults() -> dict[str, str]:
         "CUMEM_SLEEP_PREFAULT_THREADS": "¾ of the cores, at most 16",
         "CUMEM_SLEEP_PREPARE_BYTES_PER_SECOND": "`5GB`",
         "CUMEM_SLEEP_REQUEST_DEADLINE_S": "`60`",
+        "CUMEM_SLEEP_MAX_HELD_BYTES": "`256MiB`",
         "CUMEM_SLEEP_SIM_DEVICE_BYTES": f"`{1 << 30}`",
         plugin.DISABLE: "`0`",
+        plugin.compatibility.UNTESTED: "`0`",
         "CUMEM_SLEEP_SANITIZE": "none",
         "CUMEM_SLEEP_WERROR": "`0`",
         "CUMEM_SLEEP_TEST_DRIVER": "`sim`",
@@ -261,7 +272,8 @@ def test_every_setting_is_on_the_page_with_its_default() -> None:
     on_the_page = {row[0].strip("`"): row[1] for row in rows(page("settings")) if row[0].startswith("`CUMEM_SLEEP_")}
     assert on_the_page == defaults()
     assert Settings.from_environment({"CUMEM_SLEEP_PREPARE_BYTES_PER_SECOND": "5GB"}) == Settings()
-    assert GateSettings.from_environment({"CUMEM_SLEEP_REQUEST_DEADLINE_S": "60"}) == GateSettings()
+    gate = {"CUMEM_SLEEP_REQUEST_DEADLINE_S": "60", "CUMEM_SLEEP_MAX_HELD_BYTES": "256MiB"}
+    assert GateSettings.from_environment(gate) == GateSettings()
 
 
 def test_choices_are_those_of_the_code() -> None:
@@ -281,7 +293,12 @@ def test_choices_are_those_of_the_code() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.name))
 def test_variables_that_are_named_exist(page: pathlib.Path) -> None:
     named = set(re.findall(r"CUMEM_SLEEP_[A-Z][A-Z_]*", page.read_text()))
-    assert named <= defaults().keys()
+    of_tests = {
+        found
+        for path in ROOT.glob("tests/**/*.py")
+        for found in re.findall(r"CUMEM_SLEEP_(?:TEST|GATE)_\w+", path.read_text())
+    }
+    assert named - {"CUMEM_SLEEP_"} <= defaults().keys() | of_tests
 
 
 # What the code logs
@@ -314,14 +331,15 @@ def test_the_line_of_a_vllm_that_is_not_served(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(plugin.compatibility, "is_cuda", lambda: True)
-    monkeypatch.setattr(plugin.compatibility, "misfit", lambda: "…")
+    monkeypatch.setattr(plugin.compatibility, "misfit", lambda **_: "…")
+    monkeypatch.setattr(plugin.compatibility, "installed_version_misfit", lambda: None)
     monkeypatch.setattr(plugin, "_log_as_vllm_does", lambda: None)
-    monkeypatch.setenv(plugin._REFUSED, "")
-    monkeypatch.delenv(plugin._REFUSED)
+    monkeypatch.setenv(plugin._SAID, "")
+    monkeypatch.delenv(plugin._SAID)
     with caplog.at_level(logging.INFO, "cumem_sleep"):
         plugin.register()
     (line,) = (line for line in page("vllm").splitlines() if line.startswith("cumem-sleep does not serve this vLLM, "))
-    assert [message.replace("….", "…") for message in caplog.messages] == [line]
+    assert caplog.messages == [line]
 
 
 def test_lines_of_sleeps_and_wakes_are_measured_ones_and_as_the_code_writes_them() -> None:

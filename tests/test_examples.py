@@ -16,6 +16,7 @@ EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 NEEDS = {"cuda_graph.py": "torch", "cupy_arrays.py": "cupy"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_example(name: str) -> None:
     process = subprocess.run(

@@ -306,12 +306,14 @@ CONTEXT_CALLS = {
 ALL_CALLS_OF = ("malloc", "first sleep", "wake of all", "free awake", "free asleep", "release backups", "usage")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error_name", ["CUDA_ERROR_UNKNOWN", "CUDA_ERROR_OUT_OF_MEMORY"])
 @pytest.mark.parametrize("phase", PHASES, ids=str)
 def test_every_driver_call_may_fail_once(world: World, phase: Phase, error_name: str) -> None:
     check_every_call(world, phase, error_name, error_name == "CUDA_ERROR_UNKNOWN" and phase.name in ALL_CALLS_OF)
 
 
+@pytest.mark.slow
 def test_every_driver_call_of_a_wake_of_two_devices_may_fail_once(world: World) -> None:
     free_everything()
     world.__init__(devices=2)  # type: ignore[misc]
@@ -360,6 +362,7 @@ def _start_over(world: World) -> None:
 
 
 class TestPersistentFailures:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "call",
         [
@@ -597,6 +600,7 @@ class TestCopiesInFlight:
         constants = f"OPERATION, CALL, AFTER, TIMES = {operation!r}, {call!r}, {after}, {times}\n"
         assert_clean_exit(run_script(constants, self.SCRIPT, CUMEM_SLEEP_SIM_COPY_DELAY_US="20000"))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("call", ["cuMemMap", "cuMemCreate", "cuMemSetAccess", "cuMemcpyHtoDAsync"])
     def test_at_wake(self, call: str) -> None:
         """The first three in the thread that maps ahead, while what it mapped before is being filled."""
@@ -607,6 +611,7 @@ class TestCopiesInFlight:
         self.check("sleep", call)
 
     # Three times: also while the stream is given back.
+    @pytest.mark.slow
     @pytest.mark.parametrize(("operation", "times"), [("sleep", 1), ("sleep", 3), ("wake_up", 1), ("wake_up", 3)])
     def test_waiting_for_them_fails(self, operation: str, times: int) -> None:
         self.check(operation, "cuStreamSynchronize", after=0, times=times)
@@ -713,6 +718,7 @@ def _chosen(positions: list[Position]) -> list[int]:
 INTERRUPTED = [phase for phase in PHASES if phase.name in ("first sleep", "sleep of changed", "wake of all")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", INTERRUPTED, ids=str)
 def test_interrupt_anywhere(world: World, phase: Phase) -> None:
     check_interrupts(world, phase)
@@ -769,6 +775,7 @@ def _raises_exactly(error_type: type[BaseException], work: Callable[[], object])
     assert [type(error) for error in raised] == [error_type]
 
 
+@pytest.mark.slow
 def test_interrupt_of_prepare(world: World) -> None:
     """What it began can be ended, wherever the signals came."""
     free_everything()
@@ -852,6 +859,7 @@ class Interrupter:
         self.positions.append((f"{name}:{frame.f_code.co_name}", frame.f_lineno, event))
 
 
+@pytest.mark.slow
 def test_interrupt_of_malloc(world: World) -> None:
     """Whoever did not get the address cannot free it, so nothing may be left there."""
     world.allocator.malloc(PAGE, "weights")
@@ -868,6 +876,7 @@ def test_interrupt_of_malloc(world: World) -> None:
         assert world.held() == held, clean.positions[index]
 
 
+@pytest.mark.slow
 def test_interrupt_of_malloc_by_a_signal() -> None:
     """Handlers that raise, at ever later moments: no address is lost on its way through this package."""
     process = run_script(
@@ -921,6 +930,7 @@ LOOKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase.name in LOOKS], ids=str)
 def test_stops_at_every_look(world: World, phase: Phase) -> None:
     check_looks(world, phase, LOOKS[phase.name])
@@ -994,6 +1004,7 @@ class Looks:
                 return
 
 
+@pytest.mark.slow
 def test_interrupt_by_a_signal() -> None:
     """SIGINT at ever later moments of a sleep and of a wake, in a process of its own."""
     process = run_script(
@@ -1123,6 +1134,7 @@ class TestHostMemoryIsShort:
         monkeypatch.undo()
         self._check_works(world)
 
+    @pytest.mark.slow
     @pytest.mark.skipif(
         "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer needs address space without limit"
     )

@@ -543,6 +543,7 @@ class Other:
 
 
 class TestBesideOthers:
+    @pytest.mark.slow
     @pytest.mark.parametrize("at", range(TURNS))
     @pytest.mark.parametrize("act", [name for name in vars(Other) if name[0] != "_" and name not in ("first", "last")])
     def test_at_every_stage(
@@ -1079,6 +1080,7 @@ class TestDriverErrors:
         assert _core.reclaim() == 0
         assert sim.stats().registered_bytes == 0
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("error_name", ["CUDA_ERROR_UNKNOWN", "CUDA_ERROR_OUT_OF_MEMORY"])
     def test_at_every_call(self, allocator: CuMemAllocator, memory: Memory, error_name: str) -> None:
         contents = fill(allocator, memory, *TAGS)
@@ -1154,6 +1156,7 @@ BEGUN = """
 
 @pytest.mark.sim
 class TestProcess:
+    @pytest.mark.slow
     @pytest.mark.parametrize("rate", [1, 0])
     @pytest.mark.parametrize(
         "rest", ["", "sys.exit(0)", "preparation.wait(0.005)", "CuMemAllocator.instance = None; del allocator"]

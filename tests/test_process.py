@@ -252,6 +252,7 @@ class TestFork:
         )
         assert_clean_exit(process)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("asleep", [False, True])
     @pytest.mark.parametrize("exit_as_python_does", [False, True])
     def test_after_first_use_is_refused_in_the_child(self, asleep: bool, exit_as_python_does: bool) -> None:
@@ -351,6 +352,7 @@ class TestFork:
 
 
 class TestExit:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "rest",
         [
@@ -497,6 +499,7 @@ class TestExit:
         assert "Python exits" in process.stdout
         assert process.stdout.endswith(" released")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("daemon", [False, True])
     @pytest.mark.parametrize("operation", ["sleep", "wake_up", "malloc"])
     def test_while_a_thread_works(self, operation: str, daemon: bool) -> None:
@@ -656,6 +659,7 @@ class TestSettings:
         assert_clean_exit(process)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "access"),
     [

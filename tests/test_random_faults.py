@@ -305,6 +305,7 @@ def clean() -> Iterator[None]:
     reset_simulation()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("number", range(HISTORIES) if ONLY is None else [int(ONLY)])
 def test_history(clean: None, number: int) -> None:

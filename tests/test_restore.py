@@ -767,6 +767,7 @@ class TestWake:
         assert (report.restored_bytes, report.verified_bytes) == (7 * PAGE, 7 * PAGE)
         check_bytes(memory, contents)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("place", [0, 2, 4])
     @pytest.mark.parametrize("block", [0, -1])
     def test_a_flipped_bit_in_any_batch(
@@ -1082,6 +1083,7 @@ class TestBlankSegments:
             assert allocator.wake_up().mapped_bytes == 7 * PAGE
         check_bytes(memory, contents)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("place", [0, 1, 2])
     @pytest.mark.parametrize("restored", [True, False])
     @pytest.mark.parametrize("error", [KeyboardInterrupt, DriverError])
@@ -1146,6 +1148,7 @@ class TestBlankSegments:
 
 
 class TestManySegments:
+    @pytest.mark.slow
     def test_go_one_by_one(
         self, make_allocator: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -1249,6 +1252,7 @@ REFUSE_MADVISE = """
 
 @pytest.mark.sim
 class TestPoorMachines:
+    @pytest.mark.slow
     @pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of system calls are those of x86-64")
     @pytest.mark.parametrize("refused", [[14], [14, 23]], ids=["huge pages", "huge pages and populating"])
     def test_the_kernel_refuses_advice(self, refused: list[int]) -> None:
@@ -1257,6 +1261,7 @@ class TestPoorMachines:
             pytest.skip("no system-call filter here")
         assert_clean_exit(process)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "poverty",
         [

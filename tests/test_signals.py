@@ -643,6 +643,7 @@ REST = """
     """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compress", ["off", "auto"])
 def test_storm(compress: str) -> None:
     """Signals of three kinds whose handlers raise, and of one whose handler calls the allocator, in every call."""
@@ -658,6 +659,7 @@ def test_storm(compress: str) -> None:
         assert_clean_exit(run.result())
 
 
+@pytest.mark.slow
 def test_storm_at_exit() -> None:
     """However it ends, it ends."""
     constants = "COMPRESS, COMPRESS_ON = 'off', False\nimport ctypes, sys, numpy as np\n"
@@ -752,6 +754,7 @@ FINALISERS = """
     """
 
 
+@pytest.mark.slow
 def test_finalisers_on_every_thread() -> None:
     """The garbage collector runs them wherever it comes to: also on the layer's own threads."""
     with ThreadPoolExecutor(2) as pool:

@@ -403,6 +403,7 @@ class TestStart:
         driver, pointer = load(DRIVER_VERSION=12000), ctypes.c_void_p()
         assert driver("cuGetProcAddress", b"cuInit", ctypes.byref(pointer), 13000, 0, None) == INVALID_VALUE
 
+    @pytest.mark.slow
     def test_exports_nothing_else(self) -> None:
         tool = shutil.which("nm")
         if tool is None:
@@ -793,6 +794,7 @@ class TestVirtualMemory:
         assert driver.free_bytes() == 256 * MIB
         assert len(os.listdir("/proc/self/fd")) == open_files
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "step",
         [
@@ -931,6 +933,7 @@ class TestStreams:
         driver.ok("cuStreamSynchronize", stream)
         assert answers == [NOT_PERMITTED]
 
+    @pytest.mark.slow
     def test_process_ends_with_work_in_flight(self) -> None:
         result = run_alone(
             """
@@ -1555,6 +1558,7 @@ class TestControls:
 
 
 class TestProcess:
+    @pytest.mark.slow
     def test_forked_child_has_no_driver(self) -> None:
         result = run_alone(
             """
@@ -1585,6 +1589,7 @@ class TestProcess:
         )
         assert result.stdout == "parent goes on\n", result.stderr
 
+    @pytest.mark.slow
     def test_forked_child_has_no_device_memory(self) -> None:
         result = run_alone(
             """
@@ -1601,6 +1606,7 @@ class TestProcess:
         assert result.stdout == f"{-signal.SIGSEGV}\n", result.stderr
         assert result.returncode == 0
 
+    @pytest.mark.slow
     def test_fork_before_init_is_harmless(self) -> None:
         result = run_alone(
             """
@@ -1616,6 +1622,7 @@ class TestProcess:
         )
         assert result.stdout == "7\n", result.stderr
 
+    @pytest.mark.slow
     @pytest.mark.skipif(
         "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer's malloc may stop in a child forked so"
     )

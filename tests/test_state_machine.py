@@ -303,6 +303,7 @@ class Sequences(RuleBasedStateMachine):
         assert host_bytes <= registered_bytes <= 1.01 * host_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_random_sequences() -> None:
     run_state_machine_as_test(

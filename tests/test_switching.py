@@ -24,7 +24,7 @@ TESTS = pathlib.Path(__file__).resolve().parent
 BENCHMARKS = TESTS.parent / "benchmarks"
 MODULES = ("checkpoints", "model_server", "page_cache", "result_tables", "recording", "layers", "switching")
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

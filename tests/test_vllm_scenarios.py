@@ -45,6 +45,7 @@ def lives(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("alone", "limit_s"), [(True, 100), (False, 100), (False, 5)])
 def test_nothing_is_left(tmp_path: pathlib.Path, alone: bool, limit_s: int) -> None:
     script, pid_file = tmp_path / "scenarios.py", tmp_path / "pid"

@@ -82,11 +82,17 @@ class EngineDoor:
 
         core.add_request_async = add_request_async
 
-    async def empty(self) -> None:
-        """Wait until those that were admitted are with the engine: what is sent to it next comes after them."""
+    async def empties(self, within_s: float) -> bool:
+        """Whether those that were admitted are with the engine in time: what is sent to it next comes after them."""
+        deadline = asyncio.get_running_loop().time() + within_s
         while self._passing:
             self._empty.clear()
-            await self._empty.wait()
+            left_s = deadline - asyncio.get_running_loop().time()
+            try:
+                await asyncio.wait_for(self._empty.wait(), max(left_s, 0))
+            except asyncio.TimeoutError:
+                return False
+        return True
 
     def _forget(self, engine: Any, *arguments: Any) -> None:
         """The frontend knows the request already, and would keep it for ever."""

@@ -37,7 +37,7 @@ from .asgi import (
 )
 from .engine_door import LEASE, EngineDoor, Lease
 from .gate_settings import GateSettings
-from .routes import GUARDED, RELOAD, WAKE, Kind, Taken, kind_of, not_canonical, route_path, take
+from .routes import GUARDED, RELOAD, WAKE, Kind, Routes, Taken, kind_of, not_canonical, route_path
 from .siblings import Busy
 from .sleeping_model import Phase, SleepingModel
 from .worker_methods import Effect
@@ -99,6 +99,7 @@ class SleepGate:
         self._dev_mode = os.environ.get("VLLM_SERVER_DEV_MODE", "0").strip() not in ("", "0")
         self.model = SleepingModel(settings, self._status)
         self._door = EngineDoor(self._admit)
+        self._routes = Routes()
         self._is_scraped = metrics.register(self._status, self._outcomes)
         hold = "" if settings.on_request == "reject" else f" (at most {settings.request_deadline_s:g} s)"
         logger.info(
@@ -131,7 +132,7 @@ class SleepGate:
     async def _decide(self, scope: Scope, inbox: Inbox, send: Send) -> None:
         if fault := not_canonical(scope):
             return await self._answer(scope, inbox, send, refusal(400, f"the path {fault}"), fault)
-        taken = take(scope["app"], scope)
+        taken = self._routes.take(scope["app"], scope)
         token = self._settings.admin_token
         if token and self._is_guarded(scope, taken) and not bears(scope, [token]):
             unknown = "; this route is not known to the gate" if taken.kind is Kind.UNKNOWN else ""
@@ -329,6 +330,11 @@ class SleepGate:
         """How many requests are in the engine, or may be."""
         return sum(lease.admitted or not self._door.exists for lease in self._leases)
 
+    async def _is_clear(self, within_s: float) -> bool:
+        """Whether vLLM may be told to sleep: without modes of sleep it pulls the memory from under running requests."""
+        has_to_drain = not (self.model.has_sleep_modes and self._door.exists)
+        return not (has_to_drain and not await self._drained(within_s)) and await self._door.empties(within_s)
+
     async def _drained(self, within_s: float) -> bool:
         """Whether all requests left the engine in time."""
         deadline = asyncio.get_running_loop().time() + within_s
@@ -381,11 +387,9 @@ class SleepGate:
         if level == 2 and mode == "keep":
             return _conflict("requests cannot be kept over a level-2 sleep: they would run before weights are loaded")
         async with model.change(gone=gone):
-            if not model.has_sleep_modes and not await self._drained(self._settings.request_deadline_s):
-                # vLLM pulls the memory from under running requests.
+            if not await self._is_clear(self._settings.request_deadline_s):
                 late = {"Retry-After": str(self._settings.retry_after_s)}
                 return refusal(503, f"{self._in_engine()} requests are running still: nothing has changed", late)
-            await self._door.empty()
             await model.mend()
             code = 500
             try:

@@ -13,6 +13,7 @@ from typing import Any
 Scope = MutableMapping[str, Any]
 
 LOOKS = ("GET", "HEAD", "OPTIONS")
+MOST_KNOWN = 1024
 
 
 class Kind(Enum):
@@ -104,24 +105,23 @@ def not_canonical(scope: Scope) -> str:
     return ""
 
 
-def take(app: Any, scope: Scope) -> Taken:
-    """The route of `app` that takes a request, found as Starlette's router finds it."""
-    method = str(scope.get("method", "WEBSOCKET"))
-    router = getattr(app, "router", None)
-    if router is None:
-        return Taken("", Kind.UNKNOWN)
-    found = _find(router.routes, scope)
-    if found is not None:
-        return Taken(found[0], kind_of(method, found[0]) if found[1] else Kind.NOTHING)
-    own = route_path(scope).rstrip("/")
-    if method == "POST" and own in (WAKE, RELOAD):
-        return Taken(own, Kind.CHANGES)
-    if scope["type"] == "http" and getattr(router, "redirect_slashes", False):
-        path = str(scope["path"])
-        found = _find(router.routes, {**scope, "path": path.rstrip("/") if path.endswith("/") else path + "/"})
-        if found is not None and found[1]:
-            return Taken(found[0], kind_of(method, found[0]), redirects=True)
-    return Taken("", Kind.NOTHING)
+class Routes:
+    """Finds the route that a request takes, and remembers what it found for the last paths."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], Taken] = {}
+
+    def take(self, app: Any, scope: Scope) -> Taken:
+        """The route of `app` that takes a request, found as Starlette's router finds it."""
+        host = [value for name, value in scope.get("headers", ()) if name == b"host"]
+        routes = len(getattr(getattr(app, "router", None), "routes", ()))
+        names = ("type", "method", "path", "root_path")
+        key = (id(app), routes, *(scope.get(name) for name in names), *host)
+        if key not in self._known:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = _take(app, scope)
+        return self._known[key]
 
 
 def kind_of(method: str, template: str) -> Kind:
@@ -146,28 +146,24 @@ def _find(routes: Iterable[Any], scope: Scope) -> tuple[str, bool] | None:
         match, child = route.matches(dict(scope))
         if match.value == 0:
             continue
-        found = _inside(route, scope, child)
-        if found is None:
-            return _template(route), True  # whatever takes it in there is not known
-        if match.value == 2 and found[1]:
+        found = _inside(route, match.value == 2, scope, child)
+        if match.value == 2:
             return found
         partial = partial or found
-        if match.value == 2:
-            return partial
     return (partial[0], False) if partial else None
 
 
-def _inside(route: Any, scope: Scope, child: Scope) -> tuple[str, bool] | None:
+def _inside(route: Any, is_full: bool, scope: Scope, child: Scope) -> tuple[str, bool]:
     """The same within one route that matches: FastAPI's included routers and Starlette's mounts hold others."""
     if hasattr(route, "effective_route_contexts"):
-        return _find(_contexts(route), scope)
-    inner = getattr(route, "routes", None)
-    if inner is None:
-        return _template(route), route.matches(dict(scope))[0].value == 2
-    if not inner:
-        return _template(route), True
-    found = _find(inner, {**scope, **child})
-    return found and (_template(route) + found[0], found[1])
+        found = _find(_contexts(route), scope)
+    elif inner := getattr(route, "routes", None):
+        found = _find(inner, {**scope, **child})
+        if found is not None:
+            found = (_template(route) + found[0], found[1])
+    else:
+        return _template(route), is_full
+    return found or (_template(route), True)  # whatever takes it in there is not known
 
 
 def _contexts(route: Any) -> Iterator[Any]:
@@ -179,3 +175,22 @@ def _template(route: Any) -> str:
     if hasattr(route, "routes"):  # a mount, whose format has a parameter for the rest
         return str(getattr(route, "path", ""))
     return str(getattr(route, "path_format", None) or getattr(route, "path", ""))
+
+
+def _take(app: Any, scope: Scope) -> Taken:
+    method = str(scope.get("method", "WEBSOCKET"))
+    router = getattr(app, "router", None)
+    if router is None:
+        return Taken("", Kind.UNKNOWN)
+    found = _find(router.routes, scope)
+    if found is not None:
+        return Taken(found[0], kind_of(method, found[0]) if found[1] else Kind.NOTHING)
+    own = route_path(scope).rstrip("/")
+    if method == "POST" and own in (WAKE, RELOAD):
+        return Taken(own, Kind.CHANGES)
+    if scope["type"] == "http" and getattr(router, "redirect_slashes", False):
+        path = str(scope["path"])
+        found = _find(router.routes, {**scope, "path": path.rstrip("/") if path.endswith("/") else path + "/"})
+        if found is not None and found[1]:
+            return Taken(found[0], kind_of(method, found[0]), redirects=True)
+    return Taken("", Kind.NOTHING)

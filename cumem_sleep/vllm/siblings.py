@@ -29,6 +29,7 @@ class Siblings:
 
     def __init__(self) -> None:
         self._file = -1
+        self._has_turn = False
 
     @asynccontextmanager
     async def excluded(self) -> AsyncIterator[None]:
@@ -43,9 +44,11 @@ class Siblings:
             await asyncio.sleep(BETWEEN_S)
         else:
             raise Busy("another API server of this vLLM is changing the model's sleep: ask again when it is done")
+        self._has_turn = True
         try:
             yield
         finally:
+            self._has_turn = False
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def tell(self, facts: dict[str, Any]) -> None:
@@ -60,8 +63,8 @@ class Siblings:
         return dict(json.loads(content)) if content else {}
 
     def heard(self) -> dict[str, Any] | None:
-        """The same at any time; None while one of them changes something."""
-        if not self._lock(fcntl.LOCK_SH):
+        """The same at any time; None while one of them, or this one, changes something."""
+        if self._has_turn or not self._lock(fcntl.LOCK_SH):  # a second lock of the same file would undo the first
             return None
         try:
             return self.told()

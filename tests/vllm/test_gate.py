@@ -117,6 +117,7 @@ def test_bad_settings_stop_the_server_when_it_looks_the_class_up_and_when_it_mak
         SleepGate(FakeVllm())
 
 
+@pytest.mark.slow
 def test_the_gate_is_a_class_and_its_import_needs_nothing_but_the_standard_library() -> None:
     code = (
         "import sys, inspect; from cumem_sleep.vllm import SleepGate; assert inspect.isclass(SleepGate);"

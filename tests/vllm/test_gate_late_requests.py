@@ -159,6 +159,25 @@ def test_a_sleep_comes_after_what_is_being_sent_to_the_engine(serve: Serve) -> N
     run(scenario())
 
 
+def test_a_sleep_does_not_wait_for_ever_for_what_is_being_sent(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(request_deadline_s=0.05)
+        stuck = asyncio.Event()
+
+        async def send(request: object) -> None:
+            await stuck.wait()
+
+        client.engine.engine_core.add_request_async = send
+        request = client.begin("POST", "/v1/completions")
+        await until_idle()
+        assert (await client.post("/sleep")).code == 503
+        assert client.engine.count("sleep") == 0
+        stuck.set()
+        assert (await request.response()).body == {"text": "good"}
+
+    run(scenario())
+
+
 # Kept requests
 
 

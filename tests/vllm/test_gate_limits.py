@@ -337,6 +337,7 @@ def test_what_another_server_does_meanwhile_is_not_disturbed(serve: Serve, call:
         first.engine.waits["sleep"] = asyncio.Event()
         sleep = first.begin("POST", "/sleep?mode=wait")
         await until_idle()
+        assert (await first.ask()).code == 503, "nor does the server that sleeps lose its turn by this"
         response = await second.post(call)
         assert response.code == 409
         assert "another API server" in response.error["message"]

@@ -10,7 +10,7 @@ from fake_vllm import FakeEngine, FakeVllm, until_idle
 from gate_client import TOKEN, Serve, run
 
 from cumem_sleep.vllm import SleepGate
-from cumem_sleep.vllm.routes import GUARDED, Kind, kind_of, take
+from cumem_sleep.vllm.routes import GUARDED, Kind, Routes, kind_of
 from cumem_sleep.vllm.sleeping_model import Phase
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
@@ -161,12 +161,12 @@ def test_the_token_opens_what_it_guards(server: Any, monkeypatch: pytest.MonkeyP
 def test_the_route_that_starlette_takes(
     server: Any, method: str, path: str, template: str, kind: Kind, redirects: bool
 ) -> None:
-    taken = take(server, {"type": "http", "method": method, "path": path, "headers": []})
+    taken = Routes().take(server, {"type": "http", "method": method, "path": path, "headers": []})
     assert (taken.template, taken.kind, taken.redirects) == (template, kind, redirects)
 
 
 def test_a_server_without_a_router_that_can_be_read_is_closed() -> None:
-    assert take(object(), {"type": "http", "method": "POST", "path": "/sleep"}).kind is Kind.UNKNOWN
+    assert Routes().take(object(), {"type": "http", "method": "POST", "path": "/sleep"}).kind is Kind.UNKNOWN
     assert Kind.UNKNOWN in GUARDED
 
 

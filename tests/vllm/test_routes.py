@@ -40,7 +40,7 @@ def test_the_document_says_what_the_gate_does() -> None:
 
 
 def test_the_gate_finds_each_route_as_the_server_does(version: str, environment_of_servers: None) -> None:
-    from cumem_sleep.vllm.routes import kind_of, take
+    from cumem_sleep.vllm.routes import Routes, kind_of
 
     for app in route_table.apps():
         for path, method in route_table.routes_of(app):
@@ -50,5 +50,5 @@ def test_the_gate_finds_each_route_as_the_server_does(version: str, environment_
             concrete = path.replace("{", "").replace("}", "")
             scope = {"type": kind, "path": concrete, "root_path": "", "headers": [], "app": app}
             scope |= {} if kind == "websocket" else {"method": method}
-            taken = take(app, scope)
+            taken = Routes().take(app, scope)
             assert (taken.template, taken.kind) == (path, kind_of(method, path)), (path, method)
