@@ -647,7 +647,7 @@ class TestWarmUp:
         module.warm_up = work  # type: ignore[attr-defined]
         module.GpuCopies = FakeCopies  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(cumem_sleep, "copy_kernel", module, raising=False)
+        monkeypatch.setitem(vars(cumem_sleep), "copy_kernel", module)
         open_driver(DRIVER)
         restorer = Restorer()
         restorer.warm_up(0)
