@@ -1,0 +1,72 @@
+"""The documentation's `vllm serve` commands, read by vLLM's own parser; and its security page beside vLLM's paths.
+
+A program: what it imports has vLLM load its plugins, which is not to happen in the process of other tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import re
+import shlex
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+PAGES = (ROOT / "README.md", ROOT / "docs" / "vllm.md")
+COMMANDS = [
+    command for page in PAGES for command in re.findall(r"^ *(vllm serve [^&\n]*)", page.read_text(), re.MULTILINE)
+]
+
+
+def first_of(name: str, *modules: str) -> Any:
+    """`name` from the first module that has it: vLLM moves them."""
+    for module in modules:
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+    raise AssertionError(f"{name} is in none of {', '.join(modules)}")
+
+
+def check_that_vllm_takes(command: str) -> None:
+    kind = first_of("FlexibleArgumentParser", "vllm.utils.argparse_utils", "vllm.utils")
+    make = first_of("make_arg_parser", "vllm.entrypoints.openai.cli_args", "vllm.entrypoints.common.cli_args")
+    arguments = shlex.split(command.replace('"$1"', "model").replace('"$2"', "8001"))
+    options = make(kind()).parse_args(arguments[2:])
+    assert options.enable_sleep_mode
+    assert options.middleware == ["cumem_sleep.vllm.SleepGate"]
+
+
+def check_that_an_api_key_does_not_protect_the_control_paths() -> None:
+    """What the security section says of `--api-key`."""
+    middleware = first_of(
+        "AuthenticationMiddleware",
+        "vllm.entrypoints.serve.middleware.authenticate",
+        "vllm.entrypoints.serve.utils.server_utils",
+        "vllm.entrypoints.openai.server_utils",
+        "vllm.entrypoints.openai.api_server",
+    )
+    passed: list[str] = []
+
+    class App:
+        def __call__(self, scope: dict[str, Any], receive: object, send: object) -> Any:
+            passed.append(scope["path"])
+
+    guarded = middleware(App(), ["key"])
+    for path in ("/sleep", "/wake_up", "/collective_rpc", "/update_weights", "/server_info"):
+        scope = {
+            **{"type": "http", "method": "POST", "path": path, "root_path": "", "headers": []},
+            **{"query_string": b"", "server": ("localhost", 8000), "scheme": "http", "app": None},
+        }
+        guarded(scope, None, None)
+        assert passed.pop() == path
+    guarded({**scope, "path": "/v1/models"}, None, None).close()  # its own answer, which nobody sends
+    assert passed == []
+
+
+if __name__ == "__main__":
+    assert len(COMMANDS) >= 3
+    for each in COMMANDS:
+        check_that_vllm_takes(each)
+    check_that_an_api_key_does_not_protect_the_control_paths()
+    print(f"{len(COMMANDS)} commands")
