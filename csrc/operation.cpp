@@ -84,6 +84,17 @@ struct Operation {
         return std::move(result);
     }
 
+    // That it was stopped needs no traceback, whose frames would be cleared on the caller's thread: what generators do
+    // when they are closed there, a signal handler could disturb, and what it raised would be lost.
+    void take_error() {
+        error = std::make_unique<py::error_already_set>();
+        if (error->matches(stopped_type)) error = stopped();
+    }
+    static Error stopped() {
+        PyErr_SetNone(stopped_type);
+        return std::make_unique<py::error_already_set>();
+    }
+
     void perform() noexcept {
         try {
             cuda.apply();
@@ -91,7 +102,7 @@ struct Operation {
             const PyGILState_STATE state = PyGILState_Ensure();
             const bool entered = PyContext_Enter(variables.ptr()) == 0;
             result = py::reinterpret_steal<py::object>(entered ? PyObject_CallNoArgs(work.ptr()) : nullptr);
-            if (!result) error = std::make_unique<py::error_already_set>();
+            if (!result) take_error();
             if (entered && PyContext_Exit(variables.ptr()) != 0) PyErr_Clear();
             PyGILState_Release(state);
             ended.set();

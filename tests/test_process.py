@@ -27,13 +27,6 @@ ALLOCATED = """
     """
 
 
-SLOW_TO_END = """
-#include <unistd.h>
-
-__attribute__((destructor)) static void at_the_end(void) { sleep(2); }
-"""
-
-
 USER_OF_HOOKS = """
 #include <pthread.h>
 #include <stddef.h>
@@ -411,30 +404,6 @@ class TestExit:
         assert process.returncode == 0, process.stderr
         assert process.stdout == "used to the end\n"
         assert process.stderr == ""
-
-    def test_a_thread_that_ends_later_than_libraries_do(self, tmp_path: pathlib.Path) -> None:
-        """Threads of a daemon's operation that need no interpreter go on, and end, while destructors run.
-
-        What was destroyed too early is overwritten, as above.
-        """
-        if shutil.which("cc") is None:
-            pytest.skip("no C compiler")
-        source, library = tmp_path / "slow.c", tmp_path / "slow.so"
-        source.write_text(SLOW_TO_END)
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-        process = run_script(
-            f"""
-            import ctypes, threading
-
-            slow = ctypes.CDLL({str(library)!r})
-            block = _core.HostBlock(512 * MIB, -1)  # touching it takes longer than Python to exit
-            ahead = _core.Ahead(1, {{1: [_core.touch_task(block, 0, block.bytes)]}})
-            ahead.start()
-            threading.Thread(target=ahead.stop, daemon=True).start()
-            """,
-            MALLOC_PERTURB_="165",
-        )
-        assert process.returncode == 0, process.stderr
 
     @pytest.mark.parametrize("call", ["usage", "wake_up", "release_backups", "prepare"])
     def test_a_finaliser_after_a_daemon_was_ended_in_the_middle(self, call: str) -> None:

@@ -102,6 +102,32 @@ class TestRun:
         assert chain == expected[1:] + [KeyError] * fails
         assert handled == errors
 
+    def test_what_was_stopped_is_cleared_on_its_own_thread(self, handler: Handler) -> None:
+        """Where no signal disturbs what a generator does when it is closed."""
+        handled, closed_on = threading.Event(), []
+
+        def generator() -> Iterator[None]:
+            try:
+                yield
+            finally:
+                closed_on.append(_core.thread_name())
+
+        def handle() -> None:
+            handled.set()
+            raise TimeoutError
+
+        def work() -> None:
+            suspended = generator()
+            next(suspended)
+            signal_main()
+            assert handled.wait(30)
+            until(_core.stop_if_asked)
+
+        handler(handle)
+        with pytest.raises(TimeoutError):
+            _core.OperationLock().run(work)
+        assert closed_on == ["cumem-operation"]
+
     def test_is_no_exception_that_code_tries_out(self) -> None:
         assert not issubclass(_core.OperationStopped, Exception)
 
@@ -291,6 +317,16 @@ class TestHandlersThatReturn:
             assert f"] {call.removesuffix('_up')}: " in process.stderr
 
 
+def test_an_allocator_that_fails_to_replace_another_leaves_that_in_use(
+    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cumem_sleep.allocator.Restorer", raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        CuMemAllocator()
+    assert CuMemAllocator.get_instance() is allocator
+    allocator.free(allocator.malloc(PAGE))
+
+
 # A preparation
 
 
@@ -437,15 +473,15 @@ def test_a_signal_while_freed_backups_are_forgotten_is_not_swallowed(
     memory.close()
     allocator.sleep()
     allocator.wake_up()
-    prune = allocator._store.prune
+    prune_freed = allocator._store.prune_freed
 
     def signalled() -> None:
         signal_main()
         time.sleep(0.01)
-        prune()
+        prune_freed()
 
     handler(raising(error()))
-    monkeypatch.setattr(allocator._store, "prune", signalled)
+    monkeypatch.setattr(allocator._store, "prune_freed", signalled)
 
     def free() -> None:
         hooks().cumem_sleep_free(address, PAGE, 0, None)
