@@ -9,7 +9,10 @@ import importlib
 import pathlib
 import re
 import shlex
+import sys
 from typing import Any
+
+from environment import simulate_cuda
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "vllm.md")
@@ -65,6 +68,7 @@ def check_that_an_api_key_does_not_protect_the_control_paths() -> None:
 
 
 if __name__ == "__main__":
+    simulate_cuda(pathlib.Path(sys.argv[1]))
     assert len(COMMANDS) >= 3
     for each in COMMANDS:
         check_that_vllm_takes(each)
