@@ -7,10 +7,12 @@ import pathlib
 import sys
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import pytest
-from support import PAGE, fresh_allocator, hooks, quick_sums, reset_simulation
+from support import PAGE, free_everything, fresh_allocator, hooks, quick_sums, reset_simulation
 
 import cumem_sleep
 from cumem_sleep import CuMemAllocator, _core, host_limits, sim
@@ -24,12 +26,17 @@ TOUCHED = 8  # segments that the calls about single ones are about
 
 @dataclass
 class Work:
-    """What was done inside the context: by this thread, and by the driver."""
+    """What was done inside the context: by this thread, by those of operations, and by the driver."""
 
     lines: int = 0
     driver_calls: int = 0
+    _patch: pytest.MonkeyPatch = field(default_factory=pytest.MonkeyPatch, compare=False, repr=False)
 
     def __enter__(self) -> Work:
+        run, forget = _core.OperationLock.run, CuMemAllocator._forget_freed_now
+        self._patch.setattr(_core.OperationLock, "run", lambda lock, work: run(lock, partial(self._traced, work)))
+        # After a free by a hook the extension calls it on a thread of its own.
+        self._patch.setattr(CuMemAllocator, "_forget_freed_now", lambda allocator: self._traced(forget, allocator))
         self.driver_calls = -sum(sim.stats().calls.values())
         sys.settrace(self._trace)
         return self
@@ -37,6 +44,15 @@ class Work:
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
         self.driver_calls += sum(sim.stats().calls.values())
+        self._patch.undo()
+
+    def _traced(self, work: Callable[..., Any], *arguments: object) -> Any:
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            return work(*arguments)
+        finally:
+            sys.settrace(before)
 
     def _trace(self, frame: types.FrameType, event: str, _: object) -> Callable[..., object] | None:
         if not frame.f_code.co_filename.startswith(PACKAGE):
@@ -49,12 +65,14 @@ class Work:
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("cumem_sleep.digest.sums_of", quick_sums)
     monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
-    yield
     reset_simulation()
+    yield
+    free_everything()
 
 
 def work_with(count: int, operate: Callable[[CuMemAllocator], object]) -> Work:
     """Of `operate`, with so many segments awake that have backups."""
+    free_everything()
     reset_simulation()
     allocator = fresh_allocator()
     sim.configure(device_bytes=2 * (count + TOUCHED) * PAGE)
@@ -110,5 +128,6 @@ def test_calls_about_single_segments_do_not_look_at_the_others(operate: Callable
 def test_calls_about_all_segments_look_at_each_a_few_times(operate: Callable[[CuMemAllocator], object]) -> None:
     few, many = work_with(FEW, operate), work_with(MANY, operate)
     growth = MANY // FEW
+    assert few.lines > FEW  # the operation's thread is watched
     assert many.lines <= growth * few.lines
     assert many.driver_calls <= growth * few.driver_calls
