@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import route_table
 from environment import skip_unless_vllm
@@ -20,10 +22,16 @@ def version(vllm_version: tuple[int, int]) -> str:
 @pytest.fixture(scope="module")
 def environment_of_servers() -> None:
     # What `apps` sets stays for this module alone.
+    root = logging.getLogger()
+    levels = {each: each.level for each in (root, *root.handlers)}
     with pytest.MonkeyPatch.context() as context:
         context.setenv("VLLM_SERVER_DEV_MODE", "1")
         context.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+        # vLLM's parser loads plugins; ours would stay in this process, whose other tests load it themselves.
+        context.setenv("VLLM_PLUGINS", "simulated_cuda")
         yield
+    for each, level in levels.items():  # what a server imports raises those of pytest's own handlers as well
+        each.setLevel(level)
 
 
 def test_the_document_knows_the_routes_of_this_version(version: str, environment_of_servers: None) -> None:
