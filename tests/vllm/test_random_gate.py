@@ -1,6 +1,7 @@
 """Random episodes at the gate of the real server of this vLLM: see `gate_episodes`.
 
-CUMEM_SLEEP_GATE_SECONDS says for how long new episodes begin, CUMEM_SLEEP_GATE_SEED which is the first.
+CUMEM_SLEEP_GATE_SECONDS says for how long new episodes begin, CUMEM_SLEEP_GATE_SEED which is the first, and
+CUMEM_SLEEP_GATE_SERVERS=2 that some have two API servers.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ def test_nothing_runs_on_memory_that_is_not_there() -> None:
         pytest.skip("the episodes need sleep modes, which vLLM has from 0.18 on")
     program = pathlib.Path(__file__).with_name("gate_episodes.py")
     options = ["--seconds", os.environ.get("CUMEM_SLEEP_GATE_SECONDS", "60")]
-    if seed := os.environ.get("CUMEM_SLEEP_GATE_SEED"):
-        options += ["--seed", seed]
+    options += ["--seed", os.environ.get("CUMEM_SLEEP_GATE_SEED", "300")]
     command = [sys.executable, str(program), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=880, cwd=program.parent, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
