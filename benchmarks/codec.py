@@ -28,8 +28,10 @@ import torch
 from record import GIB, write
 from safetensors import safe_open
 
-from cumem_sleep import _core, codec, codec_kernel
-from cumem_sleep.codec import CHUNK_BYTES, Code
+from cumem_sleep import _core
+from cumem_sleep.codec import exponent as codec
+from cumem_sleep.codec import exponent_kernel as codec_kernel
+from cumem_sleep.codec.exponent import CHUNK_BYTES, Code
 
 SEGMENT_BYTES = 64 << 20  # each with a code of its own, as segments of a model have
 SAMPLE_BYTES = 8192

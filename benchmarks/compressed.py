@@ -91,8 +91,8 @@ class Work:
 
     def run(self) -> dict[str, Any]:
         from cumem_sleep import CuMemAllocator
-        from cumem_sleep.bench.link import measure_link
-        from cumem_sleep.bench.workload import kv_segments, model_like
+        from cumem_sleep.tools.bench.link import measure_link
+        from cumem_sleep.tools.bench.workload import kv_segments, model_like
 
         self.allocator = CuMemAllocator.get_instance()
         self.memory = TorchMemory()

@@ -26,11 +26,12 @@ from typing import Any
 
 from record import GIB, write
 
-from cumem_sleep import CuMemAllocator, _core, host_limits
+from cumem_sleep import CuMemAllocator, _core
 from cumem_sleep._core import Ahead
-from cumem_sleep.backup import SLAB_BYTES
-from cumem_sleep.bench.memory import DeviceMemory, open_memory
-from cumem_sleep.bench.workload import kv_segments, model_like
+from cumem_sleep.backups import limits as host_limits
+from cumem_sleep.backups.store import SLAB_BYTES
+from cumem_sleep.tools.bench.memory import DeviceMemory, open_memory
+from cumem_sleep.tools.bench.workload import kv_segments, model_like
 
 TOUCH_BYTES = 64 << 20
 DEVICE_BYTES = 2 * GIB

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cumem_sleep.bench.host_memory import touch_host_memory
+from cumem_sleep.tools.bench.host_memory import touch_host_memory
 
 __all__ = ["GIB", "machine", "touch_host_memory", "write"]
 
@@ -22,7 +22,8 @@ def machine() -> dict[str, Any]:
     """Facts of this machine and the versions in use."""
     import torch
 
-    from cumem_sleep import _core, host_limits
+    from cumem_sleep import _core
+    from cumem_sleep.backups import limits as host_limits
 
     device = torch.cuda.get_device_properties(0)
     query = "driver_version,pcie.link.gen.max,pcie.link.width.max"

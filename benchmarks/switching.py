@@ -59,7 +59,7 @@ from model_server import (
     gpu_memory_in_use_bytes,
 )
 
-from cumem_sleep.bench.host_memory import touch_host_memory
+from cumem_sleep.tools.bench.host_memory import touch_host_memory
 
 HERE = Path(__file__).resolve().parent
 SERVE = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]

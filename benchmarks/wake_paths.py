@@ -26,8 +26,9 @@ from prepare_cost import decode_graph, step_ms, summary
 from questions import main
 from record import GIB, touch_host_memory
 
-from cumem_sleep import CuMemAllocator, _core, restore
-from cumem_sleep.bench.workload import kv_segments, model_like
+from cumem_sleep import CuMemAllocator, _core
+from cumem_sleep.tools.bench.workload import kv_segments, model_like
+from cumem_sleep.transfer import restorer as restore
 
 MIB = 1 << 20
 DROPPED_BYTES = 115 * GIB

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         OutOfDeviceMemory,
         OutOfHostMemory,
     )
-    from .prepare import Preparation
+    from .operations.prepare import Preparation
     from .report import OperationTotals, SleepReport, TagUsage, WakeReport
     from .settings import Settings
 
@@ -53,7 +53,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "allocator": ("CuMemAllocator", "cupy_allocator"),
-    "prepare": ("Preparation",),
+    "operations.prepare": ("Preparation",),
     "report": ("OperationTotals", "SleepReport", "TagUsage", "WakeReport"),
     "settings": ("Settings",),
 }

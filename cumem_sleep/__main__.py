@@ -10,7 +10,7 @@ _INTERRUPTED = 130  # as a shell reports SIGINT
 def main() -> int:
     """Run the command; Ctrl-C while its modules are still imported ends it without a traceback, too."""
     try:
-        from .cli import main as run
+        from .tools.cli import main as run
 
         return run()
     except KeyboardInterrupt:

@@ -21,9 +21,9 @@ from itertools import accumulate, chain
 from typing import Any, ClassVar, TypeVar
 
 from . import _core, log
-from .backup import BackupStore
-from .compress import Compressor, Encoding, Workbench, close_all
-from .digest import DeviceDigester, Digest, DigestRun
+from .backups.store import BackupStore
+from .codec.workbench import Compressor, Encoding, Workbench, close_all
+from .digest.device import DeviceDigester, Digest, DigestRun
 from .errors import (
     BackupMismatch,
     CodecError,
@@ -36,11 +36,11 @@ from .errors import (
     OutOfHostMemory,
     format_bytes,
 )
-from .pools import TorchPools, torch_with_cuda
-from .prepare import Preparation
+from .integrations.torch import TorchPools, torch_with_cuda
+from .operations.prepare import Preparation
 from .report import OperationTotals, PhaseTimer, SleepReport, TagUsage, WakeReport
-from .restore import Restorer
 from .settings import Settings
+from .transfer.restorer import Restorer
 from .variables import warn_of_misspelt
 
 DEFAULT_TAG = "default"

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 import cumem_sleep
 from cumem_sleep import CuMemAllocator, CumemSleepError, Settings, _core, sim
-from cumem_sleep.digest import CHUNK_BYTES
+from cumem_sleep.digest.device import CHUNK_BYTES
 
 MIB = 1 << 20
 PAGE = 2 * MIB  # the granularity of device memory

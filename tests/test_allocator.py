@@ -413,7 +413,7 @@ class TestBytes:
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As of segments above 256 MiB, on a smaller scale: each block holds its own part."""
-        monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", 2 * PAGE)
+        monkeypatch.setattr("cumem_sleep.backups.store.SLAB_BYTES", 2 * PAGE)
         address = allocator.malloc(5 * PAGE, "weights")
         content = memory.fill_random(address, 5 * PAGE)
         allocator.sleep()
@@ -426,7 +426,7 @@ class TestBytes:
     def test_pages_are_touched_in_pieces(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, pieces_mib: int
     ) -> None:
-        monkeypatch.setattr("cumem_sleep.backup._TOUCH_BYTES", pieces_mib * MIB)
+        monkeypatch.setattr("cumem_sleep.backups.store._TOUCH_BYTES", pieces_mib * MIB)
         address = allocator.malloc(2 * PAGE)
         content = memory.fill_random(address, 2 * PAGE)
         allocator.sleep()

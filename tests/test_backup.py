@@ -27,9 +27,10 @@ from support import (
     threads_of_ours,
 )
 
-from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, host_limits, sim
-from cumem_sleep.backup import BackupStore
-from cumem_sleep.digest import Digest, DigestRun
+from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, sim
+from cumem_sleep.backups import limits as host_limits
+from cumem_sleep.backups.store import BackupStore
+from cumem_sleep.digest.device import Digest, DigestRun
 
 MakeAllocator = Callable[..., CuMemAllocator]
 
@@ -40,10 +41,10 @@ GIVING_BACK = "cumem-give-back"  # the thread's name
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each page. And a busy machine is not to be taken for a device with work: then all is digested again."""
     monkeypatch.setattr("cumem_sleep.allocator._IDLE_S", 60.0)
-    monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", MIB)
+    monkeypatch.setattr("cumem_sleep.backups.store.SLAB_BYTES", MIB)
     monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
     if SIMULATED:
-        monkeypatch.setattr("cumem_sleep.digest.sums_of", quick_sums)
+        monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
 
 
 def fill(allocator: CuMemAllocator, memory: Memory, pages: Sequence[int], tag: str = "weights") -> dict[int, bytes]:
@@ -79,7 +80,7 @@ def small_head(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def four_blocks_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cumem_sleep.backup._STREAM_BYTES", MIB)
+    monkeypatch.setattr("cumem_sleep.backups.store._STREAM_BYTES", MIB)
 
 
 def in_flight(dirty: Sequence[int]) -> list[int]:
@@ -608,7 +609,7 @@ def closed_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def much(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three pages are much."""
-    monkeypatch.setattr("cumem_sleep.backup._MUCH_BYTES", 3 * PAGE)
+    monkeypatch.setattr("cumem_sleep.backups.store._MUCH_BYTES", 3 * PAGE)
     yield
     assert_no_threads(GIVING_BACK)
 
@@ -903,7 +904,7 @@ class TestGivingBack:
 
 GOING = """
     import sys, time
-    from cumem_sleep import backup
+    from cumem_sleep.backups import store as backup
 
     backup._MUCH_BYTES, backup.SLAB_BYTES, backup._BETWEEN_BLOCKS_S = PAGE, MIB, BETWEEN_S
     reset_simulation()

@@ -14,22 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import MIB, SIMULATED, Memory, free_everything, quick_sums, reset_simulation
 
-from cumem_sleep import (
-    CuMemAllocator,
-    InvalidArgument,
-    InvalidState,
-    Settings,
-    SleepReport,
-    WakeReport,
-    _core,
-    bench,
-    cli,
-    digest,
-    sim,
-)
-from cumem_sleep.bench import link, memory, palette, plot, report, workload
-from cumem_sleep.bench.host_memory import touch_host_memory
-from cumem_sleep.bench.report import Kind, Step
+from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, Settings, SleepReport, WakeReport, _core, sim
+from cumem_sleep.digest import device as digest
+from cumem_sleep.tools import bench, cli
+from cumem_sleep.tools.bench import link, memory, palette, plot, report, workload
+from cumem_sleep.tools.bench.host_memory import touch_host_memory
+from cumem_sleep.tools.bench.report import Kind, Step
 
 GIB = 1 << 30
 PAGE = workload.PAGE_BYTES

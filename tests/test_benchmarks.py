@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import cumem_sleep
-from cumem_sleep.bench import palette
+from cumem_sleep.tools.bench import palette
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
 

@@ -20,18 +20,9 @@ from hypothesis import strategies as st
 from support import MIB, SIMULATED, Memory, free_everything, reset_simulation
 
 import cumem_sleep
-from cumem_sleep import (
-    BackupMismatch,
-    CuMemAllocator,
-    DriverError,
-    InvalidArgument,
-    InvalidState,
-    Settings,
-    _core,
-    cli,
-    demo,
-)
-from cumem_sleep.backup import BackupStore
+from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, InvalidArgument, InvalidState, Settings, _core
+from cumem_sleep.backups.store import BackupStore
+from cumem_sleep.tools import cli, demo
 
 KV = ["--kv", "4MiB"]
 

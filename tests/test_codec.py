@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumem_sleep import codec
-from cumem_sleep.codec import BLOCK_VALUES, CHUNK_BYTES, LAYOUTS, Code, Layout
+from cumem_sleep.codec import exponent as codec
+from cumem_sleep.codec.exponent import BLOCK_VALUES, CHUNK_BYTES, LAYOUTS, Code, Layout
 
 Bytes = npt.NDArray[np.uint8]
 BF16, FP16, E4M3, E5M2, FP32 = LAYOUTS

@@ -56,16 +56,16 @@ from cumem_sleep import (
     InvalidState,
     OutOfHostMemory,
     _core,
-    compress,
-    host_limits,
-    restore,
     sim,
 )
-from cumem_sleep.backup import Piece
-from cumem_sleep.codec import Bytes, Code, Layout
-from cumem_sleep.coders import SimulatedKernels
-from cumem_sleep.compress import Compressor, Workbench
-from cumem_sleep.digest import Digest, DigestRun
+from cumem_sleep.backups import limits as host_limits
+from cumem_sleep.backups.store import Piece
+from cumem_sleep.codec import workbench as compress
+from cumem_sleep.codec.exponent import Bytes, Code, Layout
+from cumem_sleep.codec.kernels import SimulatedKernels
+from cumem_sleep.codec.workbench import Compressor, Workbench
+from cumem_sleep.digest.device import Digest, DigestRun
+from cumem_sleep.transfer import restorer as restore
 
 pytestmark = pytest.mark.sim
 
@@ -85,12 +85,12 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cumem_sleep.allocator._HEAD_BYTES", 2 * PAGE)
     monkeypatch.setattr("cumem_sleep.allocator._PART_BYTES", 4 * PAGE)
     monkeypatch.setattr("cumem_sleep.allocator._IDLE_S", 60.0)  # this machine may be busy, and the device is not
-    monkeypatch.setattr("cumem_sleep.compress._SLOTS", 2)
-    monkeypatch.setattr("cumem_sleep.compress._SLOT_BYTES", (4 * MIB, 2 * MIB))
-    monkeypatch.setattr("cumem_sleep.compress._LENT_SLOT_BYTES", 2 * MIB)
-    monkeypatch.setattr("cumem_sleep.prepare._PIECE_BYTES", PAGE)  # is decoded in a slot
-    monkeypatch.setattr("cumem_sleep.prepare._BLOCK_BYTES", PAGE)
-    monkeypatch.setattr("cumem_sleep.digest.sums_of", quick_sums)  # what it tells apart is not the question here
+    monkeypatch.setattr("cumem_sleep.codec.workbench._SLOTS", 2)
+    monkeypatch.setattr("cumem_sleep.codec.workbench._SLOT_BYTES", (4 * MIB, 2 * MIB))
+    monkeypatch.setattr("cumem_sleep.codec.workbench._LENT_SLOT_BYTES", 2 * MIB)
+    monkeypatch.setattr("cumem_sleep.operations.prepare._PIECE_BYTES", PAGE)  # is decoded in a slot
+    monkeypatch.setattr("cumem_sleep.operations.prepare._BLOCK_BYTES", PAGE)
+    monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)  # what it tells apart is not the question here
     monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
 
 
@@ -208,7 +208,7 @@ class TestRoundTrips:
     def test_of_all_kinds_at_once(
         self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, devices: int, slab_bytes: int
     ) -> None:
-        monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", slab_bytes)
+        monkeypatch.setattr("cumem_sleep.backups.store.SLAB_BYTES", slab_bytes)
         allocator = make_allocator(compress="auto")
         sim.configure(devices=devices)
         contents: Contents = {}
@@ -274,10 +274,10 @@ class TestRoundTrips:
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int, tight: bool
     ) -> None:
         """By turns with the copy engine, and alone where its time is to tell the rate."""
-        monkeypatch.setattr("cumem_sleep.compress._SLOTS", slots)
-        monkeypatch.setattr("cumem_sleep.compress._SLOT_BYTES", (8 * MIB, 4 * MIB))
-        monkeypatch.setattr("cumem_sleep.restore._WORTH_CHOOSING_BYTES", 0)
-        monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", 3 * MIB)
+        monkeypatch.setattr("cumem_sleep.codec.workbench._SLOTS", slots)
+        monkeypatch.setattr("cumem_sleep.codec.workbench._SLOT_BYTES", (8 * MIB, 4 * MIB))
+        monkeypatch.setattr("cumem_sleep.transfer.restorer._WORTH_CHOOSING_BYTES", 0)
+        monkeypatch.setattr("cumem_sleep.backups.store.SLAB_BYTES", 3 * MIB)
         started: list[int] = []
 
         class GpuCopies:
@@ -300,7 +300,7 @@ class TestRoundTrips:
             for number in itertools.count():
                 took.append((yield restore._Choice(by_engine=number % 3 == 0, alone=number % 2 == 0)))
 
-        monkeypatch.setitem(sys.modules, "cumem_sleep.copy_kernel", SimpleNamespace(GpuCopies=GpuCopies))
+        monkeypatch.setitem(sys.modules, "cumem_sleep.transfer.copy_kernel", SimpleNamespace(GpuCopies=GpuCopies))
         monkeypatch.setattr(restore, "_choices", choices)
         allocator._restorer._kernel_devices.add(0)
         contents = fill(allocator, *KINDS, nbytes=12 * PAGE)
@@ -345,8 +345,8 @@ class TestRoundTrips:
     def test_tables_of_the_copy_kernel_outlive_its_copies(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("cumem_sleep.compress._SLOTS", 4)
-        monkeypatch.setattr("cumem_sleep.restore._WORTH_CHOOSING_BYTES", 0)
+        monkeypatch.setattr("cumem_sleep.codec.workbench._SLOTS", 4)
+        monkeypatch.setattr("cumem_sleep.transfer.restorer._WORTH_CHOOSING_BYTES", 0)
         in_flight: set[int] = set()  # streams
         closed: list[bool] = []
         synchronize = _core.CopyStream.synchronize
@@ -369,7 +369,7 @@ class TestRoundTrips:
             in_flight.discard(stream.handle)
 
         monkeypatch.setattr(_core.CopyStream, "synchronize", note_and_synchronize)
-        monkeypatch.setitem(sys.modules, "cumem_sleep.copy_kernel", SimpleNamespace(GpuCopies=GpuCopies))
+        monkeypatch.setitem(sys.modules, "cumem_sleep.transfer.copy_kernel", SimpleNamespace(GpuCopies=GpuCopies))
         monkeypatch.setattr(
             restore, "_choices", lambda *_: itertools.repeat(restore._Choice(by_engine=False, alone=False))
         )
@@ -396,7 +396,7 @@ class TestRoundTrips:
     def test_digests_begin_when_segments_are_complete(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int
     ) -> None:
-        monkeypatch.setattr("cumem_sleep.compress._SLOTS", slots)
+        monkeypatch.setattr("cumem_sleep.codec.workbench._SLOTS", slots)
         contents = fill(allocator, bf16, some_noise, bf16, nbytes=3 * PAGE)
         allocator.sleep()
         started: list[int] = []
@@ -416,7 +416,7 @@ class TestRoundTrips:
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int
     ) -> None:
         """But copies to slots, all but two of them, have begun by then."""
-        monkeypatch.setattr("cumem_sleep.compress._SLOTS", slots)
+        monkeypatch.setattr("cumem_sleep.codec.workbench._SLOTS", slots)
         contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
         allocator.sleep()
         decode, map_segment, start = SimulatedKernels.decode, _core.Segment.map, restore.SlotCopies.start
@@ -503,7 +503,7 @@ class TestChanges:
     def test_the_next_part_is_counted_while_one_is_encoded(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("cumem_sleep.compress._PART_BYTES", 2 * PAGE)
+        monkeypatch.setattr("cumem_sleep.codec.workbench._PART_BYTES", 2 * PAGE)
         contents = fill(allocator, bf16, bf16, fp16, bf16)
         cycle(allocator, contents)
         random = np.random.default_rng(11)
@@ -533,7 +533,7 @@ class TestChanges:
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of what has a compressed backup; what has none is digested first, because it has to be planned as a whole."""
-        monkeypatch.setattr("cumem_sleep.compress._PART_BYTES", 2 * PAGE)
+        monkeypatch.setattr("cumem_sleep.codec.workbench._PART_BYTES", 2 * PAGE)
         contents = fill(allocator, noise, bf16, bf16, fp16, bf16)
         cycle(allocator, contents)
         for address, kind in zip(contents, (noise, bf16, bf16, fp16, bf16), strict=True):
@@ -566,7 +566,7 @@ class TestChanges:
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, number: int
     ) -> None:
         """It raises what a backup raises that finds none, which all begins anew after: with that part, too."""
-        monkeypatch.setattr("cumem_sleep.compress._PART_BYTES", 2 * PAGE)
+        monkeypatch.setattr("cumem_sleep.codec.workbench._PART_BYTES", 2 * PAGE)
         contents = fill(allocator, bf16, bf16, fp16, bf16, bf16)
         cycle(allocator, contents)
         self.change_all(contents)
@@ -596,7 +596,7 @@ class TestChanges:
     def test_a_codec_that_fails_before_the_last_part_leaves_nothing_out(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, after: int
     ) -> None:
-        monkeypatch.setattr("cumem_sleep.compress._PART_BYTES", 2 * PAGE)
+        monkeypatch.setattr("cumem_sleep.codec.workbench._PART_BYTES", 2 * PAGE)
         contents = fill(allocator, *[bf16] * 6)
         cycle(allocator, contents)
         self.change_all(contents)
@@ -610,7 +610,7 @@ class TestChanges:
 
     def test_parts_of_two_devices(self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
         """Those of the second are found while the first one's are encoded."""
-        monkeypatch.setattr("cumem_sleep.compress._PART_BYTES", 2 * PAGE)
+        monkeypatch.setattr("cumem_sleep.codec.workbench._PART_BYTES", 2 * PAGE)
         allocator = make_allocator(compress="auto")
         sim.configure(devices=2)
         contents: Contents = {}
@@ -765,7 +765,7 @@ class TestChanges:
         self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """What does not fit any more takes memory in the middle of a sleep, and not in the thread that copies."""
-        monkeypatch.setattr("cumem_sleep.compress._PART_BYTES", 2 * PAGE)
+        monkeypatch.setattr("cumem_sleep.codec.workbench._PART_BYTES", 2 * PAGE)
         allocator = make_allocator(compress="auto", prefault_threads=2)
         contents = fill(allocator, bf16, bf16, bf16)
         cycle(allocator, contents)
@@ -893,7 +893,7 @@ class TestHostMemory:
         self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, what: str, part_bytes: int
     ) -> None:
         """What comes first wants more memory than there is until the others, which shrink, have their turn."""
-        monkeypatch.setattr("cumem_sleep.compress._PART_BYTES", part_bytes)
+        monkeypatch.setattr("cumem_sleep.codec.workbench._PART_BYTES", part_bytes)
         room = int(2 * PAGE * ((0.70 if what == "one grows" else 0.02) + 3 * 0.88))
         allocator = make_allocator(compress="auto", host_budget_bytes=room)
         contents = fill(allocator, *([bf16] if what == "one grows" else []), fp16, fp16, fp16)
@@ -1007,7 +1007,7 @@ class TestPrepare:
 
     def test_launches_are_narrow(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
         contents = fill(allocator, bf16, nbytes=5 * PAGE)
-        monkeypatch.setattr("cumem_sleep.compress._FEW_ROWS", 2)
+        monkeypatch.setattr("cumem_sleep.codec.workbench._FEW_ROWS", 2)
         counted: list[int] = []
         count = SimulatedKernels.count
 
@@ -1086,7 +1086,7 @@ class TestPrepare:
     ) -> None:
         """When its turn ends, the segment may go."""
         contents = fill(allocator, bf16, bf16, nbytes=3 * PAGE)
-        monkeypatch.setattr("cumem_sleep.compress._FEW_ROWS", 1)
+        monkeypatch.setattr("cumem_sleep.codec.workbench._FEW_ROWS", 1)
         failing("count", monkeypatch, after=1)
         handles: list[int] = []
         Turns(monkeypatch, lambda: handles.append(sim.stats().live_handles)).prepare(allocator)
@@ -1251,7 +1251,8 @@ class TestPrepare:
             """
             import threading, time
             import numpy as np
-            from cumem_sleep import coders, compress
+            from cumem_sleep.codec import kernels as coders
+            from cumem_sleep.codec import workbench as compress
 
             reset_simulation()
             allocator, memory = fresh_allocator(compress="auto"), Memory()
@@ -1280,7 +1281,9 @@ class TestPrepare:
         process = run_script(
             f"""
             import numpy as np
-            from cumem_sleep import coders, compress, prepare
+            from cumem_sleep.codec import kernels as coders
+            from cumem_sleep.codec import workbench as compress
+            from cumem_sleep.operations import prepare
 
             reset_simulation()
             prepare._BLOCK_BYTES = PAGE
@@ -1697,7 +1700,7 @@ class TestCodecFails:
         def refuse() -> SimulatedKernels:
             raise ImportError("no Triton here")
 
-        monkeypatch.setattr("cumem_sleep.compress.choose_kernels", refuse)
+        monkeypatch.setattr("cumem_sleep.codec.workbench.choose_kernels", refuse)
         contents = fill(allocator, bf16)
         for _ in range(2):
             assert finished(allocator.prepare()).error is None
@@ -1711,7 +1714,7 @@ class TestCodecFails:
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         info = SimpleNamespace(host_pointers=False, numa_node=-1)
-        monkeypatch.setattr("cumem_sleep.compress._core.device_info", lambda device: info)
+        monkeypatch.setattr("cumem_sleep.codec.workbench._core.device_info", lambda device: info)
         contents = fill(allocator, bf16)
         cycle(allocator, contents)
         assert encodings(allocator, contents) == [None]
@@ -1793,9 +1796,9 @@ class TestFree:
 
 
 def one_page_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cumem_sleep.compress._SLOTS", 1)
-    monkeypatch.setattr("cumem_sleep.compress._SLOT_BYTES", (ONE_PAGE_BENCH,))
-    monkeypatch.setattr("cumem_sleep.compress._LENT_SLOT_BYTES", ONE_PAGE_BENCH)
+    monkeypatch.setattr("cumem_sleep.codec.workbench._SLOTS", 1)
+    monkeypatch.setattr("cumem_sleep.codec.workbench._SLOT_BYTES", (ONE_PAGE_BENCH,))
+    monkeypatch.setattr("cumem_sleep.codec.workbench._LENT_SLOT_BYTES", ONE_PAGE_BENCH)
 
 
 class QuickCodec:
@@ -1806,7 +1809,7 @@ class QuickCodec:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._chunks: dict[int, Bytes] = {}
         for name in ("chunk_bytes", "encode", "decode"):
-            monkeypatch.setattr(f"cumem_sleep.codec.{name}", getattr(self, name))
+            monkeypatch.setattr(f"cumem_sleep.codec.exponent.{name}", getattr(self, name))
 
     def chunk_bytes(self, _: Code, content: Bytes) -> npt.NDArray[np.int64]:
         return np.array([self.BYTES])
@@ -1872,17 +1875,17 @@ def test_every_driver_call_may_fail_once(world: World, phase: Phase, error_name:
     "phase", [phase for phase in COMPRESSED if phase.name in ("first sleep", "wake of all")], ids=str
 )
 def test_interrupt_anywhere(world: World, phase: Phase) -> None:
-    check_interrupts(world, phase, ("compress.py", "allocator.py:_back_up_compressed", "allocator.py:_workbenches"))
+    check_interrupts(world, phase, ("workbench.py", "allocator.py:_back_up_compressed", "allocator.py:_workbenches"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "part_bytes"), [("tight", 1 << 30), ("ample", PAGE)], indirect=["world"])
 def test_interrupt_of_a_sleep_of_changed(world: World, monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
     """Whose backups are written to again, while the next part is counted."""
-    monkeypatch.setattr("cumem_sleep.compress._PART_BYTES", part_bytes)
+    monkeypatch.setattr("cumem_sleep.codec.workbench._PART_BYTES", part_bytes)
     (phase,) = (phase for phase in COMPRESSED if phase.name == "sleep of changed")
     places = ("encode", "plan_again", "_count", "finish", "_parts")
-    others = ("backup.py", "allocator.py:_back_up_compressed", "allocator.py:_planned_again")
+    others = ("store.py", "allocator.py:_back_up_compressed", "allocator.py:_planned_again")
     check_interrupts(world, phase, (*(f"compress.py:{place}" for place in places), *others))
 
 

@@ -7,8 +7,9 @@ import numpy.typing as npt
 import pytest
 from support import PAGE, Memory, assert_clean_exit, in_thread, run_script
 
-from cumem_sleep import CuMemAllocator, DriverError, _core, digest, sim
-from cumem_sleep.digest import CHUNK_BYTES, LANES, ROWS, DeviceDigester, Digest, digest_of, sums_of
+from cumem_sleep import CuMemAllocator, DriverError, _core, sim
+from cumem_sleep.digest import device as digest
+from cumem_sleep.digest.device import CHUNK_BYTES, LANES, ROWS, DeviceDigester, Digest, digest_of, sums_of
 
 Bytes = npt.NDArray[np.uint8]
 MASK = (1 << 64) - 1
@@ -256,8 +257,8 @@ class TestDevice:
             """
             import logging, types
             import numpy as np
-            from cumem_sleep import digest
-            from cumem_sleep.digest import DeviceDigester, digest_of
+            from cumem_sleep.digest import device as digest
+            from cumem_sleep.digest.device import DeviceDigester, digest_of
 
             def never(*_):
                 raise AssertionError("the kernel was used")

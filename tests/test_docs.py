@@ -21,8 +21,9 @@ from typing import Any
 
 import pytest
 
-from cumem_sleep import CuMemAllocator, Settings, SleepReport, WakeReport, cli, errors
+from cumem_sleep import CuMemAllocator, Settings, SleepReport, WakeReport, errors
 from cumem_sleep.allocator import _dropped_at_level
+from cumem_sleep.tools import cli
 from cumem_sleep.vllm import SleepGate, metrics, plugin
 from cumem_sleep.vllm.gate_settings import GateSettings
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from support import DRIVER, SIMULATED, free_everything, reset_simulation
 
-from cumem_sleep import DriverError, OutOfDeviceMemory, _core, cli, doctor
-from cumem_sleep.doctor import Machine, Status
+from cumem_sleep import DriverError, OutOfDeviceMemory, _core
+from cumem_sleep.tools import cli, doctor
+from cumem_sleep.tools.doctor import Machine, Status
 
 GPU = "0000:1B:00.0"
 

@@ -49,10 +49,10 @@ from cumem_sleep import (
     OutOfDeviceMemory,
     OutOfHostMemory,
     _core,
-    host_limits,
     sim,
 )
-from cumem_sleep.digest import DigestRun
+from cumem_sleep.backups import limits as host_limits
+from cumem_sleep.digest.device import DigestRun
 
 pytestmark = pytest.mark.sim
 
@@ -168,8 +168,8 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     reset_simulation()
-    monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", MIB)  # two blocks for each segment
-    monkeypatch.setattr("cumem_sleep.digest.sums_of", quick_sums)  # what it tells apart is not the question here
+    monkeypatch.setattr("cumem_sleep.backups.store.SLAB_BYTES", MIB)  # two blocks for each segment
+    monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)  # what it tells apart is not the question here
     monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
     current = World()
     yield current

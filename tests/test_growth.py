@@ -15,7 +15,8 @@ import pytest
 from support import PAGE, free_everything, fresh_allocator, hooks, quick_sums, reset_simulation
 
 import cumem_sleep
-from cumem_sleep import CuMemAllocator, _core, host_limits, sim
+from cumem_sleep import CuMemAllocator, _core, sim
+from cumem_sleep.backups import limits as host_limits
 
 pytestmark = pytest.mark.sim
 
@@ -63,7 +64,7 @@ class Work:
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("cumem_sleep.digest.sums_of", quick_sums)
+    monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
     monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
     reset_simulation()
     yield

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cumem_sleep import host_limits
-from cumem_sleep.host_limits import (
+from cumem_sleep.backups import limits as host_limits
+from cumem_sleep.backups.limits import (
     cgroup_available_bytes,
     cgroup_limit_bytes,
     mem_available_bytes,

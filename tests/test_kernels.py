@@ -32,7 +32,7 @@ def test_the_kernel_compiles_for_a_gpu() -> None:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
-        from cumem_sleep import digest_kernel as kernel
+        from cumem_sleep.digest import kernel
 
         source = ASTSource(
             fn=kernel._chunk_sums,
@@ -53,8 +53,8 @@ def test_the_kernel_equals_the_reference_in_the_interpreter() -> None:
     process = run_script(
         """
         import numpy as np
-        from cumem_sleep import digest_kernel as kernel
-        from cumem_sleep.digest import CHUNK_BYTES, sums_of
+        from cumem_sleep.digest import kernel
+        from cumem_sleep.digest.device import CHUNK_BYTES, sums_of
 
         content = np.random.default_rng(5).integers(0, 256, 2 * CHUNK_BYTES, np.uint8)
         numbers = np.array([7, 8], np.uint64)
@@ -76,7 +76,7 @@ def test_the_copy_kernel_compiles_for_a_gpu() -> None:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
-        from cumem_sleep import copy_kernel as kernel
+        from cumem_sleep.transfer import copy_kernel as kernel
 
         source = ASTSource(
             fn=kernel._copy_chunks,
@@ -97,7 +97,7 @@ def test_the_copy_kernel_copies_in_the_interpreter() -> None:
     process = run_script(
         """
         import numpy as np
-        from cumem_sleep import copy_kernel as kernel
+        from cumem_sleep.transfer import copy_kernel as kernel
 
         source = np.random.default_rng(6).integers(0, 256, 3 * kernel.CHUNK_BYTES, np.uint8)
         target = np.zeros(4 * kernel.CHUNK_BYTES, np.uint8)
@@ -121,7 +121,8 @@ LAYOUTS = ["bf16", "fp16", "e4m3", "e5m2", "fp32"]
 CODEC_SETUP = """
     import os
     import numpy as np
-    from cumem_sleep import codec, codec_kernel as kernel
+    from cumem_sleep.codec import exponent as codec
+    from cumem_sleep.codec import exponent_kernel as kernel
 
     codec.CHUNK_BYTES = 1 << 15  # the interpreter is slow
     layout = {layout.name: layout for layout in codec.LAYOUTS}[os.environ["LAYOUT"]]
@@ -179,7 +180,8 @@ def test_the_codec_compiles_for_a_gpu(layout: str) -> None:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
-        from cumem_sleep import codec, codec_kernel as kernel
+        from cumem_sleep.codec import exponent as codec
+        from cumem_sleep.codec import exponent_kernel as kernel
 
         layout = {layout.name: layout for layout in codec.LAYOUTS}[os.environ["LAYOUT"]]
         constants = dict(zip(["BLOCKS", "BITS", "RAW", "PLANES"], kernel._constants(layout), strict=True))

@@ -37,10 +37,10 @@ from cumem_sleep import (
     InvalidState,
     OutOfHostMemory,
     _core,
-    host_limits,
     sim,
 )
-from cumem_sleep.prepare import Preparation
+from cumem_sleep.backups import limits as host_limits
+from cumem_sleep.operations.prepare import Preparation
 
 MakeAllocator = Callable[..., CuMemAllocator]
 
@@ -55,11 +55,11 @@ MANY = 1_000_000
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pieces, each a block of its own, in every segment."""
-    monkeypatch.setattr("cumem_sleep.prepare._PIECE_BYTES", MIB)
-    monkeypatch.setattr("cumem_sleep.prepare._BLOCK_BYTES", MIB)
+    monkeypatch.setattr("cumem_sleep.operations.prepare._PIECE_BYTES", MIB)
+    monkeypatch.setattr("cumem_sleep.operations.prepare._BLOCK_BYTES", MIB)
     monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
     if SIMULATED:
-        monkeypatch.setattr("cumem_sleep.digest.sums_of", quick_sums)
+        monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
 
 
 def until_asked_to_stop(preparation: Preparation) -> None:
@@ -284,8 +284,8 @@ class TestAlone:
             preparation._worker = NeverPauses(preparation._worker)  # type: ignore[assignment]
             start(preparation)
 
-        monkeypatch.setattr("cumem_sleep.prepare._POLL_S", -1.0)
-        monkeypatch.setattr("cumem_sleep.prepare.time.monotonic", lambda: 1000.0)
+        monkeypatch.setattr("cumem_sleep.operations.prepare._POLL_S", -1.0)
+        monkeypatch.setattr("cumem_sleep.operations.prepare.time.monotonic", lambda: 1000.0)
         monkeypatch.setattr(Preparation, "start", start_with_clock)
         preparation = allocator.prepare()
         while preparation.running:
@@ -1139,7 +1139,7 @@ BEGUN = """
         address = allocator.malloc(2 * PAGE, tag)
         contents[address] = memory.fill_random(address, 2 * PAGE)
     memory.close()
-    from cumem_sleep import prepare
+    from cumem_sleep.operations import prepare
     prepare._PIECE_BYTES = MIB
     copied = threading.Event()
     copy = prepare.Preparation._copy
@@ -1202,7 +1202,7 @@ class TestForeignErrorsAndPromisedMemory:
             raise MemoryError("no more")
 
         with monkeypatch.context() as patch:
-            patch.setattr("cumem_sleep.digest.DigestRun.add_copy", fails)
+            patch.setattr("cumem_sleep.digest.device.DigestRun.add_copy", fails)
             preparation = finished(allocator.prepare())
         assert isinstance(preparation.error, InvalidState)
         assert "no more" in str(preparation.error)

@@ -30,7 +30,8 @@ from support import (
 )
 from test_state_machine import CALLS as CALLS_OF_OPERATIONS
 
-from cumem_sleep import CuMemAllocator, CumemSleepError, _core, host_limits, sim
+from cumem_sleep import CuMemAllocator, CumemSleepError, _core, sim
+from cumem_sleep.backups import limits as host_limits
 
 pytestmark = pytest.mark.sim
 
@@ -49,13 +50,13 @@ NOISE, WEIGHTS = _BYTES.bytes(LENDER_BYTES + 8192), bf16_weights(LENDER_BYTES + 
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", PAGE)
-    monkeypatch.setattr("cumem_sleep.compress._SLOTS", 2)
-    monkeypatch.setattr("cumem_sleep.compress._SLOT_BYTES", (4 * MIB, 2 * MIB))
-    monkeypatch.setattr("cumem_sleep.compress._LENT_SLOT_BYTES", 2 * MIB)
-    monkeypatch.setattr("cumem_sleep.prepare._PIECE_BYTES", PAGE)  # is decoded in a slot
-    monkeypatch.setattr("cumem_sleep.prepare._BLOCK_BYTES", PAGE)
-    monkeypatch.setattr("cumem_sleep.digest.sums_of", quick_sums)
+    monkeypatch.setattr("cumem_sleep.backups.store.SLAB_BYTES", PAGE)
+    monkeypatch.setattr("cumem_sleep.codec.workbench._SLOTS", 2)
+    monkeypatch.setattr("cumem_sleep.codec.workbench._SLOT_BYTES", (4 * MIB, 2 * MIB))
+    monkeypatch.setattr("cumem_sleep.codec.workbench._LENT_SLOT_BYTES", 2 * MIB)
+    monkeypatch.setattr("cumem_sleep.operations.prepare._PIECE_BYTES", PAGE)  # is decoded in a slot
+    monkeypatch.setattr("cumem_sleep.operations.prepare._BLOCK_BYTES", PAGE)
+    monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
     monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)
 
 

@@ -29,22 +29,14 @@ from support import (
 )
 
 import cumem_sleep
-from cumem_sleep import (
-    BackupMismatch,
-    CuMemAllocator,
-    DriverError,
-    OutOfDeviceMemory,
-    OutOfHostMemory,
-    _core,
-    host_limits,
-    restore,
-    sim,
-)
+from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, OutOfDeviceMemory, OutOfHostMemory, _core, sim
 from cumem_sleep._core import Ahead
 from cumem_sleep.allocator import open_driver
-from cumem_sleep.backup import Backup, Piece
-from cumem_sleep.codec import CHUNK_BYTES
-from cumem_sleep.restore import Batch, Batches, Restorer, _BestRate, _Choice, _choices, _Lane, _Way
+from cumem_sleep.backups import limits as host_limits
+from cumem_sleep.backups.store import Backup, Piece
+from cumem_sleep.codec.exponent import CHUNK_BYTES
+from cumem_sleep.transfer import restorer as restore
+from cumem_sleep.transfer.restorer import Batch, Batches, Restorer, _BestRate, _Choice, _choices, _Lane, _Way
 
 MakeAllocator = Callable[..., CuMemAllocator]
 
@@ -643,7 +635,7 @@ class FakeCopies:
 
 class TestWarmUp:
     def warm_up(self, monkeypatch: pytest.MonkeyPatch, work: Callable[[int], None]) -> Restorer:
-        module = types.ModuleType("cumem_sleep.copy_kernel")
+        module = types.ModuleType("cumem_sleep.transfer.copy_kernel")
         module.warm_up = work  # type: ignore[attr-defined]
         module.GpuCopies = FakeCopies  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -729,9 +721,9 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four batches for each page, two blocks."""
     monkeypatch.setattr(restore, "_BATCH_BYTES", MIB // 2)
     monkeypatch.setattr(restore, "_ENGINE_BATCH_BYTES", MIB // 2)
-    monkeypatch.setattr("cumem_sleep.backup.SLAB_BYTES", MIB)
+    monkeypatch.setattr("cumem_sleep.backups.store.SLAB_BYTES", MIB)
     if SIMULATED:
-        monkeypatch.setattr("cumem_sleep.digest.sums_of", quick_sums)
+        monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
     monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)
 
 
@@ -1155,7 +1147,7 @@ class TestManySegments:
         count = 300
         if SIMULATED:
             sim.configure(device_bytes=(count + 8) * PAGE)
-            monkeypatch.setattr("cumem_sleep.digest.sums_of", quick_sums)
+            monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
         allocator = make_allocator()
         addresses = [allocator.malloc(PAGE, "weights") for _ in range(count)]
         marks = [number.to_bytes(8, "little") * 512 for number in range(1, count + 1)]

@@ -15,7 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support import PAGE, Memory, assert_clean_exit, assert_no_threads, hooks, in_thread, run_script
 
-from cumem_sleep import CuMemAllocator, CumemSleepError, InvalidState, _core, host_limits, prepare
+from cumem_sleep import CuMemAllocator, CumemSleepError, InvalidState, _core
+from cumem_sleep.backups import limits as host_limits
+from cumem_sleep.operations import prepare
 
 pytestmark = pytest.mark.sim
 
@@ -523,7 +525,7 @@ class TestGrowth:
             return bool(pinned.__get__(block))  # type: ignore[attr-defined]
 
         with monkeypatch.context() as patch:
-            patch.setattr("cumem_sleep.digest.sums_of", lambda content, first_chunk=0: (first_chunk, 0))
+            patch.setattr("cumem_sleep.digest.device.sums_of", lambda content, first_chunk=0: (first_chunk, 0))
             patch.setattr(host_limits, "cgroup_available_bytes", look)
             patch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)
             patch.setattr(_core.HostBlock, "pinned", property(visited))
@@ -545,15 +547,16 @@ class TestGrowth:
 
 STORM = """
     import gc, logging, os, random, signal, threading, time
-    from cumem_sleep import backup, prepare
+    from cumem_sleep.backups import store as backup
+    from cumem_sleep.operations import prepare
 
     seed = int(os.environ["SEED"])
     choice = random.Random(seed)
     prepare._PIECE_BYTES, prepare._BLOCK_BYTES, backup.SLAB_BYTES = MIB, PAGE, PAGE
     logging.getLogger("cumem_sleep").setLevel(logging.ERROR)  # of preparations that a handler ends
     reset_simulation()
-    import cumem_sleep.digest
-    cumem_sleep.digest.sums_of = quick_sums
+    import cumem_sleep.digest.device
+    cumem_sleep.digest.device.sums_of = quick_sums
     allocator = fresh_allocator(compress=COMPRESS)
     memory = Memory()
     contents = {}
@@ -715,14 +718,14 @@ def test_storm_at_exit() -> None:
 
 FINALISERS = """
     import gc, logging, os, random, sys, threading, time
-    from cumem_sleep import prepare
+    from cumem_sleep.operations import prepare
 
     choice = random.Random(int(os.environ["SEED"]))
     prepare._PIECE_BYTES = prepare._BLOCK_BYTES = MIB
     logging.getLogger("cumem_sleep").setLevel(logging.ERROR)  # of preparations that a finaliser ends
     reset_simulation()
-    import cumem_sleep.digest
-    cumem_sleep.digest.sums_of = quick_sums
+    import cumem_sleep.digest.device
+    cumem_sleep.digest.device.sums_of = quick_sums
     allocator, memory = fresh_allocator(), Memory()
     contents = {}
     for tag in ("weights", "default", "weights", "weights"):

@@ -75,7 +75,7 @@ class Model:
 class Sequences(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.patch = mock.patch("cumem_sleep.digest.sums_of", quick_sums)
+        self.patch = mock.patch("cumem_sleep.digest.device.sums_of", quick_sums)
         self.patch.start()
         reset_simulation()
         self.allocator = fresh_allocator(host_budget_bytes=BUDGET_PAGES * PAGE)

@@ -8,8 +8,9 @@ import re
 
 import pytest
 
-from cumem_sleep import Settings, cli, variables
+from cumem_sleep import Settings, variables
 from cumem_sleep.settings import PREFIX
+from cumem_sleep.tools import cli
 from cumem_sleep.vllm.gate_settings import GateSettings
 
 ROOT = pathlib.Path(__file__).parent.parent

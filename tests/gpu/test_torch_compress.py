@@ -14,9 +14,11 @@ import pytest
 from support import AWAKE, BACKED_UP, DROPPED
 from test_torch_processes import check_clean, run
 
-from cumem_sleep import BackupMismatch, CuMemAllocator, InvalidState, _core, codec, compress
-from cumem_sleep.codec import Bytes, Code, Layout
-from cumem_sleep.compress import Workbench
+from cumem_sleep import BackupMismatch, CuMemAllocator, InvalidState, _core
+from cumem_sleep.codec import exponent as codec
+from cumem_sleep.codec import workbench as compress
+from cumem_sleep.codec.exponent import Bytes, Code, Layout
+from cumem_sleep.codec.workbench import Workbench
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
 torch = pytest.importorskip("torch")
@@ -157,7 +159,7 @@ class OnGpu:
     """Kernels at work on chunks, each with its own code, one launch for all."""
 
     def __init__(self, layout: Layout, codes: Sequence[Code]) -> None:
-        from cumem_sleep import codec_kernel
+        from cumem_sleep.codec import exponent_kernel as codec_kernel
 
         self._kernel = codec_kernel
         self._layout = layout

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing
 
-from .. import _core, host_limits
+from ... import _core
+from ...backups import limits as host_limits
 
 _BLOCK_BYTES = 1 << 30
 _PIECE_BYTES = 64 << 20

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from . import _core, log
-from .backup import Backup, BackupStore, Piece
-from .codec import CHUNK_BYTES
-from .compress import ChangedMeanwhile, Compressor, Encoding, Place, Workbench
-from .digest import DeviceDigester, DigestRun
-from .errors import CodecError, CumemSleepError, InvalidState
+from .. import _core, log
+from ..backups.store import Backup, BackupStore, Piece
+from ..codec.exponent import CHUNK_BYTES
+from ..codec.workbench import ChangedMeanwhile, Compressor, Encoding, Place, Workbench
+from ..digest.device import DeviceDigester, DigestRun
+from ..errors import CodecError, CumemSleepError, InvalidState
 
 # What a running model waits for at most: its small copies queue behind a piece (0.15 ms), its launches behind the
 # registering of a block (0.5 ms). Measured: benchmarks/results/wake_paths.json, prepare_cost.json.

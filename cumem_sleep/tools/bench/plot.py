@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from ..errors import InvalidArgument, InvalidState, counted, format_bytes
+from ...errors import InvalidArgument, InvalidState, counted, format_bytes
 from . import palette
 from .report import BenchReport
 

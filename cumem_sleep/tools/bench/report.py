@@ -11,8 +11,8 @@ from typing import Any
 from rich.box import ROUNDED
 from rich.table import Table
 
-from ..errors import counted, format_bytes
-from ..report import rate_gbps
+from ...errors import counted, format_bytes
+from ...report import rate_gbps
 from .machine import MachineFacts
 
 SIMULATED_NOTE = "Simulated driver: no GPU was used, and these times mean nothing."

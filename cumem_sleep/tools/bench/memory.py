@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .. import _core
-from ..allocator import CuMemAllocator
-from ..errors import InvalidState, OutOfDeviceMemory, format_bytes
-from ..pools import torch_with_cuda
+from ... import _core
+from ...allocator import CuMemAllocator
+from ...errors import InvalidState, OutOfDeviceMemory, format_bytes
+from ...integrations.torch import torch_with_cuda
 
 _PART_WORDS = 1 << 22  # checked at a time
 _OWN_SEGMENT_BYTES = 10 << 20  # from here on PyTorch's caching allocator takes a segment for each tensor

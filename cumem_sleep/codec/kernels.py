@@ -10,9 +10,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from . import _core, codec
-from .codec import CHUNK_BYTES, Code, Layout
-from .errors import CodecError
+from .. import _core
+from ..errors import CodecError
+from . import exponent as codec
+from .exponent import CHUNK_BYTES, Code, Layout
 
 
 class Kernels(Protocol):
@@ -37,7 +38,7 @@ class GpuKernels(Kernels):
     def __init__(self) -> None:
         import torch
 
-        from . import codec_kernel
+        from . import exponent_kernel as codec_kernel
 
         if not torch.cuda.is_available():
             raise CodecError("PyTorch does not reach the GPU")

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from itertools import chain, count, zip_longest
 from typing import TYPE_CHECKING
 
-from . import _core, log
-from .backup import BackupStore, Piece
-from .codec import CHUNK_BYTES
-from .digest import DigestRun
-from .errors import CumemSleepError
-from .pinned import pinned_block
+from .. import _core, log
+from ..backups.store import BackupStore, Piece
+from ..codec.exponent import CHUNK_BYTES
+from ..digest.device import DigestRun
+from ..errors import CumemSleepError
+from ..pinned import pinned_block
 
 if TYPE_CHECKING:
-    from .compress import Workbench
+    from ..codec.workbench import Workbench
     from .copy_kernel import GpuCopies
 
 

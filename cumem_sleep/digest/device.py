@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from . import _core, log
-from .errors import CumemSleepError
+from .. import _core, log
+from ..errors import CumemSleepError
 
 if TYPE_CHECKING:
-    from .backup import Piece
-    from .digest_kernel import GpuSums
+    from ..backups.store import Piece
+    from .kernel import GpuSums
 
 
 LANES = 2048
@@ -300,7 +300,7 @@ def _choose_kernel() -> ModuleType | None:
     try:
         import torch
 
-        from . import digest_kernel
+        from . import kernel as digest_kernel
 
         if torch.cuda.is_available():
             return digest_kernel

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from . import _core
+from .. import _core
 
 # From this version on (seen with 2.11) such pools simply do not use them.
 _POOLS_IGNORE_EXPANDABLE_SEGMENTS = (2, 11)

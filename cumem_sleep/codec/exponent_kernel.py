@@ -15,10 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from . import _core, codec
-from .codec import ALIGN_BYTES, BLOCK_VALUES, LEVEL_0_BYTES, PASSED_ON, PLACES, ROW_BYTES, Code, Layout
-from .errors import CodecError
-from .pinned import pinned_block
+from .. import _core
+from ..errors import CodecError
+from ..pinned import pinned_block
+from . import exponent as codec
+from .exponent import ALIGN_BYTES, BLOCK_VALUES, LEVEL_0_BYTES, PASSED_ON, PLACES, ROW_BYTES, Code, Layout
 
 _VALUES = tl.constexpr(BLOCK_VALUES)
 _LEVEL_0_BYTES = tl.constexpr(LEVEL_0_BYTES)

@@ -9,8 +9,8 @@ from contextlib import closing
 
 import numpy as np
 
-from .. import _core
-from ..allocator import CuMemAllocator
+from ... import _core
+from ...allocator import CuMemAllocator
 from .report import Link
 from .workload import PAGE_BYTES, Room
 

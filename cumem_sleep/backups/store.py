@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 
-from . import _core, host_limits
-from .codec import CHUNK_BYTES, least_bytes
-from .compress import Encoding, Place, Workbench
-from .digest import Digest
-from .errors import InvalidState, OutOfHostMemory
-from .settings import Settings
+from .. import _core
+from ..codec.exponent import CHUNK_BYTES, least_bytes
+from ..codec.workbench import Encoding, Place, Workbench
+from ..digest.device import Digest
+from ..errors import InvalidState, OutOfHostMemory
+from ..settings import Settings
+from . import limits as host_limits
 
 SLAB_BYTES = 128 << 20
 _TOUCH_BYTES = 64 << 20

@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from . import _core
-from .backup import Piece
-from .pinned import pinned_block
+from .. import _core
+from ..backups.store import Piece
+from ..pinned import pinned_block
 
 CHUNK_BYTES = 2 << 20  # most pieces of backups are multiples of it
 _PROGRAMS = 8

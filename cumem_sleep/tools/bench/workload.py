@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from .. import _core, demo, host_limits, sim
-from ..errors import InvalidArgument, InvalidState, format_bytes
-from ..settings import Settings
+from ... import _core, sim
+from ...backups import limits as host_limits
+from ...errors import InvalidArgument, InvalidState, format_bytes
+from ...settings import Settings
+from .. import demo
 
 PAGE_BYTES = 2 << 20
 

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from . import _core
-from .digest import _FINAL, _MULTIPLIERS, _SEEDS, _SHIFTS, CHUNK_BYTES, LANES, ROWS
-from .pinned import pinned_block
+from .. import _core
+from ..pinned import pinned_block
+from .device import _FINAL, _MULTIPLIERS, _SEEDS, _SHIFTS, CHUNK_BYTES, LANES, ROWS
 
 _K0, _K1 = (tl.constexpr(value) for value in _MULTIPLIERS)
 _S0, _S1 = (tl.constexpr(value) for value in _SEEDS)

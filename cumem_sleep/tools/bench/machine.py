@@ -9,7 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .. import __version__, _core, host_limits
+from ... import __version__, _core
+from ...backups import limits as host_limits
 from ..doctor import Machine
 
 _VARIABLES = ("CUMEM_SLEEP_", "PYTORCH_")

@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from .. import _core
-from ..allocator import CuMemAllocator
+from ... import _core
+from ...allocator import CuMemAllocator
+from ...digest.device import DeviceDigester
+from ...errors import InvalidState
 from ..demo import Progress
-from ..digest import DeviceDigester
-from ..errors import InvalidState
 from .host_memory import touch_host_memory
 from .link import link_bytes, measure_link
 from .machine import machine_facts

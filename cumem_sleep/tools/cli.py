@@ -16,11 +16,12 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from . import __version__, _core, bench, demo, doctor, variables
-from .allocator import CuMemAllocator
-from .errors import BackupMismatch, CumemSleepError, InvalidArgument
-from .settings import Settings, parse_bytes
-from .vllm.gate_settings import GateSettings
+from .. import __version__, _core, variables
+from ..allocator import CuMemAllocator
+from ..errors import BackupMismatch, CumemSleepError, InvalidArgument
+from ..settings import Settings, parse_bytes
+from ..vllm.gate_settings import GateSettings
+from . import bench, demo, doctor
 
 EXIT_OK, EXIT_CHECK_FAILED, EXIT_ERROR = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE

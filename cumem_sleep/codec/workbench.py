@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from . import _core, codec, log
-from .codec import CHUNK_BYTES, ROW_BYTES, Code, Layout
-from .coders import Kernels, choose_kernels
-from .errors import CodecError, CumemSleepError, DriverError, InvalidState, OutOfDeviceMemory
+from .. import _core, log
+from ..errors import CodecError, CumemSleepError, DriverError, InvalidState, OutOfDeviceMemory
+from . import exponent as codec
+from .exponent import CHUNK_BYTES, ROW_BYTES, Code, Layout
+from .kernels import Kernels, choose_kernels
 
 if TYPE_CHECKING:
-    from .restore import SlotCopies
+    from ..transfer.restorer import SlotCopies
 
 
 _SLOTS = 4

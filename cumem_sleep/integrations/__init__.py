@@ -1,0 +1,1 @@
+"""How other libraries allocate from this layer: one file a library."""
