@@ -28,7 +28,6 @@ from record import GIB, touch_host_memory
 
 from cumem_sleep import CuMemAllocator, _core
 from cumem_sleep.tools.bench.workload import kv_segments, model_like
-from cumem_sleep.transfer import restorer as restore
 
 MIB = 1 << 20
 DROPPED_BYTES = 115 * GIB
@@ -174,14 +173,14 @@ def wakes() -> dict[str, Any]:
     allocator.sleep()
     allocator.wake_up()
     rows: dict[str, Any] = {}
-    batch_bytes = restore._ENGINE_BATCH_BYTES
+    batch_bytes = CuMemAllocator.tuning.engine_batch_bytes
     for name, devices, nbytes in (
         ("engine, 64 MiB", set(), 64 * MIB),
         ("engine, 256 MiB", set(), batch_bytes),
         ("engine or kernel", kernel_devices, batch_bytes),
     ):
         allocator._restorer._kernel_devices = set(devices)
-        restore._ENGINE_BATCH_BYTES = nbytes
+        CuMemAllocator.tuning.engine_batch_bytes = nbytes
         rows[name] = {"at once_s": [], "later_s": []}
         for pause_s, key in ((0, "at once_s"), (3, "later_s")) * 3:
             allocator.sleep()

@@ -15,14 +15,15 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 import cumem_sleep
 from cumem_sleep import CuMemAllocator, CumemSleepError, Settings, _core, sim
-from cumem_sleep.digest.device import CHUNK_BYTES
+from cumem_sleep.backups.filling import Filling
+from cumem_sleep.digest.reference import CHUNK_BYTES
 
 MIB = 1 << 20
 PAGE = 2 * MIB  # the granularity of device memory
@@ -121,6 +122,28 @@ def reset_simulation() -> None:
         _held_before = _held()
 
 
+def around_copies(
+    patch: pytest.MonkeyPatch, before: Callable[[], object] | None = None, after: Callable[[], object] | None = None
+) -> None:
+    """Have these called before the first copy of a sleep begins, and when the last has ended."""
+    add, finish, begun = Filling.add, Filling.finish, list[bool]()
+
+    def watched_add(self: Filling, *arguments: Any) -> None:
+        if before is not None and not begun:
+            begun.append(True)
+            before()
+        add(self, *arguments)
+
+    def watched_finish(self: Filling) -> list[_core.Segment]:
+        filled = finish(self)
+        if after is not None:
+            after()
+        return filled
+
+    patch.setattr(Filling, "add", watched_add)
+    patch.setattr(Filling, "finish", watched_finish)
+
+
 def free_everything() -> None:
     """Free every segment, and see that neither the driver nor the host keeps anything."""
     allocator = CuMemAllocator.instance
@@ -137,7 +160,7 @@ def free_everything() -> None:
         assert not held, f"PyTorch still has {len(held)} segments in use: the test left tensors behind"
         if _core.driver_is_open():
             assert _core.reclaim() == 0
-            allocator._store._going.finish()  # much goes in a thread
+            allocator._store._tier.settle()  # much goes in a thread
         assert allocator._store.host_bytes == 0
         if SIMULATED:
             if _held() != _held_before:

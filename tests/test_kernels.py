@@ -54,7 +54,7 @@ def test_the_kernel_equals_the_reference_in_the_interpreter() -> None:
         """
         import numpy as np
         from cumem_sleep.digest import kernel
-        from cumem_sleep.digest.device import CHUNK_BYTES, sums_of
+        from cumem_sleep.digest.reference import CHUNK_BYTES, sums_of
 
         content = np.random.default_rng(5).integers(0, 256, 2 * CHUNK_BYTES, np.uint8)
         numbers = np.array([7, 8], np.uint64)
@@ -306,7 +306,7 @@ def test_the_codec_warms_up_in_host_memory(layout: str) -> None:
         import contextlib
         from unittest import mock
         from cumem_sleep import CodecError
-        from cumem_sleep.allocator import open_driver
+        from cumem_sleep.driver import open_driver
 
         open_driver("sim")
         launched = []

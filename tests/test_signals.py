@@ -37,7 +37,7 @@ def signal_main() -> None:
 
 
 def raising(error: BaseException) -> Callable[[], object]:
-    def work() -> None:
+    def work(*_: object) -> None:
         raise error
 
     return work
@@ -410,13 +410,13 @@ class TestPreparation:
         owner = prepare.DigestRun if in_a_turn else prepare.Preparation
         work = getattr(owner, place)
 
-        def finalise(*arguments: object) -> object:
+        def finalise(*arguments: object, **named: object) -> object:
             if not seen:
                 try:
                     seen.append(allocator.release_backups())
                 except CumemSleepError as error:
                     seen.append(error)
-            return work(*arguments)
+            return work(*arguments, **named)
 
         monkeypatch.setattr(owner, place, finalise)
         preparation = allocator.prepare()
@@ -547,12 +547,11 @@ class TestGrowth:
 
 STORM = """
     import gc, logging, os, random, signal, threading, time
-    from cumem_sleep.backups import store as backup
-    from cumem_sleep.operations import prepare
 
     seed = int(os.environ["SEED"])
     choice = random.Random(seed)
-    prepare._PIECE_BYTES, prepare._BLOCK_BYTES, backup.SLAB_BYTES = MIB, PAGE, PAGE
+    tuning = CuMemAllocator.tuning
+    tuning.prepare_piece_bytes, tuning.prepare_extent_bytes, tuning.slab_bytes = MIB, PAGE, PAGE
     logging.getLogger("cumem_sleep").setLevel(logging.ERROR)  # of preparations that a handler ends
     reset_simulation()
     import cumem_sleep.digest.device
@@ -718,10 +717,9 @@ def test_storm_at_exit() -> None:
 
 FINALISERS = """
     import gc, logging, os, random, sys, threading, time
-    from cumem_sleep.operations import prepare
 
     choice = random.Random(int(os.environ["SEED"]))
-    prepare._PIECE_BYTES = prepare._BLOCK_BYTES = MIB
+    CuMemAllocator.tuning.prepare_piece_bytes = CuMemAllocator.tuning.prepare_extent_bytes = MIB
     logging.getLogger("cumem_sleep").setLevel(logging.ERROR)  # of preparations that a finaliser ends
     reset_simulation()
     import cumem_sleep.digest.device

@@ -24,8 +24,9 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import _core, sim
-from ..allocator import CuMemAllocator, open_driver
+from ..allocator import CuMemAllocator
 from ..backups import limits as host_limits
+from ..driver import open_driver
 from ..errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, counted, format_bytes
 from ..report import rate_gbps
 from ..settings import Settings

@@ -21,8 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__, _core, variables
-from ..allocator import open_driver
 from ..backups import limits as host_limits
+from ..driver import open_driver
 from ..errors import CumemSleepError, DriverError, OutOfDeviceMemory, format_bytes
 from ..settings import PREFIX, Settings, parse_bool
 from ..vllm import compatibility, plugin
