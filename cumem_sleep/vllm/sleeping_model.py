@@ -38,7 +38,7 @@ class Update(Enum):
     NONE = "none"
     OPEN = "open"  # started, nothing written yet
     WRITTEN = "written"  # not finished
-    TORN = "torn"  # weights were dropped meanwhile: what was written before is lost
+    TORN = "torn"  # weights were dropped since its start: what that prepared, or was written, is lost
 
 
 class SleepingModel:
@@ -180,7 +180,8 @@ class SleepingModel:
     def _learn_asleep(self, ranks: list[metrics.RankStatus] | None, scheduler_paused: bool) -> None:
         if ranks is not None:
             self.asleep, lost = _asleep_and_lost(ranks)
-            self.weights_lost |= lost
+            if lost:
+                self._lose_weights()
         elif not self.asleep and self.level != 0 and not scheduler_paused:
             self.asleep = set(TAGS)  # vLLM means memory, and nobody says which
         if self.asleep:
@@ -285,8 +286,12 @@ class SleepingModel:
             self.asleep = set(TAGS)
             self.staged = False
             if level >= 2:
-                self.weights_lost = True
-                self.update = Update.TORN if self.update is Update.WRITTEN else self.update
+                self._lose_weights()
+
+    def _lose_weights(self) -> None:
+        self.weights_lost = True
+        if self.update is not Update.NONE:
+            self.update = Update.TORN
 
     async def slept_badly(self) -> None:
         """A sleep failed, but may have stopped the scheduler before it did: that is level 0."""
@@ -297,7 +302,8 @@ class SleepingModel:
             ranks = await self._status.fresh(self.engine) or await self._status.fresh(self.engine) or []
             asleep, lost = _asleep_and_lost(ranks)
             self.torn = bool(asleep)
-            self.weights_lost |= lost
+            if lost:
+                self._lose_weights()
             try:
                 await self.mend()
             except Exception as error:
