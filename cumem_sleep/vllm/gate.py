@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
@@ -38,7 +38,7 @@ from .asgi import (
 from .engine_door import LEASE, EngineDoor, Lease
 from .gate_settings import GateSettings
 from .routes import GUARDED, RELOAD, WAKE, Kind, Routes, Taken, kind_of, not_canonical, route_path
-from .siblings import Busy
+from .siblings import BETWEEN_S, Busy
 from .sleeping_model import Phase, SleepingModel
 from .worker_methods import Effect
 
@@ -165,9 +165,8 @@ class SleepGate:
 
     async def _infer(self, taken: Taken, scope: Scope, inbox: Inbox, send: Send) -> None:
         model, outcome = self.model, ""
-        mark = model.mark()
         try:
-            await model.look()
+            await self._look()
             while not model.serves:
                 if not _has_api_key(scope) and route_path(scope).startswith(KEYED):
                     answer = response(401, {"error": "Unauthorized"})  # as vLLM, whose own check can be misled
@@ -187,7 +186,7 @@ class SleepGate:
             self._outcomes[outcome] += 1
         if taken.kind is Kind.ADAPTS and not taken.redirects:
             return await self._adapt(scope, inbox, send)
-        await self._pass(mark, scope, inbox, send)
+        await self._pass(scope, inbox, send)
 
     async def _hold(self, taken: Taken, scope: Scope, inbox: Inbox) -> str:
         """Returns what became of the request, as soon as the model serves; "" if vLLM will find fault with it.
@@ -253,7 +252,22 @@ class SleepGate:
         while self._held.requests:
             await asyncio.sleep(POLL_S)
             await self.model.engine.check_health()
+            await self._look()
+
+    async def _look(self) -> None:
+        """`SleepingModel.look`. While nothing new is known, a model that slept or lost its weights does still.
+
+        Raises:
+            Refused: it did, and the engine does not answer.
+            Exception: of the engine, which is then in no state to serve.
+        """
+        try:
             await self.model.look()
+        except asyncio.TimeoutError:
+            if self.model.asleep or self.model.weights_lost:
+                message = "the engine does not say whether it sleeps still"
+                raise Refused(message, self._settings.retry_after_s, "rejected") from None
+            raise
 
     def _raise_overload(self, is_too_much: bool) -> None:
         if is_too_much:
@@ -275,9 +289,9 @@ class SleepGate:
 
     # Requests that pass
 
-    async def _pass(self, mark: int, scope: Scope, inbox: Inbox, send: Send) -> None:
+    async def _pass(self, scope: Scope, inbox: Inbox, send: Send) -> None:
         """Let vLLM answer. What does not reach its engine in time is answered as if it came now."""
-        lease, started = Lease(mark, _has_api_key(scope)), False
+        lease, started = Lease(_has_api_key(scope)), False
 
         async def send_if_admitted(message: Message) -> None:
             nonlocal started
@@ -301,30 +315,39 @@ class SleepGate:
             self._outcomes[lease.refusal.outcome] += 1
             await self._answer(scope, inbox, send, lease.refusal.answer(), str(lease.refusal))
 
-    async def _admit(self, lease: Lease) -> None:
-        """Returns when a request may reach the engine: at that moment the model serves.
+    async def _admit(self, lease: Lease) -> Callable[[], None]:
+        """Returns when a request may go to the engine: the model serves, and does until what it gives is called.
 
         Raises:
             Refused: as if the request came now.
         """
-        model, settings = self.model, self._settings
-        deadline = model.clock() + settings.request_deadline_s
+        model = self.model
+        deadline = model.clock() + self._settings.request_deadline_s
         try:
-            if not model.unchanged_since(lease.mark):
-                await model.look()
-            while not model.serves:
-                if settings.on_request == "reject" or not lease.may_wait:
-                    raise Refused(model.why_not(), settings.retry_after_s, "rejected")
-                self._held.requests += 1
-                try:
-                    await self._until_serves(deadline, None, wakes=settings.on_request == "wake")
-                finally:
-                    self._held.requests -= 1
-                await model.look()
+            while not (model.serves and model.keep_still()):
+                await self._look()
+                if not model.serves:
+                    await self._hold_at_the_door(lease, deadline)
+                elif model.keep_still():
+                    break
+                else:
+                    await asyncio.sleep(BETWEEN_S)  # a sibling is at it, or this server wakes what is awake
+            return model.let_go
         except Refused:
             raise
         except Exception as error:
             logger.debug("the engine does not say whether it sleeps: %s", error)
+            return lambda: None
+
+    async def _hold_at_the_door(self, lease: Lease, deadline: float) -> None:
+        settings = self._settings
+        if settings.on_request == "reject" or not lease.may_wait:
+            raise Refused(self.model.why_not(), settings.retry_after_s, "rejected")
+        self._held.requests += 1
+        try:
+            await self._until_serves(deadline, None, wakes=settings.on_request == "wake")
+        finally:
+            self._held.requests -= 1
 
     def _in_engine(self) -> int:
         """How many requests are in the engine, or may be."""
@@ -476,10 +499,7 @@ class SleepGate:
 
     async def _conflict_of(self, effect: Effect) -> list[Message] | None:
         model = self.model
-        try:
-            await model.look_alone()
-        except Exception as error:
-            logger.debug("the engine does not say whether it sleeps: %s", error)
+        await model.look_alone()
         if "weights" in model.asleep:
             return _conflict(WEIGHTS_ASLEEP)
         if effect is Effect.RUNS and (model.asleep or model.weights_lost):
@@ -495,6 +515,7 @@ class SleepGate:
         gone = asyncio.ensure_future(inbox.until_gone())
         try:
             async with self.model.alone(gone):
+                await self.model.look_alone()
                 if self.model.serves or self.model.phase is Phase.UNKNOWN:
                     answer = await _called(self._app, scope, inbox, gone)
                 else:
