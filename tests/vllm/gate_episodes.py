@@ -443,6 +443,7 @@ class Episode:
         await self._answered("operators", operators)
         await asyncio.wait(clients, timeout=DEADLINE_S + 1)
         if all(each.done() for each in clients):
+            await self._quiet()
             await self._check_agreement()
             if self.plan.policy == "wake" and self.plan.gate:
                 await self._check_junk()
@@ -500,6 +501,12 @@ class Episode:
         except asyncio.TimeoutError:
             return Answer(0, {}, b"")
 
+    async def _quiet(self) -> None:
+        """What clients that left have begun is over: a sleep may be among it."""
+        until = time.monotonic() + BOUND_S
+        while self.counts["outside of the gate"] and time.monotonic() < until:
+            await asyncio.sleep(0.005)
+
     async def _check_agreement(self) -> None:
         """The gate serves if and only if the engine can."""
         for server in range(self.plan.servers):
@@ -515,8 +522,7 @@ class Episode:
 
     async def _check_junk(self) -> None:
         """What vLLM answers without the model does not wake it."""
-        while self.counts["outside of the gate"]:  # of clients that left: they may wake it rightly
-            await asyncio.sleep(0.005)
+        await self._quiet()
         await raw_http.send(
             self.ports[0], Request("POST", "/sleep?level=1", headers={"Authorization": f"Bearer {TOKEN}"})
         )
@@ -542,13 +548,11 @@ class Episode:
                 return
 
     async def _wake_and_load(self) -> None:
-        headers = {"Authorization": f"Bearer {TOKEN}"}
         codes = {}
         for server in range(self.plan.servers):
             for path in ("/wake_up", "/resume", "/reload_weights"):
-                request = Request("POST", path, headers=headers)
                 try:
-                    codes[path] = (await asyncio.wait_for(raw_http.send(self.ports[server], request), BOUND_S)).code
+                    codes[path] = await asyncio.wait_for(self._changed(server, path), BOUND_S)
                 except asyncio.TimeoutError:
                     codes[path] = 0
             answer = await self._ask(server)
@@ -557,6 +561,14 @@ class Episode:
                 self.found.append(
                     f"after wake and reload {codes} it answers {answer.code} {answer.body[:200]!r}; {state}"
                 )
+
+    async def _changed(self, server: int, path: str) -> int:
+        """The answer to a call, once no other server is at one."""
+        while True:
+            request = Request("POST", path, headers={"Authorization": f"Bearer {TOKEN}"})
+            answer = await raw_http.send(self.ports[server], request)
+            if answer.code != 409 or b"another API server" not in answer.body:
+                return answer.code
 
     async def _check_left(self, before: set[asyncio.Task[Any]]) -> None:
         until = time.monotonic() + 5
