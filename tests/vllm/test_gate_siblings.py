@@ -118,6 +118,17 @@ def test_a_request_waits_for_anothers_wake(serve: Serve) -> None:
     run(scenario())
 
 
+def test_requests_to_two_servers_at_once_load_the_weights_once(serve: Serve) -> None:
+    async def scenario() -> None:
+        first, second = await two_servers(serve, on_request="wake")
+        await first.post("/sleep?level=2")
+        requests = [client.begin("POST", "/v1/completions") for client in (first, second) * 5]
+        assert [(await each.response()).body for each in requests] == [{"text": "good"}] * 10
+        assert first.engine.count("reload_weights") == 1
+
+    run(scenario())
+
+
 def test_a_write_is_not_misled_by_an_answer_from_before_anothers_wake(serve: Serve) -> None:
     """Without the plugin, where such an answer means that all memory sleeps."""
 
