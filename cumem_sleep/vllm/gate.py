@@ -134,11 +134,13 @@ class SleepGate:
             return await self._answer(scope, inbox, send, refusal(400, f"the path {fault}"), fault)
         taken = self._routes.take(scope["app"], scope)
         token = self._settings.admin_token
-        if token and self._is_guarded(scope, taken) and not bears(scope, [token]):
-            unknown = "; this route is not known to the gate" if taken.kind is Kind.UNKNOWN else ""
-            wanted = f"an admin token is needed{unknown}"
-            answer = refusal(401, wanted, {"WWW-Authenticate": "Bearer"})
-            return await self._answer(scope, inbox, send, answer, wanted)
+        if token and self._is_guarded(scope, taken):
+            if not bears(scope, [token]):
+                unknown = "; this route is not known to the gate" if taken.kind is Kind.UNKNOWN else ""
+                wanted = f"an admin token is needed{unknown}"
+                answer = refusal(401, wanted, {"WWW-Authenticate": "Bearer"})
+                return await self._answer(scope, inbox, send, answer, wanted)
+            scope = _with_api_key(scope)
         if taken.kind is Kind.HEALTH:
             return await self._health(scope, inbox, send)
         if taken.kind in (Kind.RUNS, Kind.ADAPTS, Kind.UNKNOWN):
@@ -185,7 +187,7 @@ class SleepGate:
         if outcome:
             self._outcomes[outcome] += 1
         if taken.kind is Kind.ADAPTS and not taken.redirects:
-            return await self._adapt(scope, inbox, send)
+            return await self._adapt(taken, scope, inbox, send)
         await self._pass(scope, inbox, send)
 
     async def _hold(self, taken: Taken, scope: Scope, inbox: Inbox) -> str:
@@ -264,7 +266,7 @@ class SleepGate:
         try:
             await self.model.look()
         except asyncio.TimeoutError:
-            if self.model.asleep or self.model.weights_lost:
+            if self.model.lacks_memory:
                 message = "the engine does not say whether it sleeps still"
                 raise Refused(message, self._settings.retry_after_s, "rejected") from None
             raise
@@ -502,28 +504,30 @@ class SleepGate:
         await model.look_alone()
         if "weights" in model.asleep:
             return _conflict(WEIGHTS_ASLEEP)
-        if effect is Effect.RUNS and (model.asleep or model.weights_lost):
+        if effect is Effect.RUNS and model.lacks_memory:
             return _conflict(model.why_not())
         return None
 
-    async def _adapt(self, scope: Scope, inbox: Inbox, send: Send) -> None:
+    async def _adapt(self, taken: Taken, scope: Scope, inbox: Inbox, send: Send) -> None:
         """What changes the model while it serves, and is not to meet a sleep that began meanwhile."""
+        model, answer = self.model, None
         body = await inbox.body(MOST_WRITTEN_BYTES)
         if body is None:
             answer = refusal(413, f"at most {MOST_WRITTEN_BYTES >> 20} MiB are allowed")
             return await deliver(scope, inbox, send, answer)
         gone = asyncio.ensure_future(inbox.until_gone())
         try:
-            async with self.model.alone(gone):
-                await self.model.look_alone()
-                if self.model.serves or self.model.phase is Phase.UNKNOWN:
+            async with model.alone(gone):
+                await model.look_alone()
+                if model.serves or (model.phase is Phase.UNKNOWN and not model.lacks_memory):
                     answer = await _called(self._app, scope, inbox, gone)
-                else:
-                    answer = refusal(503, self.model.why_not(), {"Retry-After": str(self._settings.retry_after_s)})
         except Busy as busy:
             answer = _conflict(str(busy))
         finally:
             gone.cancel()
+            await asyncio.wait({gone})  # two readers of one request would steal each other's messages
+        if answer is None:
+            return await self._infer(taken, scope, inbox, send)  # as if it came now
         await deliver(scope, inbox, send, answer)
 
     # Health
@@ -562,15 +566,28 @@ def _several_servers(state: Any) -> bool:
     return any(isinstance(count, int) and count > 1 for count in counts)
 
 
-def _has_api_key(scope: Scope) -> bool:
-    """Whether a request may use the model: it bears one of the keys that vLLM was given, or there are none."""
+def _api_keys(scope: Scope) -> list[str]:
+    """The keys that vLLM was given, if any."""
     app = scope["app"]
     keys = [
         key for each in getattr(app, "user_middleware", ()) for key in getattr(each, "kwargs", {}).get("tokens", ())
     ]
     given = getattr(getattr(app.state, "args", None), "api_key", None) or [os.environ.get("VLLM_API_KEY")]
-    keys = keys or [key for key in given if key]
+    return keys or [key for key in given if key]
+
+
+def _has_api_key(scope: Scope) -> bool:
+    """Whether a request may use the model: it bears one of vLLM's keys, or there are none."""
+    keys = _api_keys(scope)
     return not keys or bears(scope, keys)
+
+
+def _with_api_key(scope: Scope) -> Scope:
+    """A request that bears the admin token, as vLLM wants it where it wants one of its own keys in the same header."""
+    if _has_api_key(scope) or not route_path(scope).startswith(KEYED):
+        return scope
+    headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"authorization"]
+    return {**scope, "headers": [*headers, (b"authorization", b"Bearer " + _api_keys(scope)[0].encode())]}
 
 
 def _will_fail(scope: Scope, body: bytes) -> bool:

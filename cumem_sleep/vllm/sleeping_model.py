@@ -87,10 +87,14 @@ class SleepingModel:
         return self.phase is Phase.AWAKE and not self.weights_lost
 
     @property
+    def lacks_memory(self) -> bool:
+        """Whether memory sleeps, or weights were not loaded again, as far as is known."""
+        return bool(self.asleep) or self.weights_lost
+
+    @property
     def may_be_woken(self) -> bool:
         """Whether there is a sleep that a request may end."""
-        sleeps = self.level == 0 or bool(self.asleep) or self.weights_lost
-        return sleeps and not self.paused and not self.staged
+        return (self.level == 0 or self.lacks_memory) and not self.paused and not self.staged
 
     @property
     def has_sleep_modes(self) -> bool:

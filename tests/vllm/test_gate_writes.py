@@ -244,8 +244,15 @@ def test_adapters_are_not_loaded_beside_a_sleep(serve: Serve, path: str, policy:
         await until_idle()
         client.engine.waits["sleep"].set()
         await sleep.response()
-        assert (await load.response()).code == 503
+        await until_idle()
         assert f"POST {path}" not in client.vllm.seen
+        if policy != "reject":
+            assert not load.task.done(), "it is held, as one that comes now"
+            assert client.engine.asleep, "it wakes nothing"
+            await client.post("/wake")
+        assert (await load.response()).code == (503 if policy == "reject" else 200)
+        assert (f"POST {path}" in client.vllm.seen) == (policy != "reject")
+        assert client.gate._held.requests == client.gate._held.nbytes == 0
 
     run(scenario())
 
