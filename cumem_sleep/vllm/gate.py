@@ -257,19 +257,27 @@ class SleepGate:
             await self._look()
 
     async def _look(self) -> None:
-        """`SleepingModel.look`. While nothing new is known, a model that slept or lost its weights does still.
+        """`SleepingModel.look`. As long as nothing new is known, a model that slept or lost its weights does still.
 
         Raises:
-            Refused: it did, and the engine does not answer.
+            Refused: it did, and the engine does not say.
             Exception: of the engine, which is then in no state to serve.
         """
         try:
             await self.model.look()
-        except asyncio.TimeoutError:
-            if self.model.lacks_memory:
-                message = "the engine does not say whether it sleeps still"
-                raise Refused(message, self._settings.retry_after_s, "rejected") from None
-            raise
+        except Exception as error:
+            if not self.model.lacks_memory or await self._engine_is_dead():
+                raise
+            logger.debug("the engine does not say whether it sleeps: %s", error)
+            message = "the engine does not say whether it sleeps still"
+            raise Refused(message, self._settings.retry_after_s, "rejected") from error
+
+    async def _engine_is_dead(self) -> bool:
+        try:
+            await self.model.engine.check_health()
+        except Exception:
+            return True
+        return False
 
     def _raise_overload(self, is_too_much: bool) -> None:
         if is_too_much:

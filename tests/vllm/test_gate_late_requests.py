@@ -178,19 +178,22 @@ def test_a_sleep_does_not_wait_for_ever_for_what_is_being_sent(serve: Serve) -> 
     run(scenario())
 
 
-# An engine that is slow to say whether it sleeps
+# An engine that does not say whether it sleeps, or late
 
 
 @pytest.mark.parametrize("order", [("/wake",), ("/wake?tags=weights",), ("/wake?tags=kv_cache",)])
 @pytest.mark.parametrize("arrives", ["early", "late"])
-def test_what_slept_serves_nobody_while_the_engine_is_silent(
-    serve: Serve, policy: str, order: tuple[str, ...], arrives: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("silent", [True, False])
+def test_what_slept_serves_nobody_while_the_engine_does_not_say(
+    serve: Serve, policy: str, order: tuple[str, ...], arrives: str, silent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
         client = serve(on_request=policy, request_deadline_s=0.05)
         request = await begin(client, "tokenize") if arrives == "early" else None
         await client.post("/sleep?level=2")
-        client.engine.waits["is_sleeping"] = asyncio.Event()
+        if silent:
+            client.engine.waits["is_sleeping"] = asyncio.Event()
+        client.engine.fails["is_sleeping"] = [RuntimeError("not now")] * 100
         for call in order:
             assert (await client.post(call)).code == 200
         if request is None:
