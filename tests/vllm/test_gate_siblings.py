@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_vllm import AnotherClient, Client, FakeEngine, FakeVllm, SlowToAnswer, until_idle
 from gate_client import Serve, run
+
+from cumem_sleep.vllm.siblings import Busy, Siblings
 
 
 async def two_servers(serve: Serve, engine: FakeEngine | None = None, **settings: Any) -> tuple[Client, Client]:
@@ -45,6 +48,47 @@ def test_an_answer_from_before_anothers_sleep_is_not_believed(serve: Serve, plug
         assert [(await each.response()).body for each in (early, late)] == [{"text": "good"}] * 2
 
     run(scenario())
+
+
+def test_nobody_listens_while_one_changes(gate_environment: None) -> None:
+    servers = [Siblings() for _ in range(3)]
+    listening = changing = heard = changed = 0
+    chance = random.Random(1)
+
+    async def listen(server: Siblings) -> None:
+        nonlocal listening, heard
+        for _ in range(300):
+            if server.listen():
+                listening, heard = listening + 1, heard + 1
+                server.heard()
+                assert not changing
+                await asyncio.sleep(chance.choice([0, 0, 0.001]))
+                assert not changing
+                listening -= 1
+                server.listen_no_more()
+            await asyncio.sleep(chance.choice([0, 0.01]))
+
+    async def change(server: Siblings) -> None:
+        nonlocal changing, changed
+        for _ in range(30):
+            try:
+                async with server.excluded():
+                    changing, changed = changing + 1, changed + 1
+                    assert (changing, listening) == (1, 0)
+                    assert server.heard() is None
+                    await asyncio.sleep(chance.choice([0, 0.002]))
+                    assert (changing, listening) == (1, 0)
+                    changing -= 1
+            except Busy:
+                pass
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        await asyncio.gather(*map(listen, servers * 2), *map(change, servers))
+
+    run(scenario())
+    assert heard > 100
+    assert changed > 5
 
 
 class FullSocket(FakeEngine):
