@@ -35,7 +35,9 @@ GIB = 1 << 30
 MIB = 1 << 20
 BOTH_HOOKS = tuple(f"malloc and free of a {nbytes // MIB} MiB segment" for nbytes in HOOK_SEGMENT_BYTES)
 PLOTTED = (FIRST_SLEEP, CLEAN_SLEEP, DIRTY_SLEEP, WAKE, LATE_WAKE)
-PALETTE = runpy.run_path(str(ROOT / "cumem_sleep" / "tools" / "bench" / "palette.py"))  # the package may not be installed
+PALETTE = runpy.run_path(
+    str(ROOT / "cumem_sleep" / "tools" / "bench" / "palette.py")
+)  # the package may not be installed
 
 
 def load(name: str) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from support import MIB, SIMULATED, Memory, free_everything, reset_simulation
 import cumem_sleep
 from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, InvalidArgument, InvalidState, Settings, _core
 from cumem_sleep.backups.store import BackupStore
-from cumem_sleep.tools import cli, demo
+from cumem_sleep.tools import cli
+from cumem_sleep.tools.demo import run as demo
 
 KV = ["--kv", "4MiB"]
 

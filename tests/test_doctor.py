@@ -11,8 +11,9 @@ import pytest
 from support import DRIVER, SIMULATED, free_everything, reset_simulation
 
 from cumem_sleep import DriverError, OutOfDeviceMemory, _core
-from cumem_sleep.tools import cli, doctor
-from cumem_sleep.tools.doctor import Machine, Status
+from cumem_sleep.tools import cli
+from cumem_sleep.tools.doctor import examine as doctor
+from cumem_sleep.tools.doctor.examine import Machine, Status
 
 GPU = "0000:1B:00.0"
 

@@ -21,7 +21,9 @@ from ..allocator import CuMemAllocator
 from ..errors import BackupMismatch, CumemSleepError, InvalidArgument
 from ..settings import Settings, parse_bytes
 from ..vllm.gate_settings import GateSettings
-from . import bench, demo, doctor
+from . import bench
+from .demo import run as demo
+from .doctor import examine as doctor
 
 EXIT_OK, EXIT_CHECK_FAILED, EXIT_ERROR = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE

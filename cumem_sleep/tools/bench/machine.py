@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ... import __version__, _core
 from ...backups import limits as host_limits
-from ..doctor import Machine
+from ..doctor.examine import Machine
 
 _VARIABLES = ("CUMEM_SLEEP_", "PYTORCH_")
 

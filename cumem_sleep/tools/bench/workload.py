@@ -11,7 +11,7 @@ from ... import _core, sim
 from ...backups import limits as host_limits
 from ...errors import InvalidArgument, InvalidState, format_bytes
 from ...settings import Settings
-from .. import demo
+from ..demo import run as demo
 
 PAGE_BYTES = 2 << 20
 

@@ -23,12 +23,12 @@ from rich.box import ROUNDED
 from rich.table import Table
 from rich.text import Text
 
-from .. import _core, sim
-from ..allocator import CuMemAllocator, open_driver
-from ..backups import limits as host_limits
-from ..errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, counted, format_bytes
-from ..report import rate_gbps
-from ..settings import Settings
+from ... import _core, sim
+from ...allocator import CuMemAllocator, open_driver
+from ...backups import limits as host_limits
+from ...errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, counted, format_bytes
+from ...report import rate_gbps
+from ...settings import Settings
 
 SIMULATED_NOTE = "Simulated driver: no GPU was used, and these times mean nothing."
 DEFAULT_KV_BYTES = 256 << 20

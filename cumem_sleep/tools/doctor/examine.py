@@ -20,13 +20,13 @@ from rich.box import ROUNDED
 from rich.table import Table
 from rich.text import Text
 
-from .. import __version__, _core, variables
-from ..allocator import open_driver
-from ..backups import limits as host_limits
-from ..errors import CumemSleepError, DriverError, OutOfDeviceMemory, format_bytes
-from ..settings import PREFIX, Settings, parse_bool
-from ..vllm import compatibility, plugin
-from ..vllm.gate_settings import GateSettings
+from ... import __version__, _core, variables
+from ...allocator import open_driver
+from ...backups import limits as host_limits
+from ...errors import CumemSleepError, DriverError, OutOfDeviceMemory, format_bytes
+from ...settings import PREFIX, Settings, parse_bool
+from ...vllm import compatibility, plugin
+from ...vllm.gate_settings import GateSettings
 
 SIMULATED_NOTE = "Simulated driver: no GPU was looked at, and times measured with it mean nothing."
 
