@@ -20,9 +20,11 @@ from cumem_sleep.tools import bench, cli
 from cumem_sleep.tools.bench import link, memory, palette, plot, report, workload
 from cumem_sleep.tools.bench.host_memory import touch_host_memory
 from cumem_sleep.tools.bench.report import Kind, Step
+from cumem_sleep.tools.layout import PAGE_BYTES as PAGE
+from cumem_sleep.tools.simulated import SIMULATED_NOTE
 
 GIB = 1 << 30
-PAGE = workload.PAGE_BYTES
+
 SMALL = ["--weights", "32MiB", "--segment-size", "4MiB", "--kv", "8MiB", "--pause", "0", "--rounds", "1"]
 ROUND = [
     "clean sleep",
@@ -181,7 +183,7 @@ def test_table_says_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(line.startswith("simulated: ") for line in lines[: table[0] - 1])
     assert "cumem-sleep bench, 2 rounds (simulated driver)" in output.out
     assert "every byte of the weights equalled what it was" in output.out
-    assert output.out.endswith(report.SIMULATED_NOTE + "\n")
+    assert output.out.endswith(SIMULATED_NOTE + "\n")
     for name in ("first sleep", *ROUND):
         assert f"│ {name} " in output.out
 

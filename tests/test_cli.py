@@ -22,8 +22,10 @@ from support import MIB, SIMULATED, Memory, free_everything, reset_simulation
 import cumem_sleep
 from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, InvalidArgument, InvalidState, Settings, _core
 from cumem_sleep.backups.store import BackupStore
-from cumem_sleep.tools import cli
-from cumem_sleep.tools.demo import run as demo
+from cumem_sleep.tools import cli, demo, layout, safetensors, simulated
+from cumem_sleep.tools.demo.report import DemoReport, Step, short
+from cumem_sleep.tools.demo.run import _Demo
+from cumem_sleep.tools.safetensors import SafetensorsError, read_tensors
 
 KV = ["--kv", "4MiB"]
 
@@ -39,7 +41,7 @@ def _nothing_left_behind() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small tensors are cut into several, as large ones are."""
-    monkeypatch.setattr(demo, "_PIECE_BYTES", MIB)
+    monkeypatch.setattr(layout, "PIECE_BYTES", MIB)
 
 
 # Safetensors files, written by hand
@@ -241,7 +243,7 @@ def test_demo_table(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "no address changed" in output.out
     if SIMULATED:
         assert "cumem-sleep demo (simulated driver)" in output.out
-        assert demo.SIMULATED_NOTE in output.out
+        assert simulated.SIMULATED_NOTE in output.out
 
 
 def test_demo_without_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,7 +315,7 @@ def test_one_wrong_byte_is_1(
 def test_failure_is_shown_in_the_table(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo._Demo, "_differences", lambda self: ["byte 0 of [red]w[/red] is 0x01, not 0x00"])
+    monkeypatch.setattr(_Demo, "_differences", lambda self: ["byte 0 of [red]w[/red] is 0x01, not 0x00"])
     assert cli.main(["demo", str(model), *KV]) == 1
     assert "FAILED at 'load weights': byte 0 of [red]w[/red] is 0x01, not 0x00" in capsys.readouterr().out
 
@@ -322,7 +324,7 @@ def test_changed_address_is_1(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     counter = itertools.count()
-    monkeypatch.setattr(demo._Demo, "_addresses_now", lambda self: [(1, next(counter))])
+    monkeypatch.setattr(_Demo, "_addresses_now", lambda self: [(1, next(counter))])
     code, report = run_json(capsys, "demo", str(model), *KV)
     assert code == 1
     assert "an address changed" in report["steps"][-1]["result"]
@@ -438,12 +440,12 @@ def test_only_a_missing_gpu_is_simulated(error: str, simulates: bool, monkeypatc
 
     monkeypatch.setattr(_core, "open_driver", no_libcuda)
     if simulates:
-        allocator, reason = demo.open_allocator({})
+        allocator, reason = simulated.open_allocator({})
         assert allocator.settings.driver == "sim"
         assert error in reason
     else:
         with pytest.raises(DriverError, match=error):
-            demo.open_allocator({})
+            simulated.open_allocator({})
 
 
 @pytest.mark.sim
@@ -453,17 +455,17 @@ def test_simulated_device_is_made_large_enough(monkeypatch: pytest.MonkeyPatch) 
     def configure(device_bytes: int) -> None:
         sizes.append(device_bytes)
 
-    monkeypatch.setattr(demo.sim, "configure", configure)
-    monkeypatch.setattr(demo.host_limits, "mem_available_bytes", lambda: 1 << 40)
-    monkeypatch.setattr(demo.host_limits, "cgroup_available_bytes", lambda: None)
-    weights = [demo.SegmentLayout(nbytes=3 << 30)]
-    demo.make_room({}, weights, 4 * MIB)
-    demo.make_room({}, [], 4 * MIB)
-    demo.make_room({"CUMEM_SLEEP_SIM_DEVICE_BYTES": "1"}, weights, 4 * MIB)  # the user's own wish stands
+    monkeypatch.setattr(simulated.sim, "configure", configure)
+    monkeypatch.setattr(simulated.host_limits, "mem_available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(simulated.host_limits, "cgroup_available_bytes", lambda: None)
+    weights = [layout.SegmentLayout(nbytes=3 << 30)]
+    simulated.make_room({}, weights, 4 * MIB)
+    simulated.make_room({}, [], 4 * MIB)
+    simulated.make_room({"CUMEM_SLEEP_SIM_DEVICE_BYTES": "1"}, weights, 4 * MIB)  # the user's own wish stands
     assert sizes == [(3 << 30) + 4 * MIB, 1 << 30]
-    monkeypatch.setattr(demo.host_limits, "cgroup_available_bytes", lambda: 5 << 30)
+    monkeypatch.setattr(simulated.host_limits, "cgroup_available_bytes", lambda: 5 << 30)
     with pytest.raises(InvalidState, match=r"needed 6.25 GiB, available 5.00 GiB \(limit: cgroup\)"):
-        demo.make_room({}, weights, 4 * MIB)
+        simulated.make_room({}, weights, 4 * MIB)
 
 
 @pytest.mark.sim
@@ -507,8 +509,8 @@ BAD_FILES: dict[str, tuple[object, bytes, str]] = {
 def test_bad_file(name: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     header, data, message = BAD_FILES[name]
     path = write_file(tmp_path / "bad.safetensors", header, data)
-    with pytest.raises(demo.SafetensorsError, match=message):
-        demo.source_from_files([path])
+    with pytest.raises(SafetensorsError, match=message):
+        read_tensors([path])
     assert cli.main(["demo", str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -525,19 +527,19 @@ def test_bad_file(name: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixtu
 def test_not_a_file_of_this_kind(content: bytes, message: str, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes(content)
-    with pytest.raises(demo.SafetensorsError, match=message):
-        demo.source_from_files([path])
+    with pytest.raises(SafetensorsError, match=message):
+        read_tensors([path])
 
 
 def test_a_device_is_no_model() -> None:
-    with pytest.raises(demo.SafetensorsError, match="/dev/zero: not a regular file"):
-        demo.source_from_files([pathlib.Path("/dev/zero")])
+    with pytest.raises(SafetensorsError, match="/dev/zero: not a regular file"):
+        read_tensors([pathlib.Path("/dev/zero")])
 
 
 def test_no_such_file(tmp_path: pathlib.Path) -> None:
     for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(demo.SafetensorsError, match="cannot be read"):
-            demo.source_from_files([path])
+        with pytest.raises(SafetensorsError, match="cannot be read"):
+            read_tensors([path])
 
 
 def test_reads_what_the_library_writes(tmp_path: pathlib.Path) -> None:
@@ -545,7 +547,7 @@ def test_reads_what_the_library_writes(tmp_path: pathlib.Path) -> None:
     random = np.random.default_rng(2)
     tensors = {name: random.standard_normal((5, 3)).astype(name) for name in ("float16", "float32", "float64", "int8")}
     numpy_files.save_file(tensors, tmp_path / "a.safetensors")
-    read = {tensor.name: tensor for tensor in demo.source_from_files([tmp_path / "a.safetensors"]).tensors}
+    read = {tensor.name: tensor for tensor in read_tensors([tmp_path / "a.safetensors"])}
     assert {name: tensor.data.tobytes() for name, tensor in read.items()} == {
         name: tensor.tobytes() for name, tensor in tensors.items()
     }
@@ -562,10 +564,10 @@ def test_damaged_files_are_refused_or_read(tmp_path_factory: pytest.TempPathFact
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(damaged[: data.draw(st.integers(0, len(damaged)))])
     try:
-        source = demo.source_from_files([path])
-    except demo.SafetensorsError:
+        tensors = read_tensors([path])
+    except SafetensorsError:
         return
-    assert source.nbytes == len(content)
+    assert sum(tensor.data.size for tensor in tensors) == len(content)
 
 
 # How tensors lie
@@ -575,13 +577,13 @@ def test_damaged_files_are_refused_or_read(tmp_path_factory: pytest.TempPathFact
 @settings(max_examples=40, deadline=None)
 def test_layout(sizes: list[int]) -> None:
     tensors = [
-        demo.Tensor(str(number), "U8", (size,), np.broadcast_to(np.uint8(0), (size,)))
+        safetensors.Tensor(str(number), "U8", (size,), np.broadcast_to(np.uint8(0), (size,)))
         for number, size in enumerate(sizes)
     ]
-    layout = demo.lay_out(tensors)
-    placed = [tensor.name for segment in layout for _, tensor in segment.tensors]
+    segments = layout.lay_out(tensors)
+    placed = [tensor.name for segment in segments for _, tensor in segment.tensors]
     assert sorted(placed) == sorted(tensor.name for tensor in tensors if tensor.data.size)
-    for segment in layout:
+    for segment in segments:
         end = 0
         for offset, tensor in segment.tensors:
             assert offset >= end
@@ -600,14 +602,14 @@ def test_layout(sizes: list[int]) -> None:
 
 def test_sizes_have_three_digits() -> None:
     sizes = [0, 999, 1024, 9 * MIB + MIB // 3, 454 * MIB, 1000 * MIB, 1023 * MIB, 61 << 30, 1 << 50]
-    assert [demo._short(size) for size in sizes] == [
+    assert [short(size) for size in sizes] == [
         "0 B", "999 B", "1.00 KiB", "9.33 MiB", "454 MiB", "0.98 GiB", "1.00 GiB", "61.0 GiB", "1024 TiB",
     ]  # fmt: skip
 
 
 def test_table_of_a_real_device_names_its_use() -> None:
-    step = demo.Step(1, "wake", 5 << 30, 7 << 30, 0, 10**9, 0.5, 1, "1 B = source", True)
-    report = demo.DemoReport(False, 0, "NVIDIA H200", "x", 1, ["BF16"], 1, 1, 1, (step,))
+    step = Step(1, "wake", 5 << 30, 7 << 30, 0, 10**9, 0.5, 1, "1 B = source", True)
+    report = DemoReport(False, 0, "NVIDIA H200", "x", 1, ["BF16"], 1, 1, 1, (step,))
     headings = [str(column.header) for column in report.table().columns]
     assert "GPU in use" in headings
     assert "simulated" not in str(report.table().title)
@@ -617,5 +619,5 @@ def test_table_of_a_real_device_names_its_use() -> None:
 
 def test_demo_refuses_settings_that_are_none() -> None:
     with pytest.raises(InvalidArgument):
-        demo.open_allocator({"CUMEM_SLEEP_DRIVER": "hip"})
+        simulated.open_allocator({"CUMEM_SLEEP_DRIVER": "hip"})
     assert Settings.from_environment({}).driver == "cuda"

@@ -8,27 +8,25 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from .. import __version__, _core, variables
 from ..allocator import CuMemAllocator
 from ..errors import BackupMismatch, CumemSleepError, InvalidArgument
 from ..settings import Settings, parse_bytes
 from ..vllm.gate_settings import GateSettings
-from . import bench
-from .demo import run as demo
+from . import bench, demo, simulated
+from .console import print_all, progress_bar, say
 from .doctor import examine as doctor
+from .layout import lay_out
+from .simulated import SIMULATED_NOTE
 
 EXIT_OK, EXIT_CHECK_FAILED, EXIT_ERROR = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
-_WIDTH_WITHOUT_TERMINAL = 120
 _LONGEST_PAUSE_S = 3600
 
 _DESCRIPTION = """\
@@ -290,13 +288,13 @@ def _seconds(text: str) -> float:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    with _progress() as progress:
+    with progress_bar() as progress:
         progress("look at the weights", 0, 0)
         source = demo.source_from_files(options.models) if options.models else demo.synthetic_source()
-        weights = demo.lay_out(source.tensors)
+        weights = lay_out(source.tensors)
         allocator = _open_allocator()
         if _core.driver_is_simulated():
-            demo.make_room(os.environ, weights, options.kv)
+            simulated.make_room(os.environ, weights, options.kv)
         report = demo.run(
             allocator,
             source,
@@ -309,9 +307,9 @@ def _demo(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(options, report.simulated, report.error, report.to_json())
     else:
-        _print(report.headline(), report.table(), report.conclusion())
+        print_all(report.headline(), report.table(), report.conclusion())
         if report.simulated:
-            _print(demo.SIMULATED_NOTE)
+            print_all(SIMULATED_NOTE)
     return EXIT_OK if report.ok else EXIT_CHECK_FAILED
 
 
@@ -319,68 +317,49 @@ def _bench(options: argparse.Namespace) -> int:
     if options.plot is not None:
         bench.check_plot(options.plot)
     request = bench.Request(options.weights, options.kv, options.segment_size, tuple(options.model))
-    with _progress() as progress:
+    with progress_bar() as progress:
         allocator = _open_allocator()
         if _core.driver_is_simulated():
-            bench.enlarge_simulated_device(os.environ)
+            simulated.enlarge_device(os.environ)
         room = bench.Room.now(options.device, allocator.settings)
         workload = bench.plan(request, room)
         if workload.why:
-            _say(f"{'simulated: ' if room.simulated else ''}{workload.why}", style="")
+            say(f"{'simulated: ' if room.simulated else ''}{workload.why}", style="")
         touch = not room.simulated if options.touch_host_memory is None else options.touch_host_memory
         how = bench.Options(options.device, options.rounds, options.pause, touch, options.command_line)
         report = bench.run(allocator, workload, room, how, progress)
     if options.json:
         _print_json(options, report.simulated, report.error, report.to_json())
     else:
-        _print(report.headline(), report.table(), report.conclusion())
+        print_all(report.headline(), report.table(), report.conclusion())
         if room.simulated:
-            _print(bench.SIMULATED_NOTE)
+            print_all(SIMULATED_NOTE)
     if options.plot is not None:  # last: should it fail, nothing that was measured is lost
         bench.draw(report, options.plot)
-        _say(f"{'simulated: ' if room.simulated else ''}wrote {options.plot}", style="")
+        say(f"{'simulated: ' if room.simulated else ''}wrote {options.plot}", style="")
     return EXIT_OK if report.ok else EXIT_CHECK_FAILED
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    with _progress() as progress:
+    with progress_bar() as progress:
         report = doctor.examine(doctor.Machine(), lambda name: progress(name, 0, 0))
     if options.json:
         _print_json(options, report.simulated, report.error, report.to_json())
     else:
-        _print(report.table(), report.conclusion())
+        print_all(report.table(), report.conclusion())
         if report.simulated:
-            _print(doctor.SIMULATED_NOTE)
+            print_all(doctor.SIMULATED_NOTE)
     return EXIT_OK if report.ok else EXIT_CHECK_FAILED
 
 
 def _open_allocator() -> CuMemAllocator:
-    allocator, why_simulated = demo.open_allocator(os.environ)
+    allocator, why_simulated = simulated.open_allocator(os.environ)
     if why_simulated:
-        _say(f"{why_simulated}: running on the simulated driver (CUMEM_SLEEP_DRIVER=cuda insists on a GPU)")
+        say(f"{why_simulated}: running on the simulated driver (CUMEM_SLEEP_DRIVER=cuda insists on a GPU)")
     return allocator
 
 
 # Output
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Rich would exit with 1 here, which means that a check failed."""
-        raise BrokenPipeError
-
-
-def _console(stderr: bool = False) -> Console:
-    console = _Console(stderr=stderr, highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _WIDTH_WITHOUT_TERMINAL
-    return console
-
-
-def _print(*things: RenderableType) -> None:
-    console = _console()
-    for thing in things:
-        console.print(thing, markup=False)
 
 
 def _print_json(options: argparse.Namespace, simulated: bool, error: str | None, facts: Mapping[str, object]) -> None:
@@ -396,26 +375,6 @@ def _print_json(options: argparse.Namespace, simulated: bool, error: str | None,
     print(json.dumps({**common, **facts}, indent=2))
 
 
-def _say(text: str, style: str = "yellow") -> None:
-    """One line on standard error."""
-    _console(stderr=True).print(" ".join(text.split()), style=style, markup=False, soft_wrap=True)
-
-
 def _say_error(text: str) -> None:
     where = " [simulated]" if _core.driver_is_simulated() else ""
-    _say(f"cumem-sleep{where}: {text}", style="bold red")
-
-
-@contextmanager
-def _progress() -> Iterator[demo.Progress]:
-    """A bar on standard error while work goes on; nothing where that is not a terminal."""
-    console = _console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-
-        def show(what: str, done: int, total: int) -> None:
-            mark = "simulated: " if _core.driver_is_simulated() else ""
-            bar.update(task, description=mark + what, completed=done, total=total or None)
-
-        yield show
+    say(f"cumem-sleep{where}: {text}", style="bold red")

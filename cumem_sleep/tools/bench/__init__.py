@@ -7,12 +7,11 @@ the steps, `report` and `plot` show them, `machine` says where that was.
 from __future__ import annotations
 
 from .plot import check_plot, draw
-from .report import SIMULATED_NOTE, BenchReport
+from .report import BenchReport
 from .run import Options, run
-from .workload import Request, Room, Workload, enlarge_simulated_device, plan
+from .workload import Request, Room, Workload, plan
 
 __all__ = [
-    "SIMULATED_NOTE",
     "BenchReport",
     "Options",
     "Request",
@@ -20,7 +19,6 @@ __all__ = [
     "Workload",
     "check_plot",
     "draw",
-    "enlarge_simulated_device",
     "plan",
     "run",
 ]

@@ -11,8 +11,9 @@ import numpy as np
 
 from ... import _core
 from ...allocator import CuMemAllocator
+from ..layout import PAGE_BYTES
 from .report import Link
-from .workload import PAGE_BYTES, Room
+from .workload import Room
 
 _SIZES = tuple(gib << 30 for gib in (8, 4, 2, 1))
 _SIMULATED_BYTES = 64 << 20

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from ...errors import counted, format_bytes
 from ...report import rate_gbps
+from ..simulated import SIMULATED_NOTE
 from .machine import MachineFacts
 
-SIMULATED_NOTE = "Simulated driver: no GPU was used, and these times mean nothing."
 _GIB = 1 << 30
 
 

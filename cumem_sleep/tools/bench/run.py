@@ -12,7 +12,7 @@ from ... import _core
 from ...allocator import CuMemAllocator
 from ...digest.device import DeviceDigester
 from ...errors import InvalidState
-from ..demo.run import Progress
+from ..console import Progress
 from .host_memory import touch_host_memory
 from .link import link_bytes, measure_link
 from .machine import machine_facts

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from ... import _core, sim
-from ...backups import limits as host_limits
+from ... import _core
 from ...errors import InvalidArgument, InvalidState, format_bytes
 from ...settings import Settings
-from ..demo import run as demo
-
-PAGE_BYTES = 2 << 20
+from ..layout import PAGE_BYTES, lay_out, whole_pages
+from ..safetensors import read_tensors
+from ..simulated import host_memory_left
 
 # Qwen3-32B in bf16, with the weights of a layer fused as vLLM fuses them.
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM, _INTERMEDIATE, _VOCABULARY = 5120, 64, 64, 8, 128, 25600, 151936
@@ -35,7 +34,6 @@ _SIMULATED_WEIGHTS_BYTES, _SIMULATED_KV_BYTES = 256 << 20, 128 << 20
 # Left free: on the GPU for PyTorch's kernels and what checking needs, on the host for the interpreter and PyTorch.
 _DEVICE_RESERVE_BYTES, _HOST_RESERVE_BYTES = 1 << 30, 2 << 30
 _SIMULATED_HOST_RESERVE_BYTES = 256 << 20
-_LEAST_SIMULATED_DEVICE_BYTES = 1 << 30
 _PINNED_PER_DEVICE_BYTE = 512  # the driver takes 2 MiB of the GPU for each GiB of pinned memory (measured, 580)
 
 
@@ -109,7 +107,7 @@ class Room:
         if not 0 <= device < count:
             raise InvalidArgument(f"--device {device}: there are {count}, numbered from 0")
         simulated = _core.driver_is_simulated()
-        limits = {"budget": settings.host_budget_bytes, **_host_limits()}
+        limits = {"budget": settings.host_budget_bytes, **host_memory_left()}
         reserve = _SIMULATED_HOST_RESERVE_BYTES if simulated else _HOST_RESERVE_BYTES
         left = {
             name: max(0, available - (0 if name == "budget" else reserve))
@@ -133,7 +131,7 @@ class Room:
         most = on_device
         if self.host_bytes is not None:
             most = min(most, (self.host_bytes - kv_bytes) // 2 if self.simulated else self.host_bytes)
-        return _whole_pages(most)
+        return _pages_within(most)
 
     def kv_that_fits(self, weights_bytes: int) -> int:
         """The largest KV cache beside so many weights; whole pages, 0 if not even they fit."""
@@ -143,19 +141,11 @@ class Room:
         most = self.device_bytes - weights_bytes - pinned
         if self.simulated and self.host_bytes is not None:
             most = min(most, self.host_bytes - 2 * weights_bytes)
-        return _whole_pages(most)
+        return _pages_within(most)
 
     def __str__(self) -> str:
         host = "" if self.host_bytes is None else f", {format_bytes(self.host_bytes)} on the host ({self.host_limit})"
         return f"device {self.device} has room for {format_bytes(self.device_bytes)}{host}"
-
-
-def enlarge_simulated_device(environment: Mapping[str, str]) -> None:
-    """Let the host's memory be what limits a simulated device, unless the environment gives its size."""
-    if "CUMEM_SLEEP_SIM_DEVICE_BYTES" in environment:
-        return
-    available = min((limit for limit in _host_limits().values() if limit is not None), default=0)
-    sim.configure(device_bytes=max(_LEAST_SIMULATED_DEVICE_BYTES, _whole_pages(available)))
 
 
 def plan(request: Request, room: Room) -> Workload:
@@ -227,9 +217,9 @@ def kv_segments(nbytes: int) -> tuple[int, ...]:
 
 def _of_model(models: Sequence[Path]) -> tuple[str, tuple[int, ...]]:
     """The segments that PyTorch would put a model's tensors in. Only headers are read: the data is mapped."""
-    segments = demo.lay_out(demo.source_from_files(models).tensors)
+    segments = lay_out(read_tensors(models))
     name = models[0].resolve().name + (f" and {len(models) - 1} more" if len(models) > 1 else "")
-    return name, tuple(-(-segment.nbytes // PAGE_BYTES) * PAGE_BYTES for segment in segments)
+    return name, tuple(whole_pages(segment.nbytes) for segment in segments)
 
 
 def _totals(request: Request, room: Room) -> tuple[int, int, str]:
@@ -244,7 +234,7 @@ def _totals(request: Request, room: Room) -> tuple[int, int, str]:
     else:
         # Too small a GPU is shared as the model would share it; the host may still be what binds the weights.
         share = room.device_bytes * wished_weights // (wished_weights + wished_kv)
-        weights_bytes = min(wished_weights, _whole_pages(share), room.weights_that_fit(0))
+        weights_bytes = min(wished_weights, _pages_within(share), room.weights_that_fit(0))
     if weights_bytes < (LEAST_MODEL_BYTES if request.segment_bytes is None else request.segment_bytes):
         raise InvalidState(
             f"no room for a model: {room}; free some memory, raise the limit, or give --weights and --kv"
@@ -287,9 +277,6 @@ def _spread(pages: int, shares: Sequence[int]) -> tuple[int, ...]:
     return tuple((end - start) * PAGE_BYTES for start, end in pairwise(ends))
 
 
-def _host_limits() -> dict[str, int | None]:
-    return {"cgroup": host_limits.cgroup_available_bytes(), "MemAvailable": host_limits.mem_available_bytes()}
-
-
-def _whole_pages(nbytes: int) -> int:
+def _pages_within(nbytes: int) -> int:
+    """As many bytes as whole pages fit into `nbytes`."""
     return max(0, nbytes // PAGE_BYTES * PAGE_BYTES)
