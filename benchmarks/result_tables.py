@@ -52,7 +52,8 @@ def load(name: str) -> dict[str, Any]:
 
 def machine(result: dict[str, Any]) -> str:
     facts = result["machine"]
-    driver = facts.get("driver") or facts["driver, pcie generation, width"].split(",")[0]
+    in_older_results = facts.get("driver, pcie generation, width", "").split(",")[0]
+    driver = facts.get("driver") or in_older_results or "not known"
     return f"{facts['gpu']}, driver {driver}, {facts['cores']} cores, PyTorch {facts['torch']}"
 
 

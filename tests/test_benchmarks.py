@@ -13,13 +13,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from dataclasses import fields
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 import cumem_sleep
 from cumem_sleep.tools.bench import palette
+from cumem_sleep.tools.machine import MachineFacts
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -53,7 +55,7 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
 
 @pytest.fixture
 def benchmark_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    names = ("layers", "result_tables", "recording")
+    names = ("layers", "result_tables", "recording", "record")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield
     for name in names:
@@ -91,6 +93,28 @@ def test_results_do_not_name_the_machine(peers: tuple[str, dict[str, Any]]) -> N
     _, result = peers
     assert "node" not in result["machine_info"]
     assert str(pathlib.Path(result["machine"]["command"].split()[1]).parent) == "."
+
+
+def test_results_carry_the_facts_that_bench_reports(
+    tables: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    torch = ModuleType("torch")
+    gpu = SimpleNamespace(name="A GPU", total_memory=1 << 30)
+    torch.__version__ = "2.11.0+cu130"  # type: ignore[attr-defined]
+    torch.cuda = SimpleNamespace(get_device_properties=lambda _: gpu, device_count=lambda: 2)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 5, 16\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/codec.py", "--out", "/elsewhere/codec.json"])
+    importlib.import_module("record").write(tmp_path / "codec.json", {"answer": 42})
+    written = json.loads((tmp_path / "codec.json").read_text())
+    facts = written["machine"]
+    assert written["answer"] == 42
+    assert facts.keys() > {field.name for field in fields(MachineFacts)}
+    assert (facts["gpu"], facts["gpus"], facts["torch"]) == ("A GPU", 2, "2.11.0+cu130")
+    assert (facts["command"], facts["pcie generation, width"]) == ("python codec.py --out codec.json", "5, 16")
+    assert tables.machine(written).startswith("A GPU, driver ")
 
 
 @pytest.mark.slow

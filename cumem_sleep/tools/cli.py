@@ -18,10 +18,10 @@ from ..allocator import CuMemAllocator
 from ..errors import BackupMismatch, CumemSleepError, InvalidArgument
 from ..settings import Settings, parse_bytes
 from ..vllm.gate_settings import GateSettings
-from . import bench, demo, simulated
+from . import bench, demo, doctor, simulated
 from .console import print_all, progress_bar, say
-from .doctor import examine as doctor
 from .layout import lay_out
+from .machine import Machine
 from .simulated import SIMULATED_NOTE
 
 EXIT_OK, EXIT_CHECK_FAILED, EXIT_ERROR = 0, 1, 2
@@ -342,7 +342,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     with progress_bar() as progress:
-        report = doctor.examine(doctor.Machine(), lambda name: progress(name, 0, 0))
+        report = doctor.examine(Machine(), lambda name: progress(name, 0, 0))
     if options.json:
         _print_json(options, report.simulated, report.error, report.to_json())
     else:

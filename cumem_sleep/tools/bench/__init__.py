@@ -1,7 +1,7 @@
 """`cumem-sleep bench`: what sleep and wake cost on this machine, beside the link measured in the same run.
 
 `workload` decides which segments there are, `memory` fills and checks them, `link` measures the ceiling, `run` makes
-the steps, `report` and `plot` show them, `machine` says where that was.
+the steps, `report` and `plot` show them.
 """
 
 from __future__ import annotations

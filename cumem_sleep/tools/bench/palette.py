@@ -32,4 +32,4 @@ def colour_of(label: str) -> str:
     for beginning, colour in _BY_LABEL.items():
         if label.startswith(beginning):
             return colour
-    raise KeyError(f"{label!r} has no colour: choose one in cumem_sleep/bench/palette.py")
+    raise KeyError(f"{label!r} has no colour: choose one in cumem_sleep/tools/bench/palette.py")

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from ...errors import counted, format_bytes
 from ...report import rate_gbps
+from ..machine import MachineFacts
 from ..simulated import SIMULATED_NOTE
-from .machine import MachineFacts
 
 _GIB = 1 << 30
 

@@ -13,9 +13,9 @@ from ...allocator import CuMemAllocator
 from ...digest.device import DeviceDigester
 from ...errors import InvalidState
 from ..console import Progress
+from ..machine import machine_facts
 from .host_memory import touch_host_memory
 from .link import link_bytes, measure_link
-from .machine import machine_facts
 from .memory import DeviceMemory, Region, open_memory
 from .report import BenchReport, DigestSpeed, Kind, Step
 from .workload import Room, Workload
@@ -61,7 +61,7 @@ def run(allocator: CuMemAllocator, workload: Workload, room: Room, options: Opti
         _check_segments((*weights, *kv_cache))
         usage = allocator.usage()
         report = BenchReport(
-            machine=machine_facts(options.device, options.command),
+            machine=machine_facts(_core.device_info(options.device).name, options.command),
             workload=workload.name,
             segments=usage["weights"].segments,
             weights_bytes=usage["weights"].bytes,
