@@ -62,12 +62,12 @@ class Link:
         return lambda n: self.streams[n % streams].to_device(self.address, self.block, 0, nbytes)
 
     def to_host(self, nbytes: int = PIECE_BYTES) -> Copy:
-        return lambda n: self.streams[0].to_host(self.block, 0, self.address, nbytes)
+        return lambda _: self.streams[0].to_host(self.block, 0, self.address, nbytes)
 
     def kernel(self, blocks: int, nbytes: int = PIECE_BYTES) -> Copy:
         stream = cupy.cuda.ExternalStream(self.streams[0].handle)
 
-        def start(n: int) -> None:
+        def start(_: int) -> None:
             with stream:
                 KERNEL((blocks,), (512,), (self.address, self.block.address, nbytes // 16))
 

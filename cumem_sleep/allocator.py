@@ -282,7 +282,7 @@ class CuMemAllocator:
             InvalidState, DriverError: as `sleep`.
         """
         chosen = self._known_tags(tags)
-        return self._operate("discard", partial(self._sleep_awake, chosen, lambda tag: True, "discard"))
+        return self._operate("discard", partial(self._sleep_awake, chosen, lambda _: True, "discard"))
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
         """Take device memory again, at the same addresses, and restore what was backed up.
@@ -451,7 +451,7 @@ class CuMemAllocator:
             with timer("quiesce"):
                 self._quiesce(pinned)
             with self._digester.run(backed_up) as run:
-                digests = _Digests([segment for segment in backed_up if self._is_digested(segment)], run)
+                digests = _Digests(backed_up if self._digests_are_compared else [], run)
                 if self._compressor.on or any(map(self._store.encoding_of, backed_up)):
                     dirty = self._back_up_compressed(backed_up, dropped, digests, timer)
                 else:
@@ -704,11 +704,10 @@ class CuMemAllocator:
         is_new = any(self._store.get(segment) is None for segment in segments)
         return _ChangedParts(segments, changed_of, None if is_new else _HEAD_BYTES)
 
-    def _is_digested(self, segment: _core.Segment) -> bool:
-        """Whether its digest will be compared: with a backup's now, or after a wake."""
-        if self.settings.verify == "off":
-            return self.settings.retain_backups
-        return True
+    @property
+    def _digests_are_compared(self) -> bool:
+        """With those of backups now, or after a wake."""
+        return self.settings.retain_backups or self.settings.verify != "off"
 
     def _check_unchanged(
         self, segments: Sequence[_core.Segment], copied: Sequence[_core.Segment], digests: _Digests

@@ -76,7 +76,7 @@ def allocator(make_allocator: Callable[..., CuMemAllocator]) -> CuMemAllocator:
 
 
 @pytest.fixture
-def memory(make_allocator: Callable[..., CuMemAllocator]) -> Iterator[Memory]:
+def memory(make_allocator: Callable[..., CuMemAllocator]) -> Iterator[Memory]:  # noqa: ARG001  (comes first)
     """Reads and writes device memory; its own host memory is given back before the allocator's is counted."""
     content = Memory()
     yield content

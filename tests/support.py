@@ -183,7 +183,7 @@ class EagerSums:
     Without it, digests of simulated memory are computed when they are asked for.
     """
 
-    def __init__(self, device: int, chunks: int) -> None:
+    def __init__(self, _device: int, chunks: int) -> None:
         self._sums = np.zeros((chunks, 2), np.uint64)
         self._firsts: list[int] = []
         self._used = 0

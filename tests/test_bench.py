@@ -53,7 +53,7 @@ class FakePreparation:
         self.error: Exception | None = None
         self.stopped = False
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, _timeout: float | None = None) -> bool:
         return True
 
     def stop(self) -> None:
@@ -332,7 +332,7 @@ def test_memory_that_is_not_the_layers_is_refused(
 ) -> None:
     own = np.zeros(64 * MIB, np.uint8)
 
-    def elsewhere(self: memory.SimulatedMemory, sizes: Any, tag: str) -> tuple[memory.Region, ...]:
+    def elsewhere(_: memory.SimulatedMemory, sizes: Any, tag: str) -> tuple[memory.Region, ...]:
         return tuple(memory.Region(tag, index, own.ctypes.data, nbytes) for index, nbytes in enumerate(sizes))
 
     monkeypatch.setattr(memory.SimulatedMemory, "allocate", elsewhere)
@@ -504,7 +504,7 @@ def test_plot_over_a_folder(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtur
 def test_a_plot_that_fails_loses_nothing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(report: Any, path: pathlib.Path) -> None:
+    def fail(*_: object) -> None:
         raise InvalidState("no room for it")
 
     monkeypatch.setattr(bench, "draw", fail)
@@ -575,7 +575,7 @@ def test_interrupted_run_frees_everything(
 
 @pytest.mark.sim
 def test_failed_preparation_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def failing(allocator: CuMemAllocator) -> FakePreparation:
+    def failing(_: CuMemAllocator) -> FakePreparation:
         preparation = FakePreparation()
         preparation.error = InvalidState("the preparation failed")
         return preparation
@@ -591,13 +591,13 @@ def test_interrupted_preparation_is_stopped(monkeypatch: pytest.MonkeyPatch) -> 
     made: list[FakePreparation] = []
 
     class Waiting(FakePreparation):
-        def wait(self, timeout: float | None = None) -> bool:
+        def wait(self, _timeout: float | None = None) -> bool:
             made.append(self)
             if len(made) > 1:
                 raise KeyboardInterrupt
             return False
 
-    monkeypatch.setattr(CuMemAllocator, "prepare", lambda self: Waiting(), raising=False)
+    monkeypatch.setattr(CuMemAllocator, "prepare", lambda _: Waiting(), raising=False)
     assert cli.main(["bench", *SMALL]) == 130
     assert made[0].stopped
 
@@ -605,7 +605,7 @@ def test_interrupted_preparation_is_stopped(monkeypatch: pytest.MonkeyPatch) -> 
 # Host memory and the link
 
 
-def test_host_memory_is_touched_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_memory_is_touched_once(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = run_json(capsys, "--touch-host-memory")
     assert (code, found["host_memory_touched_before"]) == (0, True)
 

@@ -63,7 +63,7 @@ def benchmark_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def tables(benchmark_modules: None) -> ModuleType:
+def tables(benchmark_modules: None) -> ModuleType:  # noqa: ARG001  (comes first)
     return importlib.import_module("result_tables")
 
 
@@ -118,6 +118,7 @@ def test_results_carry_the_facts_that_bench_reports(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("benchmark_modules")
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
@@ -126,7 +127,7 @@ def test_results_carry_the_facts_that_bench_reports(
     ],
 )
 def test_a_failing_layer_loses_nothing_of_the_others(
-    benchmark_modules: None, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, broken: str, said: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, broken: str, said: str
 ) -> None:
     """A layer that fails at its second sleep keeps its first, and the next layer is measured."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -147,7 +148,7 @@ def test_a_failing_layer_loses_nothing_of_the_others(
     layers = importlib.import_module("layers")
     monkeypatch.setitem(layers.LAYERS, "broken", layers.CumemSleep)
     workload = recording.Workload([4096] * 3, 4096, 2, 1, 0.0, 60.0, 4096, 2)
-    run = recording.Recording(workload, lambda line: None)
+    run = recording.Recording(workload, lambda _: None)
     run.run(["broken", "cumem-sleep"])
     assert run.records["broken"].error.startswith(said)
     assert "last words" not in broken or "last words" in run.records["broken"].error
@@ -158,9 +159,8 @@ def test_a_failing_layer_loses_nothing_of_the_others(
 
 
 @pytest.mark.slow
-def test_changed_bytes_are_found(
-    benchmark_modules: None, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
+@pytest.mark.usefixtures("benchmark_modules")
+def test_changed_bytes_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
         "import layers\n"
@@ -172,7 +172,7 @@ def test_changed_bytes_are_found(
     package_root = pathlib.Path(cumem_sleep.__path__[0]).parent
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{package_root}")
     recording = importlib.import_module("recording")
-    run = recording.Recording(recording.Workload([4096] * 3, 4096, 1, 1, 0.0, 60.0, 4096, 2), lambda line: None)
+    run = recording.Recording(recording.Workload([4096] * 3, 4096, 1, 1, 0.0, 60.0, 4096, 2), lambda _: None)
     run.run(["cumem-sleep"])
     assert "bytes differ after it, in tensors [0, 1, 2]" in run.records["cumem-sleep"].error
 
@@ -233,7 +233,7 @@ def results(
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "RESULTS", folder)
     monkeypatch.setattr(tables, "PLOT", tmp_path / "docs" / "peers.svg")
-    monkeypatch.setattr(tables, "draw_peers", lambda result: None)
+    monkeypatch.setattr(tables, "draw_peers", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["result_tables.py"])
     return folder
 
@@ -321,9 +321,8 @@ def test_table_of_compressed_backups(
     assert "ended with 1" in compressed.table([raw, failed])
 
 
-def test_check_notices_other_figures_and_an_old_plot(
-    results: pathlib.Path, tables: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("results")
+def test_check_notices_other_figures_and_an_old_plot(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["result_tables.py", "--check"])
     with pytest.raises(SystemExit, match=r"docs/benchmarks\.md: its figures"):
         tables.main()

@@ -261,7 +261,8 @@ def test_demo_of_shards(tmp_path: pathlib.Path, model: pathlib.Path, capsys: pyt
     assert (code, report["tensors"]) == (0, 8)
 
 
-def test_demo_of_a_folder(tmp_path: pathlib.Path, model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("model")
+def test_demo_of_a_folder(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_file(tmp_path / "b.safetensors", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc")
     code, report = run_json(capsys, "demo", str(tmp_path), *KV)
     assert (code, report["tensors"], report["source"]) == (0, 8, tmp_path.name)
@@ -315,7 +316,7 @@ def test_one_wrong_byte_is_1(
 def test_failure_is_shown_in_the_table(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_Demo, "_differences", lambda self: ["byte 0 of [red]w[/red] is 0x01, not 0x00"])
+    monkeypatch.setattr(_Demo, "_differences", lambda _: ["byte 0 of [red]w[/red] is 0x01, not 0x00"])
     assert cli.main(["demo", str(model), *KV]) == 1
     assert "FAILED at 'load weights': byte 0 of [red]w[/red] is 0x01, not 0x00" in capsys.readouterr().out
 
@@ -324,7 +325,7 @@ def test_changed_address_is_1(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     counter = itertools.count()
-    monkeypatch.setattr(_Demo, "_addresses_now", lambda self: [(1, next(counter))])
+    monkeypatch.setattr(_Demo, "_addresses_now", lambda _: [(1, next(counter))])
     code, report = run_json(capsys, "demo", str(model), *KV)
     assert code == 1
     assert "an address changed" in report["steps"][-1]["result"]
@@ -333,7 +334,7 @@ def test_changed_address_is_1(
 def test_copy_of_unchanged_bytes_is_1(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(BackupStore, "is_clean", lambda self, segment, digest: False)
+    monkeypatch.setattr(BackupStore, "is_clean", lambda *_: False)
     code, report = run_json(capsys, "demo", str(model), *KV)
     assert code == 1
     assert "was copied, though nothing had changed" in report["steps"][-1]["result"]

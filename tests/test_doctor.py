@@ -117,7 +117,7 @@ def test_cpu_affinity(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize(("usable", "status"), [(8, Status.OK), (4, Status.WARN)])
 def test_cores(usable: int, status: Status, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host.host_limits, "usable_cores", lambda root: usable)
+    monkeypatch.setattr(host.host_limits, "usable_cores", lambda _root: usable)
     check = host.cores(machine(tmp_path))
     assert check.status is status
     assert f"{usable} usable" in check.found
@@ -348,7 +348,7 @@ def test_no_driver_leaves_the_other_checks(tmp_path: pathlib.Path, monkeypatch: 
 
 
 def test_real_driver_names_its_version(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "open_driver", lambda driver: None)
+    monkeypatch.setattr(gpus, "open_driver", lambda _: None)
     monkeypatch.setattr(_core, "driver_version", lambda: 12080)
     monkeypatch.setattr(_core, "driver_is_simulated", lambda: False)
     text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Tue\nGCC version:  gcc 12.2.0\n"

@@ -13,7 +13,7 @@ _BLOCK_BYTES = 1 << 30
 _PIECE_BYTES = 64 << 20
 
 
-def touch_host_memory(nbytes: int, numa_node: int = -1, progress: Callable[[int], None] = lambda done: None) -> None:
+def touch_host_memory(nbytes: int, numa_node: int = -1, progress: Callable[[int], None] = lambda _done: None) -> None:
     """Use so much host memory once, all of it at the same time, and give it back.
 
     Virtual machines get some of their RAM only when it is first used, at a tenth of the speed: without this, a first
