@@ -61,12 +61,18 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def make_allocator() -> Iterator[Callable[..., CuMemAllocator]]:
-    """Makes allocators with given settings. After the test everything is freed, and nothing may be left behind."""
+def nothing_left_behind() -> Iterator[None]:
+    """After the test everything is freed, and nothing may be left of it."""
     reset_simulation()
-    yield fresh_allocator
+    yield
     free_everything()
     reset_simulation()
+
+
+@pytest.fixture
+def make_allocator(nothing_left_behind: None) -> Callable[..., CuMemAllocator]:  # noqa: ARG001  (comes first)
+    """Makes allocators with given settings."""
+    return fresh_allocator
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import json
 import os
 import pathlib
 import subprocess
@@ -106,6 +107,13 @@ def bf16_weights(nbytes: int, random: np.random.Generator) -> bytes:
 
 
 _held_before: tuple[int, ...] = (0, 0, 0, 0, 0)
+
+
+def write_safetensors(path: pathlib.Path, header: object, data: bytes) -> pathlib.Path:
+    """A safetensors file, whatever sense its header makes."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
 
 
 def reset_simulation() -> None:

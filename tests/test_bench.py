@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import MIB, SIMULATED, Memory, free_everything, quick_sums, reset_simulation
+from support import MIB, SIMULATED, Memory, quick_sums, write_safetensors
 
 from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, Settings, SleepReport, WakeReport, _core, sim
 from cumem_sleep.digest import device as digest
@@ -67,15 +67,7 @@ def backed_up_at_once(allocator: CuMemAllocator) -> FakePreparation:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    reset_simulation()
-    yield
-    free_everything()
-    reset_simulation()
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001  (patches go before)
     monkeypatch.setattr(link, "_SIMULATED_BYTES", 4 * MIB)
     monkeypatch.setattr(digest, "sums_of", quick_sums)
 
@@ -101,10 +93,9 @@ def write_model(path: pathlib.Path, sizes: dict[str, int]) -> pathlib.Path:
     for name, nbytes in sizes.items():
         header[name] = {"dtype": "U8", "shape": [nbytes], "data_offsets": [position, position + nbytes]}
         position += nbytes
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    write_safetensors(path, header, b"")
     with path.open("r+b") as file:
-        file.truncate(8 + len(text) + position)
+        file.truncate(path.stat().st_size + position)
     return path
 
 

@@ -10,14 +10,14 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import MIB, SIMULATED, Memory, free_everything, reset_simulation
+from support import MIB, SIMULATED, Memory, write_safetensors
 
 import cumem_sleep
 from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, InvalidArgument, InvalidState, Settings, _core
@@ -31,27 +31,12 @@ KV = ["--kv", "4MiB"]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    reset_simulation()
-    yield
-    free_everything()
-    reset_simulation()
-
-
-@pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_pieces(nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001  (patches go before)
     """So that small tensors are cut into several, as large ones are."""
     monkeypatch.setattr(layout, "PIECE_BYTES", MIB)
 
 
-# Safetensors files, written by hand
-
-
-def write_file(path: pathlib.Path, header: object, data: bytes, header_bytes: int | None = None) -> pathlib.Path:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    length = len(text) if header_bytes is None else header_bytes
-    path.write_bytes(length.to_bytes(8, "little") + text + data)
-    return path
+# A model
 
 
 def model_parts() -> tuple[dict[str, Any], bytes]:
@@ -76,7 +61,7 @@ def model_parts() -> tuple[dict[str, Any], bytes]:
 
 @pytest.fixture
 def model(tmp_path: pathlib.Path) -> pathlib.Path:
-    return write_file(tmp_path / "model.safetensors", *model_parts())
+    return write_safetensors(tmp_path / "model.safetensors", *model_parts())
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
@@ -256,20 +241,22 @@ def test_demo_without_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_demo_of_shards(tmp_path: pathlib.Path, model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = write_file(tmp_path / "b.safetensors", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc")
+    other = write_safetensors(
+        tmp_path / "b.safetensors", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc"
+    )
     code, report = run_json(capsys, "demo", str(model), str(other), *KV)
     assert (code, report["tensors"]) == (0, 8)
 
 
 @pytest.mark.usefixtures("model")
 def test_demo_of_a_folder(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_file(tmp_path / "b.safetensors", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc")
+    write_safetensors(tmp_path / "b.safetensors", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc")
     code, report = run_json(capsys, "demo", str(tmp_path), *KV)
     assert (code, report["tensors"], report["source"]) == (0, 8, tmp_path.name)
 
 
 def test_one_of_a_thing_is_not_several(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_file(tmp_path / "w", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc")
+    path = write_safetensors(tmp_path / "w", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc")
     assert cli.main(["demo", str(path), *KV]) == 0
     assert "w: 1 tensor, 3 B of U8 in 1 segment\n" in capsys.readouterr().out
 
@@ -509,7 +496,7 @@ BAD_FILES: dict[str, tuple[object, bytes, str]] = {
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_bad_file(name: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     header, data, message = BAD_FILES[name]
-    path = write_file(tmp_path / "bad.safetensors", header, data)
+    path = write_safetensors(tmp_path / "bad.safetensors", header, data)
     with pytest.raises(SafetensorsError, match=message):
         read_tensors([path])
     assert cli.main(["demo", str(path)]) == 2
@@ -559,7 +546,7 @@ def test_reads_what_the_library_writes(tmp_path: pathlib.Path) -> None:
 def test_damaged_files_are_refused_or_read(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Whatever a byte of the header is turned into, the answer is an error of our own or tensors within the file."""
     header, content = {"a": entry(0, 4), "b": entry(4, 8, [2], "F16")}, b"12345678"
-    path = write_file(tmp_path_factory.getbasetemp() / "damaged.safetensors", header, content)
+    path = write_safetensors(tmp_path_factory.getbasetemp() / "damaged.safetensors", header, content)
     damaged = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from support import DRIVER, SIMULATED, free_everything, reset_simulation
+from support import DRIVER, SIMULATED
 
 from cumem_sleep import DriverError, OutOfDeviceMemory, _core
 from cumem_sleep.tools import cli, doctor
@@ -16,15 +16,9 @@ from cumem_sleep.tools.doctor import Check, DoctorReport, Status, gpus, host, pa
 from cumem_sleep.tools.doctor.examine import examine, guarded
 from cumem_sleep.tools.machine import Machine
 
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
 GPU = "0000:1B:00.0"
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    reset_simulation()
-    yield
-    free_everything()
-    reset_simulation()
 
 
 def machine(

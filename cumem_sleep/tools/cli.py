@@ -11,7 +11,9 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from rich.console import RenderableType
 
 from .. import __version__, _core, variables
 from ..allocator import CuMemAllocator
@@ -304,13 +306,7 @@ def _demo(options: argparse.Namespace) -> int:
             rounds=options.rounds,
             progress=progress,
         )
-    if options.json:
-        _print_json(options, report.simulated, report.error, report.to_json())
-    else:
-        print_all(report.headline(), report.table(), report.conclusion())
-        if report.simulated:
-            print_all(SIMULATED_NOTE)
-    return EXIT_OK if report.ok else EXIT_CHECK_FAILED
+    return _show(options, report, SIMULATED_NOTE, report.headline(), report.table(), report.conclusion())
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -328,28 +324,17 @@ def _bench(options: argparse.Namespace) -> int:
         touch = not room.simulated if options.touch_host_memory is None else options.touch_host_memory
         how = bench.Options(options.device, options.rounds, options.pause, touch, options.command_line)
         report = bench.run(allocator, workload, room, how, progress)
-    if options.json:
-        _print_json(options, report.simulated, report.error, report.to_json())
-    else:
-        print_all(report.headline(), report.table(), report.conclusion())
-        if room.simulated:
-            print_all(SIMULATED_NOTE)
+    code = _show(options, report, SIMULATED_NOTE, report.headline(), report.table(), report.conclusion())
     if options.plot is not None:  # last: should it fail, nothing that was measured is lost
         bench.draw(report, options.plot)
         say(f"{'simulated: ' if room.simulated else ''}wrote {options.plot}", style="")
-    return EXIT_OK if report.ok else EXIT_CHECK_FAILED
+    return code
 
 
 def _doctor(options: argparse.Namespace) -> int:
     with progress_bar() as progress:
         report = doctor.examine(Machine(), lambda name: progress(name, 0, 0))
-    if options.json:
-        _print_json(options, report.simulated, report.error, report.to_json())
-    else:
-        print_all(report.table(), report.conclusion())
-        if report.simulated:
-            print_all(doctor.SIMULATED_NOTE)
-    return EXIT_OK if report.ok else EXIT_CHECK_FAILED
+    return _show(options, report, doctor.SIMULATED_NOTE, report.table(), report.conclusion())
 
 
 def _open_allocator() -> CuMemAllocator:
@@ -360,6 +345,23 @@ def _open_allocator() -> CuMemAllocator:
 
 
 # Output
+
+
+class _Report(Protocol):
+    @property
+    def simulated(self) -> bool: ...
+    @property
+    def error(self) -> str | None: ...
+    def to_json(self) -> dict[str, Any]: ...
+
+
+def _show(options: argparse.Namespace, report: _Report, note: str, *parts: RenderableType) -> int:
+    """Print what a command found, as JSON or in these parts (and the note if simulated); returns the exit code."""
+    if options.json:
+        _print_json(options, report.simulated, report.error, report.to_json())
+    else:
+        print_all(*parts, *([note] if report.simulated else []))
+    return EXIT_OK if report.error is None else EXIT_CHECK_FAILED
 
 
 def _print_json(options: argparse.Namespace, simulated: bool, error: str | None, facts: Mapping[str, object]) -> None:
