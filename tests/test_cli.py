@@ -182,7 +182,7 @@ def test_no_name_is_not_the_current_folder(arguments: list[str], capsys: pytest.
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
     assert exit_.value.code == 2
-    assert "'': the name of a file or folder is wanted" in capsys.readouterr().err
+    assert "'': expected the name of a file or folder" in capsys.readouterr().err
 
 
 # The demo

@@ -253,7 +253,7 @@ def test_vllm(version: str, environment: dict[str, str], status: Status, found: 
         ({}, "2.9.0", "default configuration"),
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, "2.9.0", "PYTORCH_ALLOC_CONF=backend:native"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "2.9.0", "switched off"),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments : true"}, "2.11.0", "does not use them"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments : true"}, "2.11.0", "do not use them"),
     ],
 )
 def test_expandable_segments(

@@ -1,4 +1,4 @@
-"""The command `cumem-sleep`: reads its arguments, shows what a command found, and says so by its exit code."""
+"""The command `cumem-sleep`: reads its arguments, runs a command, and reports the result, also by its exit code."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ seconds and take it again at the same addresses, in the same process."""
 _EPILOG = """\
 examples:
   cumem-sleep demo                     sleep and wake a small model, compare every byte
-  cumem-sleep demo Qwen3-8B/           the same with a model of yours: a folder, or its files
-  cumem-sleep doctor                   is this machine ready, and is it fast
-  cumem-sleep doctor --json            the same for a program
-  cumem-sleep bench                    what sleep and wake cost here, beside the link
+  cumem-sleep demo Qwen3-8B/           the same with your own model: a folder, or its files
+  cumem-sleep doctor                   check whether this machine is ready, and fast
+  cumem-sleep doctor --json            the same for programs
+  cumem-sleep bench                    measure sleep and wake here, compared with the link
 
 with vLLM:
   vllm serve MODEL --enable-sleep-mode   installing this package is enough
@@ -49,26 +49,26 @@ with vLLM:
   curl -X POST localhost:8000/wake_up    take it again
 
 exit codes:
-  0  all is well
+  0  everything is fine
   1  a check failed, or bytes differ
-  2  bad usage, or an error of this layer (one line on standard error)
+  2  bad usage, or an error of the memory layer (one line on standard error)
   130  interrupted
-  141  whoever read the output has closed it
+  141  the reader of the output closed it
 
---json of every command begins with command, version, ok, simulated (no GPU was used), and error
-(null, or what went wrong).
+With --json, every command prints one object that begins with command, version, ok, simulated
+(no GPU was used) and error (null, or what went wrong).
 
-environment, in order: of the memory layer, of vLLM's HTTP gate, of the plugin and the simulated driver:
+environment variables of the memory layer, the HTTP gate, the plugin, the simulated driver, and the build:
 """
 
 _DEMO_DESCRIPTION = """\
-Loads a model's weights, makes a KV cache, and takes both through what a server
+Loads a model's weights, allocates a KV cache, and does with both what a server
 does: sleep at level 1 (weights are copied to the host, the KV cache is dropped),
 wake, sleep again (nothing changed, so nothing is copied), wake the weights, then
 the KV cache, sleep at level 2 (both are dropped), wake, reload the weights.
 
 After each wake every byte of the weights is read back from the device and compared
-with the source, and every address with the one before.
+with the source, and every address is compared with the one before.
 
 Without a GPU it runs on the simulated driver, and says so."""
 
@@ -81,11 +81,11 @@ examples:
   CUMEM_SLEEP_DRIVER=sim cumem-sleep demo --json | jq .ok"""
 
 _DOCTOR_DESCRIPTION = """\
-Looks at the driver, the GPUs, the host memory and the Python packages, and says
-what is wrong or slow and what to do about it. Takes 2 MiB on each GPU for a moment
-(and a CUDA context) to find out what is really granted; changes nothing.
+Checks the driver, the GPUs, the host memory and the Python packages, and says
+what is wrong or slow and what to do about it. To find out what the driver really
+grants, it briefly allocates 2 MiB (and a CUDA context) on each GPU. It changes nothing.
 
-A warning costs speed or a feature; a failure means that the layer cannot work."""
+A warning means less speed or a missing feature; a failure means that nothing works."""
 
 _DOCTOR_EPILOG = """\
 examples:
@@ -95,16 +95,16 @@ examples:
 
 
 _BENCH_DESCRIPTION = """\
-Measures what sleep and wake cost on this machine, in a process of its own: the link
-both ways, the first sleep, sleeps with nothing, one segment or everything changed,
-without backups and after prepare(), level 2, and wakes with and without the KV cache,
-right after the sleep and some seconds later (the driver wipes freed memory meanwhile).
+Measures what sleep and wake cost on this machine, in a process of its own: the link in
+both directions; the first sleep; sleeps after nothing, one segment or everything changed,
+without backups, and after prepare(); level 2; and wakes with and without the KV cache,
+right after the sleep and some seconds later (meanwhile the driver scrubs freed memory).
 
-The weights are the 258 segments of a Qwen3-32B as vLLM has them, scaled; or equal ones
-(--segment-size); or a model's (--model). Contents are random. After each wake every byte
-of the weights is compared with what it was, outside of the measured time.
+The weights have the 258 segments that a Qwen3-32B has in vLLM, scaled to the size; or
+equal segments (--segment-size); or those of a model (--model). Contents are random. After
+each wake, outside of the measured time, every byte of the weights is checked.
 
-Without sizes, those of a 32B model beside vLLM on an H200 are taken, or what fits.
+The default sizes are those of a 32B model in vLLM on an H200, or as much as fits.
 On the simulated driver everything is small, and the times mean nothing."""
 
 _BENCH_EPILOG = """\
@@ -117,8 +117,8 @@ examples:
   CUMEM_SLEEP_DRIVER=sim cumem-sleep bench --pause 0
 
 how to read it:
-  seconds are medians; "x link" is how many times as long as the link alone would need.
-  "first sleep" takes and pins host memory; "prepared sleep" finds that done by "prepare"."""
+  Seconds are medians. "x link" compares them with the time that the link alone would take.
+  "first sleep" allocates and pins host memory; before "prepared sleep", "prepare" has done that."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,11 +128,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: `--help`, `--version` (0) or bad usage (2), by argparse.
     """
     if sys.stdout is None:
-        _say_error("standard output is closed: there is nowhere to show what is found")
+        _say_error("standard output is closed: there is nowhere to print the result")
         return EXIT_ERROR
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows no "✓" gets "?"
+            stream.reconfigure(errors="replace")  # a terminal without "✓" gets "?"
     parser = _parser()
     options = parser.parse_args(arguments)
     options.command_line = ["cumem-sleep", *(sys.argv[1:] if arguments is None else arguments)]
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say_error("interrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader has seen enough
         _write_no_more()
         return EXIT_BROKEN_PIPE
     except OSError as error:  # a full disk, say
@@ -184,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         type=_path,
         metavar="PATH",
-        help="the weights: a model's folder, or its safetensors files; without any, a small made-up model (193 MiB)",
+        help="the weights: a model's folder, or its safetensors files (default: a small random model, 193 MiB)",
     )
     command.add_argument("--device", type=int, default=0, metavar="N", help="CUDA ordinal (default: 0)")
     command.add_argument(
@@ -192,19 +192,19 @@ def _parser() -> argparse.ArgumentParser:
         type=_size,
         default=demo.DEFAULT_KV_BYTES,
         metavar="SIZE",
-        help="size of the KV cache, as 8GiB or 500MB (default: 256MiB)",
+        help="size of the KV cache, such as 8GiB or 500MB (default: 256MiB)",
     )
     command.add_argument(
-        "--rounds", type=_count, default=1, metavar="N", help="how often to go through all of it (default: 1)"
+        "--rounds", type=_count, default=1, metavar="N", help="how often to repeat all steps (default: 1)"
     )
     command.set_defaults(run=_demo, command="demo")
 
-    text = "what sleep and wake cost on this machine, beside the link"
+    text = "measure sleep and wake on this machine, compared with the link"
     bench_command = new(commands.add_parser, "bench", help=text, description=_BENCH_DESCRIPTION, epilog=_BENCH_EPILOG)
     _add_bench_options(bench_command)
     bench_command.set_defaults(run=_bench, command="bench")
 
-    text = "is this machine ready, and is it fast"
+    text = "check whether this machine is ready, and fast"
     doctor_command = new(
         commands.add_parser, "doctor", help=text, description=_DOCTOR_DESCRIPTION, epilog=_DOCTOR_EPILOG
     )
@@ -226,9 +226,9 @@ def _environment_help() -> str:
 
 def _add_bench_options(command: argparse.ArgumentParser) -> None:
     sizes = (
-        ("--weights", "of all weights, as 30GiB or 500MB (default: what the description says)"),
-        ("--kv", "of the KV cache (default: likewise)"),
-        ("--segment-size", "all weights in equal segments of this size, a multiple of 2MiB"),
+        ("--weights", "total size of the weights, such as 30GiB or 500MB (default: see above)"),
+        ("--kv", "size of the KV cache (default: see above)"),
+        ("--segment-size", "put all weights in equal segments of this size, a multiple of 2MiB"),
     )
     for option, text in sizes:
         command.add_argument(option, type=_size, metavar="SIZE", help=text)
@@ -238,9 +238,11 @@ def _add_bench_options(command: argparse.ArgumentParser) -> None:
         type=_path,
         default=[],
         metavar="PATH",
-        help="segments for the tensors of a model's folder, or of its safetensors files; only headers are read",
+        help="lay segments out for the tensors of a model's folder, or of its safetensors files; only headers are read",
     )
-    command.add_argument("--rounds", type=_count, default=3, metavar="N", help="how often each step runs (default: 3)")
+    command.add_argument(
+        "--rounds", type=_count, default=3, metavar="N", help="how often to run each step (default: 3)"
+    )
     command.add_argument("--device", type=int, default=0, metavar="N", help="CUDA ordinal (default: 0)")
     command.add_argument(
         "--pause", type=_seconds, default=3.0, metavar="S", help="seconds before the later wakes (default: 3)"
@@ -248,10 +250,12 @@ def _add_bench_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--touch-host-memory",
         action=argparse.BooleanOptionalAction,
-        help="use host memory once before measuring: virtual machines give it slowly at first"
-        " (default: on a GPU yes, simulated no)",
+        help="prefault host memory before measuring, since virtual machines hand it out slowly at first"
+        " (default: yes on a GPU, no on the simulated driver)",
     )
-    command.add_argument("--plot", type=_path, metavar="FILE", help="draw the seconds (.png, .svg, .pdf; matplotlib)")
+    command.add_argument(
+        "--plot", type=_path, metavar="FILE", help="plot the seconds (.png, .svg, .pdf; needs matplotlib)"
+    )
 
 
 def _size(text: str) -> int:
@@ -265,8 +269,8 @@ def _size(text: str) -> int:
 
 
 def _path(text: str) -> Path:
-    if not text:  # a shell variable that is not set; Path takes it for the current folder
-        raise argparse.ArgumentTypeError(f"{text!r}: the name of a file or folder is wanted")
+    if not text:  # an unset shell variable, say; Path would take it for the current folder
+        raise argparse.ArgumentTypeError(f"{text!r}: expected the name of a file or folder")
     return Path(text)
 
 
@@ -291,7 +295,7 @@ def _seconds(text: str) -> float:
 
 def _demo(options: argparse.Namespace) -> int:
     with progress_bar() as progress:
-        progress("look at the weights", 0, 0)
+        progress("read the headers", 0, 0)
         source = demo.source_from_files(options.models) if options.models else demo.synthetic_source()
         weights = lay_out(source.tensors)
         allocator = _open_allocator()
@@ -325,7 +329,7 @@ def _bench(options: argparse.Namespace) -> int:
         how = bench.Options(options.device, options.rounds, options.pause, touch, options.command_line)
         report = bench.run(allocator, workload, room, how, progress)
     code = _show(options, report, SIMULATED_NOTE, report.headline(), report.table(), report.conclusion())
-    if options.plot is not None:  # last: should it fail, nothing that was measured is lost
+    if options.plot is not None:  # last, so that a failure loses no measurement
         bench.draw(report, options.plot)
         say(f"{'simulated: ' if room.simulated else ''}wrote {options.plot}", style="")
     return code
@@ -365,7 +369,7 @@ def _show(options: argparse.Namespace, report: _Report, note: str, *parts: Rende
 
 
 def _print_json(options: argparse.Namespace, simulated: bool, error: str | None, facts: Mapping[str, object]) -> None:
-    """One object, whatever the command, that begins alike; printed once."""
+    """Print one object, which begins in the same way for every command; at most once."""
     options.shown = True
     common = {
         "command": options.command,

@@ -1,4 +1,4 @@
-"""Where the commands write: standard output, one line or a progress bar on standard error."""
+"""The terminal: reports go to standard output, messages and the progress bar to standard error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .. import _core
 _WIDTH_WITHOUT_TERMINAL = 120
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, and how many bytes of how many are done (0 of 0: not known)."""
+"""Called with the current step, the bytes done and their total (0 and 0: not known)."""
 
 
 class _Console(Console):
@@ -45,7 +45,7 @@ def say(text: str, style: str = "yellow") -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on standard error while work goes on; nothing where that is not a terminal."""
+    """A bar on standard error while work is going on; nothing if that is no terminal."""
     console = _console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -1,4 +1,4 @@
-"""Where tensors lie on the device: in segments, as PyTorch's caching allocator would place them."""
+"""How tensors are packed into segments: as PyTorch's caching allocator would do it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from .safetensors import Tensor
 
 PAGE_BYTES = 2 << 20
-"""Segments are multiples of it: the least that CUDA maps."""
+"""The smallest unit that CUDA maps; the size of a segment is a multiple of it."""
 
 PIECE_BYTES = 32 << 20
-"""What is copied at a time."""
+"""The most that is copied at a time."""
 
-# As PyTorch's caching allocator: blocks are multiples of 512 bytes; small ones share a segment, large ones do not.
+# As in PyTorch's caching allocator: blocks are multiples of 512 bytes; small ones share a segment, large ones do not.
 _BLOCK_BYTES = 512
 _SHARED_SEGMENT_BYTES = 20 << 20
 _LARGE_BYTES = 10 << 20
-_OPEN_SEGMENTS = 16  # that are looked at for room
+_OPEN_SEGMENTS = 16  # that are searched for room
 
 
 @dataclass
@@ -30,12 +30,12 @@ class SegmentLayout:
     address: int = 0
 
     def add(self, tensor: Tensor) -> None:
-        """Behind what is there already."""
+        """Append it."""
         self.tensors.append((self.nbytes, tensor))
         self.nbytes += -(-tensor.data.size // _BLOCK_BYTES) * _BLOCK_BYTES
 
     def pieces(self) -> Iterator[Piece]:
-        """The segment, cut into what is copied at a time."""
+        """The segment, cut into pieces of at most `PIECE_BYTES`."""
         for start in range(0, self.nbytes, PIECE_BYTES):
             nbytes = min(PIECE_BYTES, self.nbytes - start)
             parts = []
@@ -48,7 +48,7 @@ class SegmentLayout:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some device memory, and the parts of tensors in it: offset in the piece, tensor, offset in the tensor, size."""
+    """A range of device memory, and its parts: offset in the piece, tensor, offset in the tensor, size."""
 
     address: int
     nbytes: int
@@ -56,7 +56,7 @@ class Piece:
 
 
 def lay_out(tensors: Iterable[Tensor]) -> list[SegmentLayout]:
-    """Which tensors share a segment: those above 10 MiB have one of their own, smaller ones go where there is room."""
+    """Pack tensors into segments: those above 10 MiB get one of their own, smaller ones go where there is room."""
     segments: list[SegmentLayout] = []
     shared: deque[SegmentLayout] = deque(maxlen=_OPEN_SEGMENTS)
     for tensor in tensors:
@@ -75,5 +75,5 @@ def lay_out(tensors: Iterable[Tensor]) -> list[SegmentLayout]:
 
 
 def whole_pages(nbytes: int) -> int:
-    """The pages that so many bytes take, in bytes."""
+    """Rounded up to whole pages."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,4 +1,4 @@
-"""The machine: what the doctor examines, and what every measured figure carries. Without it figures say nothing."""
+"""The machine: what the doctor examines, and what is recorded with every measurement."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _VARIABLES = ("CUMEM_SLEEP_", "PYTORCH_")
 
 @dataclass(frozen=True)
 class Machine:
-    """What is examined: by default the one that this process runs on.
+    """The machine to examine: by default the one that this process runs on.
 
     Attributes:
         root: where `/proc` and `/sys` are.
-        environment: the variables that the layer would see.
-        package_paths: where installed packages are looked for; None is `sys.path`.
+        environment: the environment variables.
+        package_paths: where to look for installed packages; None is `sys.path`.
         affinity: the cores that this process may run on.
     """
 
@@ -49,7 +49,7 @@ class Machine:
         return frozenset(found)
 
     def version_of(self, *distributions: str) -> str | None:
-        """The version of the first of these distributions that is installed. Imports nothing."""
+        """The version of the first of these distributions that is installed; nothing is imported."""
         found = self.distribution(*distributions)
         return None if found is None else found.version
 
@@ -89,7 +89,7 @@ class MachineFacts:
     Attributes:
         cuda_driver_api: as CUDA numbers it: 13000 is 13.0; None if the layer has opened no driver.
         cores: that this process may use.
-        environment: what steers the layer and PyTorch.
+        environment: the variables that configure the layer and PyTorch.
     """
 
     gpu: str
@@ -109,7 +109,7 @@ class MachineFacts:
 
 
 def machine_facts(gpu: str, command: Sequence[str]) -> MachineFacts:
-    """Of this machine and this process, which measures on the GPU of that name. Needs no open driver."""
+    """The facts of this machine and this process, with the name of its GPU. Needs no open driver."""
     machine = Machine()
     simulated = _core.driver_is_simulated()
     imported = getattr(sys.modules.get("torch"), "__version__", None)  # tells the build: 2.11.0+cu130

@@ -32,12 +32,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class SafetensorsError(CumemSleepError):
-    """A file is not what the safetensors format says; the message names the file and what is wrong with it."""
+    """A file does not follow the safetensors format; the message names the file and the mistake."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of the source: what it is, and its bytes."""
+    """A tensor: its description and its bytes."""
 
     name: str
     dtype: str
@@ -46,10 +46,10 @@ class Tensor:
 
 
 def read_tensors(paths: Sequence[Path]) -> tuple[Tensor, ...]:
-    """The tensors of safetensors files, or of folders of them. Nothing is read ahead: the files are mapped.
+    """The tensors of safetensors files, or of folders of them. The files are mapped, not read.
 
     Raises:
-        SafetensorsError: a file cannot be read, is not in the format, or there is no tensor in all of them.
+        SafetensorsError: a file cannot be read, is not in the format, or none of them holds a tensor.
     """
     tensors = tuple(tensor for path in paths for file in _files_of(path) for tensor in _read_file(file))
     if not any(tensor.data.size for tensor in tensors):
@@ -135,7 +135,7 @@ def _tensors_of(path: Path, header: Mapping[str, Any], data: Bytes) -> list[Tens
 
 
 def _described(path: Path, name: str, entry: object) -> tuple[int, int, str, tuple[int, ...]]:
-    """Where a tensor begins and ends in the data, its dtype and shape; these must agree."""
+    """Where a tensor begins and ends in the data, its dtype and its shape, which must agree."""
 
     def is_sizes(value: object) -> TypeGuard[list[int]]:
         return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)

@@ -1,4 +1,4 @@
-"""The simulated driver as the commands use it: where there is no GPU, and with devices that are large enough."""
+"""How the commands use the simulated driver: where there is no GPU, and with devices that are large enough."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .layout import PAGE_BYTES, SegmentLayout, whole_pages
 SIMULATED_NOTE = "Simulated driver: no GPU was used, and these times mean nothing."
 
 _LEAST_DEVICE_BYTES = 1 << 30
-_HOST_RESERVE_BYTES = 256 << 20  # for the interpreter and the demo's own pieces
+_HOST_RESERVE_BYTES = 256 << 20  # for the interpreter and the demo's own buffers
 
 _NO_GPU = ("CUDA_ERROR_NO_DRIVER", "CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_STUB_LIBRARY")
 
 
 def open_allocator(environment: Mapping[str, str]) -> tuple[CuMemAllocator, str]:
-    """The allocator that the environment asks for; on the simulated driver if it asks for none and there is no GPU.
+    """The allocator with the settings of the environment; simulated if these name no driver and there is no GPU.
 
     Returns:
-        The allocator, and why it is on the simulated driver although nobody asked for that ("" otherwise).
+        The allocator, and why it fell back to the simulated driver ("" if it did not).
 
     Raises:
-        DriverError: the driver that was asked for cannot be used; or there is one, and it fails.
+        DriverError: the chosen driver cannot be used, or there is a driver and it fails.
     """
     settings = Settings.from_environment(environment)
     reason = ""
@@ -44,10 +44,10 @@ def open_allocator(environment: Mapping[str, str]) -> tuple[CuMemAllocator, str]
 
 
 def make_room(environment: Mapping[str, str], weights: Sequence[SegmentLayout], kv_bytes: int) -> None:
-    """Make simulated devices large enough, if the host has the memory for them and for the backups.
+    """Make simulated devices large enough, if the host has enough memory for them and for the backups.
 
     Raises:
-        InvalidState: it has not.
+        InvalidState: it does not.
     """
     weights_bytes = sum(whole_pages(segment.nbytes) for segment in weights)
     device_bytes = weights_bytes + whole_pages(kv_bytes)
@@ -56,14 +56,14 @@ def make_room(environment: Mapping[str, str], weights: Sequence[SegmentLayout], 
         if available is not None and available < needed:
             raise InvalidState(
                 f"the simulated device and the backups are both host memory: needed {format_bytes(needed)},"
-                f" available {format_bytes(available)} (limit: {limit}); give a smaller model or a smaller --kv"
+                f" available {format_bytes(available)} (limit: {limit}); choose a smaller model or a smaller --kv"
             )
     if "CUMEM_SLEEP_SIM_DEVICE_BYTES" not in environment:
         sim.configure(device_bytes=max(_LEAST_DEVICE_BYTES, device_bytes))
 
 
 def enlarge_device(environment: Mapping[str, str]) -> None:
-    """Let the host's memory be what limits a simulated device, unless the environment gives its size."""
+    """Make simulated devices as large as host memory allows, unless the environment gives their size."""
     if "CUMEM_SLEEP_SIM_DEVICE_BYTES" in environment:
         return
     available = min((limit for limit in host_memory_left().values() if limit is not None), default=0)

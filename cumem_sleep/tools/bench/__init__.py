@@ -1,7 +1,7 @@
-"""`cumem-sleep bench`: what sleep and wake cost on this machine, beside the link measured in the same run.
+"""`cumem-sleep bench`: what sleep and wake cost on this machine, compared with the link in the same run.
 
-`workload` decides which segments there are, `memory` fills and checks them, `link` measures the ceiling, `run` makes
-the steps, `report` and `plot` show them.
+`workload` chooses the segments, `memory` fills and checks them, `link` measures the ceiling, `run` runs the steps, and
+`report` and `plot` show them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies between the host and one device; the next piece is on its way while this one is looked at."""
+"""Copies between the host and one device, double-buffered: one piece is copied while another is used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..safetensors import Bytes
 
 
 class DeviceCopies:
-    """Copies between the host and one device, through two pinned pieces of memory in turn."""
+    """Copies between the host and one device, through two pinned buffers in turn."""
 
     def __init__(self, stack: ExitStack, device: int) -> None:
         self._blocks = [stack.enter_context(closing(pinned_block(layout.PIECE_BYTES, device))) for _ in range(2)]
@@ -25,7 +25,7 @@ class DeviceCopies:
         """Copy the tensors to the device; yields the bytes of tensors done so far."""
         done = 0
         for number, piece in enumerate(pieces):
-            block = self._blocks[number % 2]  # the other one may still be on its way
+            block = self._blocks[number % 2]  # the other one may still be in flight
             host = np.frombuffer(memoryview(block), np.uint8)
             for offset, tensor, start, nbytes in piece.parts:
                 host[offset : offset + nbytes] = tensor.data[start : start + nbytes]
@@ -36,7 +36,7 @@ class DeviceCopies:
         self._stream.synchronize()
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Bytes]]:
-        """The bytes of each piece; valid until the next one is asked for."""
+        """The bytes of each piece; valid until the next one is requested."""
         before: tuple[Piece, _core.HostBlock] | None = None
         for number, piece in enumerate(pieces):
             block = self._blocks[number % 2]

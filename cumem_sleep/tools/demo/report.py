@@ -1,4 +1,4 @@
-"""What the demo reports: a row for each step, a table, and JSON."""
+"""The demo's report: its steps, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Step:
     """One row of the table.
 
     Attributes:
-        layer_bytes: device memory under the layer's segments after the step.
-        device_used_bytes: of the whole device, by all processes, after the step; None on the simulated driver.
-        host_bytes: host memory of the layer's backups after the step.
-        moved_bytes: copied between host and device in the step.
-        seconds: of the step itself, without the demo's own comparison.
+        layer_bytes: device memory of the layer's segments after the step.
+        device_used_bytes: in use on the whole device, by all processes, after the step; None on the simulated driver.
+        host_bytes: host memory that the layer's backups hold after the step.
+        moved_bytes: copied between host and device during the step.
+        seconds: duration of the step, without the demo's own comparison.
         verified_bytes: compared with the source after the step.
         result: what was found.
-        ok: whether that is as it must be.
+        ok: whether it is correct.
     """
 
     round: int
@@ -42,7 +42,7 @@ class Step:
 
     @property
     def gbps(self) -> float | None:
-        """Of what was moved, over the whole step; None where nothing was."""
+        """The rate of the whole step; None if nothing was moved."""
         return rate_gbps(self.moved_bytes, self.seconds) if self.moved_bytes else None
 
 
@@ -63,12 +63,12 @@ class DemoReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every step found what it must."""
+        """Whether every step was correct."""
         return self.error is None
 
     @property
     def error(self) -> str | None:
-        """Which step did not, and what it found."""
+        """The step that was not, and what it found."""
         failed = next((step for step in self.steps if not step.ok), None)
         return None if failed is None else f"'{failed.name}': {failed.result}"
 
@@ -79,7 +79,7 @@ class DemoReport:
         return {**({"note": SIMULATED_NOTE} if self.simulated else {}), **facts}
 
     def headline(self) -> str:
-        """What is shown, in two lines."""
+        """The weights, the KV cache and the device, in two lines."""
         return (
             f"{self.source}: {counted(self.tensors, 'tensor')},"
             f" {format_bytes(self.weights_bytes)} of {', '.join(self.dtypes)}"
@@ -120,7 +120,7 @@ class DemoReport:
         return table
 
     def conclusion(self) -> str:
-        """One line: whether the bytes came back."""
+        """One line: whether all bytes came back."""
         if self.error is not None:
             return f"FAILED at {self.error}"
         compared = [step for step in self.steps if step.verified_bytes]
@@ -131,7 +131,7 @@ class DemoReport:
 
 
 def short(nbytes: int) -> str:
-    """Three digits and a binary unit: a table has little room."""
+    """Three digits and a binary unit, to fit in a table."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 999.5:

@@ -1,7 +1,7 @@
-"""The demo itself: loads, sleeps, wakes and reloads, and compares each byte of the weights after each step.
+"""The demo itself: it loads, sleeps, wakes and reloads, and compares every byte of the weights after each step.
 
-The comparison is its own: device memory is read back and held against the source, whatever digests the layer took.
-Without PyTorch: tensors lie in segments from `allocator.malloc`.
+It does not rely on the layer's digests: it reads device memory back and compares it with the source. It needs no
+PyTorch: tensors are packed into segments from `allocator.malloc`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def run(
     rounds: int,
     progress: Progress,
 ) -> DemoReport:
-    """Load, sleep, wake, reload; stops at the first step whose result is wrong. Frees all that it allocated.
+    """Load, sleep, wake, reload; stop at the first step whose result is wrong. Everything allocated is freed.
 
     Raises:
-        CumemSleepError: the layer, or the driver, refused something.
+        CumemSleepError: the layer or the driver refused a call.
     """
     device_count = _core.device_count()
     if not 0 <= device < device_count:
@@ -67,7 +67,7 @@ def run(
 
 
 class _StepFailedError(Exception):
-    """The last step's result is wrong; what follows would say nothing."""
+    """The last step's result is wrong, so there is no point in going on."""
 
 
 class _Demo:
@@ -204,7 +204,7 @@ class _Demo:
             yield from segment.pieces()
 
     def _differences(self) -> list[str]:
-        """Which tensors differ from the source, and where first; empty if all are equal."""
+        """The tensors that differ from the source, with their first wrong byte; empty if all are equal."""
         different: dict[str, str] = {}
         done = 0
         for piece, content in self._copies.read(self._pieces()):
@@ -236,5 +236,5 @@ class _Demo:
         return []
 
     def _addresses_now(self) -> list[tuple[int, int]]:
-        """Of every segment of the layer: its number and its address."""
+        """The number and the address of every segment of the layer."""
         return [(segment.id, segment.address) for segment in _core.segments()]

@@ -1,4 +1,4 @@
-"""Where the weights come from: a model's files, or a small model that is made up."""
+"""Where the weights come from: the files of a model, or a small random one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..safetensors import Tensor, read_tensors
 
 @dataclass(frozen=True)
 class Source:
-    """Where the weights come from, and what they must equal after every wake."""
+    """The weights, which must be the same after every wake."""
 
     description: str
     tensors: tuple[Tensor, ...]
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """The size of all tensors."""
         return sum(tensor.data.size for tensor in self.tensors)
 
     @property
@@ -34,7 +34,7 @@ def source_from_files(paths: Sequence[Path]) -> Source:
     """The tensors of safetensors files, or of folders of them.
 
     Raises:
-        SafetensorsError: a file cannot be read, is not in the format, or there is no tensor in all of them.
+        SafetensorsError: a file cannot be read, is not in the format, or none of them holds a tensor.
     """
     return Source(", ".join(path.name or path.resolve().name for path in paths), read_tensors(paths))
 

@@ -1,4 +1,4 @@
-"""Makes every check. One that cannot be made says why; none ends the examination."""
+"""Runs every check. A check that cannot be made says why, and the others still run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HOST_CHECKS: Mapping[str, Callable[[Machine], Check]] = {
 
 
 def examine(machine: Machine, progress: Callable[[str], None] = lambda _name: None) -> DoctorReport:
-    """Make all checks. Opens the driver that the environment asks for; takes 2 MiB of each device for a moment."""
+    """Run all checks. Opens the driver that the environment names; briefly allocates 2 MiB on each device."""
     checks: list[Check] = []
 
     def make(name: str, look: Callable[..., Check], *arguments: object) -> None:
@@ -48,11 +48,11 @@ def examine(machine: Machine, progress: Callable[[str], None] = lambda _name: No
 
 
 def guarded(name: str, look: Callable[[], Check]) -> Check:
-    """What the check answers, or why it could not be made."""
+    """The result of the check, or why it could not be made."""
     try:
         return look()
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return Check(name, Status.WARN, f"could not be checked: {where}{error.strerror or error}")
-    except Exception as error:  # whatever one check meets, the others go on
+    except Exception as error:  # the other checks still run
         return Check(name, Status.WARN, f"could not be checked: {type(error).__name__}: {error}")

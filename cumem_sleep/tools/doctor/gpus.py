@@ -1,4 +1,4 @@
-"""The driver and the GPUs: are they there, can they sleep, and how far away is host memory."""
+"""The driver and the GPUs: whether they are there, can sleep, and reach host memory quickly."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..machine import Machine
 from .report import Check, Status
 
 OLDEST_CUDA = "12.0"
-"""As in csrc/driver.cpp, which refuses older ones."""
+"""As in csrc/driver.cpp, which refuses older drivers."""
 
 _PCIE_GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6, "128.0": 7}
 
 
 def driver(machine: Machine) -> Check:
-    """Is there a driver, which one, and is it new enough."""
+    """Whether there is a driver that is new enough, and which."""
     name = "driver"
     variable = f"{PREFIX}DRIVER"
     try:
@@ -53,7 +53,7 @@ def _driver_advice(machine: Machine, error: DriverError) -> str:
 
 
 def devices(checks: list[Check]) -> range:
-    """Every device, or none and a check that says why."""
+    """All devices; if there are none, a check is appended that says why."""
     if not _core.driver_is_open():
         checks.append(Check("GPUs", Status.WARN, "could not be checked: no driver is open"))
         return range(0)
@@ -63,12 +63,12 @@ def devices(checks: list[Check]) -> range:
         checks.append(Check("GPUs", Status.FAIL, str(error)))
         return range(0)
     if count == 0:
-        checks.append(Check("GPUs", Status.FAIL, "none", "is CUDA_VISIBLE_DEVICES set so that it hides them?"))
+        checks.append(Check("GPUs", Status.FAIL, "none", "does CUDA_VISIBLE_DEVICES hide them?"))
     return range(count)
 
 
 def gpu_device(device: int) -> Check:
-    """What it is, and whether it has virtual memory management."""
+    """What GPU it is, and whether it supports virtual memory management."""
     name = f"GPU {device}"
     info = _core.device_info(device)
     found = (
@@ -81,12 +81,12 @@ def gpu_device(device: int) -> Check:
 
 
 def gpu_handles(device: int) -> Check:
-    """What memory of this device can be: shared by file descriptor or fabric, reached by RDMA. Found by trying."""
+    """Whether memory of this device can be shared by file descriptor or fabric, or reached by RDMA; tried out."""
     name = f"GPU {device} handles"
     try:
         _core.free(_core.Allocation(PAGE_BYTES, "doctor", device).handed_out)
     except OutOfDeviceMemory as error:
-        advice = "free some of its memory, or let another process sleep"
+        advice = "free some of its memory, or put another process to sleep"
         return Check(name, Status.WARN, f"could not be checked, the GPU is full: {error}", advice)
     except DriverError as error:
         return Check(name, Status.FAIL, f"2 MiB could not be allocated: {error}", "see what nvidia-smi says")
@@ -96,13 +96,13 @@ def gpu_handles(device: int) -> Check:
         f"{what}: {'yes' if has else 'no'}" for what, has in granted.items()
     )
     if not info.posix_fd:
-        advice = "memory cannot be shared with other processes by file descriptor; sleeping works all the same"
+        advice = "memory cannot be shared with other processes by file descriptor; sleep still works"
         return Check(name, Status.WARN, found, advice)
     return Check(name, Status.OK, found)
 
 
 def gpu_link(machine: Machine, device: int) -> Check:
-    """How fast the PCIe link runs, and how fast it could."""
+    """How fast the PCIe link runs, and how fast it could run."""
     name = f"GPU {device} PCIe"
     if _core.driver_is_simulated():
         return Check(name, Status.OK, "simulated: there is no link")
@@ -120,11 +120,11 @@ def pcie_link(machine: Machine, name: str, pci_bus_id: str) -> Check:
         return Check(name, Status.OK, now)
     found = f"{now} now, {most} at most"
     if _number(width) < _number(most_width):
-        advice = "the link is narrower than the GPU allows: see how it is seated, its slot and its riser"
-        return Check(name, Status.WARN, found, f"{advice}; sleep and wake are slower by as much")
+        advice = "the link is narrower than the GPU allows: check how the card is seated, its slot and its riser"
+        return Check(name, Status.WARN, found, f"{advice}; sleep and wake are slower in proportion")
     if _number(speed) < _number(most_speed):
-        advice = "idle GPUs slow their link down: look again while one copies (nvidia-smi -q -d PERFORMANCE, or a demo)"
-        return Check(name, Status.WARN, found, f"{advice}; if it stays, see the slot and the firmware's settings")
+        advice = "idle GPUs slow their link down: check again while it copies (run the demo meanwhile)"
+        return Check(name, Status.WARN, found, f"{advice}; if it stays slow, check the slot and the firmware settings")
     return Check(name, Status.OK, found)
 
 
@@ -139,23 +139,23 @@ def _number(text: str) -> float:
 
 
 def gpu_numa(machine: Machine, device: int) -> Check:
-    """Which host memory and cores are near to the device."""
+    """Which host memory and cores are close to the device."""
     return numa(machine, f"GPU {device} NUMA", _core.device_info(device).numa_node)
 
 
 def numa(machine: Machine, name: str, node: int) -> Check:
-    """As `gpu_numa`, for a node's number (-1: not known)."""
+    """As `gpu_numa`, for the number of a node (-1: not known)."""
     nodes = len(list((machine.root / "sys/devices/system/node").glob("node[0-9]*")))
     if node < 0:
         if nodes > 1:
-            advice = "backups may lie on the far node, which is slower: the machine, or its hypervisor, does not tell"
+            advice = "backups may be on the far node, which is slower: neither the machine nor its hypervisor tells"
             return Check(name, Status.WARN, f"node not known, the host has {nodes}", advice)
         return Check(name, Status.OK, f"node not known; the host has {counted(nodes, 'node') if nodes else 'no nodes'}")
     found = f"node {node} of {nodes}"
     near = machine.cores_in(f"sys/devices/system/node/node{node}/cpulist")
     if nodes > 1 and not near & machine.affinity:
         advice = (
-            f"let the process run on the cores of node {node} (numactl --cpunodebind={node}): pages are touched there"
+            f"let the process run on the cores of node {node} (numactl --cpunodebind={node}), to prefault pages there"
         )
-        return Check(name, Status.WARN, f"{found}; this process may use none of its cores", advice)
+        return Check(name, Status.WARN, f"{found}; this process may run on none of its cores", advice)
     return Check(name, Status.OK, found)

@@ -1,4 +1,4 @@
-"""The host: memory for backups, and cores that make it ready."""
+"""The host: memory for backups, and cores to prefault it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FAST_CORES = 8
 
 
 def memlock(_machine: Machine) -> Check:
-    """For information: the NVIDIA driver pins memory without asking it."""
+    """For information only: the NVIDIA driver ignores this limit when it pins memory."""
     limit = host_limits.memlock_limit_bytes()
     found = "unlimited" if limit is None else format_bytes(limit)
-    return Check("memlock limit", Status.OK, f"{found} (the NVIDIA driver does not enforce it: measured, 580)")
+    return Check("memlock limit", Status.OK, f"{found} (the NVIDIA driver does not enforce it; measured with 580)")
 
 
 def cgroup_memory(machine: Machine) -> Check:
@@ -31,7 +31,7 @@ def cgroup_memory(machine: Machine) -> Check:
 
 
 def available_memory(machine: Machine) -> Check:
-    """What the kernel says can be taken without swapping."""
+    """What can be allocated without swapping, by the kernel's own estimate."""
     name = "MemAvailable"
     available = host_limits.mem_available_bytes(machine.root)
     if available is None:
@@ -41,13 +41,13 @@ def available_memory(machine: Machine) -> Check:
 
 def _host_memory(name: str, available_bytes: int, found: str) -> Check:
     if available_bytes < _LITTLE_HOST_BYTES:
-        advice = "level 1 keeps the weights in host memory: make room for them, or sleep at level 2"
+        advice = "level 1 keeps the weights in host memory: free some, or sleep at level 2"
         return Check(name, Status.WARN, found, advice)
     return Check(name, Status.OK, f"{found} for backups of weights (level 1)")
 
 
 def huge_pages(machine: Machine) -> Check:
-    """May host memory come in huge pages."""
+    """Whether the kernel may back host memory with huge pages."""
     name = "huge pages"
     modes = machine.transparent_hugepage()
     chosen = re.search(r"\[(\w+)\]", modes)
@@ -60,7 +60,7 @@ def huge_pages(machine: Machine) -> Check:
 
 
 def cores(machine: Machine) -> Check:
-    """Enough threads to touch new host memory ahead of the copies."""
+    """Whether there are enough cores to prefault new host memory ahead of the copies."""
     usable = host_limits.usable_cores(machine.root)
     if usable >= _FAST_CORES:
         return Check("cores", Status.OK, f"{usable} usable")

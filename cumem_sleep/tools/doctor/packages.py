@@ -1,4 +1,4 @@
-"""The Python packages beside this one. None is imported."""
+"""The Python packages that this one works with. None is imported."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ _CUPY_DISTRIBUTIONS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
 
 def torch(machine: Machine) -> Check:
-    """PyTorch: there, new enough, built for CUDA. It is not imported."""
+    """Whether PyTorch is there, new enough, and built for CUDA."""
     name = "PyTorch"
     found = machine.distribution("torch")
     if found is None:
-        advice = "pip install torch: without it, only malloc and CuPy use this layer, and digests take the CPU"
+        advice = (
+            "pip install torch: without it only malloc and CuPy can use this layer, and digests are computed on the CPU"
+        )
         return Check(name, Status.WARN, "not installed", advice)
     cuda = _torch_cuda(found)
     text = found.version if cuda is None else f"{found.version}, {f'built for CUDA {cuda}' if cuda else 'without CUDA'}"
@@ -38,7 +40,7 @@ def torch(machine: Machine) -> Check:
 
 
 def _torch_cuda(torch_distribution: metadata.Distribution) -> str | None:
-    """The CUDA version that PyTorch was built for; "" if for none, None if it does not tell."""
+    """The CUDA version that PyTorch was built for; "" for a CPU build, None if it is not known."""
     try:
         text = Path(str(torch_distribution.locate_file("torch/version.py"))).read_text()
     except OSError:
@@ -50,7 +52,7 @@ def _torch_cuda(torch_distribution: metadata.Distribution) -> str | None:
 
 
 def triton(machine: Machine) -> Check:
-    """Triton, which the kernels are written in."""
+    """Whether Triton, which compiles the kernels, is there."""
     version = machine.version_of(*TRITON_DISTRIBUTIONS)
     if version is None:
         advice = "pip install triton: without it digests are computed on the CPU, at about 1 GB/s"
@@ -59,14 +61,14 @@ def triton(machine: Machine) -> Check:
 
 
 def compression(machine: Machine) -> Check:
-    """Whether backups are to be compressed, and whether that can be."""
+    """Whether backups are to be compressed, and whether they can be."""
     name = "compression"
     variable = f"{PREFIX}COMPRESS"
     settings = Settings.from_environment(machine.environment)
     if settings.compress == "off":
-        return Check(name, Status.OK, f"off ({variable}=auto makes backups of bf16 weights about a third smaller)")
+        return Check(name, Status.OK, f"off ({variable}=auto makes backups of bf16 weights a third smaller)")
     if settings.driver == "sim":
-        return Check(name, Status.OK, "auto, simulated: by the reference on the CPU")
+        return Check(name, Status.OK, "auto; simulated, by the reference on the CPU")
     missing = [
         package
         for package, names in (("PyTorch", ("torch",)), ("Triton", TRITON_DISTRIBUTIONS))
@@ -82,7 +84,7 @@ def compression(machine: Machine) -> Check:
 
 
 def vllm(machine: Machine) -> Check:
-    """The server that this layer plugs into: a version that the plugin serves, and the plugin not switched off."""
+    """Whether the plugin serves the installed vLLM, and is not switched off."""
     name = "vLLM"
     version = machine.version_of("vllm")
     if version is None:
@@ -99,9 +101,7 @@ def vllm(machine: Machine) -> Check:
     if plugins is not None and not set(plugin.ENTRY_POINTS) & set(plugins.split(",")):
         found = f"{own}: VLLM_PLUGINS={plugins}"
         if plugin.NAME in re.sub(r"[-.\s]+", "_", plugins.strip().lower()):
-            return Check(
-                name, Status.WARN, found, f"vLLM compares letter by letter: write {plugin.NAME}, without spaces"
-            )
+            return Check(name, Status.WARN, found, f"vLLM compares exactly: write {plugin.NAME}, without spaces")
         return Check(name, Status.OK, found)
     if misfit:
         return Check(name, Status.WARN, f"{version}, with sleep mode in this layer if it fits: {misfit}", "test it")
@@ -109,7 +109,7 @@ def vllm(machine: Machine) -> Check:
 
 
 def _is_on(machine: Machine, variable: str) -> bool:
-    """A bad value is the check of the settings' to tell."""
+    """Bad values count as off: the check of the settings reports them."""
     try:
         return parse_bool(variable, machine.environment.get(variable, "").strip() or "0")
     except CumemSleepError:
@@ -117,13 +117,13 @@ def _is_on(machine: Machine, variable: str) -> bool:
 
 
 def cupy(machine: Machine) -> Check:
-    """CuPy, whose arrays can sleep too."""
+    """Whether CuPy, whose arrays can sleep too, is there."""
     version = machine.version_of(*_CUPY_DISTRIBUTIONS)
     return Check("CuPy", Status.OK, "not installed (optional)" if version is None else version)
 
 
 def expandable_segments(machine: Machine) -> Check:
-    """Whether PyTorch is told to use expandable segments, and what becomes of that."""
+    """Whether PyTorch is configured to use expandable segments, and what follows from it."""
     name = "PyTorch allocator"
     told = {name: machine.environment[name] for name in CONF_VARIABLES if machine.environment.get(name)}
     if not told:
@@ -133,8 +133,8 @@ def expandable_segments(machine: Machine) -> Check:
         return Check(name, Status.OK, found)
     version = machine.version_of("torch")
     if version is not None and _version(version) >= POOLS_IGNORE_EXPANDABLE_SEGMENTS:
-        return Check(name, Status.OK, f"{found}; memory that can sleep does not use them")
-    return Check(name, Status.OK, f"{found}; switched off for as long as a pool of this layer is entered")
+        return Check(name, Status.OK, f"{found}; pools of this layer do not use them")
+    return Check(name, Status.OK, f"{found}; switched off inside pools of this layer")
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a check came to, and all checks together: a table, and JSON."""
+"""The result of a check, and the report of all checks, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIMULATED_NOTE = "Simulated driver: no GPU was looked at, and times measured wit
 
 
 class Status(str, Enum):
-    """What a check came to. `warn` costs speed or a feature; with `fail` the layer cannot work."""
+    """The result of a check. `warn`: less speed or a missing feature; `fail`: the layer cannot work."""
 
     OK = "ok"
     WARN = "warn"
@@ -25,7 +25,7 @@ class Status(str, Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """What one check found, and what to do if that is not as it should be."""
+    """What a check found, and what to do about it."""
 
     name: str
     status: Status

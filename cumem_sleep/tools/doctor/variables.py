@@ -1,4 +1,4 @@
-"""The environment variables: which are in force, and which nothing reads."""
+"""The environment variables: which are in effect, and which nothing reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ADMIN_TOKEN = PREFIX + "ADMIN_TOKEN"
 
 
 def settings(machine: Machine) -> Check:
-    """Which settings are in force, and variables that look like settings and are none."""
+    """Which settings are in effect, and which variables look like settings but are none."""
     name = "settings"
     given = {variable: text for variable, text in machine.environment.items() if variable.startswith(PREFIX)}
     documented = {**variables.described(Settings), **variables.described(GateSettings)}
