@@ -134,7 +134,7 @@ def expandable_segments(machine: Machine) -> Check:
     version = machine.version_of("torch")
     if version is not None and _version(version) >= POOLS_IGNORE_EXPANDABLE_SEGMENTS:
         return Check(name, Status.OK, f"{found}; pools of this layer do not use them")
-    return Check(name, Status.OK, f"{found}; switched off inside pools of this layer")
+    return Check(name, Status.OK, f"{found}; switched off while a pool of this layer is entered")
 
 
 def _version(text: str) -> tuple[int, ...]:
