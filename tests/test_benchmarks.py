@@ -243,7 +243,7 @@ def test_tables_say_what_was_not_measured(results: pathlib.Path, tables: ModuleT
     page = (results.parent / "docs" / "benchmarks.md").read_text()
     assert page.startswith("Above.\n")
     assert page.endswith("Below.\n")
-    peers = page[page.index("**Beside its peers**") :]
+    peers = page[page.index("**Compared with its peers**") :]
     first_sleep = next(line for line in peers.splitlines() if line.startswith("| first sleep | "))
     assert first_sleep.count("not measured") == 3
     assert re.search(r"^vLLM `cumem` was not measured: vllm (is not installed|needs a GPU)\.$", page, re.MULTILINE)
@@ -282,7 +282,7 @@ def test_tables_of_vllm(results: pathlib.Path, tables: ModuleType) -> None:
     page = (results.parent / "docs" / "benchmarks.md").read_text()
     assert len(re.findall(r"^\| lora \| .* \*\*Failed\.\*\* \|$", page, re.MULTILINE)) == 1
     assert page.count("**Failed.**") == 1
-    served = page[page.index("**`vllm serve`") : page.index("**Beside its peers**")]
+    served = page[page.index("**`vllm serve`") : page.index("**Compared with its peers**")]
     assert "vLLM's own |" not in served
     assert "| later sleeps | 0.200 (0.100–0.300) |" in served
 
@@ -316,7 +316,7 @@ def test_table_of_compressed_backups(
     page = (results.parent / "docs" / "benchmarks.md").read_text()
     assert "| bf16 normal | off | 1.000 | 1.20 | 1.20 (0.83 ×) | 1.20 | 1.20 (0.42 ×) | 1.20 (0.42 ×) |" in page
     assert "| bf16 normal | auto | 0.670 | 0.600 | 0.600 (1.67 ×) | 0.600 | 0.600 (0.83 ×) | 0.600 (0.83 ×) |" in page
-    assert "0.500 s (2.00 ×) pass until all is backed up" in page
+    assert "0.500 s (2.00 ×) pass until everything is backed up" in page
     assert "e4m3 normal | auto" not in page
     assert "ended with 1" in compressed.table([raw, failed])
 
