@@ -1,4 +1,4 @@
-"""Ways to copy while the driver wipes freed memory, and what a running model notices of copies and pinning.
+"""Ways to copy while the driver scrubs freed memory, and what a running model notices of copies and pinning.
 
     python benchmarks/wake_paths.py --out benchmarks/results/wake_paths.json
 
@@ -79,7 +79,7 @@ class Link:
 
 
 def drop() -> None:
-    """Free what `mapped` mapped: from here on the driver wipes it."""
+    """Free what `mapped` mapped: from here on the driver scrubs it."""
     CuMemAllocator.get_instance().discard("kv_cache")
 
 

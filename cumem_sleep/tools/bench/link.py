@@ -11,13 +11,14 @@ import numpy as np
 
 from ... import _core
 from ...allocator import CuMemAllocator
+from ...pinned import pinned_block
 from ..layout import PAGE_BYTES
 from .report import Link
 from .workload import Room
 
 _SIZES = tuple(gib << 30 for gib in (8, 4, 2, 1))
 _SIMULATED_BYTES = 64 << 20
-_TOUCH_BYTES = 64 << 20
+_RANDOM_BYTES = 64 << 20
 _TAG = "link"
 
 
@@ -36,12 +37,8 @@ def measure_link(allocator: CuMemAllocator, device: int, nbytes: int, repeats: i
     """
     address = allocator.malloc(nbytes, _TAG, device)
     try:
-        with (
-            closing(_core.HostBlock(nbytes, _core.device_info(device).numa_node)) as block,
-            _core.CopyStream(device) as stream,
-        ):
+        with closing(pinned_block(nbytes, device)) as block, _core.CopyStream(device) as stream:
             _fill(block)
-            block.pin(device)
             to_device_s = _seconds(stream, lambda: stream.to_device(address, block, 0, nbytes), repeats)
             to_host_s = _seconds(stream, lambda: stream.to_host(block, 0, address, nbytes), repeats)
     finally:
@@ -52,10 +49,9 @@ def measure_link(allocator: CuMemAllocator, device: int, nbytes: int, repeats: i
 def _fill(block: _core.HostBlock) -> None:
     """Fill it with repeated random bytes: zeros may take a short cut somewhere."""
     content = np.frombuffer(memoryview(block), np.uint8)
-    random = np.frombuffer(np.random.default_rng().bytes(min(_TOUCH_BYTES, block.bytes)), np.uint8)
-    for start in range(0, block.bytes, _TOUCH_BYTES):
-        size = min(_TOUCH_BYTES, block.bytes - start)
-        block.touch(start, size)
+    random = np.frombuffer(np.random.default_rng().bytes(min(_RANDOM_BYTES, block.bytes)), np.uint8)
+    for start in range(0, block.bytes, _RANDOM_BYTES):
+        size = min(_RANDOM_BYTES, block.bytes - start)
         content[start : start + size] = random[:size]
 
 
