@@ -15,17 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support import MIB, SIMULATED, Memory, write_safetensors
 
 import cumem_sleep
 from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, InvalidArgument, InvalidState, Settings, _core
 from cumem_sleep.backups.store import BackupStore
-from cumem_sleep.tools import cli, demo, layout, safetensors, simulated
+from cumem_sleep.tools import cli, demo, layout, simulated
 from cumem_sleep.tools.demo.report import DemoReport, Step, short
 from cumem_sleep.tools.demo.run import _Demo
-from cumem_sleep.tools.safetensors import SafetensorsError, read_tensors
 
 KV = ["--kv", "4MiB"]
 
@@ -383,6 +380,23 @@ def test_bad_setting(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "CUMEM_SLEEP_VERIFY='perhaps'" in capsys.readouterr().err
 
 
+def test_sizes_have_three_digits() -> None:
+    sizes = [0, 999, 1024, 9 * MIB + MIB // 3, 454 * MIB, 1000 * MIB, 1023 * MIB, 61 << 30, 1 << 50]
+    assert [short(size) for size in sizes] == [
+        "0 B", "999 B", "1.00 KiB", "9.33 MiB", "454 MiB", "0.98 GiB", "1.00 GiB", "61.0 GiB", "1024 TiB",
+    ]  # fmt: skip
+
+
+def test_table_of_a_real_device_names_its_use() -> None:
+    step = Step(1, "wake", 5 << 30, 7 << 30, 0, 10**9, 0.5, 1, "1 B = source", True)
+    report = DemoReport(False, 0, "NVIDIA H200", "x", 1, ["BF16"], 1, 1, 1, (step,))
+    headings = [str(column.header) for column in report.table().columns]
+    assert "GPU in use" in headings
+    assert "simulated" not in str(report.table().title)
+    assert report.to_json()["steps"][0]["gbps"] == 2.0
+    assert "note" not in report.to_json()
+
+
 # Which driver
 
 
@@ -462,147 +476,6 @@ def test_device_memory_too_small(model: pathlib.Path, monkeypatch: pytest.Monkey
     cumem_sleep.sim.configure(device_bytes=4 * MIB)
     assert cli.main(["demo", str(model), "--kv", "8MiB"]) == 2
     assert "CUDA_ERROR_OUT_OF_MEMORY" in capsys.readouterr().err
-
-
-# Files
-
-
-def entry(begin: int, end: int, shape: list[int] | None = None, dtype: str = "U8") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
-
-
-BAD_FILES: dict[str, tuple[object, bytes, str]] = {
-    "json": (b'{"w":', b"", "not JSON"),
-    "unicode": (b"\xff\xfe{}", b"", "not JSON"),
-    "nested": (b"[" * 100_000, b"", "not JSON"),
-    "list": ([], b"", "not a JSON object"),
-    "twice": (b'{"w": {}, "w": {}}', b"", "occurs twice"),
-    "no dtype": ({"w": {"shape": [1], "data_offsets": [0, 1]}}, b"x", "no dtype"),
-    "no offsets": ({"w": {"dtype": "U8", "shape": [1]}}, b"x", "no valid shape"),
-    "offsets reversed": ({"w": entry(1, 0, [1])}, b"x", "no valid shape"),
-    "offset not whole": ({"w": {**entry(0, 1), "data_offsets": [0, True]}}, b"x", "no valid shape"),
-    "negative": ({"w": entry(0, 1, [-1])}, b"x", "no valid shape"),
-    "hole": ({"a": entry(0, 1), "b": entry(2, 3)}, b"xxx", "begins at byte 2 of the data, not 1"),
-    "overlap": ({"a": entry(0, 2), "b": entry(1, 3)}, b"xxx", "begins at byte 1 of the data, not 2"),
-    "truncated": ({"w": entry(0, 10)}, b"xxx", "truncated"),
-    "too long": ({"w": entry(0, 2)}, b"xxx", "1 bytes after the last tensor"),
-    "dtype": ({"w": entry(0, 3, [3], "F77")}, b"xxx", r"tensor 'w' has dtype 'F77', .*: known are BF16, BOOL, "),
-    "size": ({"w": entry(0, 3, [2], "BF16")}, b"xxx", "has 3 bytes"),
-    "no tensors": ({}, b"", "holds no tensor"),
-    "no bytes": ({"w": entry(0, 0)}, b"", "holds no tensor"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_file(name: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    header, data, message = BAD_FILES[name]
-    path = write_safetensors(tmp_path / "bad.safetensors", header, data)
-    with pytest.raises(SafetensorsError, match=message):
-        read_tensors([path])
-    assert cli.main(["demo", str(path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "the file is empty"),
-        (b"short", "not a safetensors file"),
-        (b"PK\x03\x04" * 10, "not a safetensors file"),
-        ((100).to_bytes(8, "little") + b"{}", "truncated: the header ends at byte 108, the file at 10"),
-    ],
-)
-def test_not_a_file_of_this_kind(content: bytes, message: str, tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "bad.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(SafetensorsError, match=message):
-        read_tensors([path])
-
-
-def test_a_device_is_no_model() -> None:
-    with pytest.raises(SafetensorsError, match="/dev/zero: not a regular file"):
-        read_tensors([pathlib.Path("/dev/zero")])
-
-
-def test_no_such_file(tmp_path: pathlib.Path) -> None:
-    for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(SafetensorsError, match="cannot be read"):
-            read_tensors([path])
-
-
-def test_reads_what_the_library_writes(tmp_path: pathlib.Path) -> None:
-    numpy_files = pytest.importorskip("safetensors.numpy")
-    random = np.random.default_rng(2)
-    tensors = {name: random.standard_normal((5, 3)).astype(name) for name in ("float16", "float32", "float64", "int8")}
-    numpy_files.save_file(tensors, tmp_path / "a.safetensors")
-    read = {tensor.name: tensor for tensor in read_tensors([tmp_path / "a.safetensors"])}
-    assert {name: tensor.data.tobytes() for name, tensor in read.items()} == {
-        name: tensor.tobytes() for name, tensor in tensors.items()
-    }
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_damaged_files_are_refused_or_read(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Whatever a byte of the header is turned into, the answer is an error of our own or tensors within the file."""
-    header, content = {"a": entry(0, 4), "b": entry(4, 8, [2], "F16")}, b"12345678"
-    path = write_safetensors(tmp_path_factory.getbasetemp() / "damaged.safetensors", header, content)
-    damaged = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 3))):
-        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    path.write_bytes(damaged[: data.draw(st.integers(0, len(damaged)))])
-    try:
-        tensors = read_tensors([path])
-    except SafetensorsError:
-        return
-    assert sum(tensor.data.size for tensor in tensors) == len(content)
-
-
-# How tensors lie
-
-
-@given(st.lists(st.integers(0, 30 * MIB), max_size=40))
-@settings(max_examples=40, deadline=None)
-def test_layout(sizes: list[int]) -> None:
-    tensors = [
-        safetensors.Tensor(str(number), "U8", (size,), np.broadcast_to(np.uint8(0), (size,)))
-        for number, size in enumerate(sizes)
-    ]
-    segments = layout.lay_out(tensors)
-    placed = [tensor.name for segment in segments for _, tensor in segment.tensors]
-    assert sorted(placed) == sorted(tensor.name for tensor in tensors if tensor.data.size)
-    for segment in segments:
-        end = 0
-        for offset, tensor in segment.tensors:
-            assert offset >= end
-            assert offset % 512 == 0
-            end = offset + tensor.data.size
-        assert end <= segment.nbytes
-        assert len(segment.tensors) == 1 or segment.nbytes <= 20 * MIB
-        covered = {tensor.name: 0 for _, tensor in segment.tensors}
-        for piece in segment.pieces():
-            for offset, tensor, start, nbytes in piece.parts:
-                assert start == covered[tensor.name]
-                assert offset + nbytes <= piece.nbytes
-                covered[tensor.name] += nbytes
-        assert covered == {tensor.name: tensor.data.size for _, tensor in segment.tensors}
-
-
-def test_sizes_have_three_digits() -> None:
-    sizes = [0, 999, 1024, 9 * MIB + MIB // 3, 454 * MIB, 1000 * MIB, 1023 * MIB, 61 << 30, 1 << 50]
-    assert [short(size) for size in sizes] == [
-        "0 B", "999 B", "1.00 KiB", "9.33 MiB", "454 MiB", "0.98 GiB", "1.00 GiB", "61.0 GiB", "1024 TiB",
-    ]  # fmt: skip
-
-
-def test_table_of_a_real_device_names_its_use() -> None:
-    step = Step(1, "wake", 5 << 30, 7 << 30, 0, 10**9, 0.5, 1, "1 B = source", True)
-    report = DemoReport(False, 0, "NVIDIA H200", "x", 1, ["BF16"], 1, 1, 1, (step,))
-    headings = [str(column.header) for column in report.table().columns]
-    assert "GPU in use" in headings
-    assert "simulated" not in str(report.table().title)
-    assert report.to_json()["steps"][0]["gbps"] == 2.0
-    assert "note" not in report.to_json()
 
 
 def test_demo_refuses_settings_that_are_none() -> None:
