@@ -1,4 +1,4 @@
-"""Ways to copy while the driver wipes freed memory, and what a running model notices of copies and pinning.
+"""Ways to copy while the driver scrubs freed memory, and what a running model notices of copies and pinning.
 
     python benchmarks/wake_paths.py --out benchmarks/results/wake_paths.json
 
@@ -61,12 +61,12 @@ class Link:
         return lambda n: self.streams[n % streams].to_device(self.address, self.block, 0, nbytes)
 
     def to_host(self, nbytes: int = PIECE_BYTES) -> Copy:
-        return lambda n: self.streams[0].to_host(self.block, 0, self.address, nbytes)
+        return lambda _: self.streams[0].to_host(self.block, 0, self.address, nbytes)
 
     def kernel(self, blocks: int, nbytes: int = PIECE_BYTES) -> Copy:
         stream = cupy.cuda.ExternalStream(self.streams[0].handle)
 
-        def start(n: int) -> None:
+        def start(_: int) -> None:
             with stream:
                 KERNEL((blocks,), (512,), (self.address, self.block.address, nbytes // 16))
 
@@ -78,7 +78,7 @@ class Link:
 
 
 def drop() -> None:
-    """Free what `mapped` mapped: from here on the driver wipes it."""
+    """Free what `mapped` mapped: from here on the driver scrubs it."""
     CuMemAllocator.get_instance().discard("kv_cache")
 
 

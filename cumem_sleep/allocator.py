@@ -273,7 +273,7 @@ class CuMemAllocator:
             InvalidState, DriverError: as `sleep`.
         """
         chosen = self._known_tags(tags)
-        return self._operate(partial(sleep, self._layer, chosen, lambda tag: True, "discard"), "discard")
+        return self._operate(partial(sleep, self._layer, chosen, lambda _: True, "discard"), "discard")
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
         """Take device memory again, at the same addresses, and restore what was backed up.

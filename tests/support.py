@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import json
 import os
 import pathlib
 import subprocess
@@ -109,6 +110,13 @@ def bf16_weights(nbytes: int, random: np.random.Generator) -> bytes:
 _held_before: tuple[int, ...] = (0, 0, 0, 0, 0)
 
 
+def write_safetensors(path: pathlib.Path, header: object, data: bytes) -> pathlib.Path:
+    """A safetensors file, whatever sense its header makes."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
 def reset_simulation() -> None:
     """One device, no injected failures; notes what is held, so that one test's leak is not the next one's."""
     global _held_before
@@ -206,7 +214,7 @@ class EagerSums:
     Without it, digests of simulated memory are computed when they are asked for.
     """
 
-    def __init__(self, device: int, chunks: int) -> None:
+    def __init__(self, _device: int, chunks: int) -> None:
         self._sums = np.zeros((chunks, 2), np.uint64)
         self._firsts: list[int] = []
         self._used = 0

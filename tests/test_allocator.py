@@ -754,7 +754,7 @@ class TestReports:
 
 
 @pytest.fixture
-def second_device(allocator: CuMemAllocator) -> None:
+def second_device(allocator: CuMemAllocator) -> None:  # noqa: ARG001  (comes first)
     """A second device; on a real host, only if there is one."""
     if SIMULATED:
         sim.configure(devices=2)

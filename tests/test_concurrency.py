@@ -109,7 +109,8 @@ class TestOperations:
             run_together(free, free)
             assert len(errors) == 1
 
-    def test_one_instance(self, allocator: CuMemAllocator) -> None:
+    @pytest.mark.usefixtures("allocator")
+    def test_one_instance(self) -> None:
         CuMemAllocator.instance = None
         made: list[CuMemAllocator] = []
         run_together(*[lambda: made.append(CuMemAllocator.get_instance())] * 4)
@@ -341,9 +342,7 @@ class TestHooks:
             time.sleep(0.001)
         assert allocator._store.host_bytes == PAGE
 
-    def test_python_learns_only_of_what_leaves_more_to_be_given_back(
-        self, allocator: CuMemAllocator, memory: Memory
-    ) -> None:
+    def test_python_learns_only_of_what_leaves_more_to_be_given_back(self, allocator: CuMemAllocator) -> None:
         """What it does then costs more than a driver call, and most frees leave nothing."""
         library = hooks()
         told: list[None] = []

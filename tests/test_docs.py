@@ -367,10 +367,10 @@ def test_lines_of_sleeps_and_wakes_are_measured_ones_and_as_the_code_writes_them
 class Family:
     """Stands for the families of prometheus_client, which need not be installed here."""
 
-    def __init__(self, name: str, text: str, labels: list[str], suffix: str) -> None:
+    def __init__(self, name: str, _text: str, labels: list[str], suffix: str) -> None:
         self.name, self.labels = name + suffix, set(labels)
 
-    def add_metric(self, labels: list[str], value: float) -> None:
+    def add_metric(self, labels: list[str], _value: float) -> None:
         assert len(labels) == len(self.labels)
 
 

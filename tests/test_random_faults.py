@@ -57,7 +57,7 @@ def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", PAGE)  # is decoded in a slot
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_extent_bytes", PAGE)
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
-    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)
+    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda **_: None)
 
 
 @dataclass
@@ -269,10 +269,10 @@ class History:
                 raise preparation.error
 
         if self.allocator.settings.retain_backups:
-            self.attempt("prepare()", operation, lambda error: None)
+            self.attempt("prepare()", operation, lambda _: None)
 
     def release(self) -> None:
-        self.attempt("release_backups()", self.allocator.release_backups, lambda error: None)
+        self.attempt("release_backups()", self.allocator.release_backups, lambda _: None)
 
     # What always holds
 
@@ -308,8 +308,9 @@ def clean() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("clean")
 @pytest.mark.parametrize("number", range(HISTORIES) if ONLY is None else [int(ONLY)])
-def test_history(clean: None, number: int) -> None:
+def test_history(number: int) -> None:
     history = History(number)
     try:
         history.run()
