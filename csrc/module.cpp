@@ -16,6 +16,7 @@
 #include "holds.h"
 #include "host_memory.h"
 #include "interpreter.h"
+#include "invariants.h"
 #include "operation.h"
 #include "scratch.h"
 #include "shared_memory.h"
@@ -310,6 +311,7 @@ PYBIND11_MODULE(_core, module) {
     module.doc() = "Segments, host memory and copies: what cumem_sleep.allocator orders. Not a public interface.";
     errors();
     py::register_exception_translator(&translate_error);
+    module.attr("CHECKS_INVARIANTS") = kChecksInvariants;
     bind_driver(module);
     bind_devices(module);
     bind_segment(module);
