@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 
 import pytest
+from support import run_script
 
 from cumem_sleep import _core
-from support import run_script
 
 BREAKS = {
     "lent while it sleeps": (
