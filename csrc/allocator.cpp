@@ -188,6 +188,7 @@ SegmentPtr SegmentTable::find(CUdeviceptr address) const {
 }
 
 std::vector<SegmentPtr> SegmentTable::segments() const {
+    if (Driver::is_open()) Driver::get();
     std::vector<SegmentPtr> all;
     {
         std::lock_guard<std::mutex> lock(mutex_);

@@ -84,7 +84,7 @@ class SegmentTable {
 
     // The segment that `address` lies in; null if none that is handed out.
     SegmentPtr find(CUdeviceptr address) const;
-    // Segments that are handed out, oldest first.
+    // Segments that are handed out, oldest first. Throws InvalidState in a forked child, which has none.
     std::vector<SegmentPtr> segments() const;
 
     // A pinned segment keeps its address and memory; freeing it is put off until the last unpin. Returns those that
