@@ -89,6 +89,21 @@ class TestExport:
         with exported(address):
             pass
 
+    def test_a_segment_that_is_about_to_wake_is_exported(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        """For whoever is to fill it: it is mapped, though it sleeps until its bytes are verified."""
+        address = allocator.malloc(PAGE)
+        allocator.sleep(2)
+        (segment,) = _core.segments()
+        with _core.Pinned([segment]):
+            segment.map()
+            with exported(address) as (descriptor, _, nbytes):
+                imported = _core.ImportedMemory(descriptor, 0, nbytes)
+            content = memory.fill_random(imported.address, nbytes)
+            imported.close()
+            assert memory.read(address, nbytes) == content
+            _core.undo_wake([segment])
+        assert not segment.has_memory
+
     def test_a_lent_segment_stays_lent_until_the_operation_lets_go_of_it(self, allocator: CuMemAllocator) -> None:
         """Exporting holds the segment too, for a moment; not that moment's end may drop it."""
         address = allocator.malloc(PAGE)
