@@ -32,6 +32,16 @@ struct Segment {
 
     Segment(uint64_t segment_id, int device, size_t bytes, std::string segment_tag);
 
+    // Physical memory under its address again (Mapping::map), on any thread. It must be pinned.
+    void map();
+
+    // Which states go together: the table of docs/how-it-works.md. The first holds whenever an operation has finished a
+    // step, the second also when no operation has the segment pinned; whether memory that is left to a sleeping one is
+    // to be released later, only the table of segments knows.
+    bool is_valid() const;
+    bool is_valid_at_rest(bool is_unreleased) const;
+    std::string describe() const;
+
     const uint64_t id;  // never used twice in a process, unlike addresses
     const std::string tag;
     Mapping mapping;
@@ -72,12 +82,14 @@ class SegmentTable {
     std::vector<uint64_t> take_freed();
     bool has_freed() const;
 
-    // Segments that are handed out, oldest first.
+    // The segment that `address` lies in; null if none that is handed out.
+    SegmentPtr find(CUdeviceptr address) const;
+    // Segments that are handed out, oldest first. Throws InvalidState in a forked child, which has none.
     std::vector<SegmentPtr> segments() const;
 
     // A pinned segment keeps its address and memory; freeing it is put off until the last unpin. Returns those that
-    // were pinned: all but what was freed meanwhile. Waits for a `reclaim` on another thread. Whoever unpins a segment
-    // that is `lent` drops it.
+    // were pinned: all but what was freed meanwhile. Waits for a `reclaim` on another thread. The last unpin of a
+    // segment that is `lent` drops it.
     std::vector<SegmentPtr> pin(const std::vector<SegmentPtr>& segments);
     void unpin(const std::vector<SegmentPtr>& segments) noexcept;
 
@@ -98,8 +110,12 @@ class SegmentTable {
     void undo_wake(const std::vector<SegmentPtr>& segments) noexcept;
 
     // Tries again what the driver refused earlier, but leaves alone what an operation has pinned. Never throws; returns
-    // the number of segments, and of scratch memories, that still hold memory which nobody uses.
+    // the number of segments, and of other mappings, that still hold memory which nobody uses.
     size_t reclaim() noexcept;
+
+    // For `check_valid`; with `mutex_` held.
+    bool is_valid() const;
+    std::string describe() const;
 
   private:
     void hand_out(const SegmentPtr& segment);
