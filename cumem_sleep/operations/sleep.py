@@ -47,7 +47,7 @@ def sleep(layer: Layer, tags: set[str] | None, is_dropped: IsDropped, operation:
         with timer("quiesce"):
             quiesce(held)
         with layer.digester.run(backed_up) as run:
-            digests = _Digests([s for s in backed_up if _is_digested(layer, s)], run, layer.tuning.idle_s)
+            digests = _Digests(backed_up if _digests_are_compared(layer) else [], run, layer.tuning.idle_s)
             copied = _BackingUp(layer, backed_up, dropped, digests, timer).run()
             with timer("check"):
                 if copied:
@@ -301,8 +301,8 @@ def _planned(segments: Iterable[_core.Segment], workbenches: Mapping[int, Workbe
     return encodings
 
 
-def _is_digested(layer: Layer, segment: _core.Segment) -> bool:
-    """Whether its digest will be compared: with a backup's now, or after a wake."""
+def _digests_are_compared(layer: Layer) -> bool:
+    """With those of backups now, or after a wake."""
     return layer.settings.verify != "off" or layer.settings.retain_backups
 
 
