@@ -953,7 +953,7 @@ def test_interrupt_of_malloc_by_a_signal() -> None:
 LOOKS = {
     "first sleep": {
         "operations/layer.py:quiesce",
-        "operations/sleep.py:_changed_parts",
+        "operations/sleep.py:_changed_of",
         "digest/device.py:finish",
         "digest/device.py:_sums_of_memory",
         "backups/filling.py:start",

@@ -68,8 +68,7 @@ class HostTier(Tier):
         self._releasing.finish()
 
     def transfers(self) -> HostTransfers:  # noqa: D102
-        threads = self._settings.prefault_threads or _default_prefault_threads()
-        return HostTransfers(threads, self._tuning.touch_bytes)
+        return HostTransfers(self._settings.prefault_threads, self._tuning.touch_bytes)
 
     def stop(self) -> None:  # noqa: D102
         self._releasing.stop()
@@ -83,7 +82,7 @@ class HostTier(Tier):
 class HostTransfers:
     """The lanes of one operation. Threads touch the pages of new blocks ahead of the copies."""
 
-    def __init__(self, threads: int, touch_bytes: int) -> None:
+    def __init__(self, threads: int | None, touch_bytes: int) -> None:
         self._threads = threads
         self._touch_bytes = touch_bytes
         self._touched: _core.Ahead | None = None
@@ -104,7 +103,8 @@ class HostTransfers:
         if not tasks:
             return
         if self._touched is None:
-            self._touched = self._stack.enter_context(_core.Ahead(self._threads))
+            threads = self._threads or _default_prefault_threads()  # looked up here, since `prepare` needs none
+            self._touched = self._stack.enter_context(_core.Ahead(threads))
         self._touched.add(tasks)
         self._expected.update(tasks)
 

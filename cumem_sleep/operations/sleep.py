@@ -161,6 +161,7 @@ class _BackingUp:
 
     def _changed_of(self, segments: Sequence[_core.Segment]) -> list[_core.Segment]:
         """Those that do not equal their backup."""
+        _core.stop_if_asked()
         self._digests.take(segments)
         taken = self._digests.taken
         changed = [segment for segment in segments if not self._store.is_clean(segment, taken.get(segment.id))]
@@ -178,7 +179,6 @@ class _BackingUp:
         """
         start, part_bytes = 0, float(head_bytes)
         while start < len(segments):
-            _core.stop_if_asked()
             sums = accumulate(segment.bytes for segment in segments[start:])
             ends = (end for end, nbytes in enumerate(sums, start + 1) if nbytes >= part_bytes)
             end = next(ends, len(segments))
