@@ -20,7 +20,7 @@ checkpoint=()
 if [ -f .gpu/checkpoint.safetensors ]; then checkpoint=(--checkpoint .gpu/checkpoint.safetensors); fi
 
 # What mostly starts processes of its own: about half of the suite's time.
-in_processes=(tests/gpu tests/test_bench.py tests/test_cli.py tests/test_doctor.py tests/test_process.py)
+in_processes=(tests/gpu tests/tools/test_bench.py tests/tools/test_cli.py tests/tools/test_doctor.py tests/test_process.py)
 
 suite() {
     local name=$1

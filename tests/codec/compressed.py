@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support import AWAKE, PAGE, bf16_weights
+from support import AWAKE, MIB, PAGE, bf16_weights, quick_sums
 
 from cumem_sleep import CuMemAllocator, _core, sim
+from cumem_sleep.backups import limits as host_limits
 from cumem_sleep.codec.exponent import Bytes, Code
 from cumem_sleep.codec.kernels import SimulatedKernels
 from cumem_sleep.codec.workbench import workbench_bytes
@@ -26,6 +27,21 @@ COMPRESSED_BYTES = int(0.70 * 2 * PAGE)  # of two pages of weights, with some to
 USUAL_BENCH_BYTES = workbench_bytes(
     CuMemAllocator.tuning, CuMemAllocator.tuning.slot_bytes[0]
 )  # before the tests make it small
+
+
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two encoded chunks, or one; the simulated driver writes to all memory that it gives. And small parts."""
+    monkeypatch.setattr(CuMemAllocator.tuning, "head_bytes", 2 * PAGE)
+    monkeypatch.setattr(CuMemAllocator.tuning, "digest_part_bytes", 4 * PAGE)
+    monkeypatch.setattr(CuMemAllocator.tuning, "idle_s", 60.0)  # this machine may be busy, and the device is not
+    monkeypatch.setattr(CuMemAllocator.tuning, "slots", 2)
+    monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (4 * MIB, 2 * MIB))
+    monkeypatch.setattr(CuMemAllocator.tuning, "lent_slot_bytes", 2 * MIB)
+    monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", PAGE)  # is decoded in a slot
+    monkeypatch.setattr(CuMemAllocator.tuning, "prepare_extent_bytes", PAGE)
+    monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)  # what it tells apart is not the question here
+    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
 
 
 def bf16(nbytes: int, random: np.random.Generator) -> bytes:

@@ -15,6 +15,7 @@ from compressed import (
     fill,
     fp16,
     noise,
+    small_slots,  # noqa: F401  (autouse)
     states,
     write,
     zeros,

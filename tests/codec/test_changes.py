@@ -23,6 +23,7 @@ from compressed import (
     fill,
     fp16,
     noise,
+    small_slots,  # noqa: F401  (autouse)
     some_noise,
     states,
     write,

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from compressed import ONE_PAGE_BENCH, QuickCodec
+from compressed import (
+    ONE_PAGE_BENCH,
+    QuickCodec,
+    small_slots,  # noqa: F401  (autouse)
+)
 from interrupts import check_interrupts
 from support import PAGE, free_everything, reset_simulation
 from world import PHASES, Phase, World, check_every_call

@@ -7,7 +7,15 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from compressed import bf16, check_bytes, check_host_bytes, fill, noise, states
+from compressed import (
+    bf16,
+    check_bytes,
+    check_host_bytes,
+    fill,
+    noise,
+    small_slots,  # noqa: F401  (autouse)
+    states,
+)
 from support import BACKED_UP, in_thread
 
 from cumem_sleep import CuMemAllocator, InvalidState, _core

@@ -28,6 +28,7 @@ from compressed import (
     fill,
     leave_free,
     noise,
+    small_slots,  # noqa: F401  (autouse)
     some_noise,
     write,
     zeros,

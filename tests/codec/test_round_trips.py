@@ -27,6 +27,7 @@ from compressed import (
     fp16,
     leave_free,
     noise,
+    small_slots,  # noqa: F401  (autouse)
     some_noise,
     states,
     write,

@@ -20,6 +20,7 @@ from compressed import (
     fill,
     leave_free,
     noise,
+    small_slots,  # noqa: F401  (autouse)
     some_noise,
     write,
     zeros,
