@@ -122,8 +122,9 @@ class Held:
 class _Slab:
     """The free runs of one slab, by offset."""
 
-    def __init__(self, nbytes: int, is_adopted: bool) -> None:
+    def __init__(self, nbytes: int, node: int, is_adopted: bool) -> None:
         self.nbytes = nbytes
+        self.node = node
         self.is_adopted = is_adopted
         self.entries = 0
         self.runs: list[tuple[int, int]] = [] if is_adopted else [(0, nbytes)]
@@ -161,16 +162,16 @@ class Ledger:
 
     # Slabs
 
-    def add_slab(self, slab: int, nbytes: int) -> None:
-        """Memory for new backups."""
+    def add_slab(self, slab: int, nbytes: int, node: int = -1) -> None:
+        """Memory for new backups, on that NUMA node."""
         if nbytes % UNIT_BYTES:
             raise InvalidArgument(f"slab of {nbytes} bytes: a multiple of {UNIT_BYTES} is allowed")
-        self._slabs[slab] = _Slab(nbytes, is_adopted=False)
+        self._slabs[slab] = _Slab(nbytes, node, is_adopted=False)
         self.free_bytes += nbytes
 
     def add_adopted_slab(self, slab: int, nbytes: int) -> None:
         """Memory in which there are backups already: `show` says which."""
-        self._slabs[slab] = _Slab(nbytes, is_adopted=True)
+        self._slabs[slab] = _Slab(nbytes, -1, is_adopted=True)
 
     def remove_slab(self, slab: int) -> None:
         """Forget a slab that has no entries."""
@@ -220,9 +221,18 @@ class Ledger:
         return self.free_bytes + sum(self._own_bytes_of(entry) for entry in self._evictable())
 
     def reserve(
-        self, owner: Hashable, gpu: str, sizes: Sequence[int], names: Mapping[Hashable, str] | None = None
+        self,
+        owner: Hashable,
+        gpu: str,
+        sizes: Sequence[int],
+        node: int = -1,
+        names: Mapping[Hashable, str] | None = None,
     ) -> list[Hold]:
-        """An entry of each size for the owner, which needs them: all, or none. `names` of owners are for the error.
+        """An entry of each size for the owner, which needs them: all, or none.
+
+        Args:
+            node: the NUMA node to be preferred.
+            names: of owners, for the error.
 
         Raises:
             OutOfHostMemory: too little is free, and too little may be evicted. Nothing has changed.
@@ -240,7 +250,7 @@ class Ledger:
                 break
             if self._own_bytes_of(entry):
                 self._evict(entry)
-        entries = [self._add(Entry(size, self._allocate(_rounded(size)))) for size in sizes]
+        entries = [self._add(Entry(size, self._allocate(_rounded(size), node))) for size in sizes]
         return [self._new_hold(entry, owner, gpu) for entry in entries]
 
     def find(self, owner: Hashable, gpu: str, key: Key) -> Hold | None:
@@ -409,12 +419,17 @@ class Ledger:
         entry.holds.append(hold)
         return hold
 
-    def _allocate(self, nbytes: int) -> list[Extent]:
+    def _allocate(self, nbytes: int, node: int) -> list[Extent]:
         """The smallest free run that is large enough, or the largest ones until it is enough."""
         extents: list[Extent] = []
         while nbytes:
-            runs = [(size, slab, offset) for slab, each in self._slabs.items() for offset, size in each.runs]
-            size, slab, offset = min((run for run in runs if run[0] >= nbytes), default=None) or max(runs)
+            runs = [
+                (each.node != node, size, slab, offset)
+                for slab, each in self._slabs.items()
+                for offset, size in each.runs
+            ]
+            fits = min((run for run in runs if run[1] >= nbytes), default=None)
+            _, size, slab, offset = fits or max(runs, key=lambda run: run[1])
             extent = Extent(slab, offset, min(size, nbytes))
             self._slabs[extent.slab].take(extent.offset, extent.nbytes)
             self.free_bytes -= extent.nbytes

@@ -39,7 +39,7 @@ def test_a_reservation_that_does_not_fit_changes_nothing_and_says_who_holds_what
     kept = books.reserve("b", GPU, [UNIT_BYTES])[0]
     books.mark("b", [kept.number], needed=False)
     with pytest.raises(OutOfHostMemory, match=r"vault.*pid 1 \(vllm\) holds 512\.00 KiB") as failure:
-        books.reserve("b", GPU, [UNIT_BYTES, SLAB], {"a": "pid 1 (vllm)", "b": "pid 2"})
+        books.reserve("b", GPU, [UNIT_BYTES, SLAB], names={"a": "pid 1 (vllm)", "b": "pid 2"})
     assert (failure.value.needed_bytes, failure.value.available_bytes) == (SLAB + UNIT_BYTES, SLAB)
     assert books.hold("b", kept.number) is kept
     assert books.free_bytes == SLAB - UNIT_BYTES
@@ -208,6 +208,14 @@ def test_slabs_are_emptied_of_what_nobody_needs() -> None:
     assert books.mark("b", [old.number], needed=True) == [old.number]
     assert books.hold("a", needed.number) is needed
     books.check()
+
+
+def test_memory_of_the_gpu_s_own_numa_node_comes_first() -> None:
+    books = Ledger()
+    for number in range(4):
+        books.add_slab(number, SLAB, node=number % 2)
+    holds = books.reserve("a", GPU, [SLAB] * 3, node=1)
+    assert [extent.slab % 2 for hold in holds for extent in hold.entry.extents] == [1, 1, 0]
 
 
 class LedgerMachine(stateful.RuleBasedStateMachine):
