@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "driver.h"
-#include "scratch.h"
 
 namespace cumem_sleep {
 
@@ -31,6 +30,11 @@ size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) /
 
 Segment::Segment(uint64_t segment_id, int device, size_t bytes, std::string segment_tag)
     : id(segment_id), tag(std::move(segment_tag)), mapping(device, bytes) {}
+
+void Segment::map() {
+    ContextScope context(mapping.device());
+    mapping.map();
+}
 
 SegmentTable& SegmentTable::get() {
     static SegmentTable* table = new SegmentTable;
@@ -129,6 +133,14 @@ bool SegmentTable::has_freed() const {
     return !freed_.empty();
 }
 
+SegmentPtr SegmentTable::find(CUdeviceptr address) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = by_address_.upper_bound(address);
+    if (found == by_address_.begin()) return nullptr;
+    --found;
+    return address - found->first < found->second->mapping.bytes() ? found->second : nullptr;
+}
+
 std::vector<SegmentPtr> SegmentTable::segments() const {
     std::vector<SegmentPtr> all;
     {
@@ -153,11 +165,20 @@ std::vector<SegmentPtr> SegmentTable::pin(const std::vector<SegmentPtr>& segment
 }
 
 void SegmentTable::unpin(const std::vector<SegmentPtr>& segments) noexcept {
-    drop_lent(segments);
-    std::vector<SegmentPtr> freed;
+    std::vector<SegmentPtr> last, freed;
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        for (const SegmentPtr& segment : segments)
+        for (const SegmentPtr& segment : segments) {
+            if (segment->pins > 1)
+                --segment->pins;
+            else
+                last.push_back(segment);
+        }
+    }
+    drop_lent(last);
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        for (const SegmentPtr& segment : last)
             if (--segment->pins == 0 && segment->freed) freed.push_back(segment);
     }
     for (const SegmentPtr& segment : freed) destroy_or_defer(segment);
@@ -296,9 +317,9 @@ size_t SegmentTable::reclaim() noexcept {
         release_all(unreleased);
         unpin(unreleased);
     }
-    const size_t scratch = reclaim_scratch();
+    const size_t mappings = reclaim_mappings();
     std::lock_guard<std::mutex> lock(mutex_);
-    return deferred_.size() + unreleased_.size() + scratch;
+    return deferred_.size() + unreleased_.size() + mappings;
 }
 
 void SegmentTable::destroy(Segment& segment) {

@@ -32,6 +32,9 @@ struct Segment {
 
     Segment(uint64_t segment_id, int device, size_t bytes, std::string segment_tag);
 
+    // Physical memory under its address again (Mapping::map), on any thread. It must be pinned.
+    void map();
+
     const uint64_t id;  // never used twice in a process, unlike addresses
     const std::string tag;
     Mapping mapping;
@@ -72,12 +75,14 @@ class SegmentTable {
     std::vector<uint64_t> take_freed();
     bool has_freed() const;
 
+    // The segment that `address` lies in; null if none that is handed out.
+    SegmentPtr find(CUdeviceptr address) const;
     // Segments that are handed out, oldest first.
     std::vector<SegmentPtr> segments() const;
 
     // A pinned segment keeps its address and memory; freeing it is put off until the last unpin. Returns those that
-    // were pinned: all but what was freed meanwhile. Waits for a `reclaim` on another thread. Whoever unpins a segment
-    // that is `lent` drops it.
+    // were pinned: all but what was freed meanwhile. Waits for a `reclaim` on another thread. The last unpin of a
+    // segment that is `lent` drops it.
     std::vector<SegmentPtr> pin(const std::vector<SegmentPtr>& segments);
     void unpin(const std::vector<SegmentPtr>& segments) noexcept;
 
@@ -98,7 +103,7 @@ class SegmentTable {
     void undo_wake(const std::vector<SegmentPtr>& segments) noexcept;
 
     // Tries again what the driver refused earlier, but leaves alone what an operation has pinned. Never throws; returns
-    // the number of segments, and of scratch memories, that still hold memory which nobody uses.
+    // the number of segments, and of other mappings, that still hold memory which nobody uses.
     size_t reclaim() noexcept;
 
   private:

@@ -105,6 +105,7 @@ Driver::Driver(const std::string& path) : path_(path) {
                               "; 12.0 is needed for virtual memory management: update the NVIDIA driver");
     resolve(device_get_count);
     resolve(device_get_name);
+    resolve(device_get_uuid);
     resolve(device_get_attribute);
     resolve(device_total_mem);
     resolve(device_get_pci_bus_id);
@@ -126,11 +127,15 @@ Driver::Driver(const std::string& path) : path_(path) {
     resolve(mem_unmap);
     resolve(mem_set_access);
     resolve(mem_get_access);
+    resolve(mem_export_to_shareable_handle);
+    resolve(mem_import_from_shareable_handle);
+    resolve(mem_get_allocation_properties_from_handle);
     resolve(mem_host_register);
     resolve(mem_host_unregister);
     resolve(stream_create);
     resolve(stream_destroy);
     resolve(stream_synchronize);
+    resolve(stream_query);
     resolve(memcpy_htod_async);
     resolve(memcpy_dtoh_async);
     resolve(memset_d32_async);

@@ -87,6 +87,7 @@ class Driver {
     // Devices: an ordinal below cuDeviceGetCount is also the CUdevice handle.
     Call<decltype(cuDeviceGetCount)> device_get_count{"cuDeviceGetCount"};
     Call<decltype(cuDeviceGetName)> device_get_name{"cuDeviceGetName"};
+    Call<decltype(cuDeviceGetUuid)> device_get_uuid{"cuDeviceGetUuid", "cuDeviceGetUuid_v2"};
     Call<decltype(cuDeviceGetAttribute)> device_get_attribute{"cuDeviceGetAttribute"};
     Call<decltype(cuDeviceTotalMem)> device_total_mem{"cuDeviceTotalMem", "cuDeviceTotalMem_v2"};
     Call<decltype(cuDeviceGetPCIBusId)> device_get_pci_bus_id{"cuDeviceGetPCIBusId"};
@@ -118,6 +119,12 @@ class Driver {
     Call<decltype(cuMemUnmap)> mem_unmap{"cuMemUnmap"};
     Call<decltype(cuMemSetAccess)> mem_set_access{"cuMemSetAccess"};
     Call<decltype(cuMemGetAccess)> mem_get_access{"cuMemGetAccess"};
+    // Physical memory as a file descriptor, for another process to import. Each import is a handle of its own; the
+    // memory is given back when all handles, mappings and descriptors of it are gone, in every process.
+    Call<decltype(cuMemExportToShareableHandle)> mem_export_to_shareable_handle{"cuMemExportToShareableHandle"};
+    Call<decltype(cuMemImportFromShareableHandle)> mem_import_from_shareable_handle{"cuMemImportFromShareableHandle"};
+    Call<decltype(cuMemGetAllocationPropertiesFromHandle)> mem_get_allocation_properties_from_handle{
+        "cuMemGetAllocationPropertiesFromHandle"};
 
     // Host memory. Register: current context required, memory mapped and not registered yet; whole ranges only are
     // unregistered, by their base, and no copy may be in flight in them.
@@ -129,6 +136,7 @@ class Driver {
     Call<decltype(cuStreamCreate)> stream_create{"cuStreamCreate"};
     Call<decltype(cuStreamDestroy)> stream_destroy{"cuStreamDestroy", "cuStreamDestroy_v2"};
     Call<decltype(cuStreamSynchronize)> stream_synchronize{"cuStreamSynchronize"};
+    Call<decltype(cuStreamQuery)> stream_query{"cuStreamQuery"};
     Call<decltype(cuMemcpyHtoDAsync)> memcpy_htod_async{"cuMemcpyHtoDAsync", "cuMemcpyHtoDAsync_v2"};
     Call<decltype(cuMemcpyDtoHAsync)> memcpy_dtoh_async{"cuMemcpyDtoHAsync", "cuMemcpyDtoHAsync_v2"};
     Call<decltype(cuMemsetD32Async)> memset_d32_async{"cuMemsetD32Async"};

@@ -1,20 +1,27 @@
-// Python bindings. Every function that calls the driver, or may wait, runs without the interpreter lock.
+// Python bindings: names, arguments, docstrings. Every function that calls the driver, or may wait, runs without the
+// interpreter lock.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <atomic>
-#include <thread>
+#include <memory>
+#include <tuple>
 #include <utility>
 
 #include "allocator.h"
+#include "device_info.h"
 #include "driver.h"
-#include "host_arena.h"
+#include "errors.h"
+#include "free_listener.h"
+#include "holds.h"
+#include "host_memory.h"
 #include "interpreter.h"
 #include "operation.h"
 #include "scratch.h"
+#include "shared_memory.h"
+#include "tasks.h"
+#include "threads.h"
 #include "transfer.h"
-#include "vmm.h"
 
 namespace py = pybind11;
 using namespace cumem_sleep;
@@ -23,163 +30,7 @@ namespace {
 
 using NoGil = py::call_guard<WithoutInterpreter>;
 
-struct DeviceInfo {
-    std::string name, pci_bus_id;
-    size_t total_bytes = 0, granularity_bytes = 0;
-    int capability_major = 0, capability_minor = 0, numa = -1;
-    bool virtual_memory = false, posix_fd = false, fabric = false, gpu_direct_rdma = false;
-    bool host_pointers = false;  // kernels reach registered host memory under its host address
-};
-
-DeviceInfo device_info(int device) {
-    check_device(device);
-    const Driver& driver = Driver::get();
-    const auto attribute = [&](CUdevice_attribute which) {
-        int value = 0;
-        driver.device_get_attribute(&value, which, device);
-        return value;
-    };
-    DeviceInfo info;
-    char text[128] = "";
-    driver.device_get_name(text, sizeof text, device);
-    info.name = text;
-    driver.device_get_pci_bus_id(text, sizeof text, device);
-    info.pci_bus_id = text;
-    info.numa = numa_node(info.pci_bus_id);
-    driver.device_total_mem(&info.total_bytes, device);
-    info.capability_major = attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
-    info.capability_minor = attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
-    info.host_pointers = attribute(CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
-    info.virtual_memory = attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
-    if (!info.virtual_memory) return info;
-    info.granularity_bytes = granularity(device);
-    const HandleSupport support = handle_support(device);
-    info.posix_fd = support.handle_types & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-    info.fabric = support.handle_types & CU_MEM_HANDLE_TYPE_FABRIC;
-    info.gpu_direct_rdma = support.gpu_direct_rdma;
-    return info;
-}
-
-// Holds segments for one operation. An object rather than two calls, so that an interrupt between them loses no unpin.
-class Pinned {
-  public:
-    explicit Pinned(const std::vector<SegmentPtr>& segments) : segments_(SegmentTable::get().pin(segments)) {}
-    ~Pinned() { release(); }
-    Pinned(const Pinned&) = delete;
-    Pinned& operator=(const Pinned&) = delete;
-
-    const std::vector<SegmentPtr>& segments() const { return segments_; }
-
-    void release() noexcept {
-        SegmentTable::get().unpin(segments_);
-        segments_.clear();
-    }
-
-  private:
-    std::vector<SegmentPtr> segments_;
-};
-
-// The thread's current CUDA context stays what it was, whatever PyTorch does inside.
-struct CurrentContext {
-    std::unique_ptr<SavedContext> saved;
-};
-
-// Lets the thread work beside graph captures of other threads for a scope.
-struct RelaxedCapture {
-    std::unique_ptr<RelaxedCaptureScope> scope;
-};
-
-// Memory on its way to a caller: freed with this object unless it was handed out, so that an interrupt in between loses
-// no address.
-class Allocation {
-  public:
-    Allocation(size_t bytes, const std::string& tag, int device)
-        : address_(SegmentTable::get().allocate(bytes, device, tag)->mapping.address()) {}
-    ~Allocation() {
-        if (!address_) return;
-        const WithoutInterpreter unlocked;
-        cumem_sleep_free(reinterpret_cast<void*>(address_), 0, 0, nullptr);
-    }
-    Allocation(const Allocation&) = delete;
-    Allocation& operator=(const Allocation&) = delete;
-
-    CUdeviceptr hand_out() { return std::exchange(address_, 0); }
-
-  private:
-    CUdeviceptr address_;
-};
-
-// The tag of the thread for a scope; only that thread gets its old tag back.
-class ThreadTag {
-  public:
-    explicit ThreadTag(const std::string& tag)
-        : thread_(std::this_thread::get_id()), outer_(exchange_thread_tag(tag)) {}
-    ~ThreadTag() { restore(); }
-    ThreadTag(const ThreadTag&) = delete;
-    ThreadTag& operator=(const ThreadTag&) = delete;
-
-    void restore() {
-        if (std::exchange(active_, false) && thread_ == std::this_thread::get_id()) exchange_thread_tag(outer_);
-    }
-
-  private:
-    const std::thread::id thread_;
-    const std::string outer_;
-    bool active_ = true;
-};
-
-// The hooks run without the interpreter; what Python does about a freed segment is put off to the main thread, where it
-// may come at any place of the program.
-std::atomic<bool> notification_pending{false};
-PyObject* on_free_callback = nullptr;
-
-int notify_python(void*) {
-    notification_pending = false;
-    if (!on_free_callback) return 0;
-    try {
-        call_undisturbed(py::reinterpret_borrow<py::object>(on_free_callback));
-    } catch (py::error_already_set& error) {
-        error.restore();  // of a signal handler, so it is due here
-        return -1;
-    }
-    return 0;
-}
-
-void on_free(py::object callback) {
-    Py_XDECREF(on_free_callback);
-    on_free_callback = callback.is_none() ? nullptr : callback.release().ptr();
-    set_free_listener(on_free_callback ? +[] {
-        if (!notification_pending.exchange(true) && Py_AddPendingCall(notify_python, nullptr) != 0)
-            notification_pending = false;
-    } : nullptr);
-}
-
-void raise(const char* type, const py::tuple& arguments) {
-    const py::object error_type = errors().attr(type);
-    PyErr_SetObject(error_type.ptr(), error_type(*arguments).ptr());
-}
-
-void translate(std::exception_ptr pointer) {
-    try {
-        std::rethrow_exception(pointer);
-    } catch (const OutOfDeviceMemory& error) {
-        raise("OutOfDeviceMemory",
-              py::make_tuple(error.needed_bytes, error.free_bytes, error.device, error.call, error.segment));
-    } catch (const DriverError& error) {
-        raise("DriverError", py::make_tuple(error.call, error.error, error.detail, error.segment));
-    } catch (const HostMemoryError& error) {
-        raise("OutOfHostMemory", py::make_tuple(error.bytes, 0, error.call, error.what()));
-    } catch (const InvalidState& error) {
-        raise("InvalidState", py::make_tuple(error.what()));
-    }
-}
-
-}  // namespace
-
-PYBIND11_MODULE(_core, module) {
-    module.doc() = "Segments, host memory and copies: what cumem_sleep.allocator orders. Not a public interface.";
-    py::register_exception_translator(&translate);
-
+void bind_driver(py::module_& module) {
     module.def("open_driver", &Driver::open, py::arg("path"), NoGil(),
                "Open libcuda (or a simulated driver) from `path` and initialise it; once per process.");
     module.def("driver_is_open", &Driver::is_open);
@@ -204,11 +55,14 @@ PYBIND11_MODULE(_core, module) {
     module.def("synchronize", &synchronize, py::arg("device"), NoGil());
     module.def("release_waiter", &release_waiter, py::arg("device"), NoGil(),
                "Give back the page that makes waiting cheap, if it was taken; waits for the device.");
-    module.def("numa_node", &numa_node, py::arg("pci_bus_id"));
+}
 
+void bind_devices(py::module_& module) {
+    module.def("numa_node", &numa_node, py::arg("pci_bus_id"));
     py::class_<DeviceInfo>(module, "DeviceInfo")
         .def_readonly("name", &DeviceInfo::name)
         .def_readonly("pci_bus_id", &DeviceInfo::pci_bus_id)
+        .def_readonly("uuid", &DeviceInfo::uuid)
         .def_readonly("total_bytes", &DeviceInfo::total_bytes)
         .def_readonly("granularity_bytes", &DeviceInfo::granularity_bytes)
         .def_readonly("capability_major", &DeviceInfo::capability_major)
@@ -219,7 +73,9 @@ PYBIND11_MODULE(_core, module) {
         .def_readonly("fabric", &DeviceInfo::fabric)
         .def_readonly("gpu_direct_rdma", &DeviceInfo::gpu_direct_rdma)
         .def_readonly("host_pointers", &DeviceInfo::host_pointers);
+}
 
+void bind_segment(py::module_& module) {
     py::class_<Segment, SegmentPtr> segment(module, "Segment");
     py::enum_<Segment::Sleep>(segment, "Sleep")
         .value("AWAKE", Segment::Sleep::kAwake)
@@ -242,14 +98,10 @@ PYBIND11_MODULE(_core, module) {
         .def_property_readonly("bytes", [](const Segment& self) { return self.mapping.bytes(); })
         .def_property_readonly("device", [](const Segment& self) { return self.mapping.device(); })
         .def_property_readonly("has_memory", [](const Segment& self) { return self.mapping.has_memory(); })
-        .def(
-            "map",
-            [](Segment& self) {
-                ContextScope context(self.mapping.device());
-                self.mapping.map();
-            },
-            NoGil(), "Physical memory under the address again; the segment must be pinned.");
+        .def("map", &Segment::map, NoGil(), "Physical memory under the address again; the segment must be pinned.");
+}
 
+void bind_segment_table(py::module_& module) {
     module.def(
         "segments",
         [] {
@@ -285,69 +137,88 @@ PYBIND11_MODULE(_core, module) {
     module.def(
         "reclaim", [] { return SegmentTable::get().reclaim() + reclaim_host_memory(); }, NoGil(),
         "Try again what the driver refused to take back earlier; 0 if nothing is held back any more.");
-
-    py::class_<ThreadTag>(module, "ThreadTag")
-        .def(py::init<std::string>(), py::arg("tag"))
-        .def("__enter__", [](ThreadTag&) {})
-        .def("__exit__", [](ThreadTag& self, const py::args&) { self.restore(); });
-    bind_operations(module);
-    module.def("thread_tag", [] { return thread_tag(); });
     module.def(
         "on_free", &on_free, py::arg("callback").none(true),
         "Call `callback` on the main thread, soon, after the free hook gave back a segment that had a backup, or\n"
         "whose memory the driver refused to take; None stops that.");
+}
 
-    py::class_<CurrentContext>(module, "CurrentContext")
+void bind_thread_state(py::module_& module) {
+    py::class_<ThreadTag>(module, "ThreadTag")
+        .def(py::init<std::string>(), py::arg("tag"))
+        .def("__enter__", [](ThreadTag&) {})
+        .def("__exit__", [](ThreadTag& self, const py::args&) { self.restore(); });
+    module.def("thread_tag", [] { return thread_tag(); });
+    using CurrentContext = Entered<SavedContext>;
+    py::class_<CurrentContext>(module, "CurrentContext",
+                               "The thread's current CUDA context stays what it was, whatever PyTorch does inside.")
         .def(py::init<>())
-        .def("__enter__", [](CurrentContext& self) { self.saved = std::make_unique<SavedContext>(); })
-        .def("__exit__", [](CurrentContext& self, const py::args&) { self.saved.reset(); });
-
-    py::class_<RelaxedCapture>(module, "RelaxedCapture")
+        .def("__enter__", &CurrentContext::enter)
+        .def("__exit__", [](CurrentContext& self, const py::args&) { self.leave(); });
+    using RelaxedCapture = Entered<RelaxedCaptureScope>;
+    py::class_<RelaxedCapture>(module, "RelaxedCapture",
+                               "Lets the thread work beside graph captures of other threads for a scope.")
         .def(py::init<>())
-        .def("__enter__", [](RelaxedCapture& self) { self.scope = std::make_unique<RelaxedCaptureScope>(); })
-        .def("__exit__", [](RelaxedCapture& self, const py::args&) { self.scope.reset(); });
+        .def("__enter__", &RelaxedCapture::enter)
+        .def("__exit__", [](RelaxedCapture& self, const py::args&) { self.leave(); });
+}
 
+void bind_memory(py::module_& module) {
     py::class_<HostBlock, std::shared_ptr<HostBlock>>(module, "HostBlock", py::buffer_protocol())
         .def(py::init<size_t, int>(), py::arg("bytes"), py::arg("numa_node"))
+        .def_static("shared", &HostBlock::shared, py::arg("bytes"), py::arg("numa_node"),
+                    "Memory that other processes may map too, by `fd`: a memfd that can neither shrink nor grow.")
+        .def_static("mapped", &HostBlock::mapped, py::arg("fd"), py::arg("bytes"), py::arg("writable"),
+                    "The memory of a `shared` block of another process. `fd` may be closed afterwards.")
         .def("touch", &HostBlock::touch, py::arg("offset"), py::arg("bytes"), NoGil())
         .def("pin", &HostBlock::pin, py::arg("device"), NoGil())
         .def("close", &HostBlock::close, NoGil())
         .def_property_readonly("bytes", &HostBlock::bytes)
         .def_property_readonly("pinned", &HostBlock::pinned)
+        .def_property_readonly("writable", &HostBlock::writable)
+        .def_property_readonly("fd", &HostBlock::fd,
+                               "Of a `shared` block that is not closed, and the block's; else -1.")
         .def_property_readonly("address",
                                [](const HostBlock& self) { return reinterpret_cast<uintptr_t>(self.data()); })
         .def_buffer([](HostBlock& self) {
             return py::buffer_info(self.data(), 1, py::format_descriptor<uint8_t>::format(),
-                                   static_cast<py::ssize_t>(self.bytes()));
+                                   static_cast<py::ssize_t>(self.bytes()), !self.writable());
         });
-
     py::class_<Scratch>(module, "Scratch")
         .def(py::init<int, size_t>(), py::arg("device"), py::arg("bytes"), NoGil())
         .def("close", &Scratch::close, NoGil())
         .def_property_readonly("address", &Scratch::address)
         .def_property_readonly("bytes", &Scratch::bytes);
+}
 
+void bind_shared_memory(py::module_& module) {
+    module.def(
+        "export_memory",
+        [](CUdeviceptr address) {
+            const ExportedMemory memory = export_memory(address);
+            return std::make_tuple(memory.fd, memory.base, memory.bytes);
+        },
+        py::arg("address"), NoGil(),
+        "(fd, base, bytes) of the segment or scratch memory that `address` lies in; the descriptor is the caller's.");
+    py::class_<ImportedMemory>(module, "ImportedMemory", "What another process exported, mapped here.")
+        .def(py::init<int, int, size_t>(), py::arg("fd"), py::arg("device"), py::arg("bytes"), NoGil())
+        .def("close", &ImportedMemory::close, NoGil())
+        .def_property_readonly("address", &ImportedMemory::address)
+        .def_property_readonly("bytes", &ImportedMemory::bytes)
+        .def_property_readonly("device", &ImportedMemory::device);
+}
+
+void bind_copies(py::module_& module) {
     py::class_<CopyStream, std::shared_ptr<CopyStream>>(module, "CopyStream")
         .def(py::init<int>(), py::arg("device"), NoGil())
-        .def(
-            "to_host",
-            [](CopyStream& self, const HostBlock& block, size_t offset, CUdeviceptr address, size_t bytes) {
-                if (offset > block.bytes() || bytes > block.bytes() - offset)
-                    throw std::out_of_range("beyond the block");
-                self.to_host(block.data() + offset, address, bytes);
-            },
-            py::arg("block"), py::arg("offset"), py::arg("address"), py::arg("bytes"), NoGil())
-        .def(
-            "to_device",
-            [](CopyStream& self, CUdeviceptr address, const HostBlock& block, size_t offset, size_t bytes) {
-                if (offset > block.bytes() || bytes > block.bytes() - offset)
-                    throw std::out_of_range("beyond the block");
-                self.to_device(address, block.data() + offset, bytes);
-            },
-            py::arg("address"), py::arg("block"), py::arg("offset"), py::arg("bytes"), NoGil())
+        .def("to_host", &CopyStream::to_host, py::arg("block"), py::arg("offset"), py::arg("address"), py::arg("bytes"),
+             NoGil())
+        .def("to_device", &CopyStream::to_device, py::arg("address"), py::arg("block"), py::arg("offset"),
+             py::arg("bytes"), NoGil())
         .def("poison", &CopyStream::poison, py::arg("address"), py::arg("bytes"), NoGil())
         .def("zero", &CopyStream::zero, py::arg("address"), py::arg("bytes"), NoGil())
         .def("synchronize", &CopyStream::synchronize, NoGil())
+        .def("query", &CopyStream::query, NoGil(), "Whether all that was asked for is done.")
         .def(
             "__enter__", [](CopyStream& self) -> CopyStream& { return self; }, py::return_value_policy::reference)
         .def("__exit__",
@@ -358,4 +229,96 @@ PYBIND11_MODULE(_core, module) {
         .def_property_readonly("device", &CopyStream::device)
         .def_property_readonly("handle",
                                [](const CopyStream& self) { return reinterpret_cast<uintptr_t>(self.handle()); });
+}
+
+void bind_operations(py::module_& module) {
+    module.attr("OperationStopped") = operation_stopped();
+    module.def("stop_if_asked", &stop_if_asked, NoGil(),
+               "Raise if the operation on this thread was asked to stop; elsewhere let signals be handled.");
+    py::class_<Held>(module, "Held")
+        .def("__enter__", [](Held& self) { return static_cast<bool>(self); })
+        .def("__exit__", [](Held& self, const py::args&) { self.release(); });
+    py::class_<OperationLock, std::shared_ptr<OperationLock>>(module, "OperationLock")
+        .def(py::init<>())
+        .def(
+            "hold",
+            [](const std::shared_ptr<OperationLock>& self, bool wait) { return std::make_unique<Held>(self, wait); },
+            py::arg("wait") = true, "Holds the lock; what `with` gives is whether it does.")
+        .def("run", &OperationLock::run, py::arg("work"),
+             "Call `work` on a thread of its own, so that signals do not disturb it; what it returns or raises. If a\n"
+             "signal handler raises meanwhile, `work` is asked to stop, and the first of that is raised when it has.");
+    py::class_<Worker, std::shared_ptr<Worker>>(module, "Worker", "A thread that works until it is asked to stop.")
+        .def(py::init([](std::string name) { return std::make_shared<Worker>(std::move(name)); }), py::arg("name"))
+        .def("start", &Worker::start, py::arg("work"), "Call `work` on the thread, once.")
+        .def("ask_to_stop", &Worker::ask_to_stop)
+        .def("pause", &Worker::pause, py::arg("seconds"),
+             "Wait until it is asked to stop, at most so long; returns whether it was.")
+        .def("wait", &Worker::wait, py::arg("timeout_s") = py::none(),
+             "Wait until it has ended, at most so long; returns whether it has.")
+        .def("stop", &Worker::stop, "Ask it to stop and wait until it has; on its own thread only ask.")
+        .def_property_readonly("running", &Worker::running)
+        .def_property_readonly("asked_to_stop", &Worker::asked_to_stop)
+        .def_property_readonly("is_this_thread", &Worker::is_this_thread);
+}
+
+void bind_threads(py::module_& module) {
+    module.def("thread_name", &thread_name, "Of a thread of this layer; empty on any other.");
+    module.def("thread_names", &thread_names, "Of all threads of this layer that go on.");
+    module.def("allow_threads", &allow_threads, py::arg("count"),
+               "For tests: only so many more threads can be had; a negative number, as many as the system gives.");
+}
+
+void bind_ahead(py::module_& module) {
+    py::class_<AheadTask>(module, "Task", "What a thread of `Ahead` is to do; made of a function only by tests.")
+        .def(py::init(&python_task), py::arg("work"));
+    module.def("map_task", &map_task, py::arg("segment"), "Physical memory under it; the segment must be pinned.");
+    module.def("touch_task", &touch_task, py::arg("block"), py::arg("offset"), py::arg("bytes"));
+    py::class_<Ahead>(module, "Ahead",
+                      "Threads that run tasks in order, each task under the key of what it is for; a context.")
+        .def(py::init(
+                 [](int threads, const py::dict& tasks) { return std::make_unique<Ahead>(threads, tasks_of(tasks)); }),
+             py::arg("threads"), py::arg("tasks") = py::dict())
+        .def("start", &Ahead::start, NoGil(), "Begin with the tasks it was made with.")
+        .def(
+            "add",
+            [](Ahead& self, const py::dict& tasks) {
+                Ahead::Tasks more = tasks_of(tasks);
+                const WithoutInterpreter unlocked;
+                self.add(std::move(more));
+            },
+            py::arg("tasks"), "More, after those that there are; begins at once.")
+        .def(
+            "wait",
+            [](Ahead& self, uint64_t key) {
+                const WithoutInterpreter unlocked;
+                while (!self.wait(key, kBetweenLooks)) stop_if_asked();
+            },
+            py::arg("key"),
+            "Return when the tasks of `key` have run, raise what one of them raised. Waiting again does nothing.")
+        .def("stop", &Ahead::stop, NoGil(), "Wait for what runs, drop what has not begun. Stopping again does nothing.")
+        .def(
+            "__enter__", [](Ahead& self) -> Ahead& { return self; }, py::return_value_policy::reference)
+        .def("__exit__", [](Ahead& self, const py::args&) {
+            const WithoutInterpreter unlocked;
+            self.stop();
+        });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, module) {
+    module.doc() = "Segments, host memory and copies: what cumem_sleep.allocator orders. Not a public interface.";
+    errors();
+    py::register_exception_translator(&translate_error);
+    bind_driver(module);
+    bind_devices(module);
+    bind_segment(module);
+    bind_segment_table(module);
+    bind_thread_state(module);
+    bind_memory(module);
+    bind_shared_memory(module);
+    bind_copies(module);
+    bind_operations(module);
+    bind_threads(module);
+    bind_ahead(module);
 }

@@ -1,16 +1,13 @@
 #include "operation.h"
 
-#include <pybind11/functional.h>
-#include <pybind11/stl.h>
 #include <unistd.h>
 
 #include <system_error>
 #include <utility>
 #include <vector>
 
-#include "allocator.h"
 #include "driver.h"
-#include "host_arena.h"
+#include "errors.h"
 #include "interpreter.h"
 
 namespace py = pybind11;
@@ -21,8 +18,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
-
-PyObject* stopped_type = nullptr;
 
 // Whose thread this is, if it is one of ours.
 struct Role {
@@ -88,10 +83,10 @@ struct Operation {
     // when they are closed there, a signal handler could disturb, and what it raised would be lost.
     void take_error() {
         error = std::make_unique<py::error_already_set>();
-        if (error->matches(stopped_type)) error = stopped();
+        if (error->matches(operation_stopped())) error = stopped();
     }
     static Error stopped() {
-        PyErr_SetNone(stopped_type);
+        PyErr_SetNone(operation_stopped().ptr());
         return std::make_unique<py::error_already_set>();
     }
 
@@ -129,7 +124,7 @@ class Raised {
     // With what else there was, and what the operation raised, as what it came from.
     [[noreturn]] void raise(const Error& of_operation) {
         if (second_) add_context(*first_, *second_);
-        if (of_operation && !of_operation->matches(stopped_type)) add_context(*first_, *of_operation);
+        if (of_operation && !of_operation->matches(operation_stopped())) add_context(*first_, *of_operation);
         throw py::error_already_set(*first_);
     }
 
@@ -241,11 +236,6 @@ py::object OperationLock::run(const py::object& work) {
     return operation.take_result();
 }
 
-py::handle errors() {
-    static const py::handle module = py::module_::import("cumem_sleep.errors").release();
-    return module;
-}
-
 void call_undisturbed(const py::object& work) {
     Operation operation(work);
     if (may_start_thread() && perform_aside(operation, nullptr)) {
@@ -329,131 +319,6 @@ bool Worker::wait(std::optional<double> timeout_s) const {
 void Worker::stop() {
     ask_to_stop();
     if (!is_this_thread()) wait(std::nullopt);
-}
-
-namespace {
-
-// What a thread ahead is to do. In production C++ alone; tests give functions of their own.
-struct AheadTask {
-    Ahead::Task task;
-};
-
-AheadTask map_task(const SegmentPtr& segment) {
-    return {[segment] {
-        ContextScope context(segment->mapping.device());
-        segment->mapping.map();
-    }};
-}
-
-AheadTask touch_task(const std::shared_ptr<HostBlock>& block, size_t offset, size_t bytes) {
-    return {[block, offset, bytes] { block->touch(offset, bytes); }};
-}
-
-AheadTask python_task(py::object work) {
-    const std::shared_ptr<py::object> shared(new py::object(std::move(work)), [](py::object* dropped) {
-        py::gil_scoped_acquire gil;
-        delete dropped;
-    });
-    return {[shared] {
-        py::gil_scoped_acquire gil;
-        (*shared)();
-    }};
-}
-
-Ahead::Tasks tasks_of(const py::dict& tasks) {
-    Ahead::Tasks result;
-    for (const auto& [key, mine] : tasks) {
-        result.emplace_back(py::cast<uint64_t>(key), std::vector<Ahead::Task>());
-        for (const auto& task : mine) result.back().second.push_back(py::cast<const AheadTask&>(task).task);
-    }
-    return result;
-}
-
-void bind_ahead(py::module_& module) {
-    py::class_<AheadTask>(module, "Task", "What a thread of `Ahead` is to do; made of a function only by tests.")
-        .def(py::init(&python_task), py::arg("work"));
-    module.def("map_task", &map_task, py::arg("segment"), "Physical memory under it; the segment must be pinned.");
-    module.def("touch_task", &touch_task, py::arg("block"), py::arg("offset"), py::arg("bytes"));
-    py::class_<Ahead>(module, "Ahead",
-                      "Threads that run tasks in order, each task under the key of what it is for; a context.")
-        .def(py::init(
-                 [](int threads, const py::dict& tasks) { return std::make_unique<Ahead>(threads, tasks_of(tasks)); }),
-             py::arg("threads"), py::arg("tasks") = py::dict())
-        .def("start", &Ahead::start, py::call_guard<WithoutInterpreter>(), "Begin with the tasks it was made with.")
-        .def(
-            "add",
-            [](Ahead& self, const py::dict& tasks) {
-                Ahead::Tasks more = tasks_of(tasks);
-                const WithoutInterpreter unlocked;
-                self.add(std::move(more));
-            },
-            py::arg("tasks"), "More, after those that there are; begins at once.")
-        .def(
-            "wait",
-            [](Ahead& self, uint64_t key) {
-                const WithoutInterpreter unlocked;
-                while (!self.wait(key, kBetweenLooks)) stop_if_asked();
-            },
-            py::arg("key"),
-            "Return when the tasks of `key` have run, raise what one of them raised. Waiting again does nothing.")
-        .def("stop", &Ahead::stop, py::call_guard<WithoutInterpreter>(),
-             "Wait for what runs, drop what has not begun. Stopping again does nothing.")
-        .def(
-            "__enter__", [](Ahead& self) -> Ahead& { return self; }, py::return_value_policy::reference)
-        .def("__exit__", [](Ahead& self, const py::args&) {
-            const WithoutInterpreter unlocked;
-            self.stop();
-        });
-}
-
-}  // namespace
-
-void bind_operations(py::module_& module) {
-    errors();
-    stopped_type = PyErr_NewExceptionWithDoc(
-        "cumem_sleep._core.OperationStopped",
-        "The operation on this thread was asked to stop: by a signal handler that raised on its caller's thread.",
-        PyExc_BaseException, nullptr);
-    module.attr("OperationStopped") = py::reinterpret_borrow<py::object>(stopped_type);
-    py::register_exception_translator([](std::exception_ptr pointer) {
-        try {
-            std::rethrow_exception(pointer);
-        } catch (const OperationStopped&) {
-            PyErr_SetNone(stopped_type);
-        }
-    });
-    module.def("stop_if_asked", &stop_if_asked, py::call_guard<WithoutInterpreter>(),
-               "Raise if the operation on this thread was asked to stop; elsewhere let signals be handled.");
-    module.def("thread_name", &thread_name, "Of a thread of this layer; empty on any other.");
-    module.def("thread_names", &thread_names, "Of all threads of this layer that go on.");
-    module.def("allow_threads", &allow_threads, py::arg("count"),
-               "For tests: only so many more threads can be had; a negative number, as many as the system gives.");
-
-    py::class_<Held>(module, "Held")
-        .def("__enter__", [](Held& self) { return static_cast<bool>(self); })
-        .def("__exit__", [](Held& self, const py::args&) { self.release(); });
-    py::class_<OperationLock, std::shared_ptr<OperationLock>>(module, "OperationLock")
-        .def(py::init<>())
-        .def(
-            "hold",
-            [](const std::shared_ptr<OperationLock>& self, bool wait) { return std::make_unique<Held>(self, wait); },
-            py::arg("wait") = true, "Holds the lock; what `with` gives is whether it does.")
-        .def("run", &OperationLock::run, py::arg("work"),
-             "Call `work` on a thread of its own, so that signals do not disturb it; what it returns or raises. If a\n"
-             "signal handler raises meanwhile, `work` is asked to stop, and the first of that is raised when it has.");
-    py::class_<Worker, std::shared_ptr<Worker>>(module, "Worker", "A thread that works until it is asked to stop.")
-        .def(py::init([](std::string name) { return std::make_shared<Worker>(std::move(name)); }), py::arg("name"))
-        .def("start", &Worker::start, py::arg("work"), "Call `work` on the thread, once.")
-        .def("ask_to_stop", &Worker::ask_to_stop)
-        .def("pause", &Worker::pause, py::arg("seconds"),
-             "Wait until it is asked to stop, at most so long; returns whether it was.")
-        .def("wait", &Worker::wait, py::arg("timeout_s") = py::none(),
-             "Wait until it has ended, at most so long; returns whether it has.")
-        .def("stop", &Worker::stop, "Ask it to stop and wait until it has; on its own thread only ask.")
-        .def_property_readonly("running", &Worker::running)
-        .def_property_readonly("asked_to_stop", &Worker::asked_to_stop)
-        .def_property_readonly("is_this_thread", &Worker::is_this_thread);
-    bind_ahead(module);
 }
 
 }  // namespace cumem_sleep

@@ -107,9 +107,4 @@ class Worker : public std::enable_shared_from_this<Worker> {
     Event asked_, ended_;
 };
 
-// `cumem_sleep.errors`, for as long as the process lives: while Python exits, it can no longer be imported.
-pybind11::handle errors();
-
-void bind_operations(pybind11::module_& module);
-
 }  // namespace cumem_sleep

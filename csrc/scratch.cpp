@@ -1,9 +1,8 @@
 #include "scratch.h"
 
-#include <algorithm>
+#include <map>
 #include <mutex>
 #include <utility>
-#include <vector>
 
 #include "driver.h"
 
@@ -11,17 +10,9 @@ namespace cumem_sleep {
 
 namespace {
 
-std::mutex refused_mutex;
-auto* const refused = new std::vector<std::unique_ptr<Mapping>>;  // never destroyed: scratch may be closed at exit
-
-bool destroyed(Mapping& mapping) noexcept {
-    return try_twice([&] {
-        ContextScope context(mapping.device());
-        RelaxedCaptureScope relaxed;
-        mapping.destroy();
-        return true;
-    });
-}
+// Never destroyed: scratch may be closed at exit.
+std::mutex open_mutex;
+auto* const open_by_address = new std::map<CUdeviceptr, const Mapping*>;
 
 }  // namespace
 
@@ -31,6 +22,8 @@ Scratch::Scratch(int device, size_t bytes) : mapping_(std::make_unique<Mapping>(
         RelaxedCaptureScope relaxed;
         mapping_->reserve();
         mapping_->map();
+        std::lock_guard<std::mutex> lock(open_mutex);
+        open_by_address->emplace(mapping_->address(), mapping_.get());
         address_ = mapping_->address();
     } catch (...) {
         close();
@@ -40,17 +33,19 @@ Scratch::Scratch(int device, size_t bytes) : mapping_(std::make_unique<Mapping>(
 
 void Scratch::close() noexcept {
     if (Driver::is_forked() || !mapping_) return;
-    std::unique_ptr<Mapping> mapping = std::move(mapping_);
-    if (destroyed(*mapping)) return;
-    std::lock_guard<std::mutex> lock(refused_mutex);
-    refused->push_back(std::move(mapping));
+    {
+        std::lock_guard<std::mutex> lock(open_mutex);
+        open_by_address->erase(mapping_->address());
+    }
+    give_back(std::move(mapping_));
 }
 
-size_t reclaim_scratch() noexcept {
-    std::lock_guard<std::mutex> lock(refused_mutex);
-    const auto gone = [](const std::unique_ptr<Mapping>& mapping) { return destroyed(*mapping); };
-    refused->erase(std::remove_if(refused->begin(), refused->end(), gone), refused->end());
-    return refused->size();
+void with_scratch_at(CUdeviceptr address, const std::function<void(const Mapping&)>& use) {
+    std::lock_guard<std::mutex> lock(open_mutex);
+    const auto next = open_by_address->upper_bound(address);
+    if (next == open_by_address->begin()) return;
+    const Mapping& mapping = *std::prev(next)->second;
+    if (address - mapping.address() < mapping.bytes()) use(mapping);
 }
 
 }  // namespace cumem_sleep

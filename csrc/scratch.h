@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 
 #include "vmm.h"
@@ -19,7 +20,7 @@ class Scratch {
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
 
-    // No work may use it any more. What the driver refuses, twice, is tried again by `reclaim_scratch`.
+    // No work may use it any more. What the driver refuses, twice, is tried again by `reclaim_mappings`.
     void close() noexcept;
 
     CUdeviceptr address() const { return address_; }
@@ -31,7 +32,8 @@ class Scratch {
     const size_t bytes_;
 };
 
-// Tries again what the driver refused when it was closed. Returns how many it still refuses.
-size_t reclaim_scratch() noexcept;
+// Calls `use` with the mapping of the scratch memory that `address` lies in, if there is any; nobody closes it
+// meanwhile.
+void with_scratch_at(CUdeviceptr address, const std::function<void(const Mapping&)>& use);
 
 }  // namespace cumem_sleep

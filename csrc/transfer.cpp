@@ -29,12 +29,14 @@ void CopyStream::close() noexcept {
     stream_ = nullptr;
 }
 
-void CopyStream::to_host(uint8_t* host, CUdeviceptr address, size_t bytes) {
+void CopyStream::to_host(const HostBlock& block, size_t offset, CUdeviceptr address, size_t bytes) {
+    uint8_t* const host = block.writable_part(offset, bytes);
     ContextScope context(device_);
     Driver::get().memcpy_dtoh_async(host, address, bytes, stream_);
 }
 
-void CopyStream::to_device(CUdeviceptr address, const uint8_t* host, size_t bytes) {
+void CopyStream::to_device(CUdeviceptr address, const HostBlock& block, size_t offset, size_t bytes) {
+    const uint8_t* const host = block.part(offset, bytes);
     ContextScope context(device_);
     Driver::get().memcpy_htod_async(address, host, bytes, stream_);
 }
@@ -48,6 +50,15 @@ void CopyStream::synchronize() {
     ContextScope context(device_);
     RelaxedCaptureScope relaxed;
     Driver::get().stream_synchronize(stream_);
+}
+
+bool CopyStream::query() const {
+    ContextScope context(device_);
+    RelaxedCaptureScope relaxed;
+    const Driver& driver = Driver::get();
+    const CUresult result = driver.stream_query.attempt(stream_);
+    if (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_READY) driver.fail(driver.stream_query.name, result);
+    return result == CUDA_SUCCESS;
 }
 
 }  // namespace cumem_sleep

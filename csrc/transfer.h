@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "host_memory.h"
+
 namespace cumem_sleep {
 
 // Copies run in the order they were asked for. Both sides of a copy must stay until `synchronize` returned, or `close`
@@ -18,12 +20,15 @@ class CopyStream {
     CopyStream(const CopyStream&) = delete;
     CopyStream& operator=(const CopyStream&) = delete;
 
-    void to_host(uint8_t* host, CUdeviceptr address, size_t bytes);
-    void to_device(CUdeviceptr address, const uint8_t* host, size_t bytes);
+    // Throw std::out_of_range beyond the block.
+    void to_host(const HostBlock& block, size_t offset, CUdeviceptr address, size_t bytes);
+    void to_device(CUdeviceptr address, const HostBlock& block, size_t offset, size_t bytes);
     // Every byte becomes 0xFF: a NaN in every float type. `bytes` is a multiple of 4, as for `zero`.
     void poison(CUdeviceptr address, size_t bytes) { fill(address, 0xFFFFFFFFu, bytes); }
     void zero(CUdeviceptr address, size_t bytes) { fill(address, 0, bytes); }
     void synchronize();
+    // Whether all that was asked for is done.
+    bool query() const;
     void close() noexcept;
 
     int device() const { return device_; }

@@ -1,10 +1,15 @@
 #include "vmm.h"
 
+#include <fcntl.h>
+
+#include <algorithm>
 #include <cstdio>
 #include <map>
 #include <mutex>
 #include <optional>
+#include <utility>
 
+#include "descriptors.h"
 #include "driver.h"
 
 namespace cumem_sleep {
@@ -13,6 +18,18 @@ namespace {
 
 std::mutex support_mutex;
 auto* const support_by_device = new std::map<int, HandleSupport>;  // never destroyed: memory may be allocated at exit
+
+std::mutex refused_mutex;
+auto* const refused = new std::vector<std::unique_ptr<Mapping>>;  // never destroyed: memory may be given back at exit
+
+bool destroyed(Mapping& mapping) noexcept {
+    return try_twice([&] {
+        ContextScope context(mapping.device());
+        RelaxedCaptureScope relaxed;
+        mapping.destroy();
+        return true;
+    });
+}
 
 bool attribute(int device, CUdevice_attribute which) {
     int value = 0;
@@ -88,7 +105,7 @@ HandleSupport handle_support(int device) {
     return granted ? *granted : advertised_support(device);
 }
 
-Mapping::Mapping(int device, size_t bytes) : device_(device), bytes_(bytes) {}
+Mapping::Mapping(int device, size_t bytes, std::string kind) : device_(device), bytes_(bytes), kind_(std::move(kind)) {}
 
 void Mapping::reserve() {
     if (state_ != State::kUnreserved) return;
@@ -128,6 +145,23 @@ void Mapping::map() {
         if (state_ == State::kDetached && before < state_) undo(&Mapping::release);
         throw;
     }
+}
+
+void Mapping::adopt(CUmemGenericAllocationHandle handle) noexcept {
+    handle_ = handle;
+    state_ = State::kDetached;
+}
+
+int Mapping::export_fd() const {
+    const auto& call = Driver::get().mem_export_to_shareable_handle;
+    if (!(handle_support(device_).handle_types & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
+        throw DriverError(call.name, "CUDA_ERROR_NOT_SUPPORTED",
+                          "this host makes no device memory that can be exported as a file descriptor", describe());
+    int fd = -1;
+    const CUresult result = call.attempt(&fd, handle_, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+    if (result != CUDA_SUCCESS) fail_for_descriptors(call.name, result, describe());
+    fcntl(fd, F_SETFD, FD_CLOEXEC);  // the driver promises nothing of it
+    return fd;
 }
 
 void Mapping::detach() {
@@ -184,6 +218,19 @@ CUmemGenericAllocationHandle Mapping::create() const {
     }
 }
 
+void give_back(std::unique_ptr<Mapping> mapping) noexcept {
+    if (destroyed(*mapping)) return;
+    std::lock_guard<std::mutex> lock(refused_mutex);
+    refused->push_back(std::move(mapping));
+}
+
+size_t reclaim_mappings() noexcept {
+    std::lock_guard<std::mutex> lock(refused_mutex);
+    const auto gone = [](const std::unique_ptr<Mapping>& mapping) { return destroyed(*mapping); };
+    refused->erase(std::remove_if(refused->begin(), refused->end(), gone), refused->end());
+    return refused->size();
+}
+
 std::vector<CUmemAccessDesc> Mapping::peers_with_access() const {
     const Driver& driver = Driver::get();
     std::vector<CUmemAccessDesc> peers;
@@ -209,9 +256,9 @@ void Mapping::set_access() const {
 
 std::string Mapping::describe() const {
     char text[96];
-    snprintf(text, sizeof text, "segment at 0x%llx (%zu bytes, device %d)", static_cast<unsigned long long>(address_),
-             bytes_, device_);
-    return text;
+    snprintf(text, sizeof text, " at 0x%llx (%zu bytes, device %d)", static_cast<unsigned long long>(address_), bytes_,
+             device_);
+    return kind_ + text;
 }
 
 }  // namespace cumem_sleep

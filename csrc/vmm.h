@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -24,8 +25,8 @@ class Mapping {
         kMapped,               // usable
     };
 
-    // No driver call is made. `bytes` is a multiple of the granularity.
-    Mapping(int device, size_t bytes);
+    // No driver call is made. `bytes` is a multiple of the granularity; errors say what memory it is by `kind`.
+    Mapping(int device, size_t bytes, std::string kind = "segment");
     Mapping(const Mapping&) = delete;
     Mapping& operator=(const Mapping&) = delete;
 
@@ -36,6 +37,11 @@ class Mapping {
     // From unmapped: new physical memory with undefined bytes. Else the same memory, the same bytes. Every peer that
     // had access when it was last usable has it again. Throws OutOfDeviceMemory.
     void map();
+    // From unmapped: the handle is this object's to release from now on, and what map() puts under the address.
+    void adopt(CUmemGenericAllocationHandle handle) noexcept;
+    // The physical memory, which must be there and stay meanwhile, as a file descriptor for another process to import;
+    // the caller's to close. Throws DriverError, InvalidState if no descriptor can be had.
+    int export_fd() const;
     // No kernel or copy may still use the range: the driver does not wait for them.
     void detach();
     void release();
@@ -62,11 +68,17 @@ class Mapping {
 
     const int device_;
     const size_t bytes_;
+    const std::string kind_;
     std::atomic<State> state_{State::kUnreserved};
     CUdeviceptr address_ = 0;
     CUmemGenericAllocationHandle handle_ = 0;
     std::vector<CUmemAccessDesc> peers_;
 };
+
+// For a mapping of no segment, which nobody uses any more: destroys it. What the driver refuses, twice, is tried again
+// by `reclaim_mappings`, which returns how many it still refuses.
+void give_back(std::unique_ptr<Mapping> mapping) noexcept;
+size_t reclaim_mappings() noexcept;
 
 // What kinds of handles the device gave so far, as CUmemAllocationHandleType bits, and whether they are GPUDirect-RDMA
 // capable. Known only after the first allocation: attributes promise what some hosts then refuse.

@@ -24,6 +24,7 @@ _OTHERS = {
     "DISABLE": "1: the vLLM plugin stands back, and vLLM's own sleep mode serves",
     "VLLM_UNTESTED": "1: the vLLM plugin serves versions of vLLM that it was not tested with, if their structure fits",
     "SIM_DEVICES": "how many GPUs the simulated driver has (1)",
+    "SIM_DEVICE_ORDER": "numbers of the host's GPUs, in the order of the simulated driver's ordinals",
     "SIM_DEVICE_BYTES": "memory of each simulated GPU, in bytes",
     "SIM_DRIVER_VERSION": "the version that the simulated driver answers with (13000)",
     "SIM_COPY_DELAY_US": "the least time that a simulated copy takes, in microseconds (200)",

@@ -125,6 +125,8 @@ CALLS: dict[str, tuple[str, list[Any]]] = {
     "cuMemSetAccess": ("", [Address, Size, Ref, Size]),
     "cuMemGetAccess": ("", [Ref, Ref, Address]),
     "cuMemExportToShareableHandle": ("", [Ref, ctypes.c_uint64, Int, ctypes.c_uint64]),
+    "cuMemImportFromShareableHandle": ("", [Ref, ctypes.c_void_p, Int]),
+    "cuMemGetAllocationPropertiesFromHandle": ("", [Ref, ctypes.c_uint64]),
     "cuMemHostRegister": ("_v2", [Ref, Size, UInt]),
     "cuMemHostUnregister": ("", [Ref]),
     "cuMemcpyHtoDAsync": ("_v2", [Address, Ref, Size, Handle]),

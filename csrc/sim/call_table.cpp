@@ -43,6 +43,8 @@ constexpr const char* kCallNames[] = {
     "cuMemSetAccess",
     "cuMemGetAccess",
     "cuMemExportToShareableHandle",
+    "cuMemImportFromShareableHandle",
+    "cuMemGetAllocationPropertiesFromHandle",
     "cuMemHostRegister",
     "cuMemHostUnregister",
     "cuMemcpyHtoDAsync",

@@ -45,6 +45,7 @@ class Footprint {
         if (overlaps_reservation(sim, device_address, size)) {
             add_device_memory(sim, device_address, size, access);
         } else if (auto registration = find_registration(sim, address, size)) {
+            require(access == Access::kRead || !registration->read_only, CUDA_ERROR_INVALID_VALUE);
             host_memory_.push_back(std::move(registration));
         } else {
             pageable_ = true;

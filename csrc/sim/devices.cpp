@@ -8,6 +8,7 @@
 #include "registration.h"
 #include "simulation.h"
 #include "streams.h"
+#include "vmm.h"
 
 using namespace cumem_sim;
 
@@ -22,6 +23,7 @@ int attribute(const Device& device, int attrib) {
         case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
         case CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY:
         case CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED:
+        case CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED:
         case CU_DEVICE_ATTRIBUTE_CONCURRENT_KERNELS:
             return 1;
         case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM:
@@ -37,7 +39,7 @@ int attribute(const Device& device, int attrib) {
         case CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID:
             return 0;
         case CU_DEVICE_ATTRIBUTE_PCI_BUS_ID:
-            return device.ordinal + 1;
+            return device.number + 1;
         case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
             return 132;
         case CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT:
@@ -58,7 +60,7 @@ CUresult write_uuid(const char* name, CUuuid* uuid, CUdevice dev) {
     return driver_call(name, Needs::kInit, [&](Call& call) {
         require(uuid, CUDA_ERROR_INVALID_VALUE);
         std::memset(uuid, 0, sizeof *uuid);
-        std::snprintf(uuid->bytes, sizeof uuid->bytes, "cumem-sim-%05d", call.sim.device(dev).ordinal);
+        std::snprintf(uuid->bytes, sizeof uuid->bytes, "cumem-sim-%05d", call.sim.device(dev).number);
         return CUDA_SUCCESS;
     });
 }
@@ -145,7 +147,7 @@ CUresult CUDAAPI cuDeviceTotalMem(std::size_t* bytes, CUdevice dev) {
 CUresult CUDAAPI cuDeviceGetPCIBusId(char* pciBusId, int len, CUdevice dev) {
     return driver_call("cuDeviceGetPCIBusId", Needs::kInit, [&](Call& call) {
         require(pciBusId && len > 0, CUDA_ERROR_INVALID_VALUE);
-        std::snprintf(pciBusId, static_cast<std::size_t>(len), "0000:%02X:00.0", call.sim.device(dev).ordinal + 1);
+        std::snprintf(pciBusId, static_cast<std::size_t>(len), "0000:%02X:00.0", call.sim.device(dev).number + 1);
         return CUDA_SUCCESS;
     });
 }
@@ -245,7 +247,7 @@ CUresult CUDAAPI cuMemGetInfo(std::size_t* free, std::size_t* total) {
     return driver_call("cuMemGetInfo", Needs::kContext, [&](Call& call) {
         require(free && total, CUDA_ERROR_INVALID_VALUE);
         refuse_after_fault(*call.context);
-        const std::uint64_t used = call.sim.devices[static_cast<std::size_t>(call.context->device)]->used_bytes;
+        const std::uint64_t used = used_bytes(call.sim.device(call.context->device));
         *total = call.sim.settings.device_bytes;
         *free = used < *total ? *total - used : 0;
         return CUDA_SUCCESS;

@@ -8,6 +8,7 @@
 #include "capture_rules.h"
 #include "simulation.h"
 #include "streams.h"
+#include "vmm.h"
 
 using namespace cumem_sim;
 
@@ -18,9 +19,10 @@ CUresult CUDAAPI cuMemAlloc(CUdeviceptr* dptr, std::size_t bytesize) {
         refuse_if_unsafe_for_captures(call.sim);
         Device& device = call.sim.device(call.context->device);
         const std::uint64_t limit = call.sim.settings.device_bytes;
-        require(device.used_bytes <= limit && bytesize <= limit - device.used_bytes, CUDA_ERROR_OUT_OF_MEMORY);
+        const std::uint64_t used = used_bytes(device);
+        require(used <= limit && bytesize <= limit - used, CUDA_ERROR_OUT_OF_MEMORY);
         const std::size_t size = (bytesize + kGranularityBytes - 1) / kGranularityBytes * kGranularityBytes;
-        require(size >= bytesize && size <= limit - device.used_bytes, CUDA_ERROR_OUT_OF_MEMORY);
+        require(size >= bytesize && size <= limit - used, CUDA_ERROR_OUT_OF_MEMORY);
         void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         require(memory != MAP_FAILED, CUDA_ERROR_OUT_OF_MEMORY);
         std::memset(memory, 0xDB, bytesize);

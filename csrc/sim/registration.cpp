@@ -27,6 +27,14 @@ bool is_mapped_memory(std::uintptr_t address, std::size_t size) {
     return true;
 }
 
+// Whether this process may write there, as far as the first page tells; true where the kernel is too old to say (5.14).
+bool is_writable_memory(std::uintptr_t address) {
+    constexpr int kPopulateRead = 22, kPopulateWrite = 23;  // older C libraries do not name them
+    static const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    void* const page = reinterpret_cast<void*>(address - address % page_bytes);
+    return madvise(page, page_bytes, kPopulateWrite) == 0 || madvise(page, page_bytes, kPopulateRead) != 0;
+}
+
 // The first registration that shares a byte with the range.
 std::shared_ptr<Registration> find_overlap(const Simulation& sim, std::uintptr_t address, std::size_t size) {
     auto next = sim.registrations.upper_bound(address);
@@ -91,9 +99,12 @@ CUresult CUDAAPI cuMemHostRegister(void* p, std::size_t bytesize, unsigned int F
         require(!find_overlap(call.sim, base, bytesize), CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
         require(is_mapped_memory(base, bytesize), CUDA_ERROR_INVALID_VALUE);
         require(!overlaps_reservation(call.sim, base, bytesize), CUDA_ERROR_INVALID_VALUE);
+        const bool read_only = Flags & CU_MEMHOSTREGISTER_READ_ONLY;
+        require(read_only || is_writable_memory(base), CUDA_ERROR_INVALID_VALUE);
         auto registration = std::make_shared<Registration>();
         registration->base = base;
         registration->size = bytesize;
+        registration->read_only = read_only;
         registration->context = call.context;
         call.sim.registrations.emplace(base, std::move(registration));
         return CUDA_SUCCESS;

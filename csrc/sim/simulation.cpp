@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -28,6 +29,29 @@ std::uint64_t number_from_environment(const char* variable, std::uint64_t fallba
     return fallback;
 }
 
+// "2,0": ordinal 0 is the host's device 2, ordinal 1 its device 0, and the others follow in their order.
+std::vector<int> order_from_environment(std::string& error) {
+    const char* const text = std::getenv("CUMEM_SLEEP_SIM_DEVICE_ORDER");
+    std::vector<int> order;
+    const auto is_named = [&](int number) { return std::find(order.begin(), order.end(), number) != order.end(); };
+    for (const char* rest = text; rest && *rest;) {
+        char* end = nullptr;
+        const long number = std::strtol(rest, &end, 10);
+        const bool ends_well = *end == '\0' || (*end == ',' && end[1] != '\0');
+        const bool known = *rest >= '0' && *rest <= '9' && ends_well && number < kMaxDevices;
+        if (!known || is_named(static_cast<int>(number))) {
+            error = std::string("CUMEM_SLEEP_SIM_DEVICE_ORDER=\"") + text + "\": different numbers below " +
+                    std::to_string(kMaxDevices) + ", with commas, are wanted";
+            break;
+        }
+        order.push_back(static_cast<int>(number));
+        rest = *end ? end + 1 : end;
+    }
+    for (int number = 0; number < kMaxDevices; ++number)
+        if (!is_named(number)) order.push_back(number);
+    return order;
+}
+
 // The mutex is taken across fork(), so that the child finds the state whole although its other threads are gone.
 void before_fork() { Simulation::instance().mutex.lock(); }
 void after_fork_in_parent() { Simulation::instance().mutex.unlock(); }
@@ -49,6 +73,7 @@ Settings Settings::from_environment() {
     settings.device_bytes =
         number("CUMEM_SLEEP_SIM_DEVICE_BYTES", settings.device_bytes, kGranularityBytes, std::uint64_t{1} << 46);
     settings.devices = static_cast<int>(number("CUMEM_SLEEP_SIM_DEVICES", 1, 1, kMaxDevices));
+    settings.device_order = order_from_environment(settings.error);
     settings.driver_version = static_cast<int>(number("CUMEM_SLEEP_SIM_DRIVER_VERSION", 13000, 1000, 1000000));
     settings.copy_delay_us = static_cast<unsigned>(number("CUMEM_SLEEP_SIM_COPY_DELAY_US", 200, 0, 60000000));
     settings.claims_fabric = number("CUMEM_SLEEP_SIM_FABRIC", 0, 0, 1) == 1;
@@ -68,6 +93,7 @@ Device& Simulation::device(int ordinal) {
     while (devices.size() <= static_cast<std::size_t>(ordinal)) {
         auto device = std::make_unique<Device>();
         device->ordinal = device->primary.device = static_cast<int>(devices.size());
+        device->number = settings.device_order.at(devices.size());
         device->primary.handle = reinterpret_cast<CUcontext>(new_handle());
         devices.push_back(std::move(device));
     }

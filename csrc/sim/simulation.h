@@ -71,22 +71,38 @@ struct Context {
     std::vector<std::shared_ptr<Stream>> streams;  // the legacy stream and destroyed ones that still have work too
 };
 
+// Memory that this process has given up, and another one has imported and not given up yet.
+struct HeldElsewhere {
+    int fd;
+    std::size_t size;
+};
+
 struct Device {
-    int ordinal = 0;
-    std::uint64_t used_bytes = 0;
+    int ordinal = 0;               // in this process
+    int number = 0;                // in the host: processes may order its devices differently
+    std::uint64_t used_bytes = 0;  // ask used_bytes() of vmm.h
+    std::vector<HeldElsewhere> held_elsewhere;
     Context primary;
 };
 
-// One memfd. Its bytes count against the device until the handle is released and the last mapping is gone.
+// A descriptor of its own, of memory that another process (or this one) exported.
+struct ImportedFile {
+    int fd;
+};
+
+// One memfd. Its bytes count against the device, in the process that made it, until its handles are released and its
+// mappings gone, in every process.
 class Physical {
   public:
     Physical(Device& device, std::size_t size, bool exportable);  // throws Refused
-    ~Physical();                                                  // the state's mutex is held
+    Physical(Device& device, std::size_t size, ImportedFile file);
+    ~Physical();  // the state's mutex is held
     Physical(const Physical&) = delete;
     Physical& operator=(const Physical&) = delete;
 
     std::size_t size() const { return size_; }
     bool exportable() const { return exportable_; }
+    const Device& device() const { return device_; }
     int fd() const { return fd_; }
     bool fill(unsigned char value) const;
 
@@ -94,6 +110,7 @@ class Physical {
     Device& device_;
     std::size_t size_;
     bool exportable_;
+    bool is_import_ = false;
     int fd_;
 };
 
@@ -120,6 +137,7 @@ struct Mapping : Touchable {
 
 struct Registration : Touchable {
     std::uintptr_t base = 0;
+    bool read_only = false;
     std::size_t size = 0;
     const Context* context = nullptr;
 };
@@ -167,6 +185,7 @@ struct Event {
 struct Settings {
     std::uint64_t device_bytes = std::uint64_t{1} << 30;
     int devices = 1;
+    std::vector<int> device_order;  // the number in the host of each ordinal; at the end those not named
     int driver_version = 13000;
     unsigned copy_delay_us = 200;
     bool claims_fabric = false;  // the attribute only: fabric handles are always refused

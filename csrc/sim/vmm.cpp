@@ -7,11 +7,14 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdio>
+#include <string>
 
 using namespace cumem_sim;
 
@@ -99,6 +102,48 @@ void check_access(Simulation& sim, const CUmemAccessDesc& desc) {
     require(known, CUDA_ERROR_INVALID_VALUE);
 }
 
+// What the exported descriptor is told by: the memfd's name says which of the host's devices the memory is on.
+std::string name_of_memory(int number) { return "cumem-sim-device-" + std::to_string(number); }
+
+// Such a device's number; -1 for any other descriptor.
+int device_number_of(int fd) {
+    char target[128] = "";
+    const std::string link = "/proc/self/fd/" + std::to_string(fd);
+    if (readlink(link.c_str(), target, sizeof target - 1) < 0) return -1;
+    for (int number = 0; number < kMaxDevices; ++number)
+        if (target == "/memfd:" + name_of_memory(number) + " (deleted)") return number;
+    return -1;
+}
+
+// An import holds a lock on the file for as long as it lives, by which the process that made the memory sees it. Locks
+// of this kind belong to an open file, so an import needs one of its own.
+struct flock import_lock(short type) {
+    struct flock lock{};
+    lock.l_type = type;
+    lock.l_whence = SEEK_SET;
+    lock.l_len = 1;
+    return lock;
+}
+
+bool is_imported(int fd) {
+    struct flock lock = import_lock(F_WRLCK);
+    return fcntl(fd, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
+}
+
+ImportedFile open_import(int fd) {
+    const int own = open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDWR | O_CLOEXEC);
+    require(own >= 0, CUDA_ERROR_OPERATING_SYSTEM);
+    struct flock lock = import_lock(F_RDLCK);
+    fcntl(own, F_OFD_SETLK, &lock);
+    return {own};
+}
+
+Device& device_of_number(Simulation& sim, int number) {
+    for (int ordinal = 0; ordinal < sim.settings.devices; ++ordinal)
+        if (sim.device(ordinal).number == number) return sim.device(ordinal);
+    throw Refused{CUDA_ERROR_NOT_SUPPORTED};  // a device that this process does not see
+}
+
 bool any_in_use(const std::vector<std::shared_ptr<Mapping>>& mappings) {
     return std::any_of(mappings.begin(), mappings.end(), [](const auto& mapping) { return mapping->users > 0; });
 }
@@ -108,7 +153,10 @@ bool any_in_use(const std::vector<std::shared_ptr<Mapping>>& mappings) {
 namespace cumem_sim {
 
 Physical::Physical(Device& device, std::size_t size, bool exportable)
-    : device_(device), size_(size), exportable_(exportable), fd_(memfd_create("cumem-sim", MFD_CLOEXEC)) {
+    : device_(device),
+      size_(size),
+      exportable_(exportable),
+      fd_(memfd_create(name_of_memory(device.number).c_str(), MFD_CLOEXEC)) {
     require(fd_ >= 0, errno == ENOMEM ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_OPERATING_SYSTEM);
     if (ftruncate(fd_, static_cast<off_t>(size)) != 0) {
         close(fd_);
@@ -117,9 +165,28 @@ Physical::Physical(Device& device, std::size_t size, bool exportable)
     device_.used_bytes += size_;
 }
 
+Physical::Physical(Device& device, std::size_t size, ImportedFile file)
+    : device_(device), size_(size), exportable_(true), is_import_(true), fd_(file.fd) {}
+
 Physical::~Physical() {
+    if (!is_import_ && is_imported(fd_)) {
+        device_.held_elsewhere.push_back({fd_, size_});
+        return;
+    }
     close(fd_);
-    device_.used_bytes -= size_;
+    if (!is_import_) device_.used_bytes -= size_;
+}
+
+std::uint64_t used_bytes(Device& device) {
+    auto& held = device.held_elsewhere;
+    const auto is_free = [&](const HeldElsewhere& memory) {
+        if (is_imported(memory.fd)) return false;
+        close(memory.fd);
+        device.used_bytes -= memory.size;
+        return true;
+    };
+    held.erase(std::remove_if(held.begin(), held.end(), is_free), held.end());
+    return device.used_bytes;
 }
 
 // write() instead of a mapping: no page faults, and the source stays in the CPU's cache.
@@ -217,7 +284,8 @@ CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle* handle, std::size_t s
         require(!(handle_types & ~kPosixFd), CUDA_ERROR_NOT_SUPPORTED);
         Device& device = call.sim.device(prop->location.id);
         const std::uint64_t limit = call.sim.settings.device_bytes;
-        require(device.used_bytes <= limit && size <= limit - device.used_bytes, CUDA_ERROR_OUT_OF_MEMORY);
+        const std::uint64_t used = used_bytes(device);
+        require(used <= limit && size <= limit - used, CUDA_ERROR_OUT_OF_MEMORY);
 
         auto physical = std::make_shared<Physical>(device, size, handle_types & kPosixFd);
         bool filled = false;
@@ -323,6 +391,39 @@ CUresult CUDAAPI cuMemExportToShareableHandle(void* shareableHandle, CUmemGeneri
         const int duplicate = fcntl(physical->second->fd(), F_DUPFD_CLOEXEC, 0);
         require(duplicate >= 0, CUDA_ERROR_OPERATING_SYSTEM);
         *static_cast<int*>(shareableHandle) = duplicate;
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* osHandle,
+                                                CUmemAllocationHandleType shHandleType) {
+    return driver_call("cuMemImportFromShareableHandle", Needs::kInit, [&](Call& call) {
+        require(handle, CUDA_ERROR_INVALID_VALUE);
+        require(number_of(shHandleType) == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CUDA_ERROR_NOT_SUPPORTED);
+        const int fd = static_cast<int>(reinterpret_cast<std::intptr_t>(osHandle));
+        const int number = device_number_of(fd);
+        struct stat status{};
+        require(number >= 0 && fstat(fd, &status) == 0 && status.st_size > 0, CUDA_ERROR_INVALID_VALUE);
+        Device& device = device_of_number(call.sim, number);
+        const auto size = static_cast<std::size_t>(status.st_size);
+        auto physical = std::make_shared<Physical>(device, size, open_import(fd));
+        *handle = call.sim.new_handle();
+        call.sim.handles.emplace(*handle, std::move(physical));
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult CUDAAPI cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* prop,
+                                                        CUmemGenericAllocationHandle handle) {
+    return driver_call("cuMemGetAllocationPropertiesFromHandle", Needs::kInit, [&](Call& call) {
+        const auto physical = call.sim.handles.find(handle);
+        require(prop && physical != call.sim.handles.end(), CUDA_ERROR_INVALID_VALUE);
+        *prop = CUmemAllocationProp{};
+        prop->type = CU_MEM_ALLOCATION_TYPE_PINNED;
+        prop->location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+        prop->location.id = physical->second->device().ordinal;
+        const bool exportable = physical->second->exportable();
+        prop->requestedHandleTypes = exportable ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : CU_MEM_HANDLE_TYPE_NONE;
         return CUDA_SUCCESS;
     });
 }

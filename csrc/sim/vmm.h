@@ -1,6 +1,7 @@
 // Device addresses: which mappings lie behind a range.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -10,6 +11,9 @@ namespace cumem_sim {
 
 // The mappings that cover the range without a gap, in order. Throws Refused if there is a gap.
 std::vector<std::shared_ptr<Mapping>> mappings_of(const Simulation& sim, CUdeviceptr address, std::size_t size);
+
+// What the device's memory holds, of this process; what others have imported of it counts until they gave it up.
+std::uint64_t used_bytes(Device& device);
 
 // Whether any part of the range is reserved address space.
 bool overlaps_reservation(const Simulation& sim, CUdeviceptr address, std::size_t size);

@@ -1,0 +1,27 @@
+// What a thread of `Ahead` is to do: in production C++ alone; tests give functions of Python.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <memory>
+
+#include "allocator.h"
+#include "host_memory.h"
+#include "threads.h"
+
+namespace cumem_sleep {
+
+struct AheadTask {
+    Ahead::Task task;
+};
+
+// Physical memory under the segment, which must be pinned.
+AheadTask map_task(const SegmentPtr& segment);
+AheadTask touch_task(const std::shared_ptr<HostBlock>& block, size_t offset, size_t bytes);
+AheadTask python_task(pybind11::object work);
+
+// Of a dictionary {key: [AheadTask, ...]}.
+Ahead::Tasks tasks_of(const pybind11::dict& tasks);
+
+}  // namespace cumem_sleep
