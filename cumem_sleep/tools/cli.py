@@ -21,7 +21,7 @@ from ..allocator import CuMemAllocator
 from ..errors import BackupMismatch, CumemSleepError, InvalidArgument
 from ..settings import Settings, parse_bytes
 from ..vllm.gate_settings import GateSettings
-from . import bench, demo, doctor
+from . import bench, demo, doctor, vault
 
 EXIT_OK, EXIT_CHECK_FAILED, EXIT_ERROR = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
@@ -207,6 +207,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser, "doctor", help=text, description=_DOCTOR_DESCRIPTION, epilog=_DOCTOR_EPILOG
     )
     doctor_command.set_defaults(run=_doctor, command="doctor")
+    vault.add_command(new, commands, _size, _path, _vault, _vault_status)
     for each in (command, bench_command, doctor_command):
         each.add_argument("--json", action="store_true", help="print JSON (progress goes to standard error)")
     parsed: argparse.ArgumentParser = parser
@@ -350,6 +351,24 @@ def _doctor(options: argparse.Namespace) -> int:
         if report.simulated:
             _print(doctor.SIMULATED_NOTE)
     return EXIT_OK if report.ok else EXIT_CHECK_FAILED
+
+
+def _vault(options: argparse.Namespace) -> int:
+    if options.memory is None:
+        raise InvalidArgument("--memory is missing: how much host memory the vault takes, as --memory 200GiB")
+    vault.serve(options, lambda line: _say(f"cumem-sleep vault: {line}", style=""))
+    return EXIT_OK
+
+
+def _vault_status(options: argparse.Namespace) -> int:
+    status = vault.status(options)
+    if options.prometheus:
+        sys.stdout.write(status.prometheus())
+    elif options.json:
+        _print_json(options, status.simulated, None, status.to_json())
+    else:
+        _print(status.headline(), *status.tables(), *filter(None, [status.conclusion()]))
+    return EXIT_OK
 
 
 def _open_allocator() -> CuMemAllocator:

@@ -377,16 +377,16 @@ class Ledger:
             for extent in entry.extents:
                 if not self._slabs[extent.slab].is_adopted:
                     covered[extent.slab].append((extent.offset, extent.nbytes))
-        for number, slab in self._slabs.items():
-            assert counts[number] == slab.entries
-            if slab.is_adopted:
+        for number, each in self._slabs.items():
+            assert counts[number] == each.entries
+            if each.is_adopted:
                 continue
             at = 0
             for offset, nbytes in sorted(covered[number]):
                 assert offset == at, "extents overlap, or bytes are lost"
                 at += nbytes
-            assert at == slab.nbytes
-            assert all(sum(left) < right[0] for left, right in pairwise(slab.runs)), "runs that touch"
+            assert at == each.nbytes
+            assert all(sum(left) < right[0] for left, right in pairwise(each.runs)), "runs that touch"
         assert self.free_bytes == sum(nbytes for slab in self._slabs.values() for _, nbytes in slab.runs)
         assert self._by_key.keys() == {entry.key for entry in self._entries if entry.key is not None}
 

@@ -36,7 +36,8 @@ class Slab:
         """Give the memory back. No copy may be in flight. What is adopted goes when its owners close it, too."""
         if not self.is_adopted:  # owners of earlier backups may still have it open
             with mmap.mmap(self.block.fd, self.nbytes) as pages:
-                pages.madvise(mmap.MADV_REMOVE)
+                for start in range(0, self.nbytes, _TOUCH_BYTES):  # each holds the interpreter up
+                    pages.madvise(mmap.MADV_REMOVE, start, min(_TOUCH_BYTES, self.nbytes - start))
         self.block.close()
         os.close(self.descriptor)
 
@@ -62,11 +63,11 @@ def take(nbytes: int, node: int, device: int, threads: int, touched: Callable[[i
     block = _core.HostBlock.shared(nbytes, node)
     try:
         with ThreadPoolExecutor(threads, "vault-touch") as pool:
-            sizes = [(start, min(_TOUCH_BYTES, nbytes - start)) for start in range(0, nbytes, _TOUCH_BYTES)]
-            for size in pool.map(lambda part: (block.touch(*part), part[1])[1], sizes):
+            starts = range(0, nbytes, _TOUCH_BYTES)
+            sizes = [min(_TOUCH_BYTES, nbytes - start) for start in starts]
+            for size, _ in zip(sizes, pool.map(block.touch, starts, sizes), strict=True):
                 touched(size)
         block.pin(device)
-        os.fchmod(block.fd, 0o400)  # what is open stays writable; nobody opens it for writing by mistake
         descriptor = os.open(f"/proc/self/fd/{block.fd}", os.O_RDONLY | os.O_CLOEXEC)
     except BaseException:
         block.close()

@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 from ..errors import DriverError, InvalidArgument, InvalidState, OutOfHostMemory, VaultError
 
 VERSION = 1
-MAX_REQUEST_BYTES = 1 << 20
+MAX_REQUEST_BYTES = 8 << 20
 MAX_ANSWER_BYTES = 64 << 20
+MAX_AT_ONCE = 1 << 16  # of one list in a request
 MAX_DESCRIPTORS = 253  # of one message: SCM_MAX_FD
 BUSY_INTERVAL_S = 1.0
 
@@ -59,12 +60,13 @@ class Message(NamedTuple):
 
 
 class Channel:
-    """Messages over a connected socket. Sends what it can; the rest waits in `unsent_bytes`."""
+    """Messages over a connected socket. Sends what it can; the rest waits: `unsent_bytes`."""
 
-    def __init__(self, connection: socket.socket, max_bytes: int) -> None:
+    def __init__(self, connection: socket.socket, max_received_bytes: int, max_sent_bytes: int) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self._max_bytes = max_bytes
+        self._max_received_bytes = max_received_bytes
+        self._max_sent_bytes = max_sent_bytes
         self._received = bytearray()
         self._batches: deque[tuple[list[int], bool]] = deque()  # each was sent with one message
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
@@ -87,9 +89,16 @@ class Channel:
         """Send it now or with later calls of `flush`. The descriptors are the channel's from here on.
 
         Raises:
+            InvalidArgument: it is longer than the other side takes; nothing was sent.
             OSError: the connection has ended.
         """
         text = json.dumps(body, separators=(",", ":")).encode()
+        if len(text) > self._max_sent_bytes or len(descriptors) > MAX_DESCRIPTORS:
+            close_all(descriptors)
+            raise InvalidArgument(
+                f"message of {len(text)} bytes and {len(descriptors)} descriptors: {self._max_sent_bytes} and"
+                f" {MAX_DESCRIPTORS} are allowed, so ask for less at once"
+            )
         header = _HEADER.pack(_MAGIC, version, len(descriptors), len(text))
         self._unsent.append((memoryview(header + text), descriptors))
         self.unsent_bytes += len(header) + len(text)
@@ -142,8 +151,8 @@ class Channel:
             raise Nonsense("a message begins with other bytes than this protocol's")
         if version != VERSION:
             raise OtherVersion(version)
-        if nbytes > self._max_bytes:
-            raise Nonsense(f"a message of {nbytes} bytes is announced, {self._max_bytes} are allowed")
+        if nbytes > self._max_received_bytes:
+            raise Nonsense(f"a message of {nbytes} bytes is announced, {self._max_received_bytes} are allowed")
         end = _HEADER.size + nbytes
         if len(self._received) < end:
             return None
@@ -204,18 +213,16 @@ def boolean(body: Mapping[str, Any], name: str) -> bool:
 
 
 def integers(body: Mapping[str, Any], name: str) -> list[int]:
-    """The list of whole numbers of that name, none negative. Raises Nonsense: there is none."""
-    value = body.get(name)
-    if not isinstance(value, list) or not all(type(each) is int and 0 <= each < 1 << 63 for each in value):
-        raise Nonsense(f"{name}: a list of whole numbers is wanted")
+    """The list of whole numbers of that name, none negative. Raises Nonsense: there is none, or it is too long."""
+    value = _list(body, name)
+    if not all(type(each) is int and 0 <= each < 1 << 63 for each in value):
+        raise Nonsense(f"{name}: whole numbers are wanted")
     return value
 
 
 def rows(body: Mapping[str, Any], name: str, columns: int) -> list[list[int]]:
     """The list of that name, of rows of so many whole numbers. Raises Nonsense: there is none."""
-    value = body.get(name)
-    if not isinstance(value, list):
-        raise Nonsense(f"{name}: a list is wanted")
+    value = _list(body, name)
     for row in value:
         if not isinstance(row, list) or len(row) != columns:
             raise Nonsense(f"{name}: rows of {columns} numbers are wanted")
@@ -225,9 +232,16 @@ def rows(body: Mapping[str, Any], name: str, columns: int) -> list[list[int]]:
 
 def objects(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """The list of objects of that name. Raises Nonsense: there is none."""
+    value = _list(body, name)
+    if not all(isinstance(each, dict) for each in value):
+        raise Nonsense(f"{name}: objects are wanted")
+    return value
+
+
+def _list(body: Mapping[str, Any], name: str) -> list[Any]:
     value = body.get(name)
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise Nonsense(f"{name}: a list of objects is wanted")
+    if not isinstance(value, list) or len(value) > MAX_AT_ONCE:
+        raise Nonsense(f"{name}: a list of at most {MAX_AT_ONCE} is wanted")
     return value
 
 

@@ -14,7 +14,7 @@ import selectors
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -138,7 +138,7 @@ class _Session:
     """One client, as long as it is connected."""
 
     def __init__(self, connection: socket.socket, pid: int, now: float) -> None:
-        self.channel = Channel(connection, protocol.MAX_REQUEST_BYTES)
+        self.channel = Channel(connection, protocol.MAX_REQUEST_BYTES, protocol.MAX_ANSWER_BYTES)
         self.pid = pid
         self.name = ""
         self.since = now
@@ -211,7 +211,7 @@ class Vault:
         self._touched_bytes = 0  # of the slab that is being taken
         self._short = ""  # why no more memory is being taken
         self._try_again = 0.0
-        self._was_ready = False
+        self._tenths_said = 0
         self._counts: Counter[str] = Counter()
         self._selector = selectors.DefaultSelector()
         self._posted: deque[Callable[[], None]] = deque()
@@ -443,7 +443,7 @@ class Vault:
         while self._waiting:
             session, request, gpu, sizes = (first := self._waiting[0]).session, first.request, first.gpu, first.sizes
             try:
-                names = {each: str(each) for each in self._sessions}
+                names: dict[Hashable, str] = {each: str(each) for each in self._sessions}
                 holds = self._ledger.reserve(session, gpu.uuid, sizes, gpu.node, names)
             except OutOfHostMemory as error:
                 if error.needed_bytes <= error.available_bytes + self._bytes_to_come():
@@ -638,7 +638,7 @@ class Vault:
         return self._last_slab
 
     def _status(self, session: _Session, request: int, body: _Answer, descriptors: list[int]) -> _Answer:
-        return self.status()
+        return self.status(session)
 
     # Memory
 
@@ -684,9 +684,10 @@ class Vault:
             self._last_slab += 1
             self._slabs[self._last_slab] = slab
             self._ledger.add_slab(self._last_slab, slab.nbytes, node)
-        if not self._was_ready and self._bytes_to_come() < _SLAB_ALIGNMENT:
-            self._was_ready = True
-            self._host.say(f"all memory is there: {self._of_all()}")
+        tenths = self._ledger.own_bytes * 10 // self.memory_bytes
+        if tenths > self._tenths_said:
+            self._tenths_said = tenths
+            self._host.say(f"has {self._of_all()}")
         self._take_more()
         self._serve_waiting()
 
@@ -703,7 +704,7 @@ class Vault:
 
     def _remove_slab(self, number: int) -> None:
         self._ledger.remove_slab(number)
-        self._slabs.pop(number).close()
+        self._taker.submit(self._slabs.pop(number).close)  # before it takes more
         for session in self._sessions:
             session.known_slabs.discard(number)
 
@@ -735,8 +736,8 @@ class Vault:
     def _held(self, session: _Session) -> Held:
         return self._ledger.held_by(session)
 
-    def status(self) -> dict[str, Any]:
-        """Everything that the vault knows, for people and programs."""
+    def status(self, asking: _Session) -> dict[str, Any]:
+        """Everything that the vault knows, for people and programs; not of who asks, if that holds nothing."""
         held = self._ledger.held()
         return {
             "pid": os.getpid(),
@@ -758,7 +759,11 @@ class Vault:
             "refused": self._counts["refused"],
             "cut_off": self._counts["cut off"],
             "gpus": [self._gpu_status(gpu) for gpu in self._gpus.values()],
-            "clients": [self._client_status(session) for session in self._sessions if session.name or session.lent],
+            "clients": [
+                self._client_status(session)
+                for session in self._sessions
+                if session.is_greeted and (session is not asking or self._held(session) != Held())
+            ],
         }
 
     def _gpu_status(self, gpu: Gpu) -> dict[str, Any]:
