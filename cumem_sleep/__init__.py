@@ -25,6 +25,9 @@ if TYPE_CHECKING:
         InvalidState,
         OutOfDeviceMemory,
         OutOfHostMemory,
+        VaultError,
+        VaultLost,
+        VaultUnavailable,
     )
     from .operations.prepare import Preparation
     from .report import OperationTotals, SleepReport, TagUsage, WakeReport
@@ -46,6 +49,9 @@ __all__ = [
     "Settings",
     "SleepReport",
     "TagUsage",
+    "VaultError",
+    "VaultLost",
+    "VaultUnavailable",
     "WakeReport",
     "cupy_allocator",
 ]

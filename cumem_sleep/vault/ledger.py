@@ -220,6 +220,19 @@ class Ledger:
         """What could be reserved now: what is free, and what may be evicted from slabs of our own."""
         return self.free_bytes + sum(self._own_bytes_of(entry) for entry in self._evictable())
 
+    def require_room(self, sizes: Sequence[int], names: Mapping[Hashable, str]) -> None:
+        """See that this can be reserved. `names` are those of owners, for the error.
+
+        Raises:
+            OutOfHostMemory: too little is free, and too little may be evicted.
+            InvalidArgument: a size is not positive.
+        """
+        if any(size < 1 for size in sizes):
+            raise InvalidArgument(f"size={min(sizes)}: at least 1 is allowed")
+        needed, available = sum(map(_rounded, sizes)), self.available_bytes()
+        if needed > available:
+            raise OutOfHostMemory(needed, available, "vault", self._who_holds(names))
+
     def reserve(
         self,
         owner: Hashable,
@@ -232,18 +245,12 @@ class Ledger:
 
         Args:
             node: the NUMA node to be preferred.
-            names: of owners, for the error.
 
         Raises:
-            OutOfHostMemory: too little is free, and too little may be evicted. Nothing has changed.
-            InvalidArgument: a size is not positive.
+            OutOfHostMemory, InvalidArgument: as `require_room`. Nothing has changed.
         """
-        if any(size < 1 for size in sizes):
-            raise InvalidArgument(f"size={min(sizes)}: at least 1 is allowed")
+        self.require_room(sizes, names or {})
         needed = sum(map(_rounded, sizes))
-        available = self.available_bytes()
-        if needed > available:
-            raise OutOfHostMemory(needed, available, "vault", self._who_holds(names or {}))
         evictable = sorted(self._evictable(), key=lambda entry: entry.used)
         for entry in evictable:
             if self.free_bytes >= needed:

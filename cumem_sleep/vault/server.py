@@ -13,6 +13,7 @@ import resource
 import selectors
 import socket
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,6 +38,7 @@ _MAX_OPEN_REQUESTS = 128  # of one client
 _MAX_UNSENT_BYTES = 8 << 20
 _HELLO_WITHIN_S = 10.0
 _TRY_AGAIN_S = 5.0  # after the host had too little memory for a slab
+_NO_MORE_FILES = "the vault can open no more files: raise the limit of its open files (ulimit -n)"
 _NOTE_BYTES, _NOTE_SHARE = 4096, 1024  # a note may have so many, and one for so many of its backup
 
 
@@ -102,7 +104,7 @@ class Address:
                 self.listener.bind(str(path))
             finally:
                 os.umask(before)
-            self.listener.listen(64)
+            self.listener.listen(1024)  # a connection beyond that would be refused
             self.listener.setblocking(False)
         except OSError as error:
             os.close(self._lock)
@@ -278,6 +280,7 @@ class Vault:
             self._take_more()
 
     def _close(self) -> None:
+        self._stopping = "now"
         for session in list(self._sessions):
             self._end(session)
         for link in self._links.values():
@@ -363,6 +366,7 @@ class Vault:
         """The one answer to a request."""
         session.open_requests -= 1
         if isinstance(result, Exception):
+            self._counts["refused"] += 1
             self._send(session, {"id": request, "error": protocol.error_to_json(result)})
         else:
             self._send(session, {"id": request, "ok": result})
@@ -409,14 +413,17 @@ class Vault:
             if handler is None:
                 raise Nonsense(f"do: {verb!r} is no request")
             if message.descriptors_lost:
-                raise VaultError("the vault can open no more files: raise the limit of its open files (ulimit -n)")
+                raise VaultError(_NO_MORE_FILES)
             answer = handler(self, session, request, body, descriptors)
-        except CumemSleepError as error:
-            self._counts["refused"] += 1
-            self._answer(session, request, error)
-        else:
             if answer is not None:
                 self._answer(session, request, answer)
+        except CumemSleepError as error:
+            self._answer(session, request, error)
+        except Nonsense:
+            raise
+        except Exception:  # a mistake of ours: one client less, and nobody else notices
+            self._host.say(traceback.format_exc())
+            self._cut_off(session, "the vault has failed at its request")
         finally:
             protocol.close_all(descriptors)
 
@@ -439,32 +446,32 @@ class Vault:
         self._serve_waiting()
 
     def _serve_waiting(self) -> None:
-        """Whoever waits for memory, in order, as far as it goes; or refuse what can never be."""
-        while self._waiting:
-            session, request, gpu, sizes = (first := self._waiting[0]).session, first.request, first.gpu, first.sizes
+        """Whoever waits for memory, in order, as far as it goes; and refuse what can never be."""
+        names: dict[Hashable, str] = {session: str(session) for session in self._sessions}
+        goes_on = True
+        for each in list(self._waiting):
+            result: _Answer | Exception
             try:
-                names: dict[Hashable, str] = {each: str(each) for each in self._sessions}
-                holds = self._ledger.reserve(session, gpu.uuid, sizes, gpu.node, names)
+                self._ledger.require_room(each.sizes, names)
+                if not goes_on:
+                    continue
+                holds = self._ledger.reserve(each.session, each.gpu.uuid, each.sizes, each.gpu.node)
+                result = self._handed_out(each.session, holds)
             except OutOfHostMemory as error:
                 if error.needed_bytes <= error.available_bytes + self._bytes_to_come():
-                    return
-                self._counts["refused"] += 1
-                result: _Answer | Exception = error
+                    goes_on = False
+                    continue
+                result = error
             except CumemSleepError as error:
                 result = error
-            else:
-                self._send_slabs(session, holds)
-                result = {"backups": [_described(hold) for hold in holds]}
-            self._waiting.popleft()
-            self._answer(session, request, result)
-            self._post(partial(self._read_on, session))
+            self._waiting.remove(each)
+            self._answer(each.session, each.request, result)
+            self._post(partial(self._read_on, each.session))
 
     def _find(self, session: _Session, request: int, body: _Answer, descriptors: list[int]) -> _Answer:
         gpu = self._gpu(body)
         keys = [_key(each) for each in objects(body, "keys")]
-        holds = [self._ledger.find(session, gpu.uuid, key) for key in keys]
-        self._send_slabs(session, [hold for hold in holds if hold is not None])
-        return {"backups": [None if hold is None else _described(hold) for hold in holds]}
+        return self._handed_out(session, [self._ledger.find(session, gpu.uuid, key) for key in keys])
 
     def _seal(self, session: _Session, request: int, body: _Answer, descriptors: list[int]) -> _Answer:
         sealed = [(integer(each, "number"), _key(each), each) for each in objects(body, "backups")]
@@ -475,9 +482,8 @@ class Vault:
         for number, key, each in sealed:
             note = _note(each, self._ledger.hold(session, number).entry.nbytes)
             holds.append(self._ledger.seal(session, number, key, note))
-        self._send_slabs(session, holds)
         self._memory_came_back()
-        return {"backups": [_described(hold) for hold in holds]}
+        return self._handed_out(session, holds)
 
     def _mark(self, session: _Session, request: int, body: _Answer, descriptors: list[int]) -> _Answer:
         gone = self._ledger.mark(session, integers(body, "numbers"), boolean(body, "needed"))
@@ -562,8 +568,8 @@ class Vault:
             integer(each, "bytes", 1)
             if any(row[0] >= len(descriptors) for row in rows(each, "extents", 3)):
                 raise Nonsense("extents: they lie in a slab whose descriptor is not there")
-        mine = [os.dup(descriptor) for descriptor in descriptors]
-        future = self._taker.submit(self._look_at, mine)
+        future = self._taker.submit(self._look_at, descriptors.copy())
+        descriptors.clear()
 
         def looked_at(future: Future[list[memory.Slab | int]]) -> None:
             self._post(partial(self._adopt, session, request, gpu, shown, future))
@@ -599,19 +605,20 @@ class Vault:
         shown: list[tuple[Key, str, _Answer]],
         future: Future[list[memory.Slab | int]],
     ) -> None:
-        holds: list[Hold] = []
         try:
             found = future.result()
             self._make_room_for([slab for slab in found if isinstance(slab, memory.Slab)])
             numbers = [self._add_adopted(slab) if isinstance(slab, memory.Slab) else slab for slab in found]
-            for key, note, each in shown:
-                extents = [Extent(numbers[slab], offset, size) for slab, offset, size in each["extents"]]
-                if session.is_open:
+            holds: list[Hold] = []
+            try:
+                for key, note, each in shown if session.is_open else ():
+                    extents = [Extent(numbers[slab], offset, size) for slab, offset, size in each["extents"]]
                     holds.append(self._ledger.show(session, gpu.uuid, key, note, each["bytes"], extents))
-            self._send_slabs(session, holds)
-            self._answer(session, request, {"backups": [_described(hold) for hold in holds]})
-        except CumemSleepError as error:
-            self._ledger.release(session, [hold.number for hold in holds])
+            except CumemSleepError:
+                self._ledger.release(session, [hold.number for hold in holds])
+                raise
+            self._answer(session, request, self._handed_out(session, holds))
+        except (CumemSleepError, OSError) as error:
             self._answer(session, request, error)
         self._memory_came_back()
         self._read_on(session)
@@ -673,7 +680,7 @@ class Vault:
         self._taking, self._touched_bytes = False, 0
         try:
             slab = future.result()
-        except CumemSleepError as error:
+        except Exception as error:
             self._host.say(f"has {self._of_all()}, and cannot take more now: {error}")
             self._short, self._try_again = str(error), time.monotonic() + _TRY_AGAIN_S
             self._serve_waiting()
@@ -724,14 +731,23 @@ class Vault:
             self._links[gpu.uuid, to_host] = Link(gpu.ordinal, to_host)
         return self._links[gpu.uuid, to_host]
 
-    def _send_slabs(self, session: _Session, holds: Sequence[Hold]) -> None:
-        """Descriptors of the slabs that these lie in, as far as the client has none."""
-        slabs = {extent.slab for hold in holds for extent in hold.entry.extents} - session.known_slabs
+    def _handed_out(self, session: _Session, holds: Sequence[Hold | None]) -> _Answer:
+        """The answer that gives these to the client, after descriptors of the slabs that it has none of."""
+        given = [hold for hold in holds if hold is not None]
+        slabs = sorted({extent.slab for hold in given for extent in hold.entry.extents} - session.known_slabs)
         for start in range(0, len(slabs), protocol.MAX_DESCRIPTORS):
-            some = sorted(slabs)[start : start + protocol.MAX_DESCRIPTORS]
-            descriptors = [os.dup(self._slabs[number].descriptor) for number in some]
+            some = slabs[start : start + protocol.MAX_DESCRIPTORS]
+            descriptors: list[int] = []
+            try:
+                for number in some:
+                    descriptors.append(os.dup(self._slabs[number].descriptor))
+            except OSError:
+                protocol.close_all(descriptors)
+                self._ledger.release(session, [hold.number for hold in given])
+                raise VaultError(_NO_MORE_FILES) from None
             self._send(session, {"slabs": [[number, self._slabs[number].nbytes] for number in some]}, descriptors)
-        session.known_slabs |= slabs
+            session.known_slabs.update(some)
+        return {"backups": [None if hold is None else _described(hold) for hold in holds]}
 
     def _held(self, session: _Session) -> Held:
         return self._ledger.held_by(session)
