@@ -70,6 +70,10 @@ class RunningVault:
     def wait_until_ready(self) -> None:
         eventually(lambda: self.status()["pinned_bytes"] == self.status()["memory_bytes"], "all memory is there")
 
+    def is_unused(self) -> bool:
+        status = self.status()
+        return not status["clients"] and not status["asleep_bytes"] and not status["awake_bytes"]
+
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 

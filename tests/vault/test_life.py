@@ -124,7 +124,7 @@ def test_adopted_memory_is_written_by_nobody(vault: RunningVault, start_vault: S
     writer = _core.HostBlock.mapped(mapped, nbytes, True)  # somebody who could still write
     new = start_vault("64MiB")
     client = new.client()
-    with pytest.raises(VaultError, match="cannot be sealed.*is that vault still there"):
+    with pytest.raises(VaultError, match=r"cannot be sealed.*is that vault still there"):
         sleeper.show_to(client)
     assert new.status()["adopted_bytes"] == 0
     del writer
@@ -213,10 +213,11 @@ def test_a_stopped_vault_is_given_up_in_time_and_keeps_everything(
     again.close()
 
 
+@pytest.mark.slow
 def test_a_vault_that_is_at_work_is_waited_for(
     start_vault: StartVault, allocator: CuMemAllocator, memory: Memory
 ) -> None:
-    vault = start_vault("64MiB", CUMEM_SLEEP_SIM_COPY_DELAY_US="3000000")
+    vault = start_vault("64MiB", CUMEM_SLEEP_SIM_COPY_DELAY_US="2500000")
     client = vault.client(deadline_s=2)
     sleeper = Sleeper(client, allocator, memory)
     assert from_slabs(client, sleeper.backup) == sleeper.content
@@ -381,8 +382,7 @@ def test_a_waiting_client_that_goes_holds_up_nobody(slow_vault: Callable[..., Va
     monkey = pytest.MonkeyPatch()
     monkey.setattr(protocol, "BUSY_INTERVAL_S", 30.0)  # as if it were stopped
     with pytest.raises(VaultLost):
-        while True:
-            client.reserve(client.gpus[0], [4 * PAGE])
+        client.reserve(client.gpus[0], [4 * PAGE])
     monkey.undo()
     client.close()
     eventually(lambda: other.status()["waiting"] == 0, "nobody waits")
