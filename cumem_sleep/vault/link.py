@@ -181,9 +181,11 @@ class Link:
         try:
             stream.synchronize()
             self.copied_bytes += nbytes
+            self._idle.append(stream)
         except Exception as error:
             self._fail(job, error)
-        self._idle.append(stream)
+            with stream:  # closes it: waits by other means, since nobody may unmap what is still being copied
+                pass
         job.in_flight -= 1
         self._end_if_over(job)
 

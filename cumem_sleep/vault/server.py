@@ -24,7 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__, _core
-from ..errors import CumemSleepError, InvalidArgument, InvalidState, OutOfHostMemory, VaultError, format_bytes
+from ..errors import (
+    CumemSleepError,
+    DriverError,
+    InvalidArgument,
+    InvalidState,
+    OutOfHostMemory,
+    VaultError,
+    format_bytes,
+)
 from . import memory, protocol
 from .ledger import UNIT_BYTES, Extent, Held, Hold, Key, Ledger
 from .link import PIECE_BYTES, Job, Lent, Link, Piece
@@ -220,9 +228,14 @@ class Vault:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = ""  # "", "wait" or "now"
         self._warned_of_sleepers = False
+        self._failure: VaultError | None = None
 
     def run(self) -> None:
-        """Serve until `stop`."""
+        """Serve until `stop`.
+
+        Raises:
+            VaultError: a GPU cannot be used any more, by this process.
+        """
         _raise_descriptor_limit()
         self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
@@ -237,6 +250,8 @@ class Vault:
                     self._tick(last_tick)
         finally:
             self._close()
+        if self._failure is not None:
+            raise self._failure
 
     def stop(self, wait: bool) -> None:
         """End: once nobody needs a backup any more (`wait`), or now. From any thread, and from a signal handler."""
@@ -537,9 +552,19 @@ class Vault:
             self._answer(session, request, error or {})
             self._memory_came_back()
             self._read_on(session)
+            if isinstance(error, DriverError):
+                self._look_at_gpu(gpu, error)
 
         self._link(gpu, to_host).submit(Job(session, lent, pieces, lambda error: self._post(partial(over, error))))
         return None
+
+    def _look_at_gpu(self, gpu: Gpu, error: DriverError) -> None:
+        """After some errors every call fails until the process has ended: then the next vault does better."""
+        try:
+            _core.memory_info(gpu.ordinal)
+        except DriverError:
+            self._failure = VaultError(f"{gpu.uuid} does not work for this process any more: {error}")
+            self.stop(wait=False)
 
     def _pieces(self, extents: Iterable[Extent], lent_offset: int) -> Iterator[Piece]:
         for slab, offset, nbytes in extents:
