@@ -173,12 +173,13 @@ class VaultLost(VaultError):
     Backups that it keeps for this process can still be read.
 
     Attributes:
-        is_silent: it did not answer in time, and may do so later: it may yet carry out what it was asked. So the
-            connection has to stay, or it would give the backups away; memory that it was to fill may not be used.
+        may_go_on: it is still there, and may yet carry out what it was asked: it did not answer in time, or has cut
+            this process off. So the connection has to stay, or it would give the backups away; memory that it was to
+            fill may not be used.
     """
 
-    def __init__(self, message: str, is_silent: bool = False) -> None:
-        self.is_silent = is_silent
+    def __init__(self, message: str, may_go_on: bool = False) -> None:
+        self.may_go_on = may_go_on
         super().__init__(message)
 
 

@@ -122,8 +122,8 @@ class VaultClient:
 
     Calls of several threads take turns. A call that the vault does not answer within `deadline_s`, or a connection that
     ends, raises `VaultLost`, as does every later call; the slabs of `slabs` can still be read. Keep a client that was
-    lost, and do not close it, as long as backups in its slabs are needed: a vault that was only stopped keeps their
-    bytes for as long as the connection is there.
+    lost, and do not close it, as long as backups in its slabs are needed: a vault that is still there keeps their bytes
+    for as long as the connection is.
 
     Attributes:
         gpus: the GPUs that the vault serves, by their UUIDs.
@@ -387,7 +387,7 @@ class VaultClient:
             if self._lost is not None:
                 raise self._lost
             if not self._channel.wait(deadline, to_send=self._channel.unsent_bytes > 0):
-                self._lose(f"the vault does not answer: it was silent for {self.deadline_s:g} s", is_silent=True)
+                self._lose(f"the vault does not answer: it was silent for {self.deadline_s:g} s", may_go_on=True)
             self._take_in(self._channel.flush)
             if self._take_in(self._channel.receive):
                 deadline = time.monotonic() + self.deadline_s
@@ -400,6 +400,9 @@ class VaultClient:
             ended = "the vault has ended, or was killed" if step() is False else ""
         except OSError as error:
             ended = f"the connection to the vault has ended ({error.strerror})"
+            with suppress(OSError):  # why, it may have said before
+                while self._channel.receive() and self._channel.is_ended_there():
+                    pass
         try:
             while (message := self._channel.next_message()) is not None:
                 count += 1
@@ -407,7 +410,7 @@ class VaultClient:
         except OtherVersion as other:
             self._lose(f"{other}: install the same version of cumem-sleep on both sides")
         except (Nonsense, KeyError, TypeError, ValueError) as error:
-            self._lose(f"the vault says what is not understood here: {error!r}", is_silent=True)
+            self._lose(f"the vault says what is not understood here: {error!r}", may_go_on=True)
         if ended:
             self._lose(ended)
         return count
@@ -423,7 +426,7 @@ class VaultClient:
                 for (slab, nbytes), descriptor in zip(body["slabs"], message.descriptors, strict=True):
                     self.slabs.add(slab, descriptor, nbytes)
         elif "cut" in body:
-            self._lose(f"the vault has ended the connection: {body['cut']}")
+            self._lose(f"the vault has cut this process off: {body['cut']}", may_go_on=True)
         elif body.get("id") in self._given_up:
             del self._answers[body["id"]]
             if self._given_up.pop(body["id"]):
@@ -431,10 +434,8 @@ class VaultClient:
         elif body.get("id") in self._answers:
             self._answers[body["id"]] = body
 
-    def _lose(self, why: str, is_silent: bool = False) -> None:
-        self._lost = self._lost or VaultLost(why, is_silent)
-        if not is_silent:
-            self._channel.close()
+    def _lose(self, why: str, may_go_on: bool = False) -> None:
+        self._lost = self._lost or VaultLost(why, may_go_on)
         raise self._lost
 
     @contextmanager

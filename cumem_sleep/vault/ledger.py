@@ -231,7 +231,7 @@ class Ledger:
             raise InvalidArgument(f"size={min(sizes)}: at least 1 is allowed")
         needed, available = sum(map(_rounded, sizes)), self.available_bytes()
         if needed > available:
-            raise OutOfHostMemory(needed, available, "vault", self._who_holds(names))
+            raise OutOfHostMemory(needed, available, "vault", self.who_holds(names))
 
     def reserve(
         self,
@@ -365,6 +365,12 @@ class Ledger:
         """For segments of one GPU."""
         return self._held_where(lambda hold: hold.gpu == gpu)
 
+    def who_holds(self, names: Mapping[Hashable, str]) -> str:
+        """Those of these owners that hold most, in words."""
+        held = sorted(((self.held_by(owner), name) for owner, name in names.items()), key=lambda each: -each[0].needed)
+        said = [f"{name} holds {format_bytes(each.needed)}" for each, name in held[:_HOLDERS_NAMED] if each.needed]
+        return ", ".join(said) or "nobody holds anything"
+
     def saved_bytes(self) -> int:
         """What is not held a second time because it is shared."""
         return sum(entry.taken_bytes * (len(entry.holds) - 1) for entry in self._entries if entry.holds)
@@ -466,11 +472,6 @@ class Ledger:
             if not self._slabs[extent.slab].is_adopted:
                 self._slabs[extent.slab].give_back(extent.offset, extent.nbytes)
                 self.free_bytes += extent.nbytes
-
-    def _who_holds(self, names: Mapping[Hashable, str]) -> str:
-        held = sorted(((self.held_by(owner), name) for owner, name in names.items()), key=lambda each: -each[0].needed)
-        said = [f"{name} holds {format_bytes(each.needed)}" for each, name in held[:_HOLDERS_NAMED] if each.needed]
-        return ", ".join(said) or "nobody holds anything"
 
 
 def _rounded(nbytes: int) -> int:

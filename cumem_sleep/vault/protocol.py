@@ -171,6 +171,12 @@ class Channel:
             raise Nonsense("a message is no JSON object")
         return Message(body, descriptors, lost)
 
+    def is_ended_there(self) -> bool:
+        """Whether the other side has closed the connection, read or not what it sent before."""
+        poll = select.poll()
+        poll.register(self._socket, 0)
+        return bool(poll.poll(0))
+
     def wait(self, deadline: float, to_send: bool = False) -> bool:
         """Wait until something has come, or the rest can be sent. False where nothing happened by `deadline`."""
         poll = select.poll()
@@ -197,10 +203,12 @@ def integer(body: Mapping[str, Any], name: str, least: int = 0, most: int = (1 <
 
 
 def text(body: Mapping[str, Any], name: str, most: int = 256) -> str:
-    """The string of that name. Raises Nonsense: there is none, or it is too long."""
+    """The string of that name. Raises Nonsense: there is none; InvalidArgument: it is too long."""
     value = body.get(name)
-    if not isinstance(value, str) or len(value) > most:
-        raise Nonsense(f"{name}: a string of at most {most} characters is wanted")
+    if not isinstance(value, str):
+        raise Nonsense(f"{name}: a string is wanted")
+    if len(value) > most:
+        raise InvalidArgument(f"{name} of {len(value)} characters: at most {most} are allowed")
     return value
 
 
@@ -213,7 +221,7 @@ def boolean(body: Mapping[str, Any], name: str) -> bool:
 
 
 def integers(body: Mapping[str, Any], name: str) -> list[int]:
-    """The list of whole numbers of that name, none negative. Raises Nonsense: there is none, or it is too long."""
+    """The list of whole numbers of that name, none negative. Raises Nonsense: there is none."""
     value = _list(body, name)
     if not all(type(each) is int and 0 <= each < 1 << 63 for each in value):
         raise Nonsense(f"{name}: whole numbers are wanted")
@@ -240,8 +248,10 @@ def objects(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 def _list(body: Mapping[str, Any], name: str) -> list[Any]:
     value = body.get(name)
-    if not isinstance(value, list) or len(value) > MAX_AT_ONCE:
-        raise Nonsense(f"{name}: a list of at most {MAX_AT_ONCE} is wanted")
+    if not isinstance(value, list):
+        raise Nonsense(f"{name}: a list is wanted")
+    if len(value) > MAX_AT_ONCE:
+        raise InvalidArgument(f"{name}: {len(value)} at once; at most {MAX_AT_ONCE} are allowed")
     return value
 
 

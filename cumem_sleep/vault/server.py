@@ -153,6 +153,7 @@ class _Session:
         self.name = ""
         self.since = now
         self.is_greeted = False
+        self.is_cut_off = False
         self.is_open = True
         self.open_requests = 0
         self.lent: dict[int, Lent] = {}
@@ -169,6 +170,11 @@ class _Session:
     def may_ask(self) -> bool:
         """Whether it has not too much open, or too many answers unread."""
         return self.open_requests < _MAX_OPEN_REQUESTS and self.channel.unsent_bytes < _MAX_UNSENT_BYTES
+
+    @property
+    def is_served(self) -> bool:
+        """Whether it is there, and was not cut off."""
+        return self.is_open and not self.is_cut_off
 
 
 @dataclass(frozen=True)
@@ -221,6 +227,7 @@ class Vault:
         self._touched_bytes = 0  # of the slab that is being taken
         self._short = ""  # why no more memory is being taken
         self._try_again = 0.0
+        self._is_short_said = False
         self._tenths_said = 0
         self._counts: Counter[str] = Counter()
         self._selector = selectors.DefaultSelector()
@@ -287,7 +294,9 @@ class Vault:
         for session in list(self._sessions):
             if not session.is_greeted and now - session.since > _HELLO_WITHIN_S:
                 self._cut_off(session, "it has not said hello")
-            elif session.open_requests:
+            elif session.is_cut_off and session.channel.is_ended_there():
+                self._end(session)
+            elif session.open_requests and not session.channel.unsent_bytes:
                 self._send(session, {"busy": True})
         if self._address.listener not in self._selector.get_map():
             self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
@@ -334,7 +343,7 @@ class Vault:
 
     def _readable(self, session: _Session) -> None:
         """Something came, or can be sent."""
-        if not session.is_open:
+        if not session.is_served:
             return
         try:
             session.channel.flush()
@@ -348,14 +357,14 @@ class Vault:
     def _read_on(self, session: _Session) -> None:
         """Do what was asked, as long as not too much is open; then see what to wait for."""
         try:
-            while session.is_open and session.may_ask:
+            while session.is_served and session.may_ask:
                 message = session.channel.next_message()
                 if message is None:
                     break
                 self._handle(session, message)
         except Nonsense as nonsense:
             self._cut_off(session, str(nonsense))
-        if not session.is_open:
+        if not session.is_served:
             return
         events = selectors.EVENT_READ if session.may_ask else 0
         events |= selectors.EVENT_WRITE if session.channel.unsent_bytes else 0
@@ -369,7 +378,7 @@ class Vault:
             self._selector.unregister(session.channel)  # its answers wake it up; its end is seen by its pidfd, or later
 
     def _send(self, session: _Session, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        if not session.is_open:
+        if not session.is_served:
             protocol.close_all(descriptors)
             return
         try:
@@ -387,10 +396,18 @@ class Vault:
             self._send(session, {"id": request, "ok": result})
 
     def _cut_off(self, session: _Session, reason: str) -> None:
+        """Do no more for it. It keeps its backups until it ends the connection: it can read them itself."""
+        if session.is_cut_off:
+            return
         self._counts["cut off"] += 1
         self._host.say(f"{session} is cut off: {reason}")
         self._send(session, {"cut": reason})
-        self._end(session)
+        session.is_cut_off = True
+        self._cancel(session)
+        if session.channel in self._selector.get_map():
+            self._selector.unregister(session.channel)
+        if not session.lent and self._held(session) == Held():
+            self._end(session)
 
     def _end(self, session: _Session) -> None:
         """It has gone, or is to go: whatever it has comes back."""
@@ -405,14 +422,18 @@ class Vault:
             if session.process in self._selector.get_map():
                 self._selector.unregister(session.process)
             os.close(session.process)
+        self._cancel(session)
+        self._ledger.drop_owner(session)
+        self._memory_came_back()
+
+    def _cancel(self, session: _Session) -> None:
+        """Whatever it asked for; its memory goes back when nothing of that is in flight any more."""
         for link in self._links.values():
             link.cancel(session)
         for lent in session.lent.values():
             if not lent.jobs:
                 lent.close()
         self._waiting = deque(each for each in self._waiting if each.session is not session)
-        self._ledger.drop_owner(session)
-        self._memory_came_back()
 
     # Requests
 
@@ -521,6 +542,8 @@ class Vault:
                 raise Nonsense(f"memory: {number} was sent before")
             session.lent[number] = Lent(descriptors.pop(), gpu.ordinal, nbytes)
         lent = session.lent.get(number)
+        if len(session.lent) > protocol.MAX_AT_ONCE:
+            raise InvalidState(f"{len(session.lent)} memories are lent: take some back")
         if lent is None:
             raise InvalidState(f"memory {number} was not sent, or did not arrive")
         holds = {each[0]: self._ledger.hold(session, each[0]) for each in ranges}
@@ -545,7 +568,7 @@ class Vault:
 
         def over(error: Exception | None) -> None:
             lent.jobs -= 1
-            if not session.is_open and not lent.jobs:
+            if not session.is_served and not lent.jobs:
                 lent.close()
             for entry in entries:
                 self._ledger.end_copy(entry)
@@ -588,37 +611,29 @@ class Vault:
     def _show(self, session: _Session, request: int, body: _Answer, descriptors: list[int]) -> None:
         """Backups in slabs that another vault has left behind. They are looked at by the thread that takes memory."""
         gpu = self._gpu(body)
-        shown = [(_key(each), _note(each, each.get("bytes", 0)), each) for each in objects(body, "backups")]
+        shown = [(_key(each), _note(each, integer(each, "bytes", 1)), each) for each in objects(body, "backups")]
         for _, _, each in shown:
-            integer(each, "bytes", 1)
             if any(row[0] >= len(descriptors) for row in rows(each, "extents", 3)):
                 raise Nonsense("extents: they lie in a slab whose descriptor is not there")
         future = self._taker.submit(self._look_at, descriptors.copy())
         descriptors.clear()
 
-        def looked_at(future: Future[list[memory.Slab | int]]) -> None:
+        def looked_at(future: Future[list[memory.Slab]]) -> None:
             self._post(partial(self._adopt, session, request, gpu, shown, future))
 
         future.add_done_callback(looked_at)
 
-    def _look_at(self, descriptors: list[int]) -> list[memory.Slab | int]:
-        """For each the slab that it opens: one that is known, by its number, or a new one. On the taking thread."""
-        found: list[memory.Slab | int] = []
-        known = {slab.identity: number for number, slab in list(self._slabs.items())}
+    def _look_at(self, descriptors: list[int]) -> list[memory.Slab]:
+        """The slabs that these open. On the taking thread."""
+        found: list[memory.Slab] = []
         try:
             while descriptors:
-                number = known.get(memory.identity(descriptors[0]))
-                if number is None:
-                    found.append(memory.adopt(descriptors[0], self._first_ordinal()))
-                else:
-                    os.close(descriptors[0])
-                    found.append(number)
+                found.append(memory.adopt(descriptors[0], self._first_ordinal()))
                 descriptors.pop(0)
         except BaseException:
             protocol.close_all(descriptors)
             for slab in found:
-                if isinstance(slab, memory.Slab):
-                    slab.close()
+                slab.close()
             raise
         return found
 
@@ -628,15 +643,13 @@ class Vault:
         request: int,
         gpu: Gpu,
         shown: list[tuple[Key, str, _Answer]],
-        future: Future[list[memory.Slab | int]],
+        future: Future[list[memory.Slab]],
     ) -> None:
         try:
-            found = future.result()
-            self._make_room_for([slab for slab in found if isinstance(slab, memory.Slab)])
-            numbers = [self._add_adopted(slab) if isinstance(slab, memory.Slab) else slab for slab in found]
+            numbers = self._add_adopted(future.result())
             holds: list[Hold] = []
             try:
-                for key, note, each in shown if session.is_open else ():
+                for key, note, each in shown if session.is_served else ():
                     extents = [Extent(numbers[slab], offset, size) for slab, offset, size in each["extents"]]
                     holds.append(self._ledger.show(session, gpu.uuid, key, note, each["bytes"], extents))
             except CumemSleepError:
@@ -648,26 +661,36 @@ class Vault:
         self._memory_came_back()
         self._read_on(session)
 
-    def _make_room_for(self, slabs: Sequence[memory.Slab]) -> None:
-        """Give so much of our own memory back as these have: together it is never more than `memory_bytes`."""
-        adopted = sum(slab.nbytes for slab in slabs)
-        excess = self._ledger.own_bytes + self._ledger.adopted_bytes + adopted - self.memory_bytes
+    def _add_adopted(self, found: Sequence[memory.Slab]) -> list[int]:
+        """Their numbers, after as much of our own memory was given back: it is never more than `memory_bytes`."""
+        known = {slab.identity: number for number, slab in self._slabs.items()}
+        new = {slab.identity: slab for slab in found if slab.identity not in known}
+        try:
+            self._make_room(sum(slab.nbytes for slab in new.values()))
+        except OutOfHostMemory:
+            new.clear()
+            raise
+        finally:
+            for slab in found:
+                if new.get(slab.identity) is not slab:
+                    self._taker.submit(slab.close)
+        for slab in new.values():
+            self._last_slab += 1
+            known[slab.identity] = self._last_slab
+            self._slabs[self._last_slab] = slab
+            self._ledger.add_adopted_slab(self._last_slab, slab.nbytes)
+        return [known[slab.identity] for slab in found]
+
+    def _make_room(self, nbytes: int) -> None:
+        excess = self._ledger.own_bytes + self._ledger.adopted_bytes + nbytes - self.memory_bytes
         if excess <= 0:
             return
         empty = self._ledger.empty(excess)
         if not empty:
-            for slab in slabs:
-                slab.close()
-            names = ", ".join(f"{each} {format_bytes(self._held(each).needed)}" for each in self._sessions)
-            raise OutOfHostMemory(adopted, max(0, adopted - excess), "vault", names)
+            names: dict[Hashable, str] = {session: str(session) for session in self._sessions}
+            raise OutOfHostMemory(nbytes, max(0, nbytes - excess), "vault", self._ledger.who_holds(names))
         for number in empty:
             self._remove_slab(number)
-
-    def _add_adopted(self, slab: memory.Slab) -> int:
-        self._last_slab += 1
-        self._slabs[self._last_slab] = slab
-        self._ledger.add_adopted_slab(self._last_slab, slab.nbytes)
-        return self._last_slab
 
     def _status(self, session: _Session, request: int, body: _Answer, descriptors: list[int]) -> _Answer:
         return self.status(session)
@@ -706,10 +729,13 @@ class Vault:
         try:
             slab = future.result()
         except Exception as error:
-            self._host.say(f"has {self._of_all()}, and cannot take more now: {error}")
+            if not self._is_short_said:
+                self._host.say(f"has {self._of_all()}, and cannot take more now: {error}")
             self._short, self._try_again = str(error), time.monotonic() + _TRY_AGAIN_S
+            self._is_short_said = True
             self._serve_waiting()
             return
+        self._is_short_said = False
         if slab.nbytes > self._bytes_to_come():  # something was adopted meanwhile
             slab.close()
         else:

@@ -17,9 +17,18 @@ import pytest
 from running import RunningVault, Segment, eventually, from_slabs
 from support import PAGE, PREAMBLE, Memory, assert_clean_exit, run_script
 
-from cumem_sleep import CuMemAllocator, InvalidState, VaultError, VaultLost, VaultUnavailable, _core
+from cumem_sleep import (
+    CuMemAllocator,
+    InvalidArgument,
+    InvalidState,
+    OutOfHostMemory,
+    VaultError,
+    VaultLost,
+    VaultUnavailable,
+    _core,
+)
 from cumem_sleep.vault import protocol
-from cumem_sleep.vault.client import Range, VaultClient
+from cumem_sleep.vault.client import Key, Range, Sealed, VaultClient
 from cumem_sleep.vault.protocol import Channel, Nonsense, OtherVersion
 
 pytestmark = pytest.mark.sim
@@ -85,9 +94,7 @@ NONSENSE = {
     "size as text": HELLO + said(id=1, do="release", numbers=["1"], slabs=[]),
     "true as number": HELLO + said(id=1, do="release", numbers=[True], slabs=[]),
     "huge number": HELLO + said(id=1, do="release", numbers=[1 << 70], slabs=[]),
-    "too many": HELLO + said(id=1, do="release", numbers=[1] * 65537, slabs=[]),
     "null": HELLO + said(id=1, do="mark", numbers=None, needed=True),
-    "long name": said(id=0, do="hello", name="x" * 81),
     "missing descriptor": HELLO + framed(b'{"id":1,"do":"status"}', descriptors=1),
 }
 
@@ -172,6 +179,42 @@ def test_a_request_that_is_too_long_is_not_sent(vault: RunningVault) -> None:
         client.reserve("x" * (9 << 20), [1])
     assert client.status()["pid"] == vault.process.pid
     client.close()
+
+
+def test_what_is_too_long_is_refused_and_ends_nothing(client: VaultClient) -> None:
+    gpu = client.gpus[0]
+    (backup,) = client.reserve(gpu, [PAGE])
+    for refused in (
+        lambda: client.reserve(gpu, [1] * 65537),
+        lambda: client.find("x" * 257, []),
+        lambda: client.find(gpu, [Key("x" * 65, 1, "")]),
+        lambda: client.seal([Sealed(backup, Key("x", PAGE, ""), "n" * 8192)]),
+    ):
+        with pytest.raises(InvalidArgument, match="at most"):
+            refused()
+    client.seal([Sealed(backup, Key("x", PAGE, ""), "n" * 4096)])
+    client.release([backup])
+    assert client.lost is None
+
+
+def test_a_client_that_is_cut_off_keeps_its_backups_until_it_goes(
+    vault: RunningVault, allocator: CuMemAllocator, memory: Memory
+) -> None:
+    client = vault.client()
+    mine = Segment(client, allocator.malloc(PAGE, "weights"), PAGE)
+    content = memory.fill_random(mine.address, PAGE)
+    backup = mine.back_up()
+    with pytest.raises(VaultLost, match="cut this process off: do: 'dance' is no request") as lost:
+        client._ask("dance")
+    assert lost.value.may_go_on
+    assert client.lost is lost.value
+    other = vault.client("other")
+    with pytest.raises(OutOfHostMemory):
+        other.reserve(mine.gpu, [64 << 20])
+    assert from_slabs(client, backup) == content
+    client.close()
+    eventually(lambda: vault.status()["asleep_bytes"] == 0, "its backups are gone")
+    other.close()
 
 
 # Messages, without a vault
@@ -499,7 +542,7 @@ def test_an_interrupted_call_leaves_nothing_behind(client: VaultClient, monkeypa
 
 
 def test_errors_of_the_vault_are_typed() -> None:
-    for error in (InvalidState("a"), VaultError("b"), VaultLost("c", is_silent=True)):
+    for error in (InvalidState("a"), VaultError("b"), VaultLost("c", may_go_on=True)):
         again = protocol.error_from_json(protocol.error_to_json(error))
         assert str(again) == str(error)
     for strange in (None, {}, {"type": "SystemExit", "arguments": []}, {"type": "DriverError", "arguments": [1] * 9}):
