@@ -20,8 +20,10 @@ from ..backups import limits
 from ..errors import format_bytes
 from ..settings import Settings
 from ..vault import protocol
+from ..vault.address import Address
 from ..vault.client import VaultClient
-from ..vault.server import DEFAULT_SLAB_BYTES, Address, Host, Vault, visible_gpus
+from ..vault.pool import DEFAULT_SLAB_BYTES, Host
+from ..vault.server import Vault, visible_gpus
 
 _MOST_THREADS = 16  # that touch memory: more of them do not touch it faster
 

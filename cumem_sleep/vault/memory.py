@@ -32,14 +32,18 @@ class Slab:
         """Of the whole slab."""
         return self.block.bytes
 
+    def let_go(self) -> None:
+        """Unmap it; whoever else has a descriptor reads it on. No copy may be in flight."""
+        os.close(self.descriptor)
+        self.block.close()
+
     def close(self) -> None:
         """Give the memory back. No copy may be in flight. What is adopted goes when its owners close it, too."""
         if not self.is_adopted:  # owners of earlier backups may still have it open
             with mmap.mmap(self.block.fd, self.nbytes) as pages:
                 for start in range(0, self.nbytes, _TOUCH_BYTES):  # each holds the interpreter up
                     pages.madvise(mmap.MADV_REMOVE, start, min(_TOUCH_BYTES, self.nbytes - start))
-        self.block.close()
-        os.close(self.descriptor)
+        self.let_go()
 
 
 def identity(descriptor: int) -> tuple[int, int]:

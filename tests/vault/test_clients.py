@@ -334,7 +334,9 @@ def in_this_process(folder: pathlib.Path) -> Iterator[Callable[..., VaultClient]
     """Connects to a vault that runs in a thread here, so that what it reads can be patched."""
     import threading
 
-    from cumem_sleep.vault.server import Address, Host, Vault, visible_gpus
+    from cumem_sleep.vault.address import Address
+    from cumem_sleep.vault.pool import Host
+    from cumem_sleep.vault.server import Vault, visible_gpus
 
     _core.open_driver(str(pathlib.Path(_core.__file__).parent / "libcuda_sim.so"))
     lines: list[str] = []

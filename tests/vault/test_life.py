@@ -15,8 +15,10 @@ from support import PAGE, Memory
 
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, VaultError, VaultLost, _core
 from cumem_sleep.vault import protocol
+from cumem_sleep.vault.address import Address
 from cumem_sleep.vault.client import Backup, Shown, VaultClient
-from cumem_sleep.vault.server import Address, Host, Vault, visible_gpus
+from cumem_sleep.vault.pool import Host
+from cumem_sleep.vault.server import Vault, visible_gpus
 
 pytestmark = pytest.mark.sim
 

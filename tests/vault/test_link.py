@@ -12,9 +12,11 @@ from running import Segment, eventually, from_slabs
 from support import PAGE, Memory, run_script
 
 from cumem_sleep import CuMemAllocator, DriverError, VaultError, VaultLost, _core, sim
+from cumem_sleep.vault.address import Address
 from cumem_sleep.vault.client import Range, VaultClient
 from cumem_sleep.vault.link import Job, Lent, Link, Piece
-from cumem_sleep.vault.server import Address, Host, Vault, visible_gpus
+from cumem_sleep.vault.pool import Host
+from cumem_sleep.vault.server import Vault, visible_gpus
 
 pytestmark = pytest.mark.sim
 
@@ -119,9 +121,9 @@ def test_a_link_that_is_stopped_ends_every_job(out: Link, streams: Streams) -> N
 
 
 def test_large_copies_go_in_pieces(monkeypatch: pytest.MonkeyPatch, here: Callable[[], VaultClient]) -> None:
-    from cumem_sleep.vault import server
+    from cumem_sleep.vault import service
 
-    monkeypatch.setattr(server, "PIECE_BYTES", PAGE // 2)
+    monkeypatch.setattr(service, "PIECE_BYTES", PAGE // 2)
     client = here()
     mine = Segment(client, CuMemAllocator.get_instance().malloc(4 * PAGE, "weights"), 4 * PAGE)
     calls = sim.stats().calls["cuMemcpyDtoHAsync"]
@@ -193,6 +195,7 @@ def test_a_gpu_that_is_lost_ends_the_vault_for_the_next_one(
         import pathlib, sys, threading
         sys.path.insert(0, FOLDER)
         from running import *
+        from cumem_sleep.vault.address import Address
         from cumem_sleep.vault.server import *
         allocator, memory, lines, failures = fresh_allocator(), Memory(), [], []
         allocator._open()
@@ -228,12 +231,12 @@ def test_a_gpu_that_is_lost_ends_the_vault_for_the_next_one(
 def test_memory_that_cannot_be_registered_is_said_and_tried_again(
     folder: pathlib.Path, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cumem_sleep.vault import server
+    from cumem_sleep.vault import pool, protocol
 
     allocator._open()
     lines: list[str] = []
-    monkeypatch.setattr(server, "_TRY_AGAIN_S", 0.0)
-    monkeypatch.setattr(server.protocol, "BUSY_INTERVAL_S", 0.02)
+    monkeypatch.setattr(pool, "_TRY_AGAIN_S", 0.0)
+    monkeypatch.setattr(protocol, "BUSY_INTERVAL_S", 0.02)
     sim.fail("cuMemHostRegister", after=1)
     vault = Vault(
         Address(folder / "vault.sock"), 4 * PAGE, visible_gpus(), Host(lambda: 1 << 40, 1, lines.append), PAGE
@@ -252,11 +255,11 @@ def test_memory_that_cannot_be_registered_is_said_and_tried_again(
 def test_a_mistake_of_the_vault_costs_one_client(
     here: Callable[[], VaultClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cumem_sleep.vault import server
+    from cumem_sleep.vault import service
 
     victim, other = here(), here()
-    broken = {**server._REQUESTS, "status": lambda *_: 1 // 0}
-    monkeypatch.setattr(server, "_REQUESTS", broken)
+    broken = {**service._REQUESTS, "status": lambda *_: 1 // 0}
+    monkeypatch.setattr(service, "_REQUESTS", broken)
     with pytest.raises(VaultLost, match="the vault has failed at its request"):
         victim.status()
     assert other.reserve(other.gpus[0], [PAGE])[0].nbytes == PAGE
