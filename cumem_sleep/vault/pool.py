@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .. import _core
-from ..errors import CumemSleepError, InvalidArgument, OutOfHostMemory, format_bytes
+from ..errors import CumemSleepError, InvalidArgument, InvalidState, OutOfHostMemory, format_bytes
 from . import memory, protocol
 from .ledger import UNIT_BYTES, Ledger
 
@@ -186,6 +186,7 @@ class Pool:
 
         Raises:
             OutOfHostMemory: too much of that is needed. The slabs are closed.
+            InvalidState: the vault is about to end. Likewise.
         """
         known = {slab.identity: number for number, slab in self._slabs.items()}
         new = {slab.identity: slab for slab in found if slab.identity not in known}
@@ -211,6 +212,8 @@ class Pool:
             self.take_more()
 
     def _make_room(self, nbytes: int, names: Mapping[Hashable, str]) -> None:
+        if self._is_stopped:
+            raise InvalidState("the vault is about to end: show this to the next one")
         excess = self.ledger.own_bytes + self.ledger.adopted_bytes + nbytes - self.memory_bytes
         if excess <= 0:
             return

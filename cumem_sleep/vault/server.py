@@ -156,8 +156,9 @@ class Vault:
         self._pool.try_again(now)
 
     def _close(self) -> None:
-        for session in list(self._sessions):
-            self._end(session)
+        for session in self._sessions:  # the ledger is left as it is: nobody's bytes may go now
+            self._service.cancel(session)
+            session.close()
         self._service.close()
         self._pool.finish()
         self._woken()

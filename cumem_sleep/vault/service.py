@@ -75,7 +75,7 @@ class Service:
         post: Callable[[Callable[[], None]], None],
         gpu_lost: Callable[[VaultError], None],
     ) -> None:
-        """See below.
+        """Nothing is done yet.
 
         Args:
             path: of the socket, to be shown.
@@ -99,7 +99,7 @@ class Service:
         body, descriptors, _ = message
         session.open_requests += 1
         try:
-            request, verb = integer(body, "id"), text(body, "do", 1 << 20)
+            request, verb = integer(body, "id"), text(body, "do", protocol.MAX_REQUEST_BYTES)
             if (verb == "hello") == session.is_greeted:
                 raise Nonsense("hello is said once, and first")
             handler = _REQUESTS.get(verb)

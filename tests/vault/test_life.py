@@ -7,6 +7,7 @@ import os
 import pathlib
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,7 +18,7 @@ from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, VaultErro
 from cumem_sleep.vault import protocol
 from cumem_sleep.vault.address import Address
 from cumem_sleep.vault.client import Backup, Shown, VaultClient
-from cumem_sleep.vault.pool import Host
+from cumem_sleep.vault.pool import Host, Pool
 from cumem_sleep.vault.server import Vault, visible_gpus
 
 pytestmark = pytest.mark.sim
@@ -181,13 +182,43 @@ def test_a_vault_takes_no_more_than_it_may_with_what_it_adopts(
     assert from_slabs(sleeper.client, sleeper.backup) == sleeper.content
     assert new.status()["adopted_bytes"] == 0
     client.mark([full[0].backup], needed=False)
+    given_back, _ = client.slabs.descriptor(full[0].backup.extents[0].slab)
+    assert os.fstat(given_back).st_blocks
     adopted = sleeper.show_to(client)
+    eventually(lambda: os.fstat(given_back).st_blocks == 0, "its memory is gone, whoever has it open")
     status = new.status()
     assert (status["adopted_bytes"], status["pinned_bytes"], status["evicted_bytes"]) == (16 * MIB,) * 3
     assert client.mark([full[0].backup], needed=True) == [full[0].backup]
     sleeper.check(client, adopted)
     full[1].check(client, full[1].backup)
     client.close()
+
+
+def test_a_vault_that_ends_gives_no_memory_back_that_others_read(
+    folder: pathlib.Path, allocator: CuMemAllocator
+) -> None:
+    allocator._open()
+    posted: deque[Callable[[], None]] = deque()
+    changed: list[bool] = []
+    host = Host(lambda: 1 << 40, 1, lambda line: None)
+    old, new = (Pool(PAGE, None, 0, [-1], host, posted.append, lambda: changed.append(True)) for _ in range(2))
+    for pool in (old, new):
+        pool.take_more()
+        eventually(lambda: bool(posted), "the slab is there")
+        posted.popleft()()
+    left, kept = (os.dup(pool.slab(1).descriptor) for pool in (old, new))
+    old.finish()
+    old.close()
+    found: list[object] = []
+    new.look_at([left], found.append)
+    eventually(lambda: bool(posted), "it was looked at")
+    posted.popleft()()
+    new.finish()
+    with pytest.raises(InvalidState, match="about to end"):
+        new.adopt(found[0].result(), {})  # type: ignore[attr-defined]
+    new.close()
+    assert os.fstat(kept).st_blocks * 512 == PAGE
+    os.close(kept)
 
 
 # Stopped
