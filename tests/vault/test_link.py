@@ -188,6 +188,37 @@ def test_a_call_that_fails_fails_one_request(
     client.close()
 
 
+def test_memory_stays_until_its_copies_have_ended_even_if_the_wait_for_them_fails(folder: pathlib.Path) -> None:
+    script = """
+        import pathlib, sys, threading
+        sys.path.insert(0, FOLDER)
+        from running import *
+        from cumem_sleep.vault.address import Address
+        from cumem_sleep.vault.server import *
+        allocator = fresh_allocator()
+        allocator._open()
+        vault = Vault(Address(pathlib.Path(SOCKET)), 4 * PAGE, visible_gpus(), Host(lambda: 1 << 40, 1, print))
+        thread = threading.Thread(target=vault.run)
+        thread.start()
+        client = VaultClient(pathlib.Path(SOCKET))
+        mine = Segment(client, allocator.malloc(PAGE, "weights"), PAGE)
+        (backup,) = client.reserve(mine.gpu, [PAGE])
+        sim.fail("cuStreamSynchronize", error="CUDA_ERROR_INVALID_VALUE")
+        lent, offset = mine.lend()
+        with raises(DriverError, "cuStreamSynchronize"):
+            client.wait([client.write(lent, mine.ranges(backup, offset))])
+        client.take_back([lent])  # unmapped under a copy, it would break the GPU's context
+        mine.write(backup)
+        client.close()
+        vault.stop(wait=False)
+        thread.join(30)
+        """
+    script = script.replace("FOLDER", repr(str(pathlib.Path(__file__).parent)))
+    script = script.replace("SOCKET", repr(str(folder / "vault.sock")))
+    process = run_script(script, CUMEM_SLEEP_SIM_COPY_DELAY_US="200000")
+    assert process.returncode == 0, process.stderr
+
+
 def test_a_gpu_that_is_lost_ends_the_vault_for_the_next_one(
     folder: pathlib.Path, allocator: CuMemAllocator, memory: Memory
 ) -> None:
