@@ -2,7 +2,7 @@
 
 Only headers of CUDA are needed: from CUDA_HOME or CUDA_PATH, else from the wheel `nvidia-cuda-runtime`, a build
 requirement, else from /usr/local/cuda. Nothing is linked against CUDA. CUMEM_SLEEP_SANITIZE=address,undefined (any
-list that the compiler's -fsanitize takes) builds both with sanitizers.
+list that the compiler's -fsanitize takes) builds both with sanitizers, and has the states of segments checked.
 """
 
 import importlib.metadata
@@ -85,7 +85,7 @@ if not sanitize:  # Python's own flags ask for debug information: nine tenths of
     link_args.append("-Wl,--strip-all")
 else:
     flags = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g"]
-    compile_args += flags
+    compile_args += [*flags, "-DCUMEM_DEBUG"]  # which checks invariants too
     link_args += flags
 headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))
 

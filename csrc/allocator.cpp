@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "driver.h"
+#include "invariants.h"
 
 namespace cumem_sleep {
 
@@ -24,6 +25,18 @@ thread_local const std::string* current_tag = nullptr;
 
 std::atomic<void (*)()> free_listener{nullptr};
 
+const char* name_of(Segment::Sleep sleep) {
+    switch (sleep) {
+        case Segment::Sleep::kAwake:
+            return "awake";
+        case Segment::Sleep::kBackedUp:
+            return "backed up";
+        case Segment::Sleep::kDropped:
+            return "dropped";
+    }
+    return "?";
+}
+
 size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
 
 }  // namespace
@@ -34,6 +47,38 @@ Segment::Segment(uint64_t segment_id, int device, size_t bytes, std::string segm
 void Segment::map() {
     ContextScope context(mapping.device());
     mapping.map();
+    check_valid(*this);
+}
+
+bool Segment::is_valid() const {
+    if (freed) return true;  // it may be on its way out, one step after the other
+    const bool has_address = mapping.state() != Mapping::State::kUnreserved;
+    switch (sleep) {
+        case Sleep::kAwake:  // detached in the middle of a sleep
+            return mapping.has_memory() && !keeps_bytes;
+        case Sleep::kBackedUp:
+            return has_address && has_backup && !keeps_bytes && !lent;
+        case Sleep::kDropped:
+            return has_address && (mapping.has_memory() || !keeps_bytes) && !lent;
+    }
+    return false;
+}
+
+bool Segment::is_valid_at_rest(bool is_unreleased) const {
+    if (!is_valid() || lent) return false;
+    if (sleep == Sleep::kAwake) return mapping.state() == Mapping::State::kMapped;
+    return !mapping.has_memory() || keeps_bytes || is_unreleased;
+}
+
+std::string Segment::describe() const {
+    std::string text = "segment " + std::to_string(id) + " (" + tag + "): " + name_of(sleep) + ", its mapping " +
+                       name_of(mapping.state());
+    for (const auto& [flag, name] : {std::pair{&freed, "freed"},
+                                     {&has_backup, "has a backup"},
+                                     {&keeps_bytes, "keeps its bytes"},
+                                     {&lent, "lent"}})
+        if (*flag) text += std::string(", ") + name;
+    return text;
 }
 
 SegmentTable& SegmentTable::get() {
@@ -72,6 +117,7 @@ SegmentPtr SegmentTable::allocate(size_t bytes, int device, const std::string& t
 void SegmentTable::hand_out(const SegmentPtr& segment) {
     by_address_.emplace(segment->mapping.address(), segment);
     ++handed_out_[segment->mapping.device()];
+    check_valid(*segment);
 }
 
 // The segment at `address`, no longer handed out, and whether it is pinned: then the last unpin gives it back.
@@ -142,6 +188,7 @@ SegmentPtr SegmentTable::find(CUdeviceptr address) const {
 }
 
 std::vector<SegmentPtr> SegmentTable::segments() const {
+    if (Driver::is_open()) Driver::get();
     std::vector<SegmentPtr> all;
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -180,6 +227,7 @@ void SegmentTable::unpin(const std::vector<SegmentPtr>& segments) noexcept {
         std::lock_guard<std::mutex> lock(mutex_);
         for (const SegmentPtr& segment : last)
             if (--segment->pins == 0 && segment->freed) freed.push_back(segment);
+        check_valid(*this);
     }
     for (const SegmentPtr& segment : freed) destroy_or_defer(segment);
 }
@@ -217,6 +265,7 @@ size_t SegmentTable::put_to_sleep(const std::vector<SegmentPtr>& backed_up, cons
             Segment& segment = *all[done];
             segment.sleep = undone ? Segment::Sleep::kAwake : detached_sleep(done);
             segment.keeps_bytes = segment.sleep == Segment::Sleep::kDropped;
+            check_valid(segment);
             if (segment.sleep != Segment::Sleep::kBackedUp) continue;
             std::lock_guard<std::mutex> lock(mutex_);
             unreleased_.push_back(all[done]);
@@ -226,6 +275,7 @@ size_t SegmentTable::put_to_sleep(const std::vector<SegmentPtr>& backed_up, cons
     for (size_t i = 0; i < all.size(); ++i) {
         all[i]->sleep = detached_sleep(i);
         all[i]->keeps_bytes = false;
+        check_valid(*all[i]);
     }
     return release_all(all);
 }
@@ -240,6 +290,7 @@ size_t SegmentTable::release_all(const std::vector<SegmentPtr>& segments) noexce
                                   segment->mapping.release();
                                   return true;
                               });
+        check_valid(*segment);
         if (released) {
             bytes += segment->mapping.bytes();
         } else {
@@ -267,6 +318,7 @@ void SegmentTable::detach_unused(const std::vector<SegmentPtr>& segments) noexce
             segment->mapping.detach();
             return true;
         });
+        check_valid(*segment);
     }
 }
 
@@ -277,6 +329,7 @@ void SegmentTable::finish_wake(const std::vector<SegmentPtr>& segments) {
     for (const SegmentPtr& segment : segments) {
         segment->sleep = Segment::Sleep::kAwake;
         segment->keeps_bytes = false;
+        check_valid(*segment);
     }
 }
 
@@ -289,6 +342,27 @@ void SegmentTable::undo_wake(const std::vector<SegmentPtr>& segments) noexcept {
     std::set<int> devices;
     for (const SegmentPtr& segment : asleep) devices.insert(segment->mapping.device());
     for (const int device : devices) release_waiter(device);  // the wake may be asked for again, and need every byte
+}
+
+bool SegmentTable::is_valid() const {
+    std::set<uint64_t> unreleased;
+    for (const SegmentPtr& segment : unreleased_) unreleased.insert(segment->id);
+    std::map<int, size_t> counts;
+    for (const auto& [address, segment] : by_address_) {
+        ++counts[segment->mapping.device()];
+        if (segment->freed || segment->pins < 0 || address != segment->mapping.address()) return false;
+        if (segment->pins == 0 && !segment->is_valid_at_rest(unreleased.count(segment->id) > 0)) return false;
+    }
+    const auto is_counted = [&](const auto& entry) { return counts[entry.first] == entry.second; };
+    return std::all_of(handed_out_.begin(), handed_out_.end(), is_counted) &&
+           std::all_of(deferred_.begin(), deferred_.end(), [](const auto& segment) { return segment->freed.load(); });
+}
+
+std::string SegmentTable::describe() const {
+    std::string text = "the table of segments";
+    for (const auto& [address, segment] : by_address_)
+        text += "\n  " + segment->describe() + ", pinned " + std::to_string(segment->pins) + " times";
+    return text;
 }
 
 size_t SegmentTable::reclaim() noexcept {

@@ -35,6 +35,13 @@ struct Segment {
     // Physical memory under its address again (Mapping::map), on any thread. It must be pinned.
     void map();
 
+    // Which states go together: the table of docs/how-it-works.md. The first holds whenever an operation has finished a
+    // step, the second also when no operation has the segment pinned; whether memory that is left to a sleeping one is
+    // to be released later, only the table of segments knows.
+    bool is_valid() const;
+    bool is_valid_at_rest(bool is_unreleased) const;
+    std::string describe() const;
+
     const uint64_t id;  // never used twice in a process, unlike addresses
     const std::string tag;
     Mapping mapping;
@@ -77,7 +84,7 @@ class SegmentTable {
 
     // The segment that `address` lies in; null if none that is handed out.
     SegmentPtr find(CUdeviceptr address) const;
-    // Segments that are handed out, oldest first.
+    // Segments that are handed out, oldest first. Throws InvalidState in a forked child, which has none.
     std::vector<SegmentPtr> segments() const;
 
     // A pinned segment keeps its address and memory; freeing it is put off until the last unpin. Returns those that
@@ -105,6 +112,10 @@ class SegmentTable {
     // Tries again what the driver refused earlier, but leaves alone what an operation has pinned. Never throws; returns
     // the number of segments, and of other mappings, that still hold memory which nobody uses.
     size_t reclaim() noexcept;
+
+    // For `check_valid`; with `mutex_` held.
+    bool is_valid() const;
+    std::string describe() const;
 
   private:
     void hand_out(const SegmentPtr& segment);

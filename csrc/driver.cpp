@@ -165,6 +165,13 @@ void Driver::fail(const char* call, CUresult result, const std::string& segment)
     throw DriverError(call, error_name(result), text ? text : "", segment);
 }
 
+std::optional<std::string> driver_path() {
+    if (!Driver::is_open() || Driver::is_forked()) return std::nullopt;
+    return Driver::get().path();
+}
+
+bool driver_is_simulated() { return driver_path() && Driver::get().simulated(); }
+
 ContextScope::ContextScope(int device) {
     const CUcontext context = primary_context(device);
     const Driver& driver = Driver::get();

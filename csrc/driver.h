@@ -7,6 +7,7 @@
 #include <cuda.h>
 
 #include <cstddef>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -161,6 +162,10 @@ template <typename... Args>
 void Call<CUresult(Args...)>::operator()(Args... args) const {
     if (CUresult result = function_(args...); result != CUDA_SUCCESS) Driver::get().fail(name, result);
 }
+
+// Of the driver that this process can use: the path it was opened from, or nothing if there is none.
+std::optional<std::string> driver_path();
+bool driver_is_simulated();
 
 // For destructors and undoing: runs `step` once more if it throws or returns false, because one refused call (another
 // thread's capture, a passing fault) must not leave memory behind. Returns whether it succeeded.

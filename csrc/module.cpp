@@ -16,6 +16,7 @@
 #include "holds.h"
 #include "host_memory.h"
 #include "interpreter.h"
+#include "invariants.h"
 #include "operation.h"
 #include "scratch.h"
 #include "shared_memory.h"
@@ -35,12 +36,8 @@ void bind_driver(py::module_& module) {
                "Open libcuda (or a simulated driver) from `path` and initialise it; once per process.");
     module.def("driver_is_open", &Driver::is_open);
     module.def("driver_is_forked", &Driver::is_forked);
-    module.def("driver_path", []() -> py::object {
-        if (!Driver::is_open() || Driver::is_forked()) return py::none();
-        return py::str(Driver::get().path());
-    });
-    module.def("driver_is_simulated",
-               [] { return Driver::is_open() && !Driver::is_forked() && Driver::get().simulated(); });
+    module.def("driver_path", &driver_path, "Of the driver that this process can use; None if it can use none.");
+    module.def("driver_is_simulated", &driver_is_simulated);
     module.def("driver_version", [] { return Driver::get().version(); });
 
     module.def("device_count", &device_count, NoGil());
@@ -102,13 +99,7 @@ void bind_segment(py::module_& module) {
 }
 
 void bind_segment_table(py::module_& module) {
-    module.def(
-        "segments",
-        [] {
-            if (Driver::is_open()) Driver::get();  // tells a forked child
-            return SegmentTable::get().segments();
-        },
-        NoGil(), "Handed out, oldest first.");
+    module.def("segments", [] { return SegmentTable::get().segments(); }, NoGil(), "Handed out, oldest first.");
     py::class_<Allocation>(module, "Allocation")
         .def(py::init<size_t, std::string, int>(), py::arg("bytes"), py::arg("tag"), py::arg("device"), NoGil())
         .def_property_readonly("handed_out", &Allocation::hand_out,
@@ -288,12 +279,7 @@ void bind_ahead(py::module_& module) {
             },
             py::arg("tasks"), "More, after those that there are; begins at once.")
         .def(
-            "wait",
-            [](Ahead& self, uint64_t key) {
-                const WithoutInterpreter unlocked;
-                while (!self.wait(key, kBetweenLooks)) stop_if_asked();
-            },
-            py::arg("key"),
+            "wait", [](Ahead& self, uint64_t key) { wait_for(self, key); }, py::arg("key"), NoGil(),
             "Return when the tasks of `key` have run, raise what one of them raised. Waiting again does nothing.")
         .def("stop", &Ahead::stop, NoGil(), "Wait for what runs, drop what has not begun. Stopping again does nothing.")
         .def(
@@ -310,6 +296,7 @@ PYBIND11_MODULE(_core, module) {
     module.doc() = "Segments, host memory and copies: what cumem_sleep.allocator orders. Not a public interface.";
     errors();
     py::register_exception_translator(&translate_error);
+    module.attr("CHECKS_INVARIANTS") = kChecksInvariants;
     bind_driver(module);
     bind_devices(module);
     bind_segment(module);

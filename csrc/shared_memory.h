@@ -20,8 +20,10 @@ struct ExportedMemory {
     size_t bytes;
 };
 
-// The physical memory under `address`, which lies in a mapped segment or in scratch memory. Throws InvalidState if it
-// does not; DriverError, CUDA_ERROR_NOT_SUPPORTED among them where the host makes no memory that can be exported.
+// The physical memory under `address`, which lies in a mapped segment or in scratch memory. A free on another thread
+// waits for it, an operation does not: whoever exports holds the lock of operations, or is the operation. Throws
+// InvalidState if it lies in neither; DriverError, CUDA_ERROR_NOT_SUPPORTED among them where the host makes no memory
+// that can be exported.
 ExportedMemory export_memory(CUdeviceptr address);
 
 // Physical memory of another process (or this one), mapped at an address of its own. Bytes are shared, not copied.

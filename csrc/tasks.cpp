@@ -4,6 +4,8 @@
 #include <utility>
 #include <vector>
 
+#include "operation.h"
+
 namespace py = pybind11;
 
 namespace cumem_sleep {
@@ -25,6 +27,10 @@ AheadTask python_task(py::object work) {
         py::gil_scoped_acquire gil;
         (*shared)();
     }};
+}
+
+void wait_for(Ahead& ahead, uint64_t key) {
+    while (!ahead.wait(key, kBetweenLooks)) stop_if_asked();
 }
 
 Ahead::Tasks tasks_of(const py::dict& tasks) {

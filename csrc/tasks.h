@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 
 #include "allocator.h"
@@ -20,6 +21,9 @@ struct AheadTask {
 AheadTask map_task(const SegmentPtr& segment);
 AheadTask touch_task(const std::shared_ptr<HostBlock>& block, size_t offset, size_t bytes);
 AheadTask python_task(pybind11::object work);
+
+// Waits for the tasks of `key`, and looks for the wish to stop meanwhile. Called without the interpreter lock.
+void wait_for(Ahead& ahead, uint64_t key);
 
 // Of a dictionary {key: [AheadTask, ...]}.
 Ahead::Tasks tasks_of(const pybind11::dict& tasks);

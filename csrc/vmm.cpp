@@ -218,6 +218,22 @@ CUmemGenericAllocationHandle Mapping::create() const {
     }
 }
 
+const char* name_of(Mapping::State state) {
+    switch (state) {
+        case Mapping::State::kUnreserved:
+            return "unreserved";
+        case Mapping::State::kUnmapped:
+            return "unmapped";
+        case Mapping::State::kDetached:
+            return "detached";
+        case Mapping::State::kMappedWithoutAccess:
+            return "mapped without access";
+        case Mapping::State::kMapped:
+            return "mapped";
+    }
+    return "?";
+}
+
 void give_back(std::unique_ptr<Mapping> mapping) noexcept {
     if (destroyed(*mapping)) return;
     std::lock_guard<std::mutex> lock(refused_mutex);

@@ -75,6 +75,8 @@ class Mapping {
     std::vector<CUmemAccessDesc> peers_;
 };
 
+const char* name_of(Mapping::State state);
+
 // For a mapping of no segment, which nobody uses any more: destroys it. What the driver refuses, twice, is tried again
 // by `reclaim_mappings`, which returns how many it still refuses.
 void give_back(std::unique_ptr<Mapping> mapping) noexcept;

@@ -4,6 +4,9 @@ from typing import TypeVar
 
 _Result = TypeVar("_Result")
 
+# Whether states that must not be end the process: in builds with sanitizers.
+CHECKS_INVARIANTS: bool
+
 def open_driver(path: str) -> None: ...
 def driver_is_open() -> bool: ...
 def driver_is_forked() -> bool: ...

@@ -261,6 +261,7 @@ def defaults() -> dict[str, str]:
         "CUMEM_SLEEP_REQUEST_DEADLINE_S": "`60`",
         "CUMEM_SLEEP_MAX_HELD_BYTES": "`256MiB`",
         "CUMEM_SLEEP_SIM_DEVICE_BYTES": f"`{1 << 30}`",
+        "CUMEM_SLEEP_SIM_DEVICE_ORDER": "none",
         plugin.DISABLE: "`0`",
         plugin.compatibility.UNTESTED: "`0`",
         "CUMEM_SLEEP_SANITIZE": "none",

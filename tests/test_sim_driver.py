@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -22,6 +23,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cumem_sleep
@@ -493,6 +495,26 @@ class TestDevices:
         assert driver.get(Int, "cuDeviceCanAccessPeer", 0, 1) == 1
         assert driver.get(Int, "cuDeviceCanAccessPeer", 1, 1) == 0
 
+    def test_may_be_numbered_differently(self, load: Callable[..., Driver]) -> None:
+        """The first two are named, those that follow are not."""
+
+        def describe(driver: Driver, device: int) -> tuple[bytes, bytes]:
+            uuid, bus = ctypes.create_string_buffer(16), ctypes.create_string_buffer(16)
+            driver.ok("cuDeviceGetUuid", uuid, device)
+            driver.ok("cuDeviceGetPCIBusId", bus, 16, device)
+            return uuid.raw, bus.value
+
+        plain = load(DEVICES=4)
+        plain.start()
+        expected = [describe(plain, device) for device in (2, 0, 1, 3)]
+        other = load(DEVICES=4, DEVICE_ORDER="2,0")
+        other.start()
+        assert [describe(other, device) for device in range(4)] == expected
+
+    @pytest.mark.parametrize("order", ["1,1", "64", "a", "1,", ",1", "1 2", "-1"])
+    def test_orders_that_cannot_be(self, load: Callable[..., Driver], order: str) -> None:
+        assert load(DEVICE_ORDER=order)("cuInit", 0) == INVALID_VALUE
+
     def test_configure_at_any_time(self, driver: Driver) -> None:
         address = driver.allocate(8 * PAGE)
         sim.configure(device_bytes=4 * PAGE)
@@ -786,6 +808,47 @@ class TestVirtualMemory:
         assert driver("cuMemExportToShareableHandle", ctypes.byref(value), handle, FABRIC, 0) == NOT_SUPPORTED
         plain = driver.create()
         assert driver("cuMemExportToShareableHandle", ctypes.byref(value), plain, POSIX_FD, 0) == INVALID_VALUE
+
+    def test_import_is_a_handle_of_the_same_memory(self, driver: Driver) -> None:
+        address, handle = driver.reserve(2 * PAGE), driver.create(handle_types=POSIX_FD)
+        descriptor = driver.get(Int, "cuMemExportToShareableHandle", handle, POSIX_FD, 0)
+        imported = driver.get(ctypes.c_uint64, "cuMemImportFromShareableHandle", descriptor, POSIX_FD)
+        assert imported != handle
+        for place, mapped in ((address, handle), (address + PAGE, imported)):
+            driver.ok("cuMemMap", place, PAGE, 0, mapped, 0)
+            assert driver.allow(place, PAGE) == OK
+        write(address, b"shared")
+        assert read(address + PAGE, 6) == b"shared"
+        found = AllocationProperties()
+        driver.ok("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(found), imported)
+        assert (found.type, found.handle_types, found.location.type, found.location.id) == (1, POSIX_FD, 1, 0)
+        # Counted once, and until the last of it is gone.
+        assert driver.free_bytes() == 254 * MIB
+        driver.ok("cuMemUnmap", address, PAGE)
+        driver.ok("cuMemRelease", handle)
+        assert driver.free_bytes() == 254 * MIB
+        driver.ok("cuMemRelease", imported)
+        assert driver.free_bytes() == 254 * MIB
+        driver.ok("cuMemUnmap", address + PAGE, PAGE)
+        assert driver.free_bytes() == 256 * MIB
+        os.close(descriptor)
+
+    def test_import_is_strict(self, driver: Driver) -> None:
+        value = ctypes.c_uint64()
+        read_end, write_end = os.pipe()
+        other = os.memfd_create("other")
+        os.ftruncate(other, PAGE)
+        for wrong in (-1, 987654, read_end, other):
+            assert driver("cuMemImportFromShareableHandle", ctypes.byref(value), wrong, POSIX_FD) == INVALID_VALUE
+        for descriptor in (read_end, write_end, other):
+            os.close(descriptor)
+        descriptor = driver.get(Int, "cuMemExportToShareableHandle", driver.create(handle_types=POSIX_FD), POSIX_FD, 0)
+        assert driver("cuMemImportFromShareableHandle", None, descriptor, POSIX_FD) == INVALID_VALUE
+        assert driver("cuMemImportFromShareableHandle", ctypes.byref(value), descriptor, FABRIC) == NOT_SUPPORTED
+        assert driver("cuMemGetAllocationPropertiesFromHandle", None, 1) == INVALID_VALUE
+        found = AllocationProperties()
+        assert driver("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(found), 1) == INVALID_VALUE
+        os.close(descriptor)
 
     def test_nothing_is_left(self, driver: Driver) -> None:
         open_files = len(os.listdir("/proc/self/fd"))
@@ -1190,6 +1253,23 @@ class TestRegistration:
         assert driver("cuMemHostRegister", 4096, PAGE, 0) == INVALID_VALUE
         assert driver("cuMemHostRegister", driver.allocate(), PAGE, 0) == INVALID_VALUE  # device memory
         assert sim.stats().registered_bytes == 0
+
+    def test_memory_that_cannot_be_written_to(self, driver: Driver) -> None:
+        """Is registered for reading only, and read by copies only."""
+        read_only = 8
+        address, stream = driver.allocate(), driver.stream()
+        with tempfile.TemporaryFile() as file:
+            file.write(b"r" * PAGE)
+            file.flush()
+            view = mmap.mmap(file.fileno(), PAGE, mmap.MAP_SHARED, mmap.PROT_READ)
+        host = np.frombuffer(view, np.uint8).ctypes.data
+        assert driver("cuMemHostRegister", host, PAGE, 0) == INVALID_VALUE
+        driver.ok("cuMemHostRegister", host, PAGE, read_only)
+        driver.ok("cuMemcpyHtoDAsync", address, host, PAGE, stream)
+        driver.ok("cuStreamSynchronize", stream)
+        assert read(address) == b"r" * 16
+        assert driver("cuMemcpyDtoHAsync", host, address, PAGE, stream) == INVALID_VALUE
+        driver.ok("cuMemHostUnregister", host)
 
     def test_range_with_a_hole(self, driver: Driver) -> None:
         libc = ctypes.CDLL(None, use_errno=True)

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 
 #include "capture_rules.h"
 #include "streams.h"
@@ -32,7 +33,8 @@ bool is_writable_memory(std::uintptr_t address) {
     constexpr int kPopulateRead = 22, kPopulateWrite = 23;  // older C libraries do not name them
     static const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
     void* const page = reinterpret_cast<void*>(address - address % page_bytes);
-    return madvise(page, page_bytes, kPopulateWrite) == 0 || madvise(page, page_bytes, kPopulateRead) != 0;
+    const bool refused = madvise(page, page_bytes, kPopulateWrite) != 0 && errno == EINVAL;
+    return !refused || madvise(page, page_bytes, kPopulateRead) != 0;
 }
 
 // The first registration that shares a byte with the range.

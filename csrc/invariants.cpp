@@ -1,0 +1,13 @@
+#include "invariants.h"
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace cumem_sleep {
+
+void stop_for_invalid(const std::string& found) noexcept {
+    fprintf(stderr, "cumem-sleep: a state that must not be: %s\n", found.c_str());
+    std::abort();
+}
+
+}  // namespace cumem_sleep
