@@ -89,12 +89,17 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         InvalidArgument: a size or a GPU is wrong.
         DriverError: there is no driver.
     """
+
+    def tell(line: str) -> None:
+        with suppress(OSError):  # whoever read this has gone; the clients have not
+            say(line)
+
     open_driver(Settings.from_environment().driver)
     gpus = visible_gpus(options.gpus)
     threads = min(_MOST_THREADS, max(1, limits.usable_cores() * 3 // 4))
     address = Address(options.socket or protocol.default_socket())
     try:
-        vault = Vault(address, options.memory, gpus, Host(room_bytes, threads, say), options.slab_size)
+        vault = Vault(address, options.memory, gpus, Host(room_bytes, threads, tell), options.slab_size)
     except BaseException:
         address.close()
         raise
@@ -107,10 +112,10 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     names = ", ".join(f"{gpu.name} {gpu.uuid}" for gpu in gpus)
-    say(f"listens at {address.path}; takes {format_bytes(vault.memory_bytes)}; serves {names}")
+    tell(f"listens at {address.path}; takes {format_bytes(vault.memory_bytes)}; serves {names}")
     _notify_systemd("READY=1")
     vault.run()
-    say("ends")
+    tell("ends")
 
 
 def room_bytes() -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 from running import RunningVault, Segment
-from support import PAGE
+from support import PAGE, run_script
 
 from cumem_sleep import CuMemAllocator
 from cumem_sleep.tools import cli
@@ -108,6 +108,26 @@ def test_bad_usage_is_told(
 def test_what_is_not_in_order_is_the_conclusion() -> None:
     assert command.Status({"short": "host memory"}).conclusion() == "it cannot take more memory now: host memory"
     assert command.Status({"short": ""}).conclusion() == ""
+
+
+def test_nobody_has_to_read_what_it_says(folder: pathlib.Path) -> None:
+    script = """
+        import subprocess, sys
+        from cumem_sleep.vault.client import *
+        command = [sys.executable, "-m", "cumem_sleep", "vault", "--memory", "64MiB", "--socket", SOCKET]
+        vault = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert "listens" in vault.stderr.readline()
+        vault.stderr.close()
+        for _ in range(3):
+            client = VaultClient(Path(SOCKET))
+            with raises(VaultLost, "cut this process off"):
+                client._ask("dance")  # the vault says so, to nobody
+            client.close()
+        vault.terminate()
+        assert vault.wait(30) == 0
+        """
+    process = run_script(script.replace("SOCKET", repr(str(folder / "vault.sock"))))
+    assert process.returncode == 0, process.stderr
 
 
 def test_systemd_is_told_when_it_serves(start_vault: Callable[..., RunningVault], tmp_path: pathlib.Path) -> None:
