@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from support import DRIVER
 
 import cumem_sleep
 from cumem_sleep import _core
@@ -32,7 +33,7 @@ def eventually(is_so: Callable[[], bool], what: str) -> None:
 
 
 class RunningVault:
-    """`cumem-sleep vault` on the simulated driver."""
+    """`cumem-sleep vault`, on the driver of the test run."""
 
     def __init__(self, folder: pathlib.Path, memory: str = "64MiB", *options: str, **environment: str) -> None:
         self.socket = folder / "vault.sock"
@@ -41,7 +42,7 @@ class RunningVault:
         root = str(pathlib.Path(cumem_sleep.__path__[0]).parent)
         self.process = subprocess.Popen(
             [*command, *options],
-            env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": root, **environment},
+            env={**os.environ, "CUMEM_SLEEP_DRIVER": DRIVER, "PYTHONPATH": root, **environment},
             cwd=folder,
             stderr=subprocess.PIPE,
             text=True,

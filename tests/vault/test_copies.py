@@ -1,4 +1,4 @@
-"""Backups in the vault: every byte, whoever shares it, with real processes on the simulated driver."""
+"""Backups in the vault: every byte, whoever shares it, with real processes, on the simulated driver and on a GPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from support import PAGE, Memory, assert_clean_exit, run_script
 from cumem_sleep import CuMemAllocator, DriverError, InvalidArgument, InvalidState, OutOfHostMemory, _core
 from cumem_sleep.vault.client import Backup, Range, VaultClient
 from cumem_sleep.vault.ledger import Key
-
-pytestmark = pytest.mark.sim
 
 
 @pytest.fixture
@@ -60,6 +58,7 @@ def test_requests_are_sent_ahead_of_their_answers(segment: MakeSegment, memory: 
     assert [memory.read(each.address, PAGE) for each in segments] == contents[-1:] + contents[:-1]
 
 
+@pytest.mark.sim  # elsewhere others take memory, too
 def test_no_process_keeps_anothers_memory(
     segment: MakeSegment, allocator: CuMemAllocator, memory: Memory, vault: RunningVault
 ) -> None:
@@ -262,6 +261,7 @@ def test_a_gpu_that_the_vault_does_not_serve_is_named(client: VaultClient) -> No
         client.reserve("GPU-1", [1])
 
 
+@pytest.mark.sim
 def test_processes_number_gpus_differently(start_vault: Callable[..., RunningVault]) -> None:
     two = {"CUMEM_SLEEP_SIM_DEVICES": "2"}
     vault = start_vault("64MiB", "--gpus", "1", **two)
