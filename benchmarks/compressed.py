@@ -5,7 +5,7 @@
 Each kind of content and each way has a process of its own. All weights are written anew before a sleep that is to copy
 them; a checkpoint's, which are repeated until the memory is full, times 1 + 0.01 of a normal value, as if trained on.
 Every wake is checked by checksums that share no code with the layer. Wakes are right after their sleep, or some seconds
-later: the driver wipes freed memory at first, and what copies then has less of the link.
+later: the driver scrubs freed memory at first, and what copies then has less of the link.
 """
 
 from __future__ import annotations

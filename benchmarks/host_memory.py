@@ -29,11 +29,11 @@ from record import GIB, write
 from cumem_sleep import CuMemAllocator, _core
 from cumem_sleep._core import Ahead
 from cumem_sleep.backups import limits as host_limits
-from cumem_sleep.backups.store import SLAB_BYTES
 from cumem_sleep.tools.bench.memory import DeviceMemory, open_memory
 from cumem_sleep.tools.bench.workload import kv_segments, model_like
+from cumem_sleep.tuning import Tuning
 
-TOUCH_BYTES = 64 << 20
+SLAB_BYTES, TOUCH_BYTES = Tuning().slab_bytes, Tuning().touch_bytes
 DEVICE_BYTES = 2 * GIB
 PAUSES_S = (0.0, 0.0, 8.0)
 ALONE, SLEEP = "the calls alone", "a first sleep"

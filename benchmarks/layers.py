@@ -198,7 +198,7 @@ class Bare(Layer):
     packages = ("cumem_sleep", "cumem-sleep")
     needs_gpu = False
 
-    def pool(self, tag: str) -> AbstractContextManager[object]:
+    def pool(self, _tag: str) -> AbstractContextManager[object]:
         return nullcontext()
 
 

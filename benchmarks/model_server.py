@@ -25,7 +25,7 @@ TAIL_LINES = 40
 def exit_on_sigterm() -> None:
     """So that what was started is ended. `timeout` sends the signal twice: the second must not cut that short."""
 
-    def leave(number: int, frame: object) -> None:
+    def leave(number: int, _frame: object) -> None:
         signal.signal(number, signal.SIG_IGN)
         sys.exit(128 + number)
 

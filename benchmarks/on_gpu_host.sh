@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the project on a GPU host without network and runs what needs a GPU; raw results go to the folder $1.
 #   benchmarks/on_gpu_host.sh OUT [tests|tests_1|tests_2] [sanitizer] [decoder] [bench] [compressed] [codec] [small] [prepare]
-#       [host_memory] [peers] [switching] [switching_fp8] [scenarios] [two_gpus] [serve]
+#       [beside] [host_memory] [peers] [switching] [switching_fp8] [scenarios] [two_gpus] [serve]
 # What `peers` compares with comes from .gpu/peers.tar.xz (benchmarks/peers_bundle.py), if it is there; vLLM for
 # the last five from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed. Both parts of that benchmark add to one file,
 # which begins as .gpu/switching.json if that is there.
@@ -73,6 +73,17 @@ for what in "$@"; do
         ;;
     decoder) timeout 200 python3 benchmarks/decoder.py --out "$out/decoder.json" --checkpoint /tmp/qwen3-8b ;;
     bench) timeout 280 python3 -m cumem_sleep bench --weights 62488MiB --kv 54.63GiB --json >"$out/bench.json" ;;
+    beside)
+        # Today's bench and that of .gpu/base.tar.gz (`git archive` of an earlier commit), in turns: one machine, one hour.
+        mkdir -p /tmp/base && tar xzf .gpu/base.tar.gz -C /tmp/base || exit 1
+        (cd /tmp/base && python3 -m pip install --no-build-isolation --no-deps -q --upgrade --target /tmp/base_site .) || exit 1
+        for turn in 1 2; do
+            for site in base_site site; do
+                PYTHONPATH=/tmp/$site timeout 130 python3 -m cumem_sleep bench --touch-host-memory --weights 62488MiB \
+                    --kv 54.63GiB --json >"$out/bench_$site.$turn.json" || status=1
+            done
+        done
+        ;;
     compressed) timeout 280 python3 benchmarks/compressed.py --out "$out/compressed.json" "${checkpoint[@]}" ;;
     codec) timeout 200 python3 benchmarks/codec.py --out "$out/codec.json" "${checkpoint[@]}" ;;
     small)

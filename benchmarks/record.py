@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +18,25 @@ GIB = 1 << 30
 
 
 def machine() -> dict[str, Any]:
-    """Facts of this machine and the versions in use."""
+    """What `cumem-sleep bench` says of the machine, all GPUs and their link, and the commit."""
     import torch
 
-    from cumem_sleep import _core
-    from cumem_sleep.backups import limits as host_limits
+    from cumem_sleep.tools.machine import machine_facts
 
-    device = torch.cuda.get_device_properties(0)
-    query = "driver_version,pcie.link.gen.max,pcie.link.width.max"
-    smi = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"],
+    gpu = torch.cuda.get_device_properties(0)
+    link = subprocess.run(
+        ["nvidia-smi", "--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader", "--id=0"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    command = ["python", *(argument.removeprefix(f"{Path(argument).parent}/") for argument in sys.argv)]
     return {
-        "gpu": device.name,
+        **asdict(machine_facts(gpu.name, command)),
         "gpus": torch.cuda.device_count(),
-        "gpu_memory_gib": round(device.total_memory / GIB, 1),
-        "driver, pcie generation, width": smi.strip(),
-        "cuda_driver_api": _core.driver_version() if _core.driver_is_open() else None,
-        "cores": host_limits.usable_cores(),
-        "host_memory": meminfo["MemTotal"].strip(),
-        "transparent_hugepage": Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": importlib.metadata.version("triton"),
-        "cumem_sleep": importlib.metadata.version("cumem-sleep"),
+        "gpu_memory_bytes": gpu.total_memory,
+        "pcie generation, width": link.strip(),
         "commit": os.environ.get("COMMIT"),  # a copy of the tree does not know it
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("CUMEM_SLEEP_", "PYTORCH_"))},
-        "command": " ".join(["python", *(argument.removeprefix(f"{Path(argument).parent}/") for argument in sys.argv)]),
     }
 
 

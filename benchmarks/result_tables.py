@@ -1,9 +1,9 @@
 """Writes the tables of docs/benchmarks.md, the README's figures and the plots from the raw results.
 
-So no figure is typed by hand.
+No figure is typed by hand.
 
 python benchmarks/result_tables.py            # rewrites them; needs matplotlib
-python benchmarks/result_tables.py --check    # fails if they say something else
+python benchmarks/result_tables.py --check    # fails if they are out of date
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from recording import CLEAN_SLEEP, DIRTY_SLEEP, FIRST_SLEEP, HOOK_SEGMENT_BYTES,
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PLOT = ROOT / "docs" / "peers.svg"
-SWITCHING = "switching.json"  # is left out as long as it is not there
+SWITCHING = "switching.json"  # left out if there is none
 SWITCHING_PLOT = ROOT / "docs" / "switching.svg"
 HEADLINE_BEGIN = "<!-- headline: made by benchmarks/result_tables.py from benchmarks/results, do not edit -->"
 HEADLINE_END = "<!-- /headline -->"
@@ -35,7 +35,9 @@ GIB = 1 << 30
 MIB = 1 << 20
 BOTH_HOOKS = tuple(f"malloc and free of a {nbytes // MIB} MiB segment" for nbytes in HOOK_SEGMENT_BYTES)
 PLOTTED = (FIRST_SLEEP, CLEAN_SLEEP, DIRTY_SLEEP, WAKE, LATE_WAKE)
-PALETTE = runpy.run_path(str(ROOT / "cumem_sleep" / "tools" / "bench" / "palette.py"))  # the package may not be installed
+PALETTE = runpy.run_path(
+    str(ROOT / "cumem_sleep" / "tools" / "bench" / "palette.py")
+)  # the package may not be installed
 
 
 def load(name: str) -> dict[str, Any]:
@@ -50,7 +52,8 @@ def load(name: str) -> dict[str, Any]:
 
 def machine(result: dict[str, Any]) -> str:
     facts = result["machine"]
-    driver = facts.get("driver") or facts["driver, pcie generation, width"].split(",")[0]
+    in_older_results = facts.get("driver, pcie generation, width", "").split(",")[0]
+    driver = facts.get("driver") or in_older_results or "not known"
     return f"{facts['gpu']}, driver {driver}, {facts['cores']} cores, PyTorch {facts['torch']}"
 
 
@@ -68,7 +71,7 @@ def spread(values: list[float]) -> str:
 
 
 def bench_table(result: dict[str, Any], title: str) -> list[str]:
-    """Each step's median and spread, beside the link measured in the same run (`cumem-sleep bench --json`)."""
+    """Each step's median and spread, compared with the link in the same run (`cumem-sleep bench --json`)."""
     link, workload, digest = result["link_gbps"], result["workload"], result["digest"]
     lines = [
         f"**{title}**: {workload['segments']} segments, {workload['weights_bytes'] / GIB:.2f} GiB of weights,"
@@ -151,8 +154,8 @@ def peers_table(result: dict[str, Any], title: str, below: Sequence[str] = ()) -
     lines = [
         f"**{title}**, the same tensors: {workload['segments']} segments,"
         f" {workload['weights_bytes'] / GIB:.2f} GiB of weights, {workload['kv_cache_bytes'] / GIB:.2f} GiB of KV"
-        " cache. Each layer in processes of its own, one after the other, in one run; every byte checked after every"
-        " wake."
+        " cache. Each layer ran in its own processes, one after the other, in one run; every byte was checked after"
+        " every wake."
         f" {machine(result)}. The link: {link_gbps(result, 'to_host')} to the host,"
         f" {link_gbps(result, 'to_device')} to the GPU. Seconds, median and range:",
         "",
@@ -444,8 +447,8 @@ def scenarios_table(result: dict[str, Any]) -> list[str]:
 def prepare_table(result: dict[str, Any]) -> list[str]:
     """What a model that runs meanwhile pays."""
     lines = [
-        "**prepare() beside a running model**: a decode step in a CUDA graph that reads"
-        f" {result['weights_bytes'] / GIB:.0f} GiB of weights, its token copied to the host each time."
+        "**prepare() while a model runs**: a decode step in a CUDA graph that reads"
+        f" {result['weights_bytes'] / GIB:.0f} GiB of weights, and copies its token to the host each time."
         f" {machine(result)}.",
         "",
         "| limit GB/s | reached GB/s | step alone ms (mean, p99) | step meanwhile ms (mean, p99) | slower by |",
@@ -489,9 +492,9 @@ def compressed_table(result: dict[str, Any]) -> list[str]:
     results = [one for one in result["results"] if "error" not in one]
     gib = results[0]["bytes"] / GIB
     lines = [
-        f"**Compressed backups** (`CUMEM_SLEEP_COMPRESS=auto`) beside raw ones: a 32B model's memory, {gib:.2f} GiB of"
-        " weights, 54.63 GiB of KV cache, a process for each line, every byte checked after every wake."
-        f" {machine(results[0])}. In parentheses: how many times faster than the weights' bytes on the link"
+        f"**Compressed backups** (`CUMEM_SLEEP_COMPRESS=auto`) and raw ones: a 32B model's memory, {gib:.2f} GiB of"
+        " weights, 54.63 GiB of KV cache, one process for each line, every byte checked after every wake."
+        f" {machine(results[0])}. In parentheses: how many times faster than the uncompressed weights on the link"
         f" ({results[0]['link_gbps']['to_host']:.1f} and {results[0]['link_gbps']['to_device']:.1f} GB/s). Seconds,"
         " medians:",
         "",
@@ -513,8 +516,8 @@ def compressed_table(result: dict[str, Any]) -> list[str]:
         *lines,
         "",
         f"Of the compressed dirty sleep of bf16, {digits(backing_up['backing_up_s'])} s"
-        f" ({backing_up['backing_up_times_link']:.2f} ×) pass until all is backed up, the rest is the driver's giving"
-        " device memory back. Wakes are right after their sleep, or some seconds later. The checkpoint is"
+        f" ({backing_up['backing_up_times_link']:.2f} ×) pass until everything is backed up; in the rest the driver"
+        " releases device memory. Wakes follow right after their sleep, or some seconds later. The checkpoint is"
         " all-MiniLM-L6-v2, repeated; before a dirty sleep each of its values was changed by about 1 %.",
     ]
 
@@ -522,10 +525,10 @@ def compressed_table(result: dict[str, Any]) -> list[str]:
 def host_memory_table(result: dict[str, Any]) -> list[str]:
     """What a first sleep waits for, one step after the other."""
     lines = [
-        f"**Host memory**: {result['bytes'] / GIB:.0f} GiB that is touched (by threads), then registered (by one), then"
-        f" copied to, as a first sleep does side by side. {machine(result)}. Seconds:",
+        f"**Host memory**: {result['bytes'] / GIB:.0f} GiB, prefaulted (by many threads), then registered (by one),"
+        f" then copied to. A first sleep does these steps in parallel. {machine(result)}. Seconds:",
         "",
-        "| in this virtual machine | touch | register | copy | give back |",
+        "| in this virtual machine | prefault | register | copy | give back |",
         "|---|---|---|---|---|",
     ]
     for row in result["rows"]:
@@ -542,8 +545,8 @@ def side_by_side(result: dict[str, Any]) -> str:
     both = ", ".join(f"{what} {spread(values)} s" for what, values in seconds.items())
     first = result["rows"][0]
     return (
-        f"The same steps side by side, in fresh processes in turn, where memory was in use before: {both}, each of"
-        f" {result['bytes'] / GIB:.0f} GiB (median and range; one after the other this machine took"
+        f"The same steps in parallel, in fresh processes in turn, where memory had been used before: {both}, each of"
+        f" {result['bytes'] / GIB:.0f} GiB (median and range; one after the other, these steps took"
         f" {digits(first['touch_s'])}, {digits(first['register_s'])} and {digits(first['copy_s'])} s)."
         f" {machine(result)}."
     )
@@ -552,8 +555,8 @@ def side_by_side(result: dict[str, Any]) -> str:
 def codec_table(result: dict[str, Any]) -> list[str]:
     """The codec's kernels alone beside nvCOMP's."""
     lines = [
-        f"**The codec alone**, and nvCOMP's ANS ({_version(result['nvcomp']['version'])}) beside it: stored bytes per"
-        f" byte, and GB/s of raw bytes, kernels only. {machine(result)}.",
+        f"**The codec alone**, and nvCOMP's ANS ({_version(result['nvcomp']['version'])}) in comparison: stored bytes"
+        f" per byte, and GB/s of raw bytes, kernels only. {machine(result)}.",
         "",
         "| content | codec | ratio | count | encode | decode |",
         "|---|---|---|---|---|---|",
@@ -583,9 +586,11 @@ def section() -> str:
         *switching,
         *serve_table(load("vllm_serve.json")),
         "",
-        *peers_table(load("peers.json"), "Beside its peers", PEERS_BELOW),
+        *peers_table(load("peers.json"), "Compared with its peers", PEERS_BELOW),
         "",
-        *peers_table(load("peers_vllm.json"), "Beside vLLM's layer again, another day and machine, later code"),
+        *peers_table(
+            load("peers_vllm.json"), "Compared with vLLM's layer again, on another day and machine, with later code"
+        ),
         "",
         *bench_table(load("bench.json"), "A 32B model's memory"),
         "",
@@ -603,11 +608,11 @@ def section() -> str:
         "",
         *decoder_table(load("decoder.json")),
         "",
-        "A first sleep takes and pins host memory. The virtual machines of these runs get their RAM only as"
-        " it is touched and registered for the first time, so the first one in a machine is slower than those"
-        " of later processes; `prepare()` takes all of it out of the sleep. A wake right after a sleep is a little"
-        " slower because the driver wipes the freed memory at that time. A free waits for the work that runs on the"
-        " GPU, as vLLM's does not. Pinned host memory costs 2 MiB of GPU memory per GiB. Raw results, with the"
+        "A first sleep allocates and pins host memory. The virtual machines of these runs get their RAM only when"
+        " it is prefaulted and registered for the first time, so the first sleep in a machine is slower than those"
+        " of later processes; `prepare()` takes all of this out of the sleep. A wake right after a sleep is a little"
+        " slower because the driver scrubs the freed memory at that time. A free waits for running work on the"
+        " GPU, which vLLM's does not. Pinned host memory costs 2 MiB of GPU memory per GiB. Raw results, with the"
         " commands that made them: `benchmarks/results/`.",
         "",
         END,

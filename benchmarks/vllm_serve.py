@@ -90,7 +90,7 @@ def measure(
             if answer.tokens != before:
                 raise server.failure(f"other tokens after wake {number + 1}: {answer.tokens} instead of {before}")
         server.post("/sleep?level=1")
-        time.sleep(arguments.pause)  # the driver has wiped the freed memory by then
+        time.sleep(arguments.pause)  # the driver has scrubbed the freed memory by then
         facts["wake_after_3_s"] = server.post("/wake_up")
         facts["tokens_identical"] = server.complete(PROMPT, TOKENS).tokens == before
         if way != "vllm":

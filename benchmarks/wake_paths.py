@@ -1,4 +1,4 @@
-"""Ways to copy while the driver wipes freed memory, and what a running model notices of copies and pinning.
+"""Ways to copy while the driver scrubs freed memory, and what a running model notices of copies and pinning.
 
     python benchmarks/wake_paths.py --out benchmarks/results/wake_paths.json
 
@@ -28,7 +28,6 @@ from record import GIB, touch_host_memory
 
 from cumem_sleep import CuMemAllocator, _core
 from cumem_sleep.tools.bench.workload import kv_segments, model_like
-from cumem_sleep.transfer import restorer as restore
 
 MIB = 1 << 20
 DROPPED_BYTES = 115 * GIB
@@ -62,12 +61,12 @@ class Link:
         return lambda n: self.streams[n % streams].to_device(self.address, self.block, 0, nbytes)
 
     def to_host(self, nbytes: int = PIECE_BYTES) -> Copy:
-        return lambda n: self.streams[0].to_host(self.block, 0, self.address, nbytes)
+        return lambda _: self.streams[0].to_host(self.block, 0, self.address, nbytes)
 
     def kernel(self, blocks: int, nbytes: int = PIECE_BYTES) -> Copy:
         stream = cupy.cuda.ExternalStream(self.streams[0].handle)
 
-        def start(n: int) -> None:
+        def start(_: int) -> None:
             with stream:
                 KERNEL((blocks,), (512,), (self.address, self.block.address, nbytes // 16))
 
@@ -79,7 +78,7 @@ class Link:
 
 
 def drop() -> None:
-    """Free what `mapped` mapped: from here on the driver wipes it."""
+    """Free what `mapped` mapped: from here on the driver scrubs it."""
     CuMemAllocator.get_instance().discard("kv_cache")
 
 
@@ -168,20 +167,20 @@ def wakes() -> dict[str, Any]:
         allocator.malloc(nbytes, "weights")
     for nbytes in kv_segments(int(54.63 * GIB)):
         allocator.malloc(nbytes, "kv_cache")
-    kernel_devices = set(allocator._restorer._kernel_devices)
+    kernel_devices = set(allocator._restorer._routes._kernel_devices)
     assert kernel_devices, f"the copy kernel is not in use on {small.device}"
     touch_host_memory(64 * GIB)
     allocator.sleep()
     allocator.wake_up()
     rows: dict[str, Any] = {}
-    batch_bytes = restore._ENGINE_BATCH_BYTES
+    batch_bytes = CuMemAllocator.tuning.engine_batch_bytes
     for name, devices, nbytes in (
         ("engine, 64 MiB", set(), 64 * MIB),
         ("engine, 256 MiB", set(), batch_bytes),
         ("engine or kernel", kernel_devices, batch_bytes),
     ):
-        allocator._restorer._kernel_devices = set(devices)
-        restore._ENGINE_BATCH_BYTES = nbytes
+        allocator._restorer._routes._kernel_devices = set(devices)
+        CuMemAllocator.tuning.engine_batch_bytes = nbytes
         rows[name] = {"at once_s": [], "later_s": []}
         for pause_s, key in ((0, "at once_s"), (3, "later_s")) * 3:
             allocator.sleep()

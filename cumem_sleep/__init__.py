@@ -14,7 +14,7 @@ from .interpreter import is_main_interpreter
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .allocator import CuMemAllocator, cupy_allocator
+    from .allocator import CuMemAllocator
     from .errors import (
         BackupMismatch,
         CodecError,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         VaultLost,
         VaultUnavailable,
     )
+    from .integrations.cupy import cupy_allocator
     from .operations.prepare import Preparation
     from .report import OperationTotals, SleepReport, TagUsage, WakeReport
     from .settings import Settings
@@ -58,7 +59,8 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
-    "allocator": ("CuMemAllocator", "cupy_allocator"),
+    "allocator": ("CuMemAllocator",),
+    "integrations.cupy": ("cupy_allocator",),
     "operations.prepare": ("Preparation",),
     "report": ("OperationTotals", "SleepReport", "TagUsage", "WakeReport"),
     "settings": ("Settings",),

@@ -1,53 +1,48 @@
-"""`CuMemAllocator`: tags what is allocated, and orders its sleep and its waking.
+"""`CuMemAllocator`: the public calls, the lock that they share, and the counts of what they did.
 
-Segments belong to the C++ table (`csrc/allocator.h`), host memory to the backup store. This module owns neither; it
-decides what happens to which, in such an order that a failure leaves a whole state (see `sleep` and `wake_up`).
+Segments belong to the C++ table (`csrc/allocator.h`), their backups to the store (`backups`). What a level means is in
+`levels`, and what happens in which order in `operations`.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
-import importlib.util
-import math
 import sys
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from . import _core, log
 from .backups.store import BackupStore
-from .codec.workbench import Compressor, Encoding, Workbench, close_all
-from .digest.device import DeviceDigester, Digest, DigestRun
-from .errors import (
-    BackupMismatch,
-    CodecError,
-    CumemSleepError,
-    DriverError,
-    InvalidArgument,
-    InvalidArgumentType,
-    InvalidState,
-    OutOfDeviceMemory,
-    OutOfHostMemory,
-    format_bytes,
-)
+from .codec.compressor import Compressor
+from .digest.device import DeviceDigester
+from .driver import open_driver
+from .errors import CumemSleepError, InvalidArgument, InvalidArgumentType, InvalidState, OutOfDeviceMemory
 from .integrations.torch import TorchPools, torch_with_cuda
+from .levels import (
+    DEFAULT_TAG,
+    DEFERRABLE_TAGS,
+    GRAPH_TAG,
+    RUNTIME_TAG,
+    checked_tag,
+    checked_tags,
+    dropped_at_level,
+    dropped_unless,
+)
+from .operations.layer import Layer
 from .operations.prepare import Preparation
-from .report import OperationTotals, PhaseTimer, SleepReport, TagUsage, WakeReport
+from .operations.sleep import sleep
+from .operations.wake import asleep, wake, wanting
+from .report import OperationTotals, SleepReport, TagUsage, WakeReport
+from .segments import total_bytes
 from .settings import Settings
 from .transfer.restorer import Restorer
+from .tuning import Tuning
 from .variables import warn_of_misspelt
-
-DEFAULT_TAG = "default"
-GRAPH_TAG = "cudagraph"
-RUNTIME_TAG = "runtime"  # vLLM's, for what belongs to no model, as LoRA's buffers
-# The only tags that a selective wake may leave asleep, and that a level may drop (as in vLLM).
-DEFERRABLE_TAGS = ("weights", "kv_cache")
 
 # Whose threads are to end in good order at exit; those that were let go of as well, as long as a thread works for them.
 _allocators: weakref.WeakSet[CuMemAllocator] = weakref.WeakSet()
@@ -56,10 +51,6 @@ _stores: weakref.WeakSet[BackupStore] = weakref.WeakSet()
 _Report = TypeVar("_Report", SleepReport, WakeReport)
 _Result = TypeVar("_Result")
 _Sleep = _core.Segment.Sleep
-_HEAD_BYTES = 2 << 30
-_PART_BYTES = 8 << 30  # digested in a few milliseconds, about as long as what is in flight lasts
-_IDLE_S = 0.003  # waiting for a device without work takes less than 1 ms, also in a vLLM worker (`vllm_serve.json`)
-_CAPTURE_ERRORS = "CUDA_ERROR_STREAM_CAPTURE_"
 
 
 class CuMemAllocator:
@@ -82,6 +73,7 @@ class CuMemAllocator:
 
     instance: ClassVar[CuMemAllocator | None] = None
     default_tag: ClassVar[str] = DEFAULT_TAG
+    tuning: ClassVar[Tuning] = Tuning()
     # Whether leaving a pool is when `Settings.prepare` begins; vLLM's plugin begins after the warm-up instead.
     prepares_after_pools: ClassVar[bool] = True
     _warned_of_empty_pool: ClassVar[bool] = False
@@ -105,12 +97,15 @@ class CuMemAllocator:
         self._lock: _core.OperationLock = _core.OperationLock()
         self._retired: bool = False
         self._driver_checked = False
-        self._store: BackupStore = BackupStore(self.settings, self._lock)
+        self._store: BackupStore = BackupStore(self.settings, self._lock, self.tuning)
         _allocators.add(self)
         _stores.add(self._store)
         self._digester = DeviceDigester()
-        self._restorer = Restorer()
-        self._compressor = Compressor(self.settings.compress == "auto")
+        self._restorer = Restorer(self.tuning)
+        self._compressor = Compressor(self.settings.compress == "auto", self.tuning)
+        self._layer = Layer(
+            self.settings, self.tuning, self._lock, self._store, self._digester, self._compressor, self._restorer
+        )
         self._torch_pools: TorchPools | None = None
         self._used_tags: set[str] = set()
         self._warm_devices: set[int] = set()
@@ -149,7 +144,7 @@ class CuMemAllocator:
             InvalidArgument: not a tag.
             DriverError: no usable driver.
         """
-        tag = DEFAULT_TAG if tag is None else _checked_tag(tag)
+        tag = DEFAULT_TAG if tag is None else checked_tag(tag)
         self._open()
         pools = self._pools(import_torch=True)
         self._used_tags.add(tag)
@@ -201,7 +196,7 @@ class CuMemAllocator:
         _check_integer("nbytes", nbytes, minimum=1)
         _check_integer("device", device, minimum=0)
         self._open()
-        tag = _core.thread_tag() if tag is None else _checked_tag(tag)
+        tag = _core.thread_tag() if tag is None else checked_tag(tag)
         if device >= (count := _core.device_count()):
             raise InvalidArgument(f"device={device}: there are {count}, numbered from 0")
         free_bytes, total_bytes = _core.memory_info(device)
@@ -263,16 +258,12 @@ class CuMemAllocator:
         if isinstance(level, Iterable) and not (isinstance(level, str) and _is_number(level)):
             level, offload_tags = None, level
         if offload_tags is None:
-            is_dropped = _dropped_at_level(level)
+            is_dropped = dropped_at_level(level)
         else:
-            kept = self._tags_to_back_up(offload_tags)
-
-            def is_dropped(tag: str) -> bool:
-                return tag not in kept
-
+            is_dropped = dropped_unless(self._tags_to_back_up(offload_tags))
         if is_dropped is None:
-            return self._logged(SleepReport(note="level 0 keeps all memory; nothing was done"))
-        return self._operate("sleep", partial(self._sleep_awake, None, is_dropped, "sleep"), _trim)
+            return self._counted(lambda: SleepReport(note="level 0 keeps all memory; nothing was done"), "sleep")
+        return self._operate(partial(sleep, self._layer, None, is_dropped), "sleep", _trim)
 
     def discard(self, tags: str | Iterable[str]) -> SleepReport:
         """Drop these tags, without a backup, and leave the rest as it is. What sleeps already keeps its backup.
@@ -282,7 +273,7 @@ class CuMemAllocator:
             InvalidState, DriverError: as `sleep`.
         """
         chosen = self._known_tags(tags)
-        return self._operate("discard", partial(self._sleep_awake, chosen, lambda tag: True, "discard"))
+        return self._operate(partial(sleep, self._layer, chosen, lambda _: True, "discard"), "discard")
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
         """Take device memory again, at the same addresses, and restore what was backed up.
@@ -303,7 +294,7 @@ class CuMemAllocator:
             DriverError: the driver refused a call.
         """
         chosen = None if tags is None else self._known_tags(tags)
-        return self._operate("wake_up", partial(self._wake_asleep, chosen), partial(self._make_way, chosen))
+        return self._operate(partial(wake, self._layer, chosen), "wake", partial(_make_way, chosen))
 
     # Preparing
 
@@ -326,22 +317,14 @@ class CuMemAllocator:
         """
         if not self.settings.retain_backups:
             raise InvalidState("prepare() makes backups ahead, but retain_backups is off: none would be kept")
-        return self._operate("prepare", self._begin_preparing)
+        return self._with_lock_held("prepare", self._begin_preparing)
 
     def _begin_preparing(self) -> Preparation:
         self._stop_preparing()
-        is_dropped = _dropped_at_level(1)
+        is_dropped = dropped_at_level(1)
         wanted = [s for s in _core.segments() if s.sleep == _Sleep.AWAKE and is_dropped and not is_dropped(s.tag)]
         self._store.check(self._store.needed_bytes(wanted, compressed=self._compressor.on), wanted)
-        preparation = Preparation(
-            wanted,
-            self._lock,
-            self._store,
-            self._digester,
-            self.settings.prepare_bytes_per_second,
-            self._warm_up,
-            self._compressor,
-        )
+        preparation = Preparation(wanted, self._layer, self._warm_up)
         self._preparation = preparation  # before it starts: whatever happens, it can be stopped
         preparation.start()
         return preparation
@@ -361,7 +344,7 @@ class CuMemAllocator:
         """What the segments of each tag hold, and their backups."""
         if not _core.driver_is_open():
             return {}
-        return self._operate("usage", self._usage)
+        return self._with_lock_held("usage", self._usage)
 
     def _usage(self) -> dict[str, TagUsage]:
         by_tag: dict[str, list[_core.Segment]] = {}
@@ -374,14 +357,14 @@ class CuMemAllocator:
                 mapped_bytes=sum(segment.bytes for segment in segments if segment.has_memory),
                 host_bytes=sum(self._store.host_bytes_of(segment) for segment in segments),
                 asleep_segments=sum(segment.sleep != _Sleep.AWAKE for segment in segments),
-                backed_up_bytes=_total(segment for segment in segments if self._store.get(segment) is not None),
+                backed_up_bytes=total_bytes(segment for segment in segments if self._store.get(segment) is not None),
             )
             for tag, segments in by_tag.items()
         }
 
     def get_current_usage(self) -> int:
         """Bytes of all segments, mapped or not (vLLM's call)."""
-        return _total(_core.segments())
+        return total_bytes(_core.segments())
 
     def totals(self) -> dict[str, OperationTotals]:
         """What all sleeps, wakes and discards did so far, by operation."""
@@ -394,7 +377,7 @@ class CuMemAllocator:
 
         Ends what `prepare` has begun.
         """
-        return self._operate("release_backups", self._release_backups)
+        return self._with_lock_held("release_backups", self._release_backups)
 
     def _release_backups(self) -> int:
         self._stop_preparing()
@@ -414,339 +397,6 @@ class CuMemAllocator:
         self.release_pools()
         if _core.driver_is_open() and not _core.driver_is_forked():
             self.release_backups()
-
-    # The sequences
-
-    def _sleep_awake(self, tags: set[str] | None, is_dropped: Callable[[str], bool], operation: str) -> SleepReport:
-        with self._counted(operation):
-            of_tags = [s for s in _core.segments() if tags is None or s.tag in tags]
-            # What an earlier failure left asleep, with its memory, is dropped for good.
-            segments = [s for s in of_tags if s.sleep == _Sleep.AWAKE or (s.keeps_bytes and is_dropped(s.tag))]
-            return self._sleep(segments, is_dropped, operation)
-
-    @staticmethod
-    def _asleep(tags: set[str] | None) -> list[_core.Segment]:
-        """What a wake of these tags wakes."""
-        return [
-            segment
-            for segment in _core.segments()
-            if segment.sleep != _Sleep.AWAKE
-            and (tags is None or segment.tag in tags or segment.tag not in DEFERRABLE_TAGS)
-        ]
-
-    def _wake_asleep(self, tags: set[str] | None) -> WakeReport:
-        with self._counted("wake"):
-            return self._wake(self._asleep(tags))
-
-    def _sleep(
-        self, segments: Sequence[_core.Segment], is_dropped: Callable[[str], bool], operation: str = "sleep"
-    ) -> SleepReport:
-        timer = PhaseTimer()
-        if not segments:
-            note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
-            return self._logged(SleepReport(seconds=timer.seconds, note=note, operation=operation))
-        with _told_if_not_undone(segments), _core.Pinned(list(segments)) as pinned:
-            dropped = [segment for segment in pinned if is_dropped(segment.tag)]
-            backed_up = [segment for segment in pinned if not is_dropped(segment.tag)]
-            with timer("quiesce"):
-                self._quiesce(pinned)
-            with self._digester.run(backed_up) as run:
-                digests = _Digests([segment for segment in backed_up if self._is_digested(segment)], run)
-                if self._compressor.on or any(map(self._store.encoding_of, backed_up)):
-                    dirty = self._back_up_compressed(backed_up, dropped, digests, timer)
-                else:
-                    dirty = self._back_up(backed_up, digests, timer)
-                with timer("check"):
-                    if dirty:
-                        self._check_unchanged(backed_up, dirty, digests)
-                    self._store.require(backed_up, digests.taken)
-            with timer("release"):
-                freed_bytes = _core.put_to_sleep(backed_up, dropped)
-        copied_bytes = _total(dirty)
-        return self._logged(
-            SleepReport(
-                freed_bytes=freed_bytes,
-                copied_bytes=copied_bytes,
-                stored_bytes=self._store.stored_bytes(dirty),
-                clean_bytes=_total(backed_up) - copied_bytes,
-                dropped_bytes=_total(dropped),
-                left_bytes=self._left_on_devices(segments),
-                seconds=timer.seconds,
-                phases=timer.phases,
-                operation=operation,
-            )
-        )
-
-    def _back_up(self, segments: Sequence[_core.Segment], digests: _Digests, timer: PhaseTimer) -> list[_core.Segment]:
-        """Copy what changed of `segments`, and return that. Each part is copied while the next is digested."""
-        with timer("host_memory"):
-            self._store.take(segments, keep=segments)
-        changed_parts = self._changed_parts(segments, digests)
-        with timer("digest"):
-            first_changed = next(changed_parts, [])
-        if not first_changed:
-            return []
-        with timer("copy"):
-            return self._store.fill(chain([first_changed], changed_parts), digests.begin_check)
-
-    def _back_up_compressed(
-        self,
-        segments: Sequence[_core.Segment],
-        dropped: Sequence[_core.Segment],
-        digests: _Digests,
-        timer: PhaseTimer,
-    ) -> list[_core.Segment]:
-        """The same, compressed where that is worth it.
-
-        Sizes are counted, and host memory is taken, before any copy. Only what has a compressed backup is digested, and
-        counted, while what comes before it is copied: it fits there again, as a rule. If a limit is reached then, all
-        begins anew without such backups.
-        """
-        with timer("digest"):
-            known = {segment.id for segment in segments if self._store.encoding_of(segment) is not None}
-            changed = [*chain.from_iterable(self._changed_parts([s for s in segments if s.id not in known], digests))]
-            later = self._changed_parts([s for s in segments if s.id in known], digests)
-            changed += next(later, [])
-        while changed:
-            encodings: dict[int, Encoding] = {}
-            workbenches: dict[int, Workbench] = {}
-            again: list[_core.Segment] = []
-            try:
-                with ExitStack() as stack:
-                    with timer("plan"):
-                        maybe = [s for s in segments if s.id in known and s.id not in digests.taken]
-                        devices = sorted({segment.device for segment in changed + maybe})
-                        for device in devices if self._compressor.on else ():
-                            spare_bytes = _core.memory_info(device)[0]
-                            lenders = [segment for segment in dropped if segment.sleep == _Sleep.AWAKE]
-                            workbench = self._compressor.workbench(device, spare_bytes, lenders=lenders)
-                            workbenches[device] = stack.enter_context(workbench)
-                        can_encode = {device for device, workbench in workbenches.items() if workbench.has_memory}
-                        if len(can_encode) < len(devices):
-                            changed += chain.from_iterable(later)
-                        for device in sorted({segment.device for segment in changed} & workbenches.keys() - can_encode):
-                            log.warning(
-                                "device %d has no memory left for the codec to work in: its backups are stored"
-                                " uncompressed this time",
-                                device,
-                            )
-                        new: list[_core.Segment] = []
-                        for segment in changed:
-                            is_known = segment.device in can_encode and self._store.encoding_of(segment) is not None
-                            (again if is_known else new).append(segment)
-                        for device, workbench in workbenches.items():
-                            encodings.update(workbench.plan([s for s in new if s.device == device]))
-                    with timer("host_memory"):
-                        self._store.take(new, keep=segments, encodings=encodings)
-                    with timer("copy"):
-                        parts = chain([new], self._planned_again(again, later, changed, segments, workbenches))
-                        return self._store.fill(parts, digests.begin_check, workbenches)
-            except CodecError as error:
-                self._compressor.give_up(error)
-            except OutOfHostMemory:
-                if not again:
-                    raise
-                # What the changed ones hold is worth nothing, and may be what is missing. Without it all is planned,
-                # and checked, at once.
-                self._store.forget(segment.id for segment in changed)
-                rest = [*chain.from_iterable(later)]
-                self._store.forget(segment.id for segment in rest)
-                changed += rest
-            finally:  # once more: that may have failed, and who lent memory wants its bytes
-                close_all(workbenches.values())
-        return []
-
-    def _planned_again(
-        self,
-        again: list[_core.Segment],
-        later: Iterator[list[_core.Segment]],
-        changed: list[_core.Segment],
-        keep: Sequence[_core.Segment],
-        workbenches: Mapping[int, Workbench],
-    ) -> Iterator[list[_core.Segment]]:
-        """Part by part, what has a compressed backup: in the same code, unless its values are very different now.
-
-        Args:
-            again: those known to have changed; others come `later`, and then are added to it and to `changed`.
-        """
-
-        def so_far_and_later() -> Iterator[_core.Segment]:
-            yield from tuple(again)
-            for part in later:
-                again.extend(part)
-                changed.extend(part)
-                yield from part
-
-        for device, workbench in workbenches.items():
-            mine = (segment for segment in so_far_and_later() if segment.device == device)
-            coded = ((segment, e.code) for segment in mine if (e := self._store.encoding_of(segment)))
-            for part, encodings in workbench.plan_again(coded):
-                unfit = [s for s in part if not self._store.has_room_for(s, encodings.get(s.id))]
-                if unfit:
-                    encodings.update(workbench.plan(unfit))
-                self._store.take(part, keep=keep, encodings=encodings)
-                yield part
-
-    def _wake(self, asleep: list[_core.Segment]) -> WakeReport:
-        timer = PhaseTimer()
-        if not asleep:
-            return self._logged(
-                WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep")
-            )
-        with _core.Pinned(asleep) as segments:
-            restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
-            restored.sort(key=lambda segment: self._store.encoding_of(segment) is not None)  # as they are copied
-            blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
-            for device in sorted({segment.device for segment in segments}):
-                _core.release_waiter(device)
-            self._check_device_memory(segments)
-            expected = self._digests_at_sleep(restored) if self.settings.verify == "wake" else {}
-            checked = [segment for segment in restored if segment.id in expected]
-            keep_bytes = {segment.id for segment in blank if segment.keeps_bytes}
-            encoded = [segment for segment in restored if self._store.encoding_of(segment) is not None]
-            mapping = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in restored})
-            # Begins when half of the bytes are there, because it costs nothing then. Earlier it could have to wait for
-            # the driver to wipe freed memory, and hold a lock of the driver meanwhile that copies need.
-            mapping_blank = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in blank})
-            try:
-                with mapping, mapping_blank, self._digester.run(checked) as digests:
-                    with self._workbenches(encoded, segments, blank) as workbenches:
-                        mapping.start()
-                        if restored:
-                            with timer("copy"):
-                                self._restorer.restore(
-                                    restored,
-                                    self._store,
-                                    mapping.wait,
-                                    mapping_blank.start,
-                                    digests if checked else None,
-                                    workbenches,
-                                )
-                    with timer("map"):
-                        for segment in blank:
-                            mapping_blank.wait(segment.id)
-                        if self.settings.poison:
-                            self._poison([s for s in blank if s.tag != "kv_cache" and s.id not in keep_bytes])
-                    if checked:
-                        with timer("verify"):
-                            self._verify(checked, expected, digests.finish())
-                _core.finish_wake(segments)
-            except BaseException:
-                _core.undo_wake(segments)  # leaves alone what finish_wake has woken
-                raise
-        return self._logged(
-            WakeReport(
-                mapped_bytes=_total(segments),
-                restored_bytes=_total(restored),
-                verified_bytes=_total(checked),
-                stored_bytes=self._store.stored_bytes(restored),
-                seconds=timer.seconds,
-                phases=timer.phases,
-            )
-        )
-
-    @contextmanager
-    def _workbenches(
-        self, encoded: Sequence[_core.Segment], waking: Sequence[_core.Segment], blank: Sequence[_core.Segment]
-    ) -> Iterator[dict[int, Workbench]]:
-        """One for each device of `encoded`, with memory that `waking` does not need, or else that of `blank`."""
-        workbenches: dict[int, Workbench] = {}
-        lenders = [segment for segment in blank if not segment.keeps_bytes]
-        try:
-            with ExitStack() as stack:
-                for device in sorted({segment.device for segment in encoded}):
-                    needed = _total(s for s in waking if s.device == device and not s.has_memory)
-                    spare_bytes = _core.memory_info(device)[0] - needed
-                    workbench = self._compressor.workbench(device, spare_bytes, lenders=lenders, keep_bytes=False)
-                    workbenches[device] = stack.enter_context(workbench)
-                yield workbenches
-        finally:  # once more: that may have failed
-            close_all(workbenches.values())
-
-    def _poison(self, segments: Sequence[_core.Segment]) -> None:
-        for segment in segments:
-            _core.stop_if_asked()
-            with _core.CopyStream(segment.device) as stream:
-                stream.poison(segment.address, segment.bytes)
-                stream.synchronize()
-
-    def _quiesce(self, segments: Sequence[_core.Segment]) -> None:
-        for device in sorted({segment.device for segment in segments}):
-            _core.stop_if_asked()
-            try:
-                _core.synchronize(device)
-                _core.release_waiter(device)
-            except DriverError as error:
-                if error.error.startswith(_CAPTURE_ERRORS):
-                    raise InvalidState(
-                        f"a CUDA graph is being captured on device {device} ({error.error}): its memory cannot sleep"
-                        " now; that capture is invalid, capture again"
-                    ) from error
-                raise
-
-    @staticmethod
-    def _left_on_devices(segments: Sequence[_core.Segment]) -> int:
-        """Bytes in use on the devices of these segments; 0 if the driver does not say, since all is asleep by now."""
-        try:
-            information = [_core.memory_info(device) for device in {segment.device for segment in segments}]
-        except DriverError:
-            return 0
-        return sum(total_bytes - free_bytes for free_bytes, total_bytes in information)
-
-    def _changed_parts(self, segments: Sequence[_core.Segment], digests: _Digests) -> Iterator[list[_core.Segment]]:
-        """Segments that do not equal their backup, in parts: while one is copied, the next is digested."""
-
-        def changed_of(part: Sequence[_core.Segment]) -> list[_core.Segment]:
-            digests.take(part)
-            return [segment for segment in part if not self._store.is_clean(segment, digests.taken.get(segment.id))]
-
-        # Beside the touching of new pages a digest takes long, for its table wants memory: all at once then, before.
-        is_new = any(self._store.get(segment) is None for segment in segments)
-        return _ChangedParts(segments, changed_of, None if is_new else _HEAD_BYTES)
-
-    def _is_digested(self, segment: _core.Segment) -> bool:
-        """Whether its digest will be compared: with a backup's now, or after a wake."""
-        if self.settings.verify == "off":
-            return self.settings.retain_backups
-        return True
-
-    def _check_unchanged(
-        self, segments: Sequence[_core.Segment], copied: Sequence[_core.Segment], digests: _Digests
-    ) -> None:
-        """Refuse a sleep whose backups may hold other bytes than the device does by now; the others are complete."""
-        changed = digests.changed(lambda: self._quiesce(segments))
-        self._store.prove((segment for segment in copied if segment not in changed), digests.taken)
-        if changed:
-            self._store.forget(segment.id for segment in changed)
-            raise InvalidState(
-                f"{_describe(changed[0])} was written to while it was backed up ({len(changed)} segments were): let no"
-                " work run on the GPU during sleep, and call again; everything is awake"
-            )
-
-    def _digests_at_sleep(self, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
-        """Of those whose digest was taken."""
-        backups = [backup for backup in map(self._store.get, segments) if backup is not None]
-        return {backup.segment.id: backup.digest for backup in backups if backup.digest is not None}
-
-    @staticmethod
-    def _verify(segments: Sequence[_core.Segment], expected: dict[int, Digest], actual: dict[int, Digest]) -> None:
-        for segment in segments:
-            if actual[segment.id] != expected[segment.id]:
-                raise BackupMismatch(_describe(segment), str(expected[segment.id]), str(actual[segment.id]))
-
-    def _check_device_memory(self, segments: Sequence[_core.Segment]) -> None:
-        """Refuse a wake that cannot fit before it maps anything."""
-        for device, mine in _without_memory(segments).items():
-            needed, free_bytes = _total(mine), _core.memory_info(device)[0]
-            if needed > free_bytes:
-                raise OutOfDeviceMemory(needed, free_bytes, device, segment=f"{len(mine)} sleeping segments")
-
-    def _make_way(self, tags: set[str] | None, pools: TorchPools) -> None:
-        """Where a wake of these tags would not fit, PyTorch's unused cache goes."""
-        wanting = _without_memory(self._asleep(tags))
-        if any(_total(mine) > _core.memory_info(device)[0] for device, mine in wanting.items()):
-            gc.collect()
-            pools.trim()
 
     # Around every operation
 
@@ -797,6 +447,25 @@ class CuMemAllocator:
         return self._torch_pools
 
     def _operate(
+        self, work: Callable[[], _Report], operation: str, make_way: Callable[[TorchPools], None] | None = None
+    ) -> _Report:
+        """The report of `work`, logged and counted; if it raises, that is counted among the failures."""
+        name = "wake_up" if operation == "wake" else operation
+        return self._with_lock_held(name, partial(self._counted, work, operation), make_way)
+
+    def _counted(self, work: Callable[[], _Report], operation: str) -> _Report:
+        try:
+            report = replace(work(), simulated=_core.driver_is_simulated())
+        except BaseException:
+            totals = self._totals.get(operation, OperationTotals())
+            self._totals[operation] = replace(totals, failures=totals.failures + 1)
+            raise
+        if not report.note:
+            self._totals[operation] = self._totals.get(operation, OperationTotals()).plus(report)
+        log.info("cumem-sleep: %s", report)
+        return report
+
+    def _with_lock_held(
         self, name: str, work: Callable[[], _Result], make_way: Callable[[TorchPools], None] | None = None
     ) -> _Result:
         """The result of `work`, which runs with the lock held, on a thread of its own.
@@ -830,16 +499,6 @@ class CuMemAllocator:
         with self._lock.hold():
             self._store.clear()
 
-    @contextmanager
-    def _counted(self, operation: str) -> Iterator[None]:
-        """Count it among the failures if it raises."""
-        try:
-            yield
-        except BaseException:
-            totals = self._totals.get(operation, OperationTotals())
-            self._totals[operation] = replace(totals, failures=totals.failures + 1)
-            raise
-
     def _forget_freed(self) -> None:
         """Host memory of freed segments goes now, unless an operation runs: then when that ends."""
         if _core.has_freed():
@@ -848,15 +507,13 @@ class CuMemAllocator:
             _core.reclaim()
 
     def _forget_freed_now(self) -> None:
-        with self._lock.hold(wait=False) as held:
+        with self._store.turn() as held:
             if held:
                 _core.reclaim()
-                self._store.prune_freed()
-        self._store.look_for_freed()
 
     def _known_tags(self, tags: str | Iterable[str]) -> set[str]:
         """The tags, if memory was ever given each of them (`weights` and `kv_cache` always count)."""
-        chosen = _checked_tags(tags, "tags")
+        chosen = checked_tags(tags, "tags")
         known = self._all_tags()
         if unknown := chosen - known:
             raise InvalidArgument(
@@ -866,7 +523,7 @@ class CuMemAllocator:
 
     def _tags_to_back_up(self, tags: str | Iterable[str]) -> set[str]:
         """The tags. vLLM names all that it may use; but if not one is known they are misspelt, and all is lost."""
-        chosen = _checked_tags(tags, "offload_tags")
+        chosen = checked_tags(tags, "offload_tags")
         known = {DEFAULT_TAG, RUNTIME_TAG, GRAPH_TAG, *self._all_tags()}
         if chosen and not chosen & known:
             raise InvalidArgument(
@@ -877,168 +534,6 @@ class CuMemAllocator:
 
     def _all_tags(self) -> set[str]:
         return {*DEFERRABLE_TAGS, *self._used_tags, *(segment.tag for segment in _core.segments())}
-
-    def _logged(self, report: _Report) -> _Report:
-        report = replace(report, simulated=_core.driver_is_simulated())
-        if not report.note:
-            self._totals[report.operation] = self._totals.get(report.operation, OperationTotals()).plus(report)
-        log.info("cumem-sleep: %s", report)
-        return report
-
-
-@contextmanager
-def _told_if_not_undone(segments: Sequence[_core.Segment]) -> Iterator[None]:
-    """Around a sleep of `segments`: its error says which of them sleep although it failed."""
-    try:
-        yield
-    except BaseException as error:
-        asleep = [segment for segment in segments if segment.sleep != _Sleep.AWAKE and not segment.freed]
-        lost = [segment for segment in asleep if segment.sleep == _Sleep.DROPPED and not segment.keeps_bytes]
-        if isinstance(error, CumemSleepError):
-            error.asleep_segments = tuple(_describe(segment) for segment in asleep if segment not in lost)
-            error.lost_segments = tuple(map(_describe, lost))
-        elif 0 < len(asleep) < len(segments):  # else it came when all slept
-            log.error(
-                "an interrupted sleep could not be undone: %s", ", ".join(f"{_describe(s)} sleeps" for s in asleep)
-            )
-        raise
-
-
-class _ChangedParts(Iterator[list[_core.Segment]]):
-    """What changed of `segments`, part by part; parts without a change are passed over.
-
-    The first part is small, so that its copies begin soon. Where it did not change, the rest probably did not either,
-    and is one part. After an error the same part comes again: none may be left out.
-
-    Args:
-        first_bytes: of the first part, at least; None: it is all.
-    """
-
-    def __init__(
-        self,
-        segments: Sequence[_core.Segment],
-        changed_of: Callable[[Sequence[_core.Segment]], list[_core.Segment]],
-        first_bytes: int | None,
-    ) -> None:
-        self._segments = segments
-        self._changed_of = changed_of
-        self._start = 0
-        self._part_bytes = first_bytes  # None: all that is left
-
-    def __next__(self) -> list[_core.Segment]:
-        while self._start < len(self._segments):
-            _core.stop_if_asked()
-            sums = accumulate(segment.bytes for segment in self._segments[self._start :])
-            ends = (end for end, nbytes in enumerate(sums, self._start + 1) if nbytes >= (self._part_bytes or math.inf))
-            end = next(ends, len(self._segments))
-            changed = self._changed_of(self._segments[self._start : end])
-            self._start, self._part_bytes = end, _PART_BYTES if changed else None
-            if changed:
-                return changed
-        raise StopIteration
-
-
-class _Digests:
-    """Digests of one sleep: `taken` before the copies, by the segments' ids, and compared with others after them.
-
-    The check begins when the last copies are in flight. What is written to a segment after its turn goes unnoticed, as
-    it does between the check and the release.
-    """
-
-    def __init__(self, segments: Sequence[_core.Segment], run: DigestRun) -> None:
-        self.taken: dict[int, Digest] = {}
-        self._segments = {segment.id: segment for segment in segments}
-        self._run = run
-
-    def take(self, part: Iterable[_core.Segment]) -> None:
-        """Of those of `part` that are among the segments; waits for it."""
-        self._begin(segment.id for segment in part if segment.id in self._segments)
-        self.taken.update(self._run.finish())
-
-    def begin_check(self, in_flight: set[int]) -> None:
-        """Of all but those whose ids these are."""
-        self._begin(segment_id for segment_id in self.taken if segment_id not in in_flight)
-
-    def _begin(self, ids: Iterable[int]) -> None:
-        self._run.finish()  # what a try began that failed
-        self._run.start([self._segments[segment_id] for segment_id in ids])
-
-    def changed(self, quiesce: Callable[[], None]) -> list[_core.Segment]:
-        """Those that have other digests by now; waits for all work on their devices.
-
-        If there was any, it may have written until it ended: then what was begun before that does not count.
-        """
-        now = self._run.finish()
-        start = time.perf_counter()
-        quiesce()
-        if time.perf_counter() - start > _IDLE_S:
-            now = {}
-        self._begin(segment_id for segment_id in self.taken if segment_id not in now)
-        now.update(self._run.finish())
-        return [self._segments[segment_id] for segment_id in self.taken if now[segment_id] != self.taken[segment_id]]
-
-
-def cupy_allocator(tag: str = "weights") -> Callable[[int], Any]:
-    """An allocator for `cupy.cuda.set_allocator`: arrays get memory that can sleep.
-
-    Every array takes whole 2 MiB pages; `cupy.cuda.MemoryPool(cupy_allocator(tag)).malloc` packs small ones.
-
-    Raises:
-        InvalidArgument: not a tag.
-        ImportError: CuPy is not installed.
-    """
-    if importlib.util.find_spec("cupy") is None:
-        raise ModuleNotFoundError(
-            "cupy_allocator needs CuPy, which is not installed: pip install 'cumem-sleep[cupy13]' for CUDA 13,"
-            " 'cumem-sleep[cupy12]' for CUDA 12",
-            name="cupy",
-        )
-    import cupy
-
-    tag = _checked_tag(tag)
-
-    class Owner:
-        """Frees the memory when the last array that uses it is gone."""
-
-        def __init__(self, nbytes: int, device: int) -> None:
-            self.address = 0
-            self.address = CuMemAllocator.get_instance().malloc(nbytes, tag, device)
-
-        def __del__(self) -> None:
-            if self.address and not _core.driver_is_forked():
-                CuMemAllocator.get_instance().free(self.address)
-
-    def allocate(nbytes: int) -> Any:
-        device = cupy.cuda.runtime.getDevice()
-        owner = Owner(max(nbytes, 1), device)
-        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(owner.address, nbytes, owner, device), 0)
-
-    return allocate
-
-
-def open_driver(driver: str) -> None:
-    """Open what the setting `driver` names, `cuda` or `sim`; once per process, opening the same again does nothing.
-
-    Raises:
-        DriverError: it was not found, is too old, or does not initialise.
-        InvalidState: the process runs on the other one.
-    """
-    if driver == "sim":
-        from .sim import library_path
-
-        _core.open_driver(str(library_path()))
-        return
-    try:
-        _core.open_driver("libcuda.so.1")
-    except DriverError as error:
-        if error.call != "dlopen":
-            raise
-        raise DriverError(
-            "dlopen",
-            error.error,
-            "libcuda.so.1 was not found: install the NVIDIA driver, or set CUMEM_SLEEP_DRIVER=sim to run on the"
-            f" simulated driver ({error.detail})",
-        ) from None
 
 
 def _forget_freed_backups() -> None:
@@ -1061,41 +556,6 @@ def _is_number(text: str) -> bool:
     return text.strip().lstrip("+-").isdecimal()
 
 
-def _dropped_at_level(level: object) -> Callable[[str], bool] | None:
-    """Which tags a level drops; None for the level that touches nothing."""
-    if level is None:
-        level = 1
-    allowed = "0 (keep all), 1 (back up all but kv_cache) and 2 (drop weights and kv_cache) are allowed"
-    if isinstance(level, bool) or not isinstance(level, int):
-        raise InvalidArgumentType(f"level={level!r}: {allowed}")
-    if level not in (0, 1, 2):
-        raise InvalidArgument(f"level={level!r}: {allowed}")
-    if level == 0:
-        return None
-    dropped = ("kv_cache",) if level == 1 else DEFERRABLE_TAGS
-    return lambda tag: tag in dropped
-
-
-def _checked_tag(tag: object) -> str:
-    if not isinstance(tag, str):
-        raise InvalidArgumentType(f"tag={tag!r}: a string is wanted")
-    if not tag or "\0" in tag:
-        raise InvalidArgument(f"tag={tag!r}: a tag has at least one character, and none that is zero")
-    try:
-        tag.encode()
-    except UnicodeEncodeError:
-        raise InvalidArgument(f"tag={tag!r}: not valid Unicode") from None
-    return tag
-
-
-def _checked_tags(tags: object, name: str) -> set[str]:
-    if isinstance(tags, str):
-        tags = (tags,)
-    if not isinstance(tags, Iterable) or isinstance(tags, bytes):
-        raise InvalidArgumentType(f"{name}={tags!r}: a string or several strings are wanted")
-    return {_checked_tag(tag) for tag in tags}
-
-
 def _check_integer(name: str, value: object, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidArgumentType(f"{name}={value!r}: a whole number is wanted")
@@ -1108,18 +568,8 @@ def _trim(pools: TorchPools) -> None:
     pools.trim()
 
 
-def _without_memory(segments: Iterable[_core.Segment]) -> dict[int, list[_core.Segment]]:
-    """Those that have to be given memory to be mapped, by device."""
-    by_device: dict[int, list[_core.Segment]] = {}
-    for segment in segments:
-        if not segment.has_memory:
-            by_device.setdefault(segment.device, []).append(segment)
-    return dict(sorted(by_device.items()))
-
-
-def _total(segments: Iterable[_core.Segment]) -> int:
-    return sum(segment.bytes for segment in segments)
-
-
-def _describe(segment: _core.Segment) -> str:
-    return f"segment {segment.tag} at 0x{segment.address:x} ({format_bytes(segment.bytes)}, device {segment.device})"
+def _make_way(tags: set[str] | None, pools: TorchPools) -> None:
+    """Where a wake of these tags would not fit, PyTorch's unused cache goes."""
+    if any(nbytes > _core.memory_info(device)[0] for device, nbytes in wanting(asleep(tags)).items()):
+        gc.collect()
+        pools.trim()

@@ -1,13 +1,17 @@
-"""Small blocks of pinned host memory, for tables and trials. What is backed up lies in the store's (`backup`)."""
+"""Small blocks of pinned host memory, for tables and trials. What is backed up lies in a tier's (`backups`)."""
 
 from __future__ import annotations
 
 from . import _core
 
 
-def pinned_block(nbytes: int, device: int) -> _core.HostBlock:
-    """A small block of host memory that the GPU reads and writes, so that a full GPU still works. Close it."""
-    block = _core.HostBlock(nbytes, _core.device_info(device).numa_node)
+def pinned_block(nbytes: int, device: int, numa_node: int | None = None) -> _core.HostBlock:
+    """A small block of host memory that the GPU reads and writes, so that a full GPU still works. Close it.
+
+    Args:
+        numa_node: -1 is any; None is the device's, which takes a dozen calls of the driver to find out.
+    """
+    block = _core.HostBlock(nbytes, _core.device_info(device).numa_node if numa_node is None else numa_node)
     try:
         block.touch(0, block.bytes)
         block.pin(device)

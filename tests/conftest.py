@@ -61,12 +61,18 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def make_allocator() -> Iterator[Callable[..., CuMemAllocator]]:
-    """Makes allocators with given settings. After the test everything is freed, and nothing may be left behind."""
+def nothing_left_behind() -> Iterator[None]:
+    """After the test everything is freed, and nothing may be left of it."""
     reset_simulation()
-    yield fresh_allocator
+    yield
     free_everything()
     reset_simulation()
+
+
+@pytest.fixture
+def make_allocator(nothing_left_behind: None) -> Callable[..., CuMemAllocator]:  # noqa: ARG001  (comes first)
+    """Makes allocators with given settings."""
+    return fresh_allocator
 
 
 @pytest.fixture
@@ -76,7 +82,7 @@ def allocator(make_allocator: Callable[..., CuMemAllocator]) -> CuMemAllocator:
 
 
 @pytest.fixture
-def memory(make_allocator: Callable[..., CuMemAllocator]) -> Iterator[Memory]:
+def memory(make_allocator: Callable[..., CuMemAllocator]) -> Iterator[Memory]:  # noqa: ARG001  (comes first)
     """Reads and writes device memory; its own host memory is given back before the allocator's is counted."""
     content = Memory()
     yield content

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import json
 import os
 import pathlib
 import subprocess
@@ -15,14 +16,15 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 import cumem_sleep
 from cumem_sleep import CuMemAllocator, CumemSleepError, Settings, _core, sim
-from cumem_sleep.digest.device import CHUNK_BYTES
+from cumem_sleep.backups.filling import Filling
+from cumem_sleep.digest.reference import CHUNK_BYTES
 
 MIB = 1 << 20
 PAGE = 2 * MIB  # the granularity of device memory
@@ -108,6 +110,13 @@ def bf16_weights(nbytes: int, random: np.random.Generator) -> bytes:
 _held_before: tuple[int, ...] = (0, 0, 0, 0, 0)
 
 
+def write_safetensors(path: pathlib.Path, header: object, data: bytes) -> pathlib.Path:
+    """A safetensors file, whatever sense its header makes."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
 def reset_simulation() -> None:
     """One device, no injected failures; notes what is held, so that one test's leak is not the next one's."""
     global _held_before
@@ -119,6 +128,28 @@ def reset_simulation() -> None:
         CuMemAllocator.instance = None
         sim.configure(device_bytes=DEVICE_BYTES, devices=1)
         _held_before = _held()
+
+
+def around_copies(
+    patch: pytest.MonkeyPatch, before: Callable[[], object] | None = None, after: Callable[[], object] | None = None
+) -> None:
+    """Have these called before the first copy of a sleep begins, and when the last has ended."""
+    add, finish, begun = Filling.add, Filling.finish, list[bool]()
+
+    def watched_add(self: Filling, *arguments: Any) -> None:
+        if before is not None and not begun:
+            begun.append(True)
+            before()
+        add(self, *arguments)
+
+    def watched_finish(self: Filling) -> list[_core.Segment]:
+        filled = finish(self)
+        if after is not None:
+            after()
+        return filled
+
+    patch.setattr(Filling, "add", watched_add)
+    patch.setattr(Filling, "finish", watched_finish)
 
 
 def free_everything() -> None:
@@ -137,7 +168,7 @@ def free_everything() -> None:
         assert not held, f"PyTorch still has {len(held)} segments in use: the test left tensors behind"
         if _core.driver_is_open():
             assert _core.reclaim() == 0
-            allocator._store._going.finish()  # much goes in a thread
+            allocator._store._tier.settle()  # much goes in a thread
         assert allocator._store.host_bytes == 0
         if SIMULATED:
             if _held() != _held_before:
@@ -183,7 +214,7 @@ class EagerSums:
     Without it, digests of simulated memory are computed when they are asked for.
     """
 
-    def __init__(self, device: int, chunks: int) -> None:
+    def __init__(self, _device: int, chunks: int) -> None:
         self._sums = np.zeros((chunks, 2), np.uint64)
         self._firsts: list[int] = []
         self._used = 0

@@ -6,10 +6,9 @@ import importlib.util
 import logging
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from support import AWAKE, BACKED_UP, DROPPED, MIB, PAGE, SIMULATED, Cuda, Memory, in_thread
+from support import AWAKE, BACKED_UP, DROPPED, MIB, PAGE, SIMULATED, Cuda, Memory, around_copies, in_thread
 
 import cumem_sleep
 from cumem_sleep import (
@@ -413,12 +412,12 @@ class TestBytes:
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As of segments above 256 MiB, on a smaller scale: each block holds its own part."""
-        monkeypatch.setattr("cumem_sleep.backups.store.SLAB_BYTES", 2 * PAGE)
+        monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", 2 * PAGE)
         address = allocator.malloc(5 * PAGE, "weights")
         content = memory.fill_random(address, 5 * PAGE)
         allocator.sleep()
         (backup,) = allocator._store._backups.values()
-        assert [block.bytes for block in backup.blocks] == [2 * PAGE, 2 * PAGE, PAGE]
+        assert [extent.bytes for extent in backup.extents] == [2 * PAGE, 2 * PAGE, PAGE]
         allocator.wake_up()
         assert memory.read(address, 5 * PAGE) == content
 
@@ -426,7 +425,7 @@ class TestBytes:
     def test_pages_are_touched_in_pieces(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, pieces_mib: int
     ) -> None:
-        monkeypatch.setattr("cumem_sleep.backups.store._TOUCH_BYTES", pieces_mib * MIB)
+        monkeypatch.setattr(CuMemAllocator.tuning, "touch_bytes", pieces_mib * MIB)
         address = allocator.malloc(2 * PAGE)
         content = memory.fill_random(address, 2 * PAGE)
         allocator.sleep()
@@ -459,18 +458,9 @@ class TestWritesDuringSleep:
         """Work that still runs may change bytes that were digested or copied already: then the backup is worthless."""
         (address, content), (other, other_content) = fill(allocator, memory, "weights", "default").values()
         changed = content[:-1] + bytes([content[-1] ^ 1])
-        fill_backups = allocator._store.fill
-
-        def write_and_fill(*arguments: Any, **more: Any) -> list[_core.Segment]:
-            if when == "before":
-                memory.write(address, changed)
-            filled = fill_backups(*arguments, **more)
-            if when == "after":
-                memory.write(address, changed)
-            return filled
 
         with monkeypatch.context() as patch:
-            patch.setattr(allocator._store, "fill", write_and_fill)
+            around_copies(patch, **{when: lambda: memory.write(address, changed)})
             with pytest.raises(InvalidState, match="written to"):
                 allocator.sleep()
         assert sleep_states() == {"weights": AWAKE, "default": AWAKE}
@@ -764,7 +754,7 @@ class TestReports:
 
 
 @pytest.fixture
-def second_device(allocator: CuMemAllocator) -> None:
+def second_device(allocator: CuMemAllocator) -> None:  # noqa: ARG001  (comes first)
     """A second device; on a real host, only if there is one."""
     if SIMULATED:
         sim.configure(devices=2)

@@ -15,6 +15,7 @@ from support import (
     PAGE,
     SIMULATED,
     Memory,
+    around_copies,
     assert_clean_exit,
     assert_no_threads,
     assert_thread_ends_in_order,
@@ -29,8 +30,8 @@ from support import (
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, sim
 from cumem_sleep.backups import limits as host_limits
-from cumem_sleep.backups.store import BackupStore
-from cumem_sleep.digest.device import Digest, DigestRun
+from cumem_sleep.digest.device import DigestRun
+from cumem_sleep.digest.reference import Digest
 
 MakeAllocator = Callable[..., CuMemAllocator]
 
@@ -40,8 +41,8 @@ GIVING_BACK = "cumem-give-back"  # the thread's name
 @pytest.fixture(autouse=True)
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each page. And a busy machine is not to be taken for a device with work: then all is digested again."""
-    monkeypatch.setattr("cumem_sleep.allocator._IDLE_S", 60.0)
-    monkeypatch.setattr("cumem_sleep.backups.store.SLAB_BYTES", MIB)
+    monkeypatch.setattr(CuMemAllocator.tuning, "idle_s", 60.0)
+    monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", MIB)
     monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
     if SIMULATED:
         monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
@@ -75,12 +76,12 @@ SIZES = (1, 2, 1, 1, 2, 1)  # pages: the first two are the head
 
 @pytest.fixture
 def small_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cumem_sleep.allocator._HEAD_BYTES", HEAD_PAGES * PAGE)
+    monkeypatch.setattr(CuMemAllocator.tuning, "head_bytes", HEAD_PAGES * PAGE)
 
 
 @pytest.fixture
 def four_blocks_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cumem_sleep.backups.store._STREAM_BYTES", MIB)
+    monkeypatch.setattr(CuMemAllocator.tuning, "stream_bytes", MIB)
 
 
 def in_flight(dirty: Sequence[int]) -> list[int]:
@@ -185,7 +186,7 @@ class TestParts:
     def test_heads_of_any_size(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, head_bytes: int, head: int
     ) -> None:
-        monkeypatch.setattr("cumem_sleep.allocator._HEAD_BYTES", head_bytes)
+        monkeypatch.setattr(CuMemAllocator.tuning, "head_bytes", head_bytes)
         contents = fill(allocator, memory, SIZES)
         allocator.sleep()
         allocator.wake_up()
@@ -293,7 +294,7 @@ class TestParts:
         parts: list[list[int]],
     ) -> None:
         """So that no digest takes longer than the copies before it; where nothing changed, nothing waits for it."""
-        monkeypatch.setattr("cumem_sleep.allocator._PART_BYTES", 2 * PAGE)
+        monkeypatch.setattr(CuMemAllocator.tuning, "digest_part_bytes", 2 * PAGE)
         contents = fill(allocator, memory, SIZES)
         addresses = list(contents)
         allocator.sleep()
@@ -463,7 +464,7 @@ class TestParts:
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, place: int
     ) -> None:
         """Somebody began it in the middle of the sleep, and the check waits for it, but has digested much before."""
-        monkeypatch.setattr("cumem_sleep.allocator._IDLE_S", 0.003)
+        monkeypatch.setattr(CuMemAllocator.tuning, "idle_s", 0.003)
         contents = fill(allocator, memory, SIZES)
         addresses = list(contents)
         if SIMULATED:
@@ -501,11 +502,7 @@ class TestParts:
         allocator = make_allocator(verify=verify)
         contents = fill(allocator, memory, SIZES)
         address = next(iter(contents))
-        fill_backups, synchronize, calls = BackupStore.fill, _core.synchronize, list[int]()
-
-        def fill_after_a_write(self: BackupStore, *arguments: Any) -> list[_core.Segment]:
-            change(memory, contents, address)
-            return fill_backups(self, *arguments)
+        synchronize, calls = _core.synchronize, list[int]()
 
         def fail_at_the_check(device: int) -> None:
             calls.append(device)
@@ -514,7 +511,7 @@ class TestParts:
             synchronize(device)
 
         with monkeypatch.context() as patch:
-            patch.setattr(BackupStore, "fill", fill_after_a_write)
+            around_copies(patch, before=lambda: change(memory, contents, address))
             patch.setattr(_core, "synchronize", fail_at_the_check)
             with pytest.raises(type(error)):
                 allocator.sleep()
@@ -586,9 +583,9 @@ def threads_giving_back() -> list[str]:
 
 def wait_for_the_end(allocator: CuMemAllocator, host_bytes: int = 0) -> None:
     """Until only so much is held, and the thread has ended."""
-    until(lambda: not allocator._store._going.bytes and not threads_giving_back())
+    until(lambda: not allocator._store._tier._releasing.bytes and not threads_giving_back())
     assert allocator._store.host_bytes == host_bytes
-    assert allocator._store._going._worker is None
+    assert allocator._store._tier._releasing._worker is None
 
 
 @pytest.fixture
@@ -609,7 +606,7 @@ def closed_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def much(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three pages are much."""
-    monkeypatch.setattr("cumem_sleep.backups.store._MUCH_BYTES", 3 * PAGE)
+    monkeypatch.setattr(CuMemAllocator.tuning, "release_later_bytes", 3 * PAGE)
     yield
     assert_no_threads(GIVING_BACK)
 
@@ -823,7 +820,7 @@ class TestGivingBack:
         until(lambda: len(threads_giving_back()) == 1)  # it names itself when it begins
         with unretained._lock.hold():
             for segment in _core.segments():
-                unretained._store.take([segment], keep=[])  # gives back what goes, and then all of it goes again
+                unretained._store.take([segment], [], {})  # gives back what goes, and then all of it goes again
             unretained._store.prune()
         until(lambda: len(threads_giving_back()) == 1)
         assert unretained._store.host_bytes == 6 * PAGE
@@ -904,9 +901,9 @@ class TestGivingBack:
 
 GOING = """
     import sys, time
-    from cumem_sleep.backups import store as backup
 
-    backup._MUCH_BYTES, backup.SLAB_BYTES, backup._BETWEEN_BLOCKS_S = PAGE, MIB, BETWEEN_S
+    tuning = CuMemAllocator.tuning
+    tuning.release_later_bytes, tuning.slab_bytes, tuning.between_releases_s = PAGE, MIB, BETWEEN_S
     reset_simulation()
     allocator, memory = fresh_allocator(retain_backups=False), Memory()
     contents = {}
@@ -916,7 +913,7 @@ GOING = """
     memory.close()
     allocator.sleep()
     allocator.wake_up()
-    going = allocator._store._going
+    going = allocator._store._tier._releasing
     """
 
 
@@ -941,7 +938,7 @@ class TestProcess:
             calls = (allocator.usage, allocator.sleep, allocator.release_backups)
             fork_beside(going._worker, allocator, *calls, as_python_does={as_python_does})
             assert going.bytes
-            backup._BETWEEN_BLOCKS_S = 0
+            tuning.between_releases_s = 0
             while going._worker is not None:
                 time.sleep(0.001)
             assert allocator._store.host_bytes == 0

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import MIB, SIMULATED, Memory, free_everything, quick_sums, reset_simulation
+from support import MIB, SIMULATED, Memory, quick_sums, write_safetensors
 
 from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, Settings, SleepReport, WakeReport, _core, sim
 from cumem_sleep.digest import device as digest
@@ -20,9 +20,11 @@ from cumem_sleep.tools import bench, cli
 from cumem_sleep.tools.bench import link, memory, palette, plot, report, workload
 from cumem_sleep.tools.bench.host_memory import touch_host_memory
 from cumem_sleep.tools.bench.report import Kind, Step
+from cumem_sleep.tools.layout import PAGE_BYTES as PAGE
+from cumem_sleep.tools.simulated import SIMULATED_NOTE
 
 GIB = 1 << 30
-PAGE = workload.PAGE_BYTES
+
 SMALL = ["--weights", "32MiB", "--segment-size", "4MiB", "--kv", "8MiB", "--pause", "0", "--rounds", "1"]
 ROUND = [
     "clean sleep",
@@ -51,7 +53,7 @@ class FakePreparation:
         self.error: Exception | None = None
         self.stopped = False
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, _timeout: float | None = None) -> bool:
         return True
 
     def stop(self) -> None:
@@ -65,15 +67,7 @@ def backed_up_at_once(allocator: CuMemAllocator) -> FakePreparation:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    reset_simulation()
-    yield
-    free_everything()
-    reset_simulation()
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001  (patches go before)
     monkeypatch.setattr(link, "_SIMULATED_BYTES", 4 * MIB)
     monkeypatch.setattr(digest, "sums_of", quick_sums)
 
@@ -99,10 +93,9 @@ def write_model(path: pathlib.Path, sizes: dict[str, int]) -> pathlib.Path:
     for name, nbytes in sizes.items():
         header[name] = {"dtype": "U8", "shape": [nbytes], "data_offsets": [position, position + nbytes]}
         position += nbytes
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    write_safetensors(path, header, b"")
     with path.open("r+b") as file:
-        file.truncate(8 + len(text) + position)
+        file.truncate(path.stat().st_size + position)
     return path
 
 
@@ -181,7 +174,7 @@ def test_table_says_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(line.startswith("simulated: ") for line in lines[: table[0] - 1])
     assert "cumem-sleep bench, 2 rounds (simulated driver)" in output.out
     assert "every byte of the weights equalled what it was" in output.out
-    assert output.out.endswith(report.SIMULATED_NOTE + "\n")
+    assert output.out.endswith(SIMULATED_NOTE + "\n")
     for name in ("first sleep", *ROUND):
         assert f"│ {name} " in output.out
 
@@ -277,7 +270,7 @@ def test_damaged_backup_is_1(verify: str, monkeypatch: pytest.MonkeyPatch, capsy
     def damaging(self: CuMemAllocator, level: Any = None) -> SleepReport:
         done = sleep(self, level)
         backup = list(self._store._backups.values())[2]
-        np.frombuffer(memoryview(backup.blocks[0]), np.uint8)[1234] ^= 1
+        np.frombuffer(memoryview(backup.extents[0]), np.uint8)[1234] ^= 1
         return done
 
     monkeypatch.setenv("CUMEM_SLEEP_VERIFY", verify)
@@ -330,7 +323,7 @@ def test_memory_that_is_not_the_layers_is_refused(
 ) -> None:
     own = np.zeros(64 * MIB, np.uint8)
 
-    def elsewhere(self: memory.SimulatedMemory, sizes: Any, tag: str) -> tuple[memory.Region, ...]:
+    def elsewhere(_: memory.SimulatedMemory, sizes: Any, tag: str) -> tuple[memory.Region, ...]:
         return tuple(memory.Region(tag, index, own.ctypes.data, nbytes) for index, nbytes in enumerate(sizes))
 
     monkeypatch.setattr(memory.SimulatedMemory, "allocate", elsewhere)
@@ -356,16 +349,16 @@ def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--weights", "4MiB"], "--weights 4.00 MiB: at least 86.00 MiB look like a model"),
+        (["--weights", "4MiB"], "--weights 4.00 MiB: a model takes at least 86.00 MiB"),
         (["--segment-size", "3MiB"], "--segment-size 3145728: a multiple of 2.00 MiB is allowed"),
-        (["--weights", "32MiB", "--kv", "2MiB", "--segment-size", "64MiB"], "more than the weights (32.00 MiB)"),
+        (["--weights", "32MiB", "--kv", "2MiB", "--segment-size", "64MiB"], "larger than the weights (32.00 MiB)"),
         (["--weights", "900TiB"], "weights of 900.00 TiB and --kv 2.00 MiB do not fit: device 0 has room for"),
         (["--weights", "96MiB", "--kv", "900TiB"], "with these weights"),
         (["--device", "77"], "--device 77: there are"),
         (["--model", "/nonexistent"], "/nonexistent: cannot be read"),
         (["--model", "x", "--weights", "1GiB"], "--weights 1.00 GiB beside --model"),
         (["--model", "x", "--segment-size", "2MiB"], "--segment-size 2.00 MiB beside --model"),
-        (["--plot", "figure.txt"], "--plot figure.txt: a file that ends in .png"),
+        (["--plot", "figure.txt"], "--plot figure.txt: the name must end in .png"),
         (["--plot", "/nonexistent/figure.png"], "there is no folder /nonexistent"),
         (["--plot", "/proc/figure.png"], "--plot /proc/figure.png: cannot be written: "),
         (["--plot", f"{'x' * 300}/y.png"], "x/y.png: cannot be written: File name too long"),
@@ -502,7 +495,7 @@ def test_plot_over_a_folder(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtur
 def test_a_plot_that_fails_loses_nothing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(report: Any, path: pathlib.Path) -> None:
+    def fail(*_: object) -> None:
         raise InvalidState("no room for it")
 
     monkeypatch.setattr(bench, "draw", fail)
@@ -573,7 +566,7 @@ def test_interrupted_run_frees_everything(
 
 @pytest.mark.sim
 def test_failed_preparation_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def failing(allocator: CuMemAllocator) -> FakePreparation:
+    def failing(_: CuMemAllocator) -> FakePreparation:
         preparation = FakePreparation()
         preparation.error = InvalidState("the preparation failed")
         return preparation
@@ -589,13 +582,13 @@ def test_interrupted_preparation_is_stopped(monkeypatch: pytest.MonkeyPatch) -> 
     made: list[FakePreparation] = []
 
     class Waiting(FakePreparation):
-        def wait(self, timeout: float | None = None) -> bool:
+        def wait(self, _timeout: float | None = None) -> bool:
             made.append(self)
             if len(made) > 1:
                 raise KeyboardInterrupt
             return False
 
-    monkeypatch.setattr(CuMemAllocator, "prepare", lambda self: Waiting(), raising=False)
+    monkeypatch.setattr(CuMemAllocator, "prepare", lambda _: Waiting(), raising=False)
     assert cli.main(["bench", *SMALL]) == 130
     assert made[0].stopped
 
@@ -603,7 +596,7 @@ def test_interrupted_preparation_is_stopped(monkeypatch: pytest.MonkeyPatch) -> 
 # Host memory and the link
 
 
-def test_host_memory_is_touched_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_memory_is_touched_once(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = run_json(capsys, "--touch-host-memory")
     assert (code, found["host_memory_touched_before"]) == (0, True)
 

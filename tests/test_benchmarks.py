@@ -13,13 +13,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from dataclasses import fields
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 import cumem_sleep
 from cumem_sleep.tools.bench import palette
+from cumem_sleep.tools.machine import MachineFacts
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -53,7 +55,7 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
 
 @pytest.fixture
 def benchmark_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    names = ("layers", "result_tables", "recording")
+    names = ("layers", "result_tables", "recording", "record")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield
     for name in names:
@@ -61,7 +63,7 @@ def benchmark_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def tables(benchmark_modules: None) -> ModuleType:
+def tables(benchmark_modules: None) -> ModuleType:  # noqa: ARG001  (comes first)
     return importlib.import_module("result_tables")
 
 
@@ -93,7 +95,30 @@ def test_results_do_not_name_the_machine(peers: tuple[str, dict[str, Any]]) -> N
     assert str(pathlib.Path(result["machine"]["command"].split()[1]).parent) == "."
 
 
+def test_results_carry_the_facts_that_bench_reports(
+    tables: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    torch = ModuleType("torch")
+    gpu = SimpleNamespace(name="A GPU", total_memory=1 << 30)
+    torch.__version__ = "2.11.0+cu130"  # type: ignore[attr-defined]
+    torch.cuda = SimpleNamespace(get_device_properties=lambda _: gpu, device_count=lambda: 2)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 5, 16\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/codec.py", "--out", "/elsewhere/codec.json"])
+    importlib.import_module("record").write(tmp_path / "codec.json", {"answer": 42})
+    written = json.loads((tmp_path / "codec.json").read_text())
+    facts = written["machine"]
+    assert written["answer"] == 42
+    assert facts.keys() > {field.name for field in fields(MachineFacts)}
+    assert (facts["gpu"], facts["gpus"], facts["torch"]) == ("A GPU", 2, "2.11.0+cu130")
+    assert (facts["command"], facts["pcie generation, width"]) == ("python codec.py --out codec.json", "5, 16")
+    assert tables.machine(written).startswith("A GPU, driver ")
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("benchmark_modules")
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
@@ -102,7 +127,7 @@ def test_results_do_not_name_the_machine(peers: tuple[str, dict[str, Any]]) -> N
     ],
 )
 def test_a_failing_layer_loses_nothing_of_the_others(
-    benchmark_modules: None, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, broken: str, said: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, broken: str, said: str
 ) -> None:
     """A layer that fails at its second sleep keeps its first, and the next layer is measured."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -123,7 +148,7 @@ def test_a_failing_layer_loses_nothing_of_the_others(
     layers = importlib.import_module("layers")
     monkeypatch.setitem(layers.LAYERS, "broken", layers.CumemSleep)
     workload = recording.Workload([4096] * 3, 4096, 2, 1, 0.0, 60.0, 4096, 2)
-    run = recording.Recording(workload, lambda line: None)
+    run = recording.Recording(workload, lambda _: None)
     run.run(["broken", "cumem-sleep"])
     assert run.records["broken"].error.startswith(said)
     assert "last words" not in broken or "last words" in run.records["broken"].error
@@ -134,9 +159,8 @@ def test_a_failing_layer_loses_nothing_of_the_others(
 
 
 @pytest.mark.slow
-def test_changed_bytes_are_found(
-    benchmark_modules: None, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
+@pytest.mark.usefixtures("benchmark_modules")
+def test_changed_bytes_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
         "import layers\n"
@@ -148,7 +172,7 @@ def test_changed_bytes_are_found(
     package_root = pathlib.Path(cumem_sleep.__path__[0]).parent
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{package_root}")
     recording = importlib.import_module("recording")
-    run = recording.Recording(recording.Workload([4096] * 3, 4096, 1, 1, 0.0, 60.0, 4096, 2), lambda line: None)
+    run = recording.Recording(recording.Workload([4096] * 3, 4096, 1, 1, 0.0, 60.0, 4096, 2), lambda _: None)
     run.run(["cumem-sleep"])
     assert "bytes differ after it, in tensors [0, 1, 2]" in run.records["cumem-sleep"].error
 
@@ -209,7 +233,7 @@ def results(
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "RESULTS", folder)
     monkeypatch.setattr(tables, "PLOT", tmp_path / "docs" / "peers.svg")
-    monkeypatch.setattr(tables, "draw_peers", lambda result: None)
+    monkeypatch.setattr(tables, "draw_peers", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["result_tables.py"])
     return folder
 
@@ -219,7 +243,7 @@ def test_tables_say_what_was_not_measured(results: pathlib.Path, tables: ModuleT
     page = (results.parent / "docs" / "benchmarks.md").read_text()
     assert page.startswith("Above.\n")
     assert page.endswith("Below.\n")
-    peers = page[page.index("**Beside its peers**") :]
+    peers = page[page.index("**Compared with its peers**") :]
     first_sleep = next(line for line in peers.splitlines() if line.startswith("| first sleep | "))
     assert first_sleep.count("not measured") == 3
     assert re.search(r"^vLLM `cumem` was not measured: vllm (is not installed|needs a GPU)\.$", page, re.MULTILINE)
@@ -258,7 +282,7 @@ def test_tables_of_vllm(results: pathlib.Path, tables: ModuleType) -> None:
     page = (results.parent / "docs" / "benchmarks.md").read_text()
     assert len(re.findall(r"^\| lora \| .* \*\*Failed\.\*\* \|$", page, re.MULTILINE)) == 1
     assert page.count("**Failed.**") == 1
-    served = page[page.index("**`vllm serve`") : page.index("**Beside its peers**")]
+    served = page[page.index("**`vllm serve`") : page.index("**Compared with its peers**")]
     assert "vLLM's own |" not in served
     assert "| later sleeps | 0.200 (0.100–0.300) |" in served
 
@@ -292,14 +316,13 @@ def test_table_of_compressed_backups(
     page = (results.parent / "docs" / "benchmarks.md").read_text()
     assert "| bf16 normal | off | 1.000 | 1.20 | 1.20 (0.83 ×) | 1.20 | 1.20 (0.42 ×) | 1.20 (0.42 ×) |" in page
     assert "| bf16 normal | auto | 0.670 | 0.600 | 0.600 (1.67 ×) | 0.600 | 0.600 (0.83 ×) | 0.600 (0.83 ×) |" in page
-    assert "0.500 s (2.00 ×) pass until all is backed up" in page
+    assert "0.500 s (2.00 ×) pass until everything is backed up" in page
     assert "e4m3 normal | auto" not in page
     assert "ended with 1" in compressed.table([raw, failed])
 
 
-def test_check_notices_other_figures_and_an_old_plot(
-    results: pathlib.Path, tables: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("results")
+def test_check_notices_other_figures_and_an_old_plot(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["result_tables.py", "--check"])
     with pytest.raises(SystemExit, match=r"docs/benchmarks\.md: its figures"):
         tables.main()

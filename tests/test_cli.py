@@ -10,45 +10,30 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support import MIB, SIMULATED, Memory, free_everything, reset_simulation
+from support import MIB, SIMULATED, Memory, write_safetensors
 
 import cumem_sleep
 from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, InvalidArgument, InvalidState, Settings, _core
 from cumem_sleep.backups.store import BackupStore
-from cumem_sleep.tools import cli, demo
+from cumem_sleep.tools import cli, demo, layout, simulated
+from cumem_sleep.tools.demo.report import DemoReport, Step, short
+from cumem_sleep.tools.demo.run import _Demo
 
 KV = ["--kv", "4MiB"]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    reset_simulation()
-    yield
-    free_everything()
-    reset_simulation()
-
-
-@pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_pieces(nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001  (patches go before)
     """So that small tensors are cut into several, as large ones are."""
-    monkeypatch.setattr(demo, "_PIECE_BYTES", MIB)
+    monkeypatch.setattr(layout, "PIECE_BYTES", MIB)
 
 
-# Safetensors files, written by hand
-
-
-def write_file(path: pathlib.Path, header: object, data: bytes, header_bytes: int | None = None) -> pathlib.Path:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    length = len(text) if header_bytes is None else header_bytes
-    path.write_bytes(length.to_bytes(8, "little") + text + data)
-    return path
+# A model
 
 
 def model_parts() -> tuple[dict[str, Any], bytes]:
@@ -73,7 +58,7 @@ def model_parts() -> tuple[dict[str, Any], bytes]:
 
 @pytest.fixture
 def model(tmp_path: pathlib.Path) -> pathlib.Path:
-    return write_file(tmp_path / "model.safetensors", *model_parts())
+    return write_safetensors(tmp_path / "model.safetensors", *model_parts())
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
@@ -194,7 +179,7 @@ def test_no_name_is_not_the_current_folder(arguments: list[str], capsys: pytest.
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
     assert exit_.value.code == 2
-    assert "'': the name of a file or folder is wanted" in capsys.readouterr().err
+    assert "'': expected the name of a file or folder" in capsys.readouterr().err
 
 
 # The demo
@@ -240,7 +225,7 @@ def test_demo_table(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "no address changed" in output.out
     if SIMULATED:
         assert "cumem-sleep demo (simulated driver)" in output.out
-        assert demo.SIMULATED_NOTE in output.out
+        assert simulated.SIMULATED_NOTE in output.out
 
 
 def test_demo_without_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,19 +238,22 @@ def test_demo_without_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_demo_of_shards(tmp_path: pathlib.Path, model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = write_file(tmp_path / "b.safetensors", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc")
+    other = write_safetensors(
+        tmp_path / "b.safetensors", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc"
+    )
     code, report = run_json(capsys, "demo", str(model), str(other), *KV)
     assert (code, report["tensors"]) == (0, 8)
 
 
-def test_demo_of_a_folder(tmp_path: pathlib.Path, model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_file(tmp_path / "b.safetensors", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc")
+@pytest.mark.usefixtures("model")
+def test_demo_of_a_folder(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_safetensors(tmp_path / "b.safetensors", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc")
     code, report = run_json(capsys, "demo", str(tmp_path), *KV)
     assert (code, report["tensors"], report["source"]) == (0, 8, tmp_path.name)
 
 
 def test_one_of_a_thing_is_not_several(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_file(tmp_path / "w", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc")
+    path = write_safetensors(tmp_path / "w", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc")
     assert cli.main(["demo", str(path), *KV]) == 0
     assert "w: 1 tensor, 3 B of U8 in 1 segment\n" in capsys.readouterr().out
 
@@ -312,7 +300,7 @@ def test_one_wrong_byte_is_1(
 def test_failure_is_shown_in_the_table(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo._Demo, "_differences", lambda self: ["byte 0 of [red]w[/red] is 0x01, not 0x00"])
+    monkeypatch.setattr(_Demo, "_differences", lambda _: ["byte 0 of [red]w[/red] is 0x01, not 0x00"])
     assert cli.main(["demo", str(model), *KV]) == 1
     assert "FAILED at 'load weights': byte 0 of [red]w[/red] is 0x01, not 0x00" in capsys.readouterr().out
 
@@ -321,7 +309,7 @@ def test_changed_address_is_1(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     counter = itertools.count()
-    monkeypatch.setattr(demo._Demo, "_addresses_now", lambda self: [(1, next(counter))])
+    monkeypatch.setattr(_Demo, "_addresses_now", lambda _: [(1, next(counter))])
     code, report = run_json(capsys, "demo", str(model), *KV)
     assert code == 1
     assert "an address changed" in report["steps"][-1]["result"]
@@ -330,7 +318,7 @@ def test_changed_address_is_1(
 def test_copy_of_unchanged_bytes_is_1(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(BackupStore, "is_clean", lambda self, segment, digest: False)
+    monkeypatch.setattr(BackupStore, "is_clean", lambda *_: False)
     code, report = run_json(capsys, "demo", str(model), *KV)
     assert code == 1
     assert "was copied, though nothing had changed" in report["steps"][-1]["result"]
@@ -392,6 +380,23 @@ def test_bad_setting(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "CUMEM_SLEEP_VERIFY='perhaps'" in capsys.readouterr().err
 
 
+def test_sizes_have_three_digits() -> None:
+    sizes = [0, 999, 1024, 9 * MIB + MIB // 3, 454 * MIB, 1000 * MIB, 1023 * MIB, 61 << 30, 1 << 50]
+    assert [short(size) for size in sizes] == [
+        "0 B", "999 B", "1.00 KiB", "9.33 MiB", "454 MiB", "0.98 GiB", "1.00 GiB", "61.0 GiB", "1024 TiB",
+    ]  # fmt: skip
+
+
+def test_table_of_a_real_device_names_its_use() -> None:
+    step = Step(1, "wake", 5 << 30, 7 << 30, 0, 10**9, 0.5, 1, "1 B = source", True)
+    report = DemoReport(False, 0, "NVIDIA H200", "x", 1, ["BF16"], 1, 1, 1, (step,))
+    headings = [str(column.header) for column in report.table().columns]
+    assert "GPU in use" in headings
+    assert "simulated" not in str(report.table().title)
+    assert report.to_json()["steps"][0]["gbps"] == 2.0
+    assert "note" not in report.to_json()
+
+
 # Which driver
 
 
@@ -437,12 +442,12 @@ def test_only_a_missing_gpu_is_simulated(error: str, simulates: bool, monkeypatc
 
     monkeypatch.setattr(_core, "open_driver", no_libcuda)
     if simulates:
-        allocator, reason = demo.open_allocator({})
+        allocator, reason = simulated.open_allocator({})
         assert allocator.settings.driver == "sim"
         assert error in reason
     else:
         with pytest.raises(DriverError, match=error):
-            demo.open_allocator({})
+            simulated.open_allocator({})
 
 
 @pytest.mark.sim
@@ -452,17 +457,17 @@ def test_simulated_device_is_made_large_enough(monkeypatch: pytest.MonkeyPatch) 
     def configure(device_bytes: int) -> None:
         sizes.append(device_bytes)
 
-    monkeypatch.setattr(demo.sim, "configure", configure)
-    monkeypatch.setattr(demo.host_limits, "mem_available_bytes", lambda: 1 << 40)
-    monkeypatch.setattr(demo.host_limits, "cgroup_available_bytes", lambda: None)
-    weights = [demo.SegmentLayout(nbytes=3 << 30)]
-    demo.make_room({}, weights, 4 * MIB)
-    demo.make_room({}, [], 4 * MIB)
-    demo.make_room({"CUMEM_SLEEP_SIM_DEVICE_BYTES": "1"}, weights, 4 * MIB)  # the user's own wish stands
+    monkeypatch.setattr(simulated.sim, "configure", configure)
+    monkeypatch.setattr(simulated.host_limits, "mem_available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(simulated.host_limits, "cgroup_available_bytes", lambda: None)
+    weights = [layout.SegmentLayout(nbytes=3 << 30)]
+    simulated.make_room({}, weights, 4 * MIB)
+    simulated.make_room({}, [], 4 * MIB)
+    simulated.make_room({"CUMEM_SLEEP_SIM_DEVICE_BYTES": "1"}, weights, 4 * MIB)  # the user's own wish stands
     assert sizes == [(3 << 30) + 4 * MIB, 1 << 30]
-    monkeypatch.setattr(demo.host_limits, "cgroup_available_bytes", lambda: 5 << 30)
+    monkeypatch.setattr(simulated.host_limits, "cgroup_available_bytes", lambda: 5 << 30)
     with pytest.raises(InvalidState, match=r"needed 6.25 GiB, available 5.00 GiB \(limit: cgroup\)"):
-        demo.make_room({}, weights, 4 * MIB)
+        simulated.make_room({}, weights, 4 * MIB)
 
 
 @pytest.mark.sim
@@ -473,148 +478,7 @@ def test_device_memory_too_small(model: pathlib.Path, monkeypatch: pytest.Monkey
     assert "CUDA_ERROR_OUT_OF_MEMORY" in capsys.readouterr().err
 
 
-# Files
-
-
-def entry(begin: int, end: int, shape: list[int] | None = None, dtype: str = "U8") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
-
-
-BAD_FILES: dict[str, tuple[object, bytes, str]] = {
-    "json": (b'{"w":', b"", "not JSON"),
-    "unicode": (b"\xff\xfe{}", b"", "not JSON"),
-    "nested": (b"[" * 100_000, b"", "not JSON"),
-    "list": ([], b"", "not a JSON object"),
-    "twice": (b'{"w": {}, "w": {}}', b"", "occurs twice"),
-    "no dtype": ({"w": {"shape": [1], "data_offsets": [0, 1]}}, b"x", "no dtype"),
-    "no offsets": ({"w": {"dtype": "U8", "shape": [1]}}, b"x", "no valid shape"),
-    "offsets reversed": ({"w": entry(1, 0, [1])}, b"x", "no valid shape"),
-    "offset not whole": ({"w": {**entry(0, 1), "data_offsets": [0, True]}}, b"x", "no valid shape"),
-    "negative": ({"w": entry(0, 1, [-1])}, b"x", "no valid shape"),
-    "hole": ({"a": entry(0, 1), "b": entry(2, 3)}, b"xxx", "begins at byte 2 of the data, not 1"),
-    "overlap": ({"a": entry(0, 2), "b": entry(1, 3)}, b"xxx", "begins at byte 1 of the data, not 2"),
-    "truncated": ({"w": entry(0, 10)}, b"xxx", "truncated"),
-    "too long": ({"w": entry(0, 2)}, b"xxx", "1 bytes after the last tensor"),
-    "dtype": ({"w": entry(0, 3, [3], "F77")}, b"xxx", r"tensor 'w' has dtype 'F77', .*: known are BF16, BOOL, "),
-    "size": ({"w": entry(0, 3, [2], "BF16")}, b"xxx", "has 3 bytes"),
-    "no tensors": ({}, b"", "holds no tensor"),
-    "no bytes": ({"w": entry(0, 0)}, b"", "holds no tensor"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_file(name: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    header, data, message = BAD_FILES[name]
-    path = write_file(tmp_path / "bad.safetensors", header, data)
-    with pytest.raises(demo.SafetensorsError, match=message):
-        demo.source_from_files([path])
-    assert cli.main(["demo", str(path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "the file is empty"),
-        (b"short", "not a safetensors file"),
-        (b"PK\x03\x04" * 10, "not a safetensors file"),
-        ((100).to_bytes(8, "little") + b"{}", "truncated: the header ends at byte 108, the file at 10"),
-    ],
-)
-def test_not_a_file_of_this_kind(content: bytes, message: str, tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "bad.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(demo.SafetensorsError, match=message):
-        demo.source_from_files([path])
-
-
-def test_a_device_is_no_model() -> None:
-    with pytest.raises(demo.SafetensorsError, match="/dev/zero: not a regular file"):
-        demo.source_from_files([pathlib.Path("/dev/zero")])
-
-
-def test_no_such_file(tmp_path: pathlib.Path) -> None:
-    for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(demo.SafetensorsError, match="cannot be read"):
-            demo.source_from_files([path])
-
-
-def test_reads_what_the_library_writes(tmp_path: pathlib.Path) -> None:
-    numpy_files = pytest.importorskip("safetensors.numpy")
-    random = np.random.default_rng(2)
-    tensors = {name: random.standard_normal((5, 3)).astype(name) for name in ("float16", "float32", "float64", "int8")}
-    numpy_files.save_file(tensors, tmp_path / "a.safetensors")
-    read = {tensor.name: tensor for tensor in demo.source_from_files([tmp_path / "a.safetensors"]).tensors}
-    assert {name: tensor.data.tobytes() for name, tensor in read.items()} == {
-        name: tensor.tobytes() for name, tensor in tensors.items()
-    }
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_damaged_files_are_refused_or_read(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Whatever a byte of the header is turned into, the answer is an error of our own or tensors within the file."""
-    header, content = {"a": entry(0, 4), "b": entry(4, 8, [2], "F16")}, b"12345678"
-    path = write_file(tmp_path_factory.getbasetemp() / "damaged.safetensors", header, content)
-    damaged = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 3))):
-        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    path.write_bytes(damaged[: data.draw(st.integers(0, len(damaged)))])
-    try:
-        source = demo.source_from_files([path])
-    except demo.SafetensorsError:
-        return
-    assert source.nbytes == len(content)
-
-
-# How tensors lie
-
-
-@given(st.lists(st.integers(0, 30 * MIB), max_size=40))
-@settings(max_examples=40, deadline=None)
-def test_layout(sizes: list[int]) -> None:
-    tensors = [
-        demo.Tensor(str(number), "U8", (size,), np.broadcast_to(np.uint8(0), (size,)))
-        for number, size in enumerate(sizes)
-    ]
-    layout = demo.lay_out(tensors)
-    placed = [tensor.name for segment in layout for _, tensor in segment.tensors]
-    assert sorted(placed) == sorted(tensor.name for tensor in tensors if tensor.data.size)
-    for segment in layout:
-        end = 0
-        for offset, tensor in segment.tensors:
-            assert offset >= end
-            assert offset % 512 == 0
-            end = offset + tensor.data.size
-        assert end <= segment.nbytes
-        assert len(segment.tensors) == 1 or segment.nbytes <= 20 * MIB
-        covered = {tensor.name: 0 for _, tensor in segment.tensors}
-        for piece in segment.pieces():
-            for offset, tensor, start, nbytes in piece.parts:
-                assert start == covered[tensor.name]
-                assert offset + nbytes <= piece.nbytes
-                covered[tensor.name] += nbytes
-        assert covered == {tensor.name: tensor.data.size for _, tensor in segment.tensors}
-
-
-def test_sizes_have_three_digits() -> None:
-    sizes = [0, 999, 1024, 9 * MIB + MIB // 3, 454 * MIB, 1000 * MIB, 1023 * MIB, 61 << 30, 1 << 50]
-    assert [demo._short(size) for size in sizes] == [
-        "0 B", "999 B", "1.00 KiB", "9.33 MiB", "454 MiB", "0.98 GiB", "1.00 GiB", "61.0 GiB", "1024 TiB",
-    ]  # fmt: skip
-
-
-def test_table_of_a_real_device_names_its_use() -> None:
-    step = demo.Step(1, "wake", 5 << 30, 7 << 30, 0, 10**9, 0.5, 1, "1 B = source", True)
-    report = demo.DemoReport(False, 0, "NVIDIA H200", "x", 1, ["BF16"], 1, 1, 1, (step,))
-    headings = [str(column.header) for column in report.table().columns]
-    assert "GPU in use" in headings
-    assert "simulated" not in str(report.table().title)
-    assert report.to_json()["steps"][0]["gbps"] == 2.0
-    assert "note" not in report.to_json()
-
-
 def test_demo_refuses_settings_that_are_none() -> None:
     with pytest.raises(InvalidArgument):
-        demo.open_allocator({"CUMEM_SLEEP_DRIVER": "hip"})
+        simulated.open_allocator({"CUMEM_SLEEP_DRIVER": "hip"})
     assert Settings.from_environment({}).driver == "cuda"

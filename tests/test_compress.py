@@ -58,14 +58,21 @@ from cumem_sleep import (
     _core,
     sim,
 )
+from cumem_sleep.backups import filling, store
 from cumem_sleep.backups import limits as host_limits
-from cumem_sleep.backups.store import Piece
-from cumem_sleep.codec import workbench as compress
+from cumem_sleep.backups.filling import Filling
+from cumem_sleep.codec import slots, workbench
+from cumem_sleep.codec.compressor import Compressor
 from cumem_sleep.codec.exponent import Bytes, Code, Layout
 from cumem_sleep.codec.kernels import SimulatedKernels
-from cumem_sleep.codec.workbench import Compressor, Workbench
-from cumem_sleep.digest.device import Digest, DigestRun
-from cumem_sleep.transfer import restorer as restore
+from cumem_sleep.codec.workbench import Workbench, workbench_bytes
+from cumem_sleep.digest.device import DigestRun
+from cumem_sleep.digest.reference import Digest
+from cumem_sleep.extents import Piece
+from cumem_sleep.operations import sleep, wake
+from cumem_sleep.transfer import routes
+from cumem_sleep.transfer.lanes import RawCopies, SlotCopies
+from cumem_sleep.transfer.pacing import Choice
 
 pytestmark = pytest.mark.sim
 
@@ -76,20 +83,22 @@ Contents = dict[int, bytes]  # by address
 ONE_PAGE_BENCH = PAGE - (64 << 10)
 BENCH_BYTES = 5 * PAGE, 3 * PAGE  # with `small_slots`; the second can be lent
 EXACT = 1.01
-USUAL_BENCH_BYTES = compress._bench_bytes(compress._SLOT_BYTES[0])  # before the tests make it small
+USUAL_BENCH_BYTES = workbench_bytes(
+    CuMemAllocator.tuning, CuMemAllocator.tuning.slot_bytes[0]
+)  # before the tests make it small
 
 
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two encoded chunks, or one; the simulated driver writes to all memory that it gives. And small parts."""
-    monkeypatch.setattr("cumem_sleep.allocator._HEAD_BYTES", 2 * PAGE)
-    monkeypatch.setattr("cumem_sleep.allocator._PART_BYTES", 4 * PAGE)
-    monkeypatch.setattr("cumem_sleep.allocator._IDLE_S", 60.0)  # this machine may be busy, and the device is not
-    monkeypatch.setattr("cumem_sleep.codec.workbench._SLOTS", 2)
-    monkeypatch.setattr("cumem_sleep.codec.workbench._SLOT_BYTES", (4 * MIB, 2 * MIB))
-    monkeypatch.setattr("cumem_sleep.codec.workbench._LENT_SLOT_BYTES", 2 * MIB)
-    monkeypatch.setattr("cumem_sleep.operations.prepare._PIECE_BYTES", PAGE)  # is decoded in a slot
-    monkeypatch.setattr("cumem_sleep.operations.prepare._BLOCK_BYTES", PAGE)
+    monkeypatch.setattr(CuMemAllocator.tuning, "head_bytes", 2 * PAGE)
+    monkeypatch.setattr(CuMemAllocator.tuning, "digest_part_bytes", 4 * PAGE)
+    monkeypatch.setattr(CuMemAllocator.tuning, "idle_s", 60.0)  # this machine may be busy, and the device is not
+    monkeypatch.setattr(CuMemAllocator.tuning, "slots", 2)
+    monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (4 * MIB, 2 * MIB))
+    monkeypatch.setattr(CuMemAllocator.tuning, "lent_slot_bytes", 2 * MIB)
+    monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", PAGE)  # is decoded in a slot
+    monkeypatch.setattr(CuMemAllocator.tuning, "prepare_extent_bytes", PAGE)
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)  # what it tells apart is not the question here
     monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
 
@@ -208,7 +217,7 @@ class TestRoundTrips:
     def test_of_all_kinds_at_once(
         self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, devices: int, slab_bytes: int
     ) -> None:
-        monkeypatch.setattr("cumem_sleep.backups.store.SLAB_BYTES", slab_bytes)
+        monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", slab_bytes)
         allocator = make_allocator(compress="auto")
         sim.configure(devices=devices)
         contents: Contents = {}
@@ -274,35 +283,35 @@ class TestRoundTrips:
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int, tight: bool
     ) -> None:
         """By turns with the copy engine, and alone where its time is to tell the rate."""
-        monkeypatch.setattr("cumem_sleep.codec.workbench._SLOTS", slots)
-        monkeypatch.setattr("cumem_sleep.codec.workbench._SLOT_BYTES", (8 * MIB, 4 * MIB))
-        monkeypatch.setattr("cumem_sleep.transfer.restorer._WORTH_CHOOSING_BYTES", 0)
-        monkeypatch.setattr("cumem_sleep.backups.store.SLAB_BYTES", 3 * MIB)
+        monkeypatch.setattr(CuMemAllocator.tuning, "slots", slots)
+        monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (8 * MIB, 4 * MIB))
+        monkeypatch.setattr(CuMemAllocator.tuning, "worth_choosing_bytes", 0)
+        monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", 3 * MIB)
         started: list[int] = []
 
         class GpuCopies:
-            def __init__(self, device: int, chunks: int) -> None:
-                self.chunks = chunks
+            def __init__(self, device: int, nbytes: int, pieces: int) -> None:
+                self.chunks = nbytes // PAGE + pieces
 
             def start(self, stream: _core.CopyStream, pieces: Sequence[Piece]) -> None:
                 assert sum(-(-piece.bytes // PAGE) for piece in pieces) <= self.chunks
                 started.append(sum(piece.bytes for piece in pieces))
                 for piece in pieces:
                     assert piece.bytes % 16 == piece.offset % 16 == piece.address % 16 == 0
-                    ctypes.memmove(piece.address, piece.block.address + piece.offset, piece.bytes)
+                    ctypes.memmove(piece.address, piece.extent.address + piece.offset, piece.bytes)
 
             def close(self) -> None:
                 pass
 
         took: list[tuple[int, float]] = []
 
-        def choices(*_: object) -> Iterator[restore._Choice]:
+        def choices(*_: object) -> Iterator[Choice]:
             for number in itertools.count():
-                took.append((yield restore._Choice(by_engine=number % 3 == 0, alone=number % 2 == 0)))
+                took.append((yield Choice(by_engine=number % 3 == 0, alone=number % 2 == 0)))
 
         monkeypatch.setitem(sys.modules, "cumem_sleep.transfer.copy_kernel", SimpleNamespace(GpuCopies=GpuCopies))
-        monkeypatch.setattr(restore, "_choices", choices)
-        allocator._restorer._kernel_devices.add(0)
+        monkeypatch.setattr(routes, "choices", choices)
+        allocator._restorer._routes._kernel_devices.add(0)
         contents = fill(allocator, *KINDS, nbytes=12 * PAGE)
         contents |= fill(allocator, bf16, fp16, nbytes=PAGE)
         allocator.sleep()
@@ -320,7 +329,7 @@ class TestRoundTrips:
         contents = fill(allocator, bf16, noise, fp16, noise, nbytes=4 * PAGE)
         allocator.sleep()
         events: list[str] = []
-        run, start, map_segment = restore._Lane.run, restore.SlotCopies.start, _core.Segment.map
+        run, start, map_segment = RawCopies.run, SlotCopies.start, _core.Segment.map
 
         def noted_run(*arguments: Any) -> Iterator[int]:
             yield from run(*arguments)
@@ -334,8 +343,8 @@ class TestRoundTrips:
             events.append(f"map {list(contents).index(segment.address)}")
             map_segment(segment)
 
-        monkeypatch.setattr(restore._Lane, "run", noted_run)
-        monkeypatch.setattr(restore.SlotCopies, "start", noted_start)
+        monkeypatch.setattr(RawCopies, "run", noted_run)
+        monkeypatch.setattr(SlotCopies, "start", noted_start)
         patch_map(monkeypatch, noted_map)
         allocator.wake_up()
         check_bytes(contents)
@@ -345,21 +354,21 @@ class TestRoundTrips:
     def test_tables_of_the_copy_kernel_outlive_its_copies(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("cumem_sleep.codec.workbench._SLOTS", 4)
-        monkeypatch.setattr("cumem_sleep.transfer.restorer._WORTH_CHOOSING_BYTES", 0)
+        monkeypatch.setattr(CuMemAllocator.tuning, "slots", 4)
+        monkeypatch.setattr(CuMemAllocator.tuning, "worth_choosing_bytes", 0)
         in_flight: set[int] = set()  # streams
         closed: list[bool] = []
         synchronize = _core.CopyStream.synchronize
 
         class GpuCopies:
-            def __init__(self, device: int, chunks: int) -> None:
+            def __init__(self, device: int, nbytes: int, pieces: int) -> None:
                 self.stream = 0
 
             def start(self, stream: _core.CopyStream, pieces: Sequence[Piece]) -> None:
                 self.stream = stream.handle
                 in_flight.add(stream.handle)
                 for piece in pieces:
-                    stream.to_device(piece.address, piece.block, piece.offset, piece.bytes)
+                    stream.to_device(piece.address, piece.extent, piece.offset, piece.bytes)
 
             def close(self) -> None:
                 closed.append(self.stream in in_flight)
@@ -370,11 +379,9 @@ class TestRoundTrips:
 
         monkeypatch.setattr(_core.CopyStream, "synchronize", note_and_synchronize)
         monkeypatch.setitem(sys.modules, "cumem_sleep.transfer.copy_kernel", SimpleNamespace(GpuCopies=GpuCopies))
-        monkeypatch.setattr(
-            restore, "_choices", lambda *_: itertools.repeat(restore._Choice(by_engine=False, alone=False))
-        )
-        monkeypatch.setattr(restore.SlotCopies, "took", lambda *_: None)
-        allocator._restorer._kernel_devices.add(0)
+        monkeypatch.setattr(routes, "choices", lambda *_: itertools.repeat(Choice(by_engine=False, alone=False)))
+        monkeypatch.setattr(SlotCopies, "took", lambda *_: None)
+        allocator._restorer._routes._kernel_devices.add(0)
         contents = fill(allocator, *[bf16] * 6, nbytes=4 * PAGE)
         allocator.sleep()
         sim.fail("cuMemCreate", after=4, error="CUDA_ERROR_UNKNOWN", times=100)
@@ -396,7 +403,7 @@ class TestRoundTrips:
     def test_digests_begin_when_segments_are_complete(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int
     ) -> None:
-        monkeypatch.setattr("cumem_sleep.codec.workbench._SLOTS", slots)
+        monkeypatch.setattr(CuMemAllocator.tuning, "slots", slots)
         contents = fill(allocator, bf16, some_noise, bf16, nbytes=3 * PAGE)
         allocator.sleep()
         started: list[int] = []
@@ -416,10 +423,10 @@ class TestRoundTrips:
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int
     ) -> None:
         """But copies to slots, all but two of them, have begun by then."""
-        monkeypatch.setattr("cumem_sleep.codec.workbench._SLOTS", slots)
+        monkeypatch.setattr(CuMemAllocator.tuning, "slots", slots)
         contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
         allocator.sleep()
-        decode, map_segment, start = SimulatedKernels.decode, _core.Segment.map, restore.SlotCopies.start
+        decode, map_segment, start = SimulatedKernels.decode, _core.Segment.map, SlotCopies.start
         events: list[str] = []
 
         def look_and_decode(kernels: SimulatedKernels, stream: _core.CopyStream, layout: Layout, *more: int) -> None:
@@ -439,7 +446,7 @@ class TestRoundTrips:
 
         monkeypatch.setattr(SimulatedKernels, "decode", look_and_decode)
         patch_map(monkeypatch, map_slowly)
-        monkeypatch.setattr(restore.SlotCopies, "start", note_and_start)
+        monkeypatch.setattr(SlotCopies, "start", note_and_start)
         allocator.wake_up()
         check_bytes(contents)
         assert events.index("decode") == slots - 1
@@ -503,7 +510,7 @@ class TestChanges:
     def test_the_next_part_is_counted_while_one_is_encoded(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("cumem_sleep.codec.workbench._PART_BYTES", 2 * PAGE)
+        monkeypatch.setattr(CuMemAllocator.tuning, "count_part_bytes", 2 * PAGE)
         contents = fill(allocator, bf16, bf16, fp16, bf16)
         cycle(allocator, contents)
         random = np.random.default_rng(11)
@@ -533,7 +540,7 @@ class TestChanges:
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of what has a compressed backup; what has none is digested first, because it has to be planned as a whole."""
-        monkeypatch.setattr("cumem_sleep.codec.workbench._PART_BYTES", 2 * PAGE)
+        monkeypatch.setattr(CuMemAllocator.tuning, "count_part_bytes", 2 * PAGE)
         contents = fill(allocator, noise, bf16, bf16, fp16, bf16)
         cycle(allocator, contents)
         for address, kind in zip(contents, (noise, bf16, bf16, fp16, bf16), strict=True):
@@ -566,7 +573,7 @@ class TestChanges:
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, number: int
     ) -> None:
         """It raises what a backup raises that finds none, which all begins anew after: with that part, too."""
-        monkeypatch.setattr("cumem_sleep.codec.workbench._PART_BYTES", 2 * PAGE)
+        monkeypatch.setattr(CuMemAllocator.tuning, "count_part_bytes", 2 * PAGE)
         contents = fill(allocator, bf16, bf16, fp16, bf16, bf16)
         cycle(allocator, contents)
         self.change_all(contents)
@@ -596,7 +603,7 @@ class TestChanges:
     def test_a_codec_that_fails_before_the_last_part_leaves_nothing_out(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, after: int
     ) -> None:
-        monkeypatch.setattr("cumem_sleep.codec.workbench._PART_BYTES", 2 * PAGE)
+        monkeypatch.setattr(CuMemAllocator.tuning, "count_part_bytes", 2 * PAGE)
         contents = fill(allocator, *[bf16] * 6)
         cycle(allocator, contents)
         self.change_all(contents)
@@ -610,7 +617,7 @@ class TestChanges:
 
     def test_parts_of_two_devices(self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
         """Those of the second are found while the first one's are encoded."""
-        monkeypatch.setattr("cumem_sleep.codec.workbench._PART_BYTES", 2 * PAGE)
+        monkeypatch.setattr(CuMemAllocator.tuning, "count_part_bytes", 2 * PAGE)
         allocator = make_allocator(compress="auto")
         sim.configure(devices=2)
         contents: Contents = {}
@@ -765,7 +772,7 @@ class TestChanges:
         self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """What does not fit any more takes memory in the middle of a sleep, and not in the thread that copies."""
-        monkeypatch.setattr("cumem_sleep.codec.workbench._PART_BYTES", 2 * PAGE)
+        monkeypatch.setattr(CuMemAllocator.tuning, "count_part_bytes", 2 * PAGE)
         allocator = make_allocator(compress="auto", prefault_threads=2)
         contents = fill(allocator, bf16, bf16, bf16)
         cycle(allocator, contents)
@@ -822,7 +829,7 @@ class TestChanges:
             raise InvalidState("not now")
 
         with monkeypatch.context() as patch:
-            patch.setattr(allocator._store, "fill", refuse)
+            patch.setattr(Filling, "add", refuse)
             with pytest.raises(InvalidState, match="not now"):
                 allocator.sleep()
         write(address, contents[address])
@@ -893,7 +900,7 @@ class TestHostMemory:
         self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, what: str, part_bytes: int
     ) -> None:
         """What comes first wants more memory than there is until the others, which shrink, have their turn."""
-        monkeypatch.setattr("cumem_sleep.codec.workbench._PART_BYTES", part_bytes)
+        monkeypatch.setattr(CuMemAllocator.tuning, "count_part_bytes", part_bytes)
         room = int(2 * PAGE * ((0.70 if what == "one grows" else 0.02) + 3 * 0.88))
         allocator = make_allocator(compress="auto", host_budget_bytes=room)
         contents = fill(allocator, *([bf16] if what == "one grows" else []), fp16, fp16, fp16)
@@ -1007,7 +1014,7 @@ class TestPrepare:
 
     def test_launches_are_narrow(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
         contents = fill(allocator, bf16, nbytes=5 * PAGE)
-        monkeypatch.setattr("cumem_sleep.codec.workbench._FEW_ROWS", 2)
+        monkeypatch.setattr(CuMemAllocator.tuning, "few_rows", 2)
         counted: list[int] = []
         count = SimulatedKernels.count
 
@@ -1086,7 +1093,7 @@ class TestPrepare:
     ) -> None:
         """When its turn ends, the segment may go."""
         contents = fill(allocator, bf16, bf16, nbytes=3 * PAGE)
-        monkeypatch.setattr("cumem_sleep.codec.workbench._FEW_ROWS", 1)
+        monkeypatch.setattr(CuMemAllocator.tuning, "few_rows", 1)
         failing("count", monkeypatch, after=1)
         handles: list[int] = []
         Turns(monkeypatch, lambda: handles.append(sim.stats().live_handles)).prepare(allocator)
@@ -1283,10 +1290,9 @@ class TestPrepare:
             import numpy as np
             from cumem_sleep.codec import kernels as coders
             from cumem_sleep.codec import workbench as compress
-            from cumem_sleep.operations import prepare
 
             reset_simulation()
-            prepare._BLOCK_BYTES = PAGE
+            CuMemAllocator.tuning.prepare_extent_bytes = PAGE
             allocator = fresh_allocator(compress="auto")
             address = allocator.malloc(2 * PAGE, "weights")
             memory = Memory()
@@ -1525,7 +1531,7 @@ class TestDamage:
         assert backup.encoding is not None
         layout, sizes = backup.encoding.code.layout, backup.encoding.sizes
         first = layout.header_bytes
-        content = np.frombuffer(memoryview(backup.blocks[0]), np.uint8)
+        content = np.frombuffer(memoryview(backup.extents[0]), np.uint8)
         place = {
             "header": 0,
             "plane": first + 7,
@@ -1700,7 +1706,7 @@ class TestCodecFails:
         def refuse() -> SimulatedKernels:
             raise ImportError("no Triton here")
 
-        monkeypatch.setattr("cumem_sleep.codec.workbench.choose_kernels", refuse)
+        monkeypatch.setattr("cumem_sleep.codec.compressor.choose_kernels", refuse)
         contents = fill(allocator, bf16)
         for _ in range(2):
             assert finished(allocator.prepare()).error is None
@@ -1796,9 +1802,9 @@ class TestFree:
 
 
 def one_page_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cumem_sleep.codec.workbench._SLOTS", 1)
-    monkeypatch.setattr("cumem_sleep.codec.workbench._SLOT_BYTES", (ONE_PAGE_BENCH,))
-    monkeypatch.setattr("cumem_sleep.codec.workbench._LENT_SLOT_BYTES", ONE_PAGE_BENCH)
+    monkeypatch.setattr(CuMemAllocator.tuning, "slots", 1)
+    monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (ONE_PAGE_BENCH,))
+    monkeypatch.setattr(CuMemAllocator.tuning, "lent_slot_bytes", ONE_PAGE_BENCH)
 
 
 class QuickCodec:
@@ -1875,18 +1881,20 @@ def test_every_driver_call_may_fail_once(world: World, phase: Phase, error_name:
     "phase", [phase for phase in COMPRESSED if phase.name in ("first sleep", "wake of all")], ids=str
 )
 def test_interrupt_anywhere(world: World, phase: Phase) -> None:
-    check_interrupts(world, phase, ("workbench.py", "allocator.py:_back_up_compressed", "allocator.py:_workbenches"))
+    operation = (
+        (wake._workbenches,) if phase.name == "wake of all" else (sleep._BackingUp._try, sleep._BackingUp._workbenches)
+    )
+    check_interrupts(world, phase, (workbench, slots, *operation))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "part_bytes"), [("tight", 1 << 30), ("ample", PAGE)], indirect=["world"])
 def test_interrupt_of_a_sleep_of_changed(world: World, monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
     """Whose backups are written to again, while the next part is counted."""
-    monkeypatch.setattr("cumem_sleep.codec.workbench._PART_BYTES", part_bytes)
+    monkeypatch.setattr(CuMemAllocator.tuning, "count_part_bytes", part_bytes)
     (phase,) = (phase for phase in COMPRESSED if phase.name == "sleep of changed")
-    places = ("encode", "plan_again", "_count", "finish", "_parts")
-    others = ("store.py", "allocator.py:_back_up_compressed", "allocator.py:_planned_again")
-    check_interrupts(world, phase, (*(f"compress.py:{place}" for place in places), *others))
+    bench = (Workbench.encode, Workbench.begin_count, Workbench._count, Workbench.finish, workbench.parts_to_count)
+    check_interrupts(world, phase, (*bench, store, filling, sleep._BackingUp._try, sleep._BackingUp._planned_again))
 
 
 @pytest.mark.slow

@@ -6,10 +6,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
-from support import AWAKE, PAGE, SIMULATED, Cuda, Memory, assert_clean_exit, hooks, in_thread, run_script
+from support import AWAKE, PAGE, SIMULATED, Cuda, Memory, around_copies, assert_clean_exit, hooks, in_thread, run_script
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, InvalidState, _core, sim
 from cumem_sleep.allocator import _forget_freed_backups
@@ -110,7 +109,8 @@ class TestOperations:
             run_together(free, free)
             assert len(errors) == 1
 
-    def test_one_instance(self, allocator: CuMemAllocator) -> None:
+    @pytest.mark.usefixtures("allocator")
+    def test_one_instance(self) -> None:
         CuMemAllocator.instance = None
         made: list[CuMemAllocator] = []
         run_together(*[lambda: made.append(CuMemAllocator.get_instance())] * 4)
@@ -228,20 +228,13 @@ def test_pending_work_does_not_disturb_the_operation_that_it_interrupts(
     going, *staying = [allocator.malloc(PAGE, tag) for tag in ("weights", "weights", "default")]
     contents = {address: memory.fill_random(address, PAGE) for address in staying}
     pin = _core.HostBlock.pin
-    store = allocator._store
 
     def free_and_pin(block: _core.HostBlock, device: int) -> None:
         monkeypatch.undo()
         in_thread(lambda: hooks().cumem_sleep_free(going, PAGE, 0, None))
         pin(block, device)
 
-    fill = store.fill
-
-    def patched_fill(*arguments: Any, **more: Any) -> list[_core.Segment]:
-        monkeypatch.setattr(_core.HostBlock, "pin", free_and_pin)
-        return fill(*arguments, **more)
-
-    monkeypatch.setattr(store, "fill", patched_fill)
+    around_copies(monkeypatch, before=lambda: monkeypatch.setattr(_core.HostBlock, "pin", free_and_pin))
     allocator.sleep()
     assert {segment.address for segment in _core.segments()} == set(staying)
     allocator.wake_up()
@@ -349,14 +342,12 @@ class TestHooks:
             time.sleep(0.001)
         assert allocator._store.host_bytes == PAGE
 
-    def test_python_learns_only_of_what_leaves_more_to_be_given_back(
-        self, allocator: CuMemAllocator, memory: Memory
-    ) -> None:
+    def test_python_learns_only_of_what_leaves_more_to_be_given_back(self, allocator: CuMemAllocator) -> None:
         """What it does then costs more than a driver call, and most frees leave nothing."""
         library = hooks()
         told: list[None] = []
         with_backup, without = [library.cumem_sleep_malloc(PAGE, 0, None) for _ in range(2)]
-        allocator._store.take(_core.segments()[:1], keep=[])
+        allocator._store.take(_core.segments()[:1], [], {})
         _core.on_free(lambda: told.append(None))
         try:
             library.cumem_sleep_free(without, PAGE, 0, None)
@@ -378,7 +369,7 @@ class TestHooks:
         address = allocator.malloc(PAGE)
         with _core.Pinned(_core.segments()) as pinned, allocator._lock.hold():
             hooks().cumem_sleep_free(address, PAGE, 0, None)
-            allocator._store.take(pinned, keep=[])
+            allocator._store.take(pinned, [], {})
             allocator._store.prune_freed()
             assert allocator._store.host_bytes == 0
 

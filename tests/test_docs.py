@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from cumem_sleep import CuMemAllocator, Settings, SleepReport, WakeReport, errors
-from cumem_sleep.allocator import _dropped_at_level
+from cumem_sleep.levels import dropped_at_level
 from cumem_sleep.tools import cli
 from cumem_sleep.vllm import SleepGate, metrics, plugin
 from cumem_sleep.vllm.gate_settings import GateSettings
@@ -368,10 +368,10 @@ def test_lines_of_sleeps_and_wakes_are_measured_ones_and_as_the_code_writes_them
 class Family:
     """Stands for the families of prometheus_client, which need not be installed here."""
 
-    def __init__(self, name: str, text: str, labels: list[str], suffix: str) -> None:
+    def __init__(self, name: str, _text: str, labels: list[str], suffix: str) -> None:
         self.name, self.labels = name + suffix, set(labels)
 
-    def add_metric(self, labels: list[str], value: float) -> None:
+    def add_metric(self, labels: list[str], _value: float) -> None:
         assert len(labels) == len(self.labels)
 
 
@@ -415,7 +415,7 @@ def test_queries_name_metrics_and_labels_that_exist(families: dict[str, set[str]
 def test_the_table_of_levels_is_what_sleep_does(path: pathlib.Path) -> None:
     table = {row[0]: row[1:] for row in rows(path.read_text()) if len(row) == 4 and row[0] in ("0", "1", "2")}
     for level in (0, 1, 2):
-        is_dropped = _dropped_at_level(level)
+        is_dropped = dropped_at_level(level)
         expected = [
             "stays" if is_dropped is None else "dropped" if is_dropped(tag) else "backed up"
             for tag in ("weights", "kv_cache", "any other")

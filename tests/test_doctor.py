@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from support import DRIVER, SIMULATED, free_everything, reset_simulation
+from support import DRIVER, SIMULATED
 
 from cumem_sleep import DriverError, OutOfDeviceMemory, _core
 from cumem_sleep.tools import cli, doctor
-from cumem_sleep.tools.doctor import Machine, Status
+from cumem_sleep.tools.doctor import Check, DoctorReport, Status, gpus, host, packages, variables
+from cumem_sleep.tools.doctor.examine import examine, guarded
+from cumem_sleep.tools.machine import Machine
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 GPU = "0000:1B:00.0"
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    reset_simulation()
-    yield
-    free_everything()
-    reset_simulation()
 
 
 def machine(
@@ -65,24 +61,24 @@ def link(speed: str, most_speed: str, width: str, most_width: str) -> dict[str, 
     ],
 )
 def test_pcie_link(files: dict[str, str], status: Status, found: str, advice: str, tmp_path: pathlib.Path) -> None:
-    check = doctor.pcie_link(machine(tmp_path, files), "link", GPU)
+    check = gpus.pcie_link(machine(tmp_path, files), "link", GPU)
     assert check.status is status
     assert found in check.found
     assert advice in check.advice
 
 
 def test_what_cannot_be_read_is_said(tmp_path: pathlib.Path) -> None:
-    check = doctor._guarded("link", lambda: doctor.pcie_link(machine(tmp_path), "link", GPU))
+    check = guarded("link", lambda: gpus.pcie_link(machine(tmp_path), "link", GPU))
     assert check.status is Status.WARN
     assert check.found.startswith("could not be checked: ")
     assert "current_link_speed: No such file" in check.found
 
 
 def test_no_check_ends_the_examination() -> None:
-    def broken() -> doctor.Check:
+    def broken() -> Check:
         raise ValueError("of all things")
 
-    assert doctor._guarded("x", broken).found == "could not be checked: ValueError: of all things"
+    assert guarded("x", broken).found == "could not be checked: ValueError: of all things"
 
 
 # NUMA, cores
@@ -101,22 +97,22 @@ def test_no_check_ends_the_examination() -> None:
 )
 def test_numa(nodes: int, node: int, affinity: set[int], status: Status, found: str, tmp_path: pathlib.Path) -> None:
     files = {f"sys/devices/system/node/node{n}/cpulist": f"{n * 8}-{n * 8 + 7}\n" for n in range(nodes)}
-    check = doctor.numa(machine(tmp_path, files, affinity=frozenset(affinity)), "NUMA", node)
+    check = gpus.numa(machine(tmp_path, files, affinity=frozenset(affinity)), "NUMA", node)
     assert check.status is status
     assert found in check.found
 
 
 def test_cpu_affinity(tmp_path: pathlib.Path) -> None:
     files = {"sys/devices/system/cpu/online": "0-7\n"}
-    assert doctor.affinity(machine(tmp_path, files)).found == "all 8 cores"
+    assert host.affinity(machine(tmp_path, files)).found == "all 8 cores"
     some = machine(tmp_path, files, affinity=frozenset({0, 1, 2, 5}))
-    assert doctor.affinity(some).found == "4 of 8 cores: 0-2,5"
+    assert host.affinity(some).found == "4 of 8 cores: 0-2,5"
 
 
 @pytest.mark.parametrize(("usable", "status"), [(8, Status.OK), (4, Status.WARN)])
 def test_cores(usable: int, status: Status, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.host_limits, "usable_cores", lambda root: usable)
-    check = doctor.cores(machine(tmp_path))
+    monkeypatch.setattr(host.host_limits, "usable_cores", lambda _root: usable)
+    check = host.cores(machine(tmp_path))
     assert check.status is status
     assert f"{usable} usable" in check.found
 
@@ -125,23 +121,23 @@ def test_cores(usable: int, status: Status, tmp_path: pathlib.Path, monkeypatch:
 
 
 def test_memory_of_the_control_group(tmp_path: pathlib.Path) -> None:
-    assert doctor.cgroup_memory(machine(tmp_path)).found == "no limit"
+    assert host.cgroup_memory(machine(tmp_path)).found == "no limit"
     files = {
         "proc/self/cgroup": "0::/\n",
         "sys/fs/cgroup/memory.max": f"{100 << 30}\n",
         "sys/fs/cgroup/memory.current": f"{30 << 30}\n",
     }
-    check = doctor.cgroup_memory(machine(tmp_path, files))
+    check = host.cgroup_memory(machine(tmp_path, files))
     assert check.status is Status.OK
     assert check.found.startswith("70.00 GiB left of 100.00 GiB")
-    check = doctor.cgroup_memory(machine(tmp_path, {"sys/fs/cgroup/memory.current": f"{99 << 30}\n"}))
+    check = host.cgroup_memory(machine(tmp_path, {"sys/fs/cgroup/memory.current": f"{99 << 30}\n"}))
     assert (check.status, check.found) == (Status.WARN, "1.00 GiB left of 100.00 GiB")
 
 
 def test_available_memory(tmp_path: pathlib.Path) -> None:
-    assert doctor.available_memory(machine(tmp_path)).status is Status.WARN
+    assert host.available_memory(machine(tmp_path)).status is Status.WARN
     files = {"proc/meminfo": f"MemTotal: {200 << 20} kB\nMemAvailable: {128 << 20} kB\n"}
-    check = doctor.available_memory(machine(tmp_path, files))
+    check = host.available_memory(machine(tmp_path, files))
     assert check.status is Status.OK
     assert check.found.startswith("128.00 GiB")
 
@@ -157,11 +153,11 @@ def test_available_memory(tmp_path: pathlib.Path) -> None:
 )
 def test_huge_pages(modes: str, status: Status, tmp_path: pathlib.Path) -> None:
     path = "sys/kernel/mm/transparent_hugepage/enabled"
-    assert doctor.huge_pages(machine(tmp_path, {path: modes})).status is status
+    assert host.huge_pages(machine(tmp_path, {path: modes})).status is status
 
 
 def test_memlock_is_for_information(tmp_path: pathlib.Path) -> None:
-    check = doctor.memlock(machine(tmp_path))
+    check = host.memlock(machine(tmp_path))
     assert check.status is Status.OK
     assert "does not enforce" in check.found
 
@@ -186,13 +182,13 @@ def torch_files(version: str, cuda: str | None) -> dict[str, str]:
     ],
 )
 def test_torch(files: dict[str, str], status: Status, found: str, tmp_path: pathlib.Path) -> None:
-    check = doctor.torch(machine(tmp_path, files))
+    check = packages.torch(machine(tmp_path, files))
     assert (check.status, check.found) == (status, found)
     assert bool(check.advice) == (status is Status.WARN)
 
 
 @pytest.mark.parametrize(
-    ("environment", "packages", "status", "found"),
+    ("environment", "installed", "status", "found"),
     [
         ({}, (), Status.OK, "off"),
         ({"CUMEM_SLEEP_COMPRESS": "auto"}, ("torch", "triton"), Status.OK, "auto"),
@@ -203,31 +199,31 @@ def test_torch(files: dict[str, str], status: Status, found: str, tmp_path: path
     ],
 )
 def test_compression(
-    environment: dict[str, str], packages: tuple[str, ...], status: Status, found: str, tmp_path: pathlib.Path
+    environment: dict[str, str], installed: tuple[str, ...], status: Status, found: str, tmp_path: pathlib.Path
 ) -> None:
-    files = {path: text for name in packages for path, text in package(name, "3.0").items()}
-    check = doctor.compression(machine(tmp_path, files, environment=environment))
+    files = {path: text for name in installed for path, text in package(name, "3.0").items()}
+    check = packages.compression(machine(tmp_path, files, environment=environment))
     assert (check.status, bool(check.advice)) == (status, status is Status.WARN)
     assert found in check.found
 
 
 def test_compression_with_a_pytorch_that_reaches_no_gpu(tmp_path: pathlib.Path) -> None:
     files = {**package("torch", "2.11.0+cpu"), **package("triton", "3.7.1")}
-    check = doctor.compression(machine(tmp_path, files, environment={"CUMEM_SLEEP_COMPRESS": "auto"}))
+    check = packages.compression(machine(tmp_path, files, environment={"CUMEM_SLEEP_COMPRESS": "auto"}))
     assert check.status is Status.WARN
     assert "2.11.0+cpu is built without CUDA: backups are stored uncompressed" in check.found
 
 
 def test_other_packages(tmp_path: pathlib.Path) -> None:
     bare = machine(tmp_path)
-    assert (doctor.triton(bare).status, doctor.vllm(bare).status, doctor.cupy(bare).status) == (
+    assert (packages.triton(bare).status, packages.vllm(bare).status, packages.cupy(bare).status) == (
         Status.WARN,
         Status.OK,
         Status.OK,
     )
     files = {**package("triton", "3.7.1"), **package("vllm", "0.26.0"), **package("cupy-cuda13x", "13.6.0")}
     full = machine(tmp_path, files)
-    found = [look(full).found for look in (doctor.triton, doctor.vllm, doctor.cupy)]
+    found = [look(full).found for look in (packages.triton, packages.vllm, packages.cupy)]
     assert found == ["3.7.1", "0.26.0, with sleep mode in this layer", "13.6.0"]
 
 
@@ -245,7 +241,7 @@ def test_other_packages(tmp_path: pathlib.Path) -> None:
     ],
 )
 def test_vllm(version: str, environment: dict[str, str], status: Status, found: str, tmp_path: pathlib.Path) -> None:
-    check = doctor.vllm(machine(tmp_path, package("vllm", version), environment))
+    check = packages.vllm(machine(tmp_path, package("vllm", version), environment))
     assert (check.status, bool(check.advice)) == (status, status is Status.WARN)
     assert check.found.startswith(version)
     assert found in check.found
@@ -257,13 +253,13 @@ def test_vllm(version: str, environment: dict[str, str], status: Status, found: 
         ({}, "2.9.0", "default configuration"),
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, "2.9.0", "PYTORCH_ALLOC_CONF=backend:native"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "2.9.0", "switched off"),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments : true"}, "2.11.0", "does not use them"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments : true"}, "2.11.0", "do not use them"),
     ],
 )
 def test_expandable_segments(
     environment: dict[str, str], torch_version: str, found: str, tmp_path: pathlib.Path
 ) -> None:
-    check = doctor.expandable_segments(machine(tmp_path, package("torch", torch_version), environment))
+    check = packages.expandable_segments(machine(tmp_path, package("torch", torch_version), environment))
     assert check.status is Status.OK
     assert found in check.found
 
@@ -286,14 +282,14 @@ def test_expandable_segments(
     ],
 )
 def test_settings(environment: dict[str, str], status: Status, found: str, advice: str, tmp_path: pathlib.Path) -> None:
-    check = doctor.settings(machine(tmp_path, environment=environment))
+    check = variables.settings(machine(tmp_path, environment=environment))
     assert check.status is status
     assert found in check.found
     assert advice in check.advice
 
 
 def test_the_admin_token_is_not_shown(tmp_path: pathlib.Path) -> None:
-    found = doctor.settings(machine(tmp_path, environment={"CUMEM_SLEEP_ADMIN_TOKEN": "sesame"})).found
+    found = variables.settings(machine(tmp_path, environment={"CUMEM_SLEEP_ADMIN_TOKEN": "sesame"})).found
     assert found == "CUMEM_SLEEP_ADMIN_TOKEN=…"
 
 
@@ -329,16 +325,16 @@ def test_no_driver(
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(doctor, "open_driver", failing(error))
-    check = doctor.driver(machine(tmp_path, files, environment))
+    monkeypatch.setattr(gpus, "open_driver", failing(error))
+    check = gpus.driver(machine(tmp_path, files, environment))
     assert check.status is Status.FAIL
     assert advice in check.advice
 
 
 def test_no_driver_leaves_the_other_checks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "open_driver", failing(DriverError("dlopen", "CUDA_ERROR_NO_DRIVER")))
+    monkeypatch.setattr(gpus, "open_driver", failing(DriverError("dlopen", "CUDA_ERROR_NO_DRIVER")))
     monkeypatch.setattr(_core, "driver_is_open", lambda: False)
-    report = doctor.examine(machine(tmp_path))
+    report = examine(machine(tmp_path))
     assert not report.ok
     checks = {check.name: check for check in report.checks}
     assert checks["GPUs"].found == "could not be checked: no driver is open"
@@ -346,16 +342,16 @@ def test_no_driver_leaves_the_other_checks(tmp_path: pathlib.Path, monkeypatch: 
 
 
 def test_real_driver_names_its_version(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "open_driver", lambda driver: None)
+    monkeypatch.setattr(gpus, "open_driver", lambda _: None)
     monkeypatch.setattr(_core, "driver_version", lambda: 12080)
     monkeypatch.setattr(_core, "driver_is_simulated", lambda: False)
     text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Tue\nGCC version:  gcc 12.2.0\n"
-    check = doctor.driver(machine(tmp_path, {"proc/driver/nvidia/version": text}))
+    check = gpus.driver(machine(tmp_path, {"proc/driver/nvidia/version": text}))
     assert check.found == "CUDA 12.8, NVIDIA driver 580.159.04; 12.0 or newer is needed"
 
 
-def examined(**environment: str) -> doctor.DoctorReport:
-    return doctor.examine(Machine(environment={"CUMEM_SLEEP_DRIVER": DRIVER, **environment}))
+def examined(**environment: str) -> DoctorReport:
+    return examine(Machine(environment={"CUMEM_SLEEP_DRIVER": DRIVER, **environment}))
 
 
 def test_devices_are_tried() -> None:
@@ -370,7 +366,7 @@ def test_devices_are_tried() -> None:
 
 @pytest.mark.sim
 def test_all_devices_are_looked_at() -> None:
-    doctor.driver(Machine(environment={"CUMEM_SLEEP_DRIVER": "sim"}))
+    gpus.driver(Machine(environment={"CUMEM_SLEEP_DRIVER": "sim"}))
     doctor_sim = pytest.importorskip("cumem_sleep.sim")
     doctor_sim.configure(devices=3)
     names = [check.name for check in examined().checks]
@@ -386,7 +382,7 @@ def test_all_devices_are_looked_at() -> None:
 )
 def test_device_that_refuses(error: DriverError, status: Status, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_core, "Allocation", failing(error))
-    check = doctor.gpu_handles(0)
+    check = gpus.gpu_handles(0)
     assert check.status is status
     assert found in check.found
 

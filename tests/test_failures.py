@@ -6,15 +6,17 @@ import contextlib
 import ctypes
 import dis
 import gc
+import inspect
 import itertools
 import linecache
 import os
+import pathlib
 import signal
 import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,10 +51,17 @@ from cumem_sleep import (
     OutOfDeviceMemory,
     OutOfHostMemory,
     _core,
+    report,
     sim,
 )
+from cumem_sleep import allocator as allocator_module
+from cumem_sleep.backups import backup, filling, host, store
 from cumem_sleep.backups import limits as host_limits
+from cumem_sleep.codec import compressor, lent, slots, workbench
+from cumem_sleep.digest import device as digest_device
 from cumem_sleep.digest.device import DigestRun
+from cumem_sleep.operations import layer, prepare, sleep, wake
+from cumem_sleep.transfer import lanes, pacing, restorer, routes
 
 pytestmark = pytest.mark.sim
 
@@ -109,9 +118,9 @@ class World:
     def unaccounted_bytes(self) -> int:
         """Registered host memory that the store does not know of; an exception that nobody dropped may hold some."""
         store = self.allocator._store
-        blocks = [block for backup in store._backups.values() for block in backup.blocks if block.pinned]
+        blocks = [block for backup in store._backups.values() for block in backup.extents if block.pinned]
         pages = sum(-(-block.bytes // HOST_PAGE) for block in blocks)
-        return sim.stats().registered_bytes - pages * HOST_PAGE - store._going.bytes
+        return sim.stats().registered_bytes - pages * HOST_PAGE - store._tier.unreleased_bytes
 
     def define(self) -> None:
         """New bytes where they are undefined. All must be awake."""
@@ -168,7 +177,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     reset_simulation()
-    monkeypatch.setattr("cumem_sleep.backups.store.SLAB_BYTES", MIB)  # two blocks for each segment
+    monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", MIB)  # two blocks for each segment
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)  # what it tells apart is not the question here
     monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
     current = World()
@@ -268,7 +277,7 @@ PHASES = [
 
 def _check_one_failure(world: World, phase: Phase, call: str, position: int, error_name: str) -> None:
     phase.prepare(world)
-    world.allocator._store._numa_nodes.clear()  # so that the device is asked again
+    world.allocator._store._tier._numa_nodes.clear()  # so that the device is asked again
     before = world.state()
     sim.reset()
     sim.fail(call, after=position, error=error_name)
@@ -323,7 +332,7 @@ def test_every_driver_call_of_a_wake_of_two_devices_may_fail_once(world: World) 
 
 def check_every_call(world: World, phase: Phase, error_name: str, context_calls_too: bool) -> None:
     phase.prepare(world)
-    world.allocator._store._numa_nodes.clear()  # so that the device is asked again
+    world.allocator._store._tier._numa_nodes.clear()  # so that the device is asked again
     sim.reset()
     phase.operate(world)
     calls = {call: count for call, count in sim.stats().calls.items() if count}
@@ -619,10 +628,20 @@ class TestCopiesInFlight:
 
 # Signals
 
+_PACKAGE = pathlib.Path(allocator_module.__file__).parent
 _TRACED_FILES = tuple(
-    f"cumem_sleep/{name}.py" for name in ("allocator", "backup", "compress", "digest", "prepare", "report", "restore")
+    str(module.__file__)
+    for module in (
+        *(allocator_module, report),
+        *(layer, sleep, wake, prepare),
+        *(backup, filling, host, store),
+        *(compressor, lent, slots, workbench),
+        *(lanes, pacing, restorer, routes),
+        digest_device,
+    )
 )
-Position = tuple[str, int, str]  # file, line, event
+Place = types.ModuleType | Callable[..., object]
+Position = tuple[str, int, str]  # file and function, line, event
 # What the handlers raise, one after the other, at one place; and what the caller is to get.
 STORMS: list[tuple[type[BaseException], list[type[BaseException]]]] = [
     (KeyboardInterrupt, [KeyboardInterrupt]),
@@ -696,8 +715,7 @@ class Signals:
                 self._handled.clear()
                 signal.pthread_kill(self._main, signal.SIGUSR1)
                 assert self._handled.wait(10), "the caller does not let signals be handled"
-        name = frame.f_code.co_filename.rpartition("/")[2]
-        self.positions.append((f"{name}:{frame.f_code.co_name}", frame.f_lineno, event))
+        self.positions.append((name_of_code(frame.f_code), frame.f_lineno, event))
 
 
 def _is_traced(frame: types.FrameType) -> bool:
@@ -705,7 +723,19 @@ def _is_traced(frame: types.FrameType) -> bool:
     file = frame.f_code.co_filename
     if file.endswith("contextlib.py") and frame.f_back is not None:
         file = frame.f_back.f_code.co_filename
-    return file.endswith(_TRACED_FILES)
+    return file in _TRACED_FILES
+
+
+def name_of_code(code: types.CodeType) -> str:
+    """As `operations/sleep.py:sleep`."""
+    return f"{code.co_filename.removeprefix(f'{_PACKAGE}/')}:{code.co_name}"
+
+
+def name_of(place: Place) -> str:
+    """What the names of its code begin with: a module's, or a function's."""
+    if isinstance(place, types.ModuleType):
+        return f"{place.__file__}:".removeprefix(f"{_PACKAGE}/")
+    return name_of_code(inspect.unwrap(place).__code__)  # type: ignore[attr-defined]
 
 
 def _chosen(positions: list[Position]) -> list[int]:
@@ -724,21 +754,24 @@ def test_interrupt_anywhere(world: World, phase: Phase) -> None:
     check_interrupts(world, phase)
 
 
-def check_interrupts(world: World, phase: Phase, files: tuple[str, ...] = ("",)) -> None:
-    """At every place in files whose name begins like one of `files`."""
+def check_interrupts(world: World, phase: Phase, places: Sequence[Place] = ()) -> None:
+    """At every place in these modules and functions, each of which is reached; none: in all of them."""
     phase.prepare(world)
     phase.operate(world)  # what is done only once is not to shift the places
     phase.prepare(world)
-    world.allocator._store._numa_nodes.clear()  # so that the device is asked again
+    world.allocator._store._tier._numa_nodes.clear()  # so that the device is asked again
     unaccounted_bytes = world.unaccounted_bytes()
     with Signals() as clean:
         phase.operate(world)
     problems = []
-    chosen = [index for index in _chosen(clean.positions) if clean.positions[index][0].startswith(files)]
+    names = tuple(map(name_of, places))
+    for name in names:
+        assert any(position.startswith(name) for position, *_ in clean.positions), f"{name} is not reached"
+    chosen = [index for index in _chosen(clean.positions) if clean.positions[index][0].startswith(names or "")]
     for index in chosen:
         try:
             phase.prepare(world)
-            world.allocator._store._numa_nodes.clear()  # so that the device is asked again
+            world.allocator._store._tier._numa_nodes.clear()  # so that the device is asked again
             _check_signals(world, phase, index)
             assert world.unaccounted_bytes() == unaccounted_bytes, "registered host memory is left"
         except Exception as error:
@@ -855,8 +888,7 @@ class Interrupter:
         if self._interrupt_at == len(self.positions):
             self.raised = True
             raise KeyboardInterrupt
-        name = frame.f_code.co_filename.rpartition("/")[2]
-        self.positions.append((f"{name}:{frame.f_code.co_name}", frame.f_lineno, event))
+        self.positions.append((name_of_code(frame.f_code), frame.f_lineno, event))
 
 
 @pytest.mark.slow
@@ -920,15 +952,20 @@ def test_interrupt_of_malloc_by_a_signal() -> None:
 # Where an operation looks whether it is to stop, by phase; at the last one everything is detached.
 LOOKS = {
     "first sleep": {
-        "allocator.py:_quiesce",
-        "allocator.py:__next__",
-        "digest.py:finish",
-        "digest.py:_sums_of_memory",
-        "backup.py:start",
-        "backup.py:finish",
+        "operations/layer.py:quiesce",
+        "operations/sleep.py:_changed_of",
+        "digest/device.py:finish",
+        "digest/device.py:_sums_of_memory",
+        "backups/filling.py:start",
+        "backups/filling.py:finish",
         "put_to_sleep",
     },
-    "wake of all": {"restore.py:run", "restore.py:_finish", "digest.py:finish", "digest.py:_sums_of_memory"},
+    "wake of all": {
+        "transfer/lanes.py:run",
+        "transfer/lanes.py:_finish",
+        "digest/device.py:finish",
+        "digest/device.py:_sums_of_memory",
+    },
 }
 
 
@@ -971,8 +1008,7 @@ class Looks:
         self._look, put_to_sleep = _core.stop_if_asked, _core.put_to_sleep
 
         def look() -> None:
-            code = sys._getframe(1).f_code
-            self._note(f"{code.co_filename.rpartition('/')[2]}:{code.co_name}")
+            self._note(name_of_code(sys._getframe(1).f_code))
             self._look()
 
         def put(backed_up: list[_core.Segment], dropped: list[_core.Segment]) -> int:
@@ -1182,7 +1218,7 @@ class TestDamage:
         segment = next(segment for segment in world.segments if segment.tag == tag)
         backup = world.allocator._store.get(segment)
         assert backup is not None
-        content = np.frombuffer(memoryview(backup.blocks[place]), np.uint8)
+        content = np.frombuffer(memoryview(backup.extents[place]), np.uint8)
         before = world.state()
         content[place] ^= 4
         for _ in range(2):
@@ -1204,7 +1240,7 @@ class TestDamage:
         segment = world.segments[0]
         backup = world.allocator._store.get(segment)
         assert backup is not None
-        np.frombuffer(memoryview(backup.blocks[0]), np.uint8)[7] ^= 1
+        np.frombuffer(memoryview(backup.extents[0]), np.uint8)[7] ^= 1
         world.allocator.wake_up()
         assert ctypes.string_at(segment.address, PAGE) != world.contents[segment.id]
 
@@ -1215,7 +1251,7 @@ class TestDamage:
         weights = world.segments[0]
         backup = world.allocator._store.get(weights)
         assert backup is not None
-        np.frombuffer(memoryview(backup.blocks[0]), np.uint8)[0] ^= 1
+        np.frombuffer(memoryview(backup.extents[0]), np.uint8)[0] ^= 1
         del backup
         world.allocator.wake_up("kv_cache")
         world.check_bytes()

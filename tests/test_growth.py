@@ -65,7 +65,7 @@ class Work:
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
-    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
+    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda **_: None)  # reads hundreds of files
     reset_simulation()
     yield
     free_everything()
@@ -86,7 +86,7 @@ def work_with(count: int, operate: Callable[[CuMemAllocator], object]) -> Work:
     return work
 
 
-def free_by_hook(allocator: CuMemAllocator) -> None:
+def free_by_hook(_: CuMemAllocator) -> None:
     library = hooks()
     for segment in _core.segments()[:TOUCHED]:
         library.cumem_sleep_free(segment.address, PAGE, 0, None)

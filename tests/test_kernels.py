@@ -54,7 +54,7 @@ def test_the_kernel_equals_the_reference_in_the_interpreter() -> None:
         """
         import numpy as np
         from cumem_sleep.digest import kernel
-        from cumem_sleep.digest.device import CHUNK_BYTES, sums_of
+        from cumem_sleep.digest.reference import CHUNK_BYTES, sums_of
 
         content = np.random.default_rng(5).integers(0, 256, 2 * CHUNK_BYTES, np.uint8)
         numbers = np.array([7, 8], np.uint64)
@@ -202,11 +202,17 @@ def test_the_codec_compiles_for_a_gpu(layout: str) -> None:
     assert process.returncode == 0, process.stderr
 
 
+def in_the_interpreter(layout: str, script: str) -> None:
+    """Run it after `CODEC_SETUP`, in a process of its own: Triton reads the variable when it is imported."""
+    process = run_script(CODEC_SETUP, script, LAYOUT=layout, TRITON_INTERPRET="1")
+    assert process.returncode == 0, process.stderr
+
+
 @pytest.mark.sim
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_codec_equals_the_reference_in_the_interpreter(layout: str) -> None:
-    process = run_script(
-        CODEC_SETUP,
+    in_the_interpreter(
+        layout,
         """
         content = content_of(3)
         sizes = codec.chunk_bytes(code, content)
@@ -224,17 +230,14 @@ def test_the_codec_equals_the_reference_in_the_interpreter(layout: str) -> None:
         assert np.array_equal(codec.decode(code, stored, sizes), content)
         assert np.array_equal(decode(reference, sizes, 3), content)
         """,
-        LAYOUT=layout,
-        TRITON_INTERPRET="1",
     )
-    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_codec_writes_nothing_of_what_no_longer_fits(layout: str) -> None:
-    process = run_script(
-        CODEC_SETUP,
+    in_the_interpreter(
+        layout,
         """
         content = content_of(3)
         sizes = codec.chunk_bytes(code, content)
@@ -251,17 +254,14 @@ def test_the_codec_writes_nothing_of_what_no_longer_fits(layout: str) -> None:
             assert not stored.any()
             assert counted[0] == sizes[0] + 16
         """,
-        LAYOUT=layout,
-        TRITON_INTERPRET="1",
     )
-    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_codec_decodes_damaged_bytes_as_the_reference_does(layout: str) -> None:
-    process = run_script(
-        CODEC_SETUP,
+    in_the_interpreter(
+        layout,
         """
         content = content_of(3)
         sizes = codec.chunk_bytes(code, content)
@@ -291,22 +291,19 @@ def test_the_codec_decodes_damaged_bytes_as_the_reference_does(layout: str) -> N
         for size in (0, 4, 17, int(sizes[0]) // 2, int(sizes[0]) - 1, int(sizes[0]) - 16):
             compare(whole, np.array([size]))
         """,
-        LAYOUT=layout,
-        TRITON_INTERPRET="1",
     )
-    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_codec_warms_up_in_host_memory(layout: str) -> None:
-    process = run_script(
-        CODEC_SETUP,
+    in_the_interpreter(
+        layout,
         """
         import contextlib
         from unittest import mock
         from cumem_sleep import CodecError
-        from cumem_sleep.allocator import open_driver
+        from cumem_sleep.driver import open_driver
 
         open_driver("sim")
         launched = []
@@ -328,7 +325,4 @@ def test_the_codec_warms_up_in_host_memory(layout: str) -> None:
                         raise AssertionError(name)
         assert sim.stats().registered_bytes == 0
         """,
-        LAYOUT=layout,
-        TRITON_INTERPRET="1",
     )
-    assert process.returncode == 0, process.stderr

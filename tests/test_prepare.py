@@ -55,8 +55,8 @@ MANY = 1_000_000
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pieces, each a block of its own, in every segment."""
-    monkeypatch.setattr("cumem_sleep.operations.prepare._PIECE_BYTES", MIB)
-    monkeypatch.setattr("cumem_sleep.operations.prepare._BLOCK_BYTES", MIB)
+    monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", MIB)
+    monkeypatch.setattr(CuMemAllocator.tuning, "prepare_extent_bytes", MIB)
     monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
     if SIMULATED:
         monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
@@ -184,7 +184,7 @@ class TestAlone:
         to_host = _core.CopyStream.to_host
 
         def noted(stream: _core.CopyStream, block: _core.HostBlock, offset: int, address: int, nbytes: int) -> None:
-            if any(backup and block in backup.blocks for backup in before):
+            if any(backup and block in backup.extents for backup in before):
                 copied.append(address)
             to_host(stream, block, offset, address, nbytes)
 
@@ -1043,7 +1043,7 @@ class TestDamage:
         segment = _core.segments()[1]
         backup = allocator._store.get(segment)
         assert backup is not None
-        content = np.frombuffer(memoryview(backup.blocks[1]), np.uint8)
+        content = np.frombuffer(memoryview(backup.extents[1]), np.uint8)
         content[5] ^= 1
         for _ in range(2):
             with pytest.raises(BackupMismatch, match=f"default at 0x{segment.address:x}"):
@@ -1098,7 +1098,7 @@ class TestDriverErrors:
         for call, count in calls.items():
             for position in range(count):
                 sim.reset()
-                allocator._store._numa_nodes.clear()  # so that the device is asked again
+                allocator._store._tier._numa_nodes.clear()  # so that the device is asked again
                 sim.fail(call, after=position, error=error_name)
                 try:
                     self.check(allocator, memory, contents, call)
@@ -1139,16 +1139,15 @@ BEGUN = """
         address = allocator.malloc(2 * PAGE, tag)
         contents[address] = memory.fill_random(address, 2 * PAGE)
     memory.close()
-    from cumem_sleep.operations import prepare
-    prepare._PIECE_BYTES = MIB
+    CuMemAllocator.tuning.prepare_piece_bytes = MIB
     copied = threading.Event()
-    copy = prepare.Preparation._copy
+    copy = Preparation._copy
 
     def noted(*arguments):
         copied.set()
         return copy(*arguments)
 
-    prepare.Preparation._copy = noted
+    Preparation._copy = noted
     preparation = allocator.prepare()
     assert copied.wait(30)
     """
@@ -1198,7 +1197,7 @@ class TestForeignErrorsAndPromisedMemory:
     ) -> None:
         contents = fill(allocator, memory, *TAGS)
 
-        def fails(*_: object) -> None:
+        def fails(*_: object, **__: object) -> None:
             raise MemoryError("no more")
 
         with monkeypatch.context() as patch:
@@ -1217,9 +1216,9 @@ class TestForeignErrorsAndPromisedMemory:
         contents = fill(allocator, memory, *TAGS)
         first, second = _core.segments()
         monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: 2 * PAGE - 1)
-        allocator._store.take([first], keep=[first, second])
+        allocator._store.take([first], [first, second], {})
         with pytest.raises(OutOfHostMemory, match="MemAvailable"):
-            allocator._store.take([second], keep=[first, second])
+            allocator._store.take([second], [first, second], {})
         allocator._store.clear()
         monkeypatch.undo()
         check_bytes(memory, contents)

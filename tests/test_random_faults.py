@@ -50,14 +50,14 @@ NOISE, WEIGHTS = _BYTES.bytes(LENDER_BYTES + 8192), bf16_weights(LENDER_BYTES + 
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cumem_sleep.backups.store.SLAB_BYTES", PAGE)
-    monkeypatch.setattr("cumem_sleep.codec.workbench._SLOTS", 2)
-    monkeypatch.setattr("cumem_sleep.codec.workbench._SLOT_BYTES", (4 * MIB, 2 * MIB))
-    monkeypatch.setattr("cumem_sleep.codec.workbench._LENT_SLOT_BYTES", 2 * MIB)
-    monkeypatch.setattr("cumem_sleep.operations.prepare._PIECE_BYTES", PAGE)  # is decoded in a slot
-    monkeypatch.setattr("cumem_sleep.operations.prepare._BLOCK_BYTES", PAGE)
+    monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", PAGE)
+    monkeypatch.setattr(CuMemAllocator.tuning, "slots", 2)
+    monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (4 * MIB, 2 * MIB))
+    monkeypatch.setattr(CuMemAllocator.tuning, "lent_slot_bytes", 2 * MIB)
+    monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", PAGE)  # is decoded in a slot
+    monkeypatch.setattr(CuMemAllocator.tuning, "prepare_extent_bytes", PAGE)
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
-    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)
+    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda **_: None)
 
 
 @dataclass
@@ -269,10 +269,10 @@ class History:
                 raise preparation.error
 
         if self.allocator.settings.retain_backups:
-            self.attempt("prepare()", operation, lambda error: None)
+            self.attempt("prepare()", operation, lambda _: None)
 
     def release(self) -> None:
-        self.attempt("release_backups()", self.allocator.release_backups, lambda error: None)
+        self.attempt("release_backups()", self.allocator.release_backups, lambda _: None)
 
     # What always holds
 
@@ -308,8 +308,9 @@ def clean() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("clean")
 @pytest.mark.parametrize("number", range(HISTORIES) if ONLY is None else [int(ONLY)])
-def test_history(clean: None, number: int) -> None:
+def test_history(number: int) -> None:
     history = History(number)
     try:
         history.run()

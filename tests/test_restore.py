@@ -28,15 +28,18 @@ from support import (
     threads_refused,
 )
 
-import cumem_sleep
+import cumem_sleep.transfer
 from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, OutOfDeviceMemory, OutOfHostMemory, _core, sim
 from cumem_sleep._core import Ahead
-from cumem_sleep.allocator import open_driver
 from cumem_sleep.backups import limits as host_limits
-from cumem_sleep.backups.store import Backup, Piece
-from cumem_sleep.codec.exponent import CHUNK_BYTES
-from cumem_sleep.transfer import restorer as restore
-from cumem_sleep.transfer.restorer import Batch, Batches, Restorer, _BestRate, _Choice, _choices, _Lane, _Way
+from cumem_sleep.backups.backup import Backup
+from cumem_sleep.driver import open_driver
+from cumem_sleep.extents import Piece
+from cumem_sleep.transfer import lanes, pacing, routes
+from cumem_sleep.transfer.lanes import Batch, Batches, RawCopies
+from cumem_sleep.transfer.pacing import BestRate, Choice
+from cumem_sleep.transfer.restorer import Restorer, ToRestore
+from cumem_sleep.transfer.routes import Route
 
 MakeAllocator = Callable[..., CuMemAllocator]
 
@@ -208,8 +211,11 @@ class Store:
             for part in parts
         }
 
-    def pieces(self, part: Part) -> Iterator[Piece]:
-        return self.backups[part.id].pieces()
+    def backed_up(self, parts: list[Part]) -> Any:
+        return [(part, list(self.backups[part.id].pieces())) for part in parts]
+
+    def batches(self, parts: list[Part]) -> Batches:
+        return Batches(self.backed_up(parts))
 
 
 def parts_of(*sizes: int) -> list[Part]:
@@ -218,7 +224,7 @@ def parts_of(*sizes: int) -> list[Part]:
 
 def batches_of(parts: list[Part], store: Store, sizes: Iterator[int]) -> list[Batch]:
     """All there are, each of at most the next of `sizes`."""
-    batches = Batches(parts, store)  # type: ignore[arg-type]
+    batches = store.batches(parts)
     return list(iter(lambda: batches.next(next(sizes)), Batch()))
 
 
@@ -238,7 +244,7 @@ class TestBatches:
             assert batch.bytes == wanted, "many small segments are not many small copies"
         assert not batches or 0 < batches[-1].bytes <= wanted_bytes[(len(batches) - 1) % len(wanted_bytes)]
         bytes_there = [
-            (piece.address + place, id(piece.block), piece.offset + place)
+            (piece.address + place, id(piece.extent), piece.offset + place)
             for batch in batches
             for piece in batch.pieces
             for place in range(piece.bytes)
@@ -246,7 +252,7 @@ class TestBatches:
         wanted_there = [
             (part.address + start + place, id(block), place)
             for part in parts
-            for start, block in zip(range(0, part.bytes, block_bytes), store.backups[part.id].blocks, strict=True)
+            for start, block in zip(range(0, part.bytes, block_bytes), store.backups[part.id].extents, strict=True)
             for place in range(block.bytes)
         ]
         assert bytes_there == wanted_there
@@ -266,7 +272,7 @@ class TestBatches:
 
     def test_none_is_left_after_the_last(self) -> None:
         parts = parts_of(3)
-        batches = Batches(parts, Store(parts, 3))  # type: ignore[arg-type]
+        batches = Store(parts, 3).batches(parts)
         assert batches.next(3).bytes == 3
         for _ in range(2):
             assert batches.next(3) == Batch()
@@ -274,29 +280,31 @@ class TestBatches:
 
 # The choice between two ways
 
-KERNEL, KERNEL_ALONE = _Choice(by_engine=False, alone=False), _Choice(by_engine=False, alone=True)
-ENGINE, ENGINE_ALONE = _Choice(by_engine=True, alone=False), _Choice(by_engine=True, alone=True)
+KERNEL, KERNEL_ALONE = Choice(by_engine=False, alone=False), Choice(by_engine=False, alone=True)
+ENGINE, ENGINE_ALONE = Choice(by_engine=True, alone=False), Choice(by_engine=True, alone=True)
 # Between two looks at the engine's rate, and until the engine is tried again.
 BATCHES_TIMED = 4
-ENGINE_FOR_A_WHILE = [ENGINE] * (restore._BATCHES_IN_FLIGHT + BATCHES_TIMED)
-ENGINE_UNTIL_IT_IS_BUSY = [ENGINE] * (restore._BATCHES_IN_FLIGHT + 3)  # at 22 GB/s: the fourth could not mend it
-KERNEL_FOR_A_WHILE = [KERNEL] * restore._BATCHES_BETWEEN_TRIALS
+ENGINE_FOR_A_WHILE = [ENGINE] * (CuMemAllocator.tuning.batches_in_flight + BATCHES_TIMED)
+ENGINE_UNTIL_IT_IS_BUSY = [ENGINE] * (
+    CuMemAllocator.tuning.batches_in_flight + 3
+)  # at 22 GB/s: the fourth could not mend it
+KERNEL_FOR_A_WHILE = [KERNEL] * CuMemAllocator.tuning.batches_between_trials
 FREE, FAST_KERNEL, BUSY = 55.0, 51.0, 22.0  # GB/s
 
 
 class TestChoices:
     @pytest.fixture(autouse=True)
     def any_batch_is_large_enough(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(restore, "_LEAST_TIMED_BYTES", 0)
+        monkeypatch.setattr(CuMemAllocator.tuning, "least_timed_bytes", 0)
 
     def choose(
-        self, count: int, engine: Callable[[int], float], kernel: float = FAST_KERNEL, best: _BestRate | None = None
-    ) -> list[_Choice]:
+        self, count: int, engine: Callable[[int], float], kernel: float = FAST_KERNEL, best: BestRate | None = None
+    ) -> list[Choice]:
         """What is chosen for so many batches; `engine` is its rate by the number of the batch.
 
         What says nothing of a rate gets a time that would spoil all if it counted.
         """
-        choices = _choices(best or _BestRate(), 100 * BATCHES_TIMED)
+        choices = pacing.choices(best or BestRate(), 100 * BATCHES_TIMED, CuMemAllocator.tuning)
         chosen = [next(choices)]
         while len(chosen) < count:
             choice = chosen[-1]
@@ -346,14 +354,16 @@ class TestChoices:
 
         def engine(number: int) -> float:
             place = (number - 2) % len(ENGINE_FOR_A_WHILE)
-            return rate if number >= 2 and place < restore._BATCHES_IN_FLIGHT else FREE
+            return rate if number >= 2 and place < CuMemAllocator.tuning.batches_in_flight else FREE
 
         assert self.choose(100, engine)[2:] == [ENGINE] * 98
 
     @pytest.mark.parametrize(("slow_batches", "is_busy"), [(1, False), (2, True)])
     def test_all_timed_batches_count_together(self, slow_batches: int, is_busy: bool) -> None:
         """Of four, one at 35 and three at 55 GB/s make 48; two at 25 make 34. The least that is enough is 38.5."""
-        slow = range(2 + restore._BATCHES_IN_FLIGHT, 2 + restore._BATCHES_IN_FLIGHT + slow_batches)
+        slow = range(
+            2 + CuMemAllocator.tuning.batches_in_flight, 2 + CuMemAllocator.tuning.batches_in_flight + slow_batches
+        )
         rate = {1: 35.0, 2: 25.0}[slow_batches]
         chosen = self.choose(3 + len(ENGINE_FOR_A_WHILE), lambda number: rate if number in slow else FREE)
         assert chosen[-1] == (KERNEL if is_busy else ENGINE)
@@ -361,8 +371,8 @@ class TestChoices:
     @pytest.mark.parametrize("small", [1, 10, 99])
     def test_batches_of_any_size(self, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
         """A batch takes as long as the one whose slot it waits for, which may be much larger."""
-        monkeypatch.setattr(restore, "_LEAST_TIMED_BYTES", 100)
-        choices = _choices(_BestRate(), 100 * BATCHES_TIMED)
+        monkeypatch.setattr(CuMemAllocator.tuning, "least_timed_bytes", 100)
+        choices = pacing.choices(BestRate(), 100 * BATCHES_TIMED, CuMemAllocator.tuning)
         choice, chosen = next(choices), []
         for number in range(300):
             nbytes = small if number % 5 == 0 else 100
@@ -373,9 +383,9 @@ class TestChoices:
         assert chosen[4:] == [ENGINE] * 296
 
     @pytest.mark.parametrize("place", range(BATCHES_TIMED))
-    def test_what_seems_to_take_no_time_is_not_the_best_rate(self, place: int) -> None:
+    def test_what_seems_to_take_no_time_is_not_thebest_rate(self, place: int) -> None:
         """After a stall of ours the batches in flight have finished already."""
-        number = 2 + restore._BATCHES_IN_FLIGHT + place
+        number = 2 + CuMemAllocator.tuning.batches_in_flight + place
         assert self.choose(200, lambda n: 1e9 if n == number else FREE)[2:] == [ENGINE] * 198
 
     def test_the_best_rate_is_also_the_engines(self) -> None:
@@ -386,11 +396,11 @@ class TestChoices:
     def test_a_busy_engine_is_known_from_the_first_batch_on(self) -> None:
         """Where it was timed before."""
         turn = [ENGINE_ALONE, *KERNEL_FOR_A_WHILE]
-        assert self.choose(3 * len(turn), lambda _: BUSY, kernel=BUSY, best=_BestRate(FREE)) == turn * 3
+        assert self.choose(3 * len(turn), lambda _: BUSY, kernel=BUSY, best=BestRate(FREE)) == turn * 3
 
     def test_the_best_rate_is_of_the_link_not_of_one_wake(self) -> None:
         """Where both ways are slow at first, only an earlier wake tells that the engine is busy."""
-        best = _BestRate()
+        best = BestRate()
         assert self.choose(3, lambda _: BUSY, kernel=BUSY, best=best)[-1] == ENGINE
         assert self.choose(3, lambda _: FREE, best=best)[-1] == ENGINE
         assert best.value == pytest.approx(FREE)
@@ -418,7 +428,12 @@ class FakeStream:
         self.log = log
         self.fails_at: int | None = None
 
-    def to_device(self, address: int, block: object, offset: int, nbytes: int) -> None:
+    @property
+    def stream(self) -> FakeStream:
+        """As a lane it is the same."""
+        return self
+
+    def read(self, address: int, extent: object, offset: int, nbytes: int) -> None:
         if self.fails_at == address >> 32:
             raise DriverError("cuMemcpyHtoDAsync", "CUDA_ERROR_UNKNOWN", "", "")
         self.log.events.append(("engine", address >> 32))
@@ -453,27 +468,29 @@ class FakeDigests:
 @pytest.fixture
 def one_segment_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches as large as the segments, so that numbers of segments are numbers of batches."""
-    monkeypatch.setattr(restore, "_BATCH_BYTES", 4)
-    monkeypatch.setattr(restore, "_ENGINE_BATCH_BYTES", 4)
-    monkeypatch.setattr(restore, "_TIMED_BYTES", 4 * BATCHES_TIMED)
-    monkeypatch.setattr(restore, "_LEAST_TIMED_BYTES", 0)
+    monkeypatch.setattr(CuMemAllocator.tuning, "batch_bytes", 4)
+    monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", 4)
+    monkeypatch.setattr(CuMemAllocator.tuning, "timed_bytes", 4 * BATCHES_TIMED)
+    monkeypatch.setattr(CuMemAllocator.tuning, "least_timed_bytes", 0)
 
 
 @pytest.mark.usefixtures("one_segment_each")
 class TestLane:
     def batches(self, count: int) -> Batches:
         parts = parts_of(*[4] * count)
-        return Batches(parts, Store(parts, 4))  # type: ignore[arg-type]
+        return Store(parts, 4).batches(parts)
 
     def lane(
         self, log: Log, kernels: bool = False, digests: bool = True, ways: int = 2
-    ) -> tuple[_Lane, list[FakeStream]]:
+    ) -> tuple[RawCopies, list[FakeStream]]:
         def mapped(number: int) -> None:
             log.events.append(("mapped", number))
 
         streams = [FakeStream(number, log) for number in range(ways)]
-        all_ways = [_Way(stream, FakeKernel(log) if kernels else None) for stream in streams]  # type: ignore[arg-type]
-        lane = _Lane(mapped, FakeDigests(log) if digests else None, all_ways, _BestRate())  # type: ignore[arg-type]
+        all_ways = [Route(stream, FakeKernel(log) if kernels else None) for stream in streams]  # type: ignore[arg-type]
+        tuning = CuMemAllocator.tuning
+        choices = pacing.choices(BestRate(), tuning.timed_bytes, tuning) if kernels else pacing.engine_alone()
+        lane = RawCopies(mapped, FakeDigests(log) if digests else None, all_ways, choices, tuning)  # type: ignore[arg-type]
         return lane, streams
 
     @pytest.mark.parametrize("ways", [1, 2, 4])
@@ -531,12 +548,12 @@ class TestLane:
             counted[0] = len(starts)
             return spent[0] + next(ticks) * 1e-9
 
-        monkeypatch.setattr(restore.time, "perf_counter", perf_counter)
+        monkeypatch.setattr(lanes.time, "perf_counter", perf_counter)
         lane, _ = self.lane(log, kernels=True)
         return list(lane.run(self.batches(count)))
 
     def test_a_later_trial_waits_for_what_flies(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(restore, "_BATCHES_BETWEEN_TRIALS", 3)
+        monkeypatch.setattr(CuMemAllocator.tuning, "batches_between_trials", 3)
         log = Log()
         self.run_with_clock(monkeypatch, log, 11, engine=lambda: 10, kernel=lambda: 1)
         ways = [event for event, _ in log.events if event in ("engine", "kernel")]
@@ -549,7 +566,7 @@ class TestLane:
     def test_an_engine_that_becomes_slow_hands_over_to_the_kernel_and_back(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(restore, "_BATCHES_BETWEEN_TRIALS", 3)
+        monkeypatch.setattr(CuMemAllocator.tuning, "batches_between_trials", 3)
         log = Log()
         is_slow = range(15, 30)  # by the number of the batch
 
@@ -560,7 +577,8 @@ class TestLane:
         ways = [event for event, _ in log.events if event in ("engine", "kernel")]
         assert ways == [
             "kernel",
-            *["engine"] * (1 + len(ENGINE_FOR_A_WHILE) + restore._BATCHES_IN_FLIGHT + 1),  # the last says enough
+            *["engine"]
+            * (1 + len(ENGINE_FOR_A_WHILE) + CuMemAllocator.tuning.batches_in_flight + 1),  # the last says enough
             *["kernel", "kernel", "kernel", "engine"] * 4,  # of these trials the fourth finds it free
             *["engine"] * (50 - 1 - 14 - 16),
         ]
@@ -573,8 +591,8 @@ class TestLane:
 
     def test_batches_of_the_engine_are_larger(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """But for trials, and as the kernel's table has it."""
-        monkeypatch.setattr(restore, "_ENGINE_BATCH_BYTES", 20)
-        monkeypatch.setattr(restore, "_BATCHES_BETWEEN_TRIALS", 2)
+        monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", 20)
+        monkeypatch.setattr(CuMemAllocator.tuning, "batches_between_trials", 2)
         lane, _ = self.lane(Log())
         assert list(lane.run(self.batches(12))) == [20, 20, 8]
         sizes = self.run_with_clock(monkeypatch, Log(), 12, engine=lambda: 1, kernel=lambda: 1)
@@ -598,14 +616,14 @@ class TestLane:
 
 
 class TestWay:
-    def piece(self) -> Batch:
-        return TestLane().batches(1).next(4)
+    def pieces(self) -> list[Piece]:
+        return TestLane().batches(1).next(4).pieces
 
     def test_a_kernel_that_fails_is_done_without(self, caplog: pytest.LogCaptureFixture) -> None:
         log = Log()
-        way = _Way(FakeStream(0, log), FakeKernel(log, ValueError("no such register")))  # type: ignore[arg-type]
+        way = Route(FakeStream(0, log), FakeKernel(log, ValueError("no such register")))  # type: ignore[arg-type]
         for _ in range(2):
-            way.start(self.piece(), by_engine=False)
+            way.start(self.pieces(), by_engine=False)
         assert log.events == [("engine", 1)] * 2
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "no such register" in caplog.text
@@ -613,20 +631,22 @@ class TestWay:
     def test_an_error_of_the_driver_is_none_of_the_kernels(self) -> None:
         log = Log()
         error = DriverError("cuLaunchKernel", "CUDA_ERROR_UNKNOWN", "", "")
-        way = _Way(FakeStream(0, log), FakeKernel(log, error))  # type: ignore[arg-type]
+        way = Route(FakeStream(0, log), FakeKernel(log, error))  # type: ignore[arg-type]
         with pytest.raises(DriverError):
-            way.start(self.piece(), by_engine=False)
+            way.start(self.pieces(), by_engine=False)
         assert log.events == []
 
 
 class FakeCopies:
     """Stands in for the kernel's copies, where no kernel runs."""
 
-    def __init__(self, device: int, chunks: int) -> None:
-        self.chunks = chunks
+    def __init__(self, device: int, nbytes: int, pieces: int) -> None:
+        self.bytes = nbytes
+        self.pieces = pieces
 
     def start(self, stream: _core.CopyStream, pieces: list[Piece]) -> None:
-        assert sum(piece.bytes for piece in pieces) <= self.chunks * CHUNK_BYTES
+        assert sum(piece.bytes for piece in pieces) <= self.bytes
+        assert len(pieces) <= self.pieces
         stream.poison(pieces[0].address, pieces[0].bytes)
 
     def close(self) -> None:
@@ -639,18 +659,18 @@ class TestWarmUp:
         module.warm_up = work  # type: ignore[attr-defined]
         module.GpuCopies = FakeCopies  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setitem(vars(cumem_sleep), "copy_kernel", module)
+        monkeypatch.setitem(vars(cumem_sleep.transfer), "copy_kernel", module)
         open_driver(DRIVER)
-        restorer = Restorer()
+        restorer = Restorer(CuMemAllocator.tuning)
         restorer.warm_up(0)
         return restorer
 
     def test_makes_the_kernel_a_choice(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.warm_up(monkeypatch, lambda device: None)._kernel_devices == {0}
+        assert self.warm_up(monkeypatch, lambda device: None)._routes._kernel_devices == {0}
 
     def test_times_both_ways_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A process that wakes right after its first sleep has no other way to know what the link can do."""
-        monkeypatch.setattr(restore, "_BATCH_BYTES", PAGE)
+        monkeypatch.setattr(CuMemAllocator.tuning, "batch_bytes", PAGE)
         log: list[str] = []
         to_device, synchronize = _core.CopyStream.to_device, _core.CopyStream.synchronize
         poison = _core.CopyStream.poison
@@ -671,7 +691,7 @@ class TestWarmUp:
         monkeypatch.setattr(_core.CopyStream, "poison", by_kernel)
         monkeypatch.setattr(_core.CopyStream, "synchronize", waited)
         before = sim.stats() if SIMULATED else None
-        best = self.warm_up(monkeypatch, lambda device: None)._best_rate(0)
+        best = self.warm_up(monkeypatch, lambda device: None)._routes.best_rate(0)
         assert log == ["engine, 2 MiB", "wait", "kernel, 2 MiB", "wait"] * 3
         assert 0 < best.value < 1e15
         if before is not None:
@@ -685,15 +705,15 @@ class TestWarmUp:
                 raise OutOfHostMemory(1, 0, "budget")
             raise OutOfDeviceMemory(1, 0, 0) if what == "Scratch" else DriverError("cuStreamCreate", "", "", "")
 
-        monkeypatch.setattr(restore if what == "pinned_block" else _core, what, refuse)
+        monkeypatch.setattr(routes if what == "pinned_block" else _core, what, refuse)
         restorer = self.warm_up(monkeypatch, lambda device: None)
-        assert restorer._kernel_devices == {0}
-        assert restorer._best_rate(0).value == 0
+        assert restorer._routes._kernel_devices == {0}
+        assert restorer._routes.best_rate(0).value == 0
 
     def test_not_where_kernels_do_not_reach_pinned_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_core, "device_info", lambda device: types.SimpleNamespace(host_pointers=False))
         warmed: list[int] = []
-        assert self.warm_up(monkeypatch, warmed.append)._kernel_devices == set()
+        assert self.warm_up(monkeypatch, warmed.append)._routes._kernel_devices == set()
         assert warmed == []
 
     def test_a_kernel_that_does_not_compile(
@@ -702,7 +722,7 @@ class TestWarmUp:
         def fail(_: int) -> None:
             raise AssertionError("PTX")
 
-        assert self.warm_up(monkeypatch, fail)._kernel_devices == set()
+        assert self.warm_up(monkeypatch, fail)._routes._kernel_devices == set()
         assert "copy engine alone" in caplog.text
 
     def test_an_error_of_the_driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -719,9 +739,9 @@ class TestWarmUp:
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four batches for each page, two blocks."""
-    monkeypatch.setattr(restore, "_BATCH_BYTES", MIB // 2)
-    monkeypatch.setattr(restore, "_ENGINE_BATCH_BYTES", MIB // 2)
-    monkeypatch.setattr("cumem_sleep.backups.store.SLAB_BYTES", MIB)
+    monkeypatch.setattr(CuMemAllocator.tuning, "batch_bytes", MIB // 2)
+    monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", MIB // 2)
+    monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", MIB)
     if SIMULATED:
         monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
     monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)
@@ -752,7 +772,7 @@ class TestWake:
     def test_bytes_in_batches_of_any_size(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
     ) -> None:
-        monkeypatch.setattr(restore, "_ENGINE_BATCH_BYTES", batch_bytes)
+        monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", batch_bytes)
         contents = fill(allocator, memory, [PAGE, 3 * PAGE, PAGE, 2 * PAGE])
         allocator.sleep()
         report = allocator.wake_up()
@@ -770,7 +790,7 @@ class TestWake:
         segment = _core.segments()[place]
         backup = allocator._store.get(segment)
         assert backup is not None
-        content = np.frombuffer(memoryview(backup.blocks[block]), np.uint8)
+        content = np.frombuffer(memoryview(backup.extents[block]), np.uint8)
         content[-7] ^= 0x10
         for _ in range(2):
             with pytest.raises(BackupMismatch) as raised:
@@ -932,8 +952,8 @@ class TestHalfDone:
             def __init__(self, device: int) -> None:
                 super().__init__(len(log.in_flight), log)
 
-            def to_device(self, address: int, block: object, offset: int, nbytes: int) -> None:
-                super().to_device(address, block, offset, nbytes)
+            def read(self, address: int, extent: object, offset: int, nbytes: int) -> None:
+                super().read(address, extent, offset, nbytes)
                 log.events.append(("bytes", nbytes))
 
             def __enter__(self) -> Stream:
@@ -950,9 +970,11 @@ class TestHalfDone:
             half_done(begun_bytes())
 
         monkeypatch.setattr(_core, "CopyStream", Stream)
-        monkeypatch.setattr(restore, "_ENGINE_BATCH_BYTES", batch_bytes)
-        store = Store(parts, 8)
-        Restorer().restore(parts, store, lambda _: None, half, None)  # type: ignore[arg-type]
+        monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", batch_bytes)
+        transfers = types.SimpleNamespace(lane=lambda stream: stream)
+        backups = ToRestore(Store(parts, 8).backed_up(parts), [])
+        restorer = Restorer(CuMemAllocator.tuning)
+        restorer.restore(backups, transfers, lambda _: None, half, None, {})  # type: ignore[arg-type]
         assert begun_bytes() == sum(part.bytes for part in parts)
         assert log.flying == []
         return log
@@ -1129,7 +1151,7 @@ class TestBlankSegments:
         (first, *_) = [segment for segment in _core.segments() if segment.tag == "weights"]
         backup = allocator._store.get(first)
         assert backup is not None
-        content = np.frombuffer(memoryview(backup.blocks[0]), np.uint8)
+        content = np.frombuffer(memoryview(backup.extents[0]), np.uint8)
         content[5] ^= 1
         with pytest.raises(BackupMismatch):
             allocator.wake_up()

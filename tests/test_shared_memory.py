@@ -59,7 +59,8 @@ class TestExport:
                 assert (base, nbytes) == (address, BYTES)
                 assert not os.get_inheritable(descriptor)
 
-    def test_scratch_memory_is_exported_like_a_segment(self, allocator: CuMemAllocator, memory: Memory) -> None:
+    @pytest.mark.usefixtures("allocator")
+    def test_scratch_memory_is_exported_like_a_segment(self, memory: Memory) -> None:
         scratch = _core.Scratch(0, 2 * PAGE)
         content = memory.fill_random(scratch.address, scratch.bytes)
         with exported(scratch.address + PAGE) as (descriptor, base, nbytes):
@@ -716,7 +717,7 @@ class TestFork:
         assert_clean_exit(process)
 
 
-def test_a_stream_tells_whether_its_copies_are_done(allocator: CuMemAllocator) -> None:
+def test_a_stream_tells_whether_its_copies_are_done() -> None:
     process = run_script(
         """
         allocator = CuMemAllocator(Settings(driver="sim"))

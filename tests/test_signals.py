@@ -37,7 +37,7 @@ def signal_main() -> None:
 
 
 def raising(error: BaseException) -> Callable[[], object]:
-    def work() -> None:
+    def work(*_: object) -> None:
         raise error
 
     return work
@@ -266,9 +266,8 @@ class TestHandlersThatReturn:
         preparation.stop()
         assert stopped == [False]
 
-    def test_get_instance_within_the_first(
-        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, handler: Handler
-    ) -> None:
+    @pytest.mark.usefixtures("allocator")
+    def test_get_instance_within_the_first(self, monkeypatch: pytest.MonkeyPatch, handler: Handler) -> None:
         CuMemAllocator.instance = None
         made: list[CuMemAllocator] = []
         init = CuMemAllocator.__init__
@@ -410,13 +409,13 @@ class TestPreparation:
         owner = prepare.DigestRun if in_a_turn else prepare.Preparation
         work = getattr(owner, place)
 
-        def finalise(*arguments: object) -> object:
+        def finalise(*arguments: object, **named: object) -> object:
             if not seen:
                 try:
                     seen.append(allocator.release_backups())
                 except CumemSleepError as error:
                     seen.append(error)
-            return work(*arguments)
+            return work(*arguments, **named)
 
         monkeypatch.setattr(owner, place, finalise)
         preparation = allocator.prepare()
@@ -442,7 +441,7 @@ class TestPreparation:
         memory.fill_random(allocator.malloc(PAGE, "weights"), PAGE)
         at_pace, refused = threading.Event(), list[CumemSleepError]()
 
-        def finalise(preparation: prepare.Preparation, nbytes: int) -> None:
+        def finalise(preparation: prepare.Preparation, _nbytes: int) -> None:
             at_pace.set()
             until(lambda: preparation._worker.asked_to_stop)
             with pytest.raises(InvalidState) as raised:
@@ -502,9 +501,7 @@ class TestGrowth:
     """What grows with the number of segments does so in proportion: visits are counted, not seconds."""
 
     @pytest.mark.parametrize("operation", ["prepare", "first sleep"])
-    def test_visits(
-        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, operation: str
-    ) -> None:
+    def test_visits(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
         few, many = (self.visits(allocator, monkeypatch, operation, count) for count in (8, 64))
         assert few["looks"] >= 1
         for what, count in many.items():
@@ -525,9 +522,9 @@ class TestGrowth:
             return bool(pinned.__get__(block))  # type: ignore[attr-defined]
 
         with monkeypatch.context() as patch:
-            patch.setattr("cumem_sleep.digest.device.sums_of", lambda content, first_chunk=0: (first_chunk, 0))
+            patch.setattr("cumem_sleep.digest.device.sums_of", lambda _content, first_chunk=0: (first_chunk, 0))
             patch.setattr(host_limits, "cgroup_available_bytes", look)
-            patch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)
+            patch.setattr(host_limits, "mem_available_bytes", lambda **_: None)
             patch.setattr(_core.HostBlock, "pinned", property(visited))
             if operation == "prepare":
                 preparation = allocator.prepare()
@@ -547,12 +544,11 @@ class TestGrowth:
 
 STORM = """
     import gc, logging, os, random, signal, threading, time
-    from cumem_sleep.backups import store as backup
-    from cumem_sleep.operations import prepare
 
     seed = int(os.environ["SEED"])
     choice = random.Random(seed)
-    prepare._PIECE_BYTES, prepare._BLOCK_BYTES, backup.SLAB_BYTES = MIB, PAGE, PAGE
+    tuning = CuMemAllocator.tuning
+    tuning.prepare_piece_bytes, tuning.prepare_extent_bytes, tuning.slab_bytes = MIB, PAGE, PAGE
     logging.getLogger("cumem_sleep").setLevel(logging.ERROR)  # of preparations that a handler ends
     reset_simulation()
     import cumem_sleep.digest.device
@@ -718,10 +714,9 @@ def test_storm_at_exit() -> None:
 
 FINALISERS = """
     import gc, logging, os, random, sys, threading, time
-    from cumem_sleep.operations import prepare
 
     choice = random.Random(int(os.environ["SEED"]))
-    prepare._PIECE_BYTES = prepare._BLOCK_BYTES = MIB
+    CuMemAllocator.tuning.prepare_piece_bytes = CuMemAllocator.tuning.prepare_extent_bytes = MIB
     logging.getLogger("cumem_sleep").setLevel(logging.ERROR)  # of preparations that a finaliser ends
     reset_simulation()
     import cumem_sleep.digest.device

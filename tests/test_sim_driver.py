@@ -422,7 +422,8 @@ class TestStart:
     def test_is_not_libcuda_by_name(self) -> None:
         assert b"libcuda.so.1" not in sim.library_path().read_bytes()
 
-    def test_table_of_calls_is_complete(self, driver: Driver) -> None:
+    @pytest.mark.usefixtures("driver")
+    def test_table_of_calls_is_complete(self) -> None:
         assert set(sim.stats().calls) == set(CALLS)
 
 
@@ -1567,7 +1568,8 @@ class TestControls:
         assert after.mapped_bytes == PAGE
         write(address, b"untouched")
 
-    def test_stats_are_facts(self, driver: Driver) -> None:
+    @pytest.mark.usefixtures("driver")
+    def test_stats_are_facts(self) -> None:
         facts = sim.stats()
         with pytest.raises(AttributeError):
             facts.live_handles = 1  # type: ignore[misc]
@@ -1591,8 +1593,9 @@ class TestControls:
             sim.configure(**arguments)
         assert driver.get(Int, "cuDeviceGetCount") == 1
 
+    @pytest.mark.usefixtures("driver")
     @pytest.mark.parametrize("value", [True, "8", 1.0, b"1"])
-    def test_bad_types(self, driver: Driver, value: Any) -> None:
+    def test_bad_types(self, value: Any) -> None:
         with pytest.raises(InvalidArgumentType, match="device_bytes="):
             sim.configure(device_bytes=value)
         with pytest.raises(InvalidArgumentType, match="devices="):

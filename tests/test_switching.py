@@ -308,7 +308,7 @@ def test_the_page_cache_is_asked(benchmark_module: Callable[[str], ModuleType], 
 
 
 @pytest.fixture
-def results(run: Run, tmp_path: pathlib.Path, benchmark_module: Callable[[str], ModuleType]) -> dict[str, Any]:
+def results(run: Run, tmp_path: pathlib.Path) -> dict[str, Any]:
     """As if measured: an eightfold first restart, cold; all times known."""
     process = run("--ways", "vllm,level2,restart", "--switches", "3", "--restart-switches", "3")
     assert process.returncode == 0, process.stdout + process.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,14 @@ def cycle(llm: Any, facts: Facts, *, level: int = 1, selective: bool = False) ->
     else:
         with timed(facts, "wake s"):
             llm.wake_up()
+
+
+def cycles_keep_tokens(llm: Any, facts: Facts, levels: Sequence[int] = (1, 1, 2)) -> None:
+    """Sleeps and wakes, after each of which the model answers as before."""
+    before = tokens(llm)
+    for level in levels:
+        cycle(llm, facts, level=level)
+        check(f"tokens after level {level}", tokens(llm) == before)
 
 
 def checkpoint(model: Path, shape: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .engines import GIB, IN_PROCESS, KV_CACHE_BYTES, allocator, cycle, engine, model_of, tokens
+from .engines import GIB, IN_PROCESS, KV_CACHE_BYTES, allocator, cycle, cycles_keep_tokens, engine, model_of, tokens
 from .registry import Facts, check, scenario
 
 
@@ -88,10 +88,7 @@ def compressed_fp8_weights(folder: Path) -> Facts:
     """Weights quantised while they are loaded, backups compressed."""
     facts: Facts = {}
     llm = engine(folder, quantization="fp8")
-    before = tokens(llm)
-    for _ in range(2):
-        cycle(llm, facts)
-        check("tokens after level 1", tokens(llm) == before)
+    cycles_keep_tokens(llm, facts, levels=(1, 1))
     weights = allocator().usage()["weights"]
     facts["host bytes per byte"] = round(weights.host_bytes / weights.backed_up_bytes, 4)
     check("backups are smaller", facts["host bytes per byte"] < 0.95)
@@ -104,10 +101,7 @@ def backend_by_name(folder: Path) -> Facts:
     facts: Facts = {}
     llm = engine(folder)
     llm.llm_engine.vllm_config.model_config.sleep_mode_backend = "cumem_sleep"
-    before = tokens(llm)
-    for level in (1, 2):
-        cycle(llm, facts, level=level)
-        check(f"tokens after level {level}", tokens(llm) == before)
+    cycles_keep_tokens(llm, facts, levels=(1, 2))
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     facts["backend"] = type(worker._sleep_mode_backend).__name__
     check("it was this layer's", facts["backend"] == "CumemSleepBackend")

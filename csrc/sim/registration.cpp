@@ -28,13 +28,19 @@ bool is_mapped_memory(std::uintptr_t address, std::size_t size) {
     return true;
 }
 
-// Whether this process may write there, as far as the first page tells; true where the kernel is too old to say (5.14).
+bool populates_for_writing(void* page, std::size_t page_bytes) {
+    constexpr int kPopulateWrite = 23;  // Linux 5.14; older C libraries do not name it
+    return madvise(page, page_bytes, kPopulateWrite) == 0 || errno != EINVAL;
+}
+
+// Whether this process may write there, as far as the first page tells; true where the kernel does not say, because it
+// is too old or a filter keeps it from it: then it refuses a page that can be written for certain, too.
 bool is_writable_memory(std::uintptr_t address) {
-    constexpr int kPopulateRead = 22, kPopulateWrite = 23;  // older C libraries do not name them
     static const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-    void* const page = reinterpret_cast<void*>(address - address % page_bytes);
-    const bool refused = madvise(page, page_bytes, kPopulateWrite) != 0 && errno == EINVAL;
-    return !refused || madvise(page, page_bytes, kPopulateRead) != 0;
+    if (populates_for_writing(reinterpret_cast<void*>(address - address % page_bytes), page_bytes)) return true;
+    char on_the_stack = 0;
+    const auto writable = reinterpret_cast<std::uintptr_t>(&on_the_stack);
+    return !populates_for_writing(reinterpret_cast<void*>(writable - writable % page_bytes), page_bytes);
 }
 
 // The first registration that shares a byte with the range.

@@ -1,11 +1,14 @@
-"""How much host memory this process may still take, by each limit that could refuse it, and how many cores."""
+"""Every limit on host memory: how much this process may still take, and what is refused. And how many cores it has."""
 
 from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..errors import OutOfHostMemory
 
 _KERNEL_SHARE = 0.05  # at most: of 128 GiB an idle guest kernel kept 1.7 %
 _CGROUP_V1_UNLIMITED = 1 << 60  # v1 writes "no limit" as a number near 2^63
@@ -16,12 +19,54 @@ class HostLimit:
     """What one limit leaves for backups.
 
     Attributes:
-        name: `budget`, `cgroup`, `MemAvailable` or `memlock`.
+        name: `budget`, `cgroup` or `MemAvailable`.
         available_bytes: what may still be taken; None if the limit does not bind.
     """
 
     name: str
     available_bytes: int | None
+
+
+def of_this_process(
+    budget_bytes: int | None, held_bytes: int, promised_bytes: int, needed_bytes: int | None
+) -> list[HostLimit]:
+    """The limits on memory that this process takes itself.
+
+    Args:
+        budget_bytes: `Settings.host_budget_bytes`.
+        held_bytes: what backups hold.
+        promised_bytes: of that, what has no pages yet, so that the system counts it as available still.
+        needed_bytes: limits that leave more than this need not be exact; None: all are.
+    """
+    enough = None if needed_bytes is None else needed_bytes + promised_bytes
+    return [
+        HostLimit("budget", None if budget_bytes is None else max(0, budget_bytes - held_bytes)),
+        HostLimit("cgroup", _less(cgroup_available_bytes(), promised_bytes)),
+        HostLimit("MemAvailable", _less(mem_available_bytes(enough=enough), promised_bytes)),
+    ]
+
+
+def missing_bytes(limits: Sequence[HostLimit], needed_bytes: int, evictable: Callable[[], int]) -> int:
+    """How much has to be evicted before so much can be taken.
+
+    Args:
+        evictable: how much could be, asked only if it matters.
+
+    Raises:
+        OutOfHostMemory: that would not be enough.
+    """
+    short = [
+        (limit.available_bytes, limit.name)
+        for limit in limits
+        if limit.available_bytes is not None and limit.available_bytes < needed_bytes
+    ]
+    if not short:
+        return 0
+    evictable_bytes = evictable()
+    for available_bytes, name in short:
+        if available_bytes + evictable_bytes < needed_bytes:
+            raise OutOfHostMemory(needed_bytes, available_bytes, name)
+    return max(needed_bytes - available_bytes for available_bytes, _ in short)
 
 
 def mem_available_bytes(root: Path = Path("/"), enough: int | None = None) -> int | None:
@@ -77,6 +122,10 @@ def usable_cores(root: Path = Path("/")) -> int:
         if quota.strip().isdecimal() and period.strip().isdecimal() and int(period):
             cores = min(cores, -(-int(quota) // int(period)))
     return max(1, cores)
+
+
+def _less(available_bytes: int | None, promised_bytes: int) -> int | None:
+    return None if available_bytes is None else max(0, available_bytes - promised_bytes)
 
 
 def _may_lock_any_memory() -> bool:

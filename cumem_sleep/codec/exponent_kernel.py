@@ -136,7 +136,7 @@ def _constants(layout: Layout) -> tuple[int, int, int, tuple[tuple[int, int], ..
 
 
 @triton.jit(do_not_specialize=["table"])  # type: ignore[untyped-decorator]
-def _count_blocks(table, BLOCKS: tl.constexpr, BITS: tl.constexpr, RAW: tl.constexpr, PLANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _count_blocks(table, BLOCKS: tl.constexpr, BITS: tl.constexpr, RAW: tl.constexpr, PLANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ARG001, N803  (started as the others are)
     _, block, source, target, low, high = _row(table, BLOCKS)
     places = _places(_rotated(source, block, BITS) >> RAW, low, high)
     passed_on = tl.sum(_passed_on(places), 0)

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
-from ..errors import CodecError
+from ..errors import CodecError, CumemSleepError
+from ..streams import current_in_torch
 from . import exponent as codec
 from .exponent import CHUNK_BYTES, Code, Layout
 
@@ -42,32 +43,24 @@ class GpuKernels(Kernels):
 
         if not torch.cuda.is_available():
             raise CodecError("PyTorch does not reach the GPU")
-        self._torch = torch
         self._kernels = codec_kernel
 
     def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
-        with self._on(stream):
+        with current_in_torch(stream):
             self._kernels.count(layout, table, chunks)
 
     def encode(  # noqa: D102
         self, stream: _core.CopyStream, layout: Layout, table: int, counters: int, chunks: int
     ) -> None:
-        with self._on(stream):
+        with current_in_torch(stream):
             self._kernels.encode(layout, table, counters, chunks)
 
     def decode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
-        with self._on(stream):
+        with current_in_torch(stream):
             self._kernels.decode(layout, table, chunks)
 
     def warm_up(self, layout: Layout, device: int) -> None:  # noqa: D102
         self._kernels.warm_up(layout, device)
-
-    @contextmanager
-    def _on(self, stream: _core.CopyStream) -> Iterator[None]:
-        external = self._torch.cuda.ExternalStream(stream.handle, device=stream.device)  # type: ignore[no-untyped-call]
-        # With the device, else leaving the stream creates a context on the thread's own device, which may be another.
-        with self._torch.cuda.device(stream.device), self._torch.cuda.stream(external):
-            yield
 
 
 class SimulatedKernels(Kernels):
@@ -111,6 +104,17 @@ def choose_kernels() -> Kernels:
         ImportError: PyTorch or Triton is missing.
     """
     return SimulatedKernels() if _core.driver_is_simulated() else GpuKernels()
+
+
+@contextmanager
+def codec_errors() -> Iterator[None]:
+    """Triton compiles at the first use, and there is no end of ways in which that fails."""
+    try:
+        yield
+    except CumemSleepError:
+        raise
+    except Exception as error:
+        raise CodecError(f"the codec's kernel failed: {error!r}") from error
 
 
 def _bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:

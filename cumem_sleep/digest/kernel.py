@@ -11,18 +11,18 @@ from contextlib import closing
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import triton
 import triton.language as tl
 
 from .. import _core
 from ..pinned import pinned_block
-from .device import _FINAL, _MULTIPLIERS, _SEEDS, _SHIFTS, CHUNK_BYTES, LANES, ROWS
+from ..streams import current_in_torch
+from .reference import CHUNK_BYTES, FINAL, LANES, MULTIPLIERS, ROWS, SEEDS, SHIFTS
 
-_K0, _K1 = (tl.constexpr(value) for value in _MULTIPLIERS)
-_S0, _S1 = (tl.constexpr(value) for value in _SEEDS)
-_R0, _R1 = (tl.constexpr(value) for value in _SHIFTS)
-_F0, _F1 = (tl.constexpr(value) for value in _FINAL)
+_K0, _K1 = (tl.constexpr(value) for value in MULTIPLIERS)
+_S0, _S1 = (tl.constexpr(value) for value in SEEDS)
+_R0, _R1 = (tl.constexpr(value) for value in SHIFTS)
+_F0, _F1 = (tl.constexpr(value) for value in FINAL)
 
 _WARPS = 8
 _UNROLL = 2
@@ -78,13 +78,11 @@ class GpuSums:
     def __init__(self, device: int, chunks: int) -> None:
         self._firsts: list[int] = []
         self._used = 0
-        self._device = device
         self._entry_bytes = chunks * 16
         self._block = pinned_block(2 * self._entry_bytes, device)
         try:
             self._table, self._sums = np.frombuffer(memoryview(self._block), np.uint64).reshape(2, -1, 2)
             self._stream = _core.CopyStream(device)
-            self._external = torch.cuda.ExternalStream(self._stream.handle, device=device)  # type: ignore[no-untyped-call]
         except BaseException:
             self._block.close()
             raise
@@ -103,8 +101,7 @@ class GpuSums:
         self._firsts += (firsts + begin).tolist()
         self._used = end
         table = self._block.address + begin * 16
-        # With the device, else leaving the stream creates a context on the thread's own device, which may be another.
-        with torch.cuda.device(self._device), torch.cuda.stream(self._external):
+        with current_in_torch(self._stream):
             _chunk_sums[(end - begin,)](
                 table, table + self._entry_bytes, ROWS, LANES, _UNROLL, _STAGES, num_warps=_WARPS
             )

@@ -17,9 +17,10 @@ from typing import Any
 
 from .. import _core
 
+OLDEST_TORCH = (2, 8)
 # From this version on (seen with 2.11) such pools simply do not use them.
-_POOLS_IGNORE_EXPANDABLE_SEGMENTS = (2, 11)
-_CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+POOLS_IGNORE_EXPANDABLE_SEGMENTS = (2, 11)
+CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def torch_with_cuda() -> Any:
@@ -113,7 +114,7 @@ class TorchPools:
     @contextmanager
     def _without_expandable_segments(self) -> Iterator[None]:
         """Older PyTorch refuses a pool with an allocator of its own beside expandable segments (pytorch#147851)."""
-        if self._version >= _POOLS_IGNORE_EXPANDABLE_SEGMENTS:
+        if self._version >= POOLS_IGNORE_EXPANDABLE_SEGMENTS:
             yield
             return
         with self._configuration_lock:
@@ -123,7 +124,7 @@ class TorchPools:
                 if settings.get("expandable_segments"):
                     # A setter resets every option that its text leaves out, so the whole text is written back.
                     self._configuration = next(
-                        (settings[name] for name in _CONF_VARIABLES if settings.get(name)), "expandable_segments:True"
+                        (settings[name] for name in CONF_VARIABLES if settings.get(name)), "expandable_segments:True"
                     )
                     self._set_configuration(_with_expandable_segments(self._configuration, enabled=False))
         try:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 from .. import _core, log
-from ..backups.store import Backup, BackupStore, Piece
+from ..backups.backup import Backup
+from ..codec.encoding import EncodedChunk, Encoding
 from ..codec.exponent import CHUNK_BYTES
-from ..codec.workbench import ChangedMeanwhile, Compressor, Encoding, Place, Workbench
-from ..digest.device import DeviceDigester, DigestRun
+from ..codec.workbench import ChangedMeanwhile, Workbench
+from ..digest.device import DigestRun
 from ..errors import CodecError, CumemSleepError, InvalidState
+from ..extents import Piece
+from ..segments import total_bytes
+from .layer import Layer
 
-# What a running model waits for at most: its small copies queue behind a piece (0.15 ms), its launches behind the
-# registering of a block (0.5 ms). Measured: benchmarks/results/wake_paths.json, prepare_cost.json.
-_PIECE_BYTES = 8 << 20
-_BLOCK_BYTES = 32 << 20
-_SHORTEST_PAUSE_S = 0.0002  # lets who waits for the allocator have it
+_SHORTEST_PAUSE_S = 0.0002  # lets whoever waits for the allocator have it
 _POLL_S = 0.001
 
 
@@ -35,24 +34,15 @@ class Preparation:
         wanted_bytes: of all segments that it is to back up.
     """
 
-    def __init__(
-        self,
-        segments: Sequence[_core.Segment],
-        lock: _core.OperationLock,
-        store: BackupStore,
-        digester: DeviceDigester,
-        bytes_per_second: int,
-        warm_up: Callable[[], None],
-        compressor: Compressor,
-    ) -> None:
-        self.wanted_bytes = sum(segment.bytes for segment in segments)
+    def __init__(self, segments: Sequence[_core.Segment], layer: Layer, warm_up: Callable[[], None]) -> None:
+        self.wanted_bytes = total_bytes(segments)
         self._segments = segments
-        self._lock = lock
-        self._store = store
-        self._digester = digester
-        self._bytes_per_second = bytes_per_second
+        self._store = layer.store
+        self._digester = layer.digester
+        self._compressor = layer.compressor
+        self._tuning = layer.tuning
+        self._bytes_per_second = layer.settings.prepare_bytes_per_second
         self._warm_up = warm_up
-        self._compressor = compressor
         self._workbenches: dict[int, Workbench] = {}  # by device
         self._checked_devices: set[int] = set()  # that have room for all of it uncompressed, when that was asked
         self._is_ended_by_finaliser = False
@@ -123,7 +113,7 @@ class Preparation:
             encodings = self._plan(segment)
             if encodings is None:
                 return
-            self._store.take([segment], keep=self._segments, slab_bytes=_BLOCK_BYTES, encodings=encodings)
+            self._store.take([segment], self._segments, encodings, self._tuning.prepare_extent_bytes)
             backup = self._store.begin_preparing(segment)
         digests.begin_copy()
         try:
@@ -152,8 +142,9 @@ class Preparation:
             return {}
         try:
             with self._workbench(segment.device) as workbench:
+                encodings = workbench.plan([segment])
                 if workbench.has_memory:
-                    return workbench.plan([segment])
+                    return encodings
             if self._store.encoding_of(segment) is not None:
                 return None  # a sleep may have the memory, and encodes it again in the room that it has
         except CodecError as error:
@@ -171,13 +162,8 @@ class Preparation:
     def _workbench(self, device: int) -> Iterator[Workbench]:
         """That of `device`, made at the first use. After an error it is closed: no work of it is in flight then."""
         if device not in self._workbenches:
-            workbench = self._compressor.workbench(device, _core.memory_info(device)[0], small=True)
-            self._workbenches[device] = workbench
-            if not workbench.has_memory:
-                log.warning(
-                    "device %d has no memory left for the codec to work in: prepare stores its backups uncompressed",
-                    device,
-                )
+            spare_bytes = _core.memory_info(device)[0]
+            self._workbenches[device] = self._compressor.workbench(device, spare_bytes, small=True)
         try:
             yield self._workbenches[device]
         except BaseException:
@@ -186,68 +172,62 @@ class Preparation:
 
     def _copy_all(self, backup: Backup, digests: DigestRun) -> bool:
         if backup.encoding is None:
-            return all(self._copy(backup, piece, digests) for piece in backup.pieces(_PIECE_BYTES))
-        places, chunks = list(backup.places()), _PIECE_BYTES // CHUNK_BYTES
-        parts = (places[first : first + chunks] for first in range(0, len(places), chunks))
+            return all(self._copy(backup, piece, digests) for piece in backup.pieces(self._tuning.prepare_piece_bytes))
+        chunks, count = list(backup.chunks()), self._tuning.prepare_piece_bytes // CHUNK_BYTES
+        parts = (chunks[first : first + count] for first in range(0, len(chunks), count))
         return all(self._encode(backup, part, digests) for part in parts)
 
-    def _encode(self, backup: Backup, places: Sequence[Place], digests: DigestRun) -> bool:
+    def _encode(self, backup: Backup, chunks: Sequence[EncodedChunk], digests: DigestRun) -> bool:
         """As `_copy`; false as well if the bytes are not those any more for which room was taken."""
         segment = backup.segment
-        nbytes = len(places) * CHUNK_BYTES
+        nbytes = len(chunks) * CHUNK_BYTES
         with self._turn(segment, backup) as mine:
             if not mine:
                 return False
-            offset = places[0].address - segment.address
+            offset = chunks[0].address - segment.address
             try:
-                with self._workbench(segment.device) as workbench:
-                    workbench.encode(places, partial(self._pin, device=segment.device))
+                with self._store.transfers() as transfers, self._workbench(segment.device) as workbench:
+                    workbench.encode(chunks, transfers)
                     workbench.finish()
-                    digests.add_decoded(segment, offset, workbench.decode_again(places), nbytes)
+                    digests.add_decoded(segment, offset, workbench.decode_again(chunks, transfers), nbytes)
             except ChangedMeanwhile:
                 return False
         self._pace(nbytes)
         return True
-
-    @staticmethod
-    def _pin(block: _core.HostBlock, device: int) -> None:
-        if not block.pinned:
-            block.touch(0, block.bytes)
-            block.pin(device)
 
     def _copy(self, backup: Backup, piece: Piece, digests: DigestRun) -> bool:
         """One piece, at the rate that was asked for; false if the backup is no longer ours to make."""
         with self._turn(backup.segment, backup) as mine:
             if not mine:
                 return False
-            self._pin(piece.block, backup.segment.device)
-            with _core.CopyStream(backup.segment.device) as stream:  # on leaving it, no copy is in flight
-                stream.to_host(piece.block, piece.offset, piece.address, piece.bytes)
-                stream.synchronize()
-            digests.add_copy(backup.segment, piece)
+            # On leaving the stream, no copy is in flight.
+            with self._store.transfers() as transfers, _core.CopyStream(backup.segment.device) as stream:
+                lane = transfers.lane(stream)
+                lane.write(piece.extent, piece.offset, piece.address, piece.bytes)
+                lane.synchronize()
+            digests.add_copy(backup.segment, piece, kernels_reach=lane.kernels_reach)
         self._pace(piece.bytes)
         return True
 
     def _pace(self, nbytes: int) -> None:
-        """Wait as the rate demands; what taking a block cost may be made up for until the end of that block."""
+        """Wait as the rate demands; what taking an extent cost may be made up for until the end of that extent."""
         now = time.monotonic()
         seconds = nbytes / self._bytes_per_second if self._bytes_per_second else 0.0
-        self._due = max(self._due + seconds, now - seconds * _BLOCK_BYTES / _PIECE_BYTES)
+        pieces = self._tuning.prepare_extent_bytes / self._tuning.prepare_piece_bytes
+        self._due = max(self._due + seconds, now - seconds * pieces)
         self._worker.pause(max(_SHORTEST_PAUSE_S, self._due - now))
 
     @contextmanager
     def _turn(self, segment: _core.Segment, backup: Backup | None = None) -> Iterator[bool]:
         """Holds the allocator's lock; gives whether the segment is still awake (and this backup still to be made)."""
         while not self._worker.asked_to_stop:
-            # Never waits for the lock: who stops this thread may hold it.
-            with self._lock.hold(wait=False) as held:
+            # Never waits for the lock: its holder may be waiting for this thread to stop.
+            with self._store.turn() as held:
                 if held:
                     with _core.Pinned([segment]) as pinned:
                         awake = bool(pinned) and segment.sleep == _core.Segment.Sleep.AWAKE
                         yield awake and (backup is None or backup.being_prepared)
-                    self._store.prune_freed()
             if held:
-                self._store.look_for_freed()
                 return
             self._worker.pause(_POLL_S)
         self._is_cut_short = True
@@ -255,7 +235,6 @@ class Preparation:
 
     def _prune(self) -> None:
         """What did not become complete goes, and what was freed: now, or when the operation that runs now has ended."""
-        with self._lock.hold(wait=False) as held:
+        with self._store.turn() as held:
             if held:
                 self._store.prune()
-        self._store.look_for_freed()

@@ -1,1 +1,1 @@
-"""The command line: the demo, the doctor, the benchmark."""
+"""The command line: demo, doctor and bench, and what they share."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from rich.table import Table
 
-from ..allocator import open_driver
 from ..backups import limits
+from ..driver import open_driver
 from ..errors import format_bytes
 from ..settings import Settings
 from ..vault import protocol
@@ -104,7 +104,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         address.close()
         raise
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    def stop(number: int, _frame: FrameType | None) -> None:
         vault.stop(wait=options.at_exit == "wait" and not stopped)
         stopped.append(number)
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from contextlib import closing
 
 import numpy as np
-import torch
 import triton
 import triton.language as tl
 
 from .. import _core
-from ..backups.store import Piece
+from ..extents import Piece
 from ..pinned import pinned_block
+from ..streams import current_in_torch
 
 CHUNK_BYTES = 2 << 20  # most pieces of backups are multiples of it
 _PROGRAMS = 8
@@ -46,31 +46,38 @@ def _copy_chunks(table, chunks, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, CHU
 
 
 class GpuCopies:
-    """Copies to one device, of at most so many chunks at a time, in the order of the given stream.
+    """Copies to one device, in the order of the given stream.
 
-    A piece takes as many chunks as it has parts of `CHUNK_BYTES`, the last of which may be smaller.
+    A piece takes as many chunks of the table as it has parts of `CHUNK_BYTES`, the last of which may be smaller.
+
+    Args:
+        nbytes: the most that are copied at a time.
+        pieces: the most pieces that they are in.
     """
 
-    def __init__(self, device: int, chunks: int) -> None:
-        self._block = pinned_block(chunks * _ROW_BYTES, device)
+    def __init__(self, device: int, nbytes: int, pieces: int) -> None:
+        self._block = pinned_block((nbytes // CHUNK_BYTES + pieces) * _ROW_BYTES, device)
         self._table = np.frombuffer(memoryview(self._block), np.uint64).reshape(-1, _ROW_BYTES // 8)
-        self._device = device
 
     def start(self, stream: _core.CopyStream, pieces: Sequence[Piece]) -> None:
         """Begin to copy `pieces` to the device: addresses and sizes are multiples of 16 bytes.
 
         The table is used until `stream` was synchronised; only then may this be called again.
+
+        Raises:
+            ValueError: they take more chunks than the table was made for.
         """
         sizes = np.array([piece.bytes for piece in pieces])
         chunks = -(-sizes // CHUNK_BYTES)
         ends = np.cumsum(chunks)
+        if ends[-1] > len(self._table):
+            raise ValueError(f"{ends[-1]} chunks to copy at a time, and a table of {len(self._table)}")
         offsets = (np.arange(ends[-1]) - np.repeat(ends - chunks, chunks)) * CHUNK_BYTES
-        ends_of_copies = [(piece.block.address + piece.offset, piece.address) for piece in pieces]
+        ends_of_copies = [(piece.extent.address + piece.offset, piece.address) for piece in pieces]
         rows = self._table[: ends[-1]]
         rows[:, :2] = np.repeat(ends_of_copies, chunks, axis=0) + offsets[:, None]
         rows[:, 2] = np.minimum(np.repeat(sizes, chunks) - offsets, CHUNK_BYTES) // 16
-        external = torch.cuda.ExternalStream(stream.handle, device=self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self._device), torch.cuda.stream(external):
+        with current_in_torch(stream):
             for first in range(0, len(rows), _CHUNKS_PER_LAUNCH):
                 self._launch(self._block.address + _ROW_BYTES * first, min(_CHUNKS_PER_LAUNCH, len(rows) - first))
 
@@ -86,6 +93,6 @@ class GpuCopies:
 def warm_up(device: int) -> None:
     """Compile and load the kernel."""
     block = pinned_block(2 * CHUNK_BYTES, device)
-    with closing(block), closing(GpuCopies(device, 1)) as copies, _core.CopyStream(device) as stream:
+    with closing(block), closing(GpuCopies(device, CHUNK_BYTES, 1)) as copies, _core.CopyStream(device) as stream:
         copies.start(stream, [Piece(block, 0, block.address + CHUNK_BYTES, CHUNK_BYTES)])
         stream.synchronize()

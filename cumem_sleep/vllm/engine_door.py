@@ -24,24 +24,25 @@ class Lease:
     """A request that passed the gate, until its response is done.
 
     Attributes:
-        mark: of the model's state when it passed.
         may_wait: whether it may be held, and wake the model: it bears an API key, if there are any.
         admitted: whether it reached the engine.
         refusal: why it did not; the gate then answers for it.
     """
 
-    mark: int = -1
     may_wait: bool = True
     admitted: bool = False
     refusal: Exception | None = None
 
 
 LEASE: ContextVar[Lease | None] = ContextVar("cumem_sleep_lease", default=None)
-Admit = Callable[[Lease], Awaitable[None]]
+Admit = Callable[[Lease], Awaitable[Callable[[], None]]]
 
 
 class EngineDoor:
-    """Stands before `engine_core.add_request_async`, by which every vLLM from 0.11 on sends a request to its engine."""
+    """Stands before `engine_core.add_request_async`, by which every vLLM from 0.11 on sends a request to its engine.
+
+    `admit` returns when a request may go there, and gives what is called once it is there.
+    """
 
     def __init__(self, admit: Admit) -> None:
         self._admit = admit
@@ -65,7 +66,7 @@ class EngineDoor:
         async def add_request_async(*arguments: Any, **keywords: Any) -> Any:
             lease = LEASE.get() or Lease()
             try:
-                await self._admit(lease)
+                arrived = await self._admit(lease)
             except BaseException as error:
                 if isinstance(error, Exception):
                     lease.refusal = error
@@ -76,6 +77,7 @@ class EngineDoor:
             try:
                 return await send(*arguments, **keywords)
             finally:
+                arrived()
                 self._passing -= 1
                 if not self._passing:
                     self._empty.set()

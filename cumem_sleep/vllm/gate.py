@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
@@ -38,7 +38,7 @@ from .asgi import (
 from .engine_door import LEASE, EngineDoor, Lease
 from .gate_settings import GateSettings
 from .routes import GUARDED, RELOAD, WAKE, Kind, Routes, Taken, kind_of, not_canonical, route_path
-from .siblings import Busy
+from .siblings import BETWEEN_S, Busy
 from .sleeping_model import Phase, SleepingModel
 from .worker_methods import Effect
 
@@ -134,11 +134,13 @@ class SleepGate:
             return await self._answer(scope, inbox, send, refusal(400, f"the path {fault}"), fault)
         taken = self._routes.take(scope["app"], scope)
         token = self._settings.admin_token
-        if token and self._is_guarded(scope, taken) and not bears(scope, [token]):
-            unknown = "; this route is not known to the gate" if taken.kind is Kind.UNKNOWN else ""
-            wanted = f"an admin token is needed{unknown}"
-            answer = refusal(401, wanted, {"WWW-Authenticate": "Bearer"})
-            return await self._answer(scope, inbox, send, answer, wanted)
+        if token and self._is_guarded(scope, taken):
+            if not bears(scope, [token]):
+                unknown = "; this route is not known to the gate" if taken.kind is Kind.UNKNOWN else ""
+                wanted = f"an admin token is needed{unknown}"
+                answer = refusal(401, wanted, {"WWW-Authenticate": "Bearer"})
+                return await self._answer(scope, inbox, send, answer, wanted)
+            scope = _with_api_key(scope)
         if taken.kind is Kind.HEALTH:
             return await self._health(scope, inbox, send)
         if taken.kind in (Kind.RUNS, Kind.ADAPTS, Kind.UNKNOWN):
@@ -165,9 +167,8 @@ class SleepGate:
 
     async def _infer(self, taken: Taken, scope: Scope, inbox: Inbox, send: Send) -> None:
         model, outcome = self.model, ""
-        mark = model.mark()
         try:
-            await model.look()
+            await self._look()
             while not model.serves:
                 if not _has_api_key(scope) and route_path(scope).startswith(KEYED):
                     answer = response(401, {"error": "Unauthorized"})  # as vLLM, whose own check can be misled
@@ -186,8 +187,8 @@ class SleepGate:
         if outcome:
             self._outcomes[outcome] += 1
         if taken.kind is Kind.ADAPTS and not taken.redirects:
-            return await self._adapt(scope, inbox, send)
-        await self._pass(mark, scope, inbox, send)
+            return await self._adapt(taken, scope, inbox, send)
+        await self._pass(scope, inbox, send)
 
     async def _hold(self, taken: Taken, scope: Scope, inbox: Inbox) -> str:
         """Returns what became of the request, as soon as the model serves; "" if vLLM will find fault with it.
@@ -253,7 +254,30 @@ class SleepGate:
         while self._held.requests:
             await asyncio.sleep(POLL_S)
             await self.model.engine.check_health()
+            await self._look()
+
+    async def _look(self) -> None:
+        """`SleepingModel.look`. As long as nothing new is known, a model that slept or lost its weights does still.
+
+        Raises:
+            Refused: it did, and the engine does not say.
+            Exception: of the engine, which is then in no state to serve.
+        """
+        try:
             await self.model.look()
+        except Exception as error:
+            if not self.model.lacks_memory or await self._engine_is_dead():
+                raise
+            logger.debug("the engine does not say whether it sleeps: %s", error)
+            message = "the engine does not say whether it sleeps still"
+            raise Refused(message, self._settings.retry_after_s, "rejected") from error
+
+    async def _engine_is_dead(self) -> bool:
+        try:
+            await self.model.engine.check_health()
+        except Exception:
+            return True
+        return False
 
     def _raise_overload(self, is_too_much: bool) -> None:
         if is_too_much:
@@ -275,9 +299,9 @@ class SleepGate:
 
     # Requests that pass
 
-    async def _pass(self, mark: int, scope: Scope, inbox: Inbox, send: Send) -> None:
+    async def _pass(self, scope: Scope, inbox: Inbox, send: Send) -> None:
         """Let vLLM answer. What does not reach its engine in time is answered as if it came now."""
-        lease, started = Lease(mark, _has_api_key(scope)), False
+        lease, started = Lease(_has_api_key(scope)), False
 
         async def send_if_admitted(message: Message) -> None:
             nonlocal started
@@ -301,30 +325,39 @@ class SleepGate:
             self._outcomes[lease.refusal.outcome] += 1
             await self._answer(scope, inbox, send, lease.refusal.answer(), str(lease.refusal))
 
-    async def _admit(self, lease: Lease) -> None:
-        """Returns when a request may reach the engine: at that moment the model serves.
+    async def _admit(self, lease: Lease) -> Callable[[], None]:
+        """Returns when a request may go to the engine: the model serves, and does until what it gives is called.
 
         Raises:
             Refused: as if the request came now.
         """
-        model, settings = self.model, self._settings
-        deadline = model.clock() + settings.request_deadline_s
+        model = self.model
+        deadline = model.clock() + self._settings.request_deadline_s
         try:
-            if not model.unchanged_since(lease.mark):
-                await model.look()
-            while not model.serves:
-                if settings.on_request == "reject" or not lease.may_wait:
-                    raise Refused(model.why_not(), settings.retry_after_s, "rejected")
-                self._held.requests += 1
-                try:
-                    await self._until_serves(deadline, None, wakes=settings.on_request == "wake")
-                finally:
-                    self._held.requests -= 1
-                await model.look()
+            while not (model.serves and model.keep_still()):
+                await self._look()
+                if not model.serves:
+                    await self._hold_at_the_door(lease, deadline)
+                elif model.keep_still():
+                    break
+                else:
+                    await asyncio.sleep(BETWEEN_S)  # a sibling is at it, or this server wakes what is awake
+            return model.let_go
         except Refused:
             raise
         except Exception as error:
             logger.debug("the engine does not say whether it sleeps: %s", error)
+            return lambda: None
+
+    async def _hold_at_the_door(self, lease: Lease, deadline: float) -> None:
+        settings = self._settings
+        if settings.on_request == "reject" or not lease.may_wait:
+            raise Refused(self.model.why_not(), settings.retry_after_s, "rejected")
+        self._held.requests += 1
+        try:
+            await self._until_serves(deadline, None, wakes=settings.on_request == "wake")
+        finally:
+            self._held.requests -= 1
 
     def _in_engine(self) -> int:
         """How many requests are in the engine, or may be."""
@@ -476,33 +509,33 @@ class SleepGate:
 
     async def _conflict_of(self, effect: Effect) -> list[Message] | None:
         model = self.model
-        try:
-            await model.look_alone()
-        except Exception as error:
-            logger.debug("the engine does not say whether it sleeps: %s", error)
+        await model.look_alone()
         if "weights" in model.asleep:
             return _conflict(WEIGHTS_ASLEEP)
-        if effect is Effect.RUNS and (model.asleep or model.weights_lost):
+        if effect is Effect.RUNS and model.lacks_memory:
             return _conflict(model.why_not())
         return None
 
-    async def _adapt(self, scope: Scope, inbox: Inbox, send: Send) -> None:
+    async def _adapt(self, taken: Taken, scope: Scope, inbox: Inbox, send: Send) -> None:
         """What changes the model while it serves, and is not to meet a sleep that began meanwhile."""
+        model, answer = self.model, None
         body = await inbox.body(MOST_WRITTEN_BYTES)
         if body is None:
             answer = refusal(413, f"at most {MOST_WRITTEN_BYTES >> 20} MiB are allowed")
             return await deliver(scope, inbox, send, answer)
         gone = asyncio.ensure_future(inbox.until_gone())
         try:
-            async with self.model.alone(gone):
-                if self.model.serves or self.model.phase is Phase.UNKNOWN:
+            async with model.alone(gone):
+                await model.look_alone()
+                if model.serves or (model.phase is Phase.UNKNOWN and not model.lacks_memory):
                     answer = await _called(self._app, scope, inbox, gone)
-                else:
-                    answer = refusal(503, self.model.why_not(), {"Retry-After": str(self._settings.retry_after_s)})
         except Busy as busy:
             answer = _conflict(str(busy))
         finally:
             gone.cancel()
+            await asyncio.wait({gone})  # two readers of one request would steal each other's messages
+        if answer is None:
+            return await self._infer(taken, scope, inbox, send)  # as if it came now
         await deliver(scope, inbox, send, answer)
 
     # Health
@@ -541,15 +574,28 @@ def _several_servers(state: Any) -> bool:
     return any(isinstance(count, int) and count > 1 for count in counts)
 
 
-def _has_api_key(scope: Scope) -> bool:
-    """Whether a request may use the model: it bears one of the keys that vLLM was given, or there are none."""
+def _api_keys(scope: Scope) -> list[str]:
+    """The keys that vLLM was given, if any."""
     app = scope["app"]
     keys = [
         key for each in getattr(app, "user_middleware", ()) for key in getattr(each, "kwargs", {}).get("tokens", ())
     ]
     given = getattr(getattr(app.state, "args", None), "api_key", None) or [os.environ.get("VLLM_API_KEY")]
-    keys = keys or [key for key in given if key]
+    return keys or [key for key in given if key]
+
+
+def _has_api_key(scope: Scope) -> bool:
+    """Whether a request may use the model: it bears one of vLLM's keys, or there are none."""
+    keys = _api_keys(scope)
     return not keys or bears(scope, keys)
+
+
+def _with_api_key(scope: Scope) -> Scope:
+    """A request that bears the admin token, as vLLM wants it where it wants one of its own keys in the same header."""
+    if _has_api_key(scope) or not route_path(scope).startswith(KEYED):
+        return scope
+    headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"authorization"]
+    return {**scope, "headers": [*headers, (b"authorization", b"Bearer " + _api_keys(scope)[0].encode())]}
 
 
 def _will_fail(scope: Scope, body: bytes) -> bool:

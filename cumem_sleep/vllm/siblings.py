@@ -18,7 +18,7 @@ TRIES, BETWEEN_S = 20, 0.01  # a sibling that only looks has the lock for a mome
 
 
 class Busy(Exception):
-    """Another API server of this vLLM is changing the model's sleep."""
+    """Another API server of this vLLM is changing the model's sleep, or is sending requests to the engine."""
 
 
 class Siblings:
@@ -30,20 +30,24 @@ class Siblings:
     def __init__(self) -> None:
         self._file = -1
         self._has_turn = False
+        self._listeners = 0
 
     @asynccontextmanager
     async def excluded(self) -> AsyncIterator[None]:
-        """No sibling changes anything meanwhile.
+        """No sibling changes anything meanwhile, and no server listens.
 
         Raises:
             Busy: one does.
         """
         for _ in range(TRIES):
-            if self._lock(fcntl.LOCK_EX):
+            if not self._listeners and self._lock(fcntl.LOCK_EX):
                 break
             await asyncio.sleep(BETWEEN_S)
         else:
-            raise Busy("another API server of this vLLM is changing the model's sleep: ask again when it is done")
+            raise Busy(
+                "another API server of this vLLM is changing the model's sleep, or requests are on their way to the"
+                " engine: ask again when that is done"
+            )
         self._has_turn = True
         try:
             yield
@@ -58,17 +62,30 @@ class Siblings:
         os.ftruncate(self._file, len(content))
 
     def told(self) -> dict[str, Any]:
-        """What was told last, {} at the start; only while they are excluded."""
+        """What was told last, {} at the start; only while they are excluded, or heard."""
         content = os.pread(self._opened(), 1 << 16, 0)
         return dict(json.loads(content)) if content else {}
 
     def heard(self) -> dict[str, Any] | None:
-        """The same at any time; None while one of them, or this one, changes something."""
-        if self._has_turn or not self._lock(fcntl.LOCK_SH):  # a second lock of the same file would undo the first
+        """What was told last; None while one of them, or this one, changes something."""
+        if not self.listen():
             return None
         try:
             return self.told()
         finally:
+            self.listen_no_more()
+
+    def listen(self) -> bool:
+        """From now on nobody changes anything, until `listen_no_more`; False if somebody does."""
+        if self._has_turn or not (self._listeners or self._lock(fcntl.LOCK_SH)):
+            return False  # a second lock of the same file would undo the first
+        self._listeners += 1
+        return True
+
+    def listen_no_more(self) -> None:
+        """What was heard may change."""
+        self._listeners -= 1
+        if not self._listeners:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _lock(self, how: int) -> bool:

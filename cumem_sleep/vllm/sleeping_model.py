@@ -14,7 +14,7 @@ from typing import Any
 from . import metrics
 from .asgi import ClientGone
 from .gate_settings import GateSettings
-from .siblings import Siblings
+from .siblings import Busy, Siblings
 from .worker_methods import Effect
 
 logger = logging.getLogger("cumem_sleep")
@@ -38,7 +38,7 @@ class Update(Enum):
     NONE = "none"
     OPEN = "open"  # started, nothing written yet
     WRITTEN = "written"  # not finished
-    TORN = "torn"  # weights were dropped meanwhile: what was written before is lost
+    TORN = "torn"  # weights were dropped since its start: what that prepared, or was written, is lost
 
 
 class SleepingModel:
@@ -77,6 +77,7 @@ class SleepingModel:
         self._changing = False
         self._siblings = Siblings()
         self._question: asyncio.Task[bool] | None = None
+        self._seen = -1  # how often API servers had changed something when this one looked last
         self._changes = 0  # begun and ended; an answer to a question asked before the last of them is worthless
         self._waking: asyncio.Task[None] | None = None
 
@@ -86,10 +87,14 @@ class SleepingModel:
         return self.phase is Phase.AWAKE and not self.weights_lost
 
     @property
+    def lacks_memory(self) -> bool:
+        """Whether memory sleeps, or weights were not loaded again, as far as is known."""
+        return bool(self.asleep) or self.weights_lost
+
+    @property
     def may_be_woken(self) -> bool:
         """Whether there is a sleep that a request may end."""
-        sleeps = self.level == 0 or bool(self.asleep) or self.weights_lost
-        return sleeps and not self.paused and not self.staged
+        return (self.level == 0 or self.lacks_memory) and not self.paused and not self.staged
 
     @property
     def has_sleep_modes(self) -> bool:
@@ -123,14 +128,21 @@ class SleepingModel:
                 self._question.add_done_callback(_retrieve)
             await asyncio.shield(self._question)
 
-    def mark(self) -> int:
-        """For `unchanged_since`, taken before a look: how often API servers changed something."""
-        heard = self._siblings.heard() if self.several_servers else None
-        return -1 if heard is None else int(heard.get("changes", 0))
+    def keep_still(self) -> bool:
+        """Until `let_go`, no other API server changes anything; False if one does, or did since the look."""
+        if not self.several_servers:
+            return True
+        if not self._siblings.listen():
+            return False
+        if self._still_holds(self._seen):
+            return True
+        self._siblings.listen_no_more()
+        return False
 
-    def unchanged_since(self, mark: int) -> bool:
-        """Whether what was seen then holds still, beside other API servers; alone, a look costs nothing."""
-        return mark >= 0 and self.mark() == mark
+    def let_go(self) -> None:
+        """After `keep_still`."""
+        if self.several_servers:
+            self._siblings.listen_no_more()
 
     async def _look_beside_siblings(self) -> None:
         while not self._changing:
@@ -138,8 +150,15 @@ class SleepingModel:
             if heard is None:
                 return self._enter(Phase.CHANGING)
             self._adopt(heard)
-            if await self._ask() and self.unchanged_since(int(heard.get("changes", 0))):
+            seen = int(heard.get("changes", 0))
+            if await self._ask(seen):
+                self._seen = seen
                 return
+
+    def _still_holds(self, seen: int) -> bool:
+        """Whether API servers changed nothing since they had changed something so often."""
+        heard = self._siblings.heard()
+        return heard is not None and int(heard.get("changes", 0)) == seen
 
     def _facts(self) -> dict[str, Any]:
         """What the engine cannot say, for the other API servers."""
@@ -156,7 +175,7 @@ class SleepingModel:
             elif name != "changes":
                 setattr(self, name, value)
 
-    async def _ask(self) -> bool:
+    async def _ask(self, seen: int | None = None) -> bool:
         """Ask the engine; False if the answer is worthless, because something changed meanwhile."""
         changes = self._changes
         sleeping = bool(await asyncio.wait_for(self.engine.is_sleeping(), ASK_WITHIN_S)) or self.torn
@@ -164,7 +183,7 @@ class SleepingModel:
         # vLLM from 0.18 on says that it sleeps while its scheduler is paused. Only the workers know better.
         is_paused = getattr(self.engine, "is_paused", None) if sleeping and ranks is None else None
         paused = bool(is_paused and await asyncio.wait_for(is_paused(), ASK_WITHIN_S))
-        if changes != self._changes:
+        if changes != self._changes or not (seen is None or self._still_holds(seen)):
             return False
         if sleeping:
             self._learn_asleep(ranks, paused)
@@ -180,7 +199,8 @@ class SleepingModel:
     def _learn_asleep(self, ranks: list[metrics.RankStatus] | None, scheduler_paused: bool) -> None:
         if ranks is not None:
             self.asleep, lost = _asleep_and_lost(ranks)
-            self.weights_lost |= lost
+            if lost:
+                self._lose_weights()
         elif not self.asleep and self.level != 0 and not scheduler_paused:
             self.asleep = set(TAGS)  # vLLM means memory, and nobody says which
         if self.asleep:
@@ -213,9 +233,11 @@ class SleepingModel:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if gone is not None and gone.done():
                 raise ClientGone
+            self._changes += 1
             async with self._without_siblings() if self.several_servers else nullcontext():
                 yield
         finally:
+            self._changes += 1
             turn.cancel()
             if turn.done() and not turn.cancelled():
                 self._lock.release()
@@ -241,7 +263,7 @@ class SleepingModel:
             Busy: another API server is at it.
         """
         async with self.alone(gone):
-            await self._look_if_it_says()
+            await self.look_alone()
             self._changes += 1
             self._changing = True
             if disturbs or not self.serves:
@@ -251,21 +273,18 @@ class SleepingModel:
             finally:
                 self._changes += 1
                 self._enter(Phase.UNKNOWN)
-                await self._look_if_it_says()
+                await self.look_alone()
                 self._changing = False
                 if self.phase is Phase.AWAKE:  # asleep, it was asked just now
                     self._status.ask(self.engine)
 
     async def look_alone(self) -> None:
-        """`look`, for one that is `alone`: beside siblings it would take itself for one of them."""
-        if self.several_servers:
-            await self._ask()
-        else:
-            await self.look()
-
-    async def _look_if_it_says(self) -> None:
+        """`look`, for one that is `alone`: beside siblings it would take itself for one of them. It never raises."""
         try:
-            await self.look_alone()
+            if self.several_servers:
+                await self._ask()
+            else:
+                await self.look()
         except Exception as error:
             logger.debug("the engine does not say whether it sleeps: %s", error)
 
@@ -285,8 +304,12 @@ class SleepingModel:
             self.asleep = set(TAGS)
             self.staged = False
             if level >= 2:
-                self.weights_lost = True
-                self.update = Update.TORN if self.update is Update.WRITTEN else self.update
+                self._lose_weights()
+
+    def _lose_weights(self) -> None:
+        self.weights_lost = True
+        if self.update is not Update.NONE:
+            self.update = Update.TORN
 
     async def slept_badly(self) -> None:
         """A sleep failed, but may have stopped the scheduler before it did: that is level 0."""
@@ -297,7 +320,8 @@ class SleepingModel:
             ranks = await self._status.fresh(self.engine) or await self._status.fresh(self.engine) or []
             asleep, lost = _asleep_and_lost(ranks)
             self.torn = bool(asleep)
-            self.weights_lost |= lost
+            if lost:
+                self._lose_weights()
             try:
                 await self.mend()
             except Exception as error:
@@ -365,6 +389,8 @@ class SleepingModel:
                 if self.several_servers and self.asleep:
                     await self.flush()  # a sibling may have let something through
                 await self._wake_in_order()
+        except Busy:
+            return  # a sibling wakes it, perhaps: those who wait try again
         except Exception as error:
             cause = " ".join(str(error).split()) or type(error).__name__
         if self.serves:

@@ -11,7 +11,7 @@ from cumem_sleep import CuMemAllocator
 
 
 @pytest.fixture
-def clean_pools(allocator: CuMemAllocator) -> Iterator[None]:
+def clean_pools(allocator: CuMemAllocator) -> Iterator[None]:  # noqa: ARG001  (comes first)
     """Tensors that a test left go before the allocator fixture looks for what was left behind."""
     yield
     import torch

@@ -147,7 +147,8 @@ def test_runtime_state_survives_both_levels(allocator: CuMemAllocator, kept: tup
     assert int(cache.fill_(1).sum()) == cache.numel()
 
 
-def test_every_tensor_among_dropped_weights_shows_poison(allocator: CuMemAllocator) -> None:
+@pytest.mark.usefixtures("allocator")
+def test_every_tensor_among_dropped_weights_shows_poison() -> None:
     poisoning = fresh_allocator(poison=True)
     with poisoning.use_memory_pool("weights"):
         weight = torch.full((4096,), 0x44, dtype=torch.uint8, device="cuda")

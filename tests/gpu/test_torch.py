@@ -12,7 +12,8 @@ import pytest
 from support import Memory
 
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, _core
-from cumem_sleep.digest.device import DeviceDigester, digest_of
+from cumem_sleep.digest.device import DeviceDigester
+from cumem_sleep.digest.reference import digest_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
 torch = pytest.importorskip("torch")

@@ -16,9 +16,8 @@ from test_torch_processes import check_clean, run
 
 from cumem_sleep import BackupMismatch, CuMemAllocator, InvalidState, _core
 from cumem_sleep.codec import exponent as codec
-from cumem_sleep.codec import workbench as compress
 from cumem_sleep.codec.exponent import Bytes, Code, Layout
-from cumem_sleep.codec.workbench import Workbench
+from cumem_sleep.codec.workbench import Workbench, workbench_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
 torch = pytest.importorskip("torch")
@@ -29,7 +28,9 @@ MakeAllocator = Callable[..., CuMemAllocator]
 MIB = 1 << 20
 EXACT = 1.01
 WORTHWHILE = 0.69  # of bf16 weights; their entropy is 0.66
-BENCH_BYTES = compress._bench_bytes(compress._LENT_SLOT_BYTES)  # the least memory that chunks are encoded in
+BENCH_BYTES = workbench_bytes(
+    CuMemAllocator.tuning, CuMemAllocator.tuning.lent_slot_bytes
+)  # the least memory that chunks are encoded in
 # What the driver may take for its own while memory sleeps (page tables of pinned memory), less than any workbench.
 SLACK = 16 * MIB
 DTYPES = {
@@ -702,7 +703,7 @@ def test_a_flipped_bit_in_a_backup_is_found(allocator: CuMemAllocator) -> None:
     assert backup is not None
     assert backup.encoding is not None
     layout, sizes = backup.encoding.code.layout, backup.encoding.sizes
-    content = np.frombuffer(memoryview(backup.blocks[0]), np.uint8)
+    content = np.frombuffer(memoryview(backup.extents[0]), np.uint8)
     places = {
         "header, by 4096 bytes": (1, 0x10),
         "header, beyond the chunk": (3, 0x80),

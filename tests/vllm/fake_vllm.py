@@ -188,6 +188,20 @@ class AnotherClient:
         return getattr(self._engine, name)
 
 
+class SlowToAnswer(FakeEngine):
+    """Some answers to whether it sleeps are on their way for long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_their_way: list[asyncio.Event] = []
+
+    async def is_sleeping(self) -> bool:
+        answer = await super().is_sleeping()
+        if self.on_their_way:
+            await self.on_their_way.pop(0).wait()
+        return answer
+
+
 class OldEngine(FakeEngine):
     """vLLM 0.14's: no modes of sleep, level 0 drops everything, the scheduler knows nothing of it."""
 

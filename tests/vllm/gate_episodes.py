@@ -2,6 +2,7 @@
 
     python tests/vllm/gate_episodes.py --seconds 60            as many episodes as fit, from a new seed
     python tests/vllm/gate_episodes.py --seed 1234 --times 20  one episode again: the same plan, timing as it comes
+    python tests/vllm/gate_episodes.py --servers 2             with two API servers
 
 An episode may not touch sleeping memory or unloaded weights (`watched_worker`), let anybody without the token act,
 leave a request without an answer, leave the gate and the engine of two minds, or leave handlers and tasks behind; and
@@ -49,11 +50,6 @@ QUESTIONS = (
 )
 
 
-# Two API servers in a quarter of the episodes, if asked for: rare episodes with them still end on weights that were
-# not loaded (docs/vllm.md, "Several API servers").
-MOST_SERVERS = int(os.environ.get("CUMEM_SLEEP_GATE_SERVERS", "1"))
-
-
 @dataclass
 class Step:
     """After a while, one request."""
@@ -93,9 +89,9 @@ class Plan:
 class Chance:
     """Makes plans. `paths` are the routes of the installed version."""
 
-    def __init__(self, seed: int, paths: set[str], version: tuple[int, int]) -> None:
+    def __init__(self, seed: int, servers: int, paths: set[str]) -> None:
         self.random = random.Random(seed)
-        self.seed, self.paths, self.version = seed, paths, version
+        self.seed, self.servers, self.paths = seed, servers, paths
 
     def plan(self) -> Plan:
         choose = self.random
@@ -105,7 +101,7 @@ class Chance:
             token=choose.random() < 0.5,
             key=choose.random() < 0.3,
             plugin=choose.random() < 0.7,
-            servers=2 if choose.random() < 0.25 and MOST_SERVERS > 1 else 1,
+            servers=self.servers,
             root_path=choose.choice(["", "", "", "/api", "/api/", "/"]),
         )
         plan.operators = [self._operator(plan) for _ in range(2)]
@@ -315,13 +311,9 @@ class World:
     """One vLLM for all episodes: its engine, and an app for each kind of server."""
 
     def __init__(self, client: Any, apps: dict[tuple[bool, int], Any], record: pathlib.Path) -> None:
-        import vllm
-
         self.client, self.apps, self.record = client, apps, record
         self._base = {id(app): list(app.user_middleware) for app in apps.values()}
         self.paths = {getattr(route, "path", "") for route in _routes(apps[False, 0].routes)}
-        major, minor = vllm.__version__.split(".")[:2]
-        self.version = int(major), int(minor)
 
     @classmethod
     async def make(cls, folder: pathlib.Path, stack: AsyncExitStack) -> World:
@@ -451,6 +443,7 @@ class Episode:
         await self._answered("operators", operators)
         await asyncio.wait(clients, timeout=DEADLINE_S + 1)
         if all(each.done() for each in clients):
+            await self._quiet()
             await self._check_agreement()
             if self.plan.policy == "wake" and self.plan.gate:
                 await self._check_junk()
@@ -508,6 +501,12 @@ class Episode:
         except asyncio.TimeoutError:
             return Answer(0, {}, b"")
 
+    async def _quiet(self) -> None:
+        """What clients that left have begun is over: a sleep may be among it."""
+        until = time.monotonic() + BOUND_S
+        while self.counts["outside of the gate"] and time.monotonic() < until:
+            await asyncio.sleep(0.005)
+
     async def _check_agreement(self) -> None:
         """The gate serves if and only if the engine can."""
         for server in range(self.plan.servers):
@@ -523,8 +522,7 @@ class Episode:
 
     async def _check_junk(self) -> None:
         """What vLLM answers without the model does not wake it."""
-        while self.counts["outside of the gate"]:  # of clients that left: they may wake it rightly
-            await asyncio.sleep(0.005)
+        await self._quiet()
         await raw_http.send(
             self.ports[0], Request("POST", "/sleep?level=1", headers={"Authorization": f"Bearer {TOKEN}"})
         )
@@ -550,13 +548,11 @@ class Episode:
                 return
 
     async def _wake_and_load(self) -> None:
-        headers = {"Authorization": f"Bearer {TOKEN}"}
         codes = {}
         for server in range(self.plan.servers):
             for path in ("/wake_up", "/resume", "/reload_weights"):
-                request = Request("POST", path, headers=headers)
                 try:
-                    codes[path] = (await asyncio.wait_for(raw_http.send(self.ports[server], request), BOUND_S)).code
+                    codes[path] = await asyncio.wait_for(self._changed(server, path), BOUND_S)
                 except asyncio.TimeoutError:
                     codes[path] = 0
             answer = await self._ask(server)
@@ -565,6 +561,14 @@ class Episode:
                 self.found.append(
                     f"after wake and reload {codes} it answers {answer.code} {answer.body[:200]!r}; {state}"
                 )
+
+    async def _changed(self, server: int, path: str) -> int:
+        """The answer to a call, once no other server is at one."""
+        while True:
+            request = Request("POST", path, headers={"Authorization": f"Bearer {TOKEN}"})
+            answer = await raw_http.send(self.ports[server], request)
+            if answer.code != 409 or b"another API server" not in answer.body:
+                return answer.code
 
     async def _check_left(self, before: set[asyncio.Task[Any]]) -> None:
         until = time.monotonic() + 5
@@ -582,7 +586,7 @@ def _is_of_gate(task: asyncio.Task[Any]) -> bool:
     return "cumem_sleep" in file or "/vllm/" not in file
 
 
-async def run(seeds: Callable[[], int | None], report: Callable[[str], None]) -> int:
+async def run(seeds: Callable[[], int | None], servers: int, report: Callable[[str], None]) -> int:
     """Episodes until there are no more seeds; returns how many found something."""
     bad = number = 0
     codes: Counter[str] = Counter()
@@ -594,7 +598,7 @@ async def run(seeds: Callable[[], int | None], report: Callable[[str], None]) ->
             world = await World.make(pathlib.Path(name), stack)
             while (seed := seeds()) is not None:
                 number += 1
-                plan = Chance(seed, world.paths, world.version).plan()
+                plan = Chance(seed, servers, world.paths).plan()
                 episode = Episode(world, plan)
                 if found := await episode.run():
                     bad += 1
@@ -610,7 +614,7 @@ async def run(seeds: Callable[[], int | None], report: Callable[[str], None]) ->
 
 async def _sees(world: World) -> bool:
     for seed in range(20):
-        plan = Chance(seed, world.paths, world.version).plan()
+        plan = Chance(seed, 1, world.paths).plan()
         plan.gate = False
         await Episode(world, plan).run()
         if world.touches():
@@ -622,6 +626,7 @@ def main(report: Callable[[str], None] = print) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, help="the first episode's; default: by the clock")
     parser.add_argument("--times", type=int, help="this seed so many times, and no other")
+    parser.add_argument("--servers", type=int, choices=(1, 2), default=1, help="API servers of one vLLM")
     parser.add_argument("--seconds", type=float, default=60.0, help="new episodes begin until then")
     options = parser.parse_args()
     first = int(time.time()) if options.seed is None else options.seed
@@ -636,7 +641,7 @@ def main(report: Callable[[str], None] = print) -> int:
         taken.append(first + len(taken))
         return taken[-1] if started[-1] - started[0] < options.seconds else None
 
-    return 1 if asyncio.run(run(seeds, report)) else 0
+    return 1 if asyncio.run(run(seeds, options.servers, report)) else 0
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_vllm import Client, Crash, FakeEngine, FakeVllm, Held, OldEngine, until_idle
+from fake_vllm import Client, Crash, FakeEngine, FakeVllm, Held, OldEngine, SlowToAnswer, until_idle
 from gate_client import Serve, outcomes, run
 
 WAYS = ("tokenize", "body", "websocket")
@@ -174,6 +174,52 @@ def test_a_sleep_does_not_wait_for_ever_for_what_is_being_sent(serve: Serve) -> 
         assert client.engine.count("sleep") == 0
         stuck.set()
         assert (await request.response()).body == {"text": "good"}
+
+    run(scenario())
+
+
+# An engine that does not say whether it sleeps, or late
+
+
+@pytest.mark.parametrize("order", [("/wake",), ("/wake?tags=weights",), ("/wake?tags=kv_cache",)])
+@pytest.mark.parametrize("arrives", ["early", "late"])
+@pytest.mark.parametrize("silent", [True, False])
+def test_what_slept_serves_nobody_while_the_engine_does_not_say(
+    serve: Serve, policy: str, order: tuple[str, ...], arrives: str, silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        client = serve(on_request=policy, request_deadline_s=0.05)
+        request = await begin(client, "tokenize") if arrives == "early" else None
+        await client.post("/sleep?level=2")
+        if silent:
+            client.engine.waits["is_sleeping"] = asyncio.Event()
+        client.engine.fails["is_sleeping"] = [RuntimeError("not now")] * 100
+        for call in order:
+            assert (await client.post(call)).code == 200
+        if request is None:
+            request = client.begin("POST", "/v1/completions")
+        else:
+            await arrive(client, request)
+        assert (await request.response()).code == 503
+        assert client.engine.queue == []
+        assert client.engine.count("generate") == 0
+
+    monkeypatch.setattr("cumem_sleep.vllm.sleeping_model.ASK_WITHIN_S", 0.01)
+    run(scenario())
+
+
+def test_a_pause_is_not_forgotten_by_an_answer_from_before(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(engine := SlowToAnswer()), on_request="wake", request_deadline_s=0.01)
+        engine.on_their_way = [old := asyncio.Event()]
+        request = client.begin("POST", "/v1/completions")
+        await until_idle()
+        assert (await client.post("/pause")).code == 200
+        old.set()
+        await request.response()
+        assert (await client.post("/sleep")).code == 200
+        assert (await client.ask()).code == 503
+        assert engine.count("wake_up") == 0, "no request ends a pause"
 
     run(scenario())
 

@@ -11,7 +11,7 @@ import urllib.request
 from typing import Any
 
 import pytest
-from fake_vllm import AnotherClient, FakeEngine, FakeVllm, until_idle
+from fake_vllm import FakeEngine, FakeVllm, until_idle
 from gate_client import Serve, run
 
 from cumem_sleep.vllm import SleepGate
@@ -127,25 +127,6 @@ def test_what_is_said_twice_is_read_once(serve: Serve) -> None:
     run(scenario())
 
 
-# Health
-
-
-def test_health_says_that_wakes_fail(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake", retry_after_s=30)
-        now = 0.0
-        client.gate.model.clock = lambda: now
-        await client.post("/sleep")
-        assert (await client.get("/health")).code == 200
-        client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory")]
-        assert (await client.ask()).code == 503
-        assert (await client.get("/health")).code == 503
-        now += 31
-        assert (await client.get("/health")).code == 200, "the next request tries again"
-
-    run(scenario())
-
-
 # Changes beside a wake by request
 
 
@@ -249,128 +230,5 @@ def test_an_answer_does_not_wait_for_a_body_for_ever(serve: Serve, monkeypatch: 
         assert not request.task.done()
         response = await request.response()
         assert response.error["code"] == 503
-
-    run(scenario())
-
-
-# Several API servers
-
-
-async def two_servers(serve: Serve, **settings: Any) -> tuple[Any, Any]:
-    first = serve(**settings)
-    second = serve(FakeVllm(AnotherClient(first.engine)), **settings)
-    for client in (first, second):
-        client.vllm.state.args.api_server_count = 2
-        assert (await client.ask()).code == 200
-    return first, second
-
-
-@pytest.mark.parametrize("plugin", [True, False])
-@pytest.mark.parametrize("order", [("/wake",), ("/wake?tags=kv_cache", "/wake?tags=weights")])
-def test_weights_that_one_server_dropped_are_served_by_none(serve: Serve, plugin: bool, order: tuple[str, ...]) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        first.engine.plugin = plugin
-        await first.post("/sleep?level=2")
-        for call in order:
-            assert (await second.post(call)).code == 200
-        assert [(await client.ask()).code for client in (first, second)] == [503, 503]
-        assert (await first.post("/reload_weights")).code == 200
-        assert [(await client.ask()).body for client in (first, second)] == [{"text": "good"}] * 2
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("plugin", [True, False])
-def test_weights_that_sleep_are_written_through_no_server(serve: Serve, plugin: bool) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        first.engine.plugin = plugin
-        await first.post("/sleep")
-        await first.post("/wake?tags=kv_cache")
-        assert (await second.post("/update_weights")).code == 409
-        assert (await second.post("/wake?tags=weights")).code == 200
-        assert (await first.post("/update_weights")).code == 200
-        assert (await first.ask()).code == 200
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("plugin", [True, False])
-def test_requests_that_one_server_kept_are_not_run_early_by_another(serve: Serve, plugin: bool) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        first.engine.plugin = plugin
-        first.engine.waits["generate"] = asyncio.Event()
-        request = first.begin("POST", "/v1/completions")
-        await until_idle()
-        await first.post("/sleep?mode=keep")
-        for call in ("/resume", "/wake?tags=weights"):
-            assert (await second.post(call)).code == 409
-        assert (await second.post("/wake")).code == 200
-        first.engine.waits["generate"].set()
-        assert (await request.response()).body == {"text": "good"}
-        assert (await second.post("/sleep")).code == 200
-        assert (await first.post("/wake?tags=weights")).code == 200
-
-    run(scenario())
-
-
-def test_an_update_goes_on_through_another_server(serve: Serve) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        await first.post("/sleep?level=2")
-        await second.post("/wake")
-        await first.post("/start_weight_update")
-        await second.post("/update_weights")
-        assert (await first.ask()).code == 503
-        await first.post("/finish_weight_update")
-        assert (await second.ask()).body == {"text": "good"}
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("call", ["/wake", "/resume", "/sleep", "/pause", "/update_weights", "/reload_weights"])
-def test_what_another_server_does_meanwhile_is_not_disturbed(serve: Serve, call: str) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        first.engine.waits["sleep"] = asyncio.Event()
-        sleep = first.begin("POST", "/sleep?mode=wait")
-        await until_idle()
-        assert (await first.ask()).code == 503, "nor does the server that sleeps lose its turn by this"
-        response = await second.post(call)
-        assert response.code == 409
-        assert "another API server" in response.error["message"]
-        assert first.engine.scheduler_paused
-        assert (await second.ask()).code == 503, "nor is it given requests"
-        first.engine.waits["sleep"].set()
-        assert (await sleep.response()).code == 200
-        assert (await second.post("/wake")).code == 200
-        assert [(await client.ask()).body for client in (first, second)] == [{"text": "good"}] * 2
-
-    run(scenario())
-
-
-def test_a_request_that_another_server_let_through_is_not_run_after_a_sleep(serve: Serve) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        second.engine.waits["tokenize"] = asyncio.Event()
-        late = second.begin("POST", "/v1/completions")
-        await until_idle()
-        await first.post("/sleep")
-        second.engine.waits["tokenize"].set()
-        assert (await late.response()).code == 503
-        assert second.engine.queue == []
-
-    run(scenario())
-
-
-def test_what_a_sibling_left_in_the_engine_is_aborted_before_a_wake(serve: Serve) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        await first.post("/sleep?level=2")
-        first.engine.queue = ["let-through"]
-        assert (await second.post("/wake")).code == 200
-        assert first.engine.queue == []
 
     run(scenario())

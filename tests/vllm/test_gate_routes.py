@@ -307,3 +307,22 @@ def test_every_kind_is_in_the_table_for_a_reason() -> None:
     assert kind_of("POST", "/anything") is Kind.UNKNOWN
     assert kind_of("WEBSOCKET", "/anything") is Kind.UNKNOWN
     assert kind_of("BREW", "/metrics") is Kind.PASSES
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/sleep"])
+@pytest.mark.parametrize("asleep", [True, False])
+def test_the_admin_token_is_enough_where_vllm_wants_a_key(serve: Serve, path: str, asleep: bool) -> None:
+    """There is only one header for both."""
+
+    async def scenario() -> None:
+        client = serve(FakeVllm(api_keys=("key", "other-key")), admin_token="token", on_request="wait")
+        if asleep:
+            await client.post("/sleep", key="token")
+        for key in ("", "key", "other-key", "wrong"):
+            assert (await client.post(path, key=key)).code == 401
+        request = client.begin("POST", path, key="token")
+        await client.post("/wake", key="token")
+        assert (await request.response()).code == 200
+        assert (await client.post("/v1/completions", key="token")).code == 401, "it is no key for the model"
+
+    run(scenario())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 
 import pytest
-from fake_vllm import Client, until_idle
+from fake_vllm import Client, FakeEngine, FakeVllm, until_idle
 from gate_client import Serve, run
 
 from cumem_sleep.vllm.sleeping_model import Phase
@@ -166,16 +167,28 @@ def test_an_update_in_which_nothing_was_written_loads_nothing(serve: Serve) -> N
     run(scenario())
 
 
-def test_an_update_that_a_level_2_sleep_tore_loads_nothing(serve: Serve) -> None:
+@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_update_that_a_level_2_sleep_tore_loads_nothing(serve: Serve, written: bool, fails: bool) -> None:
+    class Engine(FakeEngine):
+        """Its sleep may fail after it dropped the weights."""
+
+        def _sleep(self, level: int) -> None:
+            super()._sleep(level)
+            if fails:
+                raise RuntimeError("out of memory")
+
     async def scenario() -> None:
-        client = serve()
+        client = serve(FakeVllm(Engine()))
         await client.post("/start_weight_update")
-        await client.post("/update_weights")
-        await client.post("/sleep?level=2")
+        if written:
+            await client.post("/update_weights")
+        with pytest.raises(RuntimeError) if fails else nullcontext():
+            await client.post("/sleep?level=2")
         await client.post("/wake")
         assert (await client.post("/update_weights")).code == 200
         assert (await client.post("/finish_weight_update")).code == 200
-        assert (await client.ask()).code == 503, "what was written before the sleep is gone"
+        assert (await client.ask()).code == 503, "what was prepared or written before the sleep is gone"
         for path in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
             assert (await client.post(path)).code == 200
         assert (await client.ask()).body == {"text": "good"}
@@ -231,8 +244,15 @@ def test_adapters_are_not_loaded_beside_a_sleep(serve: Serve, path: str, policy:
         await until_idle()
         client.engine.waits["sleep"].set()
         await sleep.response()
-        assert (await load.response()).code == 503
+        await until_idle()
         assert f"POST {path}" not in client.vllm.seen
+        if policy != "reject":
+            assert not load.task.done(), "it is held, as one that comes now"
+            assert client.engine.asleep, "it wakes nothing"
+            await client.post("/wake")
+        assert (await load.response()).code == (503 if policy == "reject" else 200)
+        assert (f"POST {path}" in client.vllm.seen) == (policy != "reject")
+        assert client.gate._held.requests == client.gate._held.nbytes == 0
 
     run(scenario())
 

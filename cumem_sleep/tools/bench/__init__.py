@@ -1,18 +1,17 @@
-"""`cumem-sleep bench`: what sleep and wake cost on this machine, beside the link measured in the same run.
+"""`cumem-sleep bench`: what sleep and wake cost on this machine, compared with the link in the same run.
 
-`workload` decides which segments there are, `memory` fills and checks them, `link` measures the ceiling, `run` makes
-the steps, `report` and `plot` show them, `machine` says where that was.
+`workload` chooses the segments, `memory` fills and checks them, `link` measures the ceiling, `run` runs the steps, and
+`report` and `plot` show them.
 """
 
 from __future__ import annotations
 
 from .plot import check_plot, draw
-from .report import SIMULATED_NOTE, BenchReport
+from .report import BenchReport
 from .run import Options, run
-from .workload import Request, Room, Workload, enlarge_simulated_device, plan
+from .workload import Request, Room, Workload, plan
 
 __all__ = [
-    "SIMULATED_NOTE",
     "BenchReport",
     "Options",
     "Request",
@@ -20,7 +19,6 @@ __all__ = [
     "Workload",
     "check_plot",
     "draw",
-    "enlarge_simulated_device",
     "plan",
     "run",
 ]

@@ -1,4 +1,4 @@
-"""Host memory that the hypervisor has yet to give."""
+"""Host memory that the hypervisor has yet to provide."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _BLOCK_BYTES = 1 << 30
 _PIECE_BYTES = 64 << 20
 
 
-def touch_host_memory(nbytes: int, numa_node: int = -1, progress: Callable[[int], None] = lambda done: None) -> None:
-    """Use so much host memory once, all of it at the same time, and give it back.
+def touch_host_memory(nbytes: int, numa_node: int = -1, progress: Callable[[int], None] = lambda _done: None) -> None:
+    """Prefault this much host memory, all of it at the same time, and give it back.
 
-    Virtual machines get some of their RAM only when it is first used, at a tenth of the speed: without this, a first
+    Virtual machines get some of their RAM only at its first use, at a tenth of the speed: without this, a first
     sleep measures the hypervisor. Needs no driver.
 
     Args:
-        numa_node: where; -1 is wherever.
+        numa_node: where to allocate; -1 is anywhere.
         progress: called with the bytes done so far.
 
     Raises:
-        OutOfHostMemory: the system gives no more.
+        OutOfHostMemory: the system refuses.
     """
     with ExitStack() as stack:
         blocks = [
@@ -32,7 +32,7 @@ def touch_host_memory(nbytes: int, numa_node: int = -1, progress: Callable[[int]
             for start in range(0, nbytes, _BLOCK_BYTES)
         ]
         pool = ThreadPoolExecutor(host_limits.usable_cores(), thread_name_prefix="cumem-sleep-touch")
-        stack.callback(pool.shutdown, wait=True, cancel_futures=True)  # before the blocks close, also after Ctrl-C
+        stack.callback(pool.shutdown, wait=True, cancel_futures=True)  # before the blocks are closed, also after Ctrl-C
         pieces = {
             pool.submit(block.touch, start, size): size
             for block in blocks

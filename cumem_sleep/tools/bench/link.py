@@ -1,4 +1,4 @@
-"""The ceiling: how fast pinned copies run between host memory and the device, in the same run as everything else."""
+"""The ceiling: the rate of pinned copies between host memory and the device, measured in the same run."""
 
 from __future__ import annotations
 
@@ -11,36 +11,34 @@ import numpy as np
 
 from ... import _core
 from ...allocator import CuMemAllocator
+from ...pinned import pinned_block
+from ..layout import PAGE_BYTES
 from .report import Link
-from .workload import PAGE_BYTES, Room
+from .workload import Room
 
 _SIZES = tuple(gib << 30 for gib in (8, 4, 2, 1))
 _SIMULATED_BYTES = 64 << 20
-_TOUCH_BYTES = 64 << 20
+_RANDOM_BYTES = 64 << 20
 _TAG = "link"
 
 
 def link_bytes(room: Room) -> int:
-    """How much to copy at a time: as much as a quarter of what is free allows, up to 8 GiB."""
+    """How much to copy at a time: up to 8 GiB, and at most a quarter of what is free."""
     least = room.device_bytes if room.host_bytes is None else min(room.device_bytes, room.host_bytes)
     sizes = (_SIMULATED_BYTES,) if room.simulated else _SIZES
     return next((size for size in sizes if size <= least // 4), max(PAGE_BYTES, least // 4 // PAGE_BYTES * PAGE_BYTES))
 
 
 def measure_link(allocator: CuMemAllocator, device: int, nbytes: int, repeats: int = 3) -> Link:
-    """Copy `nbytes` each way, one warm-up and then `repeats` times; the medians. Frees what it takes.
+    """The median rates of `repeats` copies of `nbytes` in each direction, after a warm-up. Everything is freed.
 
     Raises:
-        OutOfDeviceMemory, OutOfHostMemory, DriverError: no memory for it, or the driver refuses.
+        OutOfDeviceMemory, OutOfHostMemory, DriverError: there is too little memory, or the driver refuses.
     """
     address = allocator.malloc(nbytes, _TAG, device)
     try:
-        with (
-            closing(_core.HostBlock(nbytes, _core.device_info(device).numa_node)) as block,
-            _core.CopyStream(device) as stream,
-        ):
+        with closing(pinned_block(nbytes, device)) as block, _core.CopyStream(device) as stream:
             _fill(block)
-            block.pin(device)
             to_device_s = _seconds(stream, lambda: stream.to_device(address, block, 0, nbytes), repeats)
             to_host_s = _seconds(stream, lambda: stream.to_host(block, 0, address, nbytes), repeats)
     finally:
@@ -49,12 +47,11 @@ def measure_link(allocator: CuMemAllocator, device: int, nbytes: int, repeats: i
 
 
 def _fill(block: _core.HostBlock) -> None:
-    """Random bytes, the same ones again and again: zeros may take a short cut somewhere."""
+    """Fill it with repeated random bytes: zeros may take a short cut somewhere."""
     content = np.frombuffer(memoryview(block), np.uint8)
-    random = np.frombuffer(np.random.default_rng().bytes(min(_TOUCH_BYTES, block.bytes)), np.uint8)
-    for start in range(0, block.bytes, _TOUCH_BYTES):
-        size = min(_TOUCH_BYTES, block.bytes - start)
-        block.touch(start, size)
+    random = np.frombuffer(np.random.default_rng().bytes(min(_RANDOM_BYTES, block.bytes)), np.uint8)
+    for start in range(0, block.bytes, _RANDOM_BYTES):
+        size = min(_RANDOM_BYTES, block.bytes - start)
         content[start : start + size] = random[:size]
 
 

@@ -1,7 +1,8 @@
-"""Device memory of the benchmark: allocated as users do, filled with random bytes, and checked.
+"""The benchmark's device memory: allocated as users do it, filled with random bytes, and checked.
 
-The checksums share nothing with the layer's own digests: a sum of words, each multiplied by its odd place, so that a
-changed word always changes it. On a GPU PyTorch does it all; on the simulated driver NumPy, at the very addresses.
+The checksums share nothing with the layer's own digests: they sum words, each multiplied by an odd number for its
+position, so that a changed word always changes the sum. On a GPU PyTorch does the work; on the simulated driver NumPy
+does, at the addresses themselves.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from ...allocator import CuMemAllocator
 from ...errors import InvalidState, OutOfDeviceMemory, format_bytes
 from ...integrations.torch import torch_with_cuda
 
-_PART_WORDS = 1 << 22  # checked at a time
-_OWN_SEGMENT_BYTES = 10 << 20  # from here on PyTorch's caching allocator takes a segment for each tensor
+_PART_WORDS = 1 << 22  # that are checked at a time
+_OWN_SEGMENT_BYTES = 10 << 20  # from this size on PyTorch's caching allocator gives each tensor a segment of its own
 _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
 class Region:
-    """The memory of one segment, `index` among those of its tag."""
+    """The memory of one segment, the `index`-th of its tag."""
 
     tag: str
     index: int
@@ -38,13 +39,13 @@ class Region:
 
 
 class DeviceMemory(Protocol):
-    """Memory of one device. What is filled or checked must be awake."""
+    """Memory of one device. It must be awake to be filled or checked."""
 
     def allocate(self, sizes: Sequence[int], tag: str) -> tuple[Region, ...]:
         """A segment for each size.
 
         Raises:
-            OutOfDeviceMemory: there is too little.
+            OutOfDeviceMemory: there is too little device memory.
         """
         ...
 
@@ -53,23 +54,23 @@ class DeviceMemory(Protocol):
         ...
 
     def checksums(self, regions: Iterable[Region]) -> list[int]:
-        """64 bits for each region, sensitive to every bit and to the place of every word."""
+        """64 bits for each region, which depend on every bit and on the position of every word."""
         ...
 
     def settle(self) -> None:
-        """Wait for the device, and give back what filling and checking used beside the regions."""
+        """Wait for the device, and free what filling and checking allocated."""
         ...
 
     def close(self) -> None:
-        """Free all of it, asleep or awake."""
+        """Free all regions, asleep or awake."""
         ...
 
 
 def open_memory(allocator: CuMemAllocator, device: int) -> DeviceMemory:
-    """What fits the driver in use.
+    """Memory for the driver in use.
 
     Raises:
-        InvalidState: on a GPU that PyTorch does not reach.
+        InvalidState: this is a GPU that PyTorch does not reach.
     """
     if _core.driver_is_simulated():
         return SimulatedMemory(allocator, device)
@@ -83,7 +84,7 @@ def open_memory(allocator: CuMemAllocator, device: int) -> DeviceMemory:
 
 
 class SimulatedMemory:
-    """Simulated device memory, which the host reaches at the same address."""
+    """Simulated device memory, which the host can access at the same address."""
 
     def __init__(self, allocator: CuMemAllocator, device: int) -> None:
         self._allocator = allocator
@@ -92,7 +93,7 @@ class SimulatedMemory:
         self._random = np.random.Generator(np.random.SFC64())
 
     def allocate(self, sizes: Sequence[int], tag: str) -> tuple[Region, ...]:
-        """By `malloc`."""
+        """Allocate with `malloc`."""
         regions = []
         for index, nbytes in enumerate(sizes):
             self._addresses.append(self._allocator.malloc(nbytes, tag, self._device))
@@ -100,7 +101,7 @@ class SimulatedMemory:
         return tuple(regions)
 
     def fill(self, regions: Iterable[Region]) -> None:
-        """Uniformly random bytes; where they may be compressed, normally distributed bf16, as on a GPU."""
+        """Uniformly random bytes; with compression, normally distributed bf16, as on a GPU."""
         compress = self._allocator.settings.compress != "off"
         for region in regions:
             for part in _parts(region):
@@ -114,7 +115,7 @@ class SimulatedMemory:
         return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint64)
 
     def checksums(self, regions: Iterable[Region]) -> list[int]:
-        """With NumPy."""
+        """Computed with NumPy."""
         places = np.arange(1, 2 * _PART_WORDS, 2, dtype=np.uint64)
         return [
             _combined(int((part * places[: part.size]).sum(dtype=np.uint64)) for part in _parts(region))
@@ -122,16 +123,16 @@ class SimulatedMemory:
         ]
 
     def settle(self) -> None:
-        """Nothing runs on."""
+        """Nothing runs asynchronously."""
 
     def close(self) -> None:
-        """By `free`."""
+        """Free with `free`."""
         while self._addresses:
             self._allocator.free(self._addresses.pop())
 
 
 class TorchMemory:
-    """Memory of a GPU, in the allocator's own PyTorch pool, as a model server has it."""
+    """Memory of a GPU, in PyTorch pools of the allocator, as in a model server."""
 
     def __init__(self, allocator: CuMemAllocator, torch: Any, device: Any) -> None:
         self._allocator = allocator
@@ -141,7 +142,7 @@ class TorchMemory:
         self._addresses: list[int] = []
 
     def allocate(self, sizes: Sequence[int], tag: str) -> tuple[Region, ...]:
-        """A tensor for each size, in the pool of this tag."""
+        """Allocate a tensor for each size, in the pool of this tag."""
         regions = []
         with self._allocator.use_memory_pool(tag):
             for index, nbytes in enumerate(sizes):
@@ -157,18 +158,18 @@ class TorchMemory:
             except self._torch.OutOfMemoryError:
                 free_bytes, _ = _core.memory_info(self._device.index)
                 raise OutOfDeviceMemory(nbytes, free_bytes, self._device.index, segment=f"a {tag} tensor") from None
-        # PyTorch would put several into one segment, and the segments are what is measured.
+        # PyTorch would put several tensors into one segment, and segments are what is measured.
         address = self._allocator.malloc(nbytes, tag, self._device.index)
         self._addresses.append(address)
         return self._torch.as_tensor(_DeviceArray(address, nbytes), device=self._device)
 
     def fill(self, regions: Iterable[Region]) -> None:
-        """Normally distributed bf16, as weights are: these bytes are neither zeros nor quite random."""
+        """Normally distributed bf16, as in weights: neither zeros nor uniformly random bytes."""
         for region in regions:
             self._tensors[region].view(self._torch.bfloat16).normal_()
 
     def checksums(self, regions: Iterable[Region]) -> list[int]:
-        """On the device; int64 wraps there as it must."""
+        """Computed on the device, where int64 wraps around as it has to."""
         torch = self._torch
         places = torch.arange(1, 2 * _PART_WORDS, 2, dtype=torch.int64, device=self._device)
         sums: list[list[Any]] = [
@@ -182,13 +183,13 @@ class TorchMemory:
         return [_combined(next(flat) for _ in of_region) for of_region in sums]
 
     def settle(self) -> None:
-        """PyTorch keeps what it used until it is told not to."""
+        """PyTorch caches freed memory until it is told not to."""
         if self._device.type == "cuda":
             self._torch.cuda.synchronize(self._device)
             self._torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """PyTorch gives the segments back as soon as it keeps none of them for later."""
+        """PyTorch gives the segments back once they are no longer in its cache."""
         self._tensors.clear()
         self.settle()
         while self._addresses:
@@ -196,7 +197,7 @@ class TorchMemory:
 
 
 class _DeviceArray:
-    """Device memory as other libraries see it (the CUDA array interface, version 3)."""
+    """Device memory with the CUDA array interface (version 3)."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,6 +1,6 @@
-"""One colour for one thing, in the figure of `bench` and in those of benchmarks/, which load this file by its path.
+"""One colour for each thing, in the figure of `bench` and in those of benchmarks/, which load this file by its path.
 
-Okabe and Ito's palette: told apart with any kind of colour vision, and in grey.
+The palette is that of Okabe and Ito, which works with any kind of colour vision, and in grey.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _BY_LABEL = {
 
 
 def colour_of(label: str) -> str:
-    """The colour of the layer, or of the way of switching, that a legend names so.
+    """The colour of the layer, or of the way of switching, with this name in a legend.
 
     Raises:
-        KeyError: none was chosen for it yet.
+        KeyError: no colour has been chosen for it.
     """
     for beginning, colour in _BY_LABEL.items():
         if label.startswith(beginning):
             return colour
-    raise KeyError(f"{label!r} has no colour: choose one in cumem_sleep/bench/palette.py")
+    raise KeyError(f"{label!r} has no colour: choose one in cumem_sleep/tools/bench/palette.py")

@@ -13,19 +13,19 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """See that `draw` will be able to write there, before hours are spent on what it would draw.
+    """Make sure that `draw` can write there, before time is spent on measuring.
 
     Raises:
-        InvalidArgument: not a kind of file that can be written, no such folder, or nothing may be written there.
+        InvalidArgument: the format is not supported, there is no such folder, or the file cannot be written.
         InvalidState: matplotlib is not installed.
     """
     if path.suffix.lower() not in _SUFFIXES:
-        raise InvalidArgument(f"--plot {path}: a file that ends in {', '.join(_SUFFIXES)} is allowed")
+        raise InvalidArgument(f"--plot {path}: the name must end in {', '.join(_SUFFIXES)}")
     try:
         if not path.absolute().parent.is_dir():
             raise InvalidArgument(f"--plot {path}: there is no folder {path.parent}")
         is_new = not path.exists()
-        with path.open("ab"):  # what permissions say is not all that there is
+        with path.open("ab"):  # permissions alone do not tell
             pass
         if is_new:
             path.unlink()
@@ -36,14 +36,14 @@ def check_plot(path: Path) -> None:
 
 
 def draw(report: BenchReport, path: Path) -> None:
-    """Write the figure: horizontal bars of the medians, whiskers from the least to the most, marks for the link.
+    """Write the figure: horizontal bars for the medians, whiskers from minimum to maximum, marks for the link.
 
     Raises:
         InvalidState: the file cannot be written.
     """
     from matplotlib.figure import Figure  # not pyplot, which looks for a display
 
-    rows = [row for row in report.summaries() if row.name != "prepare"]  # nobody waits for that one
+    rows = [row for row in report.summaries() if row.name != "prepare"]  # nobody waits for it
     places = range(len(rows))
     figure = Figure(figsize=(9, 1.6 + 0.38 * len(rows)), layout="constrained")
     axes = figure.add_subplot()

@@ -1,4 +1,4 @@
-"""What the benchmark found: facts of every step, their medians, a table, and JSON."""
+"""The report of the benchmark: every step and the medians, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rich.table import Table
 
 from ...errors import counted, format_bytes
 from ...report import rate_gbps
-from .machine import MachineFacts
+from ..machine import MachineFacts
+from ..simulated import SIMULATED_NOTE
 
-SIMULATED_NOTE = "Simulated driver: no GPU was used, and these times mean nothing."
 _GIB = 1 << 30
 
 
 class Kind(Enum):
-    """What a step does; it decides which way its bytes go."""
+    """What a step does, which decides the direction of its copies."""
 
     SLEEP = "sleep"
     WAKE = "wake"
@@ -29,27 +29,27 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Link:
-    """Pinned copies of `bytes` each way: the ceiling."""
+    """The rates of pinned copies of `bytes` in each direction: the ceiling."""
 
     to_host_gbps: float
     to_device_gbps: float
     bytes: int
 
     def gbps(self, kind: Kind) -> float:
-        """In the direction of such a step."""
+        """The rate in the direction of such a step."""
         return self.to_device_gbps if kind is Kind.WAKE else self.to_host_gbps
 
 
 @dataclass(frozen=True)
 class DigestSpeed:
-    """Digests of all weights, several times."""
+    """How long digests of all weights took, several times."""
 
     bytes: int
     seconds: tuple[float, ...]
 
     @property
     def gbps(self) -> float:
-        """By the median."""
+        """The rate of the median."""
         return rate_gbps(self.bytes, statistics.median(self.seconds))
 
 
@@ -59,13 +59,13 @@ class Step:
 
     Attributes:
         name: the same in every round.
-        seconds: wall clock of the whole call, as the caller sees it.
+        seconds: wall-clock time of the whole call.
         bytes: copied to the host, or restored.
-        link_gbps: of the link in that direction.
+        link_gbps: rate of the link in that direction.
         phases: seconds by phase, as the layer reports them.
-        verified_bytes: after a wake: weights that were compared with what they were, by the benchmark's own checksums.
-        host_bytes_per_byte: after a sleep with backups: host memory that they hold, per byte backed up.
-        left_on_gpu_bytes: after a sleep: of the whole device, by all processes, CUDA contexts included.
+        verified_bytes: after a wake: weights that were checked, by the benchmark's own checksums.
+        host_bytes_per_byte: after a sleep with backups: host memory that the backups hold, per byte backed up.
+        left_on_gpu_bytes: after a sleep: still in use on the whole device, by all processes, CUDA contexts included.
     """
 
     name: str
@@ -81,16 +81,16 @@ class Step:
 
     @property
     def gbps(self) -> float:
-        """Over the whole call; 0 where nothing was copied."""
+        """The rate of the whole call; 0 if nothing was copied."""
         return rate_gbps(self.bytes, self.seconds)
 
     @property
     def times_link(self) -> float | None:
-        """How many times as long as the link alone would take; None where nothing was copied."""
+        """The time of the call divided by that of the link alone; None if nothing was copied."""
         return self.seconds / (self.bytes / self.link_gbps / 1e9) if self.bytes else None
 
     def to_json(self) -> dict[str, Any]:
-        """Without what this kind of step does not have."""
+        """For `--json`, without fields that do not apply."""
         optional = {
             "verified_bytes": self.verified_bytes,
             "host_bytes_per_byte": self.host_bytes_per_byte,
@@ -110,11 +110,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Summary:
-    """All steps of one name: medians, and the spread of the seconds.
+    """All steps with one name: medians, and the range of the seconds.
 
     Attributes:
-        link_seconds: what the link alone would take for the median bytes; None where nothing was copied.
-        host_bytes_per_byte, left_on_gpu_bytes: the most of all.
+        link_seconds: the time that the link alone would take for the median bytes; None if nothing was copied.
+        host_bytes_per_byte, left_on_gpu_bytes: the maximum.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Summary:
 
     @classmethod
     def of(cls, steps: list[Step]) -> Summary:
-        """Of at least one step, all of one name."""
+        """The summary of steps with the same name; there must be at least one."""
         seconds = [step.seconds for step in steps]
         nbytes = int(statistics.median(step.bytes for step in steps))
         ratios = [step.times_link for step in steps if step.times_link is not None]
@@ -159,11 +159,12 @@ class BenchReport:
     """The whole run.
 
     Attributes:
-        workload: what the segments are modelled on; then how many weight segments there are, and the bytes.
-        host_memory_touched_before: all of it was used once before anything was measured.
+        workload: what the segments are modelled on.
+        segments: how many segments the weights have.
+        host_memory_touched_before: whether it was prefaulted before the measurement.
         compress: the setting of that name.
         digest: None if the run ended early.
-        wrong: which bytes differed after which wake; "" if none did. The run ends there.
+        wrong: which bytes differed after which wake, where the run then ended; "" if none did.
     """
 
     machine: MachineFacts
@@ -191,11 +192,11 @@ class BenchReport:
 
     @property
     def simulated(self) -> bool:
-        """Whether the times mean nothing."""
+        """Whether it ran on the simulated driver, where times mean nothing."""
         return self.machine.simulated
 
     def summaries(self) -> list[Summary]:
-        """One for each name, in the order in which they first ran."""
+        """One for each name, in the order of their first step."""
         by_name: dict[str, list[Step]] = {}
         for step in self.steps:
             by_name.setdefault(step.name, []).append(step)
@@ -228,11 +229,11 @@ class BenchReport:
         }
 
     def rounds_text(self) -> str:
-        """How many, in words."""
+        """As in `3 rounds`."""
         return counted(self.rounds, "round")
 
     def headline(self) -> str:
-        """Where, on what, and against which ceiling."""
+        """The machine, the workload, and the ceiling."""
         machine = self.machine
         versions = [
             f"driver {machine.driver or 'not known'}",
@@ -240,14 +241,14 @@ class BenchReport:
             f"Python {machine.python}",
         ]
         versions += [f"{name} {version}" for name, version in (("PyTorch", machine.torch),) if version]
-        touched = "used once before, since virtual machines give it slowly at first"
+        touched = "prefaulted before, since virtual machines hand it out slowly at first"
         lines = [
             f"{machine.gpu}: {', '.join(versions)}",
             f"{self.workload}: {format_bytes(self.weights_bytes)} of weights in {counted(self.segments, 'segment')},"
             f" {format_bytes(self.kv_cache_bytes)} of KV cache; random contents",
             f"host memory: {touched if self.host_memory_touched_before else 'as it was'}",
             f"compression: {self.compress}"
-            + ("; bytes and GB/s are those of the weights, whatever they take" if self.compress != "off" else ""),
+            + ("; bytes and GB/s are those of the uncompressed weights" if self.compress != "off" else ""),
             f"link: {self.link.to_host_gbps:.1f} GB/s to the host, {self.link.to_device_gbps:.1f} GB/s to the GPU"
             f" (pinned copies of {format_bytes(self.link.bytes)}, in this run)",
         ]
@@ -257,7 +258,7 @@ class BenchReport:
         return "\n".join(("simulated: " if machine.simulated else "") + line for line in lines)
 
     def table(self) -> Table:
-        """A row for each step; what copies hardly anything is not held against the link."""
+        """A row for each step. A step that copies hardly anything is not compared with the link."""
         title = f"cumem-sleep bench, {self.rounds_text()}"
         table = Table(
             title=title + (" (simulated driver)" if self.machine.simulated else ""), header_style="bold", box=ROUNDED
@@ -285,8 +286,8 @@ class BenchReport:
             return f"FAILED: {self.wrong}"
         checked = [step.verified_bytes for step in self.steps if step.verified_bytes]
         return (
-            f"After each of {counted(len(checked), 'wake')} every byte of the weights equalled what it was"
+            f"After each of {counted(len(checked), 'wake')} every byte of the weights was the same as before"
             f" ({format_bytes(sum(checked))} compared in all).\n"
-            "seconds: median; × link: times as long as the link alone needs for these bytes;\n"
-            "left on GPU: of the whole device, by every process, CUDA contexts included."
+            "seconds: median; × link: relative to the time of the link alone for these bytes;\n"
+            "left on GPU: in use on the whole device, by all processes, CUDA contexts included."
         )

@@ -1,4 +1,4 @@
-"""The steps of the benchmark, in order; what is not asked about (filling, checking) stays out of the measured time."""
+"""The steps of the benchmark, in order. Filling and checking are not part of the measured time."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ... import _core
 from ...allocator import CuMemAllocator
 from ...digest.device import DeviceDigester
 from ...errors import InvalidState
-from ..demo import Progress
+from ..console import Progress
+from ..machine import machine_facts
 from .host_memory import touch_host_memory
 from .link import link_bytes, measure_link
-from .machine import machine_facts
 from .memory import DeviceMemory, Region, open_memory
 from .report import BenchReport, DigestSpeed, Kind, Step
 from .workload import Room, Workload
 
 _CHANGED_SEGMENT = 7  # of a model: gate_up_proj of the second layer, a large one
 _POLL_S = 0.25
-_TOUCHED_SHARE = 0.95  # of what is free: the rest of the machine needs some too
+_TOUCHED_SHARE = 0.95  # of what is free: others on the machine need some, too
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Options:
     """How to measure.
 
     Attributes:
-        pause_s: before the wakes that are not right after their sleep.
-        touch_host_memory: use host memory once before anything is measured.
+        pause_s: how long to wait before the later wakes.
+        touch_host_memory: prefault host memory before the measurement.
         command: for the record.
     """
 
@@ -43,13 +43,13 @@ class Options:
 
 
 def run(allocator: CuMemAllocator, workload: Workload, room: Room, options: Options, progress: Progress) -> BenchReport:
-    """Measure; ends at the first wake after which bytes differ, and the report says so. Frees all that it allocated.
+    """Measure. The run ends at the first wake after which bytes differ, and the report says so. Everything is freed.
 
     Raises:
-        CumemSleepError: the layer, or the driver, refused something.
+        CumemSleepError: the layer or the driver refused a call.
     """
     if _core.segments():
-        raise InvalidState("this process has memory of the layer already: bench measures in a process of its own")
+        raise InvalidState("this process already has memory of the layer: run bench in a process of its own")
     with ExitStack() as stack:
         memory = open_memory(allocator, options.device)
         stack.callback(memory.close)
@@ -61,7 +61,7 @@ def run(allocator: CuMemAllocator, workload: Workload, room: Room, options: Opti
         _check_segments((*weights, *kv_cache))
         usage = allocator.usage()
         report = BenchReport(
-            machine=machine_facts(options.device, options.command),
+            machine=machine_facts(_core.device_info(options.device).name, options.command),
             workload=workload.name,
             segments=usage["weights"].segments,
             weights_bytes=usage["weights"].bytes,
@@ -82,7 +82,7 @@ def run(allocator: CuMemAllocator, workload: Workload, room: Room, options: Opti
 
 
 class _WrongBytesError(Exception):
-    """After a wake some bytes are not what they were; what follows would say nothing."""
+    """After a wake some bytes differ, so there is no point in going on."""
 
 
 class _Bench:
@@ -104,12 +104,12 @@ class _Bench:
         self._report = report
         self._options = options
         self._progress = progress
-        self._expected: list[int] | None = None  # None: the weights hold nothing that matters
+        self._expected: list[int] | None = None  # None: the weights are undefined
         self._round = 1
 
     def play(self, touch_host_memory: Callable[[], None]) -> None:
         self._rewrite(self._weights)
-        touch_host_memory()  # right before it is needed: a hypervisor takes free memory away within seconds
+        touch_host_memory()  # right before it is needed: a hypervisor reclaims free memory within seconds
         self._sleep("first sleep")
         self._wake("wake")
         for number in range(1, self._options.rounds + 1):
@@ -117,7 +117,7 @@ class _Bench:
             self._play_round()
 
     def digest_speed(self) -> DigestSpeed:
-        """Of all weights, after one that does not count (it may compile the kernel)."""
+        """Measured on all weights, after a warm-up (which may compile the kernel)."""
         self._progress("digest", 0, 0)
         segments = [segment for segment in _core.segments() if segment.tag == "weights"]
         digester = DeviceDigester()
@@ -204,7 +204,7 @@ class _Bench:
             raise _WrongBytesError(f"after '{name}' in round {self._round}: {differences[0]}{more}")
 
     def _prepare(self) -> None:
-        """Backups are made while the weights are awake, as while a model serves; here nothing else runs."""
+        """Make the backups while the weights are awake, as a server does; here nothing else runs meanwhile."""
         self._show("prepare")
         self._memory.settle()
         start = time.perf_counter()
@@ -230,7 +230,7 @@ class _Bench:
     # Contents
 
     def _rewrite(self, regions: Sequence[Region]) -> None:
-        """Fresh random bytes, and what the weights must equal from now on."""
+        """Write fresh random bytes, and note what the weights have to be from now on."""
         self._show("fill")
         self._memory.fill(regions)
         if self._expected is None:
@@ -240,7 +240,7 @@ class _Bench:
                 self._expected[region.index] = checksum
 
     def _differences(self, kv_is_awake: bool) -> list[str]:
-        """Which weight segments are not what they were. The KV cache is overwritten first: it may share no page."""
+        """The weight segments that changed. The KV cache is overwritten first, in case they share a page."""
         self._show("check")
         if kv_is_awake:
             self._memory.fill(self._kv_cache)
@@ -258,11 +258,11 @@ class _Bench:
 
 
 def _touch_host_memory(workload: Workload, room: Room, progress: Progress) -> None:
-    """More than will be used for backups: the kernel may choose other pages then."""
+    """Prefault more than the backups need, since the kernel may choose other pages for them."""
     nbytes = 2 * workload.weights_bytes
     if room.host_bytes is not None:
         nbytes = min(nbytes, int(_TOUCHED_SHARE * room.host_bytes))
-    show: Callable[[int], None] = lambda done: progress("use host memory once", done, nbytes)  # noqa: E731
+    show: Callable[[int], None] = lambda done: progress("prefault host memory", done, nbytes)  # noqa: E731
     touch_host_memory(nbytes, _core.device_info(room.device).numa_node, show)
 
 
@@ -271,8 +271,8 @@ def _nothing() -> None:
 
 
 def _check_segments(regions: Sequence[Region]) -> None:
-    """See that the layer has a segment for each: else something that never sleeps would be checked."""
+    """Make sure that each is a segment of the layer: otherwise memory that never sleeps would be checked."""
     sizes = {segment.address: segment.bytes for segment in _core.segments()}
     for region in regions:
         if sizes.get(region.address, 0) < region.nbytes:
-            raise InvalidState(f"{region} is no segment of the layer: is PyTorch's caching allocator configured away?")
+            raise InvalidState(f"{region} is no segment of the layer: is PyTorch's caching allocator disabled?")

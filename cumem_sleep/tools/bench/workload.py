@@ -1,21 +1,20 @@
-"""Which segments the benchmark works on: asked for, or chosen by what is free; refused before anything is taken."""
+"""The segments that the benchmark works on: as requested, or as much as fits; checked before anything is allocated."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from ... import _core, sim
-from ...backups import limits as host_limits
+from ... import _core
 from ...errors import InvalidArgument, InvalidState, format_bytes
 from ...settings import Settings
-from .. import demo
+from ..layout import PAGE_BYTES, lay_out, whole_pages
+from ..safetensors import read_tensors
+from ..simulated import host_memory_left
 
-PAGE_BYTES = 2 << 20
-
-# Qwen3-32B in bf16, with the weights of a layer fused as vLLM fuses them.
+# Qwen3-32B in bf16, with the weights of each layer fused as in vLLM.
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM, _INTERMEDIATE, _VOCABULARY = 5120, 64, 64, 8, 128, 25600, 151936
 _LAYER_SHAPES = {
     "qkv_proj": ((_HEADS + 2 * _KV_HEADS) * _HEAD_DIM, _HIDDEN),
@@ -27,26 +26,25 @@ _LAYER_PAGES = tuple(-(-2 * rows * columns // PAGE_BYTES) for rows, columns in _
 _EMBEDDING_PAGES = -(-2 * _VOCABULARY * _HIDDEN // PAGE_BYTES)
 _MODEL_PAGES = 2 * _EMBEDDING_PAGES + _LAYERS * sum(_LAYER_PAGES)
 MODEL_WEIGHTS_BYTES = _MODEL_PAGES * PAGE_BYTES
-MODEL_KV_BYTES = int(54.63 * (1 << 30)) // PAGE_BYTES * PAGE_BYTES  # what vLLM 0.26 took beside it on an H200
-LEAST_MODEL_BYTES = -(-_MODEL_PAGES // _EMBEDDING_PAGES) * PAGE_BYTES  # then every segment has a page
+MODEL_KV_BYTES = int(54.63 * (1 << 30)) // PAGE_BYTES * PAGE_BYTES  # as vLLM 0.26 chose it on an H200
+LEAST_MODEL_BYTES = -(-_MODEL_PAGES // _EMBEDDING_PAGES) * PAGE_BYTES  # so that every segment has a page
 
 _SIMULATED_WEIGHTS_BYTES, _SIMULATED_KV_BYTES = 256 << 20, 128 << 20
 
-# Left free: on the GPU for PyTorch's kernels and what checking needs, on the host for the interpreter and PyTorch.
+# Kept free: on the GPU for PyTorch's kernels and for checking, on the host for the interpreter and PyTorch.
 _DEVICE_RESERVE_BYTES, _HOST_RESERVE_BYTES = 1 << 30, 2 << 30
 _SIMULATED_HOST_RESERVE_BYTES = 256 << 20
-_LEAST_SIMULATED_DEVICE_BYTES = 1 << 30
 _PINNED_PER_DEVICE_BYTE = 512  # the driver takes 2 MiB of the GPU for each GiB of pinned memory (measured, 580)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for; None is left to `plan`.
+    """What the user requested; None: `plan` decides.
 
     Attributes:
-        weights_bytes, kv_bytes: totals.
-        segment_bytes: all weights in segments of this size.
-        models: safetensors files, or folders of them, whose tensors are the weights.
+        weights_bytes, kv_bytes: total sizes.
+        segment_bytes: the size of every segment of the weights.
+        models: safetensors files, or folders of them, with the tensors of the weights.
     """
 
     weights_bytes: int | None = None
@@ -61,7 +59,7 @@ class Workload:
 
     Attributes:
         name: what they are modelled on.
-        why: where sizes were not asked for, how they were chosen; else "".
+        why: how sizes were chosen that were not requested; "" otherwise.
     """
 
     name: str
@@ -71,22 +69,22 @@ class Workload:
 
     @property
     def weights_bytes(self) -> int:
-        """Of all weights."""
+        """The total size of the weights."""
         return sum(self.weights)
 
     @property
     def kv_bytes(self) -> int:
-        """Of the whole KV cache."""
+        """The total size of the KV cache."""
         return sum(self.kv_cache)
 
 
 @dataclass(frozen=True)
 class Room:
-    """What there is room for.
+    """How much room there is.
 
     Attributes:
-        device_bytes: free on the GPU, less what stays reserved.
-        host_bytes: what the tightest limit leaves for backups, less what stays reserved; None if no limit is known.
+        device_bytes: free on the GPU, less a reserve.
+        host_bytes: what the tightest limit leaves for backups, less a reserve; None if no limit is known.
         host_limit: which limit that is.
         simulated: the device is host memory too.
     """
@@ -99,17 +97,17 @@ class Room:
 
     @classmethod
     def now(cls, device: int, settings: Settings) -> Room:
-        """On this machine.
+        """The room on this machine.
 
         Raises:
             InvalidArgument: no such device.
-            DriverError: the device does not answer.
+            DriverError: the device does not respond.
         """
         count = _core.device_count()
         if not 0 <= device < count:
             raise InvalidArgument(f"--device {device}: there are {count}, numbered from 0")
         simulated = _core.driver_is_simulated()
-        limits = {"budget": settings.host_budget_bytes, **_host_limits()}
+        limits = {"budget": settings.host_budget_bytes, **host_memory_left()}
         reserve = _SIMULATED_HOST_RESERVE_BYTES if simulated else _HOST_RESERVE_BYTES
         left = {
             name: max(0, available - (0 if name == "budget" else reserve))
@@ -122,56 +120,46 @@ class Room:
         return cls(device, device_bytes, left.get(tightest), tightest, simulated)
 
     def holds(self, weights_bytes: int, kv_bytes: int) -> bool:
-        """Whether both fit, with the backups of the weights."""
+        """Whether both fit, together with the backups of the weights."""
         return weights_bytes <= self.weights_that_fit(kv_bytes)
 
     def weights_that_fit(self, kv_bytes: int) -> int:
-        """The most weights beside so much KV cache; whole pages, 0 if not even that fits."""
+        """The largest weights beside this KV cache, in whole pages; 0 if not even the KV cache fits."""
         on_device = self.device_bytes - kv_bytes
         if not self.simulated:
             on_device -= on_device // (_PINNED_PER_DEVICE_BYTE + 1)
         most = on_device
         if self.host_bytes is not None:
             most = min(most, (self.host_bytes - kv_bytes) // 2 if self.simulated else self.host_bytes)
-        return _whole_pages(most)
+        return _pages_within(most)
 
     def kv_that_fits(self, weights_bytes: int) -> int:
-        """The largest KV cache beside so many weights; whole pages, 0 if not even they fit."""
+        """The largest KV cache beside these weights, in whole pages; 0 if not even the weights fit."""
         if not self.holds(weights_bytes, 0):
             return 0
         pinned = 0 if self.simulated else weights_bytes // _PINNED_PER_DEVICE_BYTE
         most = self.device_bytes - weights_bytes - pinned
         if self.simulated and self.host_bytes is not None:
             most = min(most, self.host_bytes - 2 * weights_bytes)
-        return _whole_pages(most)
+        return _pages_within(most)
 
     def __str__(self) -> str:
         host = "" if self.host_bytes is None else f", {format_bytes(self.host_bytes)} on the host ({self.host_limit})"
         return f"device {self.device} has room for {format_bytes(self.device_bytes)}{host}"
 
 
-def enlarge_simulated_device(environment: Mapping[str, str]) -> None:
-    """Let the host's memory be what limits a simulated device, unless the environment gives its size."""
-    if "CUMEM_SLEEP_SIM_DEVICE_BYTES" in environment:
-        return
-    available = min((limit for limit in _host_limits().values() if limit is not None), default=0)
-    sim.configure(device_bytes=max(_LEAST_SIMULATED_DEVICE_BYTES, _whole_pages(available)))
-
-
 def plan(request: Request, room: Room) -> Workload:
-    """The segments that are asked for, or that fit.
+    """The segments as requested, or as much as fits.
 
     Raises:
-        InvalidArgument: they do not fit, or contradict each other; the message says what would do.
-        InvalidState: there is no room for any.
+        InvalidArgument: sizes do not fit, or options contradict each other; the message says what would work.
+        InvalidState: there is no room at all.
         SafetensorsError: a file of the model cannot be read.
     """
     if request.models:
         for option, value in (("--weights", request.weights_bytes), ("--segment-size", request.segment_bytes)):
             if value is not None:
-                raise InvalidArgument(
-                    f"{option} {format_bytes(value)} beside --model: the model says what its sizes are"
-                )
+                raise InvalidArgument(f"{option} {format_bytes(value)} beside --model: the model determines the sizes")
         name, weights = _of_model(request.models)
         kv_bytes, why = _chosen_kv(request, room, sum(weights))
     else:
@@ -187,15 +175,15 @@ def plan(request: Request, room: Room) -> Workload:
 
 
 def model_like(nbytes: int) -> tuple[int, ...]:
-    """The 258 segments of a Qwen3-32B scaled to `nbytes`, rounded down to pages; fewer layers where pages would not do.
+    """The 258 segments of a Qwen3-32B, scaled to `nbytes` and rounded down to pages; small sizes have fewer layers.
 
     Raises:
-        InvalidArgument: too little for a single layer.
+        InvalidArgument: too small for a single layer.
     """
     if nbytes < LEAST_MODEL_BYTES:
         raise InvalidArgument(
-            f"--weights {format_bytes(nbytes)}: at least {format_bytes(LEAST_MODEL_BYTES)} look like a model;"
-            " --segment-size takes less"
+            f"--weights {format_bytes(nbytes)}: a model takes at least {format_bytes(LEAST_MODEL_BYTES)};"
+            " --segment-size allows less"
         )
     pages = nbytes // PAGE_BYTES
     layers = min(_LAYERS, pages * _LAYERS * min(_LAYER_PAGES) // _MODEL_PAGES)
@@ -205,35 +193,35 @@ def model_like(nbytes: int) -> tuple[int, ...]:
 
 
 def equal_segments(nbytes: int, segment_bytes: int) -> tuple[int, ...]:
-    """As many segments of this size as `nbytes` holds.
+    """As many segments of this size as fit into `nbytes`.
 
     Raises:
-        InvalidArgument: the size is not whole pages, or not even one fits.
+        InvalidArgument: the size is not in whole pages, or not even one segment fits.
     """
     if segment_bytes % PAGE_BYTES or segment_bytes < PAGE_BYTES:
         raise InvalidArgument(f"--segment-size {segment_bytes}: a multiple of {format_bytes(PAGE_BYTES)} is allowed")
     if nbytes < segment_bytes:
         raise InvalidArgument(
-            f"--segment-size {format_bytes(segment_bytes)}: more than the weights ({format_bytes(nbytes)})"
+            f"--segment-size {format_bytes(segment_bytes)}: larger than the weights ({format_bytes(nbytes)})"
         )
     return (segment_bytes,) * (nbytes // segment_bytes)
 
 
 def kv_segments(nbytes: int) -> tuple[int, ...]:
-    """One segment for each layer of the model, as vLLM allocates its KV cache; fewer if there are fewer pages."""
+    """One segment for each layer of the model, as in vLLM; fewer if there are fewer pages."""
     pages = -(-nbytes // PAGE_BYTES)
     return _spread(pages, [1] * min(_LAYERS, pages))
 
 
 def _of_model(models: Sequence[Path]) -> tuple[str, tuple[int, ...]]:
-    """The segments that PyTorch would put a model's tensors in. Only headers are read: the data is mapped."""
-    segments = demo.lay_out(demo.source_from_files(models).tensors)
+    """The segments into which PyTorch would put the tensors of a model. Only headers are read."""
+    segments = lay_out(read_tensors(models))
     name = models[0].resolve().name + (f" and {len(models) - 1} more" if len(models) > 1 else "")
-    return name, tuple(-(-segment.nbytes // PAGE_BYTES) * PAGE_BYTES for segment in segments)
+    return name, tuple(whole_pages(segment.nbytes) for segment in segments)
 
 
 def _totals(request: Request, room: Room) -> tuple[int, int, str]:
-    """Bytes of weights and of KV cache, and how those were chosen that nobody asked for."""
+    """The bytes of weights and KV cache, and how those were chosen that were not requested."""
     wished_weights, wished_kv, model = MODEL_WEIGHTS_BYTES, MODEL_KV_BYTES, "a Qwen3-32B beside vLLM on an H200"
     if room.simulated:
         wished_weights, wished_kv, model = _SIMULATED_WEIGHTS_BYTES, _SIMULATED_KV_BYTES, "a small simulated model"
@@ -242,12 +230,12 @@ def _totals(request: Request, room: Room) -> tuple[int, int, str]:
     if request.kv_bytes is not None:
         weights_bytes = min(wished_weights, room.weights_that_fit(request.kv_bytes))
     else:
-        # Too small a GPU is shared as the model would share it; the host may still be what binds the weights.
+        # A GPU that is too small is divided in the model's proportions; the host may limit the weights even further.
         share = room.device_bytes * wished_weights // (wished_weights + wished_kv)
-        weights_bytes = min(wished_weights, _whole_pages(share), room.weights_that_fit(0))
+        weights_bytes = min(wished_weights, _pages_within(share), room.weights_that_fit(0))
     if weights_bytes < (LEAST_MODEL_BYTES if request.segment_bytes is None else request.segment_bytes):
         raise InvalidState(
-            f"no room for a model: {room}; free some memory, raise the limit, or give --weights and --kv"
+            f"no room for a model: {room}; free some memory, raise the limit, or choose --weights and --kv"
         )
     kv_bytes, _ = _chosen_kv(request, room, weights_bytes, wished_kv)
     if weights_bytes == wished_weights and kv_bytes in (wished_kv, request.kv_bytes):
@@ -256,7 +244,7 @@ def _totals(request: Request, room: Room) -> tuple[int, int, str]:
 
 
 def _chosen_kv(request: Request, room: Room, weights_bytes: int, wished: int | None = None) -> tuple[int, str]:
-    """The KV cache that was asked for, or as much of the wished one as fits, at least a page; and how it was chosen."""
+    """The KV cache as requested, or as much of the wished one as fits, at least a page; and how it was chosen."""
     if request.kv_bytes is not None:
         return request.kv_bytes, ""
     if wished is None:
@@ -281,15 +269,12 @@ def _check(workload: Workload, room: Room) -> None:
 
 
 def _spread(pages: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """`pages` divided by `shares`: the sizes in bytes, whole pages each, exactly `pages` in all."""
+    """`pages` divided in proportion to `shares`: sizes in bytes, in whole pages, which add up to `pages`."""
     total = sum(shares)
     ends = [pages * end // total for end in accumulate(shares, initial=0)]
     return tuple((end - start) * PAGE_BYTES for start, end in pairwise(ends))
 
 
-def _host_limits() -> dict[str, int | None]:
-    return {"cgroup": host_limits.cgroup_available_bytes(), "MemAvailable": host_limits.mem_available_bytes()}
-
-
-def _whole_pages(nbytes: int) -> int:
+def _pages_within(nbytes: int) -> int:
+    """Rounded down to whole pages; at least 0."""
     return max(0, nbytes // PAGE_BYTES * PAGE_BYTES)

@@ -1,0 +1,113 @@
+"""Copies the bytes of segments into their backups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import chain
+
+from .. import _core
+from ..codec.workbench import Workbench
+from ..extents import Lane, Piece, Transfers
+from ..segments import by_device
+from .backup import Backup
+
+_STREAMS = 4
+
+
+class Filling:
+    """The copies of one operation: `add` segments part by part, then `finish`.
+
+    What was added is copied while the caller looks for what comes next. The tier makes ready, ahead of the copies, the
+    extents that are written next. Backups are not complete after it: it has to be found out first who wrote to the
+    segments meanwhile.
+    """
+
+    def __init__(
+        self, backups: Mapping[int, Backup], transfers: Transfers, streams: ExitStack, stream_bytes: int
+    ) -> None:
+        self._backups = backups  # by the segments' ids
+        self._transfers = transfers
+        self._streams = streams
+        self._stream_bytes = stream_bytes
+        self._copies: dict[int, _Copies] = {}  # by device
+        self._workbenches: dict[int, Workbench] = {}
+        self._added: list[_core.Segment] = []
+
+    def add(self, part: Sequence[_core.Segment], workbenches: Mapping[int, Workbench]) -> None:
+        """Begin to copy these segments, for whose backups room was taken; those that are encoded come last.
+
+        Args:
+            workbenches: by device, for those that are to be encoded.
+
+        Raises:
+            OutOfHostMemory, DriverError, InvalidState, CodecError: not every byte is there.
+        """
+        self._workbenches.update(workbenches)
+        backups = [self._backups[segment.id] for segment in part]
+        raw = [backup for backup in backups if backup.encoding is None]
+        encoded = [backup for backup in backups if backup.encoding is not None]
+        # Before pages are touched: what changes the address space meanwhile has to wait.
+        for device in {backup.segment.device for backup in raw} - self._copies.keys():
+            self._copies[device] = _Copies(device, self._transfers, self._streams, self._stream_bytes)
+        self._transfers.expect(chain.from_iterable(backup.extents for backup in [*raw, *encoded]))
+        self._added += [backup.segment for backup in [*raw, *encoded]]
+        for backup in raw:
+            for piece in backup.pieces():
+                self._copies[backup.segment.device].start(piece, backup.segment.id)
+        for device, mine in by_device(backup.segment for backup in encoded).items():
+            chunks = chain.from_iterable(self._backups[segment.id].chunks() for segment in mine)
+            workbenches[device].encode(chunks, self._transfers)
+
+    @property
+    def in_flight(self) -> set[int]:
+        """Ids of the segments of which not every byte may be there yet."""
+        return set().union(*(each.in_flight for each in self._at_work()))
+
+    def finish(self) -> list[_core.Segment]:
+        """Wait until every byte of what was added is there; returns that.
+
+        Raises:
+            OutOfHostMemory, DriverError, InvalidState, CodecError: not every byte is there.
+        """
+        for each in self._at_work():
+            each.finish()
+        return self._added
+
+    def _at_work(self) -> Iterable[_Copies | Workbench]:
+        return [*self._copies.values(), *self._workbenches.values()]
+
+
+class _Copies:
+    """Copies from one device. About a gibibyte is in flight, what was begun before is there."""
+
+    def __init__(self, device: int, transfers: Transfers, streams: ExitStack, stream_bytes: int) -> None:
+        self._lanes: list[Lane] = [
+            transfers.lane(streams.enter_context(_core.CopyStream(device))) for _ in range(_STREAMS)
+        ]
+        self._segments: list[set[int]] = [set() for _ in self._lanes]  # copied by each of them
+        self._stream_bytes = stream_bytes
+        self._turn = 0
+        self._bytes = 0  # begun in this turn
+
+    @property
+    def in_flight(self) -> set[int]:
+        """Ids of the segments that may not be there yet."""
+        return set().union(*self._segments)
+
+    def start(self, piece: Piece, segment_id: int) -> None:
+        """Begin to copy it."""
+        _core.stop_if_asked()
+        if self._bytes >= self._stream_bytes:
+            self._turn, self._bytes = (self._turn + 1) % _STREAMS, 0
+            self._lanes[self._turn].synchronize()
+            self._segments[self._turn].clear()
+        self._lanes[self._turn].write(piece.extent, piece.offset, piece.address, piece.bytes)
+        self._segments[self._turn].add(segment_id)
+        self._bytes += piece.bytes
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        for lane in self._lanes:
+            _core.stop_if_asked()
+            lane.synchronize()

@@ -1,0 +1,220 @@
+"""The tier of this process: pinned host memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import cast
+from weakref import WeakValueDictionary
+
+from .. import _core
+from ..errors import InvalidState
+from ..extents import Extent
+from ..settings import Settings
+from ..tuning import Tuning
+from . import limits
+from .tier import Tier, Turn, Wanted
+
+_MOST_PREFAULT_THREADS = 16
+
+
+class HostTier(Tier):
+    """Extents are blocks of pinned host memory: address space when they are reserved, pages when they are written."""
+
+    def __init__(self, settings: Settings, tuning: Tuning, turn: Turn) -> None:
+        self._settings = settings
+        self._tuning = tuning
+        # By id; looked through, and trimmed, in `limits`.
+        self._unpinned: WeakValueDictionary[int, _core.HostBlock] = WeakValueDictionary()
+        self._releasing = _Releasing(turn, tuning)
+        self._numa_nodes: dict[int, int] = {}  # by device
+
+    @property
+    def unreleased_bytes(self) -> int:  # noqa: D102
+        return self._releasing.bytes
+
+    def limits(self, held_bytes: int, needed_bytes: int | None = None) -> list[limits.HostLimit]:  # noqa: D102
+        # Reserved, but not touched yet: what the system counts as available is promised to these already.
+        unpinned = [block for block in self._unpinned.values() if not block.pinned]
+        self._unpinned = WeakValueDictionary({id(block): block for block in unpinned})
+        promised = sum(block.bytes for block in unpinned)
+        return limits.of_this_process(self._settings.host_budget_bytes, held_bytes, promised, needed_bytes)
+
+    def reserve(self, wanted: Sequence[Wanted]) -> list[tuple[Extent, ...]]:  # noqa: D102
+        reserved: list[tuple[_core.HostBlock, ...]] = []
+        for each in wanted:
+            node = self._numa_node(each.device)
+            reserved.append(tuple(_core.HostBlock(size, node) for size in each.sizes))
+        for blocks in reserved:
+            self._unpinned.update((id(block), block) for block in blocks)
+        return [tuple(blocks) for blocks in reserved]
+
+    def release(self, extents: Iterable[Extent]) -> None:  # noqa: D102
+        for block in _blocks(extents):
+            self._unpinned.pop(id(block), None)
+            block.close()
+
+    def release_later(self, extents: Sequence[Extent]) -> None:  # noqa: D102
+        if sum(extent.bytes for extent in extents) < self._tuning.release_later_bytes:
+            self.release(extents)
+            extents = ()
+        for block in _blocks(extents):
+            self._unpinned.pop(id(block), None)
+        self._releasing.start(_blocks(extents))
+
+    def settle(self) -> None:  # noqa: D102
+        self._releasing.finish()
+
+    def transfers(self) -> HostTransfers:  # noqa: D102
+        return HostTransfers(self._settings.prefault_threads, self._tuning.touch_bytes)
+
+    def stop(self) -> None:  # noqa: D102
+        self._releasing.stop()
+
+    def _numa_node(self, device: int) -> int:
+        if device not in self._numa_nodes:
+            self._numa_nodes[device] = _core.device_info(device).numa_node
+        return self._numa_nodes[device]
+
+
+class HostTransfers:
+    """The lanes of one operation. Threads touch the pages of new blocks ahead of the copies."""
+
+    def __init__(self, threads: int | None, touch_bytes: int) -> None:
+        self._threads = threads
+        self._touch_bytes = touch_bytes
+        self._touched: _core.Ahead | None = None
+        self._expected: set[int] = set()  # ids of blocks
+        self._stack = ExitStack()
+
+    def __enter__(self) -> HostTransfers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def expect(self, extents: Iterable[Extent]) -> None:
+        """Their pages are touched from now on, in this order."""
+        tasks = {id(block): self._touch_tasks(block) for block in _blocks(extents) if not block.pinned}
+        if not tasks:
+            return
+        if self._touched is None:
+            threads = self._threads or _default_prefault_threads()  # looked up here, since `prepare` needs none
+            self._touched = self._stack.enter_context(_core.Ahead(threads))
+        self._touched.add(tasks)
+        self._expected.update(tasks)
+
+    def lane(self, stream: _core.CopyStream) -> HostLane:
+        """A lane in the order of `stream`."""
+        return HostLane(stream, self)
+
+    def have_pinned(self, block: _core.HostBlock, device: int) -> None:
+        """Its pages are there, and registered.
+
+        Raises:
+            DriverError, OutOfHostMemory: that is refused.
+        """
+        if block.pinned:
+            return
+        if self._touched is not None and id(block) in self._expected:
+            self._touched.wait(id(block))
+        else:
+            block.touch(0, block.bytes)
+        block.pin(device)
+
+    def _touch_tasks(self, block: _core.HostBlock) -> list[_core.Task]:
+        return [
+            _core.touch_task(block, start, min(self._touch_bytes, block.bytes - start))
+            for start in range(0, block.bytes, self._touch_bytes)
+        ]
+
+
+class HostLane:
+    """Copies by the copy engine, in the order of a stream; a block is registered when it is first written."""
+
+    kernels_reach = True
+
+    def __init__(self, stream: _core.CopyStream, transfers: HostTransfers) -> None:
+        self.stream = stream
+        self._transfers = transfers
+
+    def write(self, extent: Extent, offset: int, address: int, nbytes: int) -> None:
+        """Begin to copy from the device."""
+        block = cast(_core.HostBlock, extent)
+        self._transfers.have_pinned(block, self.stream.device)
+        self.stream.to_host(block, offset, address, nbytes)
+
+    def read(self, address: int, extent: Extent, offset: int, nbytes: int) -> None:
+        """Begin to copy to the device."""
+        self.stream.to_device(address, cast(_core.HostBlock, extent), offset, nbytes)
+
+    def synchronize(self) -> None:
+        """Wait for all of it."""
+        self.stream.synchronize()
+
+
+class _Releasing:
+    """Unpins and frees host memory in a thread, one block at a time, as long as no operation runs.
+
+    An operation that came at the same time would wait for every block: the driver locks both out of each other.
+    """
+
+    def __init__(self, turn: Turn, tuning: Tuning) -> None:
+        self._turn = turn
+        self._tuning = tuning
+        self._blocks: list[_core.HostBlock] = []  # guarded by the lock
+        self._worker: _core.Worker | None = None
+        self._stopped = False
+        self.bytes = 0  # what has yet to go
+
+    def start(self, blocks: Iterable[_core.HostBlock]) -> None:
+        """Give these back soon. The lock must be held, as for `finish`."""
+        for block in blocks:
+            self._blocks.append(block)
+            self.bytes += block.bytes
+        if not self._blocks or self._stopped or (self._worker is not None and self._worker.running):
+            return
+        self._worker = _core.Worker("cumem-give-back")
+        try:
+            self._worker.start(partial(self._run, self._worker))
+        except InvalidState:  # no thread to be had: at exit, or a limit
+            self._worker = None
+            self.finish()
+
+    def finish(self) -> None:
+        """Give back what is left now."""
+        while self._blocks:
+            self._release_one()
+
+    def stop(self) -> None:
+        """End the thread, for the exit of the process; what is left goes with it."""
+        self._stopped = True
+        if self._worker is not None:
+            self._worker.stop()
+
+    def _release_one(self) -> None:
+        block = self._blocks.pop()
+        self.bytes -= block.bytes
+        block.close()
+
+    def _run(self, worker: _core.Worker) -> None:
+        while not worker.pause(self._tuning.between_releases_s):
+            with self._turn() as held:
+                if held and not self._blocks:
+                    self._worker = None
+                    return
+                if held:
+                    self._release_one()
+
+
+def _blocks(extents: Iterable[Extent]) -> list[_core.HostBlock]:
+    return [cast(_core.HostBlock, extent) for extent in extents]
+
+
+def _default_prefault_threads() -> int:
+    """Three quarters of the cores: another thread registers what they touch, and would starve beside more."""
+    return min(_MOST_PREFAULT_THREADS, max(1, limits.usable_cores() * 3 // 4))

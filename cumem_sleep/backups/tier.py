@@ -1,0 +1,63 @@
+"""What a tier is: a place for extents, and all that operations need of it.
+
+A tier knows nothing of levels, tags or what is clean; operations and the store know no tier by name. Every tier passes
+the same tests (`tests/backups/test_tiers.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..extents import Extent, Transfers
+from .limits import HostLimit
+
+# Holds the allocator's lock if it is free, and gives whether it was.
+Turn = Callable[[], AbstractContextManager[bool]]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Memory for one backup: extents of exactly these sizes, in order, for copies to and from `device`."""
+
+    device: int
+    sizes: Sequence[int]
+
+
+class Tier(Protocol):
+    """A place for extents. Not thread safe: the allocator's lock guards it."""
+
+    @property
+    def unreleased_bytes(self) -> int:
+        """What `release_later` has yet to give back."""
+
+    def limits(self, held_bytes: int, needed_bytes: int | None = None) -> list[HostLimit]:
+        """Every limit that `reserve` is checked against; exact only as far as they may be below `needed_bytes`.
+
+        Args:
+            held_bytes: what the caller's extents hold, those that have yet to be released included.
+        """
+
+    def reserve(self, wanted: Sequence[Wanted]) -> list[tuple[Extent, ...]]:
+        """Extents for each of `wanted`, or none at all.
+
+        Raises:
+            OutOfHostMemory: there is too little.
+        """
+
+    def release(self, extents: Iterable[Extent]) -> None:
+        """Give them back now; no copy of them is in flight."""
+
+    def release_later(self, extents: Sequence[Extent]) -> None:
+        """Give them back without keeping the caller waiting, if there is much to give back."""
+
+    def settle(self) -> None:
+        """Do now what `release_later` has put off."""
+
+    def transfers(self) -> Transfers:
+        """For the copies of one operation."""
+
+    def stop(self) -> None:
+        """End what goes on in the background. May be called without the lock."""

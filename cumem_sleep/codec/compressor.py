@@ -1,0 +1,110 @@
+"""Whether backups are compressed. Where they cannot be, here is where that is given up.
+
+What one backup is not worth is decided by `Workbench.plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import _core, log
+from ..errors import CodecError
+from ..tuning import Tuning
+from .exponent import LAYOUTS, Layout
+from .kernels import Kernels, choose_kernels, codec_errors
+from .workbench import Workbench, workbench_bytes
+
+
+class Compressor:
+    """Whether and how segments are compressed, for one allocator."""
+
+    def __init__(self, wanted: bool, tuning: Tuning) -> None:
+        self._wanted = wanted
+        self._tuning = tuning
+        self._kernels: Kernels | None = None
+        self._ready: set[tuple[Layout, int]] = set()
+
+    @property
+    def on(self) -> bool:
+        """Whether backups are to be compressed (known once the driver is open)."""
+        if self._wanted and self._kernels is None:
+            try:
+                self._kernels = choose_kernels()
+            except Exception as error:
+                self.give_up(error)
+        return self._wanted
+
+    def give_up(self, reason: object) -> None:
+        """Make no more compressed backups, and say why. Those that there are can still be restored."""
+        if self._wanted:
+            log.warning(
+                "backups are stored uncompressed from now on: %s; CUMEM_SLEEP_COMPRESS=off says nothing about it",
+                reason,
+            )
+        self._wanted = False
+
+    def warm_up(self, device: int) -> None:
+        """Compile and load what bf16 weights need, rather than during the first sleep."""
+        if self.on and self._kernels is not None:
+            try:
+                self._check(device)
+                self._have_ready(LAYOUTS[0], device)
+            except CodecError as error:
+                self.give_up(error)
+
+    def _have_ready(self, layout: Layout, device: int) -> None:
+        """Compile, load and try the kernels: before anything is stored that only they can read.
+
+        Raises:
+            CodecError: they fail, or do not do what they should.
+        """
+        assert self._kernels is not None
+        if (layout, device) not in self._ready:
+            with codec_errors():
+                self._kernels.warm_up(layout, device)
+            self._ready.add((layout, device))
+
+    @staticmethod
+    def _check(device: int) -> None:
+        if not _core.device_info(device).host_pointers:
+            raise CodecError(f"kernels of device {device} do not reach pinned host memory by its host address")
+
+    def workbench(
+        self,
+        device: int,
+        spare_bytes: int,
+        lenders: Sequence[_core.Segment] = (),
+        *,
+        keep_bytes: bool = True,
+        small: bool = False,
+    ) -> Workbench:
+        """Slots on `device`, for one operation; a context.
+
+        Args:
+            spare_bytes: device memory that may be taken for it.
+            lenders: segments whose memory may be used meanwhile, should there be too little.
+            keep_bytes: their bytes are put back at the end.
+            small: take little memory, and count few chunks at once, because the model runs meanwhile.
+
+        Raises:
+            CodecError: the kernels cannot be had, or do not reach what they need.
+            DriverError, OutOfHostMemory: the driver refused.
+        """
+        if self._kernels is None:
+            try:
+                self._kernels = choose_kernels()
+            except Exception as error:
+                raise CodecError(f"compressed backups cannot be read: {error}") from error
+        self._check(device)
+        if small:
+            spare_bytes = min(spare_bytes, workbench_bytes(self._tuning, self._tuning.slot_bytes[-1]))
+        return Workbench(
+            device,
+            self._kernels,
+            self._tuning,
+            spare_bytes,
+            lenders,
+            keep_bytes=keep_bytes,
+            have_ready=self._have_ready,
+            count_rows=self._tuning.few_rows if small else self._tuning.rows,
+        )

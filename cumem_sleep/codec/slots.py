@@ -1,0 +1,92 @@
+"""Device memory through which chunks pass, batch by batch, on their way to host memory or back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _core
+from ..extents import Lane, Transfers
+from ..pinned import pinned_block
+from . import exponent
+from .encoding import EncodedChunk
+
+
+def head_bytes(rows: int) -> int:
+    """Of a slot, before the chunks: a table of so many rows, a counter for each, and what aligns the chunks."""
+    return -(-rows * (exponent.ROW_BYTES + 4) // _HEAD_ALIGN_BYTES) * _HEAD_ALIGN_BYTES
+
+
+_HEAD_ALIGN_BYTES = 64 << 10
+
+
+class Slot:
+    """Device memory for one batch, its table, and its stream.
+
+    Attributes:
+        segments: ids of those that are being encoded.
+        lane: what encoded chunks are copied by, in the order of its stream; `use` sets it.
+    """
+
+    def __init__(self, device: int, address: int, rows: int) -> None:
+        self._finished: Callable[[Slot], None] | None = None
+        self.segments: set[int] = set()
+        counters_at = rows * exponent.ROW_BYTES
+        self._counters_at = counters_at
+        self.counters_address = address + counters_at
+        self.chunks_address = address + head_bytes(rows)
+        self.stream = _core.CopyStream(device)  # before the block: in this order they go, should nobody close it
+        self.lane: Lane | None = None
+        self._block = pinned_block(head_bytes(rows), device, -1)
+        content = np.frombuffer(memoryview(self._block), np.uint8)
+        self._rows = content[:counters_at].view("<u8").reshape(-1, 4)
+        self.counters = content[counters_at : counters_at + 4 * rows].view("<u4")
+        self._address = address
+        self.table = address or self._block.address
+
+    def close(self) -> None:
+        """Wait for what is in flight. Closing again does nothing."""
+        self._finished = None
+        with closing(self._block), self.stream:
+            pass
+
+    def set_rows_of(self, batch: Sequence[EncodedChunk], sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
+        """The table of the next kernel, for these chunks."""
+        symbols = np.array([chunk.code.symbols for chunk in batch], np.uint8)
+        self.set_rows(symbols, sources, targets, [chunk.bytes for chunk in batch])
+
+    def set_rows(
+        self, symbols: npt.NDArray[np.uint8], sources: npt.ArrayLike, targets: npt.ArrayLike, sizes: npt.ArrayLike
+    ) -> None:
+        """The table of the next kernel; `symbols` has the shape (chunks, 9)."""
+        exponent.set_rows(self._rows[: len(symbols)], symbols, sources, targets, sizes)
+        if self._address:
+            self.stream.to_device(self.table, self._block, 0, len(symbols) * exponent.ROW_BYTES)
+
+    def read_counters(self, chunks: int) -> None:
+        """`counters` are there when it has finished."""
+        self.stream.to_host(self._block, self._counters_at, self.counters_address, 4 * chunks)
+
+    def use(self, transfers: Transfers) -> Lane:
+        """A lane of `transfers`, for all that is begun from here on."""
+        self.lane = transfers.lane(self.stream)
+        return self.lane
+
+    def synchronize(self) -> None:
+        """Wait for what was begun on its stream, the copies to and from extents included."""
+        (self.lane or self.stream).synchronize()
+
+    def then(self, work: Callable[[Slot], None]) -> None:
+        """Do this, with the slot, when all of it has finished."""
+        self._finished = work
+
+    def finish(self) -> None:
+        """Wait for what was begun, and do what is to be done then. With nothing begun it does nothing."""
+        finished, self._finished = self._finished, None
+        if finished is not None:
+            self.synchronize()
+            self.segments = set()
+            finished(self)

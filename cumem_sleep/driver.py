@@ -1,0 +1,31 @@
+"""Opens the driver that the settings name: CUDA's, or the simulated one."""
+
+from __future__ import annotations
+
+from . import _core
+from .errors import DriverError
+
+
+def open_driver(driver: str) -> None:
+    """Open what the setting `driver` names, `cuda` or `sim`; once per process, opening the same again does nothing.
+
+    Raises:
+        DriverError: it was not found, is too old, or does not initialise.
+        InvalidState: the process runs on the other one.
+    """
+    if driver == "sim":
+        from .sim import library_path
+
+        _core.open_driver(str(library_path()))
+        return
+    try:
+        _core.open_driver("libcuda.so.1")
+    except DriverError as error:
+        if error.call != "dlopen":
+            raise
+        raise DriverError(
+            "dlopen",
+            error.error,
+            "libcuda.so.1 was not found: install the NVIDIA driver, or set CUMEM_SLEEP_DRIVER=sim to run on the"
+            f" simulated driver ({error.detail})",
+        ) from None

@@ -1,0 +1,76 @@
+"""From a level, or tags, to a plan: what a sleep keeps, backs up and drops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from .errors import InvalidArgument, InvalidArgumentType
+
+DEFAULT_TAG = "default"
+GRAPH_TAG = "cudagraph"
+RUNTIME_TAG = "runtime"  # vLLM's, for what belongs to no model, as LoRA's buffers
+# The only tags that a selective wake may leave asleep, and that a level may drop (as in vLLM).
+DEFERRABLE_TAGS = ("weights", "kv_cache")
+
+# What each level drops; the rest it backs up. Level 0 is not here: it touches no memory.
+DROPPED_AT_LEVEL = {1: ("kv_cache",), 2: DEFERRABLE_TAGS}
+ALLOWED_LEVELS = "0 (keep all), 1 (back up all but kv_cache) and 2 (drop weights and kv_cache) are allowed"
+
+IsDropped = Callable[[str], bool]
+
+
+def dropped_at_level(level: object) -> IsDropped | None:
+    """Which tags a level (None: 1) drops; None for the level that touches nothing.
+
+    Raises:
+        InvalidArgument: no such level.
+    """
+    if level is None:
+        level = 1
+    if isinstance(level, bool) or not isinstance(level, int):
+        raise InvalidArgumentType(f"level={level!r}: {ALLOWED_LEVELS}")
+    if level == 0:
+        return None
+    if level not in DROPPED_AT_LEVEL:
+        raise InvalidArgument(f"level={level!r}: {ALLOWED_LEVELS}")
+    return DROPPED_AT_LEVEL[level].__contains__
+
+
+def dropped_unless(kept: set[str]) -> IsDropped:
+    """All tags but these are dropped."""
+    return lambda tag: tag not in kept
+
+
+def wakes_with(tag: str, tags: set[str] | None) -> bool:
+    """Whether a wake of `tags` (None: all) wakes memory of this tag."""
+    return tags is None or tag in tags or tag not in DEFERRABLE_TAGS
+
+
+def checked_tag(tag: object) -> str:
+    """The tag.
+
+    Raises:
+        InvalidArgument: not a string, empty, or one that C++ cannot hold.
+    """
+    if not isinstance(tag, str):
+        raise InvalidArgumentType(f"tag={tag!r}: a string is wanted")
+    if not tag or "\0" in tag:
+        raise InvalidArgument(f"tag={tag!r}: a tag has at least one character, and none that is zero")
+    try:
+        tag.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"tag={tag!r}: not valid Unicode") from None
+    return tag
+
+
+def checked_tags(tags: object, name: str) -> set[str]:
+    """The tags of an argument of this name, which is one or several.
+
+    Raises:
+        InvalidArgument: it holds something that is no tag.
+    """
+    if isinstance(tags, str):
+        tags = (tags,)
+    if not isinstance(tags, Iterable) or isinstance(tags, bytes):
+        raise InvalidArgumentType(f"{name}={tags!r}: a string or several strings are wanted")
+    return {checked_tag(tag) for tag in tags}

@@ -1,0 +1,51 @@
+"""What every operation works with, and what several of them do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .. import _core
+from ..backups.store import BackupStore
+from ..codec.compressor import Compressor
+from ..digest.device import DeviceDigester
+from ..errors import DriverError, InvalidState
+from ..settings import Settings
+from ..transfer.restorer import Restorer
+from ..tuning import Tuning
+
+_CAPTURE_ERRORS = "CUDA_ERROR_STREAM_CAPTURE_"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The parts of one allocator that its operations use."""
+
+    settings: Settings
+    tuning: Tuning
+    lock: _core.OperationLock
+    store: BackupStore
+    digester: DeviceDigester
+    compressor: Compressor
+    restorer: Restorer
+
+
+def quiesce(segments: Sequence[_core.Segment]) -> None:
+    """Wait for the work that runs on the devices of `segments`.
+
+    Raises:
+        InvalidState: a CUDA graph is being captured on one of them.
+        DriverError: the driver refused.
+    """
+    for device in sorted({segment.device for segment in segments}):
+        _core.stop_if_asked()
+        try:
+            _core.synchronize(device)
+            _core.release_waiter(device)
+        except DriverError as error:
+            if error.error.startswith(_CAPTURE_ERRORS):
+                raise InvalidState(
+                    f"a CUDA graph is being captured on device {device} ({error.error}): its memory cannot sleep"
+                    " now; that capture is invalid, capture again"
+                ) from error
+            raise

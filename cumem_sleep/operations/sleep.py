@@ -1,0 +1,329 @@
+"""A sleep: wait, find what changed, copy it, find that nothing else changed it meanwhile, release the memory."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate, chain
+
+from .. import _core, log
+from ..codec.encoding import Encoding
+from ..codec.workbench import Count, Workbench, close_all, parts_to_count
+from ..digest.device import DigestRun
+from ..digest.reference import Digest
+from ..errors import CodecError, CumemSleepError, DriverError, InvalidState, OutOfHostMemory
+from ..levels import IsDropped
+from ..report import PhaseTimer, SleepReport
+from ..segments import by_device, describe, total_bytes
+from .layer import Layer, quiesce
+
+_Sleep = _core.Segment.Sleep
+
+
+def sleep(layer: Layer, tags: set[str] | None, is_dropped: IsDropped, operation: str = "sleep") -> SleepReport:
+    """Take the physical memory of what is awake, with a backup unless its tag is dropped; all or nothing.
+
+    An error, or a stop, before the memory is released leaves everything mapped with its bytes.
+
+    Args:
+        tags: only memory of these; None: of all.
+        operation: what the report calls it.
+
+    Raises:
+        InvalidState, OutOfHostMemory, DriverError: as `CuMemAllocator.sleep`.
+    """
+    timer = PhaseTimer()
+    of_tags = [segment for segment in _core.segments() if tags is None or segment.tag in tags]
+    # What an earlier failure left asleep, with its memory, is dropped for good.
+    segments = [s for s in of_tags if s.sleep == _Sleep.AWAKE or (s.keeps_bytes and is_dropped(s.tag))]
+    if not segments:
+        note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
+        return SleepReport(seconds=timer.seconds, note=note, operation=operation)
+    with _told_if_not_undone(segments), _core.Pinned(segments) as held:
+        dropped = [segment for segment in held if is_dropped(segment.tag)]
+        backed_up = [segment for segment in held if not is_dropped(segment.tag)]
+        with timer("quiesce"):
+            quiesce(held)
+        with layer.digester.run(backed_up) as run:
+            digests = _Digests(backed_up if _digests_are_compared(layer) else [], run, layer.tuning.idle_s)
+            copied = _BackingUp(layer, backed_up, dropped, digests, timer).run()
+            with timer("check"):
+                if copied:
+                    _check_unchanged(layer, backed_up, copied, digests)
+                layer.store.require(backed_up, digests.taken)
+        with timer("release"):
+            freed_bytes = _core.put_to_sleep(backed_up, dropped)
+    copied_bytes = total_bytes(copied)
+    return SleepReport(
+        freed_bytes=freed_bytes,
+        copied_bytes=copied_bytes,
+        stored_bytes=layer.store.stored_bytes(copied),
+        clean_bytes=total_bytes(backed_up) - copied_bytes,
+        dropped_bytes=total_bytes(dropped),
+        left_bytes=_left_on_devices(segments),
+        seconds=timer.seconds,
+        phases=timer.phases,
+        operation=operation,
+    )
+
+
+class _BackingUp:
+    """Brings the backups of some segments up to date: `run` copies what changed.
+
+    A segment whose backup has room for it, stored in the same way again, is digested part by part, while the parts
+    before are copied. The rest is digested first, and all the memory that it needs is taken before any copy.
+
+    Args:
+        dropped: whose memory may be borrowed by the codec, where the device has none left.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        segments: Sequence[_core.Segment],
+        dropped: Sequence[_core.Segment],
+        digests: _Digests,
+        timer: PhaseTimer,
+    ) -> None:
+        self._store = layer.store
+        self._compressor = layer.compressor
+        self._tuning = layer.tuning
+        self._segments = segments
+        self._lenders = dropped
+        self._digests = digests
+        self._timer = timer
+        self._changed: set[int] = set()  # ids of what was found to have changed so far
+
+    def run(self) -> list[_core.Segment]:
+        """Copy what changed, and return that. The backups are not complete: who wrote meanwhile is to be found out."""
+        while True:
+            rewritten = [segment for segment in self._segments if self._can_be_rewritten(segment)]
+            try:
+                return self._try(rewritten)
+            except CodecError as error:
+                self._compressor.give_up(error)
+            except OutOfHostMemory:
+                if not any(segment.id in self._changed for segment in rewritten):
+                    raise
+                # What the backups of these hold is worth nothing, and may be what is missing. Without them all is
+                # planned, and checked, at once.
+                self._store.forget(self._changed)
+                with self._timer("digest"):
+                    rest = self._changed_of(rewritten)
+                self._store.forget(segment.id for segment in rest)
+
+    def _try(self, rewritten: Sequence[_core.Segment]) -> list[_core.Segment]:
+        """The same, once; `rewritten` are those that are copied to where they lie already."""
+        known = {segment.id for segment in rewritten}
+        others = [segment for segment in self._segments if segment.id not in known]
+        if not self._compressor.on:  # else their sizes are not known yet
+            with self._timer("host_memory"):
+                self._store.check(self._store.needed_bytes(others, compressed=False), self._segments)
+            if others:
+                # Beside the prefaulting of new pages a digest takes long, for its table wants memory.
+                with self._timer("digest"):
+                    self._digests.take(self._segments)
+        with self._timer("digest"):
+            new = self._changed_of(others)
+            parts = self._changed_parts(rewritten, self._tuning.head_bytes)
+            first = next(parts, [])
+        if not new and not first:
+            return []
+        parts = chain([first] if first else [], parts)
+        taken = self._digests.taken
+        maybe_changed = [*new, *first, *(segment for segment in rewritten if segment.id not in taken)]
+        with self._store.filling() as filling, self._workbenches(maybe_changed) as workbenches:
+            encodings: dict[int, Encoding] = {}
+            if workbenches:
+                with self._timer("plan"):
+                    stuck = {device for device, workbench in workbenches.items() if not workbench.has_memory}
+                    if stuck:  # there nothing can be encoded, so all is stored as it is, and takes more memory
+                        rest = [*chain.from_iterable(parts)]
+                        new += [segment for segment in rest if segment.device in stuck]
+                        parts = iter([[segment for segment in rest if segment.device not in stuck]])
+                    encodings = _planned(new, workbenches)
+            with self._timer("host_memory"):
+                self._store.take(new, self._segments, encodings)
+            with self._timer("copy"):
+                filling.add(new, workbenches)
+                for part, again in self._planned_again(parts, workbenches):
+                    self._store.take(part, self._segments, again)
+                    filling.add(part, workbenches)
+                self._digests.begin_check(filling.in_flight)
+                return filling.finish()
+
+    def _can_be_rewritten(self, segment: _core.Segment) -> bool:
+        if self._compressor.on:
+            return self._store.encoding_of(segment) is not None
+        return self._store.has_room_for(segment, None)
+
+    def _changed_of(self, segments: Sequence[_core.Segment]) -> list[_core.Segment]:
+        """Those that do not equal their backup."""
+        _core.stop_if_asked()
+        self._digests.take(segments)
+        taken = self._digests.taken
+        changed = [segment for segment in segments if not self._store.is_clean(segment, taken.get(segment.id))]
+        self._changed.update(segment.id for segment in changed)
+        return changed
+
+    def _changed_parts(self, segments: Sequence[_core.Segment], head_bytes: int) -> Iterator[list[_core.Segment]]:
+        """What changed of `segments`, part by part; parts without a change are passed over.
+
+        The first part is small, so that its copies begin soon. Where it did not change, the rest probably did not
+        either, and is one part.
+
+        Args:
+            head_bytes: of the first part, at least.
+        """
+        start, part_bytes = 0, float(head_bytes)
+        while start < len(segments):
+            sums = accumulate(segment.bytes for segment in segments[start:])
+            ends = (end for end, nbytes in enumerate(sums, start + 1) if nbytes >= part_bytes)
+            end = next(ends, len(segments))
+            changed = self._changed_of(segments[start:end])
+            start, part_bytes = end, self._tuning.digest_part_bytes if changed else math.inf
+            if changed:
+                yield changed
+
+    @contextmanager
+    def _workbenches(self, segments: Sequence[_core.Segment]) -> Iterator[dict[int, Workbench]]:
+        """One for each device of `segments`; none where nothing is to be compressed."""
+        workbenches: dict[int, Workbench] = {}
+        try:
+            with ExitStack() as stack:
+                for device in by_device(segments) if self._compressor.on else ():
+                    with self._timer("plan"):
+                        spare_bytes = _core.memory_info(device)[0]
+                        lenders = [segment for segment in self._lenders if segment.sleep == _Sleep.AWAKE]
+                        workbench = self._compressor.workbench(device, spare_bytes, lenders)
+                        workbenches[device] = stack.enter_context(workbench)
+                yield workbenches
+        finally:  # once more: that may have failed, and whoever lent memory wants its bytes
+            close_all(workbenches.values())
+
+    def _planned_again(
+        self, parts: Iterable[list[_core.Segment]], workbenches: Mapping[int, Workbench]
+    ) -> Iterator[tuple[list[_core.Segment], dict[int, Encoding]]]:
+        """Part by part, how what has a backup is stored: in the same code, unless its values are very different now.
+
+        While the caller encodes one part, the GPU counts the next.
+        """
+        if not workbenches:
+            for part in parts:
+                yield part, {}
+            return
+        counts = self._counts(parts, workbenches)
+        count = next(counts, None)
+        while count is not None:
+            following = next(counts, None)
+            encodings = count.finish()
+            unfit = [s for s in count.segments if not self._store.has_room_for(s, encodings.get(s.id))]
+            encodings.update(_planned(unfit, workbenches))
+            yield count.segments, encodings
+            count = following
+
+    def _counts(self, parts: Iterable[list[_core.Segment]], workbenches: Mapping[int, Workbench]) -> Iterator[Count]:
+        segments = (segment for part in parts for segment in chain.from_iterable(by_device(part).values()))
+        coded = ((segment, e.code) for segment in segments if (e := self._store.encoding_of(segment)))
+        for each in parts_to_count(coded, self._tuning.count_part_bytes):
+            device = each[0][0].device
+            yield workbenches[device].begin_count(each)
+
+
+class _Digests:
+    """Digests of one sleep: `taken` before the copies, by the segments' ids, and compared with others after them.
+
+    The check begins when the last copies are in flight. What is written to a segment after its turn goes unnoticed, as
+    it does between the check and the release.
+    """
+
+    def __init__(self, segments: Sequence[_core.Segment], run: DigestRun, idle_s: float) -> None:
+        self.taken: dict[int, Digest] = {}
+        self._segments = {segment.id: segment for segment in segments}
+        self._run = run
+        self._idle_s = idle_s
+
+    def take(self, part: Iterable[_core.Segment]) -> None:
+        """Of those of `part` that are among the segments, once; waits for it."""
+        if ids := [s.id for s in part if s.id in self._segments and s.id not in self.taken]:
+            self._begin(ids)
+            self.taken.update(self._run.finish())
+
+    def begin_check(self, in_flight: set[int]) -> None:
+        """Of all but those whose ids these are."""
+        self._begin(segment_id for segment_id in self.taken if segment_id not in in_flight)
+
+    def changed(self, quiesce: Callable[[], None]) -> list[_core.Segment]:
+        """Those that have other digests by now; waits for all work on their devices.
+
+        If there was any, it may have written until it ended: then what was begun before that does not count.
+        """
+        now = self._run.finish()
+        start = time.perf_counter()
+        quiesce()
+        if time.perf_counter() - start > self._idle_s:
+            now = {}
+        self._begin(segment_id for segment_id in self.taken if segment_id not in now)
+        now.update(self._run.finish())
+        return [self._segments[segment_id] for segment_id in self.taken if now[segment_id] != self.taken[segment_id]]
+
+    def _begin(self, ids: Iterable[int]) -> None:
+        self._run.finish()  # what a try began that failed
+        self._run.start([self._segments[segment_id] for segment_id in ids])
+
+
+@contextmanager
+def _told_if_not_undone(segments: Sequence[_core.Segment]) -> Iterator[None]:
+    """Around a sleep of `segments`: its error says which of them sleep although it failed."""
+    try:
+        yield
+    except BaseException as error:
+        asleep = [segment for segment in segments if segment.sleep != _Sleep.AWAKE and not segment.freed]
+        lost = [segment for segment in asleep if segment.sleep == _Sleep.DROPPED and not segment.keeps_bytes]
+        if isinstance(error, CumemSleepError):
+            error.asleep_segments = tuple(describe(segment) for segment in asleep if segment not in lost)
+            error.lost_segments = tuple(map(describe, lost))
+        elif 0 < len(asleep) < len(segments):  # else it came when all slept
+            log.error(
+                "an interrupted sleep could not be undone: %s", ", ".join(f"{describe(s)} sleeps" for s in asleep)
+            )
+        raise
+
+
+def _planned(segments: Iterable[_core.Segment], workbenches: Mapping[int, Workbench]) -> dict[int, Encoding]:
+    """How each is to be stored, by its id, if not as it is."""
+    encodings: dict[int, Encoding] = {}
+    for device, mine in by_device(segments).items():
+        if device in workbenches:
+            encodings.update(workbenches[device].plan(mine))
+    return encodings
+
+
+def _digests_are_compared(layer: Layer) -> bool:
+    """With a backup's now, or after a wake."""
+    return layer.settings.verify != "off" or layer.settings.retain_backups
+
+
+def _check_unchanged(
+    layer: Layer, segments: Sequence[_core.Segment], copied: Sequence[_core.Segment], digests: _Digests
+) -> None:
+    """Refuse a sleep whose backups may hold other bytes than the device does by now; the others are complete."""
+    changed = digests.changed(lambda: quiesce(segments))
+    layer.store.prove((segment for segment in copied if segment not in changed), digests.taken)
+    if changed:
+        layer.store.forget(segment.id for segment in changed)
+        raise InvalidState(
+            f"{describe(changed[0])} was written to while it was backed up ({len(changed)} segments were): let no"
+            " work run on the GPU during sleep, and call again; everything is awake"
+        )
+
+
+def _left_on_devices(segments: Sequence[_core.Segment]) -> int:
+    """Bytes in use on the devices of these segments; 0 if the driver does not say, since all is asleep by now."""
+    try:
+        information = [_core.memory_info(device) for device in {segment.device for segment in segments}]
+    except DriverError:
+        return 0
+    return sum(total_bytes - free_bytes for free_bytes, total_bytes in information)

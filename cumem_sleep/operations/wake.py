@@ -1,0 +1,146 @@
+"""A wake: take memory, map it under the old addresses, copy the bytes back, prove them; or undo all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from .. import _core
+from ..codec.workbench import Workbench, close_all
+from ..digest.reference import Digest
+from ..errors import BackupMismatch, OutOfDeviceMemory
+from ..levels import wakes_with
+from ..report import PhaseTimer, WakeReport
+from ..segments import by_device, describe, total_bytes
+from ..transfer.restorer import ToRestore
+from .layer import Layer
+
+_Sleep = _core.Segment.Sleep
+
+
+def asleep(tags: set[str] | None) -> list[_core.Segment]:
+    """What a wake of these tags (None: all) wakes."""
+    return [s for s in _core.segments() if s.sleep != _Sleep.AWAKE and wakes_with(s.tag, tags)]
+
+
+def wanting(segments: Sequence[_core.Segment]) -> dict[int, int]:
+    """By device, how many bytes those of `segments` need that have no memory."""
+    return {device: total_bytes(mine) for device, mine in by_device(s for s in segments if not s.has_memory).items()}
+
+
+def wake(layer: Layer, tags: set[str] | None) -> WakeReport:
+    """Wake these tags (None: all); if anything fails, what was taken goes back, and everything stays asleep.
+
+    Raises:
+        OutOfDeviceMemory, BackupMismatch, CodecError, DriverError: as `CuMemAllocator.wake_up`.
+    """
+    timer = PhaseTimer()
+    sleeping = asleep(tags)
+    if not sleeping:
+        return WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep")
+    with _core.Pinned(sleeping) as segments:
+        restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
+        restored.sort(key=lambda segment: layer.store.encoding_of(segment) is not None)  # as they are copied
+        blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
+        for device in by_device(segments):
+            _core.release_waiter(device)
+        _check_device_memory(segments)
+        expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
+        checked = [segment for segment in restored if segment.id in expected]
+        keep_bytes = {segment.id for segment in blank if segment.keeps_bytes}
+        mapping = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in restored})
+        # Begins when half of the bytes are there, because it costs nothing then. Earlier it could have to wait for the
+        # driver to scrub freed memory, and hold a lock of the driver meanwhile that copies need.
+        mapping_blank = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in blank})
+        try:
+            with mapping, mapping_blank, layer.digester.run(checked) as digests:
+                with layer.store.transfers() as transfers, _workbenches(layer, restored, segments, blank) as benches:
+                    mapping.start()
+                    if restored:
+                        with timer("copy"):
+                            layer.restorer.restore(
+                                _to_restore(layer, restored),
+                                transfers,
+                                mapping.wait,
+                                mapping_blank.start,
+                                digests if checked else None,
+                                benches,
+                            )
+                with timer("map"):
+                    for segment in blank:
+                        mapping_blank.wait(segment.id)
+                    if layer.settings.poison:
+                        _poison([s for s in blank if s.tag != "kv_cache" and s.id not in keep_bytes])
+                if checked:
+                    with timer("verify"):
+                        _verify(checked, expected, digests.finish())
+            _core.finish_wake(segments)
+        except BaseException:
+            _core.undo_wake(segments)  # leaves alone what finish_wake has woken
+            raise
+    return WakeReport(
+        mapped_bytes=total_bytes(segments),
+        restored_bytes=total_bytes(restored),
+        verified_bytes=total_bytes(checked),
+        stored_bytes=layer.store.stored_bytes(restored),
+        seconds=timer.seconds,
+        phases=timer.phases,
+    )
+
+
+def _to_restore(layer: Layer, restored: Sequence[_core.Segment]) -> ToRestore:
+    raw = [segment for segment in restored if layer.store.encoding_of(segment) is None]
+    encoded = [segment for segment in restored if layer.store.encoding_of(segment) is not None]
+    return ToRestore(
+        [(segment, layer.store.pieces(segment)) for segment in raw],
+        [(segment, list(layer.store.chunks(segment))) for segment in encoded],
+    )
+
+
+@contextmanager
+def _workbenches(
+    layer: Layer, restored: Sequence[_core.Segment], waking: Sequence[_core.Segment], blank: Sequence[_core.Segment]
+) -> Iterator[dict[int, Workbench]]:
+    """For each device with compressed backups, with memory that `waking` does not need, or else that of `blank`."""
+    workbenches: dict[int, Workbench] = {}
+    encoded = [segment for segment in restored if layer.store.encoding_of(segment) is not None]
+    lenders = [segment for segment in blank if not segment.keeps_bytes]
+    needed_bytes = wanting(waking)
+    try:
+        with ExitStack() as stack:
+            for device in by_device(encoded):
+                spare_bytes = _core.memory_info(device)[0] - needed_bytes.get(device, 0)
+                workbench = layer.compressor.workbench(device, spare_bytes, lenders, keep_bytes=False)
+                workbenches[device] = stack.enter_context(workbench)
+            yield workbenches
+    finally:  # once more: that may have failed
+        close_all(workbenches.values())
+
+
+def _check_device_memory(segments: Sequence[_core.Segment]) -> None:
+    """Refuse a wake that cannot fit before it maps anything."""
+    for device, needed_bytes in wanting(segments).items():
+        free_bytes = _core.memory_info(device)[0]
+        if needed_bytes > free_bytes:
+            count = sum(segment.device == device and not segment.has_memory for segment in segments)
+            raise OutOfDeviceMemory(needed_bytes, free_bytes, device, segment=f"{count} sleeping segments")
+
+
+def _digests_at_sleep(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
+    """Of those whose digest was taken."""
+    backups = [backup for backup in map(layer.store.get, segments) if backup is not None]
+    return {backup.segment.id: backup.digest for backup in backups if backup.digest is not None}
+
+
+def _verify(segments: Sequence[_core.Segment], expected: dict[int, Digest], actual: dict[int, Digest]) -> None:
+    for segment in segments:
+        if actual[segment.id] != expected[segment.id]:
+            raise BackupMismatch(describe(segment), str(expected[segment.id]), str(actual[segment.id]))
+
+
+def _poison(segments: Sequence[_core.Segment]) -> None:
+    for segment in segments:
+        _core.stop_if_asked()
+        with _core.CopyStream(segment.device) as stream:
+            stream.poison(segment.address, segment.bytes)
+            stream.synchronize()

@@ -1,0 +1,26 @@
+"""What is asked of several segments, or said of one, everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from . import _core
+from .errors import format_bytes
+
+
+def total_bytes(segments: Iterable[_core.Segment]) -> int:
+    """Of all of them."""
+    return sum(segment.bytes for segment in segments)
+
+
+def by_device(segments: Iterable[_core.Segment]) -> dict[int, list[_core.Segment]]:
+    """The segments of each device, in order; the lowest device first."""
+    found: dict[int, list[_core.Segment]] = {}
+    for segment in segments:
+        found.setdefault(segment.device, []).append(segment)
+    return dict(sorted(found.items()))
+
+
+def describe(segment: _core.Segment) -> str:
+    """For messages: its tag, address, size and device."""
+    return f"segment {segment.tag} at 0x{segment.address:x} ({format_bytes(segment.bytes)}, device {segment.device})"

@@ -1,0 +1,58 @@
+"""Runs every check. A check that cannot be made says why, and the others still run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from ... import _core
+from ..machine import Machine
+from . import gpus, host, packages, variables
+from .report import Check, DoctorReport, Status
+
+_HOST_CHECKS: Mapping[str, Callable[[Machine], Check]] = {
+    "MemAvailable": host.available_memory,
+    "cgroup memory": host.cgroup_memory,
+    "memlock limit": host.memlock,
+    "huge pages": host.huge_pages,
+    "cores": host.cores,
+    "CPU affinity": host.affinity,
+    "PyTorch": packages.torch,
+    "PyTorch allocator": packages.expandable_segments,
+    "Triton": packages.triton,
+    "compression": packages.compression,
+    "vLLM": packages.vllm,
+    "CuPy": packages.cupy,
+}
+
+
+def examine(machine: Machine, progress: Callable[[str], None] = lambda _name: None) -> DoctorReport:
+    """Run all checks. Opens the driver that the environment names; briefly allocates 2 MiB on each device."""
+    checks: list[Check] = []
+
+    def make(name: str, look: Callable[..., Check], *arguments: object) -> None:
+        progress(name)
+        checks.append(guarded(name, partial(look, *arguments)))
+
+    make("settings", variables.settings, machine)
+    make("driver", gpus.driver, machine)
+    for device in gpus.devices(checks):
+        gpu = f"GPU {device}"
+        make(gpu, gpus.gpu_device, device)
+        make(f"{gpu} handles", gpus.gpu_handles, device)
+        make(f"{gpu} PCIe", gpus.gpu_link, machine, device)
+        make(f"{gpu} NUMA", gpus.gpu_numa, machine, device)
+    for name, look in _HOST_CHECKS.items():
+        make(name, look, machine)
+    return DoctorReport(_core.driver_is_simulated(), tuple(checks))
+
+
+def guarded(name: str, look: Callable[[], Check]) -> Check:
+    """The result of the check, or why it could not be made."""
+    try:
+        return look()
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return Check(name, Status.WARN, f"could not be checked: {where}{error.strerror or error}")
+    except Exception as error:  # the other checks still run
+        return Check(name, Status.WARN, f"could not be checked: {type(error).__name__}: {error}")

@@ -1,0 +1,142 @@
+"""The Python packages that this one works with. None is imported."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+from ...errors import CumemSleepError
+from ...integrations.torch import CONF_VARIABLES, OLDEST_TORCH, POOLS_IGNORE_EXPANDABLE_SEGMENTS
+from ...settings import PREFIX, Settings, parse_bool
+from ...vllm import compatibility, plugin
+from ..machine import TRITON_DISTRIBUTIONS, Machine
+from .report import Check, Status
+
+_CUPY_DISTRIBUTIONS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+
+
+def torch(machine: Machine) -> Check:
+    """Whether PyTorch is there, new enough, and built for CUDA."""
+    name = "PyTorch"
+    found = machine.distribution("torch")
+    if found is None:
+        advice = (
+            "pip install torch: without it only malloc and CuPy can use this layer, and digests are computed on the CPU"
+        )
+        return Check(name, Status.WARN, "not installed", advice)
+    cuda = _torch_cuda(found)
+    text = found.version if cuda is None else f"{found.version}, {f'built for CUDA {cuda}' if cuda else 'without CUDA'}"
+    if cuda == "":
+        return Check(name, Status.WARN, text, "install a build of PyTorch for CUDA (pytorch.org/get-started)")
+    if _version(found.version) < OLDEST_TORCH:
+        return Check(
+            name,
+            Status.WARN,
+            text,
+            f"{'.'.join(map(str, OLDEST_TORCH))} or newer is needed: pip install --upgrade torch",
+        )
+    return Check(name, Status.OK, text)
+
+
+def _torch_cuda(torch_distribution: metadata.Distribution) -> str | None:
+    """The CUDA version that PyTorch was built for; "" for a CPU build, None if it is not known."""
+    try:
+        text = Path(str(torch_distribution.locate_file("torch/version.py"))).read_text()
+    except OSError:
+        text = ""
+    built_for = re.search(r"^cuda\b[^=\n]*=\s*(None|['\"]([\d.]+)['\"])", text, re.MULTILINE)
+    if built_for:
+        return built_for[2] or ""
+    return "" if "+cpu" in torch_distribution.version else None
+
+
+def triton(machine: Machine) -> Check:
+    """Whether Triton, which compiles the kernels, is there."""
+    version = machine.version_of(*TRITON_DISTRIBUTIONS)
+    if version is None:
+        advice = "pip install triton: without it digests are computed on the CPU, at about 1 GB/s"
+        return Check("Triton", Status.WARN, "not installed", advice)
+    return Check("Triton", Status.OK, version)
+
+
+def compression(machine: Machine) -> Check:
+    """Whether backups are to be compressed, and whether they can be."""
+    name = "compression"
+    variable = f"{PREFIX}COMPRESS"
+    settings = Settings.from_environment(machine.environment)
+    if settings.compress == "off":
+        return Check(name, Status.OK, f"off ({variable}=auto makes backups of bf16 weights a third smaller)")
+    if settings.driver == "sim":
+        return Check(name, Status.OK, "auto; simulated, by the reference on the CPU")
+    missing = [
+        package
+        for package, names in (("PyTorch", ("torch",)), ("Triton", TRITON_DISTRIBUTIONS))
+        if machine.version_of(*names) is None
+    ]
+    if missing:
+        found = f"auto, but {' and '.join(missing)} not installed: backups are stored uncompressed"
+        return Check(name, Status.WARN, found, f"pip install torch triton, or unset {variable}")
+    if (found_torch := machine.distribution("torch")) is not None and _torch_cuda(found_torch) == "":
+        found = f"auto, but PyTorch {found_torch.version} is built without CUDA: backups are stored uncompressed"
+        return Check(name, Status.WARN, found, f"install a build of PyTorch for CUDA, or unset {variable}")
+    return Check(name, Status.OK, "auto: bf16 weights take about 0.67 of their bytes, fp8 ones 0.83")
+
+
+def vllm(machine: Machine) -> Check:
+    """Whether the plugin serves the installed vLLM, and is not switched off."""
+    name = "vLLM"
+    version = machine.version_of("vllm")
+    if version is None:
+        return Check(name, Status.OK, "not installed (optional)")
+    own = f"{version}, which keeps its own sleep mode"
+    misfit = compatibility.version_misfit(version)
+    if misfit and not _is_on(machine, compatibility.UNTESTED):
+        return Check(
+            name, Status.WARN, f"{own}: {misfit}", f"install a known version, or try with {compatibility.UNTESTED}=1"
+        )
+    if _is_on(machine, plugin.DISABLE):
+        return Check(name, Status.OK, f"{own}: {plugin.DISABLE}={machine.environment[plugin.DISABLE]}")
+    plugins = machine.environment.get("VLLM_PLUGINS")
+    if plugins is not None and not set(plugin.ENTRY_POINTS) & set(plugins.split(",")):
+        found = f"{own}: VLLM_PLUGINS={plugins}"
+        if plugin.NAME in re.sub(r"[-.\s]+", "_", plugins.strip().lower()):
+            return Check(name, Status.WARN, found, f"vLLM compares exactly: write {plugin.NAME}, without spaces")
+        return Check(name, Status.OK, found)
+    if misfit:
+        return Check(name, Status.WARN, f"{version}, with sleep mode in this layer if it fits: {misfit}", "test it")
+    return Check(name, Status.OK, f"{version}, with sleep mode in this layer")
+
+
+def _is_on(machine: Machine, variable: str) -> bool:
+    """Bad values count as off: the check of the settings reports them."""
+    try:
+        return parse_bool(variable, machine.environment.get(variable, "").strip() or "0")
+    except CumemSleepError:
+        return False
+
+
+def cupy(machine: Machine) -> Check:
+    """Whether CuPy, whose arrays can sleep too, is there."""
+    version = machine.version_of(*_CUPY_DISTRIBUTIONS)
+    return Check("CuPy", Status.OK, "not installed (optional)" if version is None else version)
+
+
+def expandable_segments(machine: Machine) -> Check:
+    """Whether PyTorch is configured to use expandable segments, and what follows from it."""
+    name = "PyTorch allocator"
+    told = {name: machine.environment[name] for name in CONF_VARIABLES if machine.environment.get(name)}
+    if not told:
+        return Check(name, Status.OK, "default configuration")
+    found = ", ".join(f"{variable}={text}" for variable, text in told.items())
+    if not any(re.search(r"expandable_segments\s*:\s*true", text, re.IGNORECASE) for text in told.values()):
+        return Check(name, Status.OK, found)
+    version = machine.version_of("torch")
+    if version is not None and _version(version) >= POOLS_IGNORE_EXPANDABLE_SEGMENTS:
+        return Check(name, Status.OK, f"{found}; pools of this layer do not use them")
+    return Check(name, Status.OK, f"{found}; switched off while a pool of this layer is entered")
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """Major and minor; "2.11.0a0+git" is (2, 11)."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])

@@ -1,0 +1,39 @@
+"""The environment variables: which are in effect, and which nothing reads."""
+
+from __future__ import annotations
+
+from ... import variables
+from ...errors import CumemSleepError
+from ...settings import PREFIX, Settings
+from ...vllm import plugin
+from ...vllm.gate_settings import GateSettings
+from ..machine import Machine
+from .report import Check, Status
+
+_ADMIN_TOKEN = PREFIX + "ADMIN_TOKEN"
+
+
+def settings(machine: Machine) -> Check:
+    """Which settings are in effect, and which variables look like settings but are none."""
+    name = "settings"
+    given = {variable: text for variable, text in machine.environment.items() if variable.startswith(PREFIX)}
+    documented = {**variables.described(Settings), **variables.described(GateSettings)}
+    shown = {**given, **({_ADMIN_TOKEN: "…"} if given.get(_ADMIN_TOKEN) else {})}
+    in_force = [
+        f"{variable}={text}" for variable, text in sorted(shown.items()) if variable in documented and text.strip()
+    ]
+    in_force += [f"{variable}={given[variable]}" for variable in variables.OTHERS if variable in given]
+    found = ", ".join(in_force) or "all at their defaults"
+    try:
+        Settings.from_environment(given)
+        GateSettings.from_environment(given)
+        plugin.check_variables(given)
+    except CumemSleepError as error:
+        return Check(name, Status.FAIL, str(error), "correct the variable, or unset it")
+    if misspelt := variables.misspelt(given):
+        advice = "; ".join(
+            f"misspelt? {variable} may be {nearest}" if nearest else f"unset {variable}"
+            for variable, nearest in misspelt.items()
+        )
+        return Check(name, Status.WARN, f"{found}; nothing reads {', '.join(misspelt)}", advice)
+    return Check(name, Status.OK, found)

@@ -1,0 +1,106 @@
+"""What `--help` says beside the options."""
+
+from __future__ import annotations
+
+import textwrap
+
+from .. import variables
+from ..settings import Settings
+from ..vllm.gate_settings import GateSettings
+
+DESCRIPTION = """\
+Sleep mode for GPU memory: weights and KV cache give their GPU memory back in
+seconds and take it again at the same addresses, in the same process."""
+
+EPILOG = """\
+examples:
+  cumem-sleep demo                     sleep and wake a small model, compare every byte
+  cumem-sleep demo Qwen3-8B/           the same with your own model: a folder, or its files
+  cumem-sleep doctor                   check whether this machine is ready, and fast
+  cumem-sleep doctor --json            the same for programs
+  cumem-sleep bench                    measure sleep and wake here, compared with the link
+
+with vLLM:
+  vllm serve MODEL --enable-sleep-mode   installing this package is enough
+  curl -X POST localhost:8000/sleep      give the memory back (needs VLLM_SERVER_DEV_MODE=1)
+  curl -X POST localhost:8000/wake_up    take it again
+
+exit codes:
+  0  everything is fine
+  1  a check failed, or bytes differ
+  2  bad usage, or an error of the memory layer (one line on standard error)
+  130  interrupted
+  141  the reader of the output closed it
+
+With --json, every command prints one object that begins with command, version, ok, simulated
+(no GPU was used) and error (null, or what went wrong).
+
+environment variables of the memory layer, the HTTP gate, the plugin, the simulated driver, and the build:
+"""
+
+DEMO_DESCRIPTION = """\
+Loads a model's weights, allocates a KV cache, and does with both what a server
+does: sleep at level 1 (weights are copied to the host, the KV cache is dropped),
+wake, sleep again (nothing changed, so nothing is copied), wake the weights, then
+the KV cache, sleep at level 2 (both are dropped), wake, reload the weights.
+
+After each wake every byte of the weights is read back from the device and compared
+with the source, and every address is compared with the one before.
+
+Without a GPU it runs on the simulated driver, and says so."""
+
+DEMO_EPILOG = """\
+examples:
+  cumem-sleep demo
+  cumem-sleep demo model.safetensors --kv 8GiB
+  cumem-sleep demo Qwen3-8B/
+  cumem-sleep demo model-0000*-of-00004.safetensors --device 1 --rounds 3
+  CUMEM_SLEEP_DRIVER=sim cumem-sleep demo --json | jq .ok"""
+
+DOCTOR_DESCRIPTION = """\
+Checks the driver, the GPUs, the host memory and the Python packages, and says
+what is wrong or slow and what to do about it. To find out what the driver really
+grants, it briefly allocates 2 MiB (and a CUDA context) on each GPU. It changes nothing.
+
+A warning means less speed or a missing feature; a failure means that the layer cannot work."""
+
+DOCTOR_EPILOG = """\
+examples:
+  cumem-sleep doctor
+  cumem-sleep doctor --json | jq '.checks[] | select(.status != "ok")'
+  CUMEM_SLEEP_DRIVER=sim cumem-sleep doctor"""
+
+BENCH_DESCRIPTION = """\
+Measures what sleep and wake cost on this machine, in a process of its own: the link in
+both directions; the first sleep; sleeps after nothing, one segment or everything changed,
+without backups, and after prepare(); level 2; and wakes with and without the KV cache,
+right after the sleep and some seconds later (meanwhile the driver scrubs freed memory).
+
+The weights have the 258 segments that a Qwen3-32B has in vLLM, scaled to the size; or
+equal segments (--segment-size); or those of a model (--model). Contents are random. After
+each wake, outside of the measured time, every byte of the weights is checked.
+
+The default sizes are those of a 32B model in vLLM on an H200, or as much as fits.
+On the simulated driver everything is small, and the times mean nothing."""
+
+BENCH_EPILOG = """\
+examples:
+  cumem-sleep bench
+  cumem-sleep bench --weights 30GiB --kv 20GiB --plot sleep.png
+  cumem-sleep bench --model model.safetensors --rounds 5 --json > bench.json
+  cumem-sleep bench --model Qwen3-8B/ --device 1
+  cumem-sleep bench --weights 8GiB --segment-size 2MiB
+  CUMEM_SLEEP_DRIVER=sim cumem-sleep bench --pause 0
+
+how to read it:
+  Seconds are medians. "x link" compares them with the time that the link alone would take.
+  "first sleep" allocates and pins host memory; before "prepared sleep", "prepare" has done that."""
+
+
+def environment() -> str:
+    """Every variable with its meaning, from the docstrings of the settings."""
+    texts = {**variables.described(Settings), **variables.described(GateSettings), **variables.OTHERS}
+    lines = []
+    for name, text in texts.items():
+        lines += [f"  {name}", *textwrap.wrap(text, 100, initial_indent="      ", subsequent_indent="      ")]
+    return "\n".join(lines)

@@ -1,0 +1,135 @@
+"""The copies to one device, batch by batch: some batches are in flight, so that the link never waits for the caller."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from .. import _core
+from ..digest.device import DigestRun
+from ..extents import Piece
+from ..tuning import Tuning
+from .pacing import Choices
+from .routes import Route
+
+
+@dataclass
+class Batch:
+    """Pieces that are copied together.
+
+    Attributes:
+        segments: that the pieces belong to.
+        completed: those of which the last byte is in this batch.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    segments: list[_core.Segment] = field(default_factory=list)
+    completed: list[_core.Segment] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """In all pieces."""
+        return sum(piece.bytes for piece in self.pieces)
+
+
+class Batches:
+    """All pieces of the segments, in order, in batches of any size."""
+
+    def __init__(self, backups: Iterable[tuple[_core.Segment, Sequence[Piece]]]) -> None:
+        # With each piece, what the batch that ends with it completes.
+        self._pieces: list[tuple[_core.Segment, Piece, bool]] = []
+        for segment, pieces in backups:
+            self._pieces += [(segment, piece, piece is pieces[-1]) for piece in pieces]
+        self._pieces.reverse()
+
+    def next(self, nbytes: int) -> Batch:
+        """At most so many bytes; none where nothing is left."""
+        batch = Batch()
+        while self._pieces and nbytes > 0:
+            segment, piece, is_last = self._pieces.pop()
+            if piece.bytes > nbytes:
+                piece, rest = piece.split(nbytes)
+                self._pieces.append((segment, rest, is_last))
+                is_last = False
+            batch.pieces.append(piece)
+            batch.segments.append(segment)
+            if is_last:
+                batch.completed.append(segment)
+            nbytes -= piece.bytes
+        return batch
+
+
+class RawCopies:
+    """The copies of what is not compressed to one device."""
+
+    def __init__(
+        self,
+        mapped: Callable[[int], None],
+        digests: DigestRun | None,
+        routes: Sequence[Route],
+        choices: Choices,
+        tuning: Tuning,
+    ) -> None:
+        self._mapped = mapped
+        self._digests = digests
+        self._routes = routes
+        self._choices = choices
+        self._tuning = tuning
+        self._in_flight: list[tuple[Batch, Route]] = []
+
+    def run(self, batches: Batches) -> Iterator[int]:
+        """Yields after each batch that was begun, its bytes: so several devices take turns."""
+        choice = next(self._choices)
+        for number in count():
+            _core.stop_if_asked()
+            batch = batches.next(
+                self._tuning.engine_batch_bytes if choice.by_engine and not choice.alone else self._tuning.batch_bytes
+            )
+            if not batch.pieces:
+                break
+            start = time.perf_counter()  # before a wait for mapping: what is in flight goes on meanwhile
+            for segment in batch.segments:
+                self._mapped(segment.id)
+            if choice.alone:
+                self._finish(leave=0)
+                start = time.perf_counter()
+            route = self._routes[number % len(self._routes)]
+            route.start(batch.pieces, by_engine=choice.by_engine)
+            self._in_flight.append((batch, route))
+            self._finish(leave=0 if choice.alone else len(self._routes) - 1)
+            choice = self._choices.send((batch.bytes, time.perf_counter() - start))
+            yield batch.bytes
+        self._finish(leave=0)
+
+    def _finish(self, leave: int) -> None:
+        while len(self._in_flight) > leave:
+            _core.stop_if_asked()
+            batch, route = self._in_flight[0]
+            route.lane.synchronize()
+            del self._in_flight[0]
+            if self._digests is not None:
+                self._digests.start(batch.completed)
+
+
+class SlotCopies:
+    """Copies to the slots of one device, by whichever way is the faster just then."""
+
+    def __init__(self, routes: Sequence[Route], choices: Choices) -> None:
+        self._routes = routes
+        self._choices = choices
+        self._choice = next(self._choices)
+
+    @property
+    def alone(self) -> bool:
+        """The next one is to have nothing beside it, so that its time tells the rate."""
+        return self._choice.alone
+
+    def start(self, slot: int, pieces: Sequence[Piece]) -> None:
+        """Begin to copy these, in the order of this slot's stream."""
+        self._routes[slot].start(pieces, by_engine=self._choice.by_engine)
+
+    def took(self, nbytes: int, seconds: float) -> None:
+        """How long the copy took, or, with others in flight, how long it was until the next may begin."""
+        self._choice = self._choices.send((nbytes, seconds))

@@ -1,0 +1,90 @@
+"""Which way the next batch goes: the copy engine's rate is watched, and the kernel takes over while it is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from ..tuning import Tuning
+
+# Of the best rate seen; the engine has less than half of it while it scrubs memory as well.
+_ENGINE_IS_BUSY = 0.7
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How to copy the next batch.
+
+    Attributes:
+        by_engine: by the copy engine, else by the kernel.
+        alone: with nothing beside it, so that its time tells the rate.
+    """
+
+    by_engine: bool
+    alone: bool
+
+
+@dataclass
+class BestRate:
+    """The highest rate seen on a link, in bytes per second."""
+
+    value: float = 0.0
+
+    def see(self, nbytes: int, seconds: float) -> float:
+        """Returns this rate."""
+        rate = nbytes / seconds
+        self.value = max(self.value, rate)
+        return rate
+
+
+Choices = Generator[Choice, tuple[int, float], None]
+
+
+def choices(best: BestRate, timed_bytes: int, tuning: Tuning) -> Choices:
+    """What to do with each next batch; is sent the bytes and seconds of the one before.
+
+    The engine is used until it turns out slow beside the best rate seen; then the kernel for a while, and the engine is
+    tried again. Where no rate was seen yet, the kernel's is the first. Rates are the best only if nothing else was in
+    flight: after a stall of ours batches that were finished meanwhile seem to take no time.
+
+    Args:
+        timed_bytes: the engine's rate is that of so many together.
+    """
+    least_bytes = tuning.least_timed_bytes
+    if not best.value:
+        yield from _rate_alone(best, least_bytes, by_engine=False)
+    while True:
+        if (yield from _rate_alone(best, least_bytes, by_engine=True)) >= _ENGINE_IS_BUSY * best.value:
+            while (yield from _engine_for_a_while(timed_bytes, _ENGINE_IS_BUSY * best.value, tuning.batches_in_flight)):
+                pass
+        for _ in range(tuning.batches_between_trials):
+            yield Choice(by_engine=False, alone=False)
+
+
+def _rate_alone(best: BestRate, least_bytes: int, *, by_engine: bool) -> Generator[Choice, tuple[int, float], float]:
+    """Of the next batch that is large enough to tell."""
+    while True:
+        nbytes, seconds = yield Choice(by_engine, alone=True)
+        if nbytes >= least_bytes:
+            return best.see(nbytes, seconds)
+
+
+def _engine_for_a_while(
+    timed_bytes: int, least_rate: float, in_flight: int
+) -> Generator[Choice, tuple[int, float], bool]:
+    """Whether so many bytes reach the rate, not counting the first batches: they have yet to fill the queue."""
+    for _ in range(in_flight):
+        yield Choice(by_engine=True, alone=False)
+    nbytes, seconds = 0, 0.0
+    while nbytes < timed_bytes:
+        batch_bytes, batch_s = yield Choice(by_engine=True, alone=False)
+        nbytes, seconds = nbytes + batch_bytes, seconds + batch_s
+        if max(nbytes, timed_bytes) < least_rate * seconds:
+            return False  # whatever the rest takes
+    return True
+
+
+def engine_alone() -> Choices:
+    """The engine for every batch: there is no choice."""
+    while True:
+        yield Choice(by_engine=True, alone=False)

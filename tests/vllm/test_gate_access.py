@@ -1,0 +1,91 @@
+"""Who may what: the admin token and API keys."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from fake_vllm import FakeEngine, FakeVllm, until_idle
+from gate_client import TOKEN, Serve, run
+
+pytestmark = pytest.mark.usefixtures("gate_environment")
+
+
+ADMIN = ("/sleep", "/wake_up", "/wake", "/reload_weights", "/release_kv_cache_memory", "/pause", "/resume")
+ADMIN += ("/collective_rpc", "/update_weights", "/start_weight_update", "/finish_weight_update", "/sleep/")
+ADMIN += ("/start_draft_weight_update", "/init_weight_transfer_engine", "/update_weight_version", "/weight_checker")
+
+
+def test_the_admin_token_is_for_posts(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(admin_token=TOKEN)
+        for method in ("OPTIONS", "HEAD", "GET"):
+            assert (await client.request(method, "/sleep")).code == 200, "what vLLM makes of it"
+        assert client.engine.calls == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ADMIN)
+@pytest.mark.parametrize("dev_mode", ["1", "0"])
+def test_the_admin_token(serve: Serve, path: str, dev_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(dev_mode=dev_mode == "1"), admin_token=TOKEN)
+        for key in ("", "wrong", TOKEN + "x", TOKEN[:-1], "schlüssel"):
+            response = await client.post(path, key=key)
+            assert response.code == 401
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.error["type"] == "AuthenticationError"
+        basic = [(b"authorization", b"Basic " + TOKEN.encode())]
+        assert (await client.post(path, headers=basic)).code == 401
+        assert client.engine.calls == client.vllm.seen == []
+        bearer = [(b"authorization", b"bearer " + TOKEN.encode())]
+        assert (await client.post(path, b'{"method": "x"}', key=TOKEN)).code != 401
+        assert (await client.post(path, b'{"method": "x"}', headers=bearer)).code != 401
+
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", dev_mode)
+    if path == "/release_kv_cache_memory":  # that needs a pause first
+        monkeypatch.setattr(FakeEngine, "release_kv_cache_memory", FakeEngine.pause_generation)
+    run(scenario())
+
+
+def test_the_token_is_never_logged(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        client = serve(admin_token=TOKEN, on_request="wake")
+        await client.post("/sleep", key=TOKEN)
+        client.engine.fails["wake_up"] = [RuntimeError("no memory")]
+        await client.ask()
+        await client.post("/sleep", key=TOKEN + "x")
+
+    caplog.set_level(logging.DEBUG)
+    run(scenario())
+    assert "no memory" in caplog.text
+    assert TOKEN not in caplog.text
+
+
+@pytest.mark.parametrize("source", ["middleware", "arguments", "environment"])
+def test_a_request_without_the_api_key_wakes_nothing_and_is_not_held(
+    serve: Serve, policy: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(api_keys=("good-key", "other-key")), on_request=policy)
+        if source != "middleware":
+            client.vllm.user_middleware = []
+        if source == "arguments":
+            client.vllm.state.args.api_key = ["good-key", "other-key"]
+        if source == "environment":
+            monkeypatch.setenv("VLLM_API_KEY", "other-key")
+        await client.post("/sleep")
+        for key in ("", "bad-key"):
+            response = await client.ask(key)
+            assert (response.code, response.body) == (401, {"error": "Unauthorized"}), "vLLM's own answer"
+            response = await client.post("/score", key=key)  # a path that vLLM does not guard
+            assert response.code == 503
+        assert client.engine.count("wake_up") == client.engine.count("generate") == 0
+        request = client.begin("POST", "/v1/completions", key="other-key")
+        await until_idle()
+        if policy == "wait":
+            await client.post("/wake_up")
+        assert (await request.response()).code == (503 if policy == "reject" else 200)
+
+    run(scenario())

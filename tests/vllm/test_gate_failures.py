@@ -1,0 +1,251 @@
+"""Sleeps, wakes and engines that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from fake_vllm import TAGS, Crash, FakeEngine, FakeVllm, OldEngine, until_idle
+from gate_client import Serve, run
+
+from cumem_sleep.vllm.sleeping_model import Phase
+
+pytestmark = pytest.mark.usefixtures("gate_environment")
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_that_failed_after_the_scheduler_stopped_is_level_0(serve: Serve, level: int) -> None:
+    async def scenario() -> None:
+        client = serve()
+        client.engine.fails["sleep"] = [RuntimeError("OutOfHostMemory")]
+        with pytest.raises(RuntimeError, match="OutOfHostMemory"):
+            await client.post(f"/sleep?level={level}")
+        response = await client.ask()
+        assert response.code == 503, "vLLM would queue it, and nobody would ever resume"
+        assert "level 0" in response.error["message"]
+        await client.post("/wake_up")
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+class TornEngine(FakeEngine):
+    """The sleep fails in the second worker, after the first one slept, which the executor does not notice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_sleeps = self.lost = False
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        assert not self.first_sleeps, "level 2 reads buffers"
+        self.scheduler_paused = True
+        self.first_sleeps, self.lost = True, level == 2
+        self.weights = "garbage" if self.lost else self.weights
+        raise RuntimeError("OutOfHostMemory")
+
+    def status(self, rank: int) -> dict[str, Any]:
+        self.asleep, self.backed_up = set(TAGS) if self.first_sleeps and rank == 0 else set(), not self.lost
+        try:
+            return super().status(rank)
+        finally:
+            self.asleep = set()
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        await super().wake_up(tags)
+        if self.first_sleeps and not self.scheduler_paused:
+            raise Crash("scheduler resumed on unmapped memory")
+        return True
+
+    async def collective_rpc(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
+        answer = await super().collective_rpc(method, *arguments, **keywords)
+        if method == "wake_up":
+            self.first_sleeps = False
+        return answer
+
+    async def generate(self) -> str:
+        if self.first_sleeps:
+            raise Crash("a request ran on unmapped memory")
+        return await super().generate()
+
+
+class OldTornEngine(TornEngine, OldEngine):
+    """The same in vLLM 0.14, whose scheduler goes on."""
+
+    async def sleep(self, level: int = 1) -> None:  # type: ignore[override]
+        try:
+            await TornEngine.sleep(self, level)
+        finally:
+            self.scheduler_paused = False
+
+
+@pytest.mark.parametrize("mends", [True, False])
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("engine", [TornEngine, OldTornEngine])
+def test_a_sleep_that_failed_in_one_of_two_workers(
+    serve: Serve, policy: str, engine: type[TornEngine], level: int, mends: bool
+) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(engine()), on_request=policy)
+        if not mends:
+            client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory")]
+        with pytest.raises(RuntimeError, match="OutOfHostMemory"):
+            await client.post(f"/sleep?level={level}")
+        if policy != "wake":
+            health = await client.get("/health")
+            assert mends or health.code == (503 if policy == "reject" else 200)
+            await client.post("/wake_up")
+            if level == 2:
+                await client.post("/reload_weights")
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+def test_a_sleep_that_failed_during_a_pause_leaves_the_pause(serve: Serve, policy: str) -> None:
+    async def scenario() -> None:
+        client = serve(on_request=policy)
+        await client.post("/pause")
+        client.engine.fails["sleep"] = [RuntimeError("OutOfHostMemory")]
+        with pytest.raises(RuntimeError, match="OutOfHostMemory"):
+            await client.post("/sleep")
+        assert (await client.ask()).body == {"text": "queued"}
+        assert client.engine.count("wake_up") == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("level", ["1.0", "%202", "+1"])
+def test_a_level_as_vllm_reads_it(serve: Serve, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM 0.33 leaves it to pydantic."""
+    dev_route = FakeVllm._dev_route
+
+    async def lenient(vllm: FakeVllm, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
+        if "level" in query:
+            query = {**query, "level": [str(int(float(query["level"][0])))]}
+        return await dev_route(vllm, path, query, body)
+
+    monkeypatch.setattr(FakeVllm, "_dev_route", lenient)
+
+    async def scenario() -> None:
+        client = serve()
+        assert (await client.post(f"/sleep?level={level}")).code == 200
+        assert (await client.ask()).code == 503
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+def test_a_wake_of_a_tag_without_a_name_wakes_nothing(serve: Serve, plugin: bool) -> None:
+    async def scenario() -> None:
+        client = serve()
+        client.engine.plugin = plugin
+        await client.post("/sleep")
+        await client.post("/wake_up?tags=")
+        assert (await client.ask()).code == 503, "vLLM ignores the call"
+
+    run(scenario())
+
+
+def test_a_refused_sleep_changes_nothing(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve()
+        assert (await client.post("/sleep?level=deep")).code == 400
+        assert (await client.ask()).code == 200
+        await client.engine.pause_generation()
+        assert (await client.post("/sleep?level=deep")).code == 400
+        assert (await client.ask()).body == {"text": "queued"}
+
+    run(scenario())
+
+
+def test_after_a_failed_wake_the_engine_is_asked(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve()
+        await client.post("/sleep")
+        client.engine.fails["wake_up"] = [RuntimeError("no memory")]
+        with pytest.raises(RuntimeError, match="no memory"):
+            await client.post("/wake_up")
+        assert (await client.ask()).code == 503
+        await client.engine.wake_up()  # unseen, but after a failure nothing is taken for granted
+        client.engine.fails["wake_up"] = [RuntimeError("no memory")]
+        with pytest.raises(RuntimeError, match="no memory"):
+            await client.post("/wake_up")
+        assert (await client.ask()).code == 200
+
+    run(scenario())
+
+
+def test_an_engine_that_does_not_say_what_it_does_is_asked_by_the_next_request(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve()
+        await client.ask()
+        client.engine.fails["is_sleeping"] = [RuntimeError("busy")]
+        assert (await client.post("/sleep")).code == 200
+        assert client.gate.model.phase is Phase.UNKNOWN
+        assert (await client.ask()).code == 503
+
+    run(scenario())
+
+
+def test_an_engine_that_does_not_answer_is_vllms_to_tell(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        client = serve()
+        client.engine.waits["is_sleeping"] = asyncio.Event()
+        assert (await client.ask()).code == 200
+
+    monkeypatch.setattr("cumem_sleep.vllm.sleeping_model.ASK_WITHIN_S", 0.01)
+    run(scenario())
+
+
+@pytest.mark.parametrize("engine", [FakeEngine, OldEngine])
+def test_an_answer_to_another_question_opens_nothing(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, engine: type[FakeEngine]
+) -> None:
+    """After a call that failed in one worker, vLLM's executor is late by one answer in the others."""
+
+    async def scenario() -> None:
+        client = serve(FakeVllm(engine()))
+        status = client.engine.status
+        monkeypatch.setattr(client.engine, "status", lambda rank: status(rank) if rank == 0 else None)
+        await client.post("/sleep")
+        assert (await client.ask()).code == 503
+        await client.post("/wake_up")
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+def test_an_engine_that_dies_while_a_request_is_held_answers_for_itself(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(on_request="wait")
+        await client.post("/sleep")
+        request = client.begin("POST", "/v1/completions")
+        await until_idle()
+        client.engine.dead = True
+        with pytest.raises(RuntimeError, match="encountered an issue"):
+            await client.post("/wake_up")
+        with pytest.raises(RuntimeError, match="EngineDeadError"):
+            await request.response()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("policy", ["wait", "wake"])
+def test_an_engine_that_ends_while_the_model_sleeps_lets_its_requests_go(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """At SIGTERM vLLM ends its engine, and then waits for all requests."""
+    monkeypatch.setattr("cumem_sleep.vllm.gate.POLL_S", 0.01)
+
+    async def scenario() -> None:
+        client = serve(on_request=policy)
+        client.engine.waits["wake_up"] = asyncio.Event()
+        await client.post("/sleep")
+        request = client.begin("POST", "/v1/completions")
+        await until_idle()
+        client.engine.dead = True
+        with pytest.raises(RuntimeError, match="EngineDeadError"):
+            await asyncio.wait_for(request.task, 5)
+
+    run(scenario())

@@ -1,0 +1,104 @@
+"""What the gate says of the server's health."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fake_vllm import until_idle
+from gate_client import POLICIES, Serve, run
+
+pytestmark = pytest.mark.usefixtures("gate_environment")
+
+
+@pytest.mark.parametrize(
+    ("policy", "health", "code"),
+    [("reject", "auto", 503), ("wait", "auto", 200), ("wake", "auto", 200)]
+    + [(policy, "ok", 200) for policy in POLICIES]
+    + [(policy, "unavailable", 503) for policy in POLICIES],
+)
+@pytest.mark.parametrize("target", [("GET", "/health"), ("GET", "/ping"), ("POST", "/ping"), ("GET", "/health/")])
+def test_health(serve: Serve, policy: str, health: str, code: int, target: tuple[str, str]) -> None:
+    async def scenario() -> None:
+        client = serve(on_request=policy, health=health)
+        response = await client.request(*target)
+        assert response.body is None or response.body == {"path": "/health/"}, "vLLM's own answer"
+        for level in (0, 1, 2):
+            await client.post(f"/sleep?level={level}")
+            response = await client.request(*target)
+            assert response.code == code
+            assert response.body == {"status": "asleep", "asleep": True, "level": level}
+            assert response.headers.get("retry-after") == ("5" if code == 503 else None)
+            await client.post("/wake_up")
+        client.engine.dead = True
+        response = await client.request("GET", "/health")
+        assert (response.code, response.body) == (503, None), "vLLM's own answer"
+
+    run(scenario())
+
+
+def test_health_of_a_dead_engine_that_slept(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(health="ok")
+        await client.post("/sleep")
+        client.engine.dead = True
+        response = await client.get("/health")
+        assert (response.code, response.body) == (503, None)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("health", "code"), [("auto", 503), ("ok", 200), ("unavailable", 503)])
+def test_health_without_weights(serve: Serve, health: str, code: int) -> None:
+    async def scenario() -> None:
+        client = serve(on_request="wake", health=health)
+        await client.post("/sleep?level=2")
+        await client.post("/wake_up")
+        response = await client.get("/health")
+        assert response.code == code
+        assert response.body == {"status": "weights_missing", "asleep": False, "level": 2}
+
+    run(scenario())
+
+
+def test_health_does_not_wait_for_a_sleep(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve()
+        await client.ask()
+        client.engine.waits["sleep"] = asyncio.Event()
+        sleep = client.begin("POST", "/sleep")
+        await until_idle()
+        response = await client.get("/health")
+        assert response.code == 503
+        assert response.body["status"] == "changing"
+        client.engine.waits["sleep"].set()
+        await sleep.response()
+
+    run(scenario())
+
+
+def test_health_of_an_engine_that_does_not_answer_is_vllms(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        client = serve()
+        client.engine.waits["is_sleeping"] = asyncio.Event()
+        response = await client.get("/health")
+        assert (response.code, response.body) == (200, None)
+
+    monkeypatch.setattr("cumem_sleep.vllm.gate.HEALTH_WITHIN_S", 0.01)
+    run(scenario())
+
+
+def test_health_says_that_wakes_fail(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(on_request="wake", retry_after_s=30)
+        now = 0.0
+        client.gate.model.clock = lambda: now
+        await client.post("/sleep")
+        assert (await client.get("/health")).code == 200
+        client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory")]
+        assert (await client.ask()).code == 503
+        assert (await client.get("/health")).code == 503
+        now += 31
+        assert (await client.get("/health")).code == 200, "the next request tries again"
+
+    run(scenario())

@@ -1,0 +1,132 @@
+"""Settings of the gate, and how it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from fake_vllm import FakeVllm
+from gate_client import TOKEN, Serve, run
+
+from cumem_sleep import InvalidArgument, InvalidArgumentType
+from cumem_sleep.vllm import SleepGate
+from cumem_sleep.vllm.gate_settings import GateSettings
+
+pytestmark = pytest.mark.usefixtures("gate_environment")
+
+
+def test_settings_default() -> None:
+    assert GateSettings.from_environment({}) == GateSettings("reject", 60.0, 5, "auto", None)
+
+
+def test_settings_come_from_the_environment() -> None:
+    texts = {
+        "on_request": ("wake", "wake"),
+        "request_deadline_s": (" 0.5 ", 0.5),
+        "retry_after_s": ("7", 7),
+        "health": ("ok", "ok"),
+        "admin_token": (TOKEN, TOKEN),
+        "max_held_requests": ("10", 10),
+        "max_held_bytes": ("1MiB", 1 << 20),
+        "loading_methods": ("refit, load_it", ("refit", "load_it")),
+    }
+    assert {field.name for field in dataclasses.fields(GateSettings)} == set(texts)
+    environment = {f"CUMEM_SLEEP_{name.upper()}": text for name, (text, _) in texts.items()}
+    assert dataclasses.asdict(GateSettings.from_environment(environment)) == {
+        name: value for name, (_, value) in texts.items()
+    }
+    assert GateSettings.__doc__ is not None
+    assert all(f"{name}: " in GateSettings.__doc__ for name in texts)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "allowed"),
+    [
+        ("ON_REQUEST", "sleep", "one of reject, wait, wake"),
+        ("HEALTH", "true", "one of auto, ok, unavailable"),
+        ("REQUEST_DEADLINE_S", "soon", "seconds from 0 to 86400"),
+        ("REQUEST_DEADLINE_S", "-1", "seconds from 0 to 86400"),
+        ("REQUEST_DEADLINE_S", "nan", "seconds from 0 to 86400"),
+        ("REQUEST_DEADLINE_S", "inf", "seconds from 0 to 86400"),
+        ("MAX_HELD_REQUESTS", "many", "a whole number of at least 0"),
+        ("MAX_HELD_REQUESTS", "-1", "a whole number of at least 0"),
+        ("MAX_HELD_BYTES", "2 barrels", "a number of bytes is allowed"),
+        ("LOADING_METHODS", "refit;drop()", "names are separated by commas"),
+        ("RETRY_AFTER_S", "0", "a whole number of seconds from 1 to 86400"),
+        ("RETRY_AFTER_S", "1.5", "a whole number of seconds from 1 to 86400"),
+        ("RETRY_AFTER_S", "1e9", "a whole number of seconds from 1 to 86400"),
+    ],
+)
+def test_bad_values_name_variable_value_and_what_is_allowed(variable: str, value: str, allowed: str) -> None:
+    with pytest.raises(InvalidArgument) as error:
+        GateSettings.from_environment({f"CUMEM_SLEEP_{variable}": value})
+    assert f"CUMEM_SLEEP_{variable}=" in str(error.value)
+    assert value in str(error.value)
+    assert allowed in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"on_request": None},
+        {"health": 1},
+        {"retry_after_s": 1.0},
+        {"retry_after_s": True},
+        {"request_deadline_s": "1"},
+        {"admin_token": 1},
+        {"max_held_requests": 1.5},
+        {"max_held_bytes": True},
+        {"loading_methods": "refit"},
+    ],
+)
+def test_wrong_types(values: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentType, match=next(iter(values))):
+        GateSettings(**values)
+
+
+@pytest.mark.parametrize("token", ["", " ", "two words", "tab\t", "schlüssel"])
+def test_a_token_that_cannot_guard_is_an_error_that_does_not_show_it(token: str) -> None:
+    with pytest.raises(InvalidArgument) as error:
+        GateSettings.from_environment({"CUMEM_SLEEP_ADMIN_TOKEN": token})
+    assert "CUMEM_SLEEP_ADMIN_TOKEN" in str(error.value)
+    assert not token.strip() or token not in str(error.value)
+
+
+def test_bad_settings_stop_the_server_when_it_looks_the_class_up_and_when_it_makes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import cumem_sleep.vllm as package
+
+    monkeypatch.setenv("CUMEM_SLEEP_ON_REQUEST", "nap")
+    with pytest.raises(InvalidArgument, match="CUMEM_SLEEP_ON_REQUEST='nap'"):
+        package.SleepGate  # noqa: B018
+    with pytest.raises(InvalidArgument, match="CUMEM_SLEEP_ON_REQUEST='nap'"):
+        SleepGate(FakeVllm())
+
+
+@pytest.mark.slow
+def test_the_gate_is_a_class_and_its_import_needs_nothing_but_the_standard_library() -> None:
+    code = (
+        "import sys, inspect; from cumem_sleep.vllm import SleepGate; assert inspect.isclass(SleepGate);"
+        "bad = {'vllm', 'torch', 'prometheus_client', 'fastapi', 'starlette'} & set(sys.modules); assert not bad, bad"
+    )
+    elsewhere = pathlib.Path(__file__).parent  # not the checkout, whose package may not be built
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=elsewhere)
+
+
+def test_one_line_says_the_policy_and_not_the_token(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        serve(on_request="wait", request_deadline_s=9, admin_token=TOKEN)
+        assert len(caplog.records) == 1
+        for part in ("wait (at most 9 s)", "/health then: 200", "admin token: needed", "open (VLLM_SERVER_DEV_MODE)"):
+            assert part in caplog.text
+
+    caplog.set_level(logging.DEBUG, "cumem_sleep")
+    run(scenario())
+    assert TOKEN not in caplog.text
+    assert TOKEN not in repr(GateSettings(admin_token=TOKEN))
