@@ -104,7 +104,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         address.close()
         raise
 
-    def stop(number: int, _: FrameType | None) -> None:
+    def stop(number: int, _frame: FrameType | None) -> None:
         vault.stop(wait=options.at_exit == "wait" and not stopped)
         stopped.append(number)
 

@@ -50,17 +50,26 @@ def visible_gpus(wanted: Sequence[str] = ()) -> list[Gpu]:
     return [known[name] for name in dict.fromkeys(wanted)] or gpus
 
 
+_Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a client asks. Descriptors that are left in the list are closed afterwards."""
+
+    session: Session
+    number: int
+    body: Mapping[str, Any]
+    descriptors: list[int]
+
+
 @dataclass(frozen=True)
 class _Reservation:
     """Waits for memory that is still being taken."""
 
-    session: Session
-    request: int
+    asked: _Request
     gpu: Gpu
     sizes: Sequence[int]
-
-
-_Answer = dict[str, Any]
 
 
 class Service:
@@ -99,7 +108,8 @@ class Service:
         body, descriptors, _ = message
         session.open_requests += 1
         try:
-            request, verb = integer(body, "id"), text(body, "do", protocol.MAX_REQUEST_BYTES)
+            asked = _Request(session, integer(body, "id"), body, descriptors)
+            verb = text(body, "do", protocol.MAX_REQUEST_BYTES)
             if (verb == "hello") == session.is_greeted:
                 raise Nonsense("hello is said once, and first")
             handler = _REQUESTS.get(verb)
@@ -108,12 +118,12 @@ class Service:
             try:
                 if message.descriptors_lost:
                     raise VaultError(_NO_MORE_FILES)
-                answer = handler(self, session, request, body, descriptors)
+                answer = handler(self, asked)
             except CumemSleepError as error:
-                self._answer(session, request, error)
+                self._answer(asked, error)
             else:
                 if answer is not None:
-                    self._answer(session, request, answer)
+                    self._answer(asked, answer)
         finally:
             protocol.close_all(descriptors)
 
@@ -124,7 +134,7 @@ class Service:
         for lent in session.lent.values():
             if not lent.jobs:
                 lent.close()
-        self._waiting = deque(each for each in self._waiting if each.session is not session)
+        self._waiting = deque(each for each in self._waiting if each.asked.session is not session)
 
     def forget(self, session: Session) -> None:
         """It has gone: whatever it has comes back."""
@@ -153,9 +163,9 @@ class Service:
 
     # Requests
 
-    def _hello(self, session: Session, request: int, body: _Answer, descriptors: list[int]) -> _Answer:
-        session.name = "".join(c for c in text(body, "name", 80) if c.isprintable())
-        session.is_greeted = True
+    def _hello(self, asked: _Request) -> _Answer:
+        asked.session.name = "".join(c for c in text(asked.body, "name", 80) if c.isprintable())
+        asked.session.is_greeted = True
         return {
             "pid": os.getpid(),
             "version": __version__,
@@ -164,11 +174,11 @@ class Service:
             "simulated": _core.driver_is_simulated(),
         }
 
-    def _reserve(self, session: Session, request: int, body: _Answer, descriptors: list[int]) -> None:
-        gpu, sizes = self._gpu(body), integers(body, "sizes")
+    def _reserve(self, asked: _Request) -> None:
+        gpu, sizes = self._gpu(asked.body), integers(asked.body, "sizes")
         if self._is_ending:
             raise InvalidState("the vault is about to end: it takes no new backups")
-        self._waiting.append(_Reservation(session, request, gpu, sizes))
+        self._waiting.append(_Reservation(asked, gpu, sizes))
         self.serve_waiting()
 
     def serve_waiting(self) -> None:
@@ -181,8 +191,8 @@ class Service:
                 self._pool.ledger.require_room(each.sizes, names)
                 if not goes_on:
                     continue
-                holds = self._pool.ledger.reserve(each.session, each.gpu.uuid, each.sizes, each.gpu.node)
-                result = self._handed_out(each.session, holds)
+                holds = self._pool.ledger.reserve(each.asked.session, each.gpu.uuid, each.sizes, each.gpu.node)
+                result = self._handed_out(each.asked.session, holds)
             except OutOfHostMemory as error:
                 if error.needed_bytes <= error.available_bytes + self._pool.bytes_to_come():
                     goes_on = False
@@ -191,60 +201,48 @@ class Service:
             except CumemSleepError as error:
                 result = error
             self._waiting.remove(each)
-            self._answer(each.session, each.request, result)
+            self._answer(each.asked, result)
 
-    def _find(self, session: Session, request: int, body: _Answer, descriptors: list[int]) -> _Answer:
-        gpu = self._gpu(body)
-        keys = [_key(each) for each in objects(body, "keys")]
-        return self._handed_out(session, [self._pool.ledger.find(session, gpu.uuid, key) for key in keys])
+    def _find(self, asked: _Request) -> _Answer:
+        gpu = self._gpu(asked.body)
+        keys = [_key(each) for each in objects(asked.body, "keys")]
+        return self._handed_out(asked.session, [self._pool.ledger.find(asked.session, gpu.uuid, key) for key in keys])
 
-    def _seal(self, session: Session, request: int, body: _Answer, descriptors: list[int]) -> _Answer:
-        sealed = [(integer(each, "number"), _key(each), each) for each in objects(body, "backups")]
+    def _seal(self, asked: _Request) -> _Answer:
+        sealed = [(integer(each, "number"), _key(each), each) for each in objects(asked.body, "backups")]
         for number, _, _ in sealed:
-            if self._pool.ledger.writable(session, number).entry.copies:
+            if self._pool.ledger.writable(asked.session, number).entry.copies:
                 raise InvalidState(f"backup {number} is still being written: it cannot be sealed yet")
         holds = []
         for number, key, each in sealed:
-            note = _note(each, self._pool.ledger.hold(session, number).entry.nbytes)
-            holds.append(self._pool.ledger.seal(session, number, key, note))
+            note = _note(each, self._pool.ledger.hold(asked.session, number).entry.nbytes)
+            holds.append(self._pool.ledger.seal(asked.session, number, key, note))
         self._memory_came_back()
-        return self._handed_out(session, holds)
+        return self._handed_out(asked.session, holds)
 
-    def _mark(self, session: Session, request: int, body: _Answer, descriptors: list[int]) -> _Answer:
-        gone = self._pool.ledger.mark(session, integers(body, "numbers"), boolean(body, "needed"))
+    def _mark(self, asked: _Request) -> _Answer:
+        gone = self._pool.ledger.mark(asked.session, integers(asked.body, "numbers"), boolean(asked.body, "needed"))
         self._memory_came_back()
         return {"gone": gone}
 
-    def _release(self, session: Session, request: int, body: _Answer, descriptors: list[int]) -> _Answer:
-        self._pool.ledger.release(session, integers(body, "numbers"))
-        session.known_slabs -= set(integers(body, "slabs"))  # which it has closed
+    def _release(self, asked: _Request) -> _Answer:
+        self._pool.ledger.release(asked.session, integers(asked.body, "numbers"))
+        asked.session.known_slabs -= set(integers(asked.body, "slabs"))  # which it has closed
         self._memory_came_back()
         return {}
 
-    def _copy(self, session: Session, request: int, body: _Answer, descriptors: list[int]) -> _Answer | None:
-        """Between a client's memory and its backups. The memory comes with its first copy; the client numbers it."""
-        gpu, to_host, number = self._gpu(body), boolean(body, "out"), integer(body, "memory")
-        ranges = rows(body, "ranges", 4)
-        nbytes = integer(body, "bytes", 1)
-        if descriptors:
-            if number in session.lent:
-                raise Nonsense(f"memory: {number} was sent before")
-            session.lent[number] = Lent(descriptors.pop(), gpu.ordinal, nbytes)
-        lent = session.lent.get(number)
-        if len(session.lent) > protocol.MAX_AT_ONCE:
-            raise InvalidState(f"{len(session.lent)} memories are lent: take some back")
-        if lent is None:
-            raise InvalidState(f"memory {number} was not sent, or did not arrive")
-        holds = {each[0]: self._pool.ledger.hold(session, each[0]) for each in ranges}
-        if to_host:
-            for each in holds:
-                self._pool.ledger.writable(session, each)
+    def _copy(self, asked: _Request) -> _Answer | None:
+        """Between a client's memory and its backups."""
+        gpu, to_host, ranges = self._gpu(asked.body), boolean(asked.body, "out"), rows(asked.body, "ranges", 4)
+        lent = self._lent(asked, gpu)
+        may = self._pool.ledger.writable if to_host else self._pool.ledger.hold
+        holds = {row[0]: may(asked.session, row[0]) for row in ranges}
         pieces: deque[Piece] = deque()
         for hold, offset, lent_offset, size in ranges:
             entry = holds[hold].entry
             if offset + size > entry.nbytes or lent_offset + size > lent.nbytes or lent.device != gpu.ordinal:
                 raise InvalidArgument(
-                    f"range of {size} bytes at {offset} of backup {hold}, at {lent_offset} of memory {number}: it lies"
+                    f"range of {size} bytes at {offset} of backup {hold}, at {lent_offset} of lent memory: it lies"
                     f" beyond their {entry.nbytes} and {lent.nbytes} bytes, or on another GPU"
                 )
             pieces.extend(self._pieces(entry.ranges(offset, size), lent_offset))
@@ -257,17 +255,33 @@ class Service:
 
         def over(error: Exception | None) -> None:
             lent.jobs -= 1
-            if not session.is_served and not lent.jobs:
+            if not asked.session.is_served and not lent.jobs:
                 lent.close()
             for entry in entries:
                 self._pool.ledger.end_copy(entry)
-            self._answer(session, request, error or {})
+            self._answer(asked, error or {})
             self._memory_came_back()
             if isinstance(error, DriverError):
                 self._look_at_gpu(gpu, error)
 
-        self._link(gpu, to_host).submit(Job(session, lent, pieces, lambda error: self._post(partial(over, error))))
+        self._link(gpu, to_host).submit(
+            Job(asked.session, lent, pieces, lambda error: self._post(partial(over, error)))
+        )
         return None
+
+    def _lent(self, asked: _Request, gpu: Gpu) -> Lent:
+        """The memory that a copy is about. It comes with its first copy; the client numbers it."""
+        number, nbytes = integer(asked.body, "memory"), integer(asked.body, "bytes", 1)
+        mine = asked.session.lent
+        if asked.descriptors:
+            if number in mine:
+                raise Nonsense(f"memory: {number} was sent before")
+            if len(mine) >= protocol.MAX_AT_ONCE:
+                raise InvalidState(f"{len(mine)} memories are lent: take some back")
+            mine[number] = Lent(asked.descriptors.pop(), gpu.ordinal, nbytes)
+        if number not in mine:
+            raise InvalidState(f"memory {number} was not sent, or did not arrive")
+        return mine[number]
 
     def _look_at_gpu(self, gpu: Gpu, error: DriverError) -> None:
         """After some errors every call fails until the process has ended: then the next vault does better."""
@@ -284,31 +298,30 @@ class Service:
                 yield Piece(block, offset + start, lent_offset, size)
                 lent_offset += size
 
-    def _take_back(self, session: Session, request: int, body: _Answer, descriptors: list[int]) -> _Answer:
+    def _take_back(self, asked: _Request) -> _Answer:
         """The client has no copy of these memories open any more: they go back."""
-        numbers = integers(body, "memories")
+        numbers = integers(asked.body, "memories")
         for number in numbers:
-            if number in session.lent and session.lent[number].jobs:
+            if number in asked.session.lent and asked.session.lent[number].jobs:
                 raise InvalidState(f"memory {number} is still being copied: wait for that first")
         for number in numbers:
-            if number in session.lent:
-                session.lent.pop(number).close()
+            if number in asked.session.lent:
+                asked.session.lent.pop(number).close()
         return {}
 
-    def _show(self, session: Session, request: int, body: _Answer, descriptors: list[int]) -> None:
+    def _show(self, asked: _Request) -> None:
         """Backups in slabs that another vault has left behind. They are looked at by the thread that takes memory."""
-        gpu = self._gpu(body)
-        shown = [(_key(each), _note(each, integer(each, "bytes", 1)), each) for each in objects(body, "backups")]
+        gpu = self._gpu(asked.body)
+        shown = [(_key(each), _note(each, integer(each, "bytes", 1)), each) for each in objects(asked.body, "backups")]
         for _, _, each in shown:
-            if any(row[0] >= len(descriptors) for row in rows(each, "extents", 3)):
+            if any(row[0] >= len(asked.descriptors) for row in rows(each, "extents", 3)):
                 raise Nonsense("extents: they lie in a slab whose descriptor is not there")
-        self._pool.look_at(descriptors.copy(), partial(self._adopt, session, request, gpu, shown))
-        descriptors.clear()
+        self._pool.look_at(asked.descriptors.copy(), partial(self._adopt, asked, gpu, shown))
+        asked.descriptors.clear()
 
     def _adopt(
         self,
-        session: Session,
-        request: int,
+        asked: _Request,
         gpu: Gpu,
         shown: Sequence[tuple[Key, str, _Answer]],
         looked_at: Future[list[memory.Slab]],
@@ -317,24 +330,24 @@ class Service:
         holds: list[Hold] = []
         try:
             numbers = self._pool.adopt(looked_at.result(), self._names())
-            for key, note, each in shown if session.is_served else ():
+            for key, note, each in shown if asked.session.is_served else ():
                 extents = [Extent(numbers[slab], offset, size) for slab, offset, size in each["extents"]]
-                holds.append(ledger.show(session, gpu.uuid, key, note, each["bytes"], extents))
-            result: _Answer | Exception = self._handed_out(session, holds)
+                holds.append(ledger.show(asked.session, gpu.uuid, key, note, each["bytes"], extents))
+            result: _Answer | Exception = self._handed_out(asked.session, holds)
         except (CumemSleepError, OSError) as error:
-            ledger.release(session, [hold.number for hold in holds])
+            ledger.release(asked.session, [hold.number for hold in holds])
             result = error
-        self._answer(session, request, result)
+        self._answer(asked, result)
         self._memory_came_back()
 
-    def _status(self, session: Session, request: int, body: _Answer, descriptors: list[int]) -> _Answer:
-        return self.status(session)
+    def _status(self, asked: _Request) -> _Answer:
+        return self.status(asked.session)
 
     # What requests share
 
-    def _answer(self, session: Session, request: int, result: _Answer | Exception) -> None:
+    def _answer(self, asked: _Request, result: _Answer | Exception) -> None:
         self._counts["refused"] += isinstance(result, Exception)
-        session.answer(request, result)
+        asked.session.answer(asked.number, result)
 
     def _memory_came_back(self) -> None:
         """Adopted slabs without backups go; whoever waits for memory may have it now."""
@@ -344,7 +357,7 @@ class Service:
     def _names(self) -> dict[Hashable, str]:
         return {session: str(session) for session in self._sessions}
 
-    def _gpu(self, body: _Answer) -> Gpu:
+    def _gpu(self, body: Mapping[str, Any]) -> Gpu:
         uuid = text(body, "gpu")
         if uuid not in self._gpus:
             raise VaultError(f"the vault does not serve {uuid!r}, only {', '.join(self._gpus)}: see its --gpus")
@@ -434,7 +447,7 @@ class Service:
         }
 
 
-_REQUESTS: Mapping[str, Callable[[Service, Session, int, _Answer, list[int]], _Answer | None]] = {
+_REQUESTS: Mapping[str, Callable[[Service, _Request], _Answer | None]] = {
     "hello": Service._hello,
     "reserve": Service._reserve,
     "find": Service._find,

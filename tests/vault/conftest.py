@@ -19,7 +19,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RunningVault]]:
+def lasting() -> Iterator[list[RunningVault]]:
     """The vault of many tests, the last one that was started."""
     started: list[RunningVault] = []
     yield started
@@ -57,6 +57,8 @@ def start_vault(folder: pathlib.Path, request: pytest.FixtureRequest) -> Iterato
 
 @pytest.fixture
 def client(vault: RunningVault, allocator: CuMemAllocator) -> Iterator[VaultClient]:
+    """Of this process, which has an allocator."""
+    assert allocator is not None
     connected = vault.client()
     yield connected
     connected.close()

@@ -362,12 +362,12 @@ def test_another_user_is_cut_off(in_this_process: Callable[..., VaultClient], mo
 def test_a_vault_of_another_user_is_not_used(
     in_this_process: Callable[..., VaultClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "peer_credentials", lambda connection: (1, os.getuid() + 1))
+    monkeypatch.setattr(protocol, "peer_credentials", lambda _: (1, os.getuid() + 1))
     with pytest.raises(VaultUnavailable, match=f"belongs to user {os.getuid() + 1}"):
         in_this_process()
 
 
-def test_the_socket_is_private(vault: RunningVault, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_socket_is_private(vault: RunningVault, monkeypatch: pytest.MonkeyPatch) -> None:
     assert vault.socket.stat().st_mode & 0o777 == 0o600
     assert vault.socket.with_name("vault.sock.lock").stat().st_mode & 0o777 == 0o600
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
@@ -530,7 +530,7 @@ def test_importing_the_client_opens_no_driver(vault: RunningVault) -> None:
 def test_an_interrupted_call_leaves_nothing_behind(client: VaultClient, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = Channel.wait
 
-    def interrupted(self: Channel, deadline: float, to_send: bool = False) -> bool:
+    def interrupted(*_: object, **__: object) -> bool:
         monkeypatch.setattr(Channel, "wait", wait)
         raise KeyboardInterrupt
 

@@ -238,7 +238,7 @@ def test_a_descriptor_of_something_else_is_refused(segment: MakeSegment, client:
 
 
 def test_anothers_backup_cannot_be_read_or_given_back(
-    segment: MakeSegment, memory: Memory, vault: RunningVault, client: VaultClient
+    segment: MakeSegment, memory: Memory, vault: RunningVault
 ) -> None:
     mine = segment(PAGE)
     content = memory.fill_random(mine.address, PAGE)

@@ -71,7 +71,7 @@ def test_a_killed_vault_is_noticed_at_once_and_its_slabs_are_read(vault: Running
 
 @pytest.mark.parametrize("copying", ["write", "read"])
 def test_a_vault_that_is_killed_while_it_copies_is_noticed(
-    start_vault: StartVault, allocator: CuMemAllocator, memory: Memory, copying: str
+    start_vault: StartVault, allocator: CuMemAllocator, copying: str
 ) -> None:
     vault = start_vault("64MiB", CUMEM_SLEEP_SIM_COPY_DELAY_US="60000000")
     client = vault.client()
@@ -195,12 +195,12 @@ def test_a_vault_takes_no_more_than_it_may_with_what_it_adopts(
 
 
 def test_a_vault_that_ends_gives_no_memory_back_that_others_read(
-    folder: pathlib.Path, allocator: CuMemAllocator
+    allocator: CuMemAllocator,
 ) -> None:
     allocator._open()
     posted: deque[Callable[[], None]] = deque()
     changed: list[bool] = []
-    host = Host(lambda: 1 << 40, 1, lambda line: None)
+    host = Host(lambda: 1 << 40, 1, lambda _: None)
     old, new = (Pool(PAGE, None, 0, [-1], host, posted.append, lambda: changed.append(True)) for _ in range(2))
     for pool in (old, new):
         pool.take_more()
@@ -357,7 +357,7 @@ def slow_vault(
     allocator.get_current_usage()
     allocator._open()
     monkeypatch.setattr(protocol, "BUSY_INTERVAL_S", 0.05)
-    vault = Vault(Address(folder / "vault.sock"), 4 * PAGE, visible_gpus(), Host(room.ask, 1, lambda line: None), PAGE)
+    vault = Vault(Address(folder / "vault.sock"), 4 * PAGE, visible_gpus(), Host(room.ask, 1, lambda _: None), PAGE)
     thread = threading.Thread(target=vault.run)
     thread.start()
     yield lambda deadline_s=30.0: VaultClient(folder / "vault.sock", "test", deadline_s)

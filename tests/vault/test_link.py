@@ -28,7 +28,7 @@ class Streams:
         self.started: list[int] = []
         self.may_end = threading.Semaphore(0)
 
-    def __call__(self, device: int) -> Streams:
+    def __call__(self, _device: int) -> Streams:
         return self
 
     def __enter__(self) -> Streams:
@@ -37,7 +37,7 @@ class Streams:
     def __exit__(self, *args: object) -> None:
         pass
 
-    def to_host(self, block: object, offset: int, address: int, nbytes: int) -> None:
+    def to_host(self, _block: object, _offset: int, address: int, _nbytes: int) -> None:
         self.started.append(address)
 
     def synchronize(self) -> None:
@@ -219,9 +219,7 @@ def test_memory_stays_until_its_copies_have_ended_even_if_the_wait_for_them_fail
     assert process.returncode == 0, process.stderr
 
 
-def test_a_gpu_that_is_lost_ends_the_vault_for_the_next_one(
-    folder: pathlib.Path, allocator: CuMemAllocator, memory: Memory
-) -> None:
+def test_a_gpu_that_is_lost_ends_the_vault_for_the_next_one(folder: pathlib.Path) -> None:
     script = """
         import pathlib, sys, threading
         sys.path.insert(0, FOLDER)
