@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pathlib
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from running import SECONDS, RunningVault
-from support import AWAKE, BACKED_UP, PAGE, Memory, bf16_weights
+from running import SECONDS, RunningVault, eventually
+from support import AWAKE, BACKED_UP, PAGE, Memory, around_copies, bf16_weights
 
+import cumem_sleep
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, _core, sim
 from cumem_sleep.backups.vault import VaultTier
 from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
@@ -137,8 +139,6 @@ class TestCycles:
         check(memory, contents)
 
     def test_a_write_meanwhile(self, through: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-        from support import around_copies
-
         allocator = through()
         contents = fill(allocator, memory, "weights")
         address, content = next(iter(contents.items()))
@@ -181,10 +181,6 @@ print("done", flush=True)
 def test_a_replica_copies_nothing_and_writes_to_nobody_else(
     through: MakeAllocator, memory: Memory, vault: RunningVault
 ) -> None:
-    import subprocess
-
-    import cumem_sleep
-
     allocator = through()
     contents = fill(allocator, memory, "weights")
     allocator.sleep()
@@ -216,7 +212,12 @@ def test_a_replica_copies_nothing_and_writes_to_nobody_else(
 
 class TestVaultIsGone:
     def test_killed_while_all_sleep(
-        self, through: MakeAllocator, memory: Memory, vault: RunningVault, compress: str, caplog: pytest.LogCaptureFixture
+        self,
+        through: MakeAllocator,
+        memory: Memory,
+        vault: RunningVault,
+        compress: str,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         allocator = through(compress=compress)
         contents = fill(allocator, memory, "weights", "default")
@@ -227,8 +228,8 @@ class TestVaultIsGone:
         assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
             message for message in caplog.messages if "read by this process itself" in message
         ]
+        memory.write(next(iter(contents)), bytes(PAGE))
         with pytest.raises(VaultUnavailable):
-            memory.write(next(iter(contents)), bytes(PAGE))
             allocator.sleep()
         assert {segment.sleep for segment in _core.segments()} == {AWAKE}
 
@@ -289,8 +290,6 @@ class TestVaultIsGone:
     def test_killed_during_a_sleep(
         self, through: MakeAllocator, memory: Memory, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from support import around_copies
-
         allocator = through()
         contents = fill(allocator, memory, "weights", "default")
         with monkeypatch.context() as patch:
