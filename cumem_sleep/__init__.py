@@ -25,6 +25,9 @@ if TYPE_CHECKING:
         InvalidState,
         OutOfDeviceMemory,
         OutOfHostMemory,
+        VaultError,
+        VaultLost,
+        VaultUnavailable,
     )
     from .integrations.cupy import cupy_allocator
     from .operations.prepare import Preparation
@@ -47,6 +50,9 @@ __all__ = [
     "Settings",
     "SleepReport",
     "TagUsage",
+    "VaultError",
+    "VaultLost",
+    "VaultUnavailable",
     "WakeReport",
     "cupy_allocator",
 ]

@@ -106,8 +106,9 @@ class OutOfHostMemory(CumemSleepError, MemoryError):
     Attributes:
         needed_bytes: what the backups need on top of what is held already.
         available_bytes: what the limit leaves.
-        limit: which limit refused: `budget`, `cgroup`, `MemAvailable`, or the call that failed (`mmap`, `madvise`,
-            `cuMemHostRegister`). RLIMIT_MEMLOCK is not checked: the NVIDIA driver does not enforce it (measured, 580).
+        limit: which limit refused: `budget`, `cgroup`, `MemAvailable`, `vault`, or the call that failed (`mmap`,
+            `madvise`, `cuMemHostRegister`). RLIMIT_MEMLOCK is not checked: the NVIDIA driver does not enforce it
+            (measured, 580).
     """
 
     ADVICE: ClassVar[Mapping[str, str]] = {
@@ -116,12 +117,14 @@ class OutOfHostMemory(CumemSleepError, MemoryError):
         "MemAvailable": "free host memory or sleep at level 2",
         "cuMemHostRegister": "the driver cannot pin so much: free host memory, or raise the limit of locked memory"
         " (`ulimit -l unlimited`, or --ulimit memlock=-1 for a container)",
+        "vault": "wake or end another process, give the vault more --memory, or sleep at level 2",
     }
 
     def __init__(self, needed_bytes: int, available_bytes: int, limit: str, detail: str = "") -> None:
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         self.limit = limit
+        self.detail = detail
         super().__init__(
             _sentence(
                 f"host memory for backups: needed {format_bytes(needed_bytes)},"
@@ -154,6 +157,30 @@ class BackupMismatch(CumemSleepError):
 
 class CodecError(CumemSleepError):
     """A compressed backup cannot be decoded here: everything stays asleep, with its backups."""
+
+
+class VaultError(CumemSleepError):
+    """The vault cannot do what was asked, or is not set up as it has to be; the message says what to do."""
+
+
+class VaultUnavailable(VaultError):
+    """No vault of this user and version answers at that socket. Nothing was changed."""
+
+
+class VaultLost(VaultError):
+    """The vault has ended, has ended the connection, or does not answer in time.
+
+    Backups that it keeps for this process can still be read.
+
+    Attributes:
+        may_go_on: it is still there, and may yet carry out what it was asked: it did not answer in time, or has cut
+            this process off. So the connection has to stay, or it would give the backups away; memory that it was to
+            fill may not be used.
+    """
+
+    def __init__(self, message: str, may_go_on: bool = False) -> None:
+        self.may_go_on = may_go_on
+        super().__init__(message)
 
 
 def _restored(kind: type[CumemSleepError], arguments: tuple[object, ...], facts: dict[str, object]) -> CumemSleepError:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Extent(Protocol):
-    """A range of a tier's memory that holds a backup, or a part of one. Its bytes can be read through a memoryview."""
+    """A range of a tier's memory that holds a backup, or a part of one."""
 
     @property
     def bytes(self) -> int:
@@ -24,9 +27,7 @@ class Extent(Protocol):
 
     @property
     def address(self) -> int:
-        """Where this process reads its bytes."""
-
-    def __buffer__(self, flags: int, /) -> memoryview: ...
+        """Where kernels of this process find its bytes, if lanes say that they reach them."""
 
 
 class Lane(Protocol):
@@ -53,6 +54,16 @@ class Lane(Protocol):
         Raises:
             DriverError: refused; nothing was begun.
         """
+
+    def join(self) -> None:
+        """Kernels that are launched on the stream from here on find what copies that were begun before it bring.
+
+        Raises:
+            DriverError: a copy failed.
+        """
+
+    def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """What lies there, for the CPU; copies to it have ended."""
 
     def synchronize(self) -> None:
         """Wait for what was begun, and for the kernels on the stream.

@@ -40,6 +40,9 @@ class Settings:
         compress: `auto` stores backups losslessly compressed where that is worth it, found out for each segment; `off`
             stores the bytes as they are.
 
+        vault: where backups lie: `off`, in pinned memory of this process; `auto`, in the vault that answers at its
+            default socket, else as `off`; or the path of a vault's socket.
+
     Raises:
         InvalidArgument: a value is not allowed; the message names the field, the value and what is allowed.
     """
@@ -53,11 +56,13 @@ class Settings:
     prepare: bool = False
     prepare_bytes_per_second: int = 5_000_000_000
     compress: str = "off"
+    vault: str = "off"
 
     def __post_init__(self) -> None:
         _one_of("driver", self.driver, ("cuda", "sim"))
         _one_of("verify", self.verify, ("off", "wake"))
         _one_of("compress", self.compress, ("off", "auto"))
+        _vault("vault", self.vault)
         _integer("host_budget_bytes", self.host_budget_bytes, minimum=0)
         _integer("prefault_threads", self.prefault_threads, minimum=1)
         if self.prepare_bytes_per_second is None:
@@ -128,6 +133,11 @@ def _parse_threads(variable: str, text: str) -> int:
     return int(text)
 
 
+def _parse_vault(variable: str, text: str) -> str:
+    _vault(variable, text)
+    return text
+
+
 _PARSERS: dict[str, Any] = {
     "driver": _parse_choice("cuda", "sim"),
     "host_budget_bytes": parse_bytes,
@@ -138,6 +148,7 @@ _PARSERS: dict[str, Any] = {
     "prepare": parse_bool,
     "prepare_bytes_per_second": parse_bytes,
     "compress": _parse_choice("off", "auto"),
+    "vault": _parse_vault,
 }
 
 
@@ -146,6 +157,14 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise InvalidArgumentType(f"{name}={value!r}: a string is wanted, one of {', '.join(allowed)}")
     if value not in allowed:
         raise InvalidArgument(f"{name}={value!r}: one of {', '.join(allowed)} is allowed")
+
+
+def _vault(name: str, value: object) -> None:
+    allowed = "off, auto, or the path of a vault's socket (with a slash) is allowed"
+    if not isinstance(value, str):
+        raise InvalidArgumentType(f"{name}={value!r}: {allowed}")
+    if value not in ("off", "auto") and ("/" not in value or "\0" in value):
+        raise InvalidArgument(f"{name}={value!r}: {allowed}")
 
 
 def _integer(name: str, value: object, minimum: int) -> None:

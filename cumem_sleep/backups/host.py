@@ -9,13 +9,16 @@ from types import TracebackType
 from typing import cast
 from weakref import WeakValueDictionary
 
+import numpy as np
+import numpy.typing as npt
+
 from .. import _core
 from ..errors import InvalidState
 from ..extents import Extent
 from ..settings import Settings
 from ..tuning import Tuning
 from . import limits
-from .tier import Tier, Turn, Wanted
+from .tier import Content, Found, Tier, Turn, Wanted
 
 _MOST_PREFAULT_THREADS = 16
 
@@ -50,6 +53,21 @@ class HostTier(Tier):
         for blocks in reserved:
             self._unpinned.update((id(block), block) for block in blocks)
         return [tuple(blocks) for blocks in reserved]
+
+    def extent_bytes(self, *, beside_work: bool) -> int:  # noqa: D102
+        return self._tuning.prepare_extent_bytes if beside_work else self._tuning.slab_bytes
+
+    def can_rewrite(self, extents: Sequence[Extent]) -> bool:  # noqa: ARG002, D102
+        return True
+
+    def find(self, contents: Sequence[Content]) -> list[Found | None]:  # noqa: D102
+        return [None] * len(contents)
+
+    def seal(self, found: Sequence[tuple[Content, Found]]) -> None:  # noqa: D102
+        pass  # nobody else can reach them
+
+    def mark(self, backups: Sequence[Sequence[Extent]], *, needed: bool) -> list[int]:  # noqa: ARG002, D102
+        return []  # nobody evicts them but the store
 
     def release(self, extents: Iterable[Extent]) -> None:  # noqa: D102
         for block in _blocks(extents):
@@ -151,6 +169,14 @@ class HostLane:
     def read(self, address: int, extent: Extent, offset: int, nbytes: int) -> None:
         """Begin to copy to the device."""
         self.stream.to_device(address, cast(_core.HostBlock, extent), offset, nbytes)
+
+    def join(self) -> None:
+        """They do anyway: the copies are on the stream."""
+
+    def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """What lies there."""
+        held = np.frombuffer(memoryview(cast(_core.HostBlock, extent)), np.uint8)
+        return held[offset : offset + nbytes]
 
     def synchronize(self) -> None:
         """Wait for all of it."""

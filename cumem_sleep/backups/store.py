@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 
 from .. import _core
 from ..codec.encoding import EncodedChunk, Encoding
@@ -20,7 +21,7 @@ from ..tuning import Tuning
 from .backup import Backup, extent_sizes
 from .filling import Filling
 from .limits import HostLimit, missing_bytes
-from .tier import Wanted
+from .tier import Content, Found, Tier, Wanted
 from .tiers import open_tier
 
 _Sleep = _core.Segment.Sleep
@@ -30,12 +31,16 @@ class BackupStore:
     """All backups of the process, by segment. Not thread safe: the allocator's lock guards it."""
 
     def __init__(self, settings: Settings, lock: _core.OperationLock, tuning: Tuning) -> None:
-        self._retains = settings.retain_backups
-        self._lock = lock
+        self._settings = settings
         self._tuning = tuning
+        self._lock = lock
         self._backups: dict[int, Backup] = {}
         self._backup_bytes = 0  # of all of them
-        self._tier = open_tier(settings, tuning, self.turn)
+
+    @cached_property
+    def _tier(self) -> Tier:
+        """Opened when it is first needed: making a store takes nothing, and asks nobody."""
+        return open_tier(self._settings, self._tuning, self.turn)
 
     @property
     def host_bytes(self) -> int:
@@ -131,7 +136,8 @@ class BackupStore:
         segments: Sequence[_core.Segment],
         keep: Iterable[_core.Segment],
         encodings: Mapping[int, Encoding],
-        extent_bytes: int | None = None,
+        *,
+        beside_work: bool = False,
     ) -> None:
         """Make room for backups of `segments`, all of which are to be written anew.
 
@@ -141,7 +147,7 @@ class BackupStore:
 
         Args:
             encodings: how segments are stored, by their ids; the rest as they are.
-            extent_bytes: the largest extent; None: as the tuning says.
+            beside_work: the model runs meanwhile.
 
         Raises:
             OutOfHostMemory: a limit leaves too little; nothing was taken.
@@ -150,23 +156,42 @@ class BackupStore:
             backup = self._backups.get(segment.id)
             if backup is None:
                 continue
-            if backup.has_room_for(encodings.get(segment.id)):
+            has_room = backup.has_room_for(encodings.get(segment.id))
+            if has_room and self._tier.can_rewrite(backup.extents):
                 backup.begin(encodings.get(segment.id))
             else:
                 self.forget([segment.id])
         new = [segment for segment in segments if segment.id not in self._backups]
         if not new:
             return
-        wanted = [
-            Wanted(s.device, extent_sizes(s, encodings.get(s.id), extent_bytes or self._tuning.slab_bytes)) for s in new
-        ]
+        most_bytes = self._tier.extent_bytes(beside_work=beside_work)
+        wanted = [Wanted(s.device, extent_sizes(s, encodings.get(s.id), most_bytes)) for s in new]
         self.check(sum(sum(each.sizes) for each in wanted), keep)
         for segment in new:
             segment.note_backup()
         for segment, extents in zip(new, self._tier.reserve(wanted), strict=True):
-            backup = Backup(segment, extents, encodings.get(segment.id))
-            self._backups[segment.id] = backup
-            self._backup_bytes += backup.bytes
+            self._put_in(Backup(segment, extents, encodings.get(segment.id)))
+
+    def claim(self, segments: Iterable[_core.Segment]) -> None:
+        """The backups of `segments` are needed from here on, until `prune`; those that were evicted are forgotten."""
+        self._mark([backup for segment in segments if (backup := self.get(segment))], needed=True)
+
+    def adopt(self, segments: Iterable[_core.Segment], digests: Mapping[int, Digest]) -> None:
+        """Where the tier holds what the bytes of `segments` are now, that becomes their backup.
+
+        Args:
+            digests: of the bytes, by the segments' ids, as far as any were taken.
+        """
+        lacking = [s for s in segments if s.id in digests and not self.is_clean(s, digests[s.id])]
+        contents = [Content(segment.device, digests[segment.id], segment.bytes) for segment in lacking]
+        for segment, content, found in zip(lacking, contents, self._tier.find(contents), strict=True):
+            if found is None:
+                continue
+            self.forget([segment.id])
+            segment.note_backup()
+            backup = Backup(segment, found.extents, Encoding.from_note(found.note) if found.note else None)
+            backup.prove(content.digest)
+            self._put_in(backup)
 
     # Writing
 
@@ -180,7 +205,7 @@ class BackupStore:
         with self._tier.transfers() as transfers, ExitStack() as streams:
             yield Filling(self._backups, transfers, streams, self._tuning.stream_bytes)
 
-    def prove(self, segments: Iterable[_core.Segment], digests: Mapping[int, Digest]) -> None:
+    def prove(self, segments: Sequence[_core.Segment], digests: Mapping[int, Digest]) -> None:
         """The backups of `segments`, which were filled, hold what had these digests, and has them still.
 
         Args:
@@ -188,6 +213,7 @@ class BackupStore:
         """
         for segment in segments:
             self._backups[segment.id].prove(digests.get(segment.id))
+        self._seal(segments)
 
     def begin_preparing(self, segment: _core.Segment) -> Backup:
         """The backup of `segment`, which was taken, to be filled piece by piece; other operations may take it away."""
@@ -198,6 +224,7 @@ class BackupStore:
     def finish_preparing(self, backup: Backup, digest: Digest) -> None:
         """Every byte was copied; `digest` is of what lies there."""
         backup.prove(digest)
+        self._seal([backup.segment])
 
     def require(self, segments: Iterable[_core.Segment], digests: Mapping[int, Digest]) -> None:
         """See that each of `segments` has a complete backup of bytes with its digest: the last look before they go.
@@ -233,6 +260,7 @@ class BackupStore:
         for segment_id in unneeded:
             extents += self._take_out(segment_id)
         self._tier.release_later(extents)
+        self._mark([backup for backup in self._backups.values() if backup.segment.sleep == _Sleep.AWAKE], needed=False)
 
     def prune_freed(self) -> None:
         """Forget what was freed since this was asked last, and look at nothing else: each free by a hook asks."""
@@ -266,7 +294,26 @@ class BackupStore:
 
     def stop(self) -> None:
         """End what goes on in the background. May be called without the lock."""
-        self._tier.stop()
+        if "_tier" in self.__dict__:
+            self._tier.stop()
+
+    def _mark(self, backups: Sequence[Backup], *, needed: bool) -> None:
+        for place in self._tier.mark([backup.extents for backup in backups], needed=needed):
+            self.forget([backups[place].segment.id])
+
+    def _seal(self, segments: Iterable[_core.Segment]) -> None:
+        """Others may share these backups, which are complete."""
+        sealed: list[tuple[Content, Found]] = []
+        for backup in (self._backups[segment.id] for segment in segments):
+            if backup.digest is not None:
+                note = "" if backup.encoding is None else backup.encoding.to_note()
+                content = Content(backup.segment.device, backup.digest, backup.segment.bytes)
+                sealed.append((content, Found(backup.extents, note)))
+        self._tier.seal(sealed)
+
+    def _put_in(self, backup: Backup) -> None:
+        self._backups[backup.segment.id] = backup
+        self._backup_bytes += backup.bytes
 
     def _take_out(self, segment_id: int) -> Sequence[Extent]:
         """The extents of that segment's backup, which is none any more."""
@@ -281,7 +328,7 @@ class BackupStore:
         if backup.segment.freed or not (backup.complete or backup.being_prepared):
             return False
         if backup.segment.sleep == _Sleep.AWAKE:
-            return self._retains
+            return self._settings.retain_backups
         return backup.segment.sleep == _Sleep.BACKED_UP
 
     def _complete(self, segment: _core.Segment) -> Backup:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..digest.reference import Digest
 from ..extents import Extent, Transfers
 from .limits import HostLimit
 
@@ -24,6 +25,23 @@ class Wanted:
 
     device: int
     sizes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a backup holds: bytes of a segment on `device`, whatever way they are stored."""
+
+    device: int
+    digest: Digest
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """Extents that hold some content; `note` says how it is encoded, "" that it is not."""
+
+    extents: tuple[Extent, ...]
+    note: str
 
 
 class Tier(Protocol):
@@ -40,11 +58,34 @@ class Tier(Protocol):
             held_bytes: what the caller's extents hold, those that have yet to be released included.
         """
 
+    def extent_bytes(self, *, beside_work: bool) -> int:
+        """The most that an extent is to have, so that taking it does not keep others waiting.
+
+        Args:
+            beside_work: the model runs meanwhile.
+        """
+
     def reserve(self, wanted: Sequence[Wanted]) -> list[tuple[Extent, ...]]:
         """Extents for each of `wanted`, or none at all.
 
         Raises:
             OutOfHostMemory: there is too little.
+        """
+
+    def can_rewrite(self, extents: Sequence[Extent]) -> bool:
+        """Whether a backup in these extents may be written anew: not if others share them."""
+
+    def find(self, contents: Sequence[Content]) -> list[Found | None]:
+        """For each, extents that hold it already, of whomever: from here on the caller's as well."""
+
+    def seal(self, found: Sequence[tuple[Content, Found]]) -> None:
+        """These have been written, and proven to hold that content: others may share them."""
+
+    def mark(self, backups: Sequence[Sequence[Extent]], *, needed: bool) -> list[int]:
+        """Say of backups, each by its extents, whether they are needed, or merely retained and may be evicted.
+
+        Returns:
+            The places of those that have been evicted.
         """
 
     def release(self, extents: Iterable[Extent]) -> None:

@@ -1,13 +1,29 @@
-"""Which tiers there are."""
+"""Which tiers there are, and which one the settings ask for."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from .. import log
+from ..errors import VaultUnavailable
 from ..settings import Settings
 from ..tuning import Tuning
 from .host import HostTier
 from .tier import Tier, Turn
+from .vault import VaultTier
 
 
 def open_tier(settings: Settings, tuning: Tuning, turn: Turn) -> Tier:
     """The tier that the settings ask for."""
-    return HostTier(settings, tuning, turn)
+    if settings.vault == "off":
+        return HostTier(settings, tuning, turn)
+    if settings.vault != "auto":
+        return VaultTier(settings, Path(settings.vault))
+    tier = VaultTier(settings, None)
+    try:
+        client = tier.client()
+    except VaultUnavailable as error:
+        log.info("CUMEM_SLEEP_VAULT=auto: backups lie in this process's own memory (%s)", error)
+        return HostTier(settings, tuning, turn)
+    log.info("CUMEM_SLEEP_VAULT=auto: backups lie in the vault at %s", client.path)
+    return tier

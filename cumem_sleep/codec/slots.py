@@ -75,6 +75,11 @@ class Slot:
         self.lane = transfers.lane(self.stream)
         return self.lane
 
+    def join(self) -> None:
+        """Kernels launched on its stream from here on find what was copied to it."""
+        if self.lane is not None:
+            self.lane.join()
+
     def synchronize(self) -> None:
         """Wait for what was begun on its stream, the copies to and from extents included."""
         (self.lane or self.stream).synchronize()

@@ -223,6 +223,7 @@ class Workbench:
             slot, batch, sources = copied.popleft()
             for segment_id in dict.fromkeys(chunk.segment.id for chunk in batch):
                 mapped(segment_id)
+            slot.join()
             slot.set_rows_of(batch, sources[:-1], [chunk.address for chunk in batch])
             with codec_errors():
                 self._kernels.decode(slot.stream, batch[0].code.layout, slot.table, len(batch))

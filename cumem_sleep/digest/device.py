@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import _core, log
 from ..errors import CumemSleepError
-from ..extents import Piece
+from ..extents import Lane, Piece
 from ..pinned import pinned_block
 from ..segments import by_device
 from .reference import CHUNK_BYTES, MASK, Digest, Words, digests_from, sums_of
@@ -153,24 +153,27 @@ class DigestRun:
             sums = np.array(_sums_through_host(segment.device, [(address, nbytes)], first_chunk), np.uint64)
         self._copy_sums += sums
 
-    def add_copy(self, segment: _core.Segment, piece: Piece, *, kernels_reach: bool) -> None:
+    def add_copy(self, segment: _core.Segment, piece: Piece, lane: Lane) -> None:
         """Take one piece of the copy of `segment` into account; waits for it.
 
-        The GPU reads it, if `kernels_reach` it, a piece at a time because what it reads from the host holds up whatever
+        The GPU reads it, if kernels reach it, a piece at a time because what it reads from the host holds up whatever
         else it does.
+
+        Args:
+            lane: to the extent that holds it.
 
         Raises:
             DriverError: the driver refused.
         """
         first_chunk = (piece.address - segment.address) // CHUNK_BYTES
         sums = None
-        if kernels_reach:
-            content = (piece.extent.address + piece.offset, piece.bytes)
-            self._on_gpu(segment.device, partial(_start, contents=[content], first_chunk=first_chunk))
+        if lane.kernels_reach:
+            contents = [(piece.extent.address + piece.offset, piece.bytes)]
+            self._on_gpu(segment.device, partial(_start, contents=contents, first_chunk=first_chunk))
             sums = self._on_gpu(segment.device, _finish)
         if sums is None:
-            held = np.frombuffer(memoryview(piece.extent), np.uint8)
-            sums = np.array([sums_of(held[piece.offset : piece.offset + piece.bytes], first_chunk)], np.uint64)
+            content = lane.content(piece.extent, piece.offset, piece.bytes)
+            sums = np.array([sums_of(content, first_chunk)], np.uint64)
         self._copy_sums += sums
 
     def finish_copy(self, segment: _core.Segment) -> Digest:

@@ -113,7 +113,7 @@ class Preparation:
             encodings = self._plan(segment)
             if encodings is None:
                 return
-            self._store.take([segment], self._segments, encodings, self._tuning.prepare_extent_bytes)
+            self._store.take([segment], self._segments, encodings, beside_work=True)
             backup = self._store.begin_preparing(segment)
         digests.begin_copy()
         try:
@@ -205,7 +205,7 @@ class Preparation:
                 lane = transfers.lane(stream)
                 lane.write(piece.extent, piece.offset, piece.address, piece.bytes)
                 lane.synchronize()
-            digests.add_copy(backup.segment, piece, kernels_reach=lane.kernels_reach)
+            digests.add_copy(backup.segment, piece, lane)
         self._pace(piece.bytes)
         return True
 

@@ -46,6 +46,7 @@ def sleep(layer: Layer, tags: set[str] | None, is_dropped: IsDropped, operation:
         backed_up = [segment for segment in held if not is_dropped(segment.tag)]
         with timer("quiesce"):
             quiesce(held)
+        layer.store.claim(backed_up)
         with layer.digester.run(backed_up) as run:
             digests = _Digests(backed_up if _digests_are_compared(layer) else [], run, layer.tuning.idle_s)
             copied = _BackingUp(layer, backed_up, dropped, digests, timer).run()
@@ -164,6 +165,7 @@ class _BackingUp:
         _core.stop_if_asked()
         self._digests.take(segments)
         taken = self._digests.taken
+        self._store.adopt(segments, taken)
         changed = [segment for segment in segments if not self._store.is_clean(segment, taken.get(segment.id))]
         self._changed.update(segment.id for segment in changed)
         return changed
@@ -311,7 +313,7 @@ def _check_unchanged(
 ) -> None:
     """Refuse a sleep whose backups may hold other bytes than the device does by now; the others are complete."""
     changed = digests.changed(lambda: quiesce(segments))
-    layer.store.prove((segment for segment in copied if segment not in changed), digests.taken)
+    layer.store.prove([segment for segment in copied if segment not in changed], digests.taken)
     if changed:
         layer.store.forget(segment.id for segment in changed)
         raise InvalidState(

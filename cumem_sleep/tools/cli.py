@@ -18,7 +18,7 @@ from .. import __version__, _core
 from ..allocator import CuMemAllocator
 from ..errors import BackupMismatch, CumemSleepError, InvalidArgument
 from ..settings import parse_bytes
-from . import bench, demo, doctor, help_texts, simulated
+from . import bench, demo, doctor, help_texts, simulated, vault
 from .console import print_all, progress_bar, say
 from .layout import lay_out
 from .machine import Machine
@@ -133,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=help_texts.DOCTOR_EPILOG,
     )
     doctor_command.set_defaults(run=_doctor, command="doctor")
+    vault.add_command(new, commands, _size, _path, _vault, _vault_status)
     for each in (command, bench_command, doctor_command):
         each.add_argument("--json", action="store_true", help="print JSON (progress goes to standard error)")
     parsed: argparse.ArgumentParser = parser
@@ -254,6 +255,24 @@ def _doctor(options: argparse.Namespace) -> int:
     with progress_bar() as progress:
         report = doctor.examine(Machine(), lambda name: progress(name, 0, 0))
     return _show(options, report, doctor.SIMULATED_NOTE, report.table(), report.conclusion())
+
+
+def _vault(options: argparse.Namespace) -> int:
+    if options.memory is None:
+        raise InvalidArgument("--memory is missing: how much host memory the vault takes, as --memory 200GiB")
+    vault.serve(options, lambda line: say(f"cumem-sleep vault: {line}", style=""))
+    return EXIT_OK
+
+
+def _vault_status(options: argparse.Namespace) -> int:
+    status = vault.status(options)
+    if options.prometheus:
+        sys.stdout.write(status.prometheus())
+    elif options.json:
+        _print_json(options, status.simulated, None, status.to_json())
+    else:
+        print_all(status.headline(), *status.tables(), *filter(None, [status.conclusion()]))
+    return EXIT_OK
 
 
 def _open_allocator() -> CuMemAllocator:

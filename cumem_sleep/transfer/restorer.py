@@ -11,6 +11,7 @@ from .. import _core
 from ..codec.encoding import EncodedChunk
 from ..codec.workbench import Workbench
 from ..digest.device import DigestRun
+from ..errors import CodecError
 from ..extents import Piece, Transfers
 from ..segments import total_bytes
 from ..tuning import Tuning
@@ -117,6 +118,11 @@ class Restorer:
     ) -> Iterator[int]:
         nbytes = sum(chunk.bytes for chunk in chunks) if workbench.has_memory else 0
         lanes = workbench.lanes(transfers)
+        if not workbench.has_memory and not all(lane.kernels_reach for lane in lanes):
+            raise CodecError(
+                f"device {device} has no memory left to decode backups in, and kernels do not reach where these lie:"
+                " free GPU memory and wake again"
+            )
         routes = self._routes.open(
             device, lanes, nbytes, workbench.slot_bytes, workbench.chunks_per_slot, stack.enter_context(ExitStack())
         )

@@ -1,0 +1,363 @@
+"""The tier of the host: the vault keeps the bytes and copies them, and processes that sleep pin nothing.
+
+While no vault answers, what it kept is read from its slabs by this process; a new vault adopts it without a copy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _core, log
+from ..errors import CumemSleepError, VaultError, VaultLost, VaultUnavailable
+from ..extents import Extent
+from ..settings import Settings
+from ..vault.client import Backup, Lent, Range, Sealed, Shown, SlabTable, VaultClient
+from ..vault.ledger import Key
+from . import limits
+from .tier import Content, Found, Tier, Wanted
+
+_ENOUGH_BYTES = 1 << 62  # the vault finds room in its slabs
+
+
+@dataclass(eq=False)
+class VaultExtent:
+    """A backup of the vault's.
+
+    Attributes:
+        slabs: those that it lies in, by the vault that keeps it now.
+        sealed: what it holds; others may share it, so it is not written again. None: not known yet.
+        needed: the vault may not evict it.
+        is_lost: it went with the vault that kept it.
+    """
+
+    gpu: str
+    backup: Backup
+    slabs: SlabTable
+    sealed: Key | None = None
+    needed: bool = True
+    is_lost: bool = False
+    bytes: int = field(init=False)
+    address: int = 0  # no kernel reaches it
+
+    def __post_init__(self) -> None:
+        self.bytes = self.backup.nbytes
+
+    def ranges(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """(slab, offset in it, bytes) of so many bytes from `offset` on, in order."""
+        for slab, start, size in self.backup.extents:
+            if nbytes <= 0:
+                return
+            if offset < size:
+                taken = min(nbytes, size - offset)
+                yield slab, start + offset, taken
+                nbytes -= taken
+            offset = max(0, offset - size)
+
+
+class VaultTier(Tier):
+    """Extents are backups of the vault's, one for each segment."""
+
+    def __init__(self, settings: Settings, path: Path | None) -> None:
+        self._settings = settings
+        self._path = path
+        self._client: VaultClient | None = None
+        self._extents: dict[int, VaultExtent] = {}  # by their ids, all that are held
+        self._gpus: dict[int, str] = {}
+        self._warned = False
+
+    @property
+    def unreleased_bytes(self) -> int:  # noqa: D102
+        return 0
+
+    def limits(self, held_bytes: int, needed_bytes: int | None = None) -> list[limits.HostLimit]:  # noqa: ARG002, D102
+        budget = self._settings.host_budget_bytes
+        return [limits.HostLimit("budget", None if budget is None else max(0, budget - held_bytes))]
+
+    def extent_bytes(self, *, beside_work: bool) -> int:  # noqa: ARG002, D102
+        return _ENOUGH_BYTES
+
+    def reserve(self, wanted: Sequence[Wanted]) -> list[tuple[Extent, ...]]:  # noqa: D102
+        client = self.client()
+        reserved: dict[int, list[VaultExtent]] = {place: [] for place in range(len(wanted))}
+        devices = sorted({each.device for each in wanted})
+        done: list[Backup] = []
+        try:
+            for device in devices:
+                places = [place for place, each in enumerate(wanted) if each.device == device]
+                sizes = [(place, size) for place in places for size in wanted[place].sizes]
+                backups = client.reserve(self.gpu(device), [size for _, size in sizes])
+                done += backups
+                for (place, _), backup in zip(sizes, backups, strict=True):
+                    reserved[place].append(VaultExtent(self.gpu(device), backup, client.slabs))
+        except BaseException:
+            client.release(done)
+            raise
+        self._extents.update((id(extent), extent) for extents in reserved.values() for extent in extents)
+        return [tuple(reserved[place]) for place in range(len(wanted))]
+
+    def can_rewrite(self, extents: Sequence[Extent]) -> bool:  # noqa: D102
+        client = self._client
+        return all(each.sealed is None and client and each.slabs is client.slabs for each in _mine(extents))
+
+    def find(self, contents: Sequence[Content]) -> list[Found | None]:  # noqa: D102
+        found: list[Found | None] = [None] * len(contents)
+        if not contents:
+            return found
+        client = self.client()
+        for device in sorted({content.device for content in contents}):
+            places = [place for place, content in enumerate(contents) if content.device == device]
+            for encoding in ("", "encoded") if self._settings.compress == "off" else ("encoded", ""):
+                places = [place for place in places if found[place] is None]
+                keys = [_key(contents[place], encoding) for place in places]
+                for place, key, backup in zip(places, keys, client.find(self.gpu(device), keys), strict=True):
+                    if backup is not None:
+                        extent = VaultExtent(self.gpu(device), backup, client.slabs, sealed=key)
+                        self._extents[id(extent)] = extent
+                        found[place] = Found((extent,), backup.note)
+        return found
+
+    def seal(self, found: Sequence[tuple[Content, Found]]) -> None:  # noqa: D102
+        sealed = []
+        for content, each in found:
+            (extent,) = _mine(each.extents)
+            if extent.sealed is None:
+                extent.sealed = _key(content, "encoded" if each.note else "")
+                sealed.append(Sealed(extent.backup, extent.sealed, each.note))
+        if sealed:
+            self.client().seal(sealed)
+
+    def mark(self, backups: Sequence[Sequence[Extent]], *, needed: bool) -> list[int]:  # noqa: D102
+        changing = [
+            (place, extent)
+            for place, extents in enumerate(backups)
+            for extent in _mine(extents)
+            if extent.needed is not needed
+        ]
+        if not changing:
+            return []
+        # Of what was not needed nobody knows whether the vault has evicted it before it was lost.
+        doubtful = {place for place, extent in changing if needed or extent.is_lost}
+        client = self._client
+        if client is None or client.lost is not None:
+            return sorted(doubtful)
+        known = [(place, extent) for place, extent in changing if not extent.is_lost]
+        try:
+            gone = client.mark([extent.backup for _, extent in known], needed) if known else []
+        except VaultLost:
+            return sorted(doubtful)
+        for _, extent in known:
+            extent.needed = needed
+        return sorted({place for place, extent in changing if extent.is_lost or extent.backup in gone})
+
+    def release(self, extents: Iterable[Extent]) -> None:  # noqa: D102
+        mine = _mine(extents)
+        for extent in mine:
+            self._extents.pop(id(extent), None)
+        if self._client is not None:
+            self._client.release([extent.backup for extent in mine if extent.slabs is self._client.slabs])
+
+    def release_later(self, extents: Sequence[Extent]) -> None:  # noqa: D102
+        self.release(extents)
+
+    def settle(self) -> None:  # noqa: D102
+        pass
+
+    def transfers(self) -> VaultTransfers:  # noqa: D102
+        return VaultTransfers(self)
+
+    def stop(self) -> None:  # noqa: D102
+        pass  # the connection ends with the process, and what it held goes back then
+
+    def gpu(self, device: int) -> str:
+        """The UUID of `device`: processes number GPUs differently."""
+        if device not in self._gpus:
+            self._gpus[device] = _core.device_info(device).uuid
+        return self._gpus[device]
+
+    def client(self) -> VaultClient:
+        """The connection, made at the first use, and anew when the vault was replaced by another.
+
+        Raises:
+            VaultUnavailable: no vault answers.
+            VaultLost: the one that there was may yet do what it was asked, so it cannot be left.
+        """
+        if self._client is None:
+            self._client = VaultClient(self._path, name=_process_name())
+            self._check_gpus(self._client)
+            return self._client
+        lost = self._client.lost
+        if lost is None:
+            return self._client
+        if lost.may_go_on:
+            raise lost
+        client = VaultClient(self._path, name=_process_name())
+        try:
+            self._show_all(client)
+        except BaseException:
+            client.close()
+            raise
+        self._client.close()
+        self._client, self._warned = client, False
+        log.info("another vault has taken over at %s: it keeps all backups that there were", client.path)
+        return client
+
+    def reader(self) -> VaultClient | None:
+        """The connection for reading backups back; None where this process has to do it itself."""
+        try:
+            return self.client()
+        except VaultError as error:
+            if self._client is None:
+                raise
+            if not self._warned:
+                self._warned = True
+                log.warning("backups are read by this process itself, more slowly, until a vault answers: %s", error)
+            return None
+
+    def _show_all(self, client: VaultClient) -> None:
+        """Let this vault adopt what the one before has left behind: all that was complete, and could not be evicted."""
+        kept = [extent for extent in self._extents.values() if extent.sealed is not None and extent.needed]
+        for gpu in sorted({extent.gpu for extent in kept}):
+            mine = [extent for extent in kept if extent.gpu == gpu]
+            shown = [Shown(extent.backup, extent.sealed, extent.slabs) for extent in mine if extent.sealed]
+            for extent, backup in zip(mine, client.show(gpu, shown), strict=True):
+                extent.backup, extent.slabs = backup, client.slabs
+        for extent in self._extents.values():
+            extent.is_lost = extent.slabs is not client.slabs
+
+    def _check_gpus(self, client: VaultClient) -> None:
+        here = {self.gpu(device) for device in range(_core.device_count())}
+        if not here & set(client.gpus):
+            raise VaultUnavailable(
+                f"the vault at {client.path} serves {', '.join(client.gpus) or 'no GPU'}, and this process has"
+                f" {', '.join(sorted(here))}: give the vault the GPUs that this process uses (--gpus)"
+            )
+
+
+class VaultTransfers:
+    """The lanes of one operation. What the vault was lent for them it has given back when this is left."""
+
+    def __init__(self, tier: VaultTier) -> None:
+        self.tier = tier
+        self._lent: dict[int, tuple[int, Lent]] = {}  # by base address, with the size
+        self._client: VaultClient | None = None
+        self._slabs: dict[tuple[int, int], _core.HostBlock] = {}  # by the table's id and the number there
+        self._stack = ExitStack()
+
+    def __enter__(self) -> VaultTransfers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lent, self._lent = [each for _, each in self._lent.values()], {}
+        with self._stack:
+            if self._client is not None and lent:
+                if kind is None:
+                    self._client.take_back(lent)
+                else:  # the first error tells more
+                    with suppress(CumemSleepError):
+                        self._client.take_back(lent)
+
+    def expect(self, extents: Iterable[Extent]) -> None:
+        """The vault's memory is ready as it is."""
+
+    def lane(self, stream: _core.CopyStream) -> VaultLane:
+        """A lane in the order of `stream`."""
+        return VaultLane(stream, self)
+
+    def lend(self, client: VaultClient, address: int, device: int) -> tuple[Lent, int]:
+        """The memory under `address`, for the vault to map, and the offset of `address` in it."""
+        for base, (nbytes, lent) in self._lent.items():
+            if base <= address < base + nbytes:
+                return lent, address - base
+        descriptor, base, nbytes = _core.export_memory(address)
+        self._client = client
+        lent = client.lend(self.tier.gpu(device), descriptor, nbytes)
+        self._lent[base] = nbytes, lent
+        return lent, address - base
+
+    def slab(self, extent: VaultExtent, number: int, device: int) -> _core.HostBlock:
+        """That slab, mapped for reading, and registered if the driver does that."""
+        key = id(extent.slabs), number
+        if key not in self._slabs:
+            descriptor, nbytes = extent.slabs.descriptor(number)
+            block = _core.HostBlock.mapped(descriptor, nbytes, writable=False)
+            self._stack.callback(block.close)
+            block.pin(device)
+            self._slabs[key] = block
+        return self._slabs[key]
+
+
+class VaultLane:
+    """Copies that the vault makes; where none answers, this process reads the slabs."""
+
+    kernels_reach = False
+
+    def __init__(self, stream: _core.CopyStream, transfers: VaultTransfers) -> None:
+        self.stream = stream
+        self._transfers = transfers
+        self._begun: list[tuple[VaultClient, int]] = []
+
+    def write(self, extent: Extent, offset: int, address: int, nbytes: int) -> None:
+        """Begin to copy from the device, when what runs on the stream has ended."""
+        (mine,) = _mine([extent])
+        client = self._transfers.tier.client()
+        lent, at = self._transfers.lend(client, address, self.stream.device)
+        self.stream.synchronize()
+        self._begun.append((client, client.write(lent, [Range(mine.backup, offset, at, nbytes)])))
+
+    def read(self, address: int, extent: Extent, offset: int, nbytes: int) -> None:
+        """Begin to copy to the device, when what runs on the stream has ended."""
+        (mine,) = _mine([extent])
+        client = self._transfers.tier.reader()
+        if client is None:
+            for slab, start, size in mine.ranges(offset, nbytes):
+                self.stream.to_device(address, self._transfers.slab(mine, slab, self.stream.device), start, size)
+                address += size
+            return
+        lent, at = self._transfers.lend(client, address, self.stream.device)
+        self.stream.synchronize()
+        self._begun.append((client, client.read(lent, [Range(mine.backup, offset, at, nbytes)])))
+
+    def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """What lies there."""
+        (mine,) = _mine([extent])
+        content = b"".join(
+            os.pread(mine.slabs.descriptor(slab)[0], size, start) for slab, start, size in mine.ranges(offset, nbytes)
+        )
+        return np.frombuffer(content, np.uint8)
+
+    def join(self) -> None:
+        """The vault's copies are on no stream of this process, so they are waited for."""
+        begun, self._begun = self._begun, []
+        for client, request in begun:
+            client.wait([request])
+
+    def synchronize(self) -> None:
+        """Wait for all of it."""
+        self.join()
+        self.stream.synchronize()
+
+
+def _mine(extents: Iterable[Extent]) -> list[VaultExtent]:
+    return [cast(VaultExtent, extent) for extent in extents]
+
+
+def _key(content: Content, encoding: str) -> Key:
+    return Key(str(content.digest), content.bytes, encoding)
+
+
+def _process_name() -> str:
+    try:
+        return Path("/proc/self/comm").read_text().strip()
+    except OSError:
+        return "python"

@@ -1,0 +1,490 @@
+"""How a process that sleeps talks to the vault. It needs no driver, and imports nothing of the memory layer."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import CumemSleepError, InvalidState, VaultError, VaultLost, VaultUnavailable
+from . import protocol
+from .ledger import Extent, Key
+from .protocol import Channel, Message, Nonsense, OtherVersion
+
+DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
+_RELEASED_AT_ONCE, _SEALED_AT_ONCE = 10_000, 64  # so that a message stays within its bounds
+
+_clients: weakref.WeakSet[VaultClient] = weakref.WeakSet()
+
+
+class Range(NamedTuple):
+    """What is copied: `nbytes` of a backup from `offset` on, and of lent memory from `lent_offset` on."""
+
+    backup: Backup
+    offset: int
+    lent_offset: int
+    nbytes: int
+
+
+@dataclass(eq=False)
+class Backup:
+    """A backup that the vault keeps for this process.
+
+    Attributes:
+        nbytes: of the stored bytes.
+        extents: where they are, in order: (slab, offset, bytes). `VaultClient.slab` has the slabs.
+        note: what the owner that sealed it wrote down, about the encoding for one.
+    """
+
+    number: int
+    nbytes: int
+    extents: tuple[Extent, ...]
+    note: str
+
+
+class Sealed(NamedTuple):
+    """What a backup turned out to hold: its bytes were proven. `note`: for those that will share it."""
+
+    backup: Backup
+    key: Key
+    note: str = ""
+
+
+class Shown(NamedTuple):
+    """A backup that another vault has left behind: its extents lie in `slabs`, by their numbers there."""
+
+    backup: Backup
+    key: Key
+    slabs: SlabTable
+
+
+@dataclass(eq=False)
+class Lent:
+    """Physical memory of this process that the vault may map, until `VaultClient.take_back`."""
+
+    number: int
+    gpu: str
+    nbytes: int
+    descriptor: int  # -1 once it was sent
+
+
+class SlabTable:
+    """Read-only descriptors of slabs: with them, backups can be read when the vault is gone."""
+
+    def __init__(self) -> None:
+        self._slabs: dict[int, tuple[int, int]] = {}
+        self._backups: Counter[int] = Counter()
+
+    def descriptor(self, slab: int) -> tuple[int, int]:
+        """(descriptor, bytes); the descriptor stays the table's."""
+        return self._slabs[slab]
+
+    def __len__(self) -> int:
+        return len(self._slabs)
+
+    def add(self, slab: int, descriptor: int, nbytes: int) -> None:
+        """Keep it as long as backups lie there."""
+        self._slabs[slab] = (descriptor, nbytes)
+
+    def use(self, extents: Iterable[Extent]) -> None:
+        """A backup lies there."""
+        self._backups.update({extent.slab for extent in extents})
+
+    def leave(self, extents: Iterable[Extent]) -> None:
+        """That backup is gone."""
+        self._backups.subtract({extent.slab for extent in extents})
+
+    def close_unused(self) -> list[int]:
+        """Close what no backup lies in; returns their numbers."""
+        unused = [slab for slab in self._slabs if self._backups[slab] <= 0]
+        for slab in unused:
+            protocol.close_all([self._slabs.pop(slab)[0]])
+            del self._backups[slab]
+        return unused
+
+    def close(self) -> None:
+        """Close all."""
+        protocol.close_all([descriptor for descriptor, _ in self._slabs.values()])
+        self._slabs.clear()
+
+
+class VaultClient:
+    """One connection to the vault. What it keeps goes back when the connection ends.
+
+    Calls of several threads take turns. A call that the vault does not answer within `deadline_s`, or a connection that
+    ends, raises `VaultLost`, as does every later call; the slabs of `slabs` can still be read. Keep a client that was
+    lost, and do not close it, as long as backups in its slabs are needed: a vault that is still there keeps their bytes
+    for as long as the connection is.
+
+    Attributes:
+        gpus: the GPUs that the vault serves, by their UUIDs.
+        memory_bytes: what it may hold in all.
+        vault_pid: 0 if this process cannot see it.
+        slabs: of the backups that it keeps for this process.
+    """
+
+    def __init__(self, path: Path | None = None, name: str = "", deadline_s: float = DEADLINE_S) -> None:
+        """Connect.
+
+        Args:
+            path: of the vault's socket; None: this user's own.
+            name: shown to people who look at the vault, with the pid.
+
+        Raises:
+            VaultUnavailable: no vault of this user and version answers there.
+        """
+        self.path = protocol.default_socket() if path is None else path
+        self.deadline_s = deadline_s
+        self.slabs = SlabTable()
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._lost: VaultLost | None = None
+        self._last_request = self._last_lent = 0
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._given_up: dict[int, bool] = {}  # requests that nobody waits for any more: do they hand out backups
+        self._unclaimed: list[int] = []  # backups that were handed out to nobody
+        self._descriptors_lost = False
+        self._closed_slabs: list[int] = []
+        self._channel, self.vault_pid = self._connect()
+        _clients.add(self)
+        try:
+            facts = self._ask("hello", name=name[:80])
+        except VaultLost as lost:
+            self.close()
+            raise VaultUnavailable(f"the vault at {self.path}: {lost}") from None
+        self.gpus: tuple[str, ...] = tuple(facts["gpus"])
+        self.memory_bytes: int = facts["memory_bytes"]
+
+    def _connect(self) -> tuple[Channel, int]:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(self.deadline_s)
+        try:
+            protocol.check_folder(self.path.parent)
+            connection.connect(str(self.path))
+            pid, uid = protocol.peer_credentials(connection)
+            if uid != os.getuid():
+                raise VaultUnavailable(f"the vault at {self.path} belongs to user {uid}: name another socket")
+        except VaultUnavailable:
+            connection.close()
+            raise
+        except (OSError, VaultError) as error:
+            connection.close()
+            raise VaultUnavailable(f"no vault answers at {self.path}: {error}; `cumem-sleep vault` runs one") from None
+        return Channel(connection, protocol.MAX_ANSWER_BYTES, protocol.MAX_REQUEST_BYTES), pid
+
+    @property
+    def lost(self) -> VaultLost | None:
+        """Why the vault cannot be asked any more, or None. Looks whether it has ended."""
+        with self._turn():
+            if self._lost is None:
+                with suppress(VaultLost):
+                    self._take_in(self._channel.receive)
+            return self._lost
+
+    def close(self) -> None:
+        """End the connection: the vault gives away what it kept. Closing again does nothing."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            self._channel.close()
+            self.slabs.close()
+            self._lost = self._lost or VaultLost("the connection was closed")
+
+    # Backups
+
+    def reserve(self, gpu: str, sizes: Sequence[int]) -> list[Backup]:
+        """A backup of each size, to be written: all, or none.
+
+        Raises:
+            OutOfHostMemory: the vault has too little; the message says who holds what. Nothing has changed.
+        """
+        with self._turn():
+            facts = self._ask("reserve", gpu=gpu, sizes=list(sizes))["backups"]
+            return [self._backup(each) for each in self._readable(facts)]
+
+    def find(self, gpu: str, keys: Sequence[Key]) -> list[Backup | None]:
+        """For each, a share in the backup that has these bytes, if there is one."""
+        with self._turn():
+            facts = self._ask("find", gpu=gpu, keys=[_described(key) for key in keys])["backups"]
+            return [None if each is None else self._backup(each) for each in self._readable(facts)]
+
+    def seal(self, sealed: Sequence[Sealed]) -> None:
+        """These have been written and proven: others may share them, and nobody writes to them again.
+
+        Where another process sealed the same bytes before, both share that backup: `extents` and `note` change.
+        """
+        described = [{"number": each.backup.number, **_described(each.key), "note": each.note} for each in sealed]
+        with self._turn():
+            for start in range(0, len(sealed), _SEALED_AT_ONCE):
+                end = start + _SEALED_AT_ONCE
+                facts = self._readable(self._ask("seal", backups=described[start:end])["backups"])
+                for each, said in zip(sealed[start:end], facts, strict=True):
+                    self.slabs.leave(each.backup.extents)
+                    self._fill(each.backup, said)
+
+    def mark(self, backups: Sequence[Backup], needed: bool) -> list[Backup]:
+        """Say whether these are needed, because their segments sleep, or may be evicted; returns what has been."""
+        with self._turn():
+            gone = set(self._ask("mark", numbers=[each.number for each in backups], needed=needed)["gone"])
+            evicted = [each for each in backups if each.number in gone]
+            for each in evicted:
+                self._leave(each)
+            return evicted
+
+    def release(self, backups: Sequence[Backup]) -> None:
+        """Give these back. Never fails for a vault that is gone: then they are, too."""
+        with self._turn():
+            for each in backups:
+                self._leave(each)
+            self._unclaimed += [each.number for each in backups]
+            self._closed_slabs += self.slabs.close_unused()
+            with suppress(VaultLost):
+                while self._unclaimed or self._closed_slabs:
+                    numbers = self._unclaimed[:_RELEASED_AT_ONCE]
+                    self._ask("release", numbers=numbers, slabs=self._closed_slabs)
+                    self._unclaimed, self._closed_slabs = self._unclaimed[_RELEASED_AT_ONCE:], []
+
+    def show(self, gpu: str, shown: Sequence[Shown]) -> list[Backup]:
+        """Let this vault adopt what another one has left behind, without a copy: all, or none.
+
+        The slabs become unwritable for everybody, so the other vault must have ended.
+
+        Raises:
+            VaultError: it has not.
+            OutOfHostMemory: with these this vault would have more than it may.
+        """
+        places = list(dict.fromkeys((each.slabs, extent.slab) for each in shown for extent in each.backup.extents))
+        at = {place: number for number, place in enumerate(places)}
+        backups = [
+            {
+                **_described(each.key),
+                "bytes": each.backup.nbytes,
+                "note": each.backup.note,
+                "extents": [(at[each.slabs, slab], offset, nbytes) for slab, offset, nbytes in each.backup.extents],
+            }
+            for each in shown
+        ]
+        with self._turn():
+            descriptors = [os.dup(table.descriptor(slab)[0]) for table, slab in places]
+            facts = self._ask("show", descriptors, gpu=gpu, backups=backups)["backups"]
+            return [self._backup(each) for each in self._readable(facts)]
+
+    # Copies
+
+    def lend(self, gpu: str, descriptor: int, nbytes: int) -> Lent:
+        """Physical memory for copies, by the descriptor that the driver exports, which is the client's from here on."""
+        with self._turn():
+            self._last_lent += 1
+            return Lent(self._last_lent, gpu, nbytes, descriptor)
+
+    def write(self, lent: Lent, ranges: Sequence[Range]) -> int:
+        """Begin to copy from lent memory to backups. What was to be there must be there. Returns what to `wait` for."""
+        return self._copy(lent, ranges, to_host=True)
+
+    def read(self, lent: Lent, ranges: Sequence[Range]) -> int:
+        """Begin to copy from backups to lent memory. Returns what to `wait` for.
+
+        If the vault is lost before that has ended, it may be carried out later: give the memory back to the driver.
+        """
+        return self._copy(lent, ranges, to_host=False)
+
+    def wait(self, requests: Iterable[int]) -> None:
+        """Return when these copies have ended. Waiting again for the same does nothing.
+
+        Raises:
+            DriverError: a copy, or the import of the memory, failed; all of these have ended.
+        """
+        failure: Exception | None = None
+        for request in requests:
+            try:
+                self._answer_to(request)
+            except VaultLost:
+                raise
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def take_back(self, lent: Sequence[Lent]) -> None:
+        """Return when the vault has given this memory back; wait for its copies before.
+
+        Raises:
+            VaultLost: it may still have it.
+        """
+        with self._turn():
+            sent = [each.number for each in lent if each.descriptor < 0]
+            for each in lent:
+                protocol.close_all([each.descriptor] if each.descriptor >= 0 else [])
+                each.descriptor = -1
+            if sent:
+                self._ask("forget", memories=sent)
+
+    def status(self) -> dict[str, Any]:
+        """Everything that the vault knows."""
+        return self._ask("status")
+
+    # How it is said
+
+    def _copy(self, lent: Lent, ranges: Sequence[Range], to_host: bool) -> int:
+        if not ranges:
+            raise InvalidState("no ranges: there is nothing to copy")
+        with self._turn():
+            descriptors = [lent.descriptor] if lent.descriptor >= 0 else []
+            lent.descriptor = -1
+            numbers = [(each.backup.number, each.offset, each.lent_offset, each.nbytes) for each in ranges]
+            facts = {"gpu": lent.gpu, "memory": lent.number, "bytes": lent.nbytes, "out": to_host, "ranges": numbers}
+            return self._begin("copy", descriptors, **facts)
+
+    def _ask(self, verb: str, descriptors: Sequence[int] = (), **facts: Any) -> dict[str, Any]:
+        with self._turn():
+            request = self._begin(verb, descriptors, **facts)
+            try:
+                return self._answer_to(request)
+            except CumemSleepError:
+                raise
+            except BaseException:  # of a signal handler: the answer comes later
+                self._given_up[request] = verb in ("reserve", "find", "show")
+                raise
+
+    def _begin(self, verb: str, descriptors: Sequence[int] = (), **facts: Any) -> int:
+        """Send a request; returns its number."""
+        with self._turn():
+            if self._lost is not None:
+                protocol.close_all(descriptors)
+                raise self._lost
+            self._last_request += 1
+            request = self._last_request
+            self._answers[request] = {}
+            body = {"id": request, "do": verb, **facts}
+            self._take_in(partial(self._channel.send, body, descriptors))
+            self._wait_until(lambda: not self._channel.unsent_bytes)
+            return request
+
+    def _answer_to(self, request: int) -> dict[str, Any]:
+        with self._turn():
+            if request not in self._answers:
+                return {}
+            self._wait_until(lambda: bool(self._answers[request]))
+            answer = self._answers.pop(request)
+            if "error" in answer:
+                raise protocol.error_from_json(answer["error"])
+            result: dict[str, Any] = answer.get("ok", {})
+            return result
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Take in what comes until that is so. Every message shows that the vault lives."""
+        deadline = time.monotonic() + self.deadline_s
+        while not is_so():
+            if self._lost is not None:
+                raise self._lost
+            if not self._channel.wait(deadline, to_send=self._channel.unsent_bytes > 0):
+                self._lose(f"the vault does not answer: it was silent for {self.deadline_s:g} s", may_go_on=True)
+            self._take_in(self._channel.flush)
+            if self._take_in(self._channel.receive):
+                deadline = time.monotonic() + self.deadline_s
+
+    def _take_in(self, step: Callable[[], object]) -> int:
+        """After a step of the channel: the messages that have come. Raises VaultLost: it has ended."""
+        ended = ""
+        count = 0
+        try:
+            ended = "the vault has ended, or was killed" if step() is False else ""
+        except OSError as error:
+            ended = f"the connection to the vault has ended ({error.strerror})"
+            with suppress(OSError):  # why, it may have said before
+                while self._channel.receive() and self._channel.is_ended_there():
+                    pass
+        try:
+            while (message := self._channel.next_message()) is not None:
+                count += 1
+                self._understand(message)
+        except OtherVersion as other:
+            self._lose(f"{other}: install the same version of cumem-sleep on both sides")
+        except (Nonsense, KeyError, TypeError, ValueError) as error:
+            self._lose(f"the vault says what is not understood here: {error!r}", may_go_on=True)
+        if ended:
+            self._lose(ended)
+        return count
+
+    def _understand(self, message: Message) -> None:
+        body = message.body
+        if "slabs" in body:
+            if message.descriptors_lost:
+                protocol.close_all(message.descriptors)
+                self._descriptors_lost = True
+                self._closed_slabs += [slab for slab, _ in body["slabs"]]
+            else:
+                for (slab, nbytes), descriptor in zip(body["slabs"], message.descriptors, strict=True):
+                    self.slabs.add(slab, descriptor, nbytes)
+        elif "cut" in body:
+            self._lose(f"the vault has cut this process off: {body['cut']}", may_go_on=True)
+        elif body.get("id") in self._given_up:
+            del self._answers[body["id"]]
+            if self._given_up.pop(body["id"]):
+                self._unclaimed += [each["number"] for each in body.get("ok", {}).get("backups", ()) if each]
+        elif body.get("id") in self._answers:
+            self._answers[body["id"]] = body
+
+    def _lose(self, why: str, may_go_on: bool = False) -> None:
+        self._lost = self._lost or VaultLost(why, may_go_on)
+        raise self._lost
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One thread at a time; in a child of a fork, where another thread may have held the lock, none."""
+        if os.getpid() != self._process:
+            raise InvalidState("this connection to the vault was made before a fork: connect anew in this process")
+        with self._lock:
+            yield
+
+    def _readable(self, facts: list[Any]) -> list[Any]:
+        """What the vault says of backups, if this process has the descriptors of all their slabs.
+
+        Raises:
+            VaultError: it could open no more files. What was handed out goes back with the next release.
+        """
+        if self._descriptors_lost:
+            self._descriptors_lost = False
+            self._unclaimed += [each["number"] for each in facts if each is not None]
+            raise VaultError("this process can open no more files: raise the limit of its open files (ulimit -n)")
+        return facts
+
+    def _backup(self, facts: dict[str, Any]) -> Backup:
+        backup = Backup(facts["number"], 0, (), "")
+        self._fill(backup, facts)
+        return backup
+
+    def _fill(self, backup: Backup, facts: dict[str, Any]) -> None:
+        backup.nbytes, backup.note = facts["bytes"], facts["note"]
+        backup.extents = tuple(Extent(*extent) for extent in facts["extents"])
+        self.slabs.use(backup.extents)
+
+    def _leave(self, backup: Backup) -> None:
+        self.slabs.leave(backup.extents)
+        backup.extents = ()
+
+    def _forget_in_child(self) -> None:
+        """In a child of a fork, which would keep the connection, and so the backups, when the parent has died."""
+        self._channel.close()
+        self.slabs.close()
+
+
+def _described(key: Key) -> dict[str, Any]:
+    return {"digest": key.digest, "of_bytes": key.nbytes, "encoding": key.encoding}
+
+
+def _after_fork_in_child() -> None:
+    for client in list(_clients):
+        client._forget_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,198 @@
+"""Copies between the vault's memory and one GPU, in one direction. Clients take turns, piece by piece."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .. import _core
+from ..errors import VaultError
+from .protocol import close_all
+
+PIECE_BYTES = 64 << 20  # about a millisecond of a link
+_IN_FLIGHT = 4  # pieces: enough for the link never to wait for this thread
+
+
+class Lent:
+    """A client's physical memory, from the descriptor that it sent; imported when the first copy needs it."""
+
+    def __init__(self, descriptor: int, device: int, nbytes: int) -> None:
+        self.device = device
+        self.nbytes = nbytes
+        self.jobs = 0  # that use it
+        self._descriptor = descriptor
+        self._lock = threading.Lock()  # both links of a GPU may use it
+        self._imported: _core.ImportedMemory | None = None
+
+    def address(self) -> int:
+        """Where it is mapped here.
+
+        Raises:
+            DriverError: the driver does not import it, or it has not as many bytes.
+        """
+        with self._lock:
+            if self._imported is None:
+                self._imported = _core.ImportedMemory(self._descriptor, self.device, self.nbytes)
+                self._close_descriptor()
+            return self._imported.address
+
+    def close(self) -> None:
+        """Give it back; no copy may use it."""
+        with self._lock:
+            self._close_descriptor()
+            if self._imported is not None:
+                self._imported.close()
+                self._imported = None
+
+    def _close_descriptor(self) -> None:
+        close_all([self._descriptor] if self._descriptor >= 0 else [])
+        self._descriptor = -1
+
+
+class Piece(NamedTuple):
+    """What is copied at once."""
+
+    block: _core.HostBlock
+    offset: int
+    lent_offset: int
+    nbytes: int
+
+
+@dataclass(eq=False)
+class Job:
+    """The copies of one request. `done` is called on the link's thread when nothing of it is in flight any more."""
+
+    client: Hashable
+    lent: Lent
+    pieces: deque[Piece]
+    done: Callable[[Exception | None], None]
+    in_flight: int = 0
+    all_started: bool = False
+    error: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Copy no more of it."""
+        self.error = self.error or error
+        self.pieces.clear()
+
+
+class Link:
+    """A thread that copies for all clients between host memory and one GPU, in one direction.
+
+    Attributes:
+        copied_bytes: since the start.
+        busy_s: how long copies were in flight.
+    """
+
+    def __init__(self, device: int, to_host: bool) -> None:
+        self.device = device
+        self.copied_bytes = 0
+        self.busy_s = 0.0
+        self._to_host = to_host
+        self._changed = threading.Condition()
+        self._jobs: dict[Hashable, deque[Job]] = {}  # by client; the first is next
+        self._stopping = False
+        self._idle: list[_core.CopyStream] = []
+        name = f"vault-{'out' if to_host else 'in'}-{device}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Copy its pieces when it is its client's turn. Jobs of one client are done in order."""
+        with self._changed:
+            self._jobs.setdefault(job.client, deque()).append(job)
+            self._changed.notify()
+
+    def cancel(self, client: Hashable) -> None:
+        """Start no more copies of this client. Its jobs end as soon as what is in flight has ended."""
+        with self._changed:
+            for job in self._jobs.get(client, ()):
+                job.fail(VaultError("the client has gone"))
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Cancel everything, and wait for what is in flight."""
+        with self._changed:
+            self._stopping = True
+            for jobs in self._jobs.values():
+                for job in jobs:
+                    job.fail(VaultError("the vault ends"))
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        in_flight: deque[tuple[_core.CopyStream, Job, int]] = deque()
+        with ExitStack() as stack:
+            while True:
+                turn = self._next_turn(wait=not in_flight)
+                if turn is None and not in_flight:
+                    return
+                began = time.monotonic()
+                if turn is not None:
+                    job, piece = turn
+                    if piece is not None and (stream := self._start(job, piece, stack)) is not None:
+                        in_flight.append((stream, job, piece.nbytes))
+                    self._end_if_over(job)
+                if in_flight and (turn is None or len(in_flight) == _IN_FLIGHT):
+                    self._finish(*in_flight.popleft())
+                self.busy_s += time.monotonic() - began
+
+    def _next_turn(self, wait: bool) -> tuple[Job, Piece | None] | None:
+        """A piece of the next client's first job; None if there is no job, or, if this was to wait, at the end."""
+        with self._changed:
+            while not self._jobs:
+                if not wait or self._stopping:
+                    return None
+                self._changed.wait()
+            client = next(iter(self._jobs))
+            jobs = self._jobs.pop(client)
+            job = jobs[0]
+            piece = job.pieces.popleft() if job.pieces else None  # a job that was cancelled has none
+            if not job.pieces:
+                jobs.popleft().all_started = True
+            if jobs:
+                self._jobs[client] = jobs  # behind the others
+            if piece is not None:
+                job.in_flight += 1
+            return job, piece
+
+    def _start(self, job: Job, piece: Piece, stack: ExitStack) -> _core.CopyStream | None:
+        """The stream that copies the piece; None if that failed: the job fails, too."""
+        try:
+            address = job.lent.address() + piece.lent_offset
+            if not self._idle:
+                self._idle.append(stack.enter_context(_core.CopyStream(self.device)))
+            if self._to_host:
+                self._idle[-1].to_host(piece.block, piece.offset, address, piece.nbytes)
+            else:
+                self._idle[-1].to_device(address, piece.block, piece.offset, piece.nbytes)
+            return self._idle.pop()
+        except Exception as error:
+            job.in_flight -= 1
+            self._fail(job, error)
+            return None
+
+    def _finish(self, stream: _core.CopyStream, job: Job, nbytes: int) -> None:
+        try:
+            stream.synchronize()
+            self.copied_bytes += nbytes
+            self._idle.append(stream)
+        except Exception as error:
+            self._fail(job, error)
+            with stream:  # closes it: waits by other means, since nobody may unmap what is still being copied
+                pass
+        job.in_flight -= 1
+        self._end_if_over(job)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        with self._changed:
+            job.fail(error)
+
+    def _end_if_over(self, job: Job) -> None:
+        if job.all_started and not job.in_flight:
+            job.done(job.error)

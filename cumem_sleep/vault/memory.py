@@ -1,0 +1,124 @@
+"""The vault's memory: slabs of its own, and those that another vault has left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from .. import _core
+from ..errors import CumemSleepError, VaultError
+
+_TOUCH_BYTES = 64 << 20
+# fcntl.h; Python names them from 3.13 on
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_WRITE = 2, 4, 8
+
+
+class Slab:
+    """A memfd that is mapped and registered here. `descriptor` reads it; that is what owners get."""
+
+    def __init__(self, block: _core.HostBlock, descriptor: int, is_adopted: bool) -> None:
+        self.block = block
+        self.descriptor = descriptor
+        self.is_adopted = is_adopted
+        self.identity = identity(descriptor)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole slab."""
+        return self.block.bytes
+
+    def let_go(self) -> None:
+        """Unmap it; whoever else has a descriptor reads it on. No copy may be in flight."""
+        os.close(self.descriptor)
+        self.block.close()
+
+    def close(self) -> None:
+        """Give the memory back. No copy may be in flight. What is adopted goes when its owners close it, too."""
+        if not self.is_adopted:  # owners of earlier backups may still have it open
+            with mmap.mmap(self.block.fd, self.nbytes) as pages:
+                for start in range(0, self.nbytes, _TOUCH_BYTES):  # each holds the interpreter up
+                    pages.madvise(mmap.MADV_REMOVE, start, min(_TOUCH_BYTES, self.nbytes - start))
+        self.let_go()
+
+
+def identity(descriptor: int) -> tuple[int, int]:
+    """Of the file, the same for every descriptor of it."""
+    facts = os.fstat(descriptor)
+    return facts.st_dev, facts.st_ino
+
+
+def take(nbytes: int, node: int, device: int, threads: int, touched: Callable[[int], None]) -> Slab:
+    """A new slab: its pages are there, and registered.
+
+    Args:
+        node: the NUMA node of its pages; -1: wherever.
+        device: the GPU whose context registers it, for all GPUs.
+        threads: that touch its pages.
+        touched: is told of bytes whose pages are there.
+
+    Raises:
+        OutOfHostMemory: the system gives no more memory, or the driver registers no more.
+    """
+    block = _core.HostBlock.shared(nbytes, node)
+    try:
+        with ThreadPoolExecutor(threads, "vault-touch") as pool:
+            starts = range(0, nbytes, _TOUCH_BYTES)
+            sizes = [min(_TOUCH_BYTES, nbytes - start) for start in starts]
+            for size, _ in zip(sizes, pool.map(block.touch, starts, sizes), strict=True):
+                touched(size)
+        block.pin(device)
+        descriptor = os.open(f"/proc/self/fd/{block.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except BaseException:
+        block.close()
+        raise
+    return Slab(block, descriptor, is_adopted=False)
+
+
+def adopt(descriptor: int, device: int) -> Slab:
+    """The slab of another vault, from a descriptor that one of its clients shows; the descriptor is the slab's then.
+
+    Others will share what lies there, so nobody may change it any more. The kernel sees to that: it seals the file
+    against writing, and refuses as long as anybody, the other vault above all, has it mapped for writing.
+
+    Raises:
+        VaultError: it is no slab, or somebody can still write to it. The descriptor stays the caller's.
+    """
+    try:
+        seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
+    except OSError:
+        raise VaultError("what is shown is no memory of a vault: its descriptor is of another kind of file") from None
+    if seals & (_F_SEAL_SHRINK | _F_SEAL_GROW) != _F_SEAL_SHRINK | _F_SEAL_GROW:
+        raise VaultError("what is shown is no memory of a vault: its size could change")
+    if not seals & _F_SEAL_WRITE:
+        _seal_against_writing(descriptor)
+    read_only = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        block = _core.HostBlock.mapped(read_only, os.fstat(read_only).st_size, False)
+    except BaseException:
+        os.close(read_only)
+        raise
+    with suppress(CumemSleepError):  # a driver that registers nothing read-only: copies are slower then
+        block.pin(device)
+    os.close(descriptor)
+    return Slab(block, read_only, is_adopted=True)
+
+
+def _seal_against_writing(descriptor: int) -> None:
+    try:
+        os.fchmod(descriptor, 0o600)
+        writable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.fcntl(writable, _F_ADD_SEALS, _F_SEAL_WRITE)
+        finally:
+            os.fchmod(writable, 0o400)
+            os.close(writable)
+    except OSError as error:
+        raise VaultError(
+            f"the memory of the other vault cannot be sealed ({error.strerror}): is that vault still there? Its backups"
+            " stay readable; show them again when it has ended"
+        ) from None

@@ -1,0 +1,247 @@
+"""All of the vault's memory: taken in the background, adopted from other vaults, and never more than it may have."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from .. import _core
+from ..errors import CumemSleepError, InvalidArgument, InvalidState, OutOfHostMemory, format_bytes
+from . import memory, protocol
+from .ledger import UNIT_BYTES, Ledger
+
+DEFAULT_SLAB_BYTES = 1 << 30
+MAX_SLABS = 200  # owners have a descriptor of each that they have bytes in
+_ALIGNMENT = 2 << 20  # a huge page
+_TRY_AGAIN_S = 5.0  # after the host had too little memory for a slab
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the vault may use of its host.
+
+    Attributes:
+        room_bytes: how much memory the host can still give, by every limit.
+        threads: that touch new memory.
+        say: shows a line to whoever runs the vault.
+    """
+
+    room_bytes: Callable[[], int]
+    threads: int
+    say: Callable[[str], None]
+
+
+class Pool:
+    """Slabs, and the ledger of what lies in them. Its calls belong to one thread; another one takes memory.
+
+    Attributes:
+        short: why no more memory is being taken, or "".
+        touched_bytes: of the slab that is being taken, whose pages are there.
+    """
+
+    def __init__(
+        self,
+        memory_bytes: int,
+        slab_bytes: int | None,
+        device: int,
+        nodes: Sequence[int],
+        host: Host,
+        post: Callable[[Callable[[], None]], None],
+        changed: Callable[[], None],
+    ) -> None:
+        """Nothing is taken yet.
+
+        Args:
+            device: the GPU whose context registers the memory.
+            nodes: NUMA nodes to take it from, in turn.
+            post: has work done by the thread that calls the pool.
+            changed: is called when there is more memory, or there will be no more.
+
+        Raises:
+            InvalidArgument: there is too little for one slab.
+        """
+        self.memory_bytes = memory_bytes // _ALIGNMENT * _ALIGNMENT
+        if not self.memory_bytes:
+            raise InvalidArgument(f"memory={memory_bytes}: at least {_ALIGNMENT} bytes are allowed")
+        least = _aligned_up(-(-self.memory_bytes // MAX_SLABS))
+        self._slab_bytes = max(least, _aligned_up(slab_bytes or DEFAULT_SLAB_BYTES))
+        self._device, self._nodes, self._host, self._post, self._changed = device, nodes, host, post, changed
+        self.ledger = Ledger()
+        self.short = ""
+        self.touched_bytes = 0
+        self._slabs: dict[int, memory.Slab] = {}
+        self._last_slab = 0
+        self._taker = ThreadPoolExecutor(1, "vault-memory")
+        self._is_taking = self._is_stopped = False
+        self._try_again = 0.0
+        self._is_short_said = False
+        self._tenths_said = 0
+
+    def block(self, slab: int) -> _core.HostBlock:
+        """Its memory, for copies."""
+        return self._slabs[slab].block
+
+    def slab(self, slab: int) -> memory.Slab:
+        """That slab, for its descriptor."""
+        return self._slabs[slab]
+
+    def bytes_to_come(self) -> int:
+        """Of memory that is still being taken."""
+        if self.short or self._is_stopped:
+            return 0
+        return max(0, self.memory_bytes - self.ledger.own_bytes - self.ledger.adopted_bytes) // _ALIGNMENT * _ALIGNMENT
+
+    def stop_taking(self) -> None:
+        """Take no more memory."""
+        self._is_stopped = True
+
+    def finish(self) -> None:
+        """Take no more memory, and wait for what is being done; what comes of it is still posted."""
+        self._is_stopped = True
+        self._taker.shutdown()
+
+    def close(self) -> None:
+        """Unmap everything, after `finish`. Who has a descriptor of a slab reads it on."""
+        for slab in self._slabs.values():
+            slab.let_go()
+
+    # Memory of our own
+
+    def try_again(self, now: float) -> None:
+        """Where the host had too little memory, some time ago."""
+        if self.short and now >= self._try_again:
+            self.take_more()
+
+    def take_more(self) -> None:
+        """Begin with the next slab, if there is to be one."""
+        self.short = ""
+        nbytes = min(self._slab_bytes, self.bytes_to_come())
+        if self._is_taking or not nbytes:
+            return
+        self._is_taking = True
+        node = self._nodes[self._last_slab % len(self._nodes)]
+        future = self._taker.submit(self._take, nbytes, node)
+        future.add_done_callback(lambda future: self._post(partial(self._taken, future, node)))
+
+    def _take(self, nbytes: int, node: int) -> memory.Slab:
+        room = self._host.room_bytes()
+        if room < nbytes:
+            raise OutOfHostMemory(nbytes, max(0, room), "MemAvailable")
+        return memory.take(nbytes, node, self._device, self._host.threads, self._touched)
+
+    def _touched(self, nbytes: int) -> None:
+        self.touched_bytes += nbytes
+
+    def _taken(self, future: Future[memory.Slab], node: int) -> None:
+        self._is_taking, self.touched_bytes = False, 0
+        try:
+            slab = future.result()
+        except Exception as error:  # whatever it is, what is there can be used
+            self.short, self._try_again = str(error), time.monotonic() + _TRY_AGAIN_S
+            if not self._is_short_said:
+                self._host.say(f"has {self._of_all()}, and cannot take more now: {error}")
+            self._is_short_said = True
+            self._changed()
+            return
+        self._is_short_said = False
+        if self._is_stopped or slab.nbytes > self.bytes_to_come():  # something was adopted meanwhile
+            slab.close()
+        else:
+            self.ledger.add_slab(self._number(slab), slab.nbytes, node)
+        tenths = self.ledger.own_bytes * 10 // self.memory_bytes
+        if tenths > self._tenths_said:
+            self._tenths_said = tenths
+            self._host.say(f"has {self._of_all()}")
+        self.take_more()
+        self._changed()
+
+    def _of_all(self) -> str:
+        return f"{format_bytes(self.ledger.own_bytes)} of {format_bytes(self.memory_bytes)}"
+
+    # What another vault has left behind
+
+    def look_at(self, descriptors: list[int], looked_at: Callable[[Future[list[memory.Slab]]], None]) -> None:
+        """Open the slabs of these descriptors, which are the pool's from here on; then have `looked_at` called."""
+        future = self._taker.submit(self._look_at, descriptors)
+        future.add_done_callback(lambda future: self._post(partial(looked_at, future)))
+
+    def _look_at(self, descriptors: list[int]) -> list[memory.Slab]:
+        found: list[memory.Slab] = []
+        try:
+            while descriptors:
+                found.append(memory.adopt(descriptors[0], self._device))
+                descriptors.pop(0)
+        except BaseException:
+            protocol.close_all(descriptors)
+            for slab in found:
+                slab.close()
+            raise
+        return found
+
+    def adopt(self, found: Sequence[memory.Slab], names: Mapping[Hashable, str]) -> list[int]:
+        """The numbers of these slabs, after as much of our own memory was given back.
+
+        Raises:
+            OutOfHostMemory: too much of that is needed. The slabs are closed.
+            InvalidState: the vault is about to end. Likewise.
+        """
+        known = {slab.identity: number for number, slab in self._slabs.items()}
+        new = {slab.identity: slab for slab in found if slab.identity not in known}
+        try:
+            self._make_room(sum(slab.nbytes for slab in new.values()), names)
+        except CumemSleepError:
+            new.clear()
+            raise
+        finally:
+            for slab in found:
+                if new.get(slab.identity) is not slab:  # several owners show the same one
+                    self._give_back(slab)
+        for slab in new.values():
+            known[slab.identity] = self._number(slab)
+            self.ledger.add_adopted_slab(known[slab.identity], slab.nbytes)
+        return [known[slab.identity] for slab in found]
+
+    def tidy(self) -> None:
+        """Let go of adopted slabs without backups, and take memory of our own in their place."""
+        for number in self.ledger.empty_slabs(adopted=True):
+            self._remove(number)
+        if not self.short:
+            self.take_more()
+
+    def _make_room(self, nbytes: int, names: Mapping[Hashable, str]) -> None:
+        if self._is_stopped:
+            raise InvalidState("the vault is about to end: show this to the next one")
+        excess = self.ledger.own_bytes + self.ledger.adopted_bytes + nbytes - self.memory_bytes
+        if excess <= 0:
+            return
+        empty = self.ledger.empty(excess)
+        if not empty:
+            raise OutOfHostMemory(nbytes, max(0, nbytes - excess), "vault", self.ledger.who_holds(names))
+        for number in empty:
+            self._remove(number)
+
+    def _number(self, slab: memory.Slab) -> int:
+        self._last_slab += 1
+        self._slabs[self._last_slab] = slab
+        return self._last_slab
+
+    def _remove(self, number: int) -> None:
+        self.ledger.remove_slab(number)
+        self._give_back(self._slabs.pop(number))
+
+    def _give_back(self, slab: memory.Slab) -> None:
+        """Before more is taken."""
+        if self._is_stopped:
+            slab.close()
+        else:
+            self._taker.submit(slab.close)
+
+
+def _aligned_up(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+assert _ALIGNMENT % UNIT_BYTES == 0

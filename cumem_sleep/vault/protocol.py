@@ -1,0 +1,317 @@
+"""What the vault and its clients say to each other, and over which socket.
+
+A message is a header of 12 bytes, a JSON object, and maybe descriptors. JSON, because one message moves gigabytes: what
+it costs to read is lost beside that, and a person can read it too. The header never changes, so every version can tell
+every other one which it is. A request has a number (`id`), and its one answer has the same; answers come as the work
+ends. While requests are unanswered the vault says every second that it is at work (`BUSY`), so that a client can tell a
+long copy from a vault that was stopped.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import select
+import socket
+import stat
+import struct
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import DriverError, InvalidArgument, InvalidState, OutOfHostMemory, VaultError
+
+VERSION = 1
+MAX_REQUEST_BYTES = 8 << 20
+MAX_ANSWER_BYTES = 64 << 20
+MAX_AT_ONCE = 1 << 16  # of one list in a request
+MAX_DESCRIPTORS = 253  # of one message: SCM_MAX_FD
+BUSY_INTERVAL_S = 1.0
+
+_HEADER = struct.Struct("<4sHHI")  # magic, version, descriptors, bytes of JSON
+_MAGIC = b"CMSV"
+_RECEIVE_BYTES = 1 << 18
+_CREDENTIALS = struct.Struct("3i")
+_ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
+
+
+class Nonsense(Exception):
+    """What came is no message of this protocol, or says what no client says: the connection ends."""
+
+
+class OtherVersion(Nonsense):
+    """The other side speaks another version of the protocol."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"version {version} of the protocol is spoken there, version {VERSION} here")
+        self.version = version
+
+
+class Message(NamedTuple):
+    """One message; the descriptors are the receiver's to close. `descriptors_lost`: this process can open no more."""
+
+    body: dict[str, Any]
+    descriptors: list[int]
+    descriptors_lost: bool
+
+
+class Channel:
+    """Messages over a connected socket. Sends what it can; the rest waits: `unsent_bytes`."""
+
+    def __init__(self, connection: socket.socket, max_received_bytes: int, max_sent_bytes: int) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._max_received_bytes = max_received_bytes
+        self._max_sent_bytes = max_sent_bytes
+        self._received = bytearray()
+        self._batches: deque[tuple[list[int], bool]] = deque()  # each was sent with one message
+        self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self.unsent_bytes = 0
+
+    def fileno(self) -> int:
+        """Of the socket, for `select`; -1 once it is closed."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """End the connection; closing again does nothing."""
+        self._socket.close()
+        while self._batches:
+            close_all(self._batches.popleft()[0])
+        while self._unsent:
+            close_all(self._unsent.popleft()[1])
+        self.unsent_bytes = 0
+
+    def send(self, body: Mapping[str, Any], descriptors: Sequence[int] = (), version: int = VERSION) -> None:
+        """Send it now or with later calls of `flush`. The descriptors are the channel's from here on.
+
+        Raises:
+            InvalidArgument: it is longer than the other side takes; nothing was sent.
+            OSError: the connection has ended.
+        """
+        text = json.dumps(body, separators=(",", ":")).encode()
+        if len(text) > self._max_sent_bytes or len(descriptors) > MAX_DESCRIPTORS:
+            close_all(descriptors)
+            raise InvalidArgument(
+                f"message of {len(text)} bytes and {len(descriptors)} descriptors: {self._max_sent_bytes} and"
+                f" {MAX_DESCRIPTORS} are allowed, so ask for less at once"
+            )
+        header = _HEADER.pack(_MAGIC, version, len(descriptors), len(text))
+        self._unsent.append((memoryview(header + text), descriptors))
+        self.unsent_bytes += len(header) + len(text)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket takes now. Raises OSError: the connection has ended."""
+        while self._unsent:
+            content, descriptors = self._unsent[0]
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+            try:
+                sent = self._socket.sendmsg([content], ancillary, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            close_all(descriptors)
+            self.unsent_bytes -= sent
+            if sent < len(content):
+                self._unsent[0] = (content[sent:], ())
+            else:
+                self._unsent.popleft()
+
+    def receive(self) -> bool:
+        """Take in what has come. False when the other side has ended the connection. Raises OSError likewise."""
+        try:
+            content, ancillary, flags, _ = self._socket.recvmsg(
+                _RECEIVE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return True
+        descriptors = array.array("i")
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        lost = bool(flags & socket.MSG_CTRUNC)
+        if descriptors or lost:
+            self._batches.append((descriptors.tolist(), lost))
+        self._received += content
+        return bool(content)
+
+    def next_message(self) -> Message | None:
+        """The next whole message that has come, or None.
+
+        Raises:
+            Nonsense: what has come is none.
+        """
+        if len(self._received) < _HEADER.size:
+            return None
+        magic, version, count, nbytes = _HEADER.unpack_from(self._received)
+        if magic != _MAGIC:
+            raise Nonsense("a message begins with other bytes than this protocol's")
+        if version != VERSION:
+            raise OtherVersion(version)
+        if nbytes > self._max_received_bytes:
+            raise Nonsense(f"a message of {nbytes} bytes is announced, {self._max_received_bytes} are allowed")
+        end = _HEADER.size + nbytes
+        if len(self._received) < end:
+            return None
+        text = bytes(self._received[_HEADER.size : end])
+        del self._received[:end]
+        descriptors, lost = self._batches.popleft() if count and self._batches else ([], False)
+        if (len(descriptors) != count and not lost) or len(self._batches) > (len(self._received) > 0):
+            close_all(descriptors)
+            raise Nonsense("a message came with other descriptors than its header says")
+        try:
+            body = json.loads(text)
+        except (ValueError, RecursionError):
+            body = None
+        if not isinstance(body, dict):
+            close_all(descriptors)
+            raise Nonsense("a message is no JSON object")
+        return Message(body, descriptors, lost)
+
+    def is_ended_there(self) -> bool:
+        """Whether the other side has closed the connection, read or not what it sent before."""
+        poll = select.poll()
+        poll.register(self._socket, 0)
+        return bool(poll.poll(0))
+
+    def wait(self, deadline: float, to_send: bool = False) -> bool:
+        """Wait until something has come, or the rest can be sent. False where nothing happened by `deadline`."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | (select.POLLOUT if to_send else 0))
+        return bool(poll.poll(max(0, (deadline - time.monotonic()) * 1000)))
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close descriptors of this process."""
+    for descriptor in descriptors:
+        with suppress(OSError):
+            os.close(descriptor)
+
+
+# Fields of a message
+
+
+def integer(body: Mapping[str, Any], name: str, least: int = 0, most: int = (1 << 63) - 1) -> int:
+    """The whole number of that name. Raises Nonsense: there is none."""
+    value = body.get(name)
+    if type(value) is not int or not least <= value <= most:
+        raise Nonsense(f"{name}: a whole number from {least} to {most} is wanted")
+    return value
+
+
+def text(body: Mapping[str, Any], name: str, most: int = 256) -> str:
+    """The string of that name. Raises Nonsense: there is none; InvalidArgument: it is too long."""
+    value = body.get(name)
+    if not isinstance(value, str):
+        raise Nonsense(f"{name}: a string is wanted")
+    if len(value) > most:
+        raise InvalidArgument(f"{name} of {len(value)} characters: at most {most} are allowed")
+    return value
+
+
+def boolean(body: Mapping[str, Any], name: str) -> bool:
+    """The truth value of that name. Raises Nonsense: there is none."""
+    value = body.get(name)
+    if not isinstance(value, bool):
+        raise Nonsense(f"{name}: true or false is wanted")
+    return value
+
+
+def integers(body: Mapping[str, Any], name: str) -> list[int]:
+    """The list of whole numbers of that name, none negative. Raises Nonsense: there is none."""
+    value = _list(body, name)
+    if not all(type(each) is int and 0 <= each < 1 << 63 for each in value):
+        raise Nonsense(f"{name}: whole numbers are wanted")
+    return value
+
+
+def rows(body: Mapping[str, Any], name: str, columns: int) -> list[list[int]]:
+    """The list of that name, of rows of so many whole numbers. Raises Nonsense: there is none."""
+    value = _list(body, name)
+    for row in value:
+        if not isinstance(row, list) or len(row) != columns:
+            raise Nonsense(f"{name}: rows of {columns} numbers are wanted")
+        integers({name: row}, name)
+    return value
+
+
+def objects(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """The list of objects of that name. Raises Nonsense: there is none."""
+    value = _list(body, name)
+    if not all(isinstance(each, dict) for each in value):
+        raise Nonsense(f"{name}: objects are wanted")
+    return value
+
+
+def _list(body: Mapping[str, Any], name: str) -> list[Any]:
+    value = body.get(name)
+    if not isinstance(value, list):
+        raise Nonsense(f"{name}: a list is wanted")
+    if len(value) > MAX_AT_ONCE:
+        raise InvalidArgument(f"{name}: {len(value)} at once; at most {MAX_AT_ONCE} are allowed")
+    return value
+
+
+# Errors on their way
+
+
+def error_to_json(error: Exception) -> dict[str, Any]:
+    """What an answer says of an error."""
+    if isinstance(error, OutOfHostMemory):
+        arguments = [error.needed_bytes, error.available_bytes, error.limit, error.detail]
+        return {"type": "OutOfHostMemory", "arguments": arguments}
+    if isinstance(error, DriverError):
+        return {"type": "DriverError", "arguments": [error.call, error.error, error.detail]}
+    kind = type(error).__name__ if type(error) in (InvalidArgument, InvalidState, VaultError) else "VaultError"
+    return {"type": kind, "arguments": [str(error)]}
+
+
+_ERRORS = (DriverError, InvalidArgument, InvalidState, OutOfHostMemory, VaultError)
+
+
+def error_from_json(facts: object) -> Exception:
+    """That error again, as an exception of this package."""
+    kinds = {kind.__name__: kind for kind in _ERRORS}
+    if isinstance(facts, dict) and facts.get("type") in kinds and isinstance(facts.get("arguments"), list):
+        with suppress(TypeError):
+            error: Exception = kinds[facts["type"]](*facts["arguments"])
+            return error
+    return VaultError(f"the vault answers with an error that is not understood here: {facts!r:.200}")
+
+
+# The socket
+
+
+def default_socket() -> Path:
+    """Of this user: in `$XDG_RUNTIME_DIR`, which is private, or in a private folder of /tmp."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    folder = Path(runtime) / "cumem-sleep" if runtime else Path(f"/tmp/cumem-sleep-{os.getuid()}")
+    return folder / "vault.sock"
+
+
+def check_folder(folder: Path) -> None:
+    """See that nobody but this user (and root) can put another socket there.
+
+    Raises:
+        VaultError: somebody could; the message says what is wrong.
+    """
+    try:
+        facts = os.lstat(folder)
+    except OSError as error:
+        raise VaultError(f"the folder of the vault's socket, {folder}: {error.strerror}") from None
+    if not stat.S_ISDIR(facts.st_mode):
+        raise VaultError(f"the folder of the vault's socket, {folder}, is no folder: name another socket")
+    if facts.st_uid not in (os.getuid(), 0):
+        raise VaultError(f"the folder of the vault's socket, {folder}, belongs to user {facts.st_uid}: name another")
+    if facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
+        raise VaultError(f"others can write to the folder of the vault's socket, {folder}: `chmod go-w {folder}`")
+
+
+def peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end; pid 0 if it is in a pid namespace that this process cannot see."""
+    size = _CREDENTIALS.size
+    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return pid, uid

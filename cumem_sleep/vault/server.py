@@ -1,0 +1,273 @@
+"""The vault itself: one thread that hears and answers everybody. Others take memory and copy.
+
+Nothing in this thread waits for a client. One that floods is not read from while it has many requests open; one that
+speaks nonsense is cut off; one that dies gives everything back as soon as what is in flight has ended.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import selectors
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from .. import _core
+from ..errors import InvalidArgument, VaultError, format_bytes
+from . import protocol
+from .address import Address
+from .ledger import Held
+from .pool import Host, Pool
+from .protocol import Nonsense
+from .service import Gpu, Service
+from .session import Session
+
+_MAX_CLIENTS = 256
+_HELLO_WITHIN_S = 10.0
+
+
+def visible_gpus(wanted: Sequence[str] = ()) -> list[Gpu]:
+    """The GPUs of this process; those of these UUIDs or ordinals only, if any are given.
+
+    Raises:
+        InvalidArgument: there is no such GPU.
+    """
+    facts = [(ordinal, _core.device_info(ordinal)) for ordinal in range(_core.device_count())]
+    gpus = [Gpu(info.uuid, ordinal, info.name, info.numa_node) for ordinal, info in facts]
+    known = {name: gpu for gpu in gpus for name in (gpu.uuid, str(gpu.ordinal))}
+    for name in wanted:
+        if name not in known:
+            raise InvalidArgument(f"gpu={name!r}: one of {', '.join(known) or 'none'} is visible here")
+    return [known[name] for name in dict.fromkeys(wanted)] or gpus
+
+
+class Vault:
+    """Serves one socket until it is told to stop. `run` and all that it calls belong to one thread."""
+
+    def __init__(
+        self,
+        address: Address,
+        memory_bytes: int,
+        gpus: Sequence[Gpu],
+        host: Host,
+        slab_bytes: int | None = None,
+    ) -> None:
+        """Nothing is taken yet.
+
+        Raises:
+            InvalidArgument: a size makes no sense, or there is no GPU.
+        """
+        if not gpus:
+            raise InvalidArgument("gpus=[]: the vault needs a GPU to copy from and to")
+        self._address = address
+        self._say = host.say
+        self._sessions: list[Session] = []
+        self._resuming: set[Session] = set()
+        nodes = [gpu.node for gpu in gpus]
+        self._pool = Pool(memory_bytes, slab_bytes, gpus[0].ordinal, nodes, host, self._post, self._memory_changed)
+        self._service = Service(address.path, gpus, self._pool, self._sessions, self._post, self._gpu_lost)
+        self.memory_bytes = self._pool.memory_bytes
+        self._selector = selectors.DefaultSelector()
+        self._posted: deque[Callable[[], None]] = deque()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._stopping = ""  # "", "wait" or "now"
+        self._is_stop_noted = False
+        self._failure: VaultError | None = None
+
+    def run(self) -> None:
+        """Serve until `stop`.
+
+        Raises:
+            VaultError: a GPU cannot be used any more, by this process.
+        """
+        _raise_descriptor_limit()
+        self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
+        try:
+            self._pool.take_more()
+            last_tick = time.monotonic()
+            while not self._may_end():
+                for key, _ in self._selector.select(protocol.BUSY_INTERVAL_S):
+                    key.data()
+                if time.monotonic() - last_tick >= protocol.BUSY_INTERVAL_S:
+                    last_tick = time.monotonic()
+                    self._tick(last_tick)
+        finally:
+            self._close()
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self, wait: bool) -> None:
+        """End: once nobody needs a backup any more (`wait`), or now. From any thread, and from a signal handler."""
+        if self._stopping != "now":
+            self._stopping = "wait" if wait else "now"
+        os.eventfd_write(self._wake, 1)
+
+    # The loop
+
+    def _post(self, work: Callable[[], None]) -> None:
+        """Have it done in the thread of `run`."""
+        self._posted.append(work)
+        os.eventfd_write(self._wake, 1)
+
+    def _woken(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while self._posted:
+            self._posted.popleft()()
+
+    def _memory_changed(self) -> None:
+        self._service.serve_waiting()
+
+    def _gpu_lost(self, failure: VaultError) -> None:
+        self._failure = failure
+        self.stop(wait=False)
+
+    def _may_end(self) -> bool:
+        if not self._stopping:
+            return False
+        needed = self._pool.ledger.held().needed
+        if not self._is_stop_noted:
+            self._is_stop_noted = True
+            self._service.take_no_more()
+            if needed:
+                self._say(f"asleep: {self._sleepers() or format_bytes(needed)}; the vault {_ENDS[self._stopping]}")
+        return self._stopping == "now" or not needed
+
+    def _sleepers(self) -> str:
+        held = [(session, self._service.held(session).needed) for session in self._sessions]
+        return ", ".join(f"{session} {format_bytes(needed)}" for session, needed in held if needed)
+
+    def _tick(self, now: float) -> None:
+        for session in list(self._sessions):
+            if not session.is_greeted and now - session.since > _HELLO_WITHIN_S:
+                self._cut_off(session, "it has not said hello")
+            elif session.is_cut_off and session.channel.is_ended_there():
+                self._end(session)
+            elif session.open_requests and not session.channel.unsent_bytes:
+                session.send({"busy": True})
+        if self._address.listener not in self._selector.get_map():
+            self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
+        self._pool.try_again(now)
+
+    def _close(self) -> None:
+        for session in self._sessions:  # the ledger is left as it is: nobody's bytes may go now
+            self._service.cancel(session)
+            session.close()
+        self._service.close()
+        self._pool.finish()
+        self._woken()
+        self._pool.close()
+        self._selector.close()
+        self._address.close()
+        os.close(self._wake)
+
+    # Clients
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._address.listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._selector.unregister(self._address.listener)  # until the next tick
+            return
+        pid, uid = protocol.peer_credentials(connection)
+        session = Session(connection, pid, time.monotonic(), self._resume)
+        self._sessions.append(session)
+        if uid != os.getuid():
+            self._cut_off(session, f"it runs as user {uid}, and this vault serves user {os.getuid()} only")
+        elif len(self._sessions) > _MAX_CLIENTS:
+            self._cut_off(session, f"{_MAX_CLIENTS} clients are connected already")
+        else:
+            self._selector.register(session.channel, selectors.EVENT_READ, partial(self._readable, session))
+            if session.process >= 0:
+                self._selector.register(session.process, selectors.EVENT_READ, partial(self._end, session))
+
+    def _readable(self, session: Session) -> None:
+        """Something came, or can be sent."""
+        if not session.is_served:
+            return
+        try:
+            session.channel.flush()
+            goes_on = not session.may_ask or session.channel.receive()
+        except OSError:
+            goes_on = False
+        self._read_on(session)
+        if not goes_on:
+            self._end(session)
+
+    def _read_on(self, session: Session) -> None:
+        """Do what was asked, as long as not too much is open; then see what to wait for."""
+        self._resuming.discard(session)
+        try:
+            while session.is_served and session.may_ask:
+                message = session.channel.next_message()
+                if message is None:
+                    break
+                self._service.handle(session, message)
+        except Nonsense as nonsense:
+            self._cut_off(session, str(nonsense))
+        except Exception:  # a mistake of ours: one client less, and nobody else notices
+            self._say(traceback.format_exc())
+            self._cut_off(session, "the vault has failed at its request")
+        if session.is_served:
+            self._listen(session)
+
+    def _listen(self, session: Session) -> None:
+        events = selectors.EVENT_READ if session.may_ask else 0
+        events |= selectors.EVENT_WRITE if session.channel.unsent_bytes else 0
+        callback = partial(self._readable, session)
+        registered = session.channel in self._selector.get_map()
+        if events and registered:
+            self._selector.modify(session.channel, events, callback)
+        elif events:
+            self._selector.register(session.channel, events, callback)
+        elif registered:
+            self._selector.unregister(session.channel)  # its answers wake it up; its end is seen by its pidfd, or later
+
+    def _resume(self, session: Session) -> None:
+        if session not in self._resuming:
+            self._resuming.add(session)
+            self._post(partial(self._read_on, session))
+
+    def _cut_off(self, session: Session, reason: str) -> None:
+        """Do no more for it. It keeps its backups until it ends the connection: it can read them itself."""
+        if session.is_cut_off:
+            return
+        self._service.count_cut_off()
+        self._say(f"{session} is cut off: {reason}")
+        session.send({"cut": reason})
+        session.is_cut_off = True
+        self._service.cancel(session)
+        if session.channel in self._selector.get_map():
+            self._selector.unregister(session.channel)
+        if not session.lent and self._service.held(session) == Held():
+            self._end(session)
+
+    def _end(self, session: Session) -> None:
+        """It has gone, or is to go: whatever it has comes back."""
+        if not session.is_open:
+            return
+        self._sessions.remove(session)
+        if session.channel in self._selector.get_map():
+            self._selector.unregister(session.channel)
+        if session.process >= 0 and session.process in self._selector.get_map():
+            self._selector.unregister(session.process)
+        session.close()
+        self._service.forget(session)
+
+
+_ENDS = {"wait": "ends when they have woken", "now": "ends; they can still wake, more slowly"}
+
+
+def _raise_descriptor_limit() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

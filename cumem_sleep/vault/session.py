@@ -1,0 +1,85 @@
+"""One client of the vault, as long as it is connected."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from . import protocol
+from .link import Lent
+from .protocol import Channel
+
+_MAX_OPEN_REQUESTS = 128
+_MAX_UNSENT_BYTES = 8 << 20
+
+
+class Session:
+    """What there is to know of a client.
+
+    Attributes:
+        pid: 0 if it is in a pid namespace that this process cannot see.
+        process: a pidfd of it, or -1. A child that it forked may keep the connection open when it has died.
+        since: when it came, by the monotonic clock.
+        is_greeted: it has said hello.
+        is_open: it is connected; no more after `Vault` has ended the session.
+        is_cut_off: nothing more is done for it. It keeps its backups until it ends the connection.
+        lent: its memory that may be mapped here, by its own numbers.
+        known_slabs: of which it has a descriptor.
+    """
+
+    def __init__(self, connection: socket.socket, pid: int, now: float, resume: Callable[[Session], None]) -> None:
+        """`resume` is called when an answer may let it go on."""
+        self.channel = Channel(connection, protocol.MAX_REQUEST_BYTES, protocol.MAX_ANSWER_BYTES)
+        self.pid = pid
+        self.name = ""
+        self.since = now
+        self.is_greeted = False
+        self.is_open = True
+        self.is_cut_off = False
+        self.open_requests = 0
+        self.lent: dict[int, Lent] = {}
+        self.known_slabs: set[int] = set()
+        self.process = -1
+        self._resume = resume
+        if pid:
+            with suppress(OSError):
+                self.process = os.pidfd_open(pid)
+
+    def __str__(self) -> str:
+        return f"pid {self.pid or 'unknown'}" + (f" ({self.name})" if self.name else "")
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether it has not too much open, or too many answers unread."""
+        return self.open_requests < _MAX_OPEN_REQUESTS and self.channel.unsent_bytes < _MAX_UNSENT_BYTES
+
+    @property
+    def is_served(self) -> bool:
+        """Whether it is there, and was not cut off."""
+        return self.is_open and not self.is_cut_off
+
+    def send(self, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+        """Say it, if there is still somebody. That the connection has ended is found by who reads it."""
+        if not self.is_served:
+            protocol.close_all(descriptors)
+            return
+        with suppress(OSError):
+            self.channel.send(body, descriptors)
+
+    def answer(self, request: int, result: Mapping[str, Any] | Exception) -> None:
+        """The one answer to a request."""
+        if isinstance(result, Exception):
+            self.send({"id": request, "error": protocol.error_to_json(result)})
+        else:
+            self.send({"id": request, "ok": result})
+        self.open_requests -= 1
+        self._resume(self)
+
+    def close(self) -> None:
+        """End the connection."""
+        self.is_open = False
+        self.channel.close()
+        protocol.close_all([self.process] if self.process >= 0 else [])

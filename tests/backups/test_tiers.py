@@ -1,0 +1,250 @@
+"""What every tier does: one suite, for each of them. A new tier is one line in `TIERS`."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from support import PAGE, SIMULATED, Memory
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
+
+from running import RunningVault
+
+from cumem_sleep import CuMemAllocator, OutOfHostMemory, Settings, _core, sim
+from cumem_sleep.backups.host import HostTier
+from cumem_sleep.backups.tier import Content, Found, Tier, Wanted
+from cumem_sleep.backups.vault import VaultTier
+from cumem_sleep.digest.reference import Digest, digest_of
+from cumem_sleep.extents import Extent, Lane
+
+BUDGET = 64 << 20
+SIZES = [PAGE, 3 * PAGE, PAGE // 2 + 16]
+
+
+@contextmanager
+def host(folder: pathlib.Path) -> Iterator[Tier]:  # noqa: ARG001
+    @contextmanager
+    def turn() -> Iterator[bool]:
+        yield True
+
+    yield HostTier(Settings(host_budget_bytes=BUDGET), CuMemAllocator.tuning, turn)
+
+
+@contextmanager
+def vault(folder: pathlib.Path) -> Iterator[Tier]:
+    running = RunningVault(folder, "64MiB", "--slab-size", "16MiB")
+    try:
+        running.wait_until_ready()
+        tier = VaultTier(Settings(host_budget_bytes=BUDGET), running.socket)
+        yield tier
+        if tier._client is not None:
+            tier._client.close()
+    finally:
+        running.close()
+
+
+TIERS: dict[str, Callable[[pathlib.Path], contextmanager[Tier]]] = {"host": host, "vault": vault}  # type: ignore[dict-item,type-arg]
+
+
+@pytest.fixture(params=list(TIERS))
+def tier(request: pytest.FixtureRequest, tmp_path: pathlib.Path, allocator: CuMemAllocator) -> Iterator[Tier]:
+    if request.param == "vault" and not SIMULATED:
+        pytest.skip("the vault of the tests runs on the simulated driver")
+    allocator.free(allocator.malloc(PAGE))  # the driver is open
+    tmp_path.chmod(0o700)
+    with TIERS[request.param](tmp_path) as opened:
+        yield opened
+        opened.settle()
+        opened.stop()
+
+
+@pytest.fixture
+def segment(allocator: CuMemAllocator, memory: Memory) -> tuple[int, bytes]:
+    """An address with 4 pages, and what lies there."""
+    address = allocator.malloc(4 * PAGE, "weights")
+    return address, memory.fill_random(address, 4 * PAGE)
+
+
+def reserve(tier: Tier, *sizes: int) -> tuple[Extent, ...]:
+    (extents,) = tier.reserve([Wanted(0, sizes)])
+    return extents
+
+
+@contextmanager
+def lane_of(tier: Tier) -> Iterator[Lane]:
+    with tier.transfers() as transfers, _core.CopyStream(0) as stream:
+        yield transfers.lane(stream)
+
+
+def write(tier: Tier, extent: Extent, address: int, nbytes: int) -> None:
+    with lane_of(tier) as lane:
+        lane.write(extent, 0, address, nbytes)
+        lane.synchronize()
+
+
+class TestRoom:
+    def test_extents_have_exactly_the_sizes_that_were_asked_for(self, tier: Tier) -> None:
+        reserved = tier.reserve([Wanted(0, SIZES), Wanted(0, [PAGE])])
+        assert [[extent.bytes for extent in extents] for extents in reserved] == [SIZES, [PAGE]]
+        for extents in reserved:
+            tier.release(extents)
+
+    def test_nothing_is_reserved_for_nothing(self, tier: Tier) -> None:
+        assert tier.reserve([]) == []
+
+    def test_the_budget_is_a_limit(self, tier: Tier) -> None:
+        left = {limit.name: limit.available_bytes for limit in tier.limits(BUDGET - PAGE)}
+        assert left["budget"] == PAGE
+        assert {limit.name: limit.available_bytes for limit in tier.limits(BUDGET + PAGE)}["budget"] == 0
+
+    def test_what_was_released_can_be_reserved_again(self, tier: Tier) -> None:
+        for _ in range(3):
+            extents = reserve(tier, *[8 << 20] * 7)
+            tier.release(extents)
+        for _ in range(3):
+            tier.release_later(list(reserve(tier, *[8 << 20] * 7)))
+            tier.settle()
+            assert tier.unreleased_bytes == 0
+
+    def test_an_extent_holds_what_its_limit_says(self, tier: Tier) -> None:
+        assert 0 < tier.extent_bytes(beside_work=True) <= tier.extent_bytes(beside_work=False)
+
+
+class TestCopies:
+    def test_there_and_back(
+        self, tier: Tier, allocator: CuMemAllocator, memory: Memory, segment: tuple[int, bytes]
+    ) -> None:
+        address, content = segment
+        extents = reserve(tier, PAGE, 3 * PAGE)
+        with tier.transfers() as transfers, _core.CopyStream(0) as stream:
+            transfers.expect(extents)
+            lane = transfers.lane(stream)
+            lane.write(extents[0], 0, address, PAGE)
+            for start in range(0, 3 * PAGE, PAGE // 2):
+                lane.write(extents[1], start, address + PAGE + start, PAGE // 2)
+            lane.synchronize()
+            assert lane.content(extents[1], 16, PAGE).tobytes() == content[PAGE + 16 : 2 * PAGE + 16]
+        target = allocator.malloc(4 * PAGE, "weights")
+        with lane_of(tier) as lane:
+            lane.read(target, extents[0], 0, PAGE)
+            lane.read(target + PAGE, extents[1], 0, 3 * PAGE)
+            lane.synchronize()
+        assert memory.read(target, 4 * PAGE) == content
+        tier.release(extents)
+
+    def test_several_lanes_at_once(
+        self, tier: Tier, allocator: CuMemAllocator, memory: Memory, segment: tuple[int, bytes]
+    ) -> None:
+        address, content = segment
+        extents = reserve(tier, *[PAGE] * 4)
+        with (
+            tier.transfers() as transfers,
+            _core.CopyStream(0) as first,
+            _core.CopyStream(0) as second,
+        ):
+            lanes = [transfers.lane(first), transfers.lane(second)]
+            for number, extent in enumerate(extents):
+                lanes[number % 2].write(extent, 0, address + number * PAGE, PAGE)
+            for lane in lanes:
+                lane.synchronize()
+        target = allocator.malloc(4 * PAGE, "weights")
+        with lane_of(tier) as lane:
+            for number, extent in enumerate(extents):
+                lane.read(target + number * PAGE, extent, 0, PAGE)
+            lane.synchronize()
+        assert memory.read(target, 4 * PAGE) == content
+        tier.release(extents)
+
+    def test_scratch_memory_is_as_good_as_a_segment(self, tier: Tier, memory: Memory) -> None:
+        scratch = _core.Scratch(0, PAGE)
+        content = memory.fill_random(scratch.address, PAGE)
+        extents = reserve(tier, PAGE)
+        write(tier, extents[0], scratch.address, PAGE)
+        memory.write(scratch.address, bytes(PAGE))
+        with lane_of(tier) as lane:
+            lane.read(scratch.address, extents[0], 0, PAGE)
+            lane.join()
+            lane.synchronize()
+        assert memory.read(scratch.address, PAGE) == content
+        memory.close()
+        scratch.close()
+        tier.release(extents)
+
+    def test_kernels_reach_what_a_lane_says_that_they_do(self, tier: Tier, segment: tuple[int, bytes]) -> None:
+        address, content = segment
+        extents = reserve(tier, PAGE)
+        write(tier, extents[0], address, PAGE)
+        with lane_of(tier) as lane:
+            if lane.kernels_reach:
+                held = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * PAGE).from_address(extents[0].address))
+                assert held.tobytes() == content[:PAGE]
+        tier.release(extents)
+
+    @pytest.mark.sim
+    def test_nothing_of_the_segment_is_held_afterwards(
+        self, tier: Tier, allocator: CuMemAllocator, memory: Memory, segment: tuple[int, bytes]
+    ) -> None:
+        """Its memory has to go back to the device when it sleeps."""
+        address, _ = segment
+        extents = reserve(tier, PAGE)
+        write(tier, extents[0], address, PAGE)
+        memory.close()
+        handles = sim.stats().live_handles
+        allocator.free(address)
+        assert sim.stats().live_handles == handles - 1
+        tier.release(extents)
+
+
+class TestSharing:
+    def content(self, data: bytes) -> Content:
+        return Content(0, digest_of(np.frombuffer(data, np.uint8)), len(data))
+
+    def test_what_is_not_sealed_is_not_found(self, tier: Tier, segment: tuple[int, bytes]) -> None:
+        address, data = segment
+        extents = reserve(tier, PAGE)
+        write(tier, extents[0], address, PAGE)
+        assert tier.find([self.content(data[:PAGE])]) == [None]
+        assert tier.can_rewrite(extents)
+        tier.release(extents)
+
+    def test_what_is_found_holds_the_content(
+        self, tier: Tier, allocator: CuMemAllocator, memory: Memory, segment: tuple[int, bytes]
+    ) -> None:
+        address, data = segment
+        content = self.content(data[:PAGE])
+        extents = reserve(tier, PAGE)
+        write(tier, extents[0], address, PAGE)
+        tier.seal([(content, Found(extents, ""))])
+        found, other = tier.find([content, Content(0, Digest(1, 2), PAGE)])
+        assert other is None
+        if found is None:  # the tier shares nothing: then its extents can be written again
+            assert tier.can_rewrite(extents)
+            tier.release(extents)
+            return
+        assert not tier.can_rewrite(extents)
+        assert not tier.can_rewrite(found.extents)
+        tier.release(extents)
+        target = allocator.malloc(PAGE, "weights")
+        with lane_of(tier) as lane:
+            lane.read(target, found.extents[0], 0, PAGE)
+            lane.synchronize()
+        assert memory.read(target, PAGE) == data[:PAGE]
+        tier.release(found.extents)
+
+    def test_what_is_needed_is_not_evicted(self, tier: Tier, segment: tuple[int, bytes]) -> None:
+        address, data = segment
+        extents = reserve(tier, 4 * PAGE)
+        write(tier, extents[0], address, 4 * PAGE)
+        tier.seal([(self.content(data), Found(extents, ""))])
+        assert tier.mark([extents], needed=False) == []
+        assert tier.mark([extents], needed=True) == []
+        with pytest.raises(OutOfHostMemory):
+            tier.reserve([Wanted(0, [1 << 60])])
+        with lane_of(tier) as lane:
+            assert lane.content(extents[0], 0, 4 * PAGE).tobytes() == data
+        tier.release(extents)

@@ -1,0 +1,146 @@
+"""`cumem-sleep vault` and what its status shows, to people and programs."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import socket
+from collections.abc import Callable
+
+import pytest
+from running import RunningVault, Segment
+from support import PAGE, run_script
+
+from cumem_sleep import CuMemAllocator
+from cumem_sleep.tools import cli
+from cumem_sleep.tools import vault as command
+from cumem_sleep.vault.client import VaultClient
+
+pytestmark = pytest.mark.sim
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def asleep(vault: RunningVault, client: VaultClient, allocator: CuMemAllocator) -> RunningVault:
+    """With two backups, one of them retained, and a client whose name is trouble."""
+    mine = Segment(client, allocator.malloc(PAGE, "weights"), PAGE)
+    mine.back_up()
+    client.mark([mine.back_up()], needed=False)
+    return vault
+
+
+def test_status_is_shown_to_people(asleep: RunningVault, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["vault", "status", "--socket", str(asleep.socket)]) == 0
+    shown = capsys.readouterr().out
+    assert f"simulated: vault of pid {asleep.process.pid} at {asleep.socket}: 64.00 MiB of 64.00 MiB pinned" in (
+        shown.replace("\n", "")
+    )
+    assert re.search(r"^test \(pid \d+\) +2\.00 MiB +2\.00 MiB +0 B$", shown, re.MULTILINE)
+    assert re.search(r"^free +60\.00 MiB$", shown, re.MULTILINE)
+    assert re.search(r"GPU-63756d65\S+ +2\.00 MiB +2\.00 MiB +.* GB/s", shown)
+
+
+def test_status_is_json_for_programs(asleep: RunningVault, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["vault", "status", "--json", "--socket", str(asleep.socket)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert list(facts)[:5] == ["command", "version", "ok", "simulated", "error"]
+    assert (facts["command"], facts["ok"], facts["simulated"]) == ("vault status", True, True)
+    assert (facts["asleep_bytes"], facts["awake_bytes"], facts["free_bytes"]) == (PAGE, PAGE, 30 * PAGE)
+    assert [each["name"] for each in facts["clients"]] == ["test"]
+
+
+def samples(text: str) -> dict[str, float]:
+    return {name: float(value) for name, value in re.findall(r"^([^#\s].*) (\S+)$", text, re.MULTILINE)}
+
+
+def test_status_is_read_by_prometheus(asleep: RunningVault, capsys: pytest.CaptureFixture[str]) -> None:
+    strange = asleep.client('back\\slash "quotes"')
+    assert cli.main(["vault", "status", "--prometheus", "--socket", str(asleep.socket)]) == 0
+    strange.close()
+    text = capsys.readouterr().out
+    found = samples(text)
+    assert found["cumem_sleep_vault_asleep_bytes"] == PAGE
+    assert found["cumem_sleep_vault_clients"] == 2
+    assert found[f'cumem_sleep_vault_gpu_awake_bytes{{gpu="{strange.gpus[0]}"}}'] == PAGE
+    assert any(name.endswith('name="back\\\\slash \\"quotes\\""}') for name in found)
+    for line in text.splitlines():
+        assert re.fullmatch(r'# (HELP|TYPE) \w+ .+|\w+(\{(\w+="([^"\\]|\\.)*",?)+\})? [-+.e\d]+', line), line
+    assert len(found) == len([line for line in text.splitlines() if not line.startswith("#")])
+
+
+def test_every_metric_is_on_the_page_with_its_labels(asleep: RunningVault) -> None:
+    client = asleep.client("prometheus")
+    text = command.Status(client.status()).prometheus()
+    client.close()
+    labels = {name: set(re.findall(r"(\w+)=", said)) for name, said in re.findall(r"^(cumem\w+)(\{.*\})?", text, re.M)}
+    page = (ROOT / "docs" / "vault.md").read_text()
+    rows = re.findall(r"^\| `(cumem_sleep_vault\w+)` \| (.*?) ?\|", page, re.MULTILINE)
+    assert {name: set(re.findall(r"\w+", said)) for name, said in rows} == labels
+
+
+def test_status_without_a_vault_says_so(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path.chmod(0o700)
+    assert cli.main(["vault", "status", "--json", "--socket", str(tmp_path / "none.sock")]) == 2
+    told = capsys.readouterr()
+    assert "no vault answers at" in told.err
+    assert "no vault answers at" in json.loads(told.out)["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["vault"], "--memory is missing"),
+        (["vault", "--memory", "1MiB"], "at least 2097152 bytes"),
+        (["vault", "--memory", "64MiB", "--gpus", "7"], "gpu='7': one of GPU-.*, 0 is visible"),
+    ],
+)
+def test_bad_usage_is_told(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    tmp_path.chmod(0o700)
+    assert cli.main([*arguments, "--socket", str(tmp_path / "vault.sock")]) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / "vault.sock").exists()
+
+
+def test_what_is_not_in_order_is_the_conclusion() -> None:
+    assert command.Status({"short": "host memory"}).conclusion() == "it cannot take more memory now: host memory"
+    assert command.Status({"short": ""}).conclusion() == ""
+
+
+def test_nobody_has_to_read_what_it_says(folder: pathlib.Path) -> None:
+    script = """
+        import subprocess, sys
+        from cumem_sleep.vault.client import *
+        command = [sys.executable, "-m", "cumem_sleep", "vault", "--memory", "64MiB", "--socket", SOCKET]
+        vault = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert "listens" in vault.stderr.readline()
+        vault.stderr.close()
+        for _ in range(3):
+            client = VaultClient(Path(SOCKET))
+            with raises(VaultLost, "cut this process off"):
+                client._ask("dance")  # the vault says so, to nobody
+            client.close()
+        vault.terminate()
+        assert vault.wait(30) == 0
+        """
+    process = run_script(script.replace("SOCKET", repr(str(folder / "vault.sock"))))
+    assert process.returncode == 0, process.stderr
+
+
+def test_systemd_is_told_when_it_serves(start_vault: Callable[..., RunningVault], tmp_path: pathlib.Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(30)
+        start_vault("64MiB", NOTIFY_SOCKET=str(tmp_path / "notify"))
+        assert systemd.recv(100) == b"READY=1"
+
+
+def test_room_is_what_the_tightest_limit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.limits, "mem_available_bytes", lambda: 7)
+    monkeypatch.setattr(command.limits, "cgroup_available_bytes", lambda: None)
+    assert command.room_bytes() == 7
+    monkeypatch.setattr(command.limits, "cgroup_available_bytes", lambda: 5)
+    assert command.room_bytes() == 5

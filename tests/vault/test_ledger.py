@@ -1,0 +1,336 @@
+"""The ledger: nothing is held twice or lost, whatever its owners do in whatever order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings, stateful
+from hypothesis import strategies as st
+
+from cumem_sleep import InvalidArgument, InvalidState, OutOfHostMemory
+from cumem_sleep.vault.ledger import UNIT_BYTES, Extent, Held, Key, Ledger
+
+GPU = "GPU-0"
+SLAB = 8 * UNIT_BYTES
+
+
+def key(name: str, nbytes: int = UNIT_BYTES, encoding: str = "") -> Key:
+    return Key(name, nbytes, encoding)
+
+
+def ledger(slabs: int = 2) -> Ledger:
+    made = Ledger()
+    for number in range(slabs):
+        made.add_slab(number, SLAB)
+    return made
+
+
+def test_a_reservation_is_exact_to_a_unit() -> None:
+    books = ledger()
+    (small, large) = books.reserve("a", GPU, [1, UNIT_BYTES + 1])
+    assert (small.entry.taken_bytes, large.entry.taken_bytes) == (UNIT_BYTES, 2 * UNIT_BYTES)
+    assert books.free_bytes == 2 * SLAB - 3 * UNIT_BYTES
+
+
+def test_a_reservation_that_does_not_fit_changes_nothing_and_says_who_holds_what() -> None:
+    books = ledger()
+    books.reserve("a", GPU, [SLAB])
+    kept = books.reserve("b", GPU, [UNIT_BYTES])[0]
+    books.mark("b", [kept.number], needed=False)
+    with pytest.raises(OutOfHostMemory, match=r"vault.*pid 1 \(vllm\) holds 512\.00 KiB") as failure:
+        books.reserve("b", GPU, [UNIT_BYTES, SLAB], names={"a": "pid 1 (vllm)", "b": "pid 2"})
+    assert (failure.value.needed_bytes, failure.value.available_bytes) == (SLAB + UNIT_BYTES, SLAB)
+    assert books.hold("b", kept.number) is kept
+    assert books.free_bytes == SLAB - UNIT_BYTES
+
+
+def test_a_large_reservation_takes_what_lies_between_others() -> None:
+    books = ledger(1)
+    holds = books.reserve("a", GPU, [UNIT_BYTES] * 8)
+    books.release("a", [hold.number for hold in holds[::2]])
+    (large,) = books.reserve("a", GPU, [3 * UNIT_BYTES + 1])
+    assert len(large.entry.extents) == 4
+    books.check()
+
+
+def test_ranges_of_a_backup_cross_its_extents() -> None:
+    books = ledger(1)
+    holds = books.reserve("a", GPU, [UNIT_BYTES] * 8)
+    books.release("a", [holds[0].number, holds[4].number])
+    (large,) = books.reserve("a", GPU, [2 * UNIT_BYTES])
+    first, second = large.entry.extents
+    assert list(large.entry.ranges(10, 5)) == [Extent(0, first.offset + 10, 5)]
+    assert list(large.entry.ranges(UNIT_BYTES - 1, 2)) == [
+        Extent(0, first.offset + UNIT_BYTES - 1, 1),
+        Extent(0, second.offset, 1),
+    ]
+    assert list(large.entry.ranges(UNIT_BYTES, 7)) == [Extent(0, second.offset, 7)]
+
+
+def test_equal_bytes_are_found_by_another_owner_and_held_once() -> None:
+    books = ledger()
+    (first,) = books.reserve("a", "GPU-0", [UNIT_BYTES])
+    books.seal("a", first.number, key("x"), "a note")
+    second = books.find("b", "GPU-1", key("x"))
+    assert second is not None
+    assert (second.entry, second.entry.note) == (first.entry, "a note")
+    assert books.find("b", "GPU-1", key("x", encoding="other")) is None
+    assert books.held() == books.held_by("a") == books.held_for("GPU-1") == Held(UNIT_BYTES, 0, UNIT_BYTES)
+    assert books.saved_bytes() == UNIT_BYTES
+    books.drop_owner("a")
+    assert books.held() == Held(UNIT_BYTES, 0, 0)
+
+
+def test_two_that_copied_the_same_bytes_share_one_entry_once_both_are_sealed() -> None:
+    books = ledger()
+    (first,), (second,) = books.reserve("a", GPU, [UNIT_BYTES]), books.reserve("b", GPU, [UNIT_BYTES])
+    books.seal("a", first.number, key("x"))
+    assert books.seal("b", second.number, key("x")) is second
+    assert second.entry is first.entry
+    assert books.free_bytes == 2 * SLAB - UNIT_BYTES
+
+
+def test_equal_segments_of_one_owner_sleep_and_wake_for_themselves() -> None:
+    books = ledger(1)
+    (first,) = books.reserve("a", GPU, [SLAB])
+    books.seal("a", first.number, key("x", SLAB))
+    second = books.find("a", GPU, key("x", SLAB))
+    assert second is not None
+    books.mark("a", [first.number], needed=False)
+    with pytest.raises(OutOfHostMemory):
+        books.reserve("b", GPU, [1])
+    books.release("a", [second.number])
+    books.reserve("b", GPU, [1])
+    assert books.mark("a", [first.number], needed=True) == [first.number]
+
+
+def test_a_sealed_entry_is_written_by_nobody() -> None:
+    books = ledger()
+    (hold,) = books.reserve("a", GPU, [UNIT_BYTES])
+    assert books.writable("a", hold.number) is hold
+    books.seal("a", hold.number, key("x"))
+    for refused in (books.writable, lambda *given: books.seal(*given, key("y"))):
+        with pytest.raises(InvalidState, match="sealed"):
+            refused("a", hold.number)
+
+
+def test_nobody_gets_at_what_another_holds() -> None:
+    books = ledger()
+    (hold,) = books.reserve("a", GPU, [UNIT_BYTES])
+    with pytest.raises(InvalidState, match="not held"):
+        books.hold("b", hold.number)
+    books.release("b", [hold.number])
+    assert books.mark("b", [hold.number], needed=False) == [hold.number]
+    assert hold.needed
+    assert books.hold("a", hold.number) is hold
+
+
+def test_retained_backups_go_least_recently_used_first_whoever_has_them() -> None:
+    books = ledger(1)
+    holds = [books.reserve(owner, GPU, [SLAB // 4])[0] for owner in "abcd"]
+    for at in (2, 0, 3, 1):
+        books.mark("abcd"[at], [holds[at].number], needed=False)
+    books.mark("a", [holds[0].number], needed=True)
+    books.reserve("e", GPU, [SLAB // 2])
+    gone = [owner for owner, hold in zip("abcd", holds, strict=True) if books.mark(owner, [hold.number], True)]
+    assert gone == ["c", "d"]
+    assert books.evicted_bytes == SLAB // 2
+
+
+def test_what_one_of_its_holders_needs_is_not_evicted() -> None:
+    books = ledger(1)
+    (first,) = books.reserve("a", GPU, [SLAB])
+    books.seal("a", first.number, key("x", SLAB))
+    books.find("b", GPU, key("x", SLAB))
+    books.mark("a", [first.number], needed=False)
+    with pytest.raises(OutOfHostMemory):
+        books.reserve("c", GPU, [1])
+    books.drop_owner("b")
+    books.reserve("c", GPU, [1])
+
+
+def test_nobody_gets_extents_that_are_being_copied() -> None:
+    books = ledger(1)
+    (hold,) = books.reserve("a", GPU, [SLAB])
+    entry = hold.entry
+    books.begin_copy(entry)
+    with pytest.raises(InvalidState, match="still being written"):
+        books.seal("a", hold.number, key("x"))
+    books.drop_owner("a")
+    books.check()
+    with pytest.raises(OutOfHostMemory):
+        books.reserve("b", GPU, [1])
+    books.end_copy(entry)
+    books.reserve("b", GPU, [SLAB])
+
+
+def test_adopted_slabs_keep_what_is_shown_and_take_nothing_new() -> None:
+    books = ledger(1)
+    books.add_adopted_slab(7, SLAB)
+    extents = [Extent(7, 0, UNIT_BYTES), Extent(7, 4 * UNIT_BYTES, UNIT_BYTES)]
+    shown = books.show("a", GPU, key("x", 2 * UNIT_BYTES), "note", UNIT_BYTES + 5, extents)
+    again = books.show("b", GPU, key("x", 2 * UNIT_BYTES), "other", UNIT_BYTES + 5, extents)
+    assert shown.entry is again.entry
+    assert (books.available_bytes(), books.adopted_bytes) == (SLAB, SLAB)
+    books.mark("a", [shown.number], needed=False)
+    books.mark("b", [again.number], needed=False)
+    books.reserve("c", GPU, [SLAB])
+    assert not books.mark("a", [shown.number], needed=True), "nothing is gained by evicting it"
+    assert books.empty_slabs(adopted=True) == []
+    books.drop_owner("a")
+    books.drop_owner("b")
+    assert books.empty_slabs(adopted=True) == [7]
+    books.remove_slab(7)
+    assert books.adopted_bytes == 0
+    books.check()
+
+
+@pytest.mark.parametrize("extent", [Extent(0, 0, 1), Extent(7, SLAB, 1), Extent(7, 0, 0), Extent(9, 0, 1)])
+def test_extents_that_are_not_in_an_adopted_slab_are_not_taken(extent: Extent) -> None:
+    books = ledger(1)
+    books.add_adopted_slab(7, SLAB)
+    with pytest.raises(InvalidArgument, match="extent"):
+        books.show("a", GPU, key("x"), "", 1, [extent])
+    with pytest.raises(InvalidArgument, match="extents of 65536 bytes"):
+        books.show("a", GPU, key("x"), "", UNIT_BYTES + 1, [Extent(7, 0, UNIT_BYTES)])
+    books.check()
+
+
+def test_slabs_are_emptied_of_what_nobody_needs() -> None:
+    books = ledger(3)
+    needed, old, new = (books.reserve(owner, GPU, [SLAB])[0] for owner in "abc")
+    for owner, hold in (("b", old), ("c", new)):
+        books.mark(owner, [hold.number], needed=False)
+    assert books.empty(3 * SLAB) == []
+    assert books.mark("c", [new.number], needed=False) == []
+    assert books.empty(SLAB) == [old.entry.extents[0].slab]
+    assert books.mark("b", [old.number], needed=True) == [old.number]
+    assert books.hold("a", needed.number) is needed
+    books.check()
+
+
+def test_memory_of_the_gpu_s_own_numa_node_comes_first() -> None:
+    books = Ledger()
+    for number in range(4):
+        books.add_slab(number, SLAB, node=number % 2)
+    holds = books.reserve("a", GPU, [SLAB] * 3, node=1)
+    assert [extent.slab % 2 for hold in holds for extent in hold.entry.extents] == [1, 1, 0]
+
+
+class LedgerMachine(stateful.RuleBasedStateMachine):
+    """Beside a model that knows only which hold is whose, and of which bytes."""
+
+    owners = st.sampled_from("abc")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.books = ledger(3)
+        self.mine: dict[int, str] = {}
+        self.copies: list[tuple[int, object]] = []
+        self.contents: dict[Extent, str] = {}
+
+    def some(self, data: st.DataObject) -> tuple[str, int]:
+        number = data.draw(st.sampled_from(sorted(self.mine)))
+        return self.mine[number], number
+
+    def forget_evicted(self) -> None:
+        evicted = [n for n, owner in self.mine.items() if n not in {hold.number for hold in self.all_holds()}]
+        for number in evicted:
+            del self.mine[number]
+
+    def all_holds(self) -> Iterator[object]:
+        return iter(self.books._holds.values())
+
+    @stateful.rule(owner=owners, units=st.lists(st.integers(1, 10), min_size=1, max_size=4), odd=st.integers(0, 99))
+    def reserve(self, owner: str, units: list[int], odd: int) -> None:
+        sizes = [count * UNIT_BYTES - odd for count in units]
+        before = set(self.mine)
+        fits = sum(units) * UNIT_BYTES <= self.books.available_bytes()
+        needed = {hold.number for hold in self.books._holds.values() if hold.entry.needed}
+        try:
+            holds = self.books.reserve(owner, GPU, sizes)
+        except OutOfHostMemory:
+            assert not fits
+            assert {hold.number for hold in self.books._holds.values()} == before
+            return
+        assert fits
+        self.forget_evicted()
+        assert needed <= set(self.mine), "something needed was evicted"
+        for hold, size in zip(holds, sizes, strict=True):
+            assert hold.entry.nbytes == size
+            self.mine[hold.number] = owner
+
+    @stateful.precondition(lambda self: self.mine)
+    @stateful.rule(data=st.data(), name=st.sampled_from("xyz"))
+    def seal(self, data: st.DataObject, name: str) -> None:
+        owner, number = self.some(data)
+        hold = self.books.hold(owner, number)
+        may = hold.entry.key is None and not hold.entry.copies
+        try:
+            assert self.books.seal(owner, number, key(name, hold.entry.nbytes)) is hold
+        except InvalidState:
+            assert not may
+        else:
+            assert may
+            assert hold.entry.key == key(name, hold.entry.nbytes)
+
+    @stateful.rule(owner=owners, name=st.sampled_from("xyz"), units=st.integers(1, 10))
+    def find(self, owner: str, name: str, units: int) -> None:
+        wanted = key(name, units * UNIT_BYTES)
+        found = self.books.find(owner, GPU, wanted)
+        assert (found is not None) == (wanted in {hold.entry.key for hold in self.all_holds() if hold is not found})
+        if found is not None:
+            self.mine[found.number] = owner
+
+    @stateful.precondition(lambda self: self.mine)
+    @stateful.rule(data=st.data(), needed=st.booleans())
+    def mark(self, data: st.DataObject, needed: bool) -> None:
+        owner, number = self.some(data)
+        assert self.books.mark(owner, [number], needed) == []
+
+    @stateful.precondition(lambda self: self.mine)
+    @stateful.rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        owner, number = self.some(data)
+        self.books.release(owner, [number])
+        del self.mine[number]
+
+    @stateful.rule(owner=owners)
+    def drop_owner(self, owner: str) -> None:
+        self.books.drop_owner(owner)
+        self.mine = {number: whose for number, whose in self.mine.items() if whose != owner}
+
+    @stateful.precondition(lambda self: self.mine)
+    @stateful.rule(data=st.data())
+    def begin_copy(self, data: st.DataObject) -> None:
+        entry = self.books.hold(*self.some(data)).entry
+        self.books.begin_copy(entry)
+        self.copies.append((id(entry), entry))
+
+    @stateful.precondition(lambda self: self.copies)
+    @stateful.rule()
+    def end_copy(self) -> None:
+        self.books.end_copy(self.copies.pop()[1])  # type: ignore[arg-type]
+
+    @stateful.rule(slabs=st.integers(1, 3))
+    def empty_slabs(self, slabs: int) -> None:
+        needed = {hold.number for hold in self.books._holds.values() if hold.entry.needed}
+        chosen = self.books.empty(slabs * SLAB)
+        self.forget_evicted()
+        assert needed <= set(self.mine)
+        for number in chosen:
+            self.books.remove_slab(number)
+        for number in chosen:
+            self.books.add_slab(number, SLAB)
+
+    @stateful.invariant()
+    def holds(self) -> None:
+        self.books.check()
+        assert {hold.number: hold.owner for hold in self.books._holds.values()} == self.mine
+        held = self.books.held()
+        assert held.needed + held.retained + self.books.free_bytes == self.books.own_bytes
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

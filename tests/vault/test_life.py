@@ -1,0 +1,442 @@
+"""The vault's own life: it begins with what is ready, dies, is stopped, comes back, and ends as it is asked to."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pathlib
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import pytest
+from running import MIB, RunningVault, Segment, eventually, from_slabs, seal
+from support import PAGE, Memory
+
+from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, VaultError, VaultLost, _core
+from cumem_sleep.vault import protocol
+from cumem_sleep.vault.address import Address
+from cumem_sleep.vault.client import Backup, Shown, VaultClient
+from cumem_sleep.vault.pool import Host, Pool
+from cumem_sleep.vault.server import Vault, visible_gpus
+
+pytestmark = pytest.mark.sim
+
+StartVault = Callable[..., RunningVault]
+
+
+class Sleeper:
+    """A process with one backup, sealed under its own name."""
+
+    def __init__(self, client: VaultClient, allocator: CuMemAllocator, memory: Memory, nbytes: int = PAGE) -> None:
+        self.client, self._memory = client, memory
+        self.segment = Segment(client, allocator.malloc(nbytes, "weights"), nbytes)
+        self.content = memory.fill_random(self.segment.address, nbytes)
+        self.backup = self.segment.back_up()
+        self.key = seal(client, self.backup, f"{self.segment.address:x}", note="n")
+
+    def check(self, client: VaultClient, backup: Backup) -> None:
+        """Its bytes come back through this client."""
+        segment = Segment(client, self.segment.address, self.segment.nbytes)
+        self._memory.fill_random(segment.address, segment.nbytes)
+        segment.read(backup)
+        assert self._memory.read(segment.address, segment.nbytes) == self.content
+
+    def show_to(self, client: VaultClient) -> Backup:
+        return client.show(self.segment.gpu, [Shown(self.backup, self.key, self.client.slabs)])[0]
+
+
+@pytest.fixture
+def sleeper(client: VaultClient, allocator: CuMemAllocator, memory: Memory) -> Sleeper:
+    return Sleeper(client, allocator, memory)
+
+
+# Death
+
+
+def test_a_killed_vault_is_noticed_at_once_and_its_slabs_are_read(vault: RunningVault, sleeper: Sleeper) -> None:
+    client = sleeper.client
+    assert client.lost is None
+    vault.kill()
+    assert client.lost is not None
+    assert not client.lost.may_go_on
+    for call in (client.status, lambda: client.reserve(client.gpus[0], [1]), sleeper.segment.back_up):
+        with pytest.raises(VaultLost, match="vault"):
+            call()
+    assert from_slabs(client, sleeper.backup) == sleeper.content
+    client.release([sleeper.backup])
+    assert len(client.slabs) == 0
+
+
+@pytest.mark.parametrize("copying", ["write", "read"])
+def test_a_vault_that_is_killed_while_it_copies_is_noticed(
+    start_vault: StartVault, allocator: CuMemAllocator, copying: str
+) -> None:
+    vault = start_vault("64MiB", CUMEM_SLEEP_SIM_COPY_DELAY_US="60000000")
+    client = vault.client()
+    mine = Segment(client, allocator.malloc(PAGE, "weights"), PAGE)
+    (backup,) = client.reserve(mine.gpu, [PAGE])
+    lent, _ = mine.lend()
+    request = getattr(client, copying)(lent, mine.ranges(backup))
+    vault.kill()
+    with pytest.raises(VaultLost):
+        client.wait([request])
+    with pytest.raises(VaultLost):
+        client.take_back([lent])
+    client.close()
+
+
+def test_a_new_vault_adopts_without_a_copy(
+    vault: RunningVault, start_vault: StartVault, sleeper: Sleeper, allocator: CuMemAllocator, memory: Memory
+) -> None:
+    replica = vault.client("replica")
+    (shared,) = replica.find(sleeper.segment.gpu, [sleeper.key])
+    assert shared is not None
+    vault.kill()
+    new = start_vault("64MiB", "--slab-size", "16MiB")
+    new.wait_until_ready()
+    client, other = new.client(), new.client("replica")
+    (found,) = client.find(sleeper.segment.gpu, [sleeper.key])
+    assert found is None
+    adopted = sleeper.show_to(client)
+    (again,) = other.show(sleeper.segment.gpu, [Shown(shared, sleeper.key, replica.slabs)])
+    assert (adopted.nbytes, adopted.note, again.extents) == (PAGE, "n", adopted.extents)
+    sleeper.client.close()
+    replica.close()
+    status = new.status()
+    assert (status["adopted_bytes"], status["pinned_bytes"]) == (16 * MIB, 48 * MIB)
+    assert (status["asleep_bytes"], status["saved_bytes"]) == (PAGE, PAGE)
+    assert status["gpus"][0]["copied_out_bytes"] == 0
+    assert from_slabs(client, adopted) == sleeper.content
+    sleeper.check(client, adopted)
+    sleeper.check(other, again)
+    other.close()
+    client.release([adopted])
+    eventually(lambda: new.status()["adopted_bytes"] == 0, "the old memory is gone")
+    new.wait_until_ready()
+    Sleeper(client, allocator, memory, 30 * PAGE)
+    client.close()
+
+
+def test_adopted_memory_is_written_by_nobody(vault: RunningVault, start_vault: StartVault, sleeper: Sleeper) -> None:
+    descriptor, nbytes = sleeper.client.slabs.descriptor(sleeper.backup.extents[0].slab)
+    vault.kill()
+    os.fchmod(descriptor, 0o600)
+    mapped = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+    writer = _core.HostBlock.mapped(mapped, nbytes, True)  # somebody who could still write
+    new = start_vault("64MiB")
+    client = new.client()
+    with pytest.raises(VaultError, match=r"cannot be sealed.*is that vault still there"):
+        sleeper.show_to(client)
+    assert new.status()["adopted_bytes"] == 0
+    del writer
+    sleeper.check(client, sleeper.show_to(client))
+    with pytest.raises(PermissionError):
+        os.pwrite(mapped, b"x", 0)
+    os.close(mapped)
+    client.close()
+
+
+def test_what_is_shown_has_to_be_a_vaults_memory(
+    vault: RunningVault, start_vault: StartVault, sleeper: Sleeper
+) -> None:
+    old, gpu = sleeper.client, sleeper.segment.gpu
+    (slab,) = {extent.slab for extent in sleeper.backup.extents}
+    descriptor, nbytes = old.slabs.descriptor(slab)
+    vault.kill()
+    new = start_vault("64MiB", "--slab-size", "16MiB")
+    new.wait_until_ready()
+    client = new.client()
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, nbytes)
+    for other in (os.open(os.devnull, os.O_RDONLY), unsealed):
+        old.slabs.add(slab, other, nbytes)
+        with pytest.raises(VaultError, match="no memory of a vault"):
+            sleeper.show_to(client)
+        os.close(other)
+    old.slabs.add(slab, descriptor, nbytes)
+    beyond = [extent._replace(offset=nbytes - 1) for extent in sleeper.backup.extents]
+    too_small = [extent._replace(nbytes=PAGE - 1) for extent in sleeper.backup.extents]
+    for extents in (beyond, too_small):
+        wrong = Backup(sleeper.backup.number, PAGE, tuple(extents), "")
+        with pytest.raises(InvalidState, match="extent"):
+            client.show(gpu, [Shown(wrong, sleeper.key, old.slabs)])
+    eventually(lambda: new.status()["adopted_bytes"] == 0, "what nothing lies in is let go")
+    new.wait_until_ready()
+    assert (new.status()["asleep_bytes"], new.status()["cut_off"]) == (0, 0)
+    sleeper.check(client, sleeper.show_to(client))
+    client.close()
+
+
+def test_a_vault_takes_no_more_than_it_may_with_what_it_adopts(
+    vault: RunningVault, start_vault: StartVault, sleeper: Sleeper, allocator: CuMemAllocator, memory: Memory
+) -> None:
+    vault.kill()
+    new = start_vault("32MiB", "--slab-size", "16MiB")
+    new.wait_until_ready()
+    client = new.client()
+    full = [Sleeper(client, allocator, memory, 8 * PAGE) for _ in range(2)]
+    with pytest.raises(OutOfHostMemory, match="vault"):
+        sleeper.show_to(client)
+    assert from_slabs(sleeper.client, sleeper.backup) == sleeper.content
+    assert new.status()["adopted_bytes"] == 0
+    client.mark([full[0].backup], needed=False)
+    given_back, _ = client.slabs.descriptor(full[0].backup.extents[0].slab)
+    assert os.fstat(given_back).st_blocks
+    adopted = sleeper.show_to(client)
+    eventually(lambda: os.fstat(given_back).st_blocks == 0, "its memory is gone, whoever has it open")
+    status = new.status()
+    assert (status["adopted_bytes"], status["pinned_bytes"], status["evicted_bytes"]) == (16 * MIB,) * 3
+    assert client.mark([full[0].backup], needed=True) == [full[0].backup]
+    sleeper.check(client, adopted)
+    full[1].check(client, full[1].backup)
+    client.close()
+
+
+def test_a_vault_that_ends_gives_no_memory_back_that_others_read(
+    allocator: CuMemAllocator,
+) -> None:
+    allocator._open()
+    posted: deque[Callable[[], None]] = deque()
+    changed: list[bool] = []
+    host = Host(lambda: 1 << 40, 1, lambda _: None)
+    old, new = (Pool(PAGE, None, 0, [-1], host, posted.append, lambda: changed.append(True)) for _ in range(2))
+    for pool in (old, new):
+        pool.take_more()
+        eventually(lambda: bool(posted), "the slab is there")
+        posted.popleft()()
+    left, kept = (os.dup(pool.slab(1).descriptor) for pool in (old, new))
+    old.finish()
+    old.close()
+    found: list[object] = []
+    new.look_at([left], found.append)
+    eventually(lambda: bool(posted), "it was looked at")
+    posted.popleft()()
+    new.finish()
+    with pytest.raises(InvalidState, match="about to end"):
+        new.adopt(found[0].result(), {})  # type: ignore[attr-defined]
+    new.close()
+    assert os.fstat(kept).st_blocks * 512 == PAGE
+    os.close(kept)
+
+
+# Stopped
+
+
+def test_a_stopped_vault_is_given_up_in_time_and_keeps_everything(
+    vault: RunningVault, allocator: CuMemAllocator, memory: Memory
+) -> None:
+    client = vault.client(deadline_s=0.3)
+    sleeper = Sleeper(client, allocator, memory)
+    vault.signal(signal.SIGSTOP)
+    with pytest.raises(VaultLost, match=r"silent for 0\.3 s") as lost:
+        client.reserve(sleeper.segment.gpu, [PAGE])
+    assert lost.value.may_go_on
+    with pytest.raises(VaultLost):
+        client.status()
+    assert from_slabs(client, sleeper.backup) == sleeper.content
+    vault.signal(signal.SIGCONT)
+    again = vault.client()
+    (found,) = again.find(sleeper.segment.gpu, [sleeper.key])
+    assert found is not None
+    client.close()
+    sleeper.check(again, found)
+    eventually(lambda: vault.status()["asleep_bytes"] == PAGE, "what nobody waited for is gone")
+    again.close()
+
+
+@pytest.mark.slow
+def test_a_vault_that_is_at_work_is_waited_for(
+    start_vault: StartVault, allocator: CuMemAllocator, memory: Memory
+) -> None:
+    vault = start_vault("64MiB", CUMEM_SLEEP_SIM_COPY_DELAY_US="2500000")
+    client = vault.client(deadline_s=2)
+    sleeper = Sleeper(client, allocator, memory)
+    assert from_slabs(client, sleeper.backup) == sleeper.content
+    client.close()
+
+
+# One socket
+
+
+def test_a_second_vault_leaves_the_socket_alone(vault: RunningVault, start_vault: StartVault, sleeper: Sleeper) -> None:
+    second = start_vault("64MiB")
+    assert second.end() == 2
+    assert second.said(f"another vault (pid {vault.process.pid}) serves {vault.socket}")
+    sleeper.check(sleeper.client, sleeper.backup)
+    assert vault.status()["pid"] == vault.process.pid
+
+
+def test_a_socket_that_a_killed_vault_left_is_taken_over(vault: RunningVault, start_vault: StartVault) -> None:
+    vault.kill()
+    assert vault.socket.exists()
+    assert start_vault("64MiB").status()["memory_bytes"] == 64 * MIB
+
+
+def test_a_folder_that_others_may_write_to_is_refused(start_vault: StartVault, folder: pathlib.Path) -> None:
+    folder.chmod(0o777)
+    vault = start_vault("64MiB")
+    assert vault.end() == 2
+    assert vault.said("others can write")
+
+
+# The end
+
+
+def test_a_vault_nobody_needs_ends_at_once(vault: RunningVault) -> None:
+    vault.signal(signal.SIGTERM)
+    assert vault.end() == 0
+    assert not vault.socket.exists()
+    assert not vault.said("asleep")
+
+
+def test_a_vault_hands_over(vault: RunningVault, start_vault: StartVault, sleeper: Sleeper) -> None:
+    vault.signal(signal.SIGTERM)
+    assert vault.end() == 0
+    assert vault.said(f"asleep: pid {os.getpid()} (test) 2.00 MiB; the vault ends; they can still wake")
+    assert sleeper.client.lost is not None
+    new = start_vault("64MiB").client()
+    sleeper.check(new, sleeper.show_to(new))
+    new.close()
+
+
+def test_a_vault_waits_for_those_who_sleep(start_vault: StartVault, allocator: CuMemAllocator, memory: Memory) -> None:
+    vault = start_vault("64MiB", "--at-exit", "wait")
+    vault.wait_until_ready()
+    client = vault.client()
+    sleeper = Sleeper(client, allocator, memory)
+    vault.signal(signal.SIGTERM)
+    eventually(lambda: vault.said("ends when they have woken"), "it says for whom it waits")
+    with pytest.raises(InvalidState, match="about to end"):
+        client.reserve(sleeper.segment.gpu, [PAGE])
+    sleeper.check(client, sleeper.backup)
+    client.mark([sleeper.backup], needed=False)
+    assert vault.end() == 0
+
+
+def test_a_second_signal_ends_the_wait(start_vault: StartVault, allocator: CuMemAllocator, memory: Memory) -> None:
+    vault = start_vault("64MiB", "--at-exit", "wait")
+    vault.wait_until_ready()
+    sleeper = Sleeper(vault.client(), allocator, memory)
+    vault.signal(signal.SIGTERM)
+    eventually(lambda: vault.said("ends when they have woken"), "it says for whom it waits")
+    vault.signal(signal.SIGINT)
+    assert vault.end() == 0
+    assert from_slabs(sleeper.client, sleeper.backup) == sleeper.content
+
+
+# The beginning
+
+
+class Room:
+    """How much the host has: asked for each slab, one ahead of each `give`."""
+
+    def __init__(self) -> None:
+        self.bytes = 1 << 40
+        self._given = threading.Semaphore(0)
+
+    def give(self) -> None:
+        self._given.release()
+
+    def ask(self) -> int:
+        assert self._given.acquire(timeout=30)
+        return self.bytes
+
+
+@pytest.fixture
+def room() -> Room:
+    return Room()
+
+
+@pytest.fixture
+def slow_vault(
+    folder: pathlib.Path, room: Room, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., VaultClient]]:
+    """A vault of four slabs of a page in a thread here, which takes each when the room says so."""
+    allocator.get_current_usage()
+    allocator._open()
+    monkeypatch.setattr(protocol, "BUSY_INTERVAL_S", 0.05)
+    vault = Vault(Address(folder / "vault.sock"), 4 * PAGE, visible_gpus(), Host(room.ask, 1, lambda _: None), PAGE)
+    thread = threading.Thread(target=vault.run)
+    thread.start()
+    yield lambda deadline_s=30.0: VaultClient(folder / "vault.sock", "test", deadline_s)
+    vault.stop(wait=False)
+    for _ in range(4):
+        room.give()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_vault_serves_with_what_is_ready(slow_vault: Callable[..., VaultClient], room: Room) -> None:
+    client = slow_vault()
+    gpu = client.gpus[0]
+    assert client.status()["pinned_bytes"] == 0
+    room.give()
+    eventually(lambda: client.status()["pinned_bytes"] == PAGE, "the first slab")
+    client.reserve(gpu, [PAGE // 2])
+    client.close()
+
+
+def test_a_reservation_waits_for_memory_that_is_to_come(slow_vault: Callable[..., VaultClient], room: Room) -> None:
+    client, other = slow_vault(deadline_s=0.5), slow_vault()
+    gpu = client.gpus[0]
+    got: list[Backup] = []
+    thread = threading.Thread(target=lambda: got.extend(client.reserve(gpu, [3 * PAGE])))
+    thread.start()
+    eventually(lambda: other.status()["waiting"] == 1, "it waits")
+    with pytest.raises(OutOfHostMemory):
+        other.reserve(gpu, [5 * PAGE])  # that will never be there
+    for _ in range(2):
+        room.give()
+    eventually(lambda: other.status()["pinned_bytes"] == 2 * PAGE, "two slabs")
+    thread.join(1)  # longer than its deadline
+    assert thread.is_alive()
+    assert got == []
+    room.give()
+    thread.join(30)
+    assert len(got) == 1
+    client.close()
+    other.close()
+
+
+def test_a_host_without_memory_ends_the_wait(slow_vault: Callable[..., VaultClient], room: Room) -> None:
+    client = slow_vault()
+    room.bytes = PAGE - 1
+    room.give()
+    with pytest.raises(OutOfHostMemory):
+        client.reserve(client.gpus[0], [PAGE])
+    assert "MemAvailable" in client.status()["short"]
+    client.close()
+
+
+def test_a_waiting_client_that_goes_holds_up_nobody(slow_vault: Callable[..., VaultClient], room: Room) -> None:
+    client, other = slow_vault(deadline_s=0.2), slow_vault()
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(protocol, "BUSY_INTERVAL_S", 30.0)  # as if it were stopped
+    with pytest.raises(VaultLost):
+        client.reserve(client.gpus[0], [4 * PAGE])
+    monkey.undo()
+    client.close()
+    eventually(lambda: other.status()["waiting"] == 0, "nobody waits")
+    room.give()
+    other.reserve(other.gpus[0], [PAGE])
+    other.close()
+
+
+def test_a_lock_of_another_kind_is_not_followed(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    (folder / "vault.sock.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(VaultError, match="lock"):
+        Address(folder / "vault.sock")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_the_lock_outlives_the_socket(folder: pathlib.Path) -> None:
+    address = Address(folder / "vault.sock")
+    with pytest.raises(VaultError, match=f"pid {os.getpid()}"):
+        Address(folder / "vault.sock")
+    address.close()
+    with (folder / "vault.sock.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with pytest.raises(FileNotFoundError):
+        (folder / "vault.sock").stat()

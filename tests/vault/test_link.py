@@ -1,0 +1,295 @@
+"""Copies of several clients over one link: they take turns, and what fails is one request's alone."""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import pytest
+from running import Segment, eventually, from_slabs
+from support import PAGE, Memory, run_script
+
+from cumem_sleep import CuMemAllocator, DriverError, VaultError, VaultLost, _core, sim
+from cumem_sleep.vault.address import Address
+from cumem_sleep.vault.client import Range, VaultClient
+from cumem_sleep.vault.link import Job, Lent, Link, Piece
+from cumem_sleep.vault.pool import Host
+from cumem_sleep.vault.server import Vault, visible_gpus
+
+pytestmark = pytest.mark.sim
+
+
+class Streams:
+    """Stands in for the driver: copies end when the test says so."""
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+        self.may_end = threading.Semaphore(0)
+
+    def __call__(self, _device: int) -> Streams:
+        return self
+
+    def __enter__(self) -> Streams:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+    def to_host(self, _block: object, _offset: int, address: int, _nbytes: int) -> None:
+        self.started.append(address)
+
+    def synchronize(self) -> None:
+        assert self.may_end.acquire(timeout=30)
+
+
+class LentStub(Lent):
+    def __init__(self) -> None:
+        super().__init__(-1, 0, 1 << 20)
+
+    def address(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    made = Streams()
+    monkeypatch.setattr(_core, "CopyStream", made)
+    return made
+
+
+@pytest.fixture
+def out(streams: Streams) -> Iterator[Link]:
+    made = Link(0, to_host=True)
+    yield made
+    for _ in range(100):
+        streams.may_end.release()
+    made.stop()
+
+
+class Client:
+    """Asks for copies; each is named by its number."""
+
+    def __init__(self, out: Link, hundreds: int) -> None:
+        self.out, self.first = out, 100 * hundreds
+        self.ended: list[Exception | None] = []
+
+    def copy(self, pieces: int) -> None:
+        names = [Piece(None, 0, self.first + number, 1) for number in range(pieces)]  # type: ignore[arg-type]
+        self.out.submit(Job(self, LentStub(), deque(names), self.ended.append))
+
+
+def test_clients_take_turns_piece_by_piece(out: Link, streams: Streams) -> None:
+    greedy, modest, late = (Client(out, number) for number in (1, 2, 3))
+    greedy.copy(8)
+    eventually(lambda: len(streams.started) == 4, "as many as may be in flight")
+    modest.copy(2)
+    late.copy(1)
+    for _ in range(11):
+        streams.may_end.release()
+    eventually(lambda: greedy.ended == modest.ended == late.ended == [None], "all has been copied")
+    assert streams.started[:4] == [100, 101, 102, 103]
+    assert set(streams.started[4:7]) >= {200, 300}
+    assert [name for name in streams.started if name < 200] == list(range(100, 108)), "a client's own are in order"
+    assert out.copied_bytes == 11
+
+
+def test_what_is_in_flight_ends_before_a_cancelled_job_does(out: Link, streams: Streams) -> None:
+    gone, stays = Client(out, 1), Client(out, 2)
+    gone.copy(8)
+    stays.copy(1)
+    eventually(lambda: len(streams.started) == 4, "as many as may be in flight")
+    out.cancel(gone)
+    assert gone.ended == []
+    for _ in range(10):
+        streams.may_end.release()
+    eventually(lambda: bool(gone.ended and stays.ended), "both ended")
+    assert isinstance(gone.ended[0], VaultError)
+    assert stays.ended == [None]
+    assert len([name for name in streams.started if name < 200]) <= 4
+
+
+def test_a_link_that_is_stopped_ends_every_job(out: Link, streams: Streams) -> None:
+    clients = [Client(out, number) for number in range(3)]
+    for each in clients:
+        each.copy(8)
+    for _ in range(10):
+        streams.may_end.release()
+    out.stop()
+    assert all(len(each.ended) == 1 for each in clients)
+
+
+def test_large_copies_go_in_pieces(monkeypatch: pytest.MonkeyPatch, here: Callable[[], VaultClient]) -> None:
+    from cumem_sleep.vault import service
+
+    monkeypatch.setattr(service, "PIECE_BYTES", PAGE // 2)
+    client = here()
+    mine = Segment(client, CuMemAllocator.get_instance().malloc(4 * PAGE, "weights"), 4 * PAGE)
+    calls = sim.stats().calls["cuMemcpyDtoHAsync"]
+    backup = client.reserve(mine.gpu, [4 * PAGE])[0]
+    lent, _ = mine.lend()
+    client.wait([client.write(lent, [Range(backup, 0, 0, 4 * PAGE)])])
+    client.take_back([lent])
+    assert sim.stats().calls["cuMemcpyDtoHAsync"] == calls + 8
+    client.close()
+
+
+# A driver that fails
+
+
+@pytest.fixture
+def here(folder: pathlib.Path, allocator: CuMemAllocator) -> Iterator[Callable[[], VaultClient]]:
+    """Connects to a vault in a thread of this process, whose driver can be made to fail."""
+    allocator._open()
+    vault = Vault(Address(folder / "vault.sock"), 16 * PAGE, visible_gpus(), Host(lambda: 1 << 40, 1, print), 4 * PAGE)
+    thread = threading.Thread(target=vault.run)
+    thread.start()
+    first = VaultClient(folder / "vault.sock")
+    eventually(lambda: first.status()["pinned_bytes"] == 16 * PAGE, "all memory is there")
+    first.close()
+    yield lambda: VaultClient(folder / "vault.sock")
+    vault.stop(wait=False)
+    thread.join(30)
+    assert not thread.is_alive()
+    sim.reset()
+
+
+CALLS = [
+    "cuMemImportFromShareableHandle",
+    "cuMemAddressReserve",
+    "cuMemMap",
+    "cuMemSetAccess",
+    "cuMemcpyDtoHAsync",
+    "cuStreamSynchronize",
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_fails_fails_one_request(
+    here: Callable[[], VaultClient], allocator: CuMemAllocator, memory: Memory, call: str
+) -> None:
+    client = here()
+    mine = Segment(client, allocator.malloc(2 * PAGE, "weights"), 2 * PAGE)
+    content = memory.fill_random(mine.address, 2 * PAGE)
+    (backup,) = client.reserve(mine.gpu, [2 * PAGE])
+    mine.write(backup)  # its streams are there
+    memory.close()
+    before = sim.stats()
+    lent, offset = mine.lend()
+    sim.fail(call, error="CUDA_ERROR_INVALID_VALUE")
+    with pytest.raises(DriverError, match=call):
+        client.wait([client.write(lent, mine.ranges(backup, offset))])
+    client.take_back([lent])
+    after = sim.stats()
+    assert (after.mapped_bytes, after.reserved_bytes) == (before.mapped_bytes, before.reserved_bytes)
+    mine.write(backup)
+    assert from_slabs(client, backup) == content
+    client.close()
+
+
+def test_memory_stays_until_its_copies_have_ended_even_if_the_wait_for_them_fails(folder: pathlib.Path) -> None:
+    script = """
+        import pathlib, sys, threading
+        sys.path.insert(0, FOLDER)
+        from running import *
+        from cumem_sleep.vault.address import Address
+        from cumem_sleep.vault.server import *
+        allocator = fresh_allocator()
+        allocator._open()
+        vault = Vault(Address(pathlib.Path(SOCKET)), 4 * PAGE, visible_gpus(), Host(lambda: 1 << 40, 1, print))
+        thread = threading.Thread(target=vault.run)
+        thread.start()
+        client = VaultClient(pathlib.Path(SOCKET))
+        mine = Segment(client, allocator.malloc(PAGE, "weights"), PAGE)
+        (backup,) = client.reserve(mine.gpu, [PAGE])
+        sim.fail("cuStreamSynchronize", error="CUDA_ERROR_INVALID_VALUE")
+        lent, offset = mine.lend()
+        with raises(DriverError, "cuStreamSynchronize"):
+            client.wait([client.write(lent, mine.ranges(backup, offset))])
+        client.take_back([lent])  # unmapped under a copy, it would break the GPU's context
+        mine.write(backup)
+        client.close()
+        vault.stop(wait=False)
+        thread.join(30)
+        """
+    script = script.replace("FOLDER", repr(str(pathlib.Path(__file__).parent)))
+    script = script.replace("SOCKET", repr(str(folder / "vault.sock")))
+    process = run_script(script, CUMEM_SLEEP_SIM_COPY_DELAY_US="200000")
+    assert process.returncode == 0, process.stderr
+
+
+def test_a_gpu_that_is_lost_ends_the_vault_for_the_next_one(folder: pathlib.Path) -> None:
+    script = """
+        import pathlib, sys, threading
+        sys.path.insert(0, FOLDER)
+        from running import *
+        from cumem_sleep.vault.address import Address
+        from cumem_sleep.vault.server import *
+        allocator, memory, lines, failures = fresh_allocator(), Memory(), [], []
+        allocator._open()
+        path = pathlib.Path.cwd() / "vault.sock"
+        vault = Vault(Address(pathlib.Path(SOCKET)), 4 * PAGE, visible_gpus(), Host(lambda: 1 << 40, 1, lines.append))
+
+        def run():
+            with raises(VaultError, "GPU-", "CUDA_ERROR_ECC_UNCORRECTABLE"):
+                vault.run()
+            failures.append("lost")
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        client = VaultClient(pathlib.Path(SOCKET))
+        mine = Segment(client, allocator.malloc(PAGE, "weights"), PAGE)
+        content = memory.fill_random(mine.address, PAGE)
+        backup = mine.back_up()
+        lent, _ = mine.lend()
+        sim.fail("cuMemcpyDtoHAsync", error="CUDA_ERROR_ECC_UNCORRECTABLE")
+        sim.fail("cuMemGetInfo", error="CUDA_ERROR_ECC_UNCORRECTABLE")
+        with raises(DriverError, "ECC"):
+            client.wait([client.write(lent, [Range(backup, 0, 0, PAGE)])])
+        thread.join(30)
+        assert failures == ["lost"], failures
+        assert client.lost is not None
+        assert from_slabs(client, backup) == content
+        """
+    script = script.replace("FOLDER", repr(str(pathlib.Path(__file__).parent)))
+    process = run_script(script.replace("SOCKET", repr(str(folder / "vault.sock"))))
+    assert process.returncode == 0, process.stderr
+
+
+def test_memory_that_cannot_be_registered_is_said_and_tried_again(
+    folder: pathlib.Path, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cumem_sleep.vault import pool, protocol
+
+    allocator._open()
+    lines: list[str] = []
+    monkeypatch.setattr(pool, "_TRY_AGAIN_S", 0.0)
+    monkeypatch.setattr(protocol, "BUSY_INTERVAL_S", 0.02)
+    sim.fail("cuMemHostRegister", after=1)
+    vault = Vault(
+        Address(folder / "vault.sock"), 4 * PAGE, visible_gpus(), Host(lambda: 1 << 40, 1, lines.append), PAGE
+    )
+    thread = threading.Thread(target=vault.run)
+    thread.start()
+    client = VaultClient(folder / "vault.sock")
+    eventually(lambda: client.status()["pinned_bytes"] == 4 * PAGE, "all memory is there in the end")
+    assert any("cannot take more now" in line and "cuMemHostRegister" in line for line in lines)
+    assert client.status()["short"] == ""
+    vault.stop(wait=False)
+    thread.join(30)
+    assert client.lost is not None
+
+
+def test_a_mistake_of_the_vault_costs_one_client(
+    here: Callable[[], VaultClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cumem_sleep.vault import service
+
+    victim, other = here(), here()
+    broken = {**service._REQUESTS, "status": lambda *_: 1 // 0}
+    monkeypatch.setattr(service, "_REQUESTS", broken)
+    with pytest.raises(VaultLost, match="the vault has failed at its request"):
+        victim.status()
+    assert other.reserve(other.gpus[0], [PAGE])[0].nbytes == PAGE
+    other.close()

@@ -1,0 +1,341 @@
+"""Allocators whose backups the vault keeps: the same calls, and what only a vault can do."""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from running import SECONDS, RunningVault, eventually
+from support import AWAKE, BACKED_UP, PAGE, Memory, around_copies, bf16_weights
+
+import cumem_sleep
+from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, _core, sim
+from cumem_sleep.backups.vault import VaultTier
+from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
+
+pytestmark = pytest.mark.sim
+
+MakeAllocator = Callable[..., CuMemAllocator]
+TAGS = ("weights", "kv_cache", "default")
+
+
+@pytest.fixture(params=["off", "auto"])
+def compress(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def through(make_allocator: MakeAllocator, vault: RunningVault) -> Iterator[MakeAllocator]:
+    """Makes allocators that use the vault."""
+
+    def make(**settings: object) -> CuMemAllocator:
+        return make_allocator(vault=str(vault.socket), **settings)
+
+    yield make
+    leave()
+
+
+def leave() -> None:
+    """What this process has in the vault goes back."""
+    allocator = CuMemAllocator.instance
+    if allocator is not None:
+        for segment in _core.segments():
+            allocator.free(segment.address)
+        tier = allocator._store.__dict__.get("_tier")
+        if isinstance(tier, VaultTier) and tier._client is not None:
+            tier._client.close()
+
+
+def fill(allocator: CuMemAllocator, memory: Memory, *tags: str, pages: int = 2) -> dict[int, bytes]:
+    contents: dict[int, bytes] = {}
+    for number, tag in enumerate(tags):
+        address = allocator.malloc(pages * PAGE, tag)
+        content = bf16_weights(pages * PAGE, np.random.default_rng(number))
+        memory.write(address, content)
+        contents[address] = content
+    return contents
+
+
+def check(memory: Memory, contents: dict[int, bytes]) -> None:
+    for address, content in contents.items():
+        assert memory.read(address, len(content)) == content
+
+
+class TestCycles:
+    def test_first_clean_dirty(
+        self, through: MakeAllocator, memory: Memory, vault: RunningVault, compress: str
+    ) -> None:
+        allocator = through(compress=compress)
+        contents = fill(allocator, memory, "weights", "default", "kv_cache")
+        kept = dict(list(contents.items())[:2])
+        first = allocator.sleep()
+        assert (first.copied_bytes, first.dropped_bytes) == (4 * PAGE, 2 * PAGE)
+        assert (first.stored_bytes < first.copied_bytes) is (compress == "auto")
+        assert vault.status()["asleep_bytes"] > 0
+        woken = allocator.wake_up()
+        assert woken.verified_bytes == 4 * PAGE
+        check(memory, kept)
+        assert allocator.sleep().clean_bytes == 4 * PAGE
+        allocator.wake_up()
+        address = next(iter(kept))
+        kept[address] = bf16_weights(2 * PAGE, np.random.default_rng(77))
+        memory.write(address, kept[address])
+        dirty = allocator.sleep()
+        assert (dirty.copied_bytes, dirty.clean_bytes) == (2 * PAGE, 2 * PAGE)
+        allocator.wake_up()
+        check(memory, kept)
+
+    def test_this_process_pins_nothing_for_backups(self, through: MakeAllocator, memory: Memory) -> None:
+        allocator = through()
+        fill(allocator, memory, "weights", pages=8)
+        memory.close()
+        before = sim.stats().registered_bytes
+        allocator.sleep()
+        assert sim.stats().registered_bytes == before
+
+    def test_prepare(self, through: MakeAllocator, memory: Memory, compress: str) -> None:
+        allocator = through(compress=compress)
+        contents = fill(allocator, memory, "weights", "default")
+        preparation = allocator.prepare()
+        assert preparation.wait(SECONDS)
+        assert preparation.error is None
+        assert allocator.sleep().copied_bytes == 0
+        allocator.wake_up()
+        check(memory, contents)
+
+    def test_nothing_is_retained_that_should_not_be(
+        self, through: MakeAllocator, memory: Memory, vault: RunningVault
+    ) -> None:
+        allocator = through(retain_backups=False)
+        contents = fill(allocator, memory, "weights")
+        allocator.sleep()
+        allocator.wake_up()
+        check(memory, contents)
+        assert vault.status()["asleep_bytes"] == vault.status()["awake_bytes"] == 0
+
+    def test_awake_backups_are_marked_as_such(
+        self, through: MakeAllocator, memory: Memory, vault: RunningVault
+    ) -> None:
+        allocator = through()
+        fill(allocator, memory, "weights")
+        allocator.sleep()
+        assert (vault.status()["asleep_bytes"], vault.status()["awake_bytes"]) == (2 * PAGE, 0)
+        allocator.wake_up()
+        assert (vault.status()["asleep_bytes"], vault.status()["awake_bytes"]) == (0, 2 * PAGE)
+        allocator.release_backups()
+        assert vault.is_unused() or not vault.status()["awake_bytes"]
+
+    def test_memory_is_short(self, through: MakeAllocator, memory: Memory) -> None:
+        allocator = through()
+        contents = fill(allocator, memory, "weights", pages=40)  # 80 MiB of 64
+        with pytest.raises(OutOfHostMemory):
+            allocator.sleep()
+        assert {segment.sleep for segment in _core.segments()} == {AWAKE}
+        check(memory, contents)
+
+    def test_a_write_meanwhile(self, through: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+        allocator = through()
+        contents = fill(allocator, memory, "weights")
+        address, content = next(iter(contents.items()))
+        with monkeypatch.context() as patch:
+            around_copies(patch, after=lambda: memory.write(address, bytes(len(content))))
+            with pytest.raises(InvalidState, match="written to"):
+                allocator.sleep()
+        memory.write(address, content)
+        assert allocator.sleep().copied_bytes == 2 * PAGE
+        allocator.wake_up()
+        check(memory, contents)
+
+
+SECOND = """
+import sys
+sys.path[:0] = sys.argv[2:]
+import numpy as np
+from support import *
+from cumem_sleep import CuMemAllocator, Settings
+
+allocator = CuMemAllocator(Settings(driver="sim", vault=sys.argv[1]))
+memory = Memory()
+address = allocator.malloc(2 * PAGE, "weights")
+content = bf16_weights(2 * PAGE, np.random.default_rng(0))
+memory.write(address, content)
+report = allocator.sleep()
+print("slept", report.copied_bytes, report.clean_bytes, flush=True)
+sys.stdin.readline()
+allocator.wake_up()
+assert memory.read(address, 2 * PAGE) == content
+memory.write(address, bytes(2 * PAGE))
+print("dirty", allocator.sleep().copied_bytes, flush=True)
+sys.stdin.readline()
+allocator.wake_up()
+assert memory.read(address, 2 * PAGE) == bytes(2 * PAGE)
+print("done", flush=True)
+"""
+
+
+def test_a_replica_copies_nothing_and_writes_to_nobody_else(
+    through: MakeAllocator, memory: Memory, vault: RunningVault
+) -> None:
+    allocator = through()
+    contents = fill(allocator, memory, "weights")
+    allocator.sleep()
+    here = pathlib.Path(__file__).parent
+    package = pathlib.Path(cumem_sleep.__path__[0]).parent
+    with subprocess.Popen(
+        [sys.executable, "-c", SECOND, str(vault.socket), str(here.parent), str(here), str(package)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as second:
+        assert second.stdin is not None
+        assert second.stdout is not None
+        try:
+            assert second.stdout.readline() == f"slept 0 {2 * PAGE}\n"
+            assert vault.status()["asleep_bytes"] == 2 * PAGE, "one copy"
+            second.stdin.write("\n")
+            second.stdin.flush()
+            assert second.stdout.readline() == f"dirty {2 * PAGE}\n"
+            allocator.wake_up()
+            check(memory, contents)
+            second.stdin.write("\n")
+            second.stdin.flush()
+            assert second.stdout.readline() == "done\n"
+            assert second.wait(SECONDS) == 0
+        finally:
+            second.kill()
+
+
+class TestVaultIsGone:
+    def test_killed_while_all_sleep(
+        self,
+        through: MakeAllocator,
+        memory: Memory,
+        vault: RunningVault,
+        compress: str,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        allocator = through(compress=compress)
+        contents = fill(allocator, memory, "weights", "default")
+        allocator.sleep()
+        vault.kill()
+        assert allocator.wake_up().verified_bytes == 4 * PAGE
+        check(memory, contents)
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+            message for message in caplog.messages if "read by this process itself" in message
+        ]
+        memory.write(next(iter(contents)), bytes(PAGE))
+        with pytest.raises(VaultUnavailable):
+            allocator.sleep()
+        assert {segment.sleep for segment in _core.segments()} == {AWAKE}
+
+    def test_another_adopts_what_it_kept(
+        self,
+        through: MakeAllocator,
+        memory: Memory,
+        vault: RunningVault,
+        start_vault: Callable[..., RunningVault],
+        compress: str,
+    ) -> None:
+        allocator = through(compress=compress)
+        contents = fill(allocator, memory, "weights", "default")
+        stored = allocator.sleep().stored_bytes
+        vault.kill()
+        another = start_vault("64MiB", "--slab-size", "16MiB")
+        another.wait_until_ready()
+        assert allocator.wake_up().verified_bytes == 4 * PAGE
+        check(memory, contents)
+        assert another.status()["awake_bytes"] >= stored
+        assert allocator.sleep().copied_bytes == 0
+        allocator.wake_up()
+        address = next(iter(contents))
+        contents[address] = bytes(2 * PAGE)
+        memory.write(address, contents[address])
+        assert allocator.sleep().copied_bytes == 2 * PAGE
+        allocator.wake_up()
+        check(memory, contents)
+
+    def test_what_it_might_have_evicted_is_not_trusted(
+        self, through: MakeAllocator, memory: Memory, vault: RunningVault, start_vault: Callable[..., RunningVault]
+    ) -> None:
+        """Of an awake segment: it may have given those bytes to somebody else just before."""
+        allocator = through()
+        contents = fill(allocator, memory, "weights", "default")
+        allocator.sleep()
+        allocator.wake_up()
+        vault.kill()
+        start_vault("64MiB", "--slab-size", "16MiB").wait_until_ready()
+        assert allocator.sleep().copied_bytes == 4 * PAGE
+        allocator.wake_up()
+        check(memory, contents)
+
+    def test_evicted_while_awake(self, through: MakeAllocator, memory: Memory, vault: RunningVault) -> None:
+        allocator = through()
+        contents = fill(allocator, memory, "weights", pages=16)
+        allocator.sleep()
+        allocator.wake_up()
+        other = vault.client()
+        other.reserve(_core.device_info(0).uuid, [48 << 20])
+        assert vault.status()["awake_bytes"] == 0
+        other.close()
+        eventually(lambda: len(vault.status()["clients"]) <= 2, "the other client is gone")
+        assert allocator.sleep().copied_bytes == 32 * PAGE // 2
+        allocator.wake_up()
+        check(memory, contents)
+
+    def test_killed_during_a_sleep(
+        self, through: MakeAllocator, memory: Memory, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        allocator = through()
+        contents = fill(allocator, memory, "weights", "default")
+        with monkeypatch.context() as patch:
+            around_copies(patch, before=vault.kill)
+            with pytest.raises(VaultError):
+                allocator.sleep()
+        assert {segment.sleep for segment in _core.segments()} == {AWAKE}
+        check(memory, contents)
+
+    def test_stopped_during_a_wake(self, through: MakeAllocator, memory: Memory, vault: RunningVault) -> None:
+        """It may yet fill what it was lent: that memory goes back, and the next wake reads by itself."""
+        allocator = through()
+        contents = fill(allocator, memory, "weights", "default")
+        allocator.sleep()
+        tier = allocator._store._tier
+        assert isinstance(tier, VaultTier)
+        assert tier._client is not None
+        tier._client.deadline_s = 0.5
+        vault.signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(VaultLost):
+                allocator.wake_up()
+            assert {segment.sleep for segment in _core.segments()} == {BACKED_UP}
+            allocator.wake_up()
+            check(memory, contents)
+        finally:
+            vault.kill()
+
+
+class TestNoVault:
+    def test_named_but_not_there(self, make_allocator: MakeAllocator, memory: Memory, tmp_path: pathlib.Path) -> None:
+        tmp_path.chmod(0o700)
+        allocator = make_allocator(vault=str(tmp_path / "no.sock"))
+        contents = fill(allocator, memory, "weights")
+        with pytest.raises(VaultUnavailable, match="no vault answers"):
+            allocator.sleep()
+        assert {segment.sleep for segment in _core.segments()} == {AWAKE}
+        check(memory, contents)
+
+    def test_auto_without_one(
+        self, make_allocator: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    ) -> None:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        allocator = make_allocator(vault="auto")
+        contents = fill(allocator, memory, "weights")
+        allocator.sleep()
+        assert not isinstance(allocator._store._tier, VaultTier)
+        allocator.wake_up()
+        check(memory, contents)
