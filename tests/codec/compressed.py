@@ -19,6 +19,7 @@ from cumem_sleep.codec.workbench import workbench_bytes
 
 MakeAllocator = Callable[..., CuMemAllocator]
 Contents = dict[int, bytes]  # by address
+
 # Of one slot of a workbench, which is then a page.
 ONE_PAGE_BENCH = PAGE - (64 << 10)
 BENCH_BYTES = 5 * PAGE, 3 * PAGE  # with `small_slots`; the second can be lent

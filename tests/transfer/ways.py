@@ -7,6 +7,7 @@ from cumem_sleep.transfer.pacing import Choice
 
 KERNEL, KERNEL_ALONE = Choice(by_engine=False, alone=False), Choice(by_engine=False, alone=True)
 ENGINE, ENGINE_ALONE = Choice(by_engine=True, alone=False), Choice(by_engine=True, alone=True)
+
 # Between two looks at the engine's rate, and until the engine is tried again.
 BATCHES_TIMED = 4
 ENGINE_FOR_A_WHILE = [ENGINE] * (CuMemAllocator.tuning.batches_in_flight + BATCHES_TIMED)
