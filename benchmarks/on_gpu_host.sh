@@ -20,7 +20,7 @@ checkpoint=()
 if [ -f .gpu/checkpoint.safetensors ]; then checkpoint=(--checkpoint .gpu/checkpoint.safetensors); fi
 
 # What mostly starts processes of its own: about half of the suite's time.
-in_processes=(tests/gpu tests/test_bench.py tests/test_cli.py tests/test_doctor.py tests/test_process.py)
+in_processes=(tests/gpu tests/tools/test_bench.py tests/tools/test_cli.py tests/tools/test_doctor.py tests/test_process.py)
 
 suite() {
     local name=$1
@@ -67,8 +67,9 @@ for what in "$@"; do
         # Errors of API calls are not its business here: the suite provokes them on purpose and checks them. Left out is
         # what measures time or fills the GPU, and what needs PyTorch or CuPy to give memory up, which they do not do
         # under the sanitizer (PyTorch 2.11 keeps a deleted graph's hold on its pool: use_count() stays 2).
+        of_the_allocator=(tests/test_allocator.py tests/backups/test_clean.py tests/operations/test_{devices,levels,sleep_bytes}.py)
         CUMEM_SLEEP_TEST_DRIVER=cuda timeout 240 compute-sanitizer --tool memcheck --report-api-errors no \
-            --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider --timeout=200 -m "" tests/test_allocator.py tests/gpu/test_torch.py \
+            --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider --timeout=200 -m "" "${of_the_allocator[@]}" tests/gpu/test_torch.py \
             -k "not 200_cycles and not in_flight and not without_room and not captured_in_its_pool and not cupy" 2>&1 | tee "$out/sanitizer.txt"
         ;;
     decoder) timeout 200 python3 benchmarks/decoder.py --out "$out/decoder.json" --checkpoint /tmp/qwen3-8b ;;

@@ -21,6 +21,11 @@ for _name in [name for name in os.environ if name.startswith("CUMEM_SLEEP_")]:
         del os.environ[_name]
 os.environ["CUMEM_SLEEP_DRIVER"] = _DRIVER
 
+# Modules of checks, whose failures are to say as much as those of tests.
+pytest.register_assert_rewrite(
+    "backed_up", "compressed", "filled", "interrupts", "preparing", "sim_driver", "stand_ins", "waking", "world"
+)
+
 from support import Memory, free_everything, fresh_allocator, reset_simulation  # noqa: E402
 
 from cumem_sleep import CuMemAllocator  # noqa: E402

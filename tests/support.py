@@ -274,6 +274,28 @@ def in_thread(work: Callable[[], _Result], timeout_s: float = 30) -> _Result:
     return results[0]
 
 
+def run_together(*works: Callable[[], object], timeout_s: float = 60) -> None:
+    """Run all at once, each on a thread of its own; raises the first error of any."""
+    errors: list[BaseException] = []
+    start = threading.Barrier(len(works))
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            start.wait(timeout_s)
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
 def is_accessible(address: int) -> bool:
     """Whether a byte of simulated device memory can be read there, without dying of it."""
     reader, writer = os.pipe()

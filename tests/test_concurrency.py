@@ -1,4 +1,4 @@
-"""Several threads at once: operations, the hooks that PyTorch calls, graph captures, kernels in flight."""
+"""Several threads at once: operations, frees during copies, kernels in flight."""
 
 from __future__ import annotations
 
@@ -8,34 +8,22 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from support import AWAKE, PAGE, SIMULATED, Cuda, Memory, around_copies, assert_clean_exit, hooks, in_thread, run_script
+from support import (
+    AWAKE,
+    PAGE,
+    Cuda,
+    Memory,
+    around_copies,
+    assert_clean_exit,
+    hooks,
+    in_thread,
+    run_script,
+    run_together,
+)
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, InvalidState, _core, sim
-from cumem_sleep.allocator import _forget_freed_backups
 
 SLOW_COPIES_US = "20000"
-
-
-def run_together(*works: Callable[[], object], timeout_s: float = 60) -> None:
-    """Run all at once, each on a thread of its own; raises the first error of any."""
-    errors: list[BaseException] = []
-    start = threading.Barrier(len(works))
-
-    def run(work: Callable[[], object]) -> None:
-        try:
-            start.wait(timeout_s)
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout_s)
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]
 
 
 class TestOperations:
@@ -242,246 +230,6 @@ def test_pending_work_does_not_disturb_the_operation_that_it_interrupts(
         assert memory.read(address, PAGE) == content
 
 
-class TestHooks:
-    def test_take_the_threads_own_tag(self, allocator: CuMemAllocator) -> None:
-        library = hooks()
-        allocator.usage()
-        tags: dict[int, str] = {}
-
-        def allocate(tag: str) -> None:
-            with allocator.use_memory_pool(tag):
-                for _ in range(5):
-                    address = library.cumem_sleep_malloc(PAGE, 0, None)
-                    assert address
-                    tags[address] = tag
-
-        run_together(*[lambda tag=f"tag{i}": allocate(tag) for i in range(6)])  # type: ignore[misc]
-        assert {segment.address: segment.tag for segment in _core.segments()} == tags
-        assert len(tags) == 30
-
-    def test_from_many_threads(self, allocator: CuMemAllocator) -> None:
-        library = hooks()
-        allocator.usage()
-        with allocator.use_memory_pool("weights"):
-            kept = library.cumem_sleep_malloc(PAGE, 0, None)
-
-        def churn() -> None:
-            for _ in range(15):
-                addresses = [library.cumem_sleep_malloc(PAGE, 0, None) for _ in range(3)]
-                assert len(set(addresses)) == 3
-                for address in addresses:
-                    library.cumem_sleep_free(address, PAGE, 0, None)
-
-        run_together(*[churn] * 4)
-        assert [segment.address for segment in _core.segments()] == [kept]
-
-    def test_return_null_when_memory_is_out(self, allocator: CuMemAllocator, capfd: pytest.CaptureFixture[str]) -> None:
-        """PyTorch then frees its cache, asks again, and raises its own error: nothing is said here."""
-        allocator.malloc(PAGE)
-        free_bytes, _ = _core.memory_info(0)
-        whole = (free_bytes // PAGE + 1) * PAGE
-        assert hooks().cumem_sleep_malloc(whole, 0, None) is None
-        assert len(_core.segments()) == 1
-        assert _core.memory_info(0)[0] == free_bytes
-        if _core.driver_is_simulated():
-            assert sim.stats().reserved_bytes == PAGE
-        assert capfd.readouterr() == ("", "")
-
-    @pytest.mark.sim
-    @pytest.mark.parametrize("call", ["cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"])
-    def test_return_null_when_the_driver_refuses(
-        self, allocator: CuMemAllocator, capfd: pytest.CaptureFixture[str], call: str
-    ) -> None:
-        allocator.malloc(PAGE)
-        before = sim.stats()
-        sim.fail(call, error="CUDA_ERROR_UNKNOWN")
-        assert hooks().cumem_sleep_malloc(PAGE, 0, None) is None
-        after = sim.stats()
-        assert (after.live_handles, after.reserved_bytes) == (before.live_handles, before.reserved_bytes)
-        error_text = capfd.readouterr().err
-        assert call in error_text
-        assert error_text.count("\n") == 1
-
-    @pytest.mark.parametrize("device", [-1, 64])
-    def test_return_null_for_a_device_that_is_not_there(
-        self, allocator: CuMemAllocator, capfd: pytest.CaptureFixture[str], device: int
-    ) -> None:
-        allocator.malloc(PAGE)
-        assert hooks().cumem_sleep_malloc(PAGE, device, None) is None
-        assert f"device {device}" in capfd.readouterr().err
-
-    def test_free_of_what_is_not_ours_says_so(
-        self, allocator: CuMemAllocator, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        allocator.malloc(PAGE)
-        hooks().cumem_sleep_free(12345, PAGE, 0, None)
-        assert "0x3039" in capfd.readouterr().err
-        hooks().cumem_sleep_free(None, 0, 0, None)
-        assert capfd.readouterr().err == ""
-
-    @pytest.mark.parametrize("on_main_thread", [True, False])
-    def test_backups_of_freed_segments_go_soon(
-        self, allocator: CuMemAllocator, memory: Memory, on_main_thread: bool
-    ) -> None:
-        library = hooks()
-        with allocator.use_memory_pool("weights"):
-            addresses = [library.cumem_sleep_malloc(PAGE, 0, None) for _ in range(3)]
-        for address in addresses:
-            memory.fill_random(address, PAGE)
-        allocator.sleep()
-        allocator.wake_up()
-        assert allocator._store.host_bytes == 3 * PAGE
-        for address in addresses[:2]:
-
-            def free(address: int = address) -> None:
-                library.cumem_sleep_free(address, PAGE, 0, None)
-
-            free() if on_main_thread else in_thread(free)
-        deadline = time.monotonic() + 5
-        while allocator._store.host_bytes != PAGE and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert allocator._store.host_bytes == PAGE
-
-    def test_python_learns_only_of_what_leaves_more_to_be_given_back(self, allocator: CuMemAllocator) -> None:
-        """What it does then costs more than a driver call, and most frees leave nothing."""
-        library = hooks()
-        told: list[None] = []
-        with_backup, without = [library.cumem_sleep_malloc(PAGE, 0, None) for _ in range(2)]
-        allocator._store.take(_core.segments()[:1], [], {})
-        _core.on_free(lambda: told.append(None))
-        try:
-            library.cumem_sleep_free(without, PAGE, 0, None)
-            assert told == []
-            library.cumem_sleep_free(with_backup, PAGE, 0, None)
-            assert told == [None]
-            if SIMULATED:
-                refused = library.cumem_sleep_malloc(PAGE, 0, None)
-                sim.fail("cuMemRelease", times=2, error="CUDA_ERROR_UNKNOWN")
-                library.cumem_sleep_free(refused, PAGE, 0, None)
-                assert told == [None] * 2
-        finally:
-            _core.on_free(_forget_freed_backups)
-        allocator.usage()
-        assert allocator._store.host_bytes == 0
-
-    def test_a_backup_that_is_made_as_its_segment_is_freed(self, allocator: CuMemAllocator) -> None:
-        """Too early for the hook to know of it, so who makes it notices."""
-        address = allocator.malloc(PAGE)
-        with _core.Pinned(_core.segments()) as pinned, allocator._lock.hold():
-            hooks().cumem_sleep_free(address, PAGE, 0, None)
-            allocator._store.take(pinned, [], {})
-            allocator._store.prune_freed()
-            assert allocator._store.host_bytes == 0
-
-
-# Graph captures
-
-
-@pytest.mark.sim
-class TestCapture:
-    @pytest.fixture
-    def cuda(self, allocator: CuMemAllocator) -> Iterator[Cuda]:
-        allocator.usage()
-        allocator.free(allocator.malloc(PAGE))
-        cuda = Cuda()
-        cuda.enter()
-        yield cuda
-        cuda.leave()
-
-    @pytest.fixture(params=[Cuda.GLOBAL, Cuda.THREAD_LOCAL, Cuda.RELAXED], ids=["global", "thread-local", "relaxed"])
-    def mode(self, request: pytest.FixtureRequest) -> int:
-        mode: int = request.param
-        return mode
-
-    @pytest.mark.parametrize("on_another_thread", [False, True])
-    def test_malloc_and_free_leave_it_valid(
-        self, allocator: CuMemAllocator, memory: Memory, cuda: Cuda, mode: int, on_another_thread: bool
-    ) -> None:
-        """Whatever PyTorch allocates and frees while a graph is captured, on this thread or on another."""
-        library = hooks()
-        freed = [allocator.malloc(PAGE, "weights") for _ in range(3)]
-        asleep = allocator.malloc(PAGE, "kv_cache")
-        memory.fill_random(freed[0], PAGE)
-        allocator.discard("kv_cache")
-        stream = cuda.stream()
-
-        def work() -> None:
-            library.cumem_sleep_free(freed[0], PAGE, 0, None)
-            library.cumem_sleep_free(asleep, PAGE, 0, None)
-            allocator.free(freed[1])
-            new = library.cumem_sleep_malloc(PAGE, 0, None)
-            assert new
-            library.cumem_sleep_free(new, PAGE, 0, None)
-            allocator.free(allocator.malloc(PAGE))
-
-        cuda.call("cuStreamBeginCapture_v2", stream, mode)
-        try:
-            in_thread(work) if on_another_thread else work()
-            assert cuda.capture_is_valid(stream)
-        finally:
-            result = cuda.end_capture(stream)
-            cuda.call("cuStreamDestroy_v2", stream)
-        assert result == 0
-        assert [segment.address for segment in _core.segments()] == freed[2:]
-
-    def test_free_on_a_full_device_leaves_it_valid(self, allocator: CuMemAllocator, cuda: Cuda, mode: int) -> None:
-        allocator.malloc(PAGE)
-        eater = allocator.malloc(_core.memory_info(0)[0])
-        stream = cuda.stream()
-        cuda.call("cuStreamBeginCapture_v2", stream, mode)
-        try:
-            allocator.free(eater)
-            assert cuda.capture_is_valid(stream)
-        finally:
-            result = cuda.end_capture(stream)
-            cuda.call("cuStreamDestroy_v2", stream)
-        assert result == 0
-
-    @pytest.mark.parametrize("on_another_thread", [False, True])
-    def test_forgetting_backups_leaves_it_valid(
-        self, allocator: CuMemAllocator, memory: Memory, cuda: Cuda, mode: int, on_another_thread: bool
-    ) -> None:
-        address = allocator.malloc(PAGE, "weights")
-        memory.fill_random(address, PAGE)
-        memory.close()
-        allocator.sleep()
-        allocator.wake_up()
-        stream = cuda.stream()
-        cuda.call("cuStreamBeginCapture_v2", stream, mode)
-        try:
-            in_thread(lambda: allocator.free(address)) if on_another_thread else allocator.free(address)
-            assert cuda.capture_is_valid(stream)
-        finally:
-            result = cuda.end_capture(stream)
-            cuda.call("cuStreamDestroy_v2", stream)
-        assert result == 0
-        assert sim.stats().registered_bytes == 0
-
-    @pytest.mark.parametrize("on_another_thread", [False, True])
-    def test_refuses_a_sleep(
-        self, allocator: CuMemAllocator, memory: Memory, cuda: Cuda, mode: int, on_another_thread: bool
-    ) -> None:
-        address = allocator.malloc(PAGE, "weights")
-        content = memory.fill_random(address, PAGE)
-        memory.close()
-        stream = cuda.stream()
-        cuda.call("cuStreamBeginCapture_v2", stream, mode)
-        try:
-            with pytest.raises(InvalidState, match=r"graph.*captur"):
-                in_thread(allocator.sleep) if on_another_thread else allocator.sleep()
-            assert [segment.sleep for segment in _core.segments()] == [AWAKE]
-        finally:
-            cuda.end_capture(stream)
-            cuda.call("cuStreamDestroy_v2", stream)
-        assert memory.read(address, PAGE) == content
-        assert allocator.sleep().copied_bytes == PAGE
-        allocator.wake_up()
-        assert memory.read(address, PAGE) == content
-
-
-# Work in flight
-
-
 class Running:
     """Work on device 0 of the simulated driver that goes on until it is ended, or for too long."""
 
@@ -590,9 +338,6 @@ def test_memory_that_is_being_reclaimed_is_not_pinned(
     _core.free(made[0])
     allocator.wake_up()
     assert memory.read(address, PAGE) == content
-
-
-# Kernels in flight
 
 
 @pytest.mark.sim

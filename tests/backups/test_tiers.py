@@ -27,7 +27,7 @@ SIZES = [PAGE, 3 * PAGE, PAGE // 2 + 16]
 
 
 @contextmanager
-def host(folder: pathlib.Path) -> Iterator[Tier]:  # noqa: ARG001
+def host(folder: pathlib.Path) -> Iterator[Tier]:
     @contextmanager
     def turn() -> Iterator[bool]:
         yield True

@@ -1,6 +1,6 @@
 """Compressed backups on a real GPU: the codec's kernels, and PyTorch memory that sleeps compressed.
 
-What a failure leaves behind, call by call, is tested on the simulated driver (tests/test_compress.py).
+What a failure leaves behind, call by call, is tested on the simulated driver (tests/codec).
 """
 
 from __future__ import annotations

@@ -1,0 +1,461 @@
+"""Host memory of backups is given back in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+from backed_up import (
+    check_bytes,
+    fill,
+    two_blocks,  # noqa: F401  (autouse)
+)
+from support import (
+    AWAKE,
+    MIB,
+    PAGE,
+    SIMULATED,
+    Memory,
+    assert_clean_exit,
+    assert_no_threads,
+    assert_thread_ends_in_order,
+    hooks,
+    in_thread,
+    patch_touch,
+    run_script,
+    threads_of_ours,
+)
+
+from cumem_sleep import CuMemAllocator, InvalidState, _core, sim
+
+MakeAllocator = Callable[..., CuMemAllocator]
+GIVING_BACK = "cumem-give-back"  # the thread's name
+
+
+@pytest.mark.sim
+def test_freed_while_another_free_gives_a_backup_back(
+    allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python hears of it when the operation that holds the lock has ended."""
+    first, second = fill(allocator, memory, [1, 1])
+    allocator.sleep()
+    allocator.wake_up()
+    forget = allocator._store.forget
+
+    def slow_forget(segment_ids: Iterable[int]) -> None:
+        forget(segment_ids)
+        if any(segment.address == second for segment in _core.segments()):
+            thread = threading.Thread(target=hooks().cumem_sleep_free, args=(second, PAGE, 0, None))
+            thread.start()
+            thread.join()
+
+    monkeypatch.setattr(allocator._store, "forget", slow_forget)
+    allocator.free(first)
+    assert allocator._store.host_bytes == 0
+
+
+class Gate:
+    """While it is closed, the thread that gives back finds an operation at work at each try."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open = False
+        self.tries = 0
+        hold = _core.OperationLock.hold
+
+        def refused(lock: _core.OperationLock, wait: bool = True) -> Any:
+            if _core.thread_name() == GIVING_BACK:
+                self.tries += 1
+                if not self.is_open:
+                    return contextlib.nullcontext(False)
+            return hold(lock, wait)
+
+        monkeypatch.setattr(_core.OperationLock, "hold", refused)
+
+    def wait(self) -> None:
+        """For the thread to have tried in vain."""
+        tries = self.tries
+        until(lambda: self.tries > tries + 2)
+
+
+def until(reached: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not reached():
+        assert time.monotonic() < deadline, "it never comes to that"
+        time.sleep(0.0005)
+
+
+def threads_giving_back() -> list[str]:
+    return threads_of_ours(GIVING_BACK)
+
+
+def wait_for_the_end(allocator: CuMemAllocator, host_bytes: int = 0) -> None:
+    """Until only so much is held, and the thread has ended."""
+    until(lambda: not allocator._store._tier._releasing.bytes and not threads_giving_back())
+    assert allocator._store.host_bytes == host_bytes
+    assert allocator._store._tier._releasing._worker is None
+
+
+@pytest.fixture
+def closed_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The thread of each block of a backup that was given back."""
+    closed: list[str] = []
+    close = _core.HostBlock.close
+
+    def noted(block: _core.HostBlock) -> None:
+        if block.bytes == MIB:  # others are no backups
+            closed.append(_core.thread_name())
+        close(block)
+
+    monkeypatch.setattr(_core.HostBlock, "close", noted)
+    return closed
+
+
+@pytest.fixture
+def much(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Three pages are much."""
+    monkeypatch.setattr(CuMemAllocator.tuning, "release_later_bytes", 3 * PAGE)
+    yield
+    assert_no_threads(GIVING_BACK)
+
+
+OPERATION = "cumem-operation"
+
+
+@pytest.mark.usefixtures("much")
+class TestGivingBack:
+    def going(self, allocator: CuMemAllocator, memory: Memory, pages: int = 4) -> dict[int, bytes]:
+        """Segments that are awake and whose backups are no longer wanted."""
+        contents = fill(allocator, memory, [1] * pages)
+        allocator.sleep()
+        allocator.wake_up()
+        memory.close()
+        return contents
+
+    @pytest.fixture
+    def unretained(self, make_allocator: MakeAllocator) -> CuMemAllocator:
+        return make_allocator(retain_backups=False)
+
+    def test_after_a_wake(self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str]) -> None:
+        contents = self.going(unretained, memory)
+        wait_for_the_end(unretained)
+        assert closed_by == [GIVING_BACK] * 8
+        if SIMULATED:
+            assert sim.stats().registered_bytes == 0
+        check_bytes(memory, contents)
+
+    def test_after_a_sleep_that_drops(self, allocator: CuMemAllocator, memory: Memory, closed_by: list[str]) -> None:
+        fill(allocator, memory, [2, 2])
+        kept = fill(allocator, memory, [1, 2], "default")
+        allocator.sleep()
+        allocator.wake_up()
+        allocator.sleep(2)
+        wait_for_the_end(allocator, 3 * PAGE)
+        assert closed_by == [GIVING_BACK] * 8
+        allocator.wake_up()
+        check_bytes(memory, kept)
+
+    def test_little_goes_at_once(
+        self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        Gate(monkeypatch)
+        self.going(unretained, memory, pages=2)
+        assert unretained._store.host_bytes == 0
+        assert closed_by == [OPERATION] * 4
+        assert threads_giving_back() == []
+
+    def test_not_beside_an_operation(self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str]) -> None:
+        """None but one that began with it: that block is waited for."""
+        store = unretained._store
+        with pytest.MonkeyPatch.context() as patch:
+            gate = Gate(patch)
+            self.going(unretained, memory)
+            gate.wait()
+            with unretained._lock.hold():
+                gate.is_open = True
+                gate.wait()
+                assert closed_by == []
+                assert store.host_bytes == 4 * PAGE
+            wait_for_the_end(unretained)
+
+    def test_a_block_at_a_time(
+        self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An operation may come between any two."""
+        hold = _core.OperationLock.hold
+        most = [0]
+
+        class Counted:
+            def __init__(self, held: _core.Held) -> None:
+                self.held = held
+
+            def __enter__(self) -> bool:
+                self.before = len(closed_by)
+                return self.held.__enter__()
+
+            def __exit__(self, *exception: object) -> None:
+                most[0] = max(most[0], len(closed_by) - self.before)
+                self.held.__exit__(*exception)
+
+        def counted(lock: _core.OperationLock, wait: bool = True) -> Any:
+            held = hold(lock, wait)
+            return Counted(held) if _core.thread_name() == GIVING_BACK else held
+
+        monkeypatch.setattr(_core.OperationLock, "hold", counted)
+        self.going(unretained, memory)
+        wait_for_the_end(unretained)
+        assert most == [1]
+
+    def test_operations_meanwhile(
+        self, make_allocator: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, closed_by: list[str]
+    ) -> None:
+        """Those that take no host memory leave it to the thread; then it goes on."""
+        allocator = make_allocator()
+        contents = fill(allocator, memory, [2, 2])
+        kept = fill(allocator, memory, [1], "default")
+        allocator.sleep()
+        allocator.wake_up()
+        gate = Gate(monkeypatch)
+        allocator.sleep(2)
+        for _ in range(2):
+            allocator.wake_up()
+            check_bytes(memory, kept)
+            allocator.usage()
+            for address in contents:
+                memory.write(address, contents[address])
+            assert allocator.sleep(2).clean_bytes == PAGE
+        allocator.wake_up()
+        gate.wait()
+        assert closed_by == []
+        assert allocator._store.host_bytes == 5 * PAGE
+        assert sum(usage.backed_up_bytes for usage in allocator.usage().values()) == PAGE
+        gate.is_open = True
+        wait_for_the_end(allocator, PAGE)
+
+    @pytest.mark.parametrize("through_hook", [False, True])
+    def test_backups_of_what_is_freed_meanwhile_go_with_it(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, through_hook: bool
+    ) -> None:
+        """Whoever frees finds the lock held, and no operation may follow that would forget them."""
+        fill(allocator, memory, [2, 2])
+        (freed,) = fill(allocator, memory, [1], "default")
+        allocator.sleep()
+        allocator.wake_up()
+        memory.close()
+        close = _core.HostBlock.close
+        begun: list[str] = []
+
+        def free() -> None:
+            hooks().cumem_sleep_free(freed, PAGE, 0, None) if through_hook else allocator.free(freed)
+
+        def free_and_close(block: _core.HostBlock) -> None:
+            if not begun and _core.thread_name() == GIVING_BACK:
+                begun.append("freeing")
+                in_thread(free)
+            close(block)
+
+        monkeypatch.setattr(_core.HostBlock, "close", free_and_close)
+        allocator.sleep(2)
+        wait_for_the_end(allocator)
+        assert begun
+
+    @pytest.mark.parametrize("operation", ["sleep", "prepare"])
+    @pytest.mark.parametrize("spare_pages", [0, 3])
+    def test_a_budget_counts_what_still_goes(
+        self,
+        make_allocator: MakeAllocator,
+        memory: Memory,
+        monkeypatch: pytest.MonkeyPatch,
+        operation: str,
+        spare_pages: int,
+    ) -> None:
+        """It makes way at once, all of it, for what needs host memory."""
+        allocator = make_allocator(host_budget_bytes=(5 + spare_pages) * PAGE)
+        contents = fill(allocator, memory, [2, 2])
+        contents |= fill(allocator, memory, [1], "default")
+        allocator.sleep()
+        allocator.wake_up()
+        gate = Gate(monkeypatch)
+        allocator.sleep(2)
+        allocator.wake_up()
+        for address in contents:
+            memory.write(address, contents[address])
+        memory.close()
+        gate.wait()
+        budget = allocator._store.limits()[0]
+        assert (budget.name, budget.available_bytes) == ("budget", spare_pages * PAGE)
+        most = [0]
+        touch = _core.HostBlock.touch
+
+        def noted(block: _core.HostBlock, offset: int, nbytes: int) -> None:
+            most[0] = max(most[0], allocator._store.host_bytes)
+            touch(block, offset, nbytes)
+
+        patch_touch(monkeypatch, noted)
+        if operation == "prepare":
+            assert allocator.prepare().wait(30)
+        report = allocator.sleep()
+        assert (report.copied_bytes == 0) == (operation == "prepare")
+        assert most == [5 * PAGE]
+        allocator.wake_up()
+        check_bytes(memory, contents)
+        gate.is_open = True
+        wait_for_the_end(allocator, 5 * PAGE)
+
+    @pytest.mark.parametrize("call", ["release_backups", "close"])
+    def test_release_returns_when_all_is_back(
+        self, unretained: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, call: str
+    ) -> None:
+        gate = Gate(monkeypatch)
+        contents = self.going(unretained, memory)
+        gate.wait()
+        assert unretained._store.host_bytes == 4 * PAGE
+        assert getattr(unretained, call)() == (4 * PAGE if call == "release_backups" else None)
+        assert unretained._store.host_bytes == 0
+        if SIMULATED:
+            assert sim.stats().registered_bytes == 0
+        gate.is_open = True
+        wait_for_the_end(unretained)
+        check_bytes(memory, contents)
+
+    def test_more_comes_while_the_thread_works_and_after(
+        self, unretained: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gate = Gate(monkeypatch)
+        segments = fill(unretained, memory, [1] * 6)
+        unretained.sleep(offload_tags=["weights"])
+        unretained.wake_up()
+        until(lambda: len(threads_giving_back()) == 1)  # it names itself when it begins
+        with unretained._lock.hold():
+            for segment in _core.segments():
+                unretained._store.take([segment], [], {})  # gives back what goes, and then all of it goes again
+            unretained._store.prune()
+        until(lambda: len(threads_giving_back()) == 1)
+        assert unretained._store.host_bytes == 6 * PAGE
+        gate.is_open = True
+        wait_for_the_end(unretained)
+        unretained.sleep()
+        unretained.wake_up()
+        wait_for_the_end(unretained)
+        check_bytes(memory, segments)
+
+    def test_without_threads_it_goes_at_once(
+        self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(worker: _core.Worker, work: Callable[[], object]) -> None:
+            raise InvalidState("no thread can be started")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_core.Worker, "start", refuse)
+            contents = self.going(unretained, memory)
+            assert unretained._store.host_bytes == 0
+        assert closed_by == [OPERATION] * 8
+        unretained.sleep()
+        unretained.wake_up()
+        wait_for_the_end(unretained)
+        assert closed_by[8:] == [GIVING_BACK] * 8
+        check_bytes(memory, contents)
+
+    def test_of_a_replaced_allocator(
+        self, make_allocator: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The old one does no more work, and holds nothing, though somebody may still have it."""
+        allocator = make_allocator(retain_backups=False)
+        gate = Gate(monkeypatch)
+        for address in self.going(allocator, memory):
+            allocator.free(address)
+        gate.wait()
+        assert allocator._store.host_bytes == 4 * PAGE
+        make_allocator()
+        assert_no_threads(GIVING_BACK)
+        assert allocator._store.host_bytes == 0
+        if SIMULATED:
+            assert sim.stats().registered_bytes == 0
+
+    @pytest.mark.parametrize("began", [True, False])
+    def test_an_interrupt_as_the_thread_starts(
+        self, unretained: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, began: bool
+    ) -> None:
+        """All goes back all the same, at the latest after the next operation."""
+        start = _core.Worker.start
+
+        def interrupted(worker: _core.Worker, work: Callable[[], object]) -> None:
+            if began:
+                start(worker, work)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_core.Worker, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                self.going(unretained, memory)
+        assert all(segment.sleep == AWAKE for segment in _core.segments())
+        in_thread(unretained.usage)
+        wait_for_the_end(unretained)
+
+    def test_stopping_ends_the_thread(
+        self, unretained: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gate = Gate(monkeypatch)
+        self.going(unretained, memory)
+        gate.wait()
+        for _ in range(2):
+            unretained._store.stop()
+            assert_no_threads(GIVING_BACK)
+        unretained.release_backups()
+        assert unretained._store.host_bytes == 0
+
+
+GOING = """
+    import sys, time
+
+    tuning = CuMemAllocator.tuning
+    tuning.release_later_bytes, tuning.slab_bytes, tuning.between_releases_s = PAGE, MIB, BETWEEN_S
+    reset_simulation()
+    allocator, memory = fresh_allocator(retain_backups=False), Memory()
+    contents = {}
+    for _ in range(4):
+        address = allocator.malloc(4 * PAGE, "weights")
+        contents[address] = memory.fill_random(address, 4 * PAGE)
+    memory.close()
+    allocator.sleep()
+    allocator.wake_up()
+    going = allocator._store._tier._releasing
+    """
+
+
+@pytest.mark.sim
+class TestProcess:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("between_s", [0, 1000])
+    @pytest.mark.parametrize("rest", ["sys.exit(0)", "CuMemAllocator.instance = None; del allocator, going"])
+    def test_exit_meanwhile(self, between_s: float, rest: str) -> None:
+        assert_clean_exit(run_script(f"BETWEEN_S = {between_s}", GOING, rest, timeout_s=30))
+
+    def test_exit_ends_it_in_an_orderly_way(self) -> None:
+        """Before the interpreter is taken down, not by that."""
+        assert_thread_ends_in_order("BETWEEN_S = 1000", GOING, thread="going._worker")
+
+    @pytest.mark.parametrize("as_python_does", [False, True])
+    def test_fork_meanwhile(self, as_python_does: bool) -> None:
+        process = run_script(
+            "BETWEEN_S = 0.05",
+            GOING,
+            f"""
+            calls = (allocator.usage, allocator.sleep, allocator.release_backups)
+            fork_beside(going._worker, allocator, *calls, as_python_does={as_python_does})
+            assert going.bytes
+            tuning.between_releases_s = 0
+            while going._worker is not None:
+                time.sleep(0.001)
+            assert allocator._store.host_bytes == 0
+            for address, content in contents.items():
+                assert memory.read(address, 4 * PAGE) == content
+            memory.close()
+            free_everything()
+            """,
+            timeout_s=20,
+        )
+        assert_clean_exit(process)

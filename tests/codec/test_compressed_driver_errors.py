@@ -1,0 +1,106 @@
+"""Whatever driver call fails, and wherever a signal's handler raises, compressed backups stay whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from compressed import (
+    ONE_PAGE_BENCH,
+    QuickCodec,
+    small_slots,  # noqa: F401  (autouse)
+)
+from interrupts import check_interrupts
+from support import PAGE, free_everything, reset_simulation
+from world import PHASES, Phase, World, check_every_call
+
+from cumem_sleep import CuMemAllocator
+from cumem_sleep.backups import filling, store
+from cumem_sleep.codec import slots, workbench
+from cumem_sleep.codec.workbench import Workbench
+from cumem_sleep.operations import sleep, wake
+
+pytestmark = pytest.mark.sim
+
+
+def one_page_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CuMemAllocator.tuning, "slots", 1)
+    monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (ONE_PAGE_BENCH,))
+    monkeypatch.setattr(CuMemAllocator.tuning, "lent_slot_bytes", ONE_PAGE_BENCH)
+
+
+@pytest.fixture(params=["ample", "tight"])
+def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """In the tight one the kernels have to work in the memory of `kv_cache`."""
+    reset_simulation()
+    one_page_bench(monkeypatch)
+    QuickCodec(monkeypatch)
+    current = World(device_bytes={"ample": None, "tight": 3 * PAGE}[request.param], compress="auto")
+    yield current
+    free_everything()
+    reset_simulation()
+
+
+COMPRESSED = [
+    phase for phase in PHASES if phase.name in ("first sleep", "sleep of changed", "wake of weights", "wake of all")
+]
+
+
+def all_compressed(world: World) -> bool:
+    return all(
+        world.allocator._store.encoding_of(segment) is not None
+        for segment in world.segments
+        if world.allocator._store.get(segment) is not None
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("phase", "error_name"),
+    [
+        (phase, error_name)
+        for phase in COMPRESSED
+        for error_name in ("CUDA_ERROR_UNKNOWN", "CUDA_ERROR_OUT_OF_MEMORY")
+        if (phase.name, error_name) != ("sleep of changed", "CUDA_ERROR_OUT_OF_MEMORY")  # as in a first sleep
+    ],
+    ids=str,
+)
+def test_every_driver_call_may_fail_once(world: World, phase: Phase, error_name: str) -> None:
+    def operate(world: World) -> None:
+        phase.operate(world)
+        # Without memory to work in it goes on without compression.
+        assert error_name == "CUDA_ERROR_OUT_OF_MEMORY" or all_compressed(world)
+
+    check_every_call(world, Phase(phase.name, phase.prepare, operate), error_name, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "phase", [phase for phase in COMPRESSED if phase.name in ("first sleep", "wake of all")], ids=str
+)
+def test_interrupt_anywhere(world: World, phase: Phase) -> None:
+    operation = (
+        (wake._workbenches,) if phase.name == "wake of all" else (sleep._BackingUp._try, sleep._BackingUp._workbenches)
+    )
+    check_interrupts(world, phase, (workbench, slots, *operation))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "part_bytes"), [("tight", 1 << 30), ("ample", PAGE)], indirect=["world"])
+def test_interrupt_of_a_sleep_of_changed(world: World, monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
+    """Whose backups are written to again, while the next part is counted."""
+    monkeypatch.setattr(CuMemAllocator.tuning, "count_part_bytes", part_bytes)
+    (phase,) = (phase for phase in COMPRESSED if phase.name == "sleep of changed")
+    bench = (Workbench.encode, Workbench.begin_count, Workbench._count, Workbench.finish, workbench.parts_to_count)
+    check_interrupts(world, phase, (*bench, store, filling, sleep._BackingUp._try, sleep._BackingUp._planned_again))
+
+
+@pytest.mark.slow
+def test_every_driver_call_of_a_wake_of_two_devices_may_fail_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset_simulation()
+    one_page_bench(monkeypatch)
+    QuickCodec(monkeypatch)
+    world = World(devices=2, device_bytes=3 * PAGE, compress="auto")
+    check_every_call(world, COMPRESSED[-1], "CUDA_ERROR_UNKNOWN", False)
+    free_everything()
+    reset_simulation()

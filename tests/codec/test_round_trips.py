@@ -1,0 +1,294 @@
+"""Compressed backups hold the same bytes, in less host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from compressed import (
+    BENCH_BYTES,
+    KINDS,
+    Contents,
+    MakeAllocator,
+    at,
+    bf16,
+    check_bytes,
+    check_host_bytes,
+    cycle,
+    encodings,
+    fill,
+    fp16,
+    leave_free,
+    noise,
+    small_slots,  # noqa: F401  (autouse)
+    some_noise,
+    states,
+    write,
+    zeros,
+)
+from support import AWAKE, BACKED_UP, MIB, PAGE, patch_map
+
+from cumem_sleep import CuMemAllocator, DriverError, _core, sim
+from cumem_sleep.codec.exponent import Layout
+from cumem_sleep.codec.kernels import SimulatedKernels
+from cumem_sleep.digest.device import DigestRun
+from cumem_sleep.extents import Piece
+from cumem_sleep.transfer import routes
+from cumem_sleep.transfer.lanes import RawCopies, SlotCopies
+from cumem_sleep.transfer.pacing import Choice
+
+pytestmark = pytest.mark.sim
+
+
+class TestRoundTrips:
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("devices", "slab_bytes"), [(1, 128 * MIB), (2, 2 * MIB)])
+    def test_of_all_kinds_at_once(
+        self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, devices: int, slab_bytes: int
+    ) -> None:
+        monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", slab_bytes)
+        allocator = make_allocator(compress="auto")
+        sim.configure(devices=devices)
+        contents: Contents = {}
+        for device in range(devices):
+            contents |= fill(allocator, *KINDS, nbytes=3 * PAGE, device=device)
+            fill(allocator, zeros, tag="kv_cache", device=device)
+        for turn in range(3):
+            report = allocator.sleep()
+            assert report.copied_bytes == (len(contents) * 3 * PAGE if turn != 1 else 0)
+            assert report.freed_bytes == len(contents) * 3 * PAGE + devices * 2 * PAGE
+            assert encodings(allocator, contents) == ["bf16", "fp16", "e4m3", "fp32", None, "bf16"] * devices
+            check_host_bytes(allocator)
+            assert sim.stats().live_handles == 0
+            assert allocator.wake_up().verified_bytes == report.copied_bytes + report.clean_bytes
+            check_bytes(contents)
+            assert sim.stats().live_handles == len(contents) + devices
+            if turn == 1:
+                for number, (address, content) in enumerate(contents.items()):
+                    contents[address] = content[:number] + b"\x01" + content[number + 1 : -1] + b"\x02"
+                    write(address, contents[address])
+
+    @pytest.mark.parametrize(
+        "settings", [{"verify": "off"}, {"retain_backups": False}, {"verify": "off", "retain_backups": False}], ids=str
+    )
+    def test_settings(self, make_allocator: MakeAllocator, settings: dict[str, object]) -> None:
+        allocator = make_allocator(compress="auto", **settings)
+        contents = fill(allocator, bf16, noise, some_noise)
+        for turn in range(2):
+            report = allocator.sleep()
+            retained = settings.get("retain_backups", True)
+            assert report.copied_bytes == (0 if turn and retained else 3 * 2 * PAGE)
+            assert encodings(allocator, contents) == ["bf16", None, "bf16"]
+            check_host_bytes(allocator)
+            allocator.wake_up()
+            check_bytes(contents)
+            assert (allocator._store.host_bytes > 0) is retained
+
+    @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE + 1, 5 * MIB])
+    def test_odd_sizes(self, allocator: CuMemAllocator, nbytes: int) -> None:
+        address = allocator.malloc(nbytes)
+        contents = {address: bf16(at(address).bytes, np.random.default_rng(0))}
+        write(address, contents[address])
+        cycle(allocator, contents)
+        assert encodings(allocator, contents) == ["bf16"]
+
+    def test_in_parts(self, allocator: CuMemAllocator) -> None:
+        contents = fill(allocator, bf16, noise) | fill(allocator, some_noise, tag="lora")
+        cache = fill(allocator, bf16, tag="kv_cache")
+        allocator.sleep(offload_tags=["weights", "lora", "kv_cache"])
+        allocator.wake_up("weights")
+        assert {segment.tag: segment.sleep for segment in _core.segments()} == {
+            "weights": AWAKE,
+            "lora": AWAKE,
+            "kv_cache": BACKED_UP,
+        }
+        check_bytes(contents)
+        allocator.wake_up()
+        check_bytes(contents | cache)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("slots", "tight"), [(2, False), (2, True), (4, False)])
+    def test_wake_by_the_copy_kernel(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int, tight: bool
+    ) -> None:
+        """By turns with the copy engine, and alone where its time is to tell the rate."""
+        monkeypatch.setattr(CuMemAllocator.tuning, "slots", slots)
+        monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (8 * MIB, 4 * MIB))
+        monkeypatch.setattr(CuMemAllocator.tuning, "worth_choosing_bytes", 0)
+        monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", 3 * MIB)
+        started: list[int] = []
+
+        class GpuCopies:
+            def __init__(self, device: int, nbytes: int, pieces: int) -> None:
+                self.chunks = nbytes // PAGE + pieces
+
+            def start(self, stream: _core.CopyStream, pieces: Sequence[Piece]) -> None:
+                assert sum(-(-piece.bytes // PAGE) for piece in pieces) <= self.chunks
+                started.append(sum(piece.bytes for piece in pieces))
+                for piece in pieces:
+                    assert piece.bytes % 16 == piece.offset % 16 == piece.address % 16 == 0
+                    ctypes.memmove(piece.address, piece.extent.address + piece.offset, piece.bytes)
+
+            def close(self) -> None:
+                pass
+
+        took: list[tuple[int, float]] = []
+
+        def choices(*_: object) -> Iterator[Choice]:
+            for number in itertools.count():
+                took.append((yield Choice(by_engine=number % 3 == 0, alone=number % 2 == 0)))
+
+        monkeypatch.setitem(sys.modules, "cumem_sleep.transfer.copy_kernel", SimpleNamespace(GpuCopies=GpuCopies))
+        monkeypatch.setattr(routes, "choices", choices)
+        allocator._restorer._routes._kernel_devices.add(0)
+        contents = fill(allocator, *KINDS, nbytes=12 * PAGE)
+        contents |= fill(allocator, bf16, fp16, nbytes=PAGE)
+        allocator.sleep()
+        if tight:
+            leave_free(sum(map(len, contents.values())) + BENCH_BYTES[0])
+        allocator.wake_up()
+        check_bytes(contents)
+        assert len(started) >= 6
+        encoded = sum(e.bytes for s in _core.segments() if (e := allocator._store.encoding_of(s)))
+        assert sum(nbytes for nbytes, _ in took if nbytes) == encoded + 12 * PAGE, "and what is stored as it is"
+        assert all(seconds > 0 for _, seconds in took)
+
+    def test_a_wake_copies_raw_backups_first(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each kind has the link for itself, and what it copies is mapped in that order."""
+        contents = fill(allocator, bf16, noise, fp16, noise, nbytes=4 * PAGE)
+        allocator.sleep()
+        events: list[str] = []
+        run, start, map_segment = RawCopies.run, SlotCopies.start, _core.Segment.map
+
+        def noted_run(*arguments: Any) -> Iterator[int]:
+            yield from run(*arguments)
+            events.append("raw done")
+
+        def noted_start(*arguments: Any) -> None:
+            events.append("slot")
+            start(*arguments)
+
+        def noted_map(segment: _core.Segment) -> None:
+            events.append(f"map {list(contents).index(segment.address)}")
+            map_segment(segment)
+
+        monkeypatch.setattr(RawCopies, "run", noted_run)
+        monkeypatch.setattr(SlotCopies, "start", noted_start)
+        patch_map(monkeypatch, noted_map)
+        allocator.wake_up()
+        check_bytes(contents)
+        assert events.index("raw done") < events.index("slot")
+        assert [event for event in events if event.startswith("map")] == ["map 1", "map 3", "map 0", "map 2"]
+
+    def test_tables_of_the_copy_kernel_outlive_its_copies(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(CuMemAllocator.tuning, "slots", 4)
+        monkeypatch.setattr(CuMemAllocator.tuning, "worth_choosing_bytes", 0)
+        in_flight: set[int] = set()  # streams
+        closed: list[bool] = []
+        synchronize = _core.CopyStream.synchronize
+
+        class GpuCopies:
+            def __init__(self, device: int, nbytes: int, pieces: int) -> None:
+                self.stream = 0
+
+            def start(self, stream: _core.CopyStream, pieces: Sequence[Piece]) -> None:
+                self.stream = stream.handle
+                in_flight.add(stream.handle)
+                for piece in pieces:
+                    stream.to_device(piece.address, piece.extent, piece.offset, piece.bytes)
+
+            def close(self) -> None:
+                closed.append(self.stream in in_flight)
+
+        def note_and_synchronize(stream: _core.CopyStream) -> None:
+            synchronize(stream)
+            in_flight.discard(stream.handle)
+
+        monkeypatch.setattr(_core.CopyStream, "synchronize", note_and_synchronize)
+        monkeypatch.setitem(sys.modules, "cumem_sleep.transfer.copy_kernel", SimpleNamespace(GpuCopies=GpuCopies))
+        monkeypatch.setattr(routes, "choices", lambda *_: itertools.repeat(Choice(by_engine=False, alone=False)))
+        monkeypatch.setattr(SlotCopies, "took", lambda *_: None)
+        allocator._restorer._routes._kernel_devices.add(0)
+        contents = fill(allocator, *[bf16] * 6, nbytes=4 * PAGE)
+        allocator.sleep()
+        sim.fail("cuMemCreate", after=4, error="CUDA_ERROR_UNKNOWN", times=100)
+        with pytest.raises(DriverError):
+            allocator.wake_up()
+        sim.reset()
+        assert closed == [False] * 4
+        assert BACKED_UP in states()
+        allocator.wake_up()
+        check_bytes(contents)
+
+    def test_off_compresses_nothing(self, make_allocator: MakeAllocator) -> None:
+        allocator = make_allocator(compress="off")
+        contents = fill(allocator, bf16)
+        cycle(allocator, contents)
+        assert encodings(allocator, contents) == [None]
+
+    @pytest.mark.parametrize("slots", [2, 4])
+    def test_digests_begin_when_segments_are_complete(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int
+    ) -> None:
+        monkeypatch.setattr(CuMemAllocator.tuning, "slots", slots)
+        contents = fill(allocator, bf16, some_noise, bf16, nbytes=3 * PAGE)
+        allocator.sleep()
+        started: list[int] = []
+        start = DigestRun.start
+
+        def look_and_start(run: DigestRun, segments: Sequence[_core.Segment]) -> None:
+            check_bytes({segment.address: contents[segment.address] for segment in segments})
+            started.extend(segment.address for segment in segments)
+            start(run, segments)
+
+        monkeypatch.setattr(DigestRun, "start", look_and_start)
+        allocator.wake_up()
+        assert started == list(contents)
+
+    @pytest.mark.parametrize("slots", [2, 4])
+    def test_nothing_is_decoded_to_what_is_not_mapped_yet(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int
+    ) -> None:
+        """But copies to slots, all but two of them, have begun by then."""
+        monkeypatch.setattr(CuMemAllocator.tuning, "slots", slots)
+        contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
+        allocator.sleep()
+        decode, map_segment, start = SimulatedKernels.decode, _core.Segment.map, SlotCopies.start
+        events: list[str] = []
+
+        def look_and_decode(kernels: SimulatedKernels, stream: _core.CopyStream, layout: Layout, *more: int) -> None:
+            stream.synchronize()
+            for _, _, target, _ in kernels._rows(stream, layout, *more):
+                assert any(s.address <= target < s.address + s.bytes and s.has_memory for s in _core.segments())
+            decode(kernels, stream, layout, *more)
+            events.append("decode")
+
+        def map_slowly(segment: _core.Segment) -> None:
+            time.sleep(0.05)
+            map_segment(segment)
+
+        def note_and_start(*arguments: Any) -> None:
+            events.append("copy")
+            start(*arguments)
+
+        monkeypatch.setattr(SimulatedKernels, "decode", look_and_decode)
+        patch_map(monkeypatch, map_slowly)
+        monkeypatch.setattr(SlotCopies, "start", note_and_start)
+        allocator.wake_up()
+        check_bytes(contents)
+        assert events.index("decode") == slots - 1
+        assert events.count("copy") == events.count("decode") == 8  # two encoded pages in each
+
+    def test_host_memory_of_weights(self, allocator: CuMemAllocator) -> None:
+        fill(allocator, bf16)
+        allocator.sleep()
+        assert allocator.usage()["weights"].host_bytes < 0.68 * 2 * PAGE

@@ -1,0 +1,194 @@
+"""Signals at every place of an operation, and what holds after them."""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+from support import AWAKE, assert_no_threads, in_thread
+from world import Phase, World, begin_anew
+
+from cumem_sleep import _core, report
+from cumem_sleep import allocator as allocator_module
+from cumem_sleep.backups import backup, filling, host, store
+from cumem_sleep.codec import compressor, lent, slots, workbench
+from cumem_sleep.digest import device as digest_device
+from cumem_sleep.operations import layer, prepare, sleep, wake
+from cumem_sleep.transfer import lanes, pacing, restorer, routes
+
+_PACKAGE = pathlib.Path(allocator_module.__file__).parent
+_TRACED_FILES = tuple(
+    str(module.__file__)
+    for module in (
+        *(allocator_module, report),
+        *(layer, sleep, wake, prepare),
+        *(backup, filling, host, store),
+        *(compressor, lent, slots, workbench),
+        *(lanes, pacing, restorer, routes),
+        digest_device,
+    )
+)
+Place = types.ModuleType | Callable[..., object]
+Position = tuple[str, int, str]  # file and function, line, event
+# What the handlers raise, one after the other, at one place; and what the caller is to get.
+STORMS: list[tuple[type[BaseException], list[type[BaseException]]]] = [
+    (KeyboardInterrupt, [KeyboardInterrupt]),
+    (TimeoutError, [TimeoutError]),
+    (SystemExit, [SystemExit, TimeoutError, KeyboardInterrupt, SystemExit, TimeoutError]),
+    (KeyboardInterrupt, [TimeoutError, TimeoutError, KeyboardInterrupt, SystemExit, KeyboardInterrupt]),
+]
+
+
+class Signals:
+    """Counts the places of an operation, and sends its caller signals at one of them, whose handlers raise.
+
+    Places are every line of this package's code, and every return from a C function, on the operation's own thread.
+    """
+
+    def __init__(self, at: int | None = None) -> None:
+        self.positions: list[Position] = []
+        self.expected, self._errors = STORMS[(at or 0) % len(STORMS)]
+        self.sent = False
+        self._at = at
+        self._handled = threading.Event()
+        self._patch = pytest.MonkeyPatch()
+        self._main = threading.get_ident()
+
+    def __enter__(self) -> Signals:
+        run = _core.OperationLock.run
+
+        def traced_run(lock: _core.OperationLock, work: Callable[[], object]) -> object:
+            return run(lock, partial(self._traced, work))
+
+        self._patch.setattr(_core.OperationLock, "run", traced_run)
+        self._before = signal.signal(signal.SIGUSR1, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+        signal.signal(signal.SIGUSR1, self._before)
+
+    def _traced(self, work: Callable[[], object]) -> object:
+        sys.setprofile(self._profile)
+        sys.settrace(self._trace)
+        try:
+            return work()
+        finally:
+            sys.settrace(None)
+            sys.setprofile(None)
+
+    def _handle(self, *_: object) -> None:
+        error = self._errors[self._number]
+        self._handled.set()
+        raise error
+
+    def _trace(self, frame: types.FrameType, event: str, _: object) -> Callable[..., object] | None:
+        if not is_traced(frame):
+            return None
+        if event == "line":
+            self._reach(frame, event)
+        return self._trace
+
+    def _profile(self, frame: types.FrameType, event: str, _: object) -> None:
+        if event == "c_return" and is_traced(frame):
+            self._reach(frame, event)
+
+    def _reach(self, frame: types.FrameType, event: str) -> None:
+        if self.sent:
+            return
+        if self._at == len(self.positions):
+            self.sent = True
+            for number in range(len(self._errors)):
+                self._number = number
+                self._handled.clear()
+                signal.pthread_kill(self._main, signal.SIGUSR1)
+                assert self._handled.wait(10), "the caller does not let signals be handled"
+        self.positions.append((name_of_code(frame.f_code), frame.f_lineno, event))
+
+
+def is_traced(frame: types.FrameType) -> bool:
+    """Code of this package, and of contextlib where this package calls it."""
+    file = frame.f_code.co_filename
+    if file.endswith("contextlib.py") and frame.f_back is not None:
+        file = frame.f_back.f_code.co_filename
+    return file in _TRACED_FILES
+
+
+def name_of_code(code: types.CodeType) -> str:
+    """As `operations/sleep.py:sleep`."""
+    return f"{code.co_filename.removeprefix(f'{_PACKAGE}/')}:{code.co_name}"
+
+
+def name_of(place: Place) -> str:
+    """What the names of its code begin with: a module's, or a function's."""
+    if isinstance(place, types.ModuleType):
+        return f"{place.__file__}:".removeprefix(f"{_PACKAGE}/")
+    return name_of_code(inspect.unwrap(place).__code__)  # type: ignore[attr-defined]
+
+
+def choose(positions: list[Position]) -> list[int]:
+    """The first time that each place is reached, and the last return from each C function: loops make the rest."""
+    first = {position: index for index, position in reversed(list(enumerate(positions)))}
+    last = {position: index for index, position in enumerate(positions) if position[2] == "c_return"}
+    return sorted({*first.values(), *last.values()})
+
+
+def check_interrupts(world: World, phase: Phase, places: Sequence[Place] = ()) -> None:
+    """At every place in these modules and functions, each of which is reached; none: in all of them."""
+    phase.prepare(world)
+    phase.operate(world)  # what is done only once is not to shift the places
+    phase.prepare(world)
+    world.allocator._store._tier._numa_nodes.clear()  # so that the device is asked again
+    unaccounted_bytes = world.unaccounted_bytes()
+    with Signals() as clean:
+        phase.operate(world)
+    problems = []
+    names = tuple(map(name_of, places))
+    for name in names:
+        assert any(position.startswith(name) for position, *_ in clean.positions), f"{name} is not reached"
+    chosen = [index for index in choose(clean.positions) if clean.positions[index][0].startswith(names or "")]
+    for index in chosen:
+        try:
+            phase.prepare(world)
+            world.allocator._store._tier._numa_nodes.clear()  # so that the device is asked again
+            _check_signals(world, phase, index)
+            assert world.unaccounted_bytes() == unaccounted_bytes, "registered host memory is left"
+        except Exception as error:
+            file, line, event = clean.positions[index]
+            problems.append(f"{event} at line {line} of {file}: {type(error).__name__}: {error}")
+            begin_anew(world)
+            unaccounted_bytes = world.unaccounted_bytes()
+    assert len(chosen) > 100
+    assert not problems, f"{len(problems)} of {len(chosen)}:\n" + "\n".join(problems[:20])
+
+
+def _check_signals(world: World, phase: Phase, index: int) -> None:
+    signals = Signals(index)
+    with signals:
+        raises_exactly(signals.expected, lambda: phase.operate(world))
+    assert signals.sent, "the place was not reached"
+    sleeps = {segment.sleep != AWAKE for segment in world.segments}
+    assert len(sleeps) == 1, "some sleep and some do not"
+    assert all(segment.has_memory is (segment.sleep == AWAKE) for segment in world.segments)
+    world.check_bytes()
+    assert_no_threads()
+    in_thread(world.allocator.usage, timeout_s=5)  # the lock is free again
+    assert world.allocator._compressor.on == (world.allocator.settings.compress == "auto"), "taken for a failure"
+    world.wake()
+    assert {segment.sleep for segment in world.segments} == {AWAKE}
+
+
+def raises_exactly(error_type: type[BaseException], work: Callable[[], object]) -> None:
+    raised: list[BaseException] = []
+    try:
+        work()
+    except BaseException as error:
+        raised.append(error)
+    assert [type(error) for error in raised] == [error_type]

@@ -1,0 +1,274 @@
+"""Backups made in the background, when it goes wrong: short host memory, damage, and errors of the driver."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from preparing import (
+    TAGS,
+    Turns,
+    backed_up_bytes,
+    check_bytes,
+    fill,
+    finished,
+    on_preparing_thread,
+    refuse_touch,
+    small_pieces,  # noqa: F401  (autouse)
+)
+from support import AWAKE, MIB, PAGE, Memory
+
+from cumem_sleep import (
+    BackupMismatch,
+    CuMemAllocator,
+    CumemSleepError,
+    DriverError,
+    InvalidState,
+    OutOfHostMemory,
+    _core,
+    sim,
+)
+from cumem_sleep.backups import limits as host_limits
+
+MakeAllocator = Callable[..., CuMemAllocator]
+MANY = 1_000_000
+
+
+def refuse_mmap(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    make, made = _core.HostBlock, []
+
+    def refusing(nbytes: int, numa_node: int) -> _core.HostBlock:
+        if on_preparing_thread() and nbytes == MIB:
+            made.append(nbytes)
+            if len(made) > after:
+                raise OutOfHostMemory(nbytes, 0, "mmap")
+        return make(nbytes, numa_node)
+
+    monkeypatch.setattr(_core, "HostBlock", refusing)
+
+
+def refuse_register(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    pin, pinned = _core.HostBlock.pin, []
+
+    def refusing(block: _core.HostBlock, device: int) -> None:
+        if on_preparing_thread() and block.bytes == MIB:
+            pinned.append(block.bytes)
+            if len(pinned) > after:
+                raise OutOfHostMemory(block.bytes, 0, "cuMemHostRegister")
+        pin(block, device)
+
+    monkeypatch.setattr(_core.HostBlock, "pin", refusing)
+
+
+class TestHostMemoryIsShort:
+    @pytest.mark.parametrize("limit", ["budget", "cgroup", "MemAvailable"])
+    def test_for_all_of_it(
+        self, make_allocator: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, limit: str
+    ) -> None:
+        """Known at once: the call itself refuses, and nothing is begun or taken."""
+        short = 2 * PAGE - 1
+        allocator = make_allocator(host_budget_bytes=short if limit == "budget" else None)
+        contents = fill(allocator, memory, *TAGS)
+        with monkeypatch.context() as patch:
+            if limit == "cgroup":
+                patch.setattr(host_limits, "cgroup_available_bytes", lambda: short)
+            elif limit == "MemAvailable":
+                patch.setattr(host_limits, "mem_available_bytes", lambda enough=None: short)
+            with pytest.raises(OutOfHostMemory) as raised:
+                allocator.prepare()
+        error = raised.value
+        assert (error.needed_bytes, error.available_bytes, error.limit) == (2 * PAGE, short, limit)
+        assert allocator._preparation is None
+        assert allocator._store.host_bytes == 0
+        check_bytes(memory, contents)
+
+    def test_what_is_backed_up_already_is_not_counted(self, make_allocator: MakeAllocator, memory: Memory) -> None:
+        allocator = make_allocator(host_budget_bytes=2 * PAGE)
+        fill(allocator, memory, *TAGS)
+        for _ in range(2):
+            assert finished(allocator.prepare()).error is None
+        assert allocator._store.host_bytes == 2 * PAGE
+
+    def test_backups_that_no_sleep_would_use_give_way(self, make_allocator: MakeAllocator, memory: Memory) -> None:
+        allocator = make_allocator(host_budget_bytes=2 * PAGE)
+        contents = fill(allocator, memory, "weights", "kv_cache")
+        allocator.sleep(offload_tags=["kv_cache", "weights"])
+        allocator.wake_up()
+        contents |= fill(allocator, memory, "default")
+        assert finished(allocator.prepare()).error is None
+        assert {tag: usage.backed_up_bytes for tag, usage in allocator.usage().items()} == {
+            "weights": PAGE,
+            "kv_cache": 0,
+            "default": PAGE,
+        }
+        check_bytes(memory, contents)
+
+    @pytest.mark.parametrize("stage", ["cgroup", "budget", "mmap", "touch", "register"])
+    @pytest.mark.parametrize("complete", [0, 1])
+    def test_half_way(
+        self,
+        make_allocator: MakeAllocator,
+        memory: Memory,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        stage: str,
+        complete: int,
+    ) -> None:
+        """What was complete stays; the next sleep copies the rest, once there is memory again."""
+        allocator = make_allocator()
+        contents = fill(allocator, memory, *TAGS)
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "cumem_sleep"):
+            turns = Turns(patch)
+            if stage in ("cgroup", "budget"):
+
+                def shrink() -> None:
+                    if stage == "cgroup":
+                        patch.setattr(host_limits, "cgroup_available_bytes", lambda: PAGE - 1)
+                    else:  # of another sort: settings do not change, but other backups may fill the budget
+                        limit = host_limits.HostLimit("budget", PAGE - 1)
+                        patch.setattr(allocator._store, "limits", lambda needed=None: [limit])
+
+                turns._act, turns._at = shrink, 4 * complete
+            else:
+                refuse = {"mmap": refuse_mmap, "touch": refuse_touch, "register": refuse_register}[stage]
+                refuse(patch, after=2 * complete + 1)  # in the middle of a segment
+            preparation = turns.prepare(allocator)
+        limit = {"touch": "madvise", "register": "cuMemHostRegister"}.get(stage, stage)
+        assert isinstance(preparation.error, OutOfHostMemory)
+        assert preparation.error.limit == limit
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "prepare ended early" in caplog.text
+        assert limit in caplog.text
+        assert all(segment.sleep == AWAKE for segment in _core.segments())
+        assert backed_up_bytes(allocator) == allocator._store.host_bytes == complete * PAGE
+        report = allocator.sleep()
+        assert (report.clean_bytes, report.copied_bytes) == (complete * PAGE, (2 - complete) * PAGE)
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
+
+class TestDamage:
+    def test_a_flipped_bit_in_a_backup(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        contents = fill(allocator, memory, *TAGS, "lora")
+        finished(allocator.prepare())
+        assert allocator.sleep().copied_bytes == 0
+        segment = _core.segments()[1]
+        backup = allocator._store.get(segment)
+        assert backup is not None
+        content = np.frombuffer(memoryview(backup.extents[1]), np.uint8)
+        content[5] ^= 1
+        for _ in range(2):
+            with pytest.raises(BackupMismatch, match=f"default at 0x{segment.address:x}"):
+                allocator.wake_up()
+            assert all(s.sleep != AWAKE and not s.has_memory for s in _core.segments())
+        content[5] ^= 1
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
+
+@pytest.mark.sim
+class TestDriverErrors:
+    def check(self, allocator: CuMemAllocator, memory: Memory, contents: dict[int, bytes], call: str) -> None:
+        """Prepare while `call` fails; then all is awake, and sleeps and wakes as if nothing had been."""
+        try:
+            error: CumemSleepError | None = finished(allocator.prepare()).error
+        except CumemSleepError as raised:
+            error = raised
+        reached = sim.stats().calls[call]
+        sim.reset()
+        if error is not None:
+            assert isinstance(error, DriverError) or (isinstance(error, OutOfHostMemory) and error.limit == call)
+            assert call in str(error)
+        assert reached
+        assert all(segment.sleep == AWAKE for segment in _core.segments())
+        ready_bytes = backed_up_bytes(allocator)
+        assert allocator._store.host_bytes == ready_bytes
+        report = allocator.sleep()
+        assert (report.clean_bytes, report.copied_bytes) == (ready_bytes, 2 * PAGE - ready_bytes)
+        allocator.wake_up()
+        check_bytes(memory, contents)
+        memory.close()
+        allocator.release_backups()
+        assert _core.reclaim() == 0
+        assert sim.stats().registered_bytes == 0
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("error_name", ["CUDA_ERROR_UNKNOWN", "CUDA_ERROR_OUT_OF_MEMORY"])
+    def test_at_every_call(self, allocator: CuMemAllocator, memory: Memory, error_name: str) -> None:
+        contents = fill(allocator, memory, *TAGS)
+        memory.close()
+        sim.reset()
+        finished(allocator.prepare())
+        calls = {
+            call: count
+            for call, count in sim.stats().calls.items()
+            if count and (error_name == "CUDA_ERROR_UNKNOWN" or not call.startswith(("cuCtx", "cuThread")))
+        }
+        assert calls["cuMemcpyDtoHAsync"] == 4 + 2  # and the digests
+        allocator.release_backups()
+        problems = []
+        for call, count in calls.items():
+            for position in range(count):
+                sim.reset()
+                allocator._store._tier._numa_nodes.clear()  # so that the device is asked again
+                sim.fail(call, after=position, error=error_name)
+                try:
+                    self.check(allocator, memory, contents, call)
+                except Exception as error:
+                    problems.append(f"{call} number {position + 1} of {count}: {type(error).__name__}: {error}")
+                    sim.reset()
+                    allocator.wake_up()
+                    allocator.release_backups()
+        assert not problems, f"{len(problems)} of {sum(calls.values())}:\n" + "\n".join(problems[:20])
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            "cuMemHostRegister",
+            "cuMemHostUnregister",
+            "cuMemcpyDtoHAsync",
+            "cuStreamCreate",
+            "cuStreamDestroy",
+            "cuStreamSynchronize",
+        ],
+    )
+    def test_for_long(self, allocator: CuMemAllocator, memory: Memory, call: str) -> None:
+        contents = fill(allocator, memory, *TAGS)
+        memory.close()
+        sim.fail(call, error="CUDA_ERROR_UNKNOWN", times=MANY)
+        self.check(allocator, memory, contents, call)
+
+
+class TestForeignErrorsAndPromisedMemory:
+    def test_an_error_of_another_kind_is_told(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        contents = fill(allocator, memory, *TAGS)
+
+        def fails(*_: object, **__: object) -> None:
+            raise MemoryError("no more")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("cumem_sleep.digest.device.DigestRun.add_copy", fails)
+            preparation = finished(allocator.prepare())
+        assert isinstance(preparation.error, InvalidState)
+        assert "no more" in str(preparation.error)
+        assert allocator._store.host_bytes == 0
+        allocator.sleep()
+        allocator.wake_up()
+        check_bytes(memory, contents)
+
+    def test_memory_that_was_taken_but_not_touched_is_not_offered_again(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        contents = fill(allocator, memory, *TAGS)
+        first, second = _core.segments()
+        monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: 2 * PAGE - 1)
+        allocator._store.take([first], [first, second], {})
+        with pytest.raises(OutOfHostMemory, match="MemAvailable"):
+            allocator._store.take([second], [first, second], {})
+        allocator._store.clear()
+        monkeypatch.undo()
+        check_bytes(memory, contents)

@@ -1,0 +1,109 @@
+"""Bytes are exact after any sleep and wake, and writes meanwhile are noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from filled import fill, sleep_states
+from support import AWAKE, MIB, PAGE, SIMULATED, Memory, around_copies
+
+from cumem_sleep import CuMemAllocator, InvalidState, _core
+
+MakeAllocator = Callable[..., CuMemAllocator]
+Contents = dict[int, bytes]
+
+
+class TestBytes:
+    def test_exact_at_constant_addresses_after_many_cycles(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        sizes = {"weights": 3 * PAGE, "default": PAGE, "lora": 2 * PAGE}
+        addresses = {tag: allocator.malloc(nbytes, tag) for tag, nbytes in sizes.items()}
+        contents = {tag: memory.fill_random(addresses[tag], nbytes) for tag, nbytes in sizes.items()}
+        for cycle in range(6):
+            if cycle != 3:  # nothing changes in one of them
+                changed = list(sizes)[cycle % len(sizes)]
+                contents[changed] = memory.fill_random(addresses[changed], sizes[changed])
+            allocator.sleep()
+            allocator.wake_up("weights" if cycle % 2 else None)
+            for tag, nbytes in sizes.items():
+                assert memory.read(addresses[tag], nbytes) == contents[tag], (cycle, tag)
+            assert [segment.address for segment in _core.segments()] == list(addresses.values())
+
+    def test_order_of_segments_does_not_matter(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        """Backups are not mixed up between segments of one size, or of several, freed and allocated in between."""
+        kept: Contents = {}
+        for _ in range(6):
+            address = allocator.malloc(PAGE, "weights")
+            kept[address] = memory.fill_random(address, PAGE)
+        for address in list(kept)[::2]:
+            allocator.free(address)
+            del kept[address]
+        allocator.sleep()
+        address = allocator.malloc(2 * PAGE, "weights")
+        kept[address] = memory.fill_random(address, 2 * PAGE)
+        allocator.sleep()
+        allocator.wake_up()
+        for address, content in kept.items():
+            assert memory.read(address, len(content)) == content
+
+    def test_backups_of_several_blocks(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As of segments above 256 MiB, on a smaller scale: each block holds its own part."""
+        monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", 2 * PAGE)
+        address = allocator.malloc(5 * PAGE, "weights")
+        content = memory.fill_random(address, 5 * PAGE)
+        allocator.sleep()
+        (backup,) = allocator._store._backups.values()
+        assert [extent.bytes for extent in backup.extents] == [2 * PAGE, 2 * PAGE, PAGE]
+        allocator.wake_up()
+        assert memory.read(address, 5 * PAGE) == content
+
+    @pytest.mark.parametrize("pieces_mib", [1, 2, 32])
+    def test_pages_are_touched_in_pieces(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, pieces_mib: int
+    ) -> None:
+        monkeypatch.setattr(CuMemAllocator.tuning, "touch_bytes", pieces_mib * MIB)
+        address = allocator.malloc(2 * PAGE)
+        content = memory.fill_random(address, 2 * PAGE)
+        allocator.sleep()
+        allocator.wake_up()
+        assert memory.read(address, 2 * PAGE) == content
+
+    @pytest.mark.sim
+    def test_dropped_bytes_are_gone(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        address, content = fill(allocator, memory, "kv_cache")["kv_cache"]
+        allocator.sleep()
+        allocator.wake_up()
+        assert memory.read(address, PAGE) == b"\xdb" * PAGE != content
+
+    def test_poison(self, make_allocator: MakeAllocator, memory: Memory) -> None:
+        allocator = make_allocator(poison=True)
+        filled = fill(allocator, memory, "weights", "kv_cache", "default")
+        allocator.sleep(2)
+        allocator.wake_up()
+        assert memory.read(filled["weights"][0], PAGE) == b"\xff" * PAGE
+        assert memory.read(filled["default"][0], PAGE) == filled["default"][1]
+        if SIMULATED:  # on a GPU, whatever was there before
+            assert memory.read(filled["kv_cache"][0], PAGE) == b"\xdb" * PAGE
+
+
+class TestWritesDuringSleep:
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_are_noticed(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, when: str
+    ) -> None:
+        """Work that still runs may change bytes that were digested or copied already: then the backup is worthless."""
+        (address, content), (other, other_content) = fill(allocator, memory, "weights", "default").values()
+        changed = content[:-1] + bytes([content[-1] ^ 1])
+
+        with monkeypatch.context() as patch:
+            around_copies(patch, **{when: lambda: memory.write(address, changed)})
+            with pytest.raises(InvalidState, match="written to"):
+                allocator.sleep()
+        assert sleep_states() == {"weights": AWAKE, "default": AWAKE}
+        assert memory.read(address, PAGE) == changed
+        allocator.sleep()
+        allocator.wake_up()
+        assert memory.read(address, PAGE) == changed
+        assert memory.read(other, PAGE) == other_content

@@ -1,0 +1,210 @@
+"""The order of copies and digests of one device, and what is in flight meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from stand_ins import FakeStream, Log, Part, Store, parts_of
+from ways import BATCHES_TIMED, ENGINE_FOR_A_WHILE
+
+from cumem_sleep import CuMemAllocator, DriverError
+from cumem_sleep.extents import Piece
+from cumem_sleep.transfer import lanes, pacing
+from cumem_sleep.transfer.lanes import Batches, RawCopies
+from cumem_sleep.transfer.pacing import BestRate
+from cumem_sleep.transfer.routes import Route
+
+
+class FakeKernel:
+    def __init__(self, log: Log, fails: Exception | None = None) -> None:
+        self.log = log
+        self.fails = fails
+
+    def start(self, stream: FakeStream, pieces: list[Piece]) -> None:
+        if self.fails:
+            raise self.fails
+        assert stream.number not in self.log.in_flight, "the table is still in use"
+        for piece in pieces:
+            self.log.events.append(("kernel", piece.address >> 32))
+            self.log.in_flight.setdefault(stream.number, []).append(piece.address >> 32)
+
+
+class FakeDigests:
+    def __init__(self, log: Log) -> None:
+        self.log = log
+
+    def start(self, segments: list[Part]) -> None:
+        self.log.events += [("digest", segment.id) for segment in segments]
+
+
+@pytest.fixture
+def one_segment_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches as large as the segments, so that numbers of segments are numbers of batches."""
+    monkeypatch.setattr(CuMemAllocator.tuning, "batch_bytes", 4)
+    monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", 4)
+    monkeypatch.setattr(CuMemAllocator.tuning, "timed_bytes", 4 * BATCHES_TIMED)
+    monkeypatch.setattr(CuMemAllocator.tuning, "least_timed_bytes", 0)
+
+
+@pytest.mark.usefixtures("one_segment_each")
+class TestLane:
+    def batches(self, count: int) -> Batches:
+        parts = parts_of(*[4] * count)
+        return Store(parts, 4).batches(parts)
+
+    def lane(
+        self, log: Log, kernels: bool = False, digests: bool = True, ways: int = 2
+    ) -> tuple[RawCopies, list[FakeStream]]:
+        def mapped(number: int) -> None:
+            log.events.append(("mapped", number))
+
+        streams = [FakeStream(number, log) for number in range(ways)]
+        all_ways = [Route(stream, FakeKernel(log) if kernels else None) for stream in streams]  # type: ignore[arg-type]
+        tuning = CuMemAllocator.tuning
+        choices = pacing.choices(BestRate(), tuning.timed_bytes, tuning) if kernels else pacing.engine_alone()
+        lane = RawCopies(mapped, FakeDigests(log) if digests else None, all_ways, choices, tuning)  # type: ignore[arg-type]
+        return lane, streams
+
+    @pytest.mark.parametrize("ways", [1, 2, 4])
+    @pytest.mark.parametrize("kernels", [False, True])
+    @pytest.mark.parametrize("count", [0, 1, 2, 3, 9])
+    def test_order(self, kernels: bool, count: int, ways: int) -> None:
+        log = Log()
+        lane, _ = self.lane(log, kernels, ways=ways)
+        most = 0
+        sizes = []
+        for nbytes in lane.run(self.batches(count)):
+            sizes.append(nbytes)
+            most = max(most, len(log.flying))
+        assert sizes == [4] * count
+        assert log.flying == []
+        for number in range(1, count + 1):
+            mine = [event for event, batch in log.events if batch == number]
+            assert [event if event != "kernel" else "engine" for event in mine] == [
+                "mapped",
+                "engine",
+                "done",
+                "digest",
+            ]
+        copies = [batch for event, batch in log.events if event in ("engine", "kernel")]
+        assert copies == list(range(1, count + 1))
+        if not kernels:
+            assert most == min(ways - 1, count), "all but one are left in flight while we prepare the next"
+            for number in range(1, count - ways + 2):  # the next is begun before this one is waited for
+                begun = log.events.index(("engine", number + ways - 1))
+                assert begun < log.events.index(("done", number))
+
+    def test_trials_run_alone(self) -> None:
+        log = Log()
+        lane, _ = self.lane(log, kernels=True)
+        for _ in lane.run(self.batches(2)):
+            assert log.flying == []
+        assert [e for e in log.events if e[0] in ("engine", "kernel", "done")] == [
+            ("kernel", 1),
+            ("done", 1),
+            ("engine", 2),
+            ("done", 2),
+        ]
+
+    def run_with_clock(
+        self, monkeypatch: pytest.MonkeyPatch, log: Log, count: int, **seconds: Callable[[], int]
+    ) -> list[int]:
+        """The sizes of the batches of so many segments; each takes as long as its way does just then."""
+        ticks = iter(range(10**6))
+        spent = [0]
+        counted = [0]
+
+        def perf_counter() -> float:
+            starts = [event for event, _ in log.events if event in seconds]
+            spent[0] += sum(seconds[event]() for event in starts[counted[0] :])
+            counted[0] = len(starts)
+            return spent[0] + next(ticks) * 1e-9
+
+        monkeypatch.setattr(lanes.time, "perf_counter", perf_counter)
+        lane, _ = self.lane(log, kernels=True)
+        return list(lane.run(self.batches(count)))
+
+    def test_a_later_trial_waits_for_what_flies(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(CuMemAllocator.tuning, "batches_between_trials", 3)
+        log = Log()
+        self.run_with_clock(monkeypatch, log, 11, engine=lambda: 10, kernel=lambda: 1)
+        ways = [event for event, _ in log.events if event in ("engine", "kernel")]
+        assert ways == ["kernel", "engine", *["kernel"] * 3, "engine", *["kernel"] * 3, "engine", "kernel"]
+        copies = [e for e in log.events if e[0] in ("engine", "kernel", "done")]
+        assert copies.index(("kernel", 5)) < copies.index(("done", 4)), "no trial, not alone"
+        assert copies.index(("done", 5)) < copies.index(("engine", 6)) < copies.index(("done", 6))
+        assert copies.index(("done", 6)) < copies.index(("kernel", 7))
+
+    def test_an_engine_that_becomes_slow_hands_over_to_the_kernel_and_back(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(CuMemAllocator.tuning, "batches_between_trials", 3)
+        log = Log()
+        is_slow = range(15, 30)  # by the number of the batch
+
+        def engine() -> int:
+            return 10 if sum(event in ("engine", "kernel") for event, _ in log.events) in is_slow else 1
+
+        self.run_with_clock(monkeypatch, log, 50, engine=engine, kernel=lambda: 1)
+        ways = [event for event, _ in log.events if event in ("engine", "kernel")]
+        assert ways == [
+            "kernel",
+            *["engine"]
+            * (1 + len(ENGINE_FOR_A_WHILE) + CuMemAllocator.tuning.batches_in_flight + 1),  # the last says enough
+            *["kernel", "kernel", "kernel", "engine"] * 4,  # of these trials the fourth finds it free
+            *["engine"] * (50 - 1 - 14 - 16),
+        ]
+        assert log.flying == []
+        for number in range(1, 51):
+            assert [event for event, batch in log.events if batch == number and event in ("done", "digest")] == [
+                "done",
+                "digest",
+            ]
+
+    def test_batches_of_the_engine_are_larger(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """But for trials, and as the kernel's table has it."""
+        monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", 20)
+        monkeypatch.setattr(CuMemAllocator.tuning, "batches_between_trials", 2)
+        lane, _ = self.lane(Log())
+        assert list(lane.run(self.batches(12))) == [20, 20, 8]
+        sizes = self.run_with_clock(monkeypatch, Log(), 12, engine=lambda: 1, kernel=lambda: 1)
+        assert sizes == [4, 4, 20, 20]
+        sizes = self.run_with_clock(monkeypatch, Log(), 12, engine=lambda: 10, kernel=lambda: 1)
+        assert sizes == [4] * 12
+
+    def test_without_digests(self) -> None:
+        log = Log()
+        lane, _ = self.lane(log, digests=False)
+        assert len(list(lane.run(self.batches(3)))) == 3
+        assert not [event for event, _ in log.events if event == "digest"]
+
+    def test_nothing_is_digested_that_was_not_copied(self) -> None:
+        log = Log()
+        lane, streams = self.lane(log)
+        streams[0].fails_at = 3
+        with pytest.raises(DriverError):
+            list(lane.run(self.batches(5)))
+        assert [batch for event, batch in log.events if event == "digest"] == [1]
+
+
+class TestWay:
+    def pieces(self) -> list[Piece]:
+        return TestLane().batches(1).next(4).pieces
+
+    def test_a_kernel_that_fails_is_done_without(self, caplog: pytest.LogCaptureFixture) -> None:
+        log = Log()
+        way = Route(FakeStream(0, log), FakeKernel(log, ValueError("no such register")))  # type: ignore[arg-type]
+        for _ in range(2):
+            way.start(self.pieces(), by_engine=False)
+        assert log.events == [("engine", 1)] * 2
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "no such register" in caplog.text
+
+    def test_an_error_of_the_driver_is_none_of_the_kernels(self) -> None:
+        log = Log()
+        error = DriverError("cuLaunchKernel", "CUDA_ERROR_UNKNOWN", "", "")
+        way = Route(FakeStream(0, log), FakeKernel(log, error))  # type: ignore[arg-type]
+        with pytest.raises(DriverError):
+            way.start(self.pieces(), by_engine=False)
+        assert log.events == []

@@ -1,0 +1,17 @@
+"""The ways of copying a batch, and how long each is kept."""
+
+from __future__ import annotations
+
+from cumem_sleep import CuMemAllocator
+from cumem_sleep.transfer.pacing import Choice
+
+KERNEL, KERNEL_ALONE = Choice(by_engine=False, alone=False), Choice(by_engine=False, alone=True)
+ENGINE, ENGINE_ALONE = Choice(by_engine=True, alone=False), Choice(by_engine=True, alone=True)
+# Between two looks at the engine's rate, and until the engine is tried again.
+BATCHES_TIMED = 4
+ENGINE_FOR_A_WHILE = [ENGINE] * (CuMemAllocator.tuning.batches_in_flight + BATCHES_TIMED)
+ENGINE_UNTIL_IT_IS_BUSY = [ENGINE] * (
+    CuMemAllocator.tuning.batches_in_flight + 3
+)  # at 22 GB/s: the fourth could not mend it
+KERNEL_FOR_A_WHILE = [KERNEL] * CuMemAllocator.tuning.batches_between_trials
+FREE, FAST_KERNEL, BUSY = 55.0, 51.0, 22.0  # GB/s
