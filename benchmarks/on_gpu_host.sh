@@ -80,12 +80,12 @@ for what in "$@"; do
         (cd /tmp/base && python3 -m pip install --no-build-isolation --no-deps -q --upgrade --target /tmp/base_site .) || exit 1
         for turn in 1 2; do
             for site in base_site site; do
-                PYTHONPATH=/tmp/$site timeout 100 python3 -m cumem_sleep bench --rounds 2 --weights 16GiB --kv 12GiB \
+                PYTHONPATH=/tmp/$site timeout 60 python3 -m cumem_sleep bench --rounds 1 --weights 16GiB --kv 12GiB \
                     --json >"$out/bench_$site.$turn.json" || status=1
             done
         done
         ;;
-    vault) timeout 200 python3 benchmarks/vault.py --out "$out/vault.json" ;;
+    vault) timeout 120 python3 benchmarks/vault.py --gib 8 --out "$out/vault.json" ;;
     compressed) timeout 280 python3 benchmarks/compressed.py --out "$out/compressed.json" "${checkpoint[@]}" ;;
     codec) timeout 200 python3 benchmarks/codec.py --out "$out/codec.json" "${checkpoint[@]}" ;;
     small)
