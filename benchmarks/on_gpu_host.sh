@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the project on a GPU host without network and runs what needs a GPU; raw results go to the folder $1.
 #   benchmarks/on_gpu_host.sh OUT [tests|tests_1|tests_2] [sanitizer] [decoder] [bench] [compressed] [codec] [small] [prepare]
-#       [beside] [host_memory] [peers] [switching] [switching_fp8] [scenarios] [two_gpus] [serve]
+#       [beside] [vault] [host_memory] [peers] [switching] [switching_fp8] [scenarios] [two_gpus] [serve]
 # What `peers` compares with comes from .gpu/peers.tar.xz (benchmarks/peers_bundle.py), if it is there; vLLM for
 # the last five from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed. Both parts of that benchmark add to one file,
 # which begins as .gpu/switching.json if that is there.
@@ -80,11 +80,12 @@ for what in "$@"; do
         (cd /tmp/base && python3 -m pip install --no-build-isolation --no-deps -q --upgrade --target /tmp/base_site .) || exit 1
         for turn in 1 2; do
             for site in base_site site; do
-                PYTHONPATH=/tmp/$site timeout 130 python3 -m cumem_sleep bench --touch-host-memory --weights 62488MiB \
-                    --kv 54.63GiB --json >"$out/bench_$site.$turn.json" || status=1
+                PYTHONPATH=/tmp/$site timeout 60 python3 -m cumem_sleep bench --rounds 1 --weights 16GiB --kv 12GiB \
+                    --json >"$out/bench_$site.$turn.json" || status=1
             done
         done
         ;;
+    vault) timeout 120 python3 benchmarks/vault.py --gib 8 --out "$out/vault.json" ;;
     compressed) timeout 280 python3 benchmarks/compressed.py --out "$out/compressed.json" "${checkpoint[@]}" ;;
     codec) timeout 200 python3 benchmarks/codec.py --out "$out/codec.json" "${checkpoint[@]}" ;;
     small)

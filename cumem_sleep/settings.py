@@ -32,14 +32,13 @@ class Settings:
         verify: `wake` checks the digest of every restored segment; `off` trusts the copies.
         poison: fill memory that was dropped, and wakes without its bytes, with 0xFF (NaN in every float type),
             except `kv_cache`: forgetting to reload weights then shows.
-        prefault_threads: threads that touch new host memory ahead of the copies; None (unset): three for every four
+        prefault_threads: threads that prefault new host memory ahead of the copies; None (unset): three for every four
             cores that this process may use, at most 16.
         prepare: begin `CuMemAllocator.prepare` by itself, whenever a memory pool is left.
         prepare_bytes_per_second: the most that `prepare` copies while the model runs; 0 sets no limit. The
             environment variable also takes units: `5GB`.
         compress: `auto` stores backups losslessly compressed where that is worth it, found out for each segment; `off`
             stores the bytes as they are.
-
         vault: where backups lie: `off`, in pinned memory of this process; `auto`, in the vault that answers at its
             default socket, else as `off`; or the path of a vault's socket.
 

@@ -34,6 +34,7 @@ def test_every_field_has_a_variable() -> None:
         "prepare": ("on", True),
         "prepare_bytes_per_second": ("5GB", 5 * 10**9),
         "compress": ("auto", "auto"),
+        "vault": ("/run/user/7/vault.sock", "/run/user/7/vault.sock"),
     }
     assert {field.name for field in dataclasses.fields(Settings)} == set(values)
     environment = {PREFIX + name.upper(): text for name, (text, _) in values.items()}
