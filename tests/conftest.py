@@ -23,7 +23,7 @@ os.environ["CUMEM_SLEEP_DRIVER"] = _DRIVER
 
 # Modules of checks, whose failures are to say as much as those of tests.
 pytest.register_assert_rewrite(
-    "backed_up", "compressed", "filled", "interrupts", "preparing", "sim_driver", "stand_ins", "waking", "world"
+    "backed_up", "compression", "filled", "interrupts", "preparing", "sim_driver", "stand_ins", "waking", "world"
 )
 
 from support import Memory, free_everything, fresh_allocator, reset_simulation  # noqa: E402

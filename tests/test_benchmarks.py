@@ -81,6 +81,7 @@ def test_every_step_is_measured_in_fresh_processes(peers: tuple[str, dict[str, A
     assert result["layers"]["cumem-sleep"]["error"] is None
 
 
+@pytest.mark.slow
 def test_missing_layers_are_said(peers: tuple[str, dict[str, Any]]) -> None:
     output, result = peers
     for layer, package in (("vllm", "vllm"), ("torch_memory_saver-retained", "torch_memory_saver")):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from compressed import MakeAllocator
+from compression import MakeAllocator
 
 from cumem_sleep import CuMemAllocator
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from compressed import (
+from compression import (
     COMPRESSED_BYTES,
     MakeAllocator,
     bf16,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compressed import (
+from compression import (
     Contents,
     Kind,
     MakeAllocator,

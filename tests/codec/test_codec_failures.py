@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from compressed import (
+from compression import (
     BENCH_BYTES,
     MakeAllocator,
     at,

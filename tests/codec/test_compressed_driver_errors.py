@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from compressed import (
+from compression import (
     ONE_PAGE_BENCH,
     QuickCodec,
     small_slots,  # noqa: F401  (autouse)

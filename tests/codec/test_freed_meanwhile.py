@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from compressed import (
+from compression import (
     bf16,
     check_bytes,
     check_host_bytes,

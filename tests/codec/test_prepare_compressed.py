@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compressed import (
+from compression import (
     BENCH_BYTES,
     COMPRESSED_BYTES,
     KINDS,

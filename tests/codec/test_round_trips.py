@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compressed import (
+from compression import (
     BENCH_BYTES,
     KINDS,
     Contents,

@@ -6,7 +6,7 @@ import ctypes
 import itertools
 
 import pytest
-from compressed import (
+from compression import (
     BENCH_BYTES,
     USUAL_BENCH_BYTES,
     Contents,
@@ -57,6 +57,7 @@ class TestFullDevice:
             assert _core.memory_info(0)[0] == 0
         assert caplog.records == []
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("devices", [1, 2])
     @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuStreamSynchronize"])
     @pytest.mark.parametrize("times", [1, 2, 3, 4, 8])

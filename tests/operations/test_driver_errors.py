@@ -148,6 +148,7 @@ class TestPersistentFailures:
         assert [segment.sleep for segment in world.segments] == [AWAKE] * 3
         world.check_bytes()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("phase", ["first sleep", "sleep at level 2", "wake of all", "wake after level 2"])
     @pytest.mark.parametrize("refused", ["cuMemMap", "cuMemSetAccess"])
     def test_refusals_in_a_row(self, world: World, phase: str, refused: str) -> None:

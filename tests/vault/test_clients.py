@@ -31,7 +31,7 @@ from cumem_sleep.vault import protocol
 from cumem_sleep.vault.client import Key, Range, Sealed, VaultClient
 from cumem_sleep.vault.protocol import Channel, Nonsense, OtherVersion
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 
 @pytest.fixture

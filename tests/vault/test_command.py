@@ -17,7 +17,7 @@ from cumem_sleep.tools import cli
 from cumem_sleep.tools import vault as command
 from cumem_sleep.vault.client import VaultClient
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 

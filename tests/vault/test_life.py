@@ -21,7 +21,7 @@ from cumem_sleep.vault.client import Backup, Shown, VaultClient
 from cumem_sleep.vault.pool import Host, Pool
 from cumem_sleep.vault.server import Vault, visible_gpus
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 StartVault = Callable[..., RunningVault]
 

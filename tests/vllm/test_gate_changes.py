@@ -123,6 +123,7 @@ def test_a_sleep_between_the_wake_and_the_request_holds_the_request_again(serve:
     run(scenario())
 
 
+@pytest.mark.slow
 def test_an_answer_from_before_a_change_is_not_believed(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve()
