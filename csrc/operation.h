@@ -39,7 +39,7 @@ void stop_if_asked();
 class OperationLock {
   public:
     // Waits, and looks for the wish to stop meanwhile, if `wait`; else returns false where it would have to. Throws
-    // InvalidState where waiting would be for ever: the calling thread holds it, or is waited for by who does. Called
+    // InvalidState where it would wait for ever: the calling thread holds it, or its holder waits for that thread. Called
     // with the interpreter lock.
     bool acquire(bool wait);
     void release();

@@ -207,7 +207,7 @@ class _Releasing:
         self._worker = _core.Worker("cumem-give-back")
         try:
             self._worker.start(partial(self._run, self._worker))
-        except InvalidState:  # no thread to be had: at exit, or a limit
+        except InvalidState:  # no thread can be started: at exit, or at a limit
             self._worker = None
             self.finish()
 

@@ -115,7 +115,7 @@ class Workbench:
         """Wait for what is in flight, and give all memory back. Close again what failed.
 
         Raises:
-            DriverError: it refuses to put back the bytes of who lent memory, which is dropped unless that succeeds yet.
+            DriverError: it refuses to put back the bytes of a segment that lent its memory, which is dropped then.
         """
         with ExitStack() as stack:
             if self._memory is not None:
@@ -358,7 +358,7 @@ class Workbench:
         large = [segment for segment in lenders if segment.device == self._device and segment.bytes >= needed]
         if not large:
             return 0, self._tuning.lent_slot_bytes
-        segment = min(large, key=lambda segment: segment.bytes)  # mapping it may have to wait for the driver to wipe
+        segment = min(large, key=lambda segment: segment.bytes)  # mapping may wait for the driver to scrub
         segment.map()
         self._kept = Kept(segment, needed) if keep_bytes else Cleared(segment, needed)
         return segment.address, self._tuning.lent_slot_bytes

@@ -1,6 +1,6 @@
 """Copies from pinned host memory by the GPU's processors instead of its copy engine: a Triton kernel.
 
-It reaches 51 GB/s where the copy engine reaches 55. But while the driver wipes memory that was freed, it uses the
+It reaches 51 GB/s where the copy engine reaches 55. But while the driver scrubs memory that was freed, it uses the
 engine of host-to-device copies, and leaves them 27 GB/s; this way keeps 48 (measured on an H200:
 benchmarks/results/wake_paths.json). Launches are short and few programs wide, because long and wide ones hold up the
 mapping of memory that goes on beside them.

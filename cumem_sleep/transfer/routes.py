@@ -78,7 +78,7 @@ class Routes:
     def _time_both_ways(self, device: int) -> None:
         """Before the first wake: that comes right after a sleep as a rule, when both ways are slow at first.
 
-        One of them may be slow now as well, beside other copies or the driver's wiping, so the better one counts.
+        One of them may be slow now as well, beside other copies or the driver's scrubbing, so the better one counts.
         """
         from .copy_kernel import GpuCopies
 

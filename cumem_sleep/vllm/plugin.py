@@ -1,7 +1,7 @@
 """The entry point in `vllm.general_plugins`, called by vLLM in every process of a server, sometimes more than once.
 
 It puts this layer's allocator where vLLM's own stood. vLLM asks for that class whenever sleep mode (or its cumem
-allocator) is enabled and never otherwise, so nothing changes for who uses neither.
+allocator) is enabled and never otherwise, so nothing changes for those who use neither.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from support import PAGE, SIMULATED, Memory
+from support import PAGE, Memory
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
 
@@ -53,8 +53,6 @@ TIERS: dict[str, Callable[[pathlib.Path], contextmanager[Tier]]] = {"host": host
 
 @pytest.fixture(params=list(TIERS))
 def tier(request: pytest.FixtureRequest, tmp_path: pathlib.Path, allocator: CuMemAllocator) -> Iterator[Tier]:
-    if request.param == "vault" and not SIMULATED:
-        pytest.skip("the vault of the tests runs on the simulated driver")
     allocator.free(allocator.malloc(PAGE))  # the driver is open
     tmp_path.chmod(0o700)
     with TIERS[request.param](tmp_path) as opened:
