@@ -39,8 +39,8 @@ void stop_if_asked();
 class OperationLock {
   public:
     // Waits, and looks for the wish to stop meanwhile, if `wait`; else returns false where it would have to. Throws
-    // InvalidState where it would wait for ever: the calling thread holds it, or its holder waits for that thread. Called
-    // with the interpreter lock.
+    // InvalidState where it would wait for ever: the calling thread holds it, or its holder waits for that thread.
+    // Called with the interpreter lock.
     bool acquire(bool wait);
     void release();
 

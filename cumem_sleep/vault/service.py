@@ -389,7 +389,7 @@ class Service:
     # What there is to know
 
     def status(self, asking: Session) -> dict[str, Any]:
-        """Everything that the vault knows, for people and programs; it leaves out the client that asks, if that holds nothing."""
+        """Everything that the vault knows, for people and programs. A client that asks and holds nothing is left out."""
         held = self._pool.ledger.held()
         return {
             "pid": os.getpid(),
