@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Builds the project on a GPU host without network and runs what needs a GPU; raw results go to the folder $1.
-#   benchmarks/on_gpu_host.sh OUT [tests|tests_1|tests_2] [sanitizer] [decoder] [bench] [compressed] [codec] [small] [prepare]
+#   benchmarks/on_gpu_host.sh OUT [tests|tests_1|tests_2] [vault_tests] [sanitizer] [decoder] [bench] [compressed] [codec] [small] [prepare]
 #       [beside] [vault] [host_memory] [peers] [switching] [switching_fp8] [scenarios] [two_gpus] [serve]
 # What `peers` compares with comes from .gpu/peers.tar.xz (benchmarks/peers_bundle.py), if it is there; vLLM for
 # the last five from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed. Both parts of that benchmark add to one file,
 # which begins as .gpu/switching.json if that is there.
 # Real weights for `compressed` and `codec` are those of .gpu/checkpoint.safetensors, if it is there.
 # Runs of the suite leave their output in OUT/tests*.txt, with the commit that $COMMIT names (a copy of the tree does not
-# know it), measurements their raw JSON. A call of a lent machine may be short: `tests` is all of the suite in under ten
-# minutes, `tests_1` and `tests_2` are its halves.
+# know it), measurements their raw JSON. A call of a lent machine may be short: $LIMIT_S are the seconds that it has (580).
+# `tests` is the suite in under ten minutes, `tests_1` and `tests_2` are its halves; `vault_tests` belongs to it.
 set -uo pipefail
 out=$1
 shift
@@ -22,6 +22,9 @@ if [ -f .gpu/checkpoint.safetensors ]; then checkpoint=(--checkpoint .gpu/checkp
 # What mostly starts processes of its own: about half of the suite's time.
 in_processes=(tests/gpu tests/tools/test_bench.py tests/tools/test_cli.py tests/tools/test_doctor.py tests/test_process.py)
 
+# What starts vaults, each with a context of its own.
+with_vaults=(tests/vault tests/backups/test_tiers.py)
+
 suite() {
     local name=$1
     shift
@@ -30,7 +33,7 @@ suite() {
         nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
         python3 -c 'import platform, torch, triton; print("Python", platform.python_version(), "torch", torch.__version__, "triton", triton.__version__)'
         echo "CUMEM_SLEEP_TEST_DRIVER=cuda python3 -m pytest -q -m \"\" $*"
-        CUMEM_SLEEP_TEST_DRIVER=cuda timeout -k 20 560 python3 -m pytest -q -m "" -p no:cacheprovider --durations=8 "$@" 2>&1
+        CUMEM_SLEEP_TEST_DRIVER=cuda timeout -k 5 $((${LIMIT_S:-580} - SECONDS)) python3 -m pytest -q -m "" -p no:cacheprovider --durations=8 "$@" 2>&1
     } | tee "$out/$name.txt"
 }
 
@@ -60,9 +63,10 @@ switching() {
 for what in "$@"; do
     echo "== $what"
     case $what in
-    tests) suite tests ;;
+    tests) suite tests "${with_vaults[@]/#/--ignore=}" ;;
+    vault_tests) suite vault_tests "${with_vaults[@]}" ;;
     tests_1) suite tests_1 "${in_processes[@]}" ;;
-    tests_2) suite tests_2 "${in_processes[@]/#/--ignore=}" ;;
+    tests_2) suite tests_2 "${in_processes[@]/#/--ignore=}" "${with_vaults[@]/#/--ignore=}" ;;
     sanitizer)
         # Errors of API calls are not its business here: the suite provokes them on purpose and checks them. Left out is
         # what measures time or fills the GPU, and what needs PyTorch or CuPy to give memory up, which they do not do
