@@ -389,7 +389,7 @@ class Service:
     # What there is to know
 
     def status(self, asking: Session) -> dict[str, Any]:
-        """Everything that the vault knows, for people and programs. A client that asks and holds nothing is left out."""
+        """All that the vault knows, for people and programs; a client that asks and holds nothing is left out."""
         held = self._pool.ledger.held()
         return {
             "pid": os.getpid(),
