@@ -335,8 +335,10 @@ def run_script(
     script = "\n".join(textwrap.dedent(part) for part in (head, preamble, *parts))
     package_root = pathlib.Path(cumem_sleep.__path__[0]).parent
     path = os.pathsep.join([str(package_root), str(pathlib.Path(__file__).parent)])
+    # From Python 3.12 on a fork beside threads is warned of; what becomes of it is what some tests look at.
+    quiet = ["-W", "ignore:This process:DeprecationWarning"]
     return subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, *quiet, "-c", script],
         cwd=pathlib.Path(__file__).parent,  # not the checkout, whose package may not be built
         env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": path, **environment},
         capture_output=True,

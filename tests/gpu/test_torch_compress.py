@@ -648,7 +648,7 @@ def test_on_a_full_device_who_lent_memory_has_its_bytes_when_sleep_fails(
         raise InvalidState("not now")
 
     with monkeypatch.context() as patch:
-        patch.setattr(allocator, "_check_unchanged", refuse)
+        patch.setattr("cumem_sleep.operations.sleep._check_unchanged", refuse)
         with pytest.raises(InvalidState, match="not now"):
             allocator.sleep(1)
     assert states() == {AWAKE}
