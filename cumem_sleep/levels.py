@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from .errors import InvalidArgument, InvalidArgumentType
 
@@ -12,9 +12,14 @@ RUNTIME_TAG = "runtime"  # vLLM's, for what belongs to no model, as LoRA's buffe
 # The only tags that a selective wake may leave asleep, and that a level may drop (as in vLLM).
 DEFERRABLE_TAGS = ("weights", "kv_cache")
 
-# What each level drops; the rest it backs up. Level 0 is not here: it touches no memory.
-DROPPED_AT_LEVEL = {1: ("kv_cache",), 2: DEFERRABLE_TAGS}
-ALLOWED_LEVELS = "0 (keep all), 1 (back up all but kv_cache) and 2 (drop weights and kv_cache) are allowed"
+# What each level does, and which tags it drops; the rest it backs up. None: it touches no memory.
+LEVELS: Mapping[int, tuple[str, tuple[str, ...] | None]] = {
+    0: ("keep all", None),
+    1: ("back up all but kv_cache", ("kv_cache",)),
+    2: ("drop weights and kv_cache", DEFERRABLE_TAGS),
+}
+_DESCRIBED = [f"{level} ({text})" for level, (text, _) in LEVELS.items()]
+ALLOWED_LEVELS = f"{', '.join(_DESCRIBED[:-1])} and {_DESCRIBED[-1]} are allowed"
 
 IsDropped = Callable[[str], bool]
 
@@ -29,11 +34,10 @@ def dropped_at_level(level: object) -> IsDropped | None:
         level = 1
     if isinstance(level, bool) or not isinstance(level, int):
         raise InvalidArgumentType(f"level={level!r}: {ALLOWED_LEVELS}")
-    if level == 0:
-        return None
-    if level not in DROPPED_AT_LEVEL:
+    if level not in LEVELS:
         raise InvalidArgument(f"level={level!r}: {ALLOWED_LEVELS}")
-    return DROPPED_AT_LEVEL[level].__contains__
+    _, dropped = LEVELS[level]
+    return None if dropped is None else dropped.__contains__
 
 
 def dropped_unless(kept: set[str]) -> IsDropped:
