@@ -101,9 +101,9 @@ def fresh_allocator(**settings: object) -> CuMemAllocator:
     return CuMemAllocator(Settings(driver=DRIVER, **settings))  # type: ignore[arg-type]
 
 
-def bf16_weights(nbytes: int, random: np.random.Generator) -> bytes:
+def bf16_weights(nbytes: int, random: np.random.Generator, scale: float = 0.02) -> bytes:
     """Normal values as bf16, the last byte cut off if need be."""
-    values = random.standard_normal(-(-nbytes // 2), np.float32) * np.float32(0.02)
+    values = random.standard_normal(-(-nbytes // 2), np.float32) * np.float32(scale)
     return (values.view(np.uint32) >> 16).astype("<u2").tobytes()[:nbytes]
 
 

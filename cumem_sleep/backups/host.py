@@ -18,7 +18,7 @@ from ..extents import Extent
 from ..settings import Settings
 from ..tuning import Tuning
 from . import limits
-from .tier import Content, Found, Tier, Turn, Wanted
+from .tier import Content, Stored, Tier, Turn, Wanted
 
 _MOST_PREFAULT_THREADS = 16
 
@@ -60,10 +60,10 @@ class HostTier(Tier):
     def can_rewrite(self, extents: Sequence[Extent]) -> bool:  # noqa: ARG002, D102
         return True
 
-    def find(self, contents: Sequence[Content]) -> list[Found | None]:  # noqa: D102
+    def find(self, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:  # noqa: D102
         return [None] * len(contents)
 
-    def seal(self, found: Sequence[tuple[Content, Found]]) -> None:  # noqa: D102
+    def seal(self, sealed: Sequence[Stored]) -> None:  # noqa: D102
         pass  # nobody else can reach them
 
     def mark(self, backups: Sequence[Sequence[Extent]], *, needed: bool) -> list[int]:  # noqa: ARG002, D102

@@ -21,7 +21,7 @@ from ..tuning import Tuning
 from .backup import Backup, extent_sizes
 from .filling import Filling
 from .limits import HostLimit, missing_bytes
-from .tier import Content, Found, Tier, Wanted
+from .tier import Content, Stored, Tier, Wanted
 from .tiers import open_tier
 
 _Sleep = _core.Segment.Sleep
@@ -189,7 +189,7 @@ class BackupStore:
                 continue
             self.forget([segment.id])
             segment.note_backup()
-            backup = Backup(segment, found.extents, Encoding.from_note(found.note) if found.note else None)
+            backup = Backup(segment, found)
             backup.prove(content.digest)
             self._put_in(backup)
 
@@ -260,7 +260,8 @@ class BackupStore:
         for segment_id in unneeded:
             extents += self._take_out(segment_id)
         self._tier.release_later(extents)
-        self._mark([backup for backup in self._backups.values() if backup.segment.sleep == _Sleep.AWAKE], needed=False)
+        retained = [b for b in self._backups.values() if b.complete and b.segment.sleep == _Sleep.AWAKE]
+        self._mark(retained, needed=False)
 
     def prune_freed(self) -> None:
         """Forget what was freed since this was asked last, and look at nothing else: each free by a hook asks."""
@@ -287,6 +288,8 @@ class BackupStore:
 
     def clear(self) -> None:
         """Forget every backup of a segment that is awake; returns when its memory has gone back to the system."""
+        if "_tier" not in self.__dict__:
+            return
         self._tier.settle()
         self.forget(
             [segment_id for segment_id, backup in self._backups.items() if backup.segment.sleep != _Sleep.BACKED_UP]
@@ -303,13 +306,19 @@ class BackupStore:
 
     def _seal(self, segments: Iterable[_core.Segment]) -> None:
         """Others may share these backups, which are complete."""
-        sealed: list[tuple[Content, Found]] = []
-        for backup in (self._backups[segment.id] for segment in segments):
-            if backup.digest is not None:
-                note = "" if backup.encoding is None else backup.encoding.to_note()
-                content = Content(backup.segment.device, backup.digest, backup.segment.bytes)
-                sealed.append((content, Found(backup.extents, note)))
-        self._tier.seal(sealed)
+        backups = [self._backups[segment.id] for segment in segments]
+        sealed = [
+            Stored(Content(b.segment.device, b.digest, b.segment.bytes), b.extents, b.encoding is not None)
+            for b in backups
+            if b.digest is not None
+        ]
+        if not sealed:
+            return
+        try:
+            self._tier.seal(sealed)
+        except BaseException:
+            self.forget(backup.segment.id for backup in backups)
+            raise
 
     def _put_in(self, backup: Backup) -> None:
         self._backups[backup.segment.id] = backup

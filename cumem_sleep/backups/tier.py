@@ -37,11 +37,12 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Found:
-    """Extents that hold some content; `note` says how it is encoded, "" that it is not."""
+class Stored:
+    """Extents that hold some content, encoded or as it is."""
 
+    content: Content
     extents: tuple[Extent, ...]
-    note: str
+    is_encoded: bool
 
 
 class Tier(Protocol):
@@ -75,11 +76,15 @@ class Tier(Protocol):
     def can_rewrite(self, extents: Sequence[Extent]) -> bool:
         """Whether a backup in these extents may be written anew: not if others share them."""
 
-    def find(self, contents: Sequence[Content]) -> list[Found | None]:
-        """For each, extents that hold it already, of whomever: from here on the caller's as well."""
+    def find(self, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:
+        """For each, extents that hold it as it is already, of whomever: from here on the caller's as well."""
 
-    def seal(self, found: Sequence[tuple[Content, Found]]) -> None:
-        """These have been written, and proven to hold that content: others may share them."""
+    def seal(self, sealed: Sequence[Stored]) -> None:
+        """These have been written, and proven to hold that content: others may share them.
+
+        Raises:
+            CumemSleepError: the caller is not to trust them any more.
+        """
 
     def mark(self, backups: Sequence[Sequence[Extent]], *, needed: bool) -> list[int]:
         """Say of backups, each by its extents, whether they are needed, or merely retained and may be evicted.

@@ -6,8 +6,9 @@ While no vault answers, what it kept is read from its slabs by this process; a n
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -17,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core, log
-from ..errors import CumemSleepError, VaultError, VaultLost, VaultUnavailable
+from ..errors import CumemSleepError, VaultLost, VaultUnavailable
 from ..extents import Extent
 from ..settings import Settings
 from ..vault.client import Backup, Lent, Range, Sealed, Shown, SlabTable, VaultClient
 from ..vault.ledger import Key
 from . import limits
-from .tier import Content, Found, Tier, Wanted
+from .tier import Content, Stored, Tier, Wanted
 
 _ENOUGH_BYTES = 1 << 62  # the vault finds room in its slabs
 
@@ -71,6 +72,7 @@ class VaultTier(Tier):
         self._path = path
         self._client: VaultClient | None = None
         self._extents: dict[int, VaultExtent] = {}  # by their ids, all that are held
+        self._left: list[VaultClient] = []  # of vaults that have ended, in whose slabs backups lie still
         self._gpus: dict[int, str] = {}
         self._warned = False
 
@@ -108,32 +110,40 @@ class VaultTier(Tier):
         client = self._client
         return all(each.sealed is None and client and each.slabs is client.slabs for each in _mine(extents))
 
-    def find(self, contents: Sequence[Content]) -> list[Found | None]:  # noqa: D102
-        found: list[Found | None] = [None] * len(contents)
+    def find(self, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:  # noqa: D102
+        found: list[tuple[Extent, ...] | None] = [None] * len(contents)
         if not contents:
             return found
         client = self.client()
         for device in sorted({content.device for content in contents}):
             places = [place for place, content in enumerate(contents) if content.device == device]
-            for encoding in ("", "encoded") if self._settings.compress == "off" else ("encoded", ""):
-                places = [place for place in places if found[place] is None]
-                keys = [_key(contents[place], encoding) for place in places]
-                for place, key, backup in zip(places, keys, client.find(self.gpu(device), keys), strict=True):
-                    if backup is not None:
-                        extent = VaultExtent(self.gpu(device), backup, client.slabs, sealed=key)
-                        self._extents[id(extent)] = extent
-                        found[place] = Found((extent,), backup.note)
+            keys = [Key(str(contents[place].digest), contents[place].bytes, "") for place in places]
+            try:
+                backups = client.find(self.gpu(device), keys)
+            except BaseException:
+                self.release(extent for extents in found if extents is not None for extent in extents)
+                raise
+            for place, key, backup in zip(places, keys, backups, strict=True):
+                if backup is not None:
+                    extent = VaultExtent(self.gpu(device), backup, client.slabs, sealed=key)
+                    self._extents[id(extent)] = extent
+                    found[place] = (extent,)
         return found
 
-    def seal(self, found: Sequence[tuple[Content, Found]]) -> None:  # noqa: D102
-        sealed = []
-        for content, each in found:
+    def seal(self, sealed: Sequence[Stored]) -> None:  # noqa: D102
+        client = self.client()
+        described = []
+        for each in sealed:
             (extent,) = _mine(each.extents)
+            self.check(extent, client)
             if extent.sealed is None:
-                extent.sealed = _key(content, "encoded" if each.note else "")
-                sealed.append(Sealed(extent.backup, extent.sealed, each.note))
-        if sealed:
-            self.client().seal(sealed)
+                # Only bytes that are stored as they are may be shared: the same bytes can be encoded in several ways,
+                # and not everybody can decode them. Under a name of its own, another vault can adopt a backup still.
+                encoding = f"private {uuid.uuid4()}" if each.is_encoded else ""
+                extent.sealed = Key(str(each.content.digest), each.content.bytes, encoding)
+                described.append(Sealed(extent.backup, extent.sealed))
+        if described:
+            client.seal(described)
 
     def mark(self, backups: Sequence[Sequence[Extent]], *, needed: bool) -> list[int]:  # noqa: D102
         changing = [
@@ -144,6 +154,9 @@ class VaultTier(Tier):
         ]
         if not changing:
             return []
+        if not needed:  # whatever becomes of the question: from here on the vault may evict them
+            for _, extent in changing:
+                extent.needed = False
         # Of what was not needed nobody knows whether the vault has evicted it before it was lost.
         doubtful = {place for place, extent in changing if needed or extent.is_lost}
         client = self._client
@@ -162,6 +175,10 @@ class VaultTier(Tier):
         mine = _mine(extents)
         for extent in mine:
             self._extents.pop(id(extent), None)
+        tables = {id(extent.slabs) for extent in self._extents.values()} if self._left else set()
+        for client in [client for client in self._left if id(client.slabs) not in tables]:
+            self._left.remove(client)
+            client.close()
         if self._client is not None:
             self._client.release([extent.backup for extent in mine if extent.slabs is self._client.slabs])
 
@@ -191,9 +208,14 @@ class VaultTier(Tier):
             VaultLost: the one that there was may yet do what it was asked, so it cannot be left.
         """
         if self._client is None:
-            self._client = VaultClient(self._path, name=_process_name())
-            self._check_gpus(self._client)
-            return self._client
+            client = VaultClient(self._path, name=_process_name())
+            try:
+                self._check_gpus(client)
+            except BaseException:
+                client.close()
+                raise
+            self._client = client
+            return client
         lost = self._client.lost
         if lost is None:
             return self._client
@@ -201,11 +223,12 @@ class VaultTier(Tier):
             raise lost
         client = VaultClient(self._path, name=_process_name())
         try:
+            self._check_gpus(client)
             self._show_all(client)
         except BaseException:
             client.close()
             raise
-        self._client.close()
+        self._left.append(self._client)  # its slabs are read as long as backups lie there that were not adopted
         self._client, self._warned = client, False
         log.info("another vault has taken over at %s: it keeps all backups that there were", client.path)
         return client
@@ -214,7 +237,7 @@ class VaultTier(Tier):
         """The connection for reading backups back; None where this process has to do it itself."""
         try:
             return self.client()
-        except VaultError as error:
+        except (CumemSleepError, OSError) as error:
             if self._client is None:
                 raise
             if not self._warned:
@@ -222,14 +245,26 @@ class VaultTier(Tier):
                 log.warning("backups are read by this process itself, more slowly, until a vault answers: %s", error)
             return None
 
+    @staticmethod
+    def check(extent: VaultExtent, client: VaultClient) -> None:
+        """It is this vault that keeps the extent.
+
+        Raises:
+            VaultLost: it was another one.
+        """
+        if extent.slabs is not client.slabs:
+            raise VaultLost("the vault was replaced by another in the middle of this: call again")
+
     def _show_all(self, client: VaultClient) -> None:
         """Let this vault adopt what the one before has left behind: all that was complete, and could not be evicted."""
         kept = [extent for extent in self._extents.values() if extent.sealed is not None and extent.needed]
+        adopted: list[tuple[VaultExtent, Backup]] = []
         for gpu in sorted({extent.gpu for extent in kept}):
             mine = [extent for extent in kept if extent.gpu == gpu]
             shown = [Shown(extent.backup, extent.sealed, extent.slabs) for extent in mine if extent.sealed]
-            for extent, backup in zip(mine, client.show(gpu, shown), strict=True):
-                extent.backup, extent.slabs = backup, client.slabs
+            adopted += zip(mine, client.show(gpu, shown), strict=True)
+        for extent, backup in adopted:  # not before all have succeeded
+            extent.backup, extent.slabs = backup, client.slabs
         for extent in self._extents.values():
             extent.is_lost = extent.slabs is not client.slabs
 
@@ -249,6 +284,7 @@ class VaultTransfers:
         self.tier = tier
         self._lent: dict[int, tuple[int, Lent]] = {}  # by base address, with the size
         self._client: VaultClient | None = None
+        self._begun: list[int] = []  # copies
         self._slabs: dict[tuple[int, int], _core.HostBlock] = {}  # by the table's id and the number there
         self._stack = ExitStack()
 
@@ -259,13 +295,20 @@ class VaultTransfers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lent, self._lent = [each for _, each in self._lent.values()], {}
+        begun, self._begun = self._begun, []
         with self._stack:
-            if self._client is not None and lent:
-                if kind is None:
+            if self._client is None or not lent:
+                return
+            if kind is None:
+                self._client.take_back(lent)
+                return
+            # What an error left in flight has to end before its memory can come back. The first error tells more.
+            with suppress(VaultLost):
+                for request in begun:
+                    with suppress_all_but_loss():
+                        self._client.wait([request])
+                with suppress_all_but_loss():
                     self._client.take_back(lent)
-                else:  # the first error tells more
-                    with suppress(CumemSleepError):
-                        self._client.take_back(lent)
 
     def expect(self, extents: Iterable[Extent]) -> None:
         """The vault's memory is ready as it is."""
@@ -284,6 +327,20 @@ class VaultTransfers:
         lent = client.lend(self.tier.gpu(device), descriptor, nbytes)
         self._lent[base] = nbytes, lent
         return lent, address - base
+
+    def begin(self, client: VaultClient, extent: VaultExtent) -> None:
+        """A copy of `extent` is about to begin.
+
+        Raises:
+            VaultLost: the vault was replaced meanwhile.
+        """
+        self.tier.check(extent, client)
+        if self._client is not None and self._client is not client:
+            raise VaultLost("the vault was replaced by another in the middle of this: call again")
+
+    def begun(self, request: int) -> None:
+        """That copy has begun."""
+        self._begun.append(request)
 
     def slab(self, extent: VaultExtent, number: int, device: int) -> _core.HostBlock:
         """That slab, mapped for reading, and registered if the driver does that."""
@@ -311,22 +368,24 @@ class VaultLane:
         """Begin to copy from the device, when what runs on the stream has ended."""
         (mine,) = _mine([extent])
         client = self._transfers.tier.client()
+        self._transfers.begin(client, mine)
         lent, at = self._transfers.lend(client, address, self.stream.device)
         self.stream.synchronize()
-        self._begun.append((client, client.write(lent, [Range(mine.backup, offset, at, nbytes)])))
+        self._begin(client, client.write(lent, [Range(mine.backup, offset, at, nbytes)]))
 
     def read(self, address: int, extent: Extent, offset: int, nbytes: int) -> None:
         """Begin to copy to the device, when what runs on the stream has ended."""
         (mine,) = _mine([extent])
         client = self._transfers.tier.reader()
-        if client is None:
+        if client is None or mine.slabs is not client.slabs:
             for slab, start, size in mine.ranges(offset, nbytes):
                 self.stream.to_device(address, self._transfers.slab(mine, slab, self.stream.device), start, size)
                 address += size
             return
+        self._transfers.begin(client, mine)
         lent, at = self._transfers.lend(client, address, self.stream.device)
         self.stream.synchronize()
-        self._begun.append((client, client.read(lent, [Range(mine.backup, offset, at, nbytes)])))
+        self._begin(client, client.read(lent, [Range(mine.backup, offset, at, nbytes)]))
 
     def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """What lies there."""
@@ -335,6 +394,10 @@ class VaultLane:
             os.pread(mine.slabs.descriptor(slab)[0], size, start) for slab, start, size in mine.ranges(offset, nbytes)
         )
         return np.frombuffer(content, np.uint8)
+
+    def _begin(self, client: VaultClient, request: int) -> None:
+        self._begun.append((client, request))
+        self._transfers.begun(request)
 
     def join(self) -> None:
         """The vault's copies are on no stream of this process, so they are waited for."""
@@ -352,8 +415,15 @@ def _mine(extents: Iterable[Extent]) -> list[VaultExtent]:
     return [cast(VaultExtent, extent) for extent in extents]
 
 
-def _key(content: Content, encoding: str) -> Key:
-    return Key(str(content.digest), content.bytes, encoding)
+@contextmanager
+def suppress_all_but_loss() -> Iterator[None]:
+    """For clearing up after an error, which tells more than what fails now."""
+    try:
+        yield
+    except VaultLost:
+        raise
+    except CumemSleepError:
+        pass
 
 
 def _process_name() -> str:

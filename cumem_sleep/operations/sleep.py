@@ -104,6 +104,8 @@ class _BackingUp:
             try:
                 return self._try(rewritten)
             except CodecError as error:
+                if not self._compressor.on:
+                    raise  # nothing is left to give up
                 self._compressor.give_up(error)
             except OutOfHostMemory:
                 if not any(segment.id in self._changed for segment in rewritten):

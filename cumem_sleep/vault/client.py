@@ -188,6 +188,9 @@ class VaultClient:
             if self._lost is None:
                 with suppress(VaultLost):
                     self._take_in(self._channel.receive)
+            elif self._lost.may_go_on and self._channel.is_ended_there():  # it will not any more
+                self._lost = VaultLost(f"{self._lost}; it has ended since")
+                self._channel.close()
             return self._lost
 
     def close(self) -> None:

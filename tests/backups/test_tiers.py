@@ -17,7 +17,7 @@ from running import RunningVault
 
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, Settings, _core, sim
 from cumem_sleep.backups.host import HostTier
-from cumem_sleep.backups.tier import Content, Found, Tier, Wanted
+from cumem_sleep.backups.tier import Content, Stored, Tier, Wanted
 from cumem_sleep.backups.vault import VaultTier
 from cumem_sleep.digest.reference import Digest, digest_of
 from cumem_sleep.extents import Extent, Lane
@@ -217,7 +217,7 @@ class TestSharing:
         content = self.content(data[:PAGE])
         extents = reserve(tier, PAGE)
         write(tier, extents[0], address, PAGE)
-        tier.seal([(content, Found(extents, ""))])
+        tier.seal([Stored(content, extents, is_encoded=False)])
         found, other = tier.find([content, Content(0, Digest(1, 2), PAGE)])
         assert other is None
         if found is None:  # the tier shares nothing: then its extents can be written again
@@ -225,20 +225,30 @@ class TestSharing:
             tier.release(extents)
             return
         assert not tier.can_rewrite(extents)
-        assert not tier.can_rewrite(found.extents)
+        assert not tier.can_rewrite(found)
         tier.release(extents)
         target = allocator.malloc(PAGE, "weights")
         with lane_of(tier) as lane:
-            lane.read(target, found.extents[0], 0, PAGE)
+            lane.read(target, found[0], 0, PAGE)
             lane.synchronize()
         assert memory.read(target, PAGE) == data[:PAGE]
-        tier.release(found.extents)
+        tier.release(found)
+
+    def test_what_is_encoded_is_not_found(self, tier: Tier, segment: tuple[int, bytes]) -> None:
+        """The same bytes can be encoded in several ways, and not everybody can decode them."""
+        address, data = segment
+        content = self.content(data[:PAGE])
+        extents = reserve(tier, PAGE)
+        write(tier, extents[0], address, PAGE)
+        tier.seal([Stored(content, extents, is_encoded=True)])
+        assert tier.find([content]) == [None]
+        tier.release(extents)
 
     def test_what_is_needed_is_not_evicted(self, tier: Tier, segment: tuple[int, bytes]) -> None:
         address, data = segment
         extents = reserve(tier, 4 * PAGE)
         write(tier, extents[0], address, 4 * PAGE)
-        tier.seal([(self.content(data), Found(extents, ""))])
+        tier.seal([Stored(self.content(data), extents, is_encoded=False)])
         assert tier.mark([extents], needed=False) == []
         assert tier.mark([extents], needed=True) == []
         with pytest.raises(OutOfHostMemory):

@@ -14,7 +14,8 @@ from running import SECONDS, RunningVault, eventually
 from support import AWAKE, BACKED_UP, PAGE, Memory, around_copies, bf16_weights
 
 import cumem_sleep
-from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, _core, sim
+from cumem_sleep import CodecError, CuMemAllocator, InvalidState, OutOfHostMemory, _core, sim
+from cumem_sleep.backups.filling import Filling
 from cumem_sleep.backups.vault import VaultTier
 from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
 
@@ -338,4 +339,86 @@ class TestNoVault:
         allocator.sleep()
         assert not isinstance(allocator._store._tier, VaultTier)
         allocator.wake_up()
+        check(memory, contents)
+
+
+class TestWhatOnceBroke:
+    def test_bytes_without_a_digest_outlive_their_vault(
+        self, through: MakeAllocator, memory: Memory, vault: RunningVault, start_vault: Callable[..., RunningVault]
+    ) -> None:
+        """No vault can adopt those, and the numbers of the next one mean other backups."""
+        allocator = through(verify="off", retain_backups=False)
+        contents = fill(allocator, memory, "weights")
+        allocator.sleep()
+        vault.kill()
+        start_vault("64MiB", "--slab-size", "16MiB").wait_until_ready()
+        other = allocator.malloc(2 * PAGE, "default")
+        contents[other] = memory.fill_random(other, 2 * PAGE)
+        allocator.sleep()
+        allocator.wake_up()
+        check(memory, contents)
+
+    def test_the_next_vault_is_too_small(
+        self, through: MakeAllocator, memory: Memory, vault: RunningVault, start_vault: Callable[..., RunningVault]
+    ) -> None:
+        allocator = through()
+        contents = fill(allocator, memory, "weights", pages=8)
+        allocator.sleep()
+        vault.kill()
+        start_vault("4MiB", "--slab-size", "4MiB").wait_until_ready()
+        allocator.wake_up()
+        check(memory, contents)
+
+    def test_a_failure_with_copies_in_flight_leaves_the_vault_nothing(
+        self, through: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        allocator = through()
+        contents = fill(allocator, memory, "weights", pages=8)
+        memory.close()
+
+        def fail(_: Filling) -> None:
+            raise InvalidState("in the middle")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Filling, "finish", fail)
+            with pytest.raises(InvalidState, match="in the middle"):
+                allocator.sleep()
+        allocator.sleep()
+        free_bytes, total_bytes = _core.memory_info(0)
+        assert free_bytes == total_bytes, "the vault has some of it still"
+        allocator.wake_up()
+        check(memory, contents)
+
+    def test_backups_in_the_making_are_needed(
+        self, through: MakeAllocator, memory: Memory, vault: RunningVault
+    ) -> None:
+        allocator = through()
+        fill(allocator, memory, "weights", pages=8)
+        (segment,) = _core.segments()
+        with allocator._lock.hold():
+            allocator._store.take([segment], [], {})
+            allocator._store.begin_preparing(segment)
+            allocator._store.prune()
+        assert vault.status()["asleep_bytes"] == 16 * PAGE // 2
+        allocator.release_backups()
+
+    def test_clearing_a_store_opens_no_tier(self, through: MakeAllocator) -> None:
+        allocator = through()
+        allocator._store.clear()
+        allocator._store.stop()
+        assert "_tier" not in allocator._store.__dict__
+
+    def test_an_error_of_the_codec_ends_where_nothing_is_left_to_give_up(
+        self, through: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        allocator = through()
+        contents = fill(allocator, memory, "weights")
+
+        def fail(*_: object) -> None:
+            raise CodecError("no such code")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(allocator._store, "adopt", fail)
+            with pytest.raises(CodecError):
+                allocator.sleep()
         check(memory, contents)
