@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -91,8 +92,10 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     """
 
     def tell(line: str) -> None:
-        with suppress(OSError):  # whoever read this has gone; the clients have not
+        try:
             say(line)
+        except OSError:  # whoever read this has gone; the clients have not
+            _write_to_nobody()
 
     open_driver(Settings.from_environment().driver)
     gpus = visible_gpus(options.gpus)
@@ -116,6 +119,14 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     _notify_systemd("READY=1")
     vault.run()
     tell("ends")
+
+
+def _write_to_nobody() -> None:
+    """Standard error leads nowhere from here on: what could not be written would fail the exit, which writes it again."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno())
+        os.close(nowhere)
 
 
 def room_bytes() -> int:

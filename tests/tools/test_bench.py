@@ -173,7 +173,7 @@ def test_table_says_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     table = [number for number, line in enumerate(lines) if line.startswith(("╭", "╰"))]
     assert all(line.startswith("simulated: ") for line in lines[: table[0] - 1])
     assert "cumem-sleep bench, 2 rounds (simulated driver)" in output.out
-    assert "every byte of the weights equalled what it was" in output.out
+    assert "every byte of the weights was the same as before" in output.out
     assert output.out.endswith(SIMULATED_NOTE + "\n")
     for name in ("first sleep", *ROUND):
         assert f"│ {name} " in output.out
