@@ -122,7 +122,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def _write_to_nobody() -> None:
-    """Standard error leads nowhere from here on: what could not be written is written again at exit, which would fail."""
+    """Standard error leads nowhere from now on: else the exit would write again what could not be written, and fail."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stderr.fileno())
