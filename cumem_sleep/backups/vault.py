@@ -305,9 +305,9 @@ class VaultTransfers:
             # What an error left in flight has to end before its memory can come back. The first error tells more.
             with suppress(VaultLost):
                 for request in begun:
-                    with suppress_all_but_loss():
+                    with _suppress_all_but_loss():
                         self._client.wait([request])
-                with suppress_all_but_loss():
+                with _suppress_all_but_loss():
                     self._client.take_back(lent)
 
     def expect(self, extents: Iterable[Extent]) -> None:
@@ -416,7 +416,7 @@ def _mine(extents: Iterable[Extent]) -> list[VaultExtent]:
 
 
 @contextmanager
-def suppress_all_but_loss() -> Iterator[None]:
+def _suppress_all_but_loss() -> Iterator[None]:
     """For clearing up after an error, which tells more than what fails now."""
     try:
         yield

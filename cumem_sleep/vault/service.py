@@ -35,21 +35,6 @@ class Gpu:
     node: int
 
 
-def visible_gpus(wanted: Sequence[str] = ()) -> list[Gpu]:
-    """The GPUs of this process; those of these UUIDs or ordinals only, if any are given.
-
-    Raises:
-        InvalidArgument: there is no such GPU.
-    """
-    facts = [(ordinal, _core.device_info(ordinal)) for ordinal in range(_core.device_count())]
-    gpus = [Gpu(info.uuid, ordinal, info.name, info.numa_node) for ordinal, info in facts]
-    known = {name: gpu for gpu in gpus for name in (gpu.uuid, str(gpu.ordinal))}
-    for name in wanted:
-        if name not in known:
-            raise InvalidArgument(f"gpu={name!r}: one of {', '.join(known) or 'none'} is visible here")
-    return [known[name] for name in dict.fromkeys(wanted)] or gpus
-
-
 _Answer = dict[str, Any]
 
 

@@ -6,7 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from cumem_sleep import CodecError, CuMemAllocator, InvalidState, OutOfHostMemor
 from cumem_sleep.backups.filling import Filling
 from cumem_sleep.backups.vault import VaultTier
 from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
+from cumem_sleep.vault.client import Backup, Sealed, VaultClient
 
 pytestmark = pytest.mark.sim
 
@@ -421,4 +422,49 @@ class TestWhatOnceBroke:
             patch.setattr(allocator._store, "adopt", fail)
             with pytest.raises(CodecError):
                 allocator.sleep()
+        check(memory, contents)
+
+    def test_a_mark_without_an_answer_counts(
+        self, through: MakeAllocator, memory: Memory, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The vault may have done it, and evicted the backup since."""
+        allocator = through()
+        contents = fill(allocator, memory, "weights", pages=16)
+        allocator.sleep()
+        mark = VaultClient.mark
+
+        def lose_the_answer(client: VaultClient, backups: Sequence[Backup], needed: bool) -> list[Backup]:
+            mark(client, backups, needed)
+            raise VaultLost("it is silent")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(VaultClient, "mark", lose_the_answer)
+            allocator.wake_up()
+        other = vault.client()
+        other.reserve(_core.device_info(0).uuid, [48 << 20])
+        other.close()
+        eventually(lambda: vault.status()["asleep_bytes"] == 0, "the other client is gone")
+        assert allocator.sleep().copied_bytes == 16 * PAGE
+        allocator.wake_up()
+        check(memory, contents)
+
+    def test_backups_whose_seal_has_no_answer_are_not_trusted(
+        self, through: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        allocator = through()
+        contents = fill(allocator, memory, "weights")
+        seal = VaultClient.seal
+
+        def lose_the_answer(client: VaultClient, sealed: Sequence[Sealed]) -> None:
+            seal(client, sealed)
+            raise VaultLost("it is silent")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(VaultClient, "seal", lose_the_answer)
+            with pytest.raises(VaultLost):
+                allocator.sleep()
+        assert {segment.sleep for segment in _core.segments()} == {AWAKE}
+        assert allocator._store.host_bytes == 0
+        assert allocator.sleep().copied_bytes == 2 * PAGE
+        allocator.wake_up()
         check(memory, contents)
