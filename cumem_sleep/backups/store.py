@@ -317,7 +317,7 @@ class BackupStore:
         try:
             self._tier.seal(sealed)
         except BaseException:
-            pass
+            self.forget(backup.segment.id for backup in backups)
             raise
 
     def _put_in(self, backup: Backup) -> None:
