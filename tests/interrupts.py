@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import pathlib
 import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -57,7 +59,7 @@ class Signals:
         self.expected, self._errors = STORMS[(at or 0) % len(STORMS)]
         self.sent = False
         self._at = at
-        self._handled = threading.Event()
+        self._handled = 0
         self._patch = pytest.MonkeyPatch()
         self._main = threading.get_ident()
 
@@ -69,9 +71,11 @@ class Signals:
 
         self._patch.setattr(_core.OperationLock, "run", traced_run)
         self._before = signal.signal(signal.SIGUSR1, self._handle)
+        gc.disable()  # what a handler raises inside a finaliser is lost, and Python says so
         return self
 
     def __exit__(self, *_: object) -> None:
+        gc.enable()
         self._patch.undo()
         signal.signal(signal.SIGUSR1, self._before)
 
@@ -85,9 +89,15 @@ class Signals:
             sys.setprofile(None)
 
     def _handle(self, *_: object) -> None:
-        error = self._errors[self._number]
-        self._handled.set()
-        raise error
+        self._handled += 1
+        raise self._errors[self._handled - 1]
+
+    def _wait_for_handler(self, number: int) -> None:
+        """Until it has raised: a handler that the next signal interrupts never would."""
+        deadline = time.monotonic() + 10
+        while self._handled <= number or sys._current_frames()[self._main].f_code is Signals._handle.__code__:
+            assert time.monotonic() < deadline, "the caller does not let signals be handled"
+            time.sleep(0)
 
     def _trace(self, frame: types.FrameType, event: str, _: object) -> Callable[..., object] | None:
         if not is_traced(frame):
@@ -106,10 +116,8 @@ class Signals:
         if self._at == len(self.positions):
             self.sent = True
             for number in range(len(self._errors)):
-                self._number = number
-                self._handled.clear()
                 signal.pthread_kill(self._main, signal.SIGUSR1)
-                assert self._handled.wait(10), "the caller does not let signals be handled"
+                self._wait_for_handler(number)
         self.positions.append((name_of_code(frame.f_code), frame.f_lineno, event))
 
 
