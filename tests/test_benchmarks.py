@@ -90,6 +90,7 @@ def test_missing_layers_are_said(peers: tuple[str, dict[str, Any]]) -> None:
         assert re.search(rf"^{layer}.*NOT MEASURED: {reason}$", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_results_do_not_name_the_machine(peers: tuple[str, dict[str, Any]]) -> None:
     _, result = peers
     assert "node" not in result["machine_info"]
@@ -239,6 +240,7 @@ def results(
     return folder
 
 
+@pytest.mark.slow
 def test_tables_say_what_was_not_measured(results: pathlib.Path, tables: ModuleType) -> None:
     tables.main()
     page = (results.parent / "docs" / "benchmarks.md").read_text()
@@ -269,6 +271,7 @@ def test_the_plots_have_one_colour_for_one_thing(tables: ModuleType) -> None:
         palette.colour_of("a new one")
 
 
+@pytest.mark.slow
 def test_tables_of_vllm(results: pathlib.Path, tables: ModuleType) -> None:
     """A scenario that failed is said, a way of serving that failed is left out."""
     scenarios = json.loads((results / "vllm_scenarios.json").read_text())
@@ -288,6 +291,7 @@ def test_tables_of_vllm(results: pathlib.Path, tables: ModuleType) -> None:
     assert "| later sleeps | 0.200 (0.100–0.300) |" in served
 
 
+@pytest.mark.slow
 def test_table_of_compressed_backups(
     results: pathlib.Path, tables: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +326,7 @@ def test_table_of_compressed_backups(
     assert "ended with 1" in compressed.table([raw, failed])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("results")
 def test_check_notices_other_figures_and_an_old_plot(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["result_tables.py", "--check"])
@@ -336,6 +341,7 @@ def test_check_notices_other_figures_and_an_old_plot(tables: ModuleType, monkeyp
     tables.main()
 
 
+@pytest.mark.slow
 def test_missing_and_simulated_results_are_refused(
     results: pathlib.Path, tables: ModuleType, peers: tuple[str, dict[str, Any]]
 ) -> None:
@@ -347,6 +353,7 @@ def test_missing_and_simulated_results_are_refused(
         tables.main()
 
 
+@pytest.mark.slow
 def test_the_plot_is_the_same_for_the_same_result(
     results: pathlib.Path, tables: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ def malloc(allocator: CuMemAllocator) -> None:
         allocator.malloc(PAGE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operate", [free_by_hook, free, malloc])
 def test_calls_about_single_segments_do_not_look_at_the_others(operate: Callable[[CuMemAllocator], object]) -> None:
     few, many = work_with(FEW, operate), work_with(MANY, operate)
@@ -114,6 +115,7 @@ def test_calls_about_single_segments_do_not_look_at_the_others(operate: Callable
     assert allocator._store.host_bytes == kept * PAGE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "operate",
     [

@@ -36,6 +36,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_state_that_must_not_be_ends_the_process(name: str) -> None:
     broken, found = BREAKS[name]

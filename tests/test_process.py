@@ -87,6 +87,7 @@ class TestImport:
         assert last.startswith(f"ImportError: {tmp_path}/cumem_sleep has the sources of cumem-sleep, but no extension")
         assert last.endswith("or `pip install -e .` to work on the sources")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("start", [["-c", SHOW], ["-m", "show"], ["-m", "cumem_sleep", "--version"]])
     def test_in_a_checkout_the_installed_package_serves(self, start: list[str], tmp_path: pathlib.Path) -> None:
         """Python puts the folder that it is started in first: the sources there would hide what is installed."""
@@ -380,6 +381,7 @@ class TestExit:
         )
         assert_clean_exit(process)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("threads", [0, 4])
     def test_hooks_of_libraries_that_outlive_python(self, tmp_path: pathlib.Path, threads: int) -> None:
         """Threads and destructors of C libraries allocate and free until the very end: nothing that they use is gone.
@@ -406,6 +408,7 @@ class TestExit:
         assert process.stdout == "used to the end\n"
         assert process.stderr == ""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("call", ["usage", "wake_up", "release_backups", "prepare"])
     def test_a_finaliser_after_a_daemon_was_ended_in_the_middle(self, call: str) -> None:
         """What Python has ended gives nothing back any more: nobody waits for it."""

@@ -215,6 +215,7 @@ class TestTwoProcesses:
             link.receive()
         assert bytes(memoryview(block)[-6:]) == b"second"
 
+    @pytest.mark.slow
     @only_simulated
     def test_memory_is_the_device_s_again_when_both_have_given_it_up(self, allocator: CuMemAllocator) -> None:
         address, before = allocator.malloc(PAGE), free_bytes()
@@ -533,6 +534,7 @@ class TestFaults:
         maps = pathlib.Path("/proc/self/maps").read_text()
         return (*held, free_bytes(), descriptors(), maps.count("memfd:cumem-sleep"))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("times", [1, 2, 3])
     def test_nothing_is_left_behind(self, times: int, allocator: CuMemAllocator, memory: Memory) -> None:
         address = allocator.malloc(PAGE)

@@ -275,6 +275,7 @@ class TestHandlersThatReturn:
         assert len(made) == 2
         assert made[0] is made[1] is CuMemAllocator.instance
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("call", ["sleep", "wake_up", "prepare"])
     def test_within_a_call_of_logging(self, call: str) -> None:
         """Whose lock the caller holds then, and which the operation must not wait for."""
@@ -478,6 +479,7 @@ def test_a_signal_while_freed_backups_are_forgotten_is_not_swallowed(
 class TestGrowth:
     """What grows with the number of segments does so in proportion: visits are counted, not seconds."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("operation", ["prepare", "first sleep"])
     def test_visits(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
         few, many = (self.visits(allocator, monkeypatch, operation, count) for count in (8, 64))

@@ -131,6 +131,7 @@ class TestParts:
         allocator.wake_up()
         check_bytes(memory, contents)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("head_bytes", "head"), [(1, 1), (PAGE, 1), (PAGE + 1, 2), (7 * PAGE, 5), (8 * PAGE, 6), (100 * PAGE, 6)]
     )
@@ -226,6 +227,7 @@ class TestParts:
             with pytest.raises(InvalidState, match="no complete backup of its bytes: it stays awake"):
                 store.require(segments, wrong)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("dirty", "parts"),
         [
@@ -273,6 +275,7 @@ class TestParts:
         allocator.wake_up()
         check_bytes(memory, contents)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("verify", ["wake", "off"])
     @pytest.mark.parametrize("retain_backups", [True, False])
     def test_whatever_the_settings(
@@ -439,6 +442,7 @@ class TestParts:
         allocator.wake_up()
         check_bytes(memory, contents)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("error", [DriverError("cuCtxSynchronize", "CUDA_ERROR_UNKNOWN", ""), KeyboardInterrupt()])
     @pytest.mark.parametrize("verify", ["wake", "off"])
     def test_without_the_check_nothing_copied_is_trusted(

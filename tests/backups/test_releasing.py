@@ -262,6 +262,7 @@ class TestGivingBack:
         wait_for_the_end(allocator)
         assert begun
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("operation", ["sleep", "prepare"])
     @pytest.mark.parametrize("spare_pages", [0, 3])
     def test_a_budget_counts_what_still_goes(
@@ -434,10 +435,12 @@ class TestProcess:
     def test_exit_meanwhile(self, between_s: float, rest: str) -> None:
         assert_clean_exit(run_script(f"BETWEEN_S = {between_s}", GOING, rest, timeout_s=30))
 
+    @pytest.mark.slow
     def test_exit_ends_it_in_an_orderly_way(self) -> None:
         """Before the interpreter is taken down, not by that."""
         assert_thread_ends_in_order("BETWEEN_S = 1000", GOING, thread="going._worker")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("as_python_does", [False, True])
     def test_fork_meanwhile(self, as_python_does: bool) -> None:
         process = run_script(

@@ -51,7 +51,8 @@ def vault(folder: pathlib.Path) -> Iterator[Tier]:
 TIERS: dict[str, Callable[[pathlib.Path], contextmanager[Tier]]] = {"host": host, "vault": vault}  # type: ignore[dict-item,type-arg]
 
 
-@pytest.fixture(params=list(TIERS))
+# A vault is a process of its own for each test, which takes half a second to start.
+@pytest.fixture(params=["host", pytest.param("vault", marks=pytest.mark.slow)])
 def tier(request: pytest.FixtureRequest, tmp_path: pathlib.Path, allocator: CuMemAllocator) -> Iterator[Tier]:
     allocator.free(allocator.malloc(PAGE))  # the driver is open
     tmp_path.chmod(0o700)

@@ -199,6 +199,7 @@ class TestChanges:
         allocator.wake_up()
         check_bytes(contents)
 
+    @pytest.mark.slow
     def test_parts_of_two_devices(self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
         """Those of the second are found while the first one's are encoded."""
         monkeypatch.setattr(CuMemAllocator.tuning, "count_part_bytes", 2 * PAGE)
@@ -215,6 +216,7 @@ class TestChanges:
         allocator.wake_up()
         check_bytes(contents)
 
+    @pytest.mark.slow
     def test_a_check_that_fails_is_begun_anew(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its tables have room for each segment once."""
         contents = fill(allocator, *[bf16] * 6)
@@ -299,6 +301,7 @@ class TestChanges:
         allocator.wake_up()
         check_bytes(contents)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("kind", "devices"), [(bf16, [0, 1]), (noise, [0])])
     def test_a_full_device_where_nothing_changed_is_left_alone(
         self,

@@ -261,6 +261,7 @@ class TestRoundTrip:
 
 
 class TestRatio:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("layout", "most"), [(BF16, 0.67), (FP16, 0.87), (E4M3, 0.86), (E5M2, 0.72), (FP32, 0.84)], ids=str
     )
@@ -368,6 +369,7 @@ class TestDamage:
             damaged = random_bytes(stored.size, seed)
             assert codec.decode(code, damaged, [stored.size]).shape == content.shape
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("offset", [0xFFFFFFFF, 0x80000000, 0x7FFFFFF0, 1 << 20, 7])
     def test_of_the_header(self, encoded: tuple[Code, Bytes, Bytes], offset: int) -> None:
         code, content, stored = encoded
@@ -385,6 +387,7 @@ class TestDamage:
         damaged[: code.layout.header_bytes : 4] |= 15
         assert np.array_equal(codec.decode(code, damaged, [stored.size]), content)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("byte", [0, 0xFF, 0xAA])
     def test_of_the_codes(self, encoded: tuple[Code, Bytes, Bytes], byte: int) -> None:
         """More are passed on than the block has room for, up to the chunk's end."""

@@ -187,6 +187,7 @@ class TestRoundTrips:
         assert events.index("raw done") < events.index("slot")
         assert [event for event in events if event.startswith("map")] == ["map 1", "map 3", "map 0", "map 2"]
 
+    @pytest.mark.slow
     def test_tables_of_the_copy_kernel_outlive_its_copies(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -254,6 +255,7 @@ class TestRoundTrips:
         allocator.wake_up()
         assert started == list(contents)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("slots", [2, 4])
     def test_nothing_is_decoded_to_what_is_not_mapped_yet(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int

@@ -10,6 +10,7 @@ from cumem_sleep import CuMemAllocator, DriverError, OutOfDeviceMemory, _core, s
 
 
 class TestDeviceMemoryIsShort:
+    @pytest.mark.slow
     def test_at_wake(self, allocator: CuMemAllocator, memory: Memory) -> None:
         """Somebody else took the memory meanwhile: an error, all asleep, and the same call works later."""
         filled = fill(allocator, memory, "weights", "default", "kv_cache", nbytes=2 * PAGE)

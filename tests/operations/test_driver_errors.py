@@ -217,6 +217,7 @@ class TestPersistentFailures:
         assert all(is_accessible(segment.address) for segment in world.segments)
         world.check_bytes()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("times", [1, 2, 3])
     def test_full_device_and_a_failed_wait(self, times: int) -> None:
         """On a full device freeing waits by way of host memory; if that fails, nothing of it may stay."""
@@ -278,6 +279,7 @@ class TestCopiesInFlight:
         """The first three in the thread that maps ahead, while what it mapped before is being filled."""
         self.check("wake_up", call)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("call", ["cuMemHostRegister", "cuMemcpyDtoHAsync"])
     def test_at_sleep(self, call: str) -> None:
         self.check("sleep", call)
@@ -315,6 +317,7 @@ class TestErrors:
             world.allocator.sleep()
         world.check_bytes()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("error_name", ["CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_NOT_SUPPORTED"])
     def test_handles_that_the_device_refuses_are_done_without(self, error_name: str) -> None:
         """Support for fabric, GPUDirect RDMA and file descriptors is tried out, and remembered."""

@@ -271,6 +271,7 @@ class TestBesideOthers:
         allocator.wake_up()
         check_bytes(memory, contents)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("at", range(TURNS))
     @pytest.mark.parametrize("operation", ["release_backups", "close", "prepare"])
     def test_what_ends_it_at_every_stage(
@@ -338,6 +339,7 @@ class TestBesideOthers:
         assert preparation.wait(0)
         assert allocator._store.host_bytes == 0
 
+    @pytest.mark.slow
     def test_through_many_sleeps(self, allocator: CuMemAllocator, memory: Memory) -> None:
         """Nothing is held still here: each preparation goes on through the sleep, the wake and the writes after it."""
         contents = fill(allocator, memory, *TAGS, "lora", "weights")

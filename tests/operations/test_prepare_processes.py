@@ -46,6 +46,7 @@ class TestProcess:
         """Before the interpreter is taken down, not by that."""
         assert_thread_ends_in_order("RATE = 1", BEGUN, thread="preparation._worker")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("as_python_does", [False, True])
     def test_fork_meanwhile(self, as_python_does: bool) -> None:
         process = run_script(

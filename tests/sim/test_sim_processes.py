@@ -161,6 +161,7 @@ class TestProcess:
         driver.ok("cuInit", 0)
         assert driver(name, *arguments) == NOT_SUPPORTED
 
+    @pytest.mark.slow
     def test_many_threads(self, load: Callable[..., Driver]) -> None:
         driver = load(DEVICES=2, COPY_DELAY_US=0)
         driver.start()

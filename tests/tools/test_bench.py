@@ -112,6 +112,7 @@ def test_compressed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     assert all(0.6 < ratio < 0.7 for ratio in ratios)
 
 
+@pytest.mark.slow
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = run_json(capsys, "--no-touch-host-memory")
     assert code == 0
@@ -208,6 +209,7 @@ def test_model(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> No
     assert json.loads(capsys.readouterr().out)["workload"]["name"] == "a.safetensors"
 
 
+@pytest.mark.slow
 def test_equal_segments(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = run_json(capsys, "--segment-size", "2MiB")
     assert (code, found["workload"]["segments"]) == (0, 16)
@@ -237,6 +239,7 @@ def test_ratios_are_to_the_link_of_that_direction() -> None:
 # What it notices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("index", "last"), [(0, False), (3, True), (5, True)])
 def test_one_wrong_byte_is_1(
     index: int, last: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -478,6 +481,7 @@ def test_plot(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+@pytest.mark.slow
 def test_plot_has_the_colours_of_the_others(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "sleep.svg"
     assert run_json(capsys, "--plot", str(path))[0] == 0
@@ -492,6 +496,7 @@ def test_plot_over_a_folder(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtur
     assert "sleep.png: cannot be written: Is a directory" in message
 
 
+@pytest.mark.slow
 def test_a_plot_that_fails_loses_nothing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -564,6 +569,7 @@ def test_interrupted_run_frees_everything(
     assert held() == before
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 def test_failed_preparation_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def failing(_: CuMemAllocator) -> FakePreparation:
@@ -577,6 +583,7 @@ def test_failed_preparation_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys:
     assert _core.segments() == []
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 def test_interrupted_preparation_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[FakePreparation] = []
@@ -596,6 +603,7 @@ def test_interrupted_preparation_is_stopped(monkeypatch: pytest.MonkeyPatch) -> 
 # Host memory and the link
 
 
+@pytest.mark.slow
 def test_host_memory_is_touched_once(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = run_json(capsys, "--touch-host-memory")
     assert (code, found["host_memory_touched_before"]) == (0, True)

@@ -67,6 +67,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     return code, json.loads(output.out)
 
 
+@pytest.mark.slow
 def test_every_command_and_every_error_begins_alike(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,6 +158,7 @@ def test_reader_that_has_seen_enough(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 @pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["demo", *KV]])
 def test_full_disk(arguments: list[str], model: pathlib.Path) -> None:
@@ -408,6 +410,7 @@ def libcuda_is_installed() -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 @pytest.mark.skipif(libcuda_is_installed(), reason="this machine has a CUDA driver")
 def test_without_a_driver_it_says_so_and_simulates(model: pathlib.Path) -> None:
@@ -418,6 +421,7 @@ def test_without_a_driver_it_says_so_and_simulates(model: pathlib.Path) -> None:
     assert "no GPU driver was found: running on the simulated driver" in process.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 @pytest.mark.skipif(libcuda_is_installed(), reason="this machine has a CUDA driver")
 def test_a_driver_that_was_asked_for_must_be_there(model: pathlib.Path) -> None:

@@ -261,6 +261,7 @@ def test_a_gpu_that_the_vault_does_not_serve_is_named(client: VaultClient) -> No
         client.reserve("GPU-1", [1])
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 def test_processes_number_gpus_differently(start_vault: Callable[..., RunningVault]) -> None:
     two = {"CUMEM_SLEEP_SIM_DEVICES": "2"}

@@ -213,6 +213,7 @@ def test_a_replica_copies_nothing_and_writes_to_nobody_else(
 
 
 class TestVaultIsGone:
+    @pytest.mark.slow
     def test_killed_while_all_sleep(
         self,
         through: MakeAllocator,
@@ -235,6 +236,7 @@ class TestVaultIsGone:
             allocator.sleep()
         assert {segment.sleep for segment in _core.segments()} == {AWAKE}
 
+    @pytest.mark.slow
     def test_another_adopts_what_it_kept(
         self,
         through: MakeAllocator,
@@ -261,6 +263,7 @@ class TestVaultIsGone:
         allocator.wake_up()
         check(memory, contents)
 
+    @pytest.mark.slow
     def test_what_it_might_have_evicted_is_not_trusted(
         self, through: MakeAllocator, memory: Memory, vault: RunningVault, start_vault: Callable[..., RunningVault]
     ) -> None:
@@ -275,6 +278,7 @@ class TestVaultIsGone:
         allocator.wake_up()
         check(memory, contents)
 
+    @pytest.mark.slow
     def test_evicted_while_awake(self, through: MakeAllocator, memory: Memory, vault: RunningVault) -> None:
         allocator = through()
         contents = fill(allocator, memory, "weights", pages=16)
@@ -289,6 +293,7 @@ class TestVaultIsGone:
         allocator.wake_up()
         check(memory, contents)
 
+    @pytest.mark.slow
     def test_killed_during_a_sleep(
         self, through: MakeAllocator, memory: Memory, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -301,6 +306,7 @@ class TestVaultIsGone:
         assert {segment.sleep for segment in _core.segments()} == {AWAKE}
         check(memory, contents)
 
+    @pytest.mark.slow
     def test_stopped_during_a_wake(self, through: MakeAllocator, memory: Memory, vault: RunningVault) -> None:
         """It may yet fill what it was lent: that memory goes back, and the next wake reads by itself."""
         allocator = through()
@@ -344,6 +350,7 @@ class TestNoVault:
 
 
 class TestWhatOnceBroke:
+    @pytest.mark.slow
     def test_bytes_without_a_digest_outlive_their_vault(
         self, through: MakeAllocator, memory: Memory, vault: RunningVault, start_vault: Callable[..., RunningVault]
     ) -> None:
@@ -359,6 +366,7 @@ class TestWhatOnceBroke:
         allocator.wake_up()
         check(memory, contents)
 
+    @pytest.mark.slow
     def test_the_next_vault_is_too_small(
         self, through: MakeAllocator, memory: Memory, vault: RunningVault, start_vault: Callable[..., RunningVault]
     ) -> None:
@@ -424,6 +432,7 @@ class TestWhatOnceBroke:
                 allocator.sleep()
         check(memory, contents)
 
+    @pytest.mark.slow
     def test_a_mark_without_an_answer_counts(
         self, through: MakeAllocator, memory: Memory, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -63,6 +63,7 @@ def test_no_more_bytes_are_held_than_allowed(serve: Serve, policy: str) -> None:
     run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["wait", "wake"])
 def test_a_herd_asks_the_engine_no_more_than_one(serve: Serve, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cumem_sleep.vllm.gate.POLL_S", 0.01)
