@@ -120,7 +120,7 @@ void SegmentTable::hand_out(const SegmentPtr& segment) {
     check_valid(*segment);
 }
 
-// The segment at `address`, no longer handed out, and whether it is pinned: then the last unpin gives it back.
+// The segment at `address`, no longer handed out, and whether it is held: then the last release gives it back.
 std::pair<SegmentPtr, bool> SegmentTable::take_out(CUdeviceptr address) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = by_address_.find(address);
@@ -135,12 +135,12 @@ std::pair<SegmentPtr, bool> SegmentTable::take_out(CUdeviceptr address) {
     --handed_out_[segment->mapping.device()];
     segment->freed = true;
     if (segment->has_backup) freed_.push_back(segment->id);
-    return {segment, segment->pins > 0};
+    return {segment, segment->holds > 0};
 }
 
 void SegmentTable::free(CUdeviceptr address) {
-    const auto [segment, pinned] = take_out(address);
-    if (pinned) return;
+    const auto [segment, held] = take_out(address);
+    if (held) return;
     try {
         destroy(*segment);
     } catch (const DriverError&) {
@@ -156,8 +156,8 @@ void SegmentTable::free(CUdeviceptr address) {
 }
 
 bool SegmentTable::free_for_good(CUdeviceptr address) {
-    const auto [segment, pinned] = take_out(address);
-    if (!pinned) destroy_or_defer(segment);
+    const auto [segment, held] = take_out(address);
+    if (!held) destroy_or_defer(segment);
     if (segment->has_backup) return true;
     std::lock_guard<std::mutex> lock(mutex_);
     return !deferred_.empty() || !unreleased_.empty();
@@ -199,25 +199,25 @@ std::vector<SegmentPtr> SegmentTable::segments() const {
     return all;
 }
 
-std::vector<SegmentPtr> SegmentTable::pin(const std::vector<SegmentPtr>& segments) {
-    std::vector<SegmentPtr> pinned;
+std::vector<SegmentPtr> SegmentTable::hold(const std::vector<SegmentPtr>& segments) {
+    std::vector<SegmentPtr> held;
     std::lock_guard<std::mutex> reclaiming(reclaiming_);
     std::lock_guard<std::mutex> lock(mutex_);
     for (const SegmentPtr& segment : segments) {
         if (segment->freed) continue;
-        ++segment->pins;
-        pinned.push_back(segment);
+        ++segment->holds;
+        held.push_back(segment);
     }
-    return pinned;
+    return held;
 }
 
-void SegmentTable::unpin(const std::vector<SegmentPtr>& segments) noexcept {
+void SegmentTable::release(const std::vector<SegmentPtr>& segments) noexcept {
     std::vector<SegmentPtr> last, freed;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         for (const SegmentPtr& segment : segments) {
-            if (segment->pins > 1)
-                --segment->pins;
+            if (segment->holds > 1)
+                --segment->holds;
             else
                 last.push_back(segment);
         }
@@ -226,7 +226,7 @@ void SegmentTable::unpin(const std::vector<SegmentPtr>& segments) noexcept {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         for (const SegmentPtr& segment : last)
-            if (--segment->pins == 0 && segment->freed) freed.push_back(segment);
+            if (--segment->holds == 0 && segment->freed) freed.push_back(segment);
         check_valid(*this);
     }
     for (const SegmentPtr& segment : freed) destroy_or_defer(segment);
@@ -350,8 +350,8 @@ bool SegmentTable::is_valid() const {
     std::map<int, size_t> counts;
     for (const auto& [address, segment] : by_address_) {
         ++counts[segment->mapping.device()];
-        if (segment->freed || segment->pins < 0 || address != segment->mapping.address()) return false;
-        if (segment->pins == 0 && !segment->is_valid_at_rest(unreleased.count(segment->id) > 0)) return false;
+        if (segment->freed || segment->holds < 0 || address != segment->mapping.address()) return false;
+        if (segment->holds == 0 && !segment->is_valid_at_rest(unreleased.count(segment->id) > 0)) return false;
     }
     const auto is_counted = [&](const auto& entry) { return counts[entry.first] == entry.second; };
     return std::all_of(handed_out_.begin(), handed_out_.end(), is_counted) &&
@@ -361,7 +361,7 @@ bool SegmentTable::is_valid() const {
 std::string SegmentTable::describe() const {
     std::string text = "the table of segments";
     for (const auto& [address, segment] : by_address_)
-        text += "\n  " + segment->describe() + ", pinned " + std::to_string(segment->pins) + " times";
+        text += "\n  " + segment->describe() + ", held " + std::to_string(segment->holds) + " times";
     return text;
 }
 
@@ -379,17 +379,17 @@ size_t SegmentTable::reclaim() noexcept {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             for (const SegmentPtr& segment : std::exchange(unreleased_, {})) {
-                if (segment->pins > 0) {
+                if (segment->holds > 0) {
                     unreleased_.push_back(segment);
                 } else if (!segment->freed && segment->sleep != Segment::Sleep::kAwake) {
-                    ++segment->pins;  // not freed meanwhile
+                    ++segment->holds;  // not freed meanwhile
                     unreleased.push_back(segment);
                 }
             }
         }
         detach_unused(unreleased);
         release_all(unreleased);
-        unpin(unreleased);
+        release(unreleased);
     }
     const size_t mappings = reclaim_mappings();
     std::lock_guard<std::mutex> lock(mutex_);

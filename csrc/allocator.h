@@ -21,7 +21,7 @@
 
 namespace cumem_sleep {
 
-// One allocation that was handed out. Everything but `mapping`, the flags and `pins` stays as it was made.
+// One allocation that was handed out. Everything but `mapping`, the flags and `holds` stays as it was made.
 struct Segment {
     // What the layer promises about the bytes. Physical state is the mapping's; a segment that is kAwake is kMapped.
     enum class Sleep {
@@ -32,11 +32,11 @@ struct Segment {
 
     Segment(uint64_t segment_id, int device, size_t bytes, std::string segment_tag);
 
-    // Physical memory under its address again (Mapping::map), on any thread. It must be pinned.
+    // Physical memory under its address again (Mapping::map), on any thread. It must be held.
     void map();
 
     // Which states go together: the table of docs/how-it-works.md. The first holds whenever an operation has finished a
-    // step, the second also when no operation has the segment pinned; whether memory that is left to a sleeping one is
+    // step, the second also when no operation holds the segment; whether memory that is left to a sleeping one is
     // to be released later, only the table of segments knows.
     bool is_valid() const;
     bool is_valid_at_rest(bool is_unreleased) const;
@@ -50,10 +50,10 @@ struct Segment {
     std::atomic<bool> has_backup{false};  // host memory may be held for it; never unset
     // kDropped, but its memory has its bytes still: a sleep was undone and the driver refused to map it again.
     std::atomic<bool> keeps_bytes{false};
-    // Awake, but the codec works in its memory. Unless its bytes were put back by then, the last unpin drops it: nobody
-    // may take what the codec left for them.
+    // Awake, but the codec works in its memory. Unless its bytes were put back by then, the last release drops it:
+    // nobody may take what the codec left for them.
     std::atomic<bool> lent{false};
-    int pins = 0;  // guarded by the table's mutex
+    int holds = 0;  // guarded by the table's mutex
 };
 
 using SegmentPtr = std::shared_ptr<Segment>;
@@ -68,7 +68,7 @@ class SegmentTable {
     SegmentPtr allocate(size_t bytes, int device, const std::string& tag);
 
     // Gives the segment at `address` back, asleep or awake, after waiting for the work that runs on its device; may be
-    // called beside a graph capture. If an operation has the segment pinned, the memory goes when the operation ends.
+    // called beside a graph capture. If an operation holds the segment, the memory goes when the operation ends.
     // Throws InvalidState for an address that is not handed out (never was, or freed before); DriverError if the driver
     // refuses (the segment is then still there and can be freed again).
     void free(CUdeviceptr address);
@@ -87,16 +87,16 @@ class SegmentTable {
     // Segments that are handed out, oldest first. Throws InvalidState in a forked child, which has none.
     std::vector<SegmentPtr> segments() const;
 
-    // A pinned segment keeps its address and memory; freeing it is put off until the last unpin. Returns those that
-    // were pinned: all but what was freed meanwhile. Waits for a `reclaim` on another thread. The last unpin of a
+    // A held segment keeps its address and memory; freeing it is put off until the last release. Returns those that
+    // were held: all but what was freed meanwhile. Waits for a `reclaim` on another thread. The last release of a
     // segment that is `lent` drops it.
-    std::vector<SegmentPtr> pin(const std::vector<SegmentPtr>& segments);
-    void unpin(const std::vector<SegmentPtr>& segments) noexcept;
+    std::vector<SegmentPtr> hold(const std::vector<SegmentPtr>& segments);
+    void release(const std::vector<SegmentPtr>& segments) noexcept;
 
     // Takes physical memory away from all `backed_up` and `dropped` segments, or from none: first every mapping is
     // detached, which can be undone with the bytes intact, then `last_check` may still throw, then memory is released.
     // Throws what the driver or `last_check` threw, with everything mapped as before; what the driver refuses to map
-    // again sleeps from then on, and what was not backed up keeps its bytes for the next wake. Segments must be pinned,
+    // again sleeps from then on, and what was not backed up keeps its bytes for the next wake. Segments must be held,
     // awake (or such as keep their bytes, to be dropped now), and no work that uses them in flight. Returns the bytes
     // released; memory that the driver would not release stays with its segment and is tried again by `reclaim`.
     size_t put_to_sleep(const std::vector<SegmentPtr>& backed_up, const std::vector<SegmentPtr>& dropped,
@@ -109,7 +109,7 @@ class SegmentTable {
     // their bytes with them; what `finish_wake` has woken is left alone.
     void undo_wake(const std::vector<SegmentPtr>& segments) noexcept;
 
-    // Tries again what the driver refused earlier, but leaves alone what an operation has pinned. Never throws; returns
+    // Tries again what the driver refused earlier, but leaves alone what an operation holds. Never throws; returns
     // the number of segments, and of other mappings, that still hold memory which nobody uses.
     size_t reclaim() noexcept;
 
@@ -126,7 +126,7 @@ class SegmentTable {
     void detach_unused(const std::vector<SegmentPtr>& segments) noexcept;
     void drop_lent(const std::vector<SegmentPtr>& segments) noexcept;
 
-    // Held, before `mutex_`, for as long as sleeping segments are taken down: an operation that pinned them in the
+    // Held, before `mutex_`, for as long as sleeping segments are taken down: an operation that held them in the
     // middle of that would map what is being released.
     std::mutex reclaiming_;
     mutable std::mutex mutex_;

@@ -4,8 +4,8 @@
 
 namespace cumem_sleep {
 
-void Pinned::release() noexcept {
-    SegmentTable::get().unpin(segments_);
+void Held::release() noexcept {
+    SegmentTable::get().release(segments_);
     segments_.clear();
 }
 

@@ -14,12 +14,12 @@
 namespace cumem_sleep {
 
 // Holds segments for one operation.
-class Pinned {
+class Held {
   public:
-    explicit Pinned(const std::vector<SegmentPtr>& segments) : segments_(SegmentTable::get().pin(segments)) {}
-    ~Pinned() { release(); }
-    Pinned(const Pinned&) = delete;
-    Pinned& operator=(const Pinned&) = delete;
+    explicit Held(const std::vector<SegmentPtr>& segments) : segments_(SegmentTable::get().hold(segments)) {}
+    ~Held() { release(); }
+    Held(const Held&) = delete;
+    Held& operator=(const Held&) = delete;
 
     // Those that were not freed before.
     const std::vector<SegmentPtr>& segments() const { return segments_; }

@@ -87,7 +87,7 @@ void bind_segment(py::module_& module) {
             "Host memory is about to be held for it.")
         .def(
             "lend", [](Segment& self) { self.lent = true; },
-            "Its bytes are about to be overwritten: when it is unpinned it is dropped, unless `take_back` came before.")
+            "Its bytes are about to be overwritten: when it is released it is dropped, unless `take_back` came before.")
         .def(
             "take_back", [](Segment& self) { self.lent = false; }, "Its bytes are back.")
         .def_property_readonly("keeps_bytes", [](const Segment& self) { return self.keeps_bytes.load(); })
@@ -95,7 +95,7 @@ void bind_segment(py::module_& module) {
         .def_property_readonly("bytes", [](const Segment& self) { return self.mapping.bytes(); })
         .def_property_readonly("device", [](const Segment& self) { return self.mapping.device(); })
         .def_property_readonly("has_memory", [](const Segment& self) { return self.mapping.has_memory(); })
-        .def("map", &Segment::map, NoGil(), "Physical memory under the address again; the segment must be pinned.");
+        .def("map", &Segment::map, NoGil(), "Physical memory under the address again; the segment must be held.");
 }
 
 void bind_segment_table(py::module_& module) {
@@ -110,10 +110,10 @@ void bind_segment_table(py::module_& module) {
         "The ids of segments with a backup that were freed since this was asked last.");
     module.def("has_freed", [] { return SegmentTable::get().has_freed(); }, "Whether `take_freed` would find any.");
     module.def("free", [](CUdeviceptr address) { SegmentTable::get().free(address); }, py::arg("address"), NoGil());
-    py::class_<Pinned>(module, "Pinned")
+    py::class_<Held>(module, "Held")
         .def(py::init<std::vector<SegmentPtr>>(), py::arg("segments"), NoGil())
-        .def("__enter__", &Pinned::segments)
-        .def("__exit__", [](Pinned& self, const py::args&) {
+        .def("__enter__", &Held::segments)
+        .def("__exit__", [](Held& self, const py::args&) {
             const WithoutInterpreter unlocked;
             self.release();
         });
@@ -262,7 +262,7 @@ void bind_threads(py::module_& module) {
 void bind_ahead(py::module_& module) {
     py::class_<AheadTask>(module, "Task", "What a thread of `Ahead` is to do; made of a function only by tests.")
         .def(py::init(&python_task), py::arg("work"));
-    module.def("map_task", &map_task, py::arg("segment"), "Physical memory under it; the segment must be pinned.");
+    module.def("map_task", &map_task, py::arg("segment"), "Physical memory under it; the segment must be held.");
     module.def("touch_task", &touch_task, py::arg("block"), py::arg("offset"), py::arg("bytes"));
     py::class_<Ahead>(module, "Ahead",
                       "Threads that run tasks in order, each task under the key of what it is for; a context.")

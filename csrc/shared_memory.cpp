@@ -33,8 +33,8 @@ ExportedMemory exported(const Mapping& mapping) {
 std::optional<ExportedMemory> export_segment(CUdeviceptr address) {
     const SegmentPtr segment = SegmentTable::get().find(address);
     if (!segment) return std::nullopt;
-    const Pinned pinned({segment});
-    if (pinned.segments().empty()) return std::nullopt;  // freed meanwhile
+    const Held held({segment});
+    if (held.segments().empty()) return std::nullopt;  // freed meanwhile
     if (!segment->mapping.is_mapped())
         throw InvalidState("the segment at " + hexadecimal(segment->mapping.address()) +
                            " has no memory to export while it is asleep: export it before it is unmapped");

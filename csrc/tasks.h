@@ -17,7 +17,7 @@ struct AheadTask {
     Ahead::Task task;
 };
 
-// Physical memory under the segment, which must be pinned.
+// Physical memory under the segment, which must be held.
 AheadTask map_task(const SegmentPtr& segment);
 AheadTask touch_task(const std::shared_ptr<HostBlock>& block, size_t offset, size_t bytes);
 AheadTask python_task(pybind11::object work);

@@ -298,7 +298,7 @@ def test_work_of_one_device_does_not_hold_up_another(
 
 
 @pytest.mark.sim
-def test_memory_that_is_being_reclaimed_is_not_pinned(
+def test_memory_that_is_being_reclaimed_is_not_held(
     allocator: CuMemAllocator, memory: Memory, running: Callable[[], Running]
 ) -> None:
     """An allocation that finds no room takes what the driver refused to take before: no wake may map it meanwhile."""
@@ -324,7 +324,7 @@ def test_memory_that_is_being_reclaimed_is_not_pinned(
         time.sleep(0.0005)
 
     def pin() -> None:
-        with _core.Pinned([segment]):
+        with _core.Held([segment]):
             seen.append(segment.has_memory)
 
     pinning = threading.Thread(target=pin, daemon=True)

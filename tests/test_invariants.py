@@ -12,7 +12,7 @@ from cumem_sleep import _core
 BREAKS = {
     "lent while it sleeps": (
         """
-        with _core.Pinned([segment]):
+        with _core.Held([segment]):
             segment.lend()
             _core.put_to_sleep([], [segment])
         """,
@@ -20,18 +20,18 @@ BREAKS = {
     ),
     "backed up without a backup": (
         """
-        with _core.Pinned([segment]):
+        with _core.Held([segment]):
             _core.put_to_sleep([segment], [])
         """,
         "backed up, its mapping detached",
     ),
     "memory that nobody will release": (
         """
-        with _core.Pinned([segment]):
+        with _core.Held([segment]):
             _core.put_to_sleep([], [segment])
             segment.map()
         """,
-        "dropped, its mapping mapped, pinned 0 times",
+        "dropped, its mapping mapped, held 0 times",
     ),
 }
 

@@ -222,12 +222,12 @@ class Preparation:
         """Holds the allocator's lock; gives whether the segment is still awake (and this backup still to be made)."""
         while not self._worker.asked_to_stop:
             # Never waits for the lock: its holder may be waiting for this thread to stop.
-            with self._store.turn() as held:
-                if held:
-                    with _core.Pinned([segment]) as pinned:
-                        awake = bool(pinned) and segment.sleep == _core.Segment.Sleep.AWAKE
+            with self._store.turn() as has_lock:
+                if has_lock:
+                    with _core.Held([segment]) as held:
+                        awake = bool(held) and segment.sleep == _core.Segment.Sleep.AWAKE
                         yield awake and (backup is None or backup.being_prepared)
-            if held:
+            if has_lock:
                 return
             self._worker.pause(_POLL_S)
         self._is_cut_short = True
@@ -235,6 +235,6 @@ class Preparation:
 
     def _prune(self) -> None:
         """What did not become complete goes, and what was freed: now, or when the operation that runs now has ended."""
-        with self._store.turn() as held:
-            if held:
+        with self._store.turn() as has_lock:
+            if has_lock:
                 self._store.prune()
