@@ -4,7 +4,7 @@
 
 namespace cumem_sleep {
 
-void Held::release() noexcept {
+void HeldSegments::release() noexcept {
     SegmentTable::get().release(segments_);
     segments_.clear();
 }

@@ -14,12 +14,12 @@
 namespace cumem_sleep {
 
 // Holds segments for one operation.
-class Held {
+class HeldSegments {
   public:
-    explicit Held(const std::vector<SegmentPtr>& segments) : segments_(SegmentTable::get().hold(segments)) {}
-    ~Held() { release(); }
-    Held(const Held&) = delete;
-    Held& operator=(const Held&) = delete;
+    explicit HeldSegments(const std::vector<SegmentPtr>& segments) : segments_(SegmentTable::get().hold(segments)) {}
+    ~HeldSegments() { release(); }
+    HeldSegments(const HeldSegments&) = delete;
+    HeldSegments& operator=(const HeldSegments&) = delete;
 
     // Those that were not freed before.
     const std::vector<SegmentPtr>& segments() const { return segments_; }

@@ -110,10 +110,10 @@ void bind_segment_table(py::module_& module) {
         "The ids of segments with a backup that were freed since this was asked last.");
     module.def("has_freed", [] { return SegmentTable::get().has_freed(); }, "Whether `take_freed` would find any.");
     module.def("free", [](CUdeviceptr address) { SegmentTable::get().free(address); }, py::arg("address"), NoGil());
-    py::class_<Held>(module, "Held")
+    py::class_<HeldSegments>(module, "HeldSegments")
         .def(py::init<std::vector<SegmentPtr>>(), py::arg("segments"), NoGil())
-        .def("__enter__", &Held::segments)
-        .def("__exit__", [](Held& self, const py::args&) {
+        .def("__enter__", &HeldSegments::segments)
+        .def("__exit__", [](HeldSegments& self, const py::args&) {
             const WithoutInterpreter unlocked;
             self.release();
         });

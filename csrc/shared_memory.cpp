@@ -33,7 +33,7 @@ ExportedMemory exported(const Mapping& mapping) {
 std::optional<ExportedMemory> export_segment(CUdeviceptr address) {
     const SegmentPtr segment = SegmentTable::get().find(address);
     if (!segment) return std::nullopt;
-    const Held held({segment});
+    const HeldSegments held({segment});
     if (held.segments().empty()) return std::nullopt;  // freed meanwhile
     if (!segment->mapping.is_mapped())
         throw InvalidState("the segment at " + hexadecimal(segment->mapping.address()) +

@@ -324,7 +324,7 @@ def test_memory_that_is_being_reclaimed_is_not_held(
         time.sleep(0.0005)
 
     def pin() -> None:
-        with _core.Held([segment]):
+        with _core.HeldSegments([segment]):
             seen.append(segment.has_memory)
 
     pinning = threading.Thread(target=pin, daemon=True)

@@ -136,7 +136,7 @@ class TestHooks:
     def test_a_backup_that_is_made_as_its_segment_is_freed(self, allocator: CuMemAllocator) -> None:
         """Too early for the hook to know of it, so who makes it notices."""
         address = allocator.malloc(PAGE)
-        with _core.Held(_core.segments()) as held, allocator._lock.hold():
+        with _core.HeldSegments(_core.segments()) as held, allocator._lock.hold():
             hooks().cumem_sleep_free(address, PAGE, 0, None)
             allocator._store.take(held, [], {})
             allocator._store.prune_freed()

@@ -12,7 +12,7 @@ from cumem_sleep import _core
 BREAKS = {
     "lent while it sleeps": (
         """
-        with _core.Held([segment]):
+        with _core.HeldSegments([segment]):
             segment.lend()
             _core.put_to_sleep([], [segment])
         """,
@@ -20,14 +20,14 @@ BREAKS = {
     ),
     "backed up without a backup": (
         """
-        with _core.Held([segment]):
+        with _core.HeldSegments([segment]):
             _core.put_to_sleep([segment], [])
         """,
         "backed up, its mapping detached",
     ),
     "memory that nobody will release": (
         """
-        with _core.Held([segment]):
+        with _core.HeldSegments([segment]):
             _core.put_to_sleep([], [segment])
             segment.map()
         """,

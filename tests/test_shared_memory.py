@@ -95,7 +95,7 @@ class TestExport:
         address = allocator.malloc(PAGE)
         allocator.sleep(2)
         (segment,) = _core.segments()
-        with _core.Held([segment]):
+        with _core.HeldSegments([segment]):
             segment.map()
             with exported(address) as (descriptor, _, nbytes):
                 imported = _core.ImportedMemory(descriptor, 0, nbytes)
@@ -109,7 +109,7 @@ class TestExport:
         """Exporting holds the segment too, for a moment; not that moment's end may drop it."""
         address = allocator.malloc(PAGE)
         (segment,) = _core.segments()
-        with _core.Held([segment]):
+        with _core.HeldSegments([segment]):
             segment.lend()
             with exported(address):
                 assert segment.sleep == AWAKE

@@ -224,7 +224,7 @@ class Preparation:
             # Never waits for the lock: its holder may be waiting for this thread to stop.
             with self._store.turn() as has_lock:
                 if has_lock:
-                    with _core.Held([segment]) as held:
+                    with _core.HeldSegments([segment]) as held:
                         awake = bool(held) and segment.sleep == _core.Segment.Sleep.AWAKE
                         yield awake and (backup is None or backup.being_prepared)
             if has_lock:

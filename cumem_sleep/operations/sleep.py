@@ -41,7 +41,7 @@ def sleep(layer: Layer, tags: set[str] | None, is_dropped: IsDropped, operation:
     if not segments:
         note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
         return SleepReport(seconds=timer.seconds, note=note, operation=operation)
-    with _told_if_not_undone(segments), _core.Held(segments) as held:
+    with _told_if_not_undone(segments), _core.HeldSegments(segments) as held:
         dropped = [segment for segment in held if is_dropped(segment.tag)]
         backed_up = [segment for segment in held if not is_dropped(segment.tag)]
         with timer("quiesce"):

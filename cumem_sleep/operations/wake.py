@@ -38,7 +38,7 @@ def wake(layer: Layer, tags: set[str] | None) -> WakeReport:
     sleeping = asleep(tags)
     if not sleeping:
         return WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep")
-    with _core.Held(sleeping) as segments:
+    with _core.HeldSegments(sleeping) as segments:
         restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
         restored.sort(key=lambda segment: layer.store.encoding_of(segment) is not None)  # as they are copied
         blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
