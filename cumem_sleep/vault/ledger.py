@@ -365,6 +365,11 @@ class Ledger:
         """For segments of one GPU."""
         return self._held_where(lambda hold: hold.gpu == gpu)
 
+    def owners(self, owner: Hashable, numbers: Iterable[int]) -> list[int]:
+        """How many owners share each of these entries; 0 where the owner has no such hold, or not any more."""
+        holds = [self._holds.get(number) for number in numbers]
+        return [len(hold.entry.owners) if hold and hold.owner == owner else 0 for hold in holds]
+
     def who_holds(self, names: Mapping[Hashable, str]) -> str:
         """Those of these owners that hold most, in words."""
         held = sorted(((self.held_by(owner), name) for owner, name in names.items()), key=lambda each: -each[0].needed)

@@ -210,6 +210,9 @@ class Service:
         self._memory_came_back()
         return {"gone": gone}
 
+    def _owners(self, asked: _Request) -> _Answer:
+        return {"owners": self._pool.ledger.owners(asked.session, integers(asked.body, "numbers"))}
+
     def _release(self, asked: _Request) -> _Answer:
         self._pool.ledger.release(asked.session, integers(asked.body, "numbers"))
         asked.session.known_slabs -= set(integers(asked.body, "slabs"))  # which it has closed
@@ -438,6 +441,7 @@ _REQUESTS: Mapping[str, Callable[[Service, _Request], _Answer | None]] = {
     "find": Service._find,
     "seal": Service._seal,
     "mark": Service._mark,
+    "owners": Service._owners,
     "release": Service._release,
     "copy": Service._copy,
     "forget": Service._take_back,
