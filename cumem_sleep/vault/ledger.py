@@ -357,9 +357,9 @@ class Ledger:
         """By all owners together; each entry counts once."""
         return _sum((entry, entry.needed) for entry in self._entries)
 
-    def held_by(self, owner: Hashable) -> Held:
-        """By one owner, others that share it or not."""
-        return self._held_where(lambda hold: hold.owner == owner)
+    def held_by(self, owner: Hashable, gpu: str | None = None) -> Held:
+        """By one owner, others that share it or not; for segments of one GPU, or of all."""
+        return self._held_where(lambda hold: hold.owner == owner and gpu in (None, hold.gpu))
 
     def held_for(self, gpu: str) -> Held:
         """For segments of one GPU."""
