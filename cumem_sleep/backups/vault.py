@@ -455,6 +455,24 @@ def _suppress_all_but_loss() -> Iterator[None]:
 
 def _process_name() -> str:
     try:
-        return Path("/proc/self/comm").read_text().strip()
+        return name_of(Path("/proc/self/cmdline").read_text(errors="replace").rstrip("\0").split("\0"))
     except OSError:
         return "python"
+
+
+def name_of(command: Sequence[str]) -> str:
+    """What people call a process with this command line: the title that it gave itself (vLLM's workers do), its script
+    or module, or its program.
+    """
+    program = Path(command[0]).name
+    arguments = iter(command[1:] if program.startswith("python") else ())
+    for argument in arguments:
+        if argument == "-m":
+            return next(arguments, program)
+        if argument in ("-W", "-X"):
+            next(arguments, None)
+        elif argument.startswith("-c"):
+            break
+        elif not argument.startswith("-"):
+            return Path(argument).name
+    return program

@@ -111,6 +111,7 @@ def check_figures(vault: RunningVault, *workers: WorkerProcess) -> None:
         client = by_pid[pid]
         assert host_bytes == vault_bytes == client["asleep_bytes"] + client["awake_bytes"]
         assert shared_bytes == client["shared_bytes"]
+    assert {client["name"] for client in status["clients"]} == {"worker.py"}
     in_all = status["asleep_bytes"] + status["awake_bytes"]
     assert sum(vault_bytes for _, vault_bytes, _ in held.values()) == in_all + status["saved_bytes"]
     assert in_all + status["free_bytes"] == status["pinned_bytes"]
