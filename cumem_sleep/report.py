@@ -63,7 +63,7 @@ class SleepReport:
         freed_bytes: device memory that was given back.
         copied_bytes: backed up by copying to host memory in this call.
         clean_bytes: backed up already and unchanged since: not copied.
-        found_bytes: of these, what the vault had of another process: this one had not backed it up before.
+        found_bytes: of these, what lay in the vault already, as a rule of another process, and was not backed up here.
         dropped_bytes: given back without a backup; the bytes are gone.
         stored_bytes: what the copied bytes take in host memory: less, where they are compressed.
         left_bytes: what is still in use afterwards on the devices that it concerned, by this process (the CUDA context,

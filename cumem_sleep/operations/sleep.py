@@ -63,7 +63,7 @@ def sleep(layer: Layer, tags: set[str] | None, is_dropped: IsDropped, operation:
         copied_bytes=copied_bytes,
         stored_bytes=layer.store.stored_bytes(copied),
         clean_bytes=total_bytes(backed_up) - copied_bytes,
-        found_bytes=total_bytes(segment for segment in backing_up.found if segment not in copied),
+        found_bytes=total_bytes(backing_up.found.values()),
         dropped_bytes=total_bytes(dropped),
         left_bytes=_left_on_devices(segments),
         seconds=timer.seconds,
@@ -82,7 +82,7 @@ class _BackingUp:
         dropped: whose memory may be borrowed by the codec, where the device has none left.
 
     Attributes:
-        found: whose bytes another process had backed up, so far.
+        found: by their ids, those whose bytes lay in the tier already, so far; they do not change again.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class _BackingUp:
         self._lenders = dropped
         self._digests = digests
         self._timer = timer
-        self.found: list[_core.Segment] = []
+        self.found: dict[int, _core.Segment] = {}
         self._changed: set[int] = set()  # ids of what was found to have changed so far
 
     def run(self) -> list[_core.Segment]:
@@ -173,7 +173,7 @@ class _BackingUp:
         _core.stop_if_asked()
         self._digests.take(segments)
         taken = self._digests.taken
-        self.found += self._store.adopt(segments, taken)
+        self.found.update((segment.id, segment) for segment in self._store.adopt(segments, taken))
         changed = [segment for segment in segments if not self._store.is_clean(segment, taken.get(segment.id))]
         self._changed.update(segment.id for segment in changed)
         return changed

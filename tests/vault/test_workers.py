@@ -213,6 +213,23 @@ class TestRanks:
             assert worker.end()["verified_bytes"] == PAGES * PAGE
             assert worker.call("is_right")
 
+    def test_two_models_on_one_gpu_sleep_and_wake_at_once(
+        self, own_vault: RunningVault, start_worker: StartWorker
+    ) -> None:
+        models = [start_worker(seed=seed, pages=PAGES * (seed + 1)) for seed in range(2)]
+        for _ in range(3):
+            for model in models:
+                model.begin("fall_asleep")
+            for number, model in enumerate(models):
+                assert model.end()["freed_bytes"] == (PAGES * (number + 1) + 1) * PAGE
+            check_figures(own_vault, *models)
+            for model in models:
+                model.begin("wake_up")
+            for model in models:
+                model.end()
+                assert model.call("is_right")
+        assert copied_out(own_vault) == 3 * PAGES * PAGE, "later sleeps copy nothing"
+
     def test_one_rank_dies_and_the_others_keep_theirs(self, own_vault: RunningVault, start_worker: StartWorker) -> None:
         first, second = start_worker(), start_worker()
         first.call("fall_asleep")

@@ -72,7 +72,9 @@ class Worker:
         self._memory.close()
 
     def is_right(self) -> bool:
-        return self._memory.read(self._weights, len(self._content), self._device) == self._content
+        content = self._memory.read(self._weights, len(self._content), self._device)
+        self._memory.close()
+        return content == self._content
 
     def pinned_bytes(self) -> int:
         """By this process, for backups."""
