@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     )
     from .integrations.cupy import cupy_allocator
     from .operations.prepare import Preparation
-    from .report import OperationTotals, SleepReport, TagUsage, WakeReport
+    from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
     from .settings import Settings
 
 __all__ = [
     "BackupMismatch",
+    "BackupPlace",
     "CodecError",
     "CuMemAllocator",
     "CumemSleepError",
@@ -62,7 +63,7 @@ _MODULES = {
     "allocator": ("CuMemAllocator",),
     "integrations.cupy": ("cupy_allocator",),
     "operations.prepare": ("Preparation",),
-    "report": ("OperationTotals", "SleepReport", "TagUsage", "WakeReport"),
+    "report": ("BackupPlace", "OperationTotals", "SleepReport", "TagUsage", "WakeReport"),
     "settings": ("Settings",),
 }
 _DEFINED_IN = {name: module for module, names in _MODULES.items() for name in names}

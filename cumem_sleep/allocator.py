@@ -10,14 +10,16 @@ import atexit
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import ClassVar, TypeVar
 
 from . import _core, log
 from .backups.store import BackupStore
+from .backups.tier import Held
 from .codec.compressor import Compressor
 from .digest.device import DeviceDigester
 from .driver import open_driver
@@ -37,7 +39,7 @@ from .operations.layer import Layer
 from .operations.prepare import Preparation
 from .operations.sleep import sleep
 from .operations.wake import asleep, wake, wanting
-from .report import OperationTotals, SleepReport, TagUsage, WakeReport
+from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
 from .segments import total_bytes
 from .settings import Settings
 from .transfer.restorer import Restorer
@@ -350,17 +352,27 @@ class CuMemAllocator:
         by_tag: dict[str, list[_core.Segment]] = {}
         for segment in _core.segments():
             by_tag.setdefault(segment.tag, []).append(segment)
-        return {
-            tag: TagUsage(
-                segments=len(segments),
-                bytes=sum(segment.bytes for segment in segments),
-                mapped_bytes=sum(segment.bytes for segment in segments if segment.has_memory),
-                host_bytes=sum(self._store.host_bytes_of(segment) for segment in segments),
-                asleep_segments=sum(segment.sleep != _Sleep.AWAKE for segment in segments),
-                backed_up_bytes=total_bytes(segment for segment in segments if self._store.get(segment) is not None),
-            )
-            for tag, segments in by_tag.items()
-        }
+        held = self._store.held(chain.from_iterable(by_tag.values()))
+        is_in_vault = bool(held and self._store.place().vault)
+        return {tag: self._usage_of(segments, held, is_in_vault) for tag, segments in by_tag.items()}
+
+    def _usage_of(self, segments: list[_core.Segment], held: Mapping[int, Held], is_in_vault: bool) -> TagUsage:
+        backups = [held[segment.id] for segment in segments if segment.id in held]
+        host_bytes = sum(each.bytes for each in backups)
+        return TagUsage(
+            segments=len(segments),
+            bytes=sum(segment.bytes for segment in segments),
+            mapped_bytes=sum(segment.bytes for segment in segments if segment.has_memory),
+            host_bytes=host_bytes,
+            vault_bytes=host_bytes if is_in_vault else 0,
+            shared_bytes=sum(each.bytes for each in backups if each.is_shared),
+            asleep_segments=sum(segment.sleep != _Sleep.AWAKE for segment in segments),
+            backed_up_bytes=total_bytes(segment for segment in segments if self._store.get(segment) is not None),
+        )
+
+    def backup_place(self) -> BackupPlace:
+        """Where backups lie: in memory of this process, or in which vault."""
+        return self._with_lock_held("backup_place", self._store.place)
 
     def get_current_usage(self) -> int:
         """Bytes of all segments, mapped or not (vLLM's call)."""
@@ -456,6 +468,8 @@ class CuMemAllocator:
     def _counted(self, work: Callable[[], _Report], operation: str) -> _Report:
         try:
             report = replace(work(), simulated=_core.driver_is_simulated())
+            if not report.note:
+                report = replace(report, place=self._store.place())
         except BaseException:
             totals = self._totals.get(operation, OperationTotals())
             self._totals[operation] = replace(totals, failures=totals.failures + 1)

@@ -38,6 +38,24 @@ def rate_gbps(nbytes: int, seconds: float) -> float:
 
 
 @dataclass(frozen=True)
+class BackupPlace:
+    """Where the backups of this process lie.
+
+    Attributes:
+        vault: the socket of the vault that keeps them; "" if they lie in pinned memory of this process.
+        lost: why that vault cannot be asked any more, or "". This process then reads its backups itself.
+    """
+
+    vault: str = ""
+    lost: str = ""
+
+    def __str__(self) -> str:
+        if not self.vault:
+            return "memory of this process"
+        return f"memory of the vault at {self.vault}, which is lost" if self.lost else f"the vault at {self.vault}"
+
+
+@dataclass(frozen=True)
 class SleepReport:
     """What one sleep did. Bytes are whole segments; seconds are wall clock.
 
@@ -45,6 +63,7 @@ class SleepReport:
         freed_bytes: device memory that was given back.
         copied_bytes: backed up by copying to host memory in this call.
         clean_bytes: backed up already and unchanged since: not copied.
+        found_bytes: of these, what lay in the vault already, as a rule of another process, and was not backed up here.
         dropped_bytes: given back without a backup; the bytes are gone.
         stored_bytes: what the copied bytes take in host memory: less, where they are compressed.
         left_bytes: what is still in use afterwards on the devices that it concerned, by this process (the CUDA context,
@@ -54,11 +73,13 @@ class SleepReport:
         note: why nothing was done, where nothing was.
         simulated: on the simulated driver: the seconds mean nothing.
         operation: `sleep`, or `discard`.
+        place: where backups lie.
     """
 
     freed_bytes: int = 0
     copied_bytes: int = 0
     clean_bytes: int = 0
+    found_bytes: int = 0
     dropped_bytes: int = 0
     stored_bytes: int = 0
     left_bytes: int = 0
@@ -67,18 +88,21 @@ class SleepReport:
     note: str = ""
     simulated: bool = False
     operation: str = "sleep"
+    place: BackupPlace = BackupPlace()
 
     def __str__(self) -> str:
         if self.note:
             return f"{_prefix(self.simulated)}{self.operation}: {self.note}"
         copy_s = self.phases.get("copy", 0.0)
         rate = f" at {rate_gbps(self.copied_bytes, copy_s):.1f} GB/s" if self.copied_bytes else ""
+        found = f", of which {format_bytes(self.found_bytes)} found in the vault" if self.found_bytes else ""
         left = f", {format_bytes(self.left_bytes)} left on the GPU" if self.left_bytes else ""
         return (
             f"{_prefix(self.simulated)}{self.operation}: freed {format_bytes(self.freed_bytes)} in {self.seconds:.3f} s"
             f" (copied {format_bytes(self.copied_bytes)}{rate}{_stored('as', self.stored_bytes, self.copied_bytes)},"
-            f" unchanged {format_bytes(self.clean_bytes)},"
-            f" dropped {format_bytes(self.dropped_bytes)}){left}{_phases(self.phases)}"
+            f" unchanged {format_bytes(self.clean_bytes)}{found},"
+            f" dropped {format_bytes(self.dropped_bytes)})"
+            f"{_in(self.place, self.copied_bytes + self.clean_bytes)}{left}{_phases(self.phases)}"
         )
 
 
@@ -97,6 +121,7 @@ class WakeReport:
         note: why nothing was done, where nothing was.
         simulated: on the simulated driver: the seconds mean nothing.
         operation: `wake`.
+        place: where backups lie.
     """
 
     mapped_bytes: int = 0
@@ -108,6 +133,7 @@ class WakeReport:
     note: str = ""
     simulated: bool = False
     operation: str = "wake"
+    place: BackupPlace = BackupPlace()
 
     def __str__(self) -> str:
         if self.note:
@@ -121,7 +147,7 @@ class WakeReport:
             f"{_prefix(self.simulated)}wake: mapped {format_bytes(self.mapped_bytes)} in {self.seconds:.3f} s"
             f" (restored {format_bytes(self.restored_bytes)}{rate}"
             f"{_stored('from', self.stored_bytes, self.restored_bytes)}, verified {format_bytes(self.verified_bytes)})"
-            f"{_phases(self.phases)}"
+            f"{_in(self.place, self.restored_bytes)}{_phases(self.phases)}"
         )
 
 
@@ -133,7 +159,9 @@ class TagUsage:
         segments: how many there are.
         bytes: their size in all, mapped or not.
         mapped_bytes: of these, with physical device memory under them.
-        host_bytes: pinned host memory held by their backups; less than what they back up, if they are compressed.
+        host_bytes: host memory held by their backups; less than what they back up, if they are compressed.
+        vault_bytes: of these, what the vault holds; the rest is pinned by this process.
+        shared_bytes: of these, what other processes share; each of them counts it. 0 while no vault answers.
         asleep_segments: how many sleep.
         backed_up_bytes: their bytes that have a complete backup, awake or asleep (`prepare` makes this grow).
     """
@@ -142,6 +170,8 @@ class TagUsage:
     bytes: int = 0
     mapped_bytes: int = 0
     host_bytes: int = 0
+    vault_bytes: int = 0
+    shared_bytes: int = 0
     asleep_segments: int = 0
     backed_up_bytes: int = 0
 
@@ -155,8 +185,8 @@ class OperationTotals:
         failures: how many raised, and left everything as it was.
         seconds: of those that succeeded.
         phases: their seconds by phase.
-        bytes: what became of the memory: `freed`, `copied`, `clean`, `dropped` or `mapped`, `restored`, `verified`; and
-            `stored`, what those copied or restored take in host memory.
+        bytes: what became of the memory: `freed`, `copied`, `clean`, `found`, `dropped` or `mapped`, `restored`,
+            `verified`; and `stored`, what those copied or restored take in host memory.
     """
 
     count: int = 0
@@ -168,7 +198,7 @@ class OperationTotals:
     def plus(self, report: SleepReport | WakeReport) -> OperationTotals:
         """These totals and one more report."""
         names = (
-            ("freed", "copied", "clean", "dropped", "stored")
+            ("freed", "copied", "clean", "found", "dropped", "stored")
             if isinstance(report, SleepReport)
             else ("mapped", "restored", "verified", "stored")
         )
@@ -192,6 +222,10 @@ def _stored(preposition: str, stored_bytes: int, nbytes: int) -> str:
     if not 0 < stored_bytes < nbytes:
         return ""
     return f" {preposition} {format_bytes(stored_bytes)}, {stored_bytes / nbytes:.3f} of it"
+
+
+def _in(place: BackupPlace, nbytes: int) -> str:
+    return f", backups in {place}" if place.vault and nbytes else ""
 
 
 def _phases(phases: Mapping[str, float]) -> str:

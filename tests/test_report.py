@@ -10,6 +10,7 @@ import pytest
 
 from cumem_sleep import (
     BackupMismatch,
+    BackupPlace,
     CumemSleepError,
     DriverError,
     InvalidArgument,
@@ -67,6 +68,21 @@ WAKE = WakeReport(
             dataclasses.replace(WAKE, stored_bytes=33 * 10**9),
             "wake: mapped 61.00 GiB in 1.200 s (restored 51.22 GiB at 55.0 GB/s from 30.73 GiB, 0.600 of it,"
             " verified 1.00 GiB); copy 1.000 s, map 0.100 s, verify 0.015 s",
+        ),
+        (
+            dataclasses.replace(SLEEP, found_bytes=GIB, place=BackupPlace("/run/v.sock")),
+            "sleep: freed 61.00 GiB in 1.250 s (copied 46.57 GiB at 50.0 GB/s, unchanged 1.00 GiB, of which 1.00 GiB"
+            " found in the vault, dropped 2.00 GiB), backups in the vault at /run/v.sock, 1.00 GiB left on the GPU;"
+            " quiesce 0.001 s, copy 1.000 s, release 0.200 s",
+        ),
+        (
+            dataclasses.replace(WAKE, place=BackupPlace("/run/v.sock", "it has ended")),
+            "wake: mapped 61.00 GiB in 1.200 s (restored 51.22 GiB at 55.0 GB/s, verified 1.00 GiB), backups in memory"
+            " of the vault at /run/v.sock, which is lost; copy 1.000 s, map 0.100 s, verify 0.015 s",
+        ),
+        (
+            SleepReport(dropped_bytes=GIB, place=BackupPlace("/run/v.sock")),
+            "sleep: freed 0 B in 0.000 s (copied 0 B, unchanged 0 B, dropped 1.00 GiB)",
         ),
         (SleepReport(), "sleep: freed 0 B in 0.000 s (copied 0 B, unchanged 0 B, dropped 0 B)"),
         (WakeReport(), "wake: mapped 0 B in 0.000 s (restored 0 B, verified 0 B)"),

@@ -15,10 +15,11 @@ import numpy.typing as npt
 from .. import _core
 from ..errors import InvalidState
 from ..extents import Extent
+from ..report import BackupPlace
 from ..settings import Settings
 from ..tuning import Tuning
 from . import limits
-from .tier import Content, Stored, Tier, Turn, Wanted
+from .tier import Content, Held, Stored, Tier, Turn, Wanted
 
 _MOST_PREFAULT_THREADS = 16
 
@@ -44,6 +45,12 @@ class HostTier(Tier):
         self._unpinned = WeakValueDictionary({id(block): block for block in unpinned})
         promised = sum(block.bytes for block in unpinned)
         return limits.of_this_process(self._settings.host_budget_bytes, held_bytes, promised, needed_bytes)
+
+    def place(self) -> BackupPlace:  # noqa: D102
+        return BackupPlace()
+
+    def held(self, backups: Sequence[Sequence[Extent]]) -> list[Held]:  # noqa: D102
+        return [Held(sum(extent.bytes for extent in extents)) for extents in backups]
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[tuple[Extent, ...]]:  # noqa: D102
         reserved: list[tuple[_core.HostBlock, ...]] = []

@@ -15,13 +15,14 @@ from ..codec.exponent import least_bytes
 from ..digest.reference import Digest
 from ..errors import InvalidState
 from ..extents import Extent, Piece, Transfers
+from ..report import BackupPlace
 from ..segments import total_bytes
 from ..settings import Settings
 from ..tuning import Tuning
 from .backup import Backup, extent_sizes
 from .filling import Filling
 from .limits import HostLimit, missing_bytes
-from .tier import Content, Stored, Tier, Wanted
+from .tier import Content, Held, Stored, Tier, Wanted
 from .tiers import open_tier
 
 _Sleep = _core.Segment.Sleep
@@ -56,6 +57,16 @@ class BackupStore:
         """What `segment`'s backup, complete or not, holds of the tier's memory."""
         backup = self._backups.get(segment.id)
         return backup.bytes if backup else 0
+
+    def place(self) -> BackupPlace:
+        """Where backups lie."""
+        return self._tier.place()
+
+    def held(self, segments: Iterable[_core.Segment]) -> dict[int, Held]:
+        """What the backups of `segments` take of the host's memory, by the segments' ids."""
+        backups = [backup for segment in segments if (backup := self._backups.get(segment.id))]
+        held = self._tier.held([backup.extents for backup in backups])
+        return {backup.segment.id: each for backup, each in zip(backups, held, strict=True)}
 
     def is_clean(self, segment: _core.Segment, digest: Digest | None) -> bool:
         """Whether the complete backup of `segment` is of bytes with this digest."""
@@ -176,12 +187,13 @@ class BackupStore:
         """The backups of `segments` are needed from here on, until `prune`; those that were evicted are forgotten."""
         self._mark([backup for segment in segments if (backup := self.get(segment))], needed=True)
 
-    def adopt(self, segments: Iterable[_core.Segment], digests: Mapping[int, Digest]) -> None:
-        """Where the tier holds what the bytes of `segments` are now, that becomes their backup.
+    def adopt(self, segments: Iterable[_core.Segment], digests: Mapping[int, Digest]) -> list[_core.Segment]:
+        """Where the tier holds what the bytes of `segments` are now, that becomes their backup; returns these.
 
         Args:
             digests: of the bytes, by the segments' ids, as far as any were taken.
         """
+        adopted: list[_core.Segment] = []
         lacking = [s for s in segments if s.id in digests and not self.is_clean(s, digests[s.id])]
         contents = [Content(segment.device, digests[segment.id], segment.bytes) for segment in lacking]
         for segment, content, found in zip(lacking, contents, self._tier.find(contents), strict=True):
@@ -192,6 +204,8 @@ class BackupStore:
             backup = Backup(segment, found)
             backup.prove(content.digest)
             self._put_in(backup)
+            adopted.append(segment)
+        return adopted
 
     # Writing
 

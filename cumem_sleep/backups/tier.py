@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..digest.reference import Digest
 from ..extents import Extent, Transfers
+from ..report import BackupPlace
 from .limits import HostLimit
 
 # Holds the allocator's lock if it is free, and gives whether it was.
@@ -45,6 +46,13 @@ class Stored:
     is_encoded: bool
 
 
+class Held(NamedTuple):
+    """What a backup takes of the host's memory, and whether other processes share that (as far as one can know)."""
+
+    bytes: int = 0
+    is_shared: bool = False
+
+
 class Tier(Protocol):
     """A place for extents. Not thread safe: the allocator's lock guards it."""
 
@@ -58,6 +66,12 @@ class Tier(Protocol):
         Args:
             held_bytes: what the caller's extents hold, those that have yet to be released included.
         """
+
+    def place(self) -> BackupPlace:
+        """Where extents lie, as far as that is known without asking anybody."""
+
+    def held(self, backups: Sequence[Sequence[Extent]]) -> list[Held]:
+        """What each of these backups takes of the host's memory; what several of them share counts once."""
 
     def extent_bytes(self, *, beside_work: bool) -> int:
         """The most that an extent is to have, so that taking it does not keep others waiting.

@@ -20,11 +20,14 @@ import numpy.typing as npt
 from .. import _core, log
 from ..errors import CumemSleepError, VaultLost, VaultUnavailable
 from ..extents import Extent
+from ..report import BackupPlace
 from ..settings import Settings
+from ..vault import ledger as vault_ledger
+from ..vault import protocol
 from ..vault.client import Backup, Lent, Range, Sealed, Shown, SlabTable, VaultClient
 from ..vault.ledger import Key
 from . import limits
-from .tier import Content, Stored, Tier, Wanted
+from .tier import Content, Held, Stored, Tier, Wanted
 
 _ENOUGH_BYTES = 1 << 62  # the vault finds room in its slabs
 
@@ -83,6 +86,30 @@ class VaultTier(Tier):
     def limits(self, held_bytes: int, needed_bytes: int | None = None) -> list[limits.HostLimit]:  # noqa: ARG002, D102
         budget = self._settings.host_budget_bytes
         return [limits.HostLimit("budget", None if budget is None else max(0, budget - held_bytes))]
+
+    def place(self) -> BackupPlace:  # noqa: D102
+        if self._client is None:
+            return BackupPlace(str(self._path or protocol.default_socket()))
+        return BackupPlace(str(self._client.path), str(self._client.lost or ""))
+
+    def held(self, backups: Sequence[Sequence[Extent]]) -> list[Held]:  # noqa: D102
+        counted: set[tuple[int, tuple[vault_ledger.Extent, ...]]] = set()
+        owners = self._owners([extent for extents in backups for extent in _mine(extents)])
+        held = []
+        for extents in backups:
+            places = {(id(extent.slabs), extent.backup.extents) for extent in _mine(extents)} - counted
+            counted |= places
+            nbytes = sum(there.nbytes for _, ranges in places for there in ranges)
+            held.append(Held(nbytes, any(owners.get(extent.backup, 0) > 1 for extent in _mine(extents))))
+        return held
+
+    def _owners(self, extents: Sequence[VaultExtent]) -> dict[Backup, int]:
+        """How many processes share each of these, of those that the vault keeps that there is now."""
+        client = self._client
+        if client is None:
+            return {}
+        known = [extent.backup for extent in extents if extent.slabs is client.slabs]
+        return dict(zip(known, client.owners(known) if known else [], strict=True))
 
     def extent_bytes(self, *, beside_work: bool) -> int:  # noqa: ARG002, D102
         return _ENOUGH_BYTES
@@ -428,6 +455,24 @@ def _suppress_all_but_loss() -> Iterator[None]:
 
 def _process_name() -> str:
     try:
-        return Path("/proc/self/comm").read_text().strip()
+        return name_of(Path("/proc/self/cmdline").read_text(errors="replace").rstrip("\0").split("\0"))
     except OSError:
         return "python"
+
+
+def name_of(command: Sequence[str]) -> str:
+    """What people call a process with this command line: the title that it gave itself (vLLM's workers do), its script
+    or module, or its program.
+    """
+    program = Path(command[0]).name
+    arguments = iter(command[1:] if program.startswith("python") else ())
+    for argument in arguments:
+        if argument == "-m":
+            return next(arguments, program)
+        if argument in ("-W", "-X"):
+            next(arguments, None)
+        elif argument.startswith("-c"):
+            break
+        elif not argument.startswith("-"):
+            return Path(argument).name
+    return program

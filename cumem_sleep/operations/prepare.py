@@ -108,7 +108,7 @@ class Preparation:
                 return
             digests.start([segment])
             before = digests.finish()[segment.id]
-            if self._store.is_clean(segment, before):
+            if self._store.is_clean(segment, before) or self._store.adopt([segment], {segment.id: before}):
                 return
             encodings = self._plan(segment)
             if encodings is None:

@@ -49,7 +49,8 @@ def sleep(layer: Layer, tags: set[str] | None, is_dropped: IsDropped, operation:
         layer.store.claim(backed_up)
         with layer.digester.run(backed_up) as run:
             digests = _Digests(backed_up if _digests_are_compared(layer) else [], run, layer.tuning.idle_s)
-            copied = _BackingUp(layer, backed_up, dropped, digests, timer).run()
+            backing_up = _BackingUp(layer, backed_up, dropped, digests, timer)
+            copied = backing_up.run()
             with timer("check"):
                 if copied:
                     _check_unchanged(layer, backed_up, copied, digests)
@@ -62,6 +63,7 @@ def sleep(layer: Layer, tags: set[str] | None, is_dropped: IsDropped, operation:
         copied_bytes=copied_bytes,
         stored_bytes=layer.store.stored_bytes(copied),
         clean_bytes=total_bytes(backed_up) - copied_bytes,
+        found_bytes=total_bytes(backing_up.found.values()),
         dropped_bytes=total_bytes(dropped),
         left_bytes=_left_on_devices(segments),
         seconds=timer.seconds,
@@ -78,6 +80,9 @@ class _BackingUp:
 
     Args:
         dropped: whose memory may be borrowed by the codec, where the device has none left.
+
+    Attributes:
+        found: by their ids, those whose bytes lay in the tier already, so far; they do not change again.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class _BackingUp:
         self._lenders = dropped
         self._digests = digests
         self._timer = timer
+        self.found: dict[int, _core.Segment] = {}
         self._changed: set[int] = set()  # ids of what was found to have changed so far
 
     def run(self) -> list[_core.Segment]:
@@ -167,7 +173,7 @@ class _BackingUp:
         _core.stop_if_asked()
         self._digests.take(segments)
         taken = self._digests.taken
-        self._store.adopt(segments, taken)
+        self.found.update((segment.id, segment) for segment in self._store.adopt(segments, taken))
         changed = [segment for segment in segments if not self._store.is_clean(segment, taken.get(segment.id))]
         self._changed.update(segment.id for segment in changed)
         return changed

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -18,13 +18,14 @@ from rich.table import Table
 
 from ..backups import limits
 from ..driver import open_driver
-from ..errors import format_bytes
+from ..errors import counted, format_bytes
 from ..settings import Settings
 from ..vault import protocol
 from ..vault.address import Address
 from ..vault.client import VaultClient
 from ..vault.pool import DEFAULT_SLAB_BYTES, Host
 from ..vault.server import Vault, visible_gpus
+from .vault_metrics import MetricsServer, prometheus
 
 _MOST_THREADS = 16  # that touch memory: more of them do not touch it faster
 
@@ -39,6 +40,7 @@ EPILOG = """\
 examples:
   cumem-sleep vault --memory 200GiB
   cumem-sleep vault --memory 64GiB --gpus 0 1 --socket /run/models/vault.sock
+  cumem-sleep vault --memory 200GiB --metrics 9400
   cumem-sleep vault status
   cumem-sleep vault status --json | jq '.clients[].asleep_bytes'
   cumem-sleep vault status --prometheus"""
@@ -68,6 +70,8 @@ def add_command(
     command.add_argument("--gpus", nargs="+", default=[], metavar="GPU", help=text)
     text = f"take memory in slabs of this size (default: {format_bytes(DEFAULT_SLAB_BYTES)}, or more with much memory)"
     command.add_argument("--slab-size", type=size, metavar="SIZE", help=text)
+    text = "serve Prometheus metrics at http://HOST:PORT/metrics (HOST by default 127.0.0.1; port 0: any that is free)"
+    command.add_argument("--metrics", type=_address, metavar="[HOST:]PORT", help=text)
     text = "when it is told to end while others sleep: hand-over (default): end; they wake from its memory themselves,"
     text += " and the next vault adopts it. wait: end when they have woken; a second signal ends it"
     command.add_argument("--at-exit", choices=("hand-over", "wait"), default="hand-over", help=text)
@@ -100,25 +104,48 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     open_driver(Settings.from_environment().driver)
     gpus = visible_gpus(options.gpus)
     threads = min(_MOST_THREADS, max(1, limits.usable_cores() * 3 // 4))
-    address = Address(options.socket or protocol.default_socket())
-    try:
-        vault = Vault(address, options.memory, gpus, Host(room_bytes, threads, tell), options.slab_size)
-    except BaseException:
-        address.close()
-        raise
+    path = options.socket or protocol.default_socket()
+    with _metrics(options.metrics, path) as metrics:
+        address = Address(path)
+        try:
+            vault = Vault(address, options.memory, gpus, Host(room_bytes, threads, tell), options.slab_size)
+        except BaseException:
+            address.close()
+            raise
+        _end_at_signals(vault, wait=options.at_exit == "wait")
+        names = ", ".join(f"{gpu.name} {gpu.uuid}" for gpu in gpus)
+        tell(f"listens at {address.path}; takes {format_bytes(vault.memory_bytes)}; serves {names}")
+        if metrics is not None:
+            tell(f"metrics at {metrics.url}")
+        _notify_systemd("READY=1")
+        vault.run()
+    tell("ends")
+
+
+def _end_at_signals(vault: Vault, wait: bool) -> None:
+    """At the first one wait for sleepers, if that is wanted; not at the second one."""
+    stopped: list[int] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        vault.stop(wait=options.at_exit == "wait" and not stopped)
+        vault.stop(wait=wait and not stopped)
         stopped.append(number)
 
-    stopped: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    names = ", ".join(f"{gpu.name} {gpu.uuid}" for gpu in gpus)
-    tell(f"listens at {address.path}; takes {format_bytes(vault.memory_bytes)}; serves {names}")
-    _notify_systemd("READY=1")
-    vault.run()
-    tell("ends")
+
+
+def _metrics(at: tuple[str, int] | None, path: Path) -> AbstractContextManager[MetricsServer | None]:
+    """The server of metrics, if one is wanted. Raises VaultError: somebody else has that port."""
+    return nullcontext() if at is None else MetricsServer(*at, lambda: _look(path).prometheus())
+
+
+def _address(text: str) -> tuple[str, int]:
+    """`9400` or `0.0.0.0:9400` or `[::1]:9400`."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if colon else "127.0.0.1"
+    if not (host and port.isdecimal() and port.isascii() and int(port) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"{text!r}: a port from 0 to 65535 is allowed, as 9400 or 0.0.0.0:9400")
+    return host, int(port)
 
 
 def _write_to_nobody() -> None:
@@ -170,17 +197,20 @@ class Status:
     def tables(self) -> list[Table]:
         """Memory, GPUs, clients."""
         memory = _table("memory", "")
-        for name in ("asleep", "awake", "free", "shared", "saved", "evicted"):
+        for name in ("asleep", "awake", "free", "left", "shared", "saved", "evicted"):
             memory.add_row(name, format_bytes(self.facts[f"{name}_bytes"]))
-        gpus = _table("GPU", "asleep", "awake", "out", "in")
+        for name, noun in (("waiting", "request"), ("refused", "request"), ("cut_off", "client")):
+            if self.facts[name]:
+                memory.add_row(name.replace("_", " "), counted(self.facts[name], noun))
+        gpus = _table("GPU", "asleep", "awake", "shared", "last out", "last in")
         for gpu in self.facts["gpus"]:
-            rates = [_rate(gpu[f"copied_{way}_bytes"], gpu[f"{way}_gbps"]) for way in ("out", "in")]
-            name = f"{gpu['name']} {gpu['uuid']}"
-            gpus.add_row(name, format_bytes(gpu["asleep_bytes"]), format_bytes(gpu["awake_bytes"]), *rates)
-        clients = _table("client", "asleep", "awake", "shared")
+            rates = [_rate(gpu[f"last_{way}_gbps"]) for way in ("out", "in")]
+            gpus.add_row(f"{gpu['ordinal']}: {gpu['name']} {gpu['uuid']}", *_held(gpu), *rates)
+        clients = _table("client", "asleep", "awake", "shared", "GPUs")
+        ordinals = {gpu["uuid"]: str(gpu["ordinal"]) for gpu in self.facts["gpus"]}
         for client in self.facts["clients"]:
-            held = [format_bytes(client[f"{name}_bytes"]) for name in ("asleep", "awake", "shared")]
-            clients.add_row(f"{client['name']} (pid {client['pid'] or 'unknown'})", *held)
+            name = f"{client['name']} (pid {client['pid'] or 'unknown'})"
+            clients.add_row(name, *_held(client), " ".join(ordinals[gpu["uuid"]] for gpu in client["gpus"]))
         return [memory, gpus, clients]
 
     def conclusion(self) -> str:
@@ -189,20 +219,8 @@ class Status:
         return f"it cannot take more memory now: {short}" if short else ""
 
     def prometheus(self) -> str:
-        """As Prometheus reads it (text format 0.0.4)."""
-        lines: list[str] = []
-        for name, kind, text in _METRICS:
-            value = self.facts[name]
-            lines += _metric(f"cumem_sleep_vault_{name}", kind, text, [({}, value)])
-        for name, kind, text in _GPU_METRICS:
-            samples = [({"gpu": gpu["uuid"]}, gpu[name]) for gpu in self.facts["gpus"]]
-            lines += _metric(f"cumem_sleep_vault_gpu_{name}", kind, text, samples)
-        clients = self.facts["clients"]
-        lines += _metric("cumem_sleep_vault_clients", "gauge", "clients that are connected", [({}, len(clients))])
-        for name, kind, text in _CLIENT_METRICS:
-            samples = [({"pid": str(each["pid"]), "name": each["name"]}, each[name]) for each in clients]
-            lines += _metric(f"cumem_sleep_vault_client_{name}", kind, text, samples)
-        return "\n".join(lines) + "\n"
+        """For Prometheus."""
+        return prometheus(self.facts)
 
 
 def status(options: argparse.Namespace) -> Status:
@@ -211,61 +229,28 @@ def status(options: argparse.Namespace) -> Status:
     Raises:
         VaultUnavailable: none answers there.
     """
-    client = VaultClient(options.socket, "vault status")
+    return _look(options.socket)
+
+
+def _look(path: Path | None) -> Status:
+    client = VaultClient(path, "vault status")
     try:
         return Status(client.status())
     finally:
         client.close()
 
 
-_METRICS = (
-    ("memory_bytes", "gauge", "what the vault may hold"),
-    ("pinned_bytes", "gauge", "what it has taken and pinned"),
-    ("adopted_bytes", "gauge", "what it has adopted from another vault"),
-    ("free_bytes", "gauge", "pinned, and no backup in it"),
-    ("asleep_bytes", "gauge", "backups of segments that sleep"),
-    ("awake_bytes", "gauge", "retained backups of segments that are awake"),
-    ("shared_bytes", "gauge", "backups that several processes share"),
-    ("saved_bytes", "gauge", "what sharing saves"),
-    ("evicted_bytes", "counter", "retained backups that had to go"),
-    ("refused", "counter", "requests that were refused"),
-    ("cut_off", "counter", "clients that were cut off"),
-)
-_GPU_METRICS = (
-    ("asleep_bytes", "gauge", "backups of segments of this GPU that sleep"),
-    ("awake_bytes", "gauge", "retained backups of segments of this GPU that are awake"),
-    ("copied_out_bytes", "counter", "copied from the GPU"),
-    ("copied_in_bytes", "counter", "copied to the GPU"),
-    ("busy_out_s", "counter", "seconds in which copies from the GPU were in flight"),
-    ("busy_in_s", "counter", "seconds in which copies to the GPU were in flight"),
-)
-_CLIENT_METRICS = (
-    ("asleep_bytes", "gauge", "backups of the client's segments that sleep"),
-    ("awake_bytes", "gauge", "retained backups of the client's segments that are awake"),
-    ("shared_bytes", "gauge", "how much of both others have, too"),
-)
-
-
-def _metric(name: str, kind: str, text: str, samples: list[tuple[dict[str, str], Any]]) -> list[str]:
-    name += "_total" if kind == "counter" else ""
-    lines = [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-    for labels, value in samples:
-        said = ",".join(f'{label}="{_escaped(each)}"' for label, each in labels.items())
-        lines.append(f"{name}{{{said}}} {value}" if said else f"{name} {value}")
-    return lines
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
 def _table(first: str, *columns: str) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column(first)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
-def _rate(nbytes: int, gbps: float | None) -> str:
-    return format_bytes(nbytes) + (f", {gbps:.1f} GB/s" if gbps is not None else "")
+def _held(facts: Mapping[str, Any]) -> list[str]:
+    return [format_bytes(facts[f"{name}_bytes"]) for name in ("asleep", "awake", "shared")]
+
+
+def _rate(gbps: float | None) -> str:
+    return "" if gbps is None else f"{gbps:.1f} GB/s"

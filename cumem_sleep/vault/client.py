@@ -21,6 +21,7 @@ from .ledger import Extent, Key
 from .protocol import Channel, Message, Nonsense, OtherVersion
 
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
+_LOOK_S = 1.0  # that somebody waits who only looks
 _RELEASED_AT_ONCE, _SEALED_AT_ONCE = 10_000, 64  # so that a message stays within its bounds
 
 _clients: weakref.WeakSet[VaultClient] = weakref.WeakSet()
@@ -148,7 +149,7 @@ class VaultClient:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._lost: VaultLost | None = None
-        self._last_request = self._last_lent = 0
+        self._last_request = self._last_look = self._last_lent = 0
         self._answers: dict[int, dict[str, Any]] = {}
         self._given_up: dict[int, bool] = {}  # requests that nobody waits for any more: do they hand out backups
         self._unclaimed: list[int] = []  # backups that were handed out to nobody
@@ -242,6 +243,16 @@ class VaultClient:
             for each in evicted:
                 self._leave(each)
             return evicted
+
+    def owners(self, backups: Sequence[Backup]) -> list[int]:
+        """How many processes share each of these; 0 if it was evicted, or for all if the vault does not answer at once.
+
+        A mere look: a vault that is silent is not lost for that.
+        """
+        with self._turn():
+            facts = self._look("owners", numbers=[each.number for each in backups])
+            owners: list[int] = facts["owners"] if facts else [0] * len(backups)
+            return owners
 
     def release(self, backups: Sequence[Backup]) -> None:
         """Give these back. Never fails for a vault that is gone: then they are, too."""
@@ -357,6 +368,30 @@ class VaultClient:
             except BaseException:  # of a signal handler: the answer comes later
                 self._given_up[request] = verb in ("reserve", "find", "show")
                 raise
+
+    def _look(self, verb: str, **facts: Any) -> dict[str, Any] | None:
+        """The answer, if it comes at once. No second look is sent before the first was answered: none piles up."""
+        if self._lost is not None:
+            return None
+        request = 0
+        try:
+            self._take_in(self._channel.receive)
+            if self._last_look in self._given_up:
+                return None
+            request = self._last_look = self._begin(verb, **facts)
+            deadline = time.monotonic() + min(_LOOK_S, self.deadline_s)
+            while not self._answers[request]:
+                if not self._channel.wait(deadline):
+                    self._given_up[request] = False
+                    return None
+                self._take_in(self._channel.receive)
+            return self._answer_to(request)
+        except VaultLost:
+            return None
+        except BaseException:  # of a signal handler: the answer comes later
+            if request in self._answers:
+                self._given_up[request] = False
+            raise
 
     def _begin(self, verb: str, descriptors: Sequence[int] = (), **facts: Any) -> int:
         """Send a request; returns its number."""

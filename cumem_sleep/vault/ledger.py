@@ -357,13 +357,18 @@ class Ledger:
         """By all owners together; each entry counts once."""
         return _sum((entry, entry.needed) for entry in self._entries)
 
-    def held_by(self, owner: Hashable) -> Held:
-        """By one owner, others that share it or not."""
-        return self._held_where(lambda hold: hold.owner == owner)
+    def held_by(self, owner: Hashable, gpu: str | None = None) -> Held:
+        """By one owner, others that share it or not; for segments of one GPU, or of all."""
+        return self._held_where(lambda hold: hold.owner == owner and gpu in (None, hold.gpu))
 
     def held_for(self, gpu: str) -> Held:
         """For segments of one GPU."""
         return self._held_where(lambda hold: hold.gpu == gpu)
+
+    def owners(self, owner: Hashable, numbers: Iterable[int]) -> list[int]:
+        """How many owners share each of these entries; 0 where the owner has no such hold, or not any more."""
+        holds = [self._holds.get(number) for number in numbers]
+        return [len(hold.entry.owners) if hold and hold.owner == owner else 0 for hold in holds]
 
     def who_holds(self, names: Mapping[Hashable, str]) -> str:
         """Those of these owners that hold most, in words."""

@@ -15,6 +15,7 @@ from ..errors import VaultError
 from .protocol import close_all
 
 PIECE_BYTES = 64 << 20  # about a millisecond of a link
+_PAUSE_S = 1.0  # without copies: what comes then is another operation's
 _IN_FLIGHT = 4  # pieces: enough for the link never to wait for this thread
 
 
@@ -54,6 +55,22 @@ class Lent:
         self._descriptor = -1
 
 
+class Copied(NamedTuple):
+    """Bytes, and for how long copies of them were in flight."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def gbps(self) -> float | None:
+        """10⁹ bytes per second; None where nothing was copied."""
+        return self.nbytes / self.seconds / 1e9 if self.seconds else None
+
+    def plus(self, nbytes: int, seconds: float) -> Copied:
+        """These and more."""
+        return Copied(self.nbytes + nbytes, self.seconds + seconds)
+
+
 class Piece(NamedTuple):
     """What is copied at once."""
 
@@ -85,14 +102,14 @@ class Link:
     """A thread that copies for all clients between host memory and one GPU, in one direction.
 
     Attributes:
-        copied_bytes: since the start.
-        busy_s: how long copies were in flight.
+        copied: since the start.
+        last: since it had last nothing to do for a second or more.
     """
 
     def __init__(self, device: int, to_host: bool) -> None:
         self.device = device
-        self.copied_bytes = 0
-        self.busy_s = 0.0
+        self.copied = self.last = Copied()
+        self._counted_until = time.monotonic()
         self._to_host = to_host
         self._changed = threading.Condition()
         self._jobs: dict[Hashable, deque[Job]] = {}  # by client; the first is next
@@ -132,7 +149,7 @@ class Link:
                 turn = self._next_turn(wait=not in_flight)
                 if turn is None and not in_flight:
                     return
-                began = time.monotonic()
+                self._go_on()
                 if turn is not None:
                     job, piece = turn
                     if piece is not None and (stream := self._start(job, piece, stack)) is not None:
@@ -140,7 +157,20 @@ class Link:
                     self._end_if_over(job)
                 if in_flight and (turn is None or len(in_flight) == _IN_FLIGHT):
                     self._finish(*in_flight.popleft())
-                self.busy_s += time.monotonic() - began
+                self._count(0)
+
+    def _go_on(self) -> None:
+        """From here on time counts."""
+        now = time.monotonic()
+        if now - self._counted_until > _PAUSE_S:
+            self.last = Copied()
+        self._counted_until = now
+
+    def _count(self, nbytes: int) -> None:
+        """So many bytes more are copied."""
+        now = time.monotonic()
+        seconds, self._counted_until = now - self._counted_until, now
+        self.copied, self.last = self.copied.plus(nbytes, seconds), self.last.plus(nbytes, seconds)
 
     def _next_turn(self, wait: bool) -> tuple[Job, Piece | None] | None:
         """A piece of the next client's first job; None if there is no job, or, if this was to wait, at the end."""
@@ -180,7 +210,7 @@ class Link:
     def _finish(self, stream: _core.CopyStream, job: Job, nbytes: int) -> None:
         try:
             stream.synchronize()
-            self.copied_bytes += nbytes
+            self._count(nbytes)  # before anybody hears of it
             self._idle.append(stream)
         except Exception as error:
             self._fail(job, error)

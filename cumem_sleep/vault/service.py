@@ -16,7 +16,7 @@ from .. import __version__, _core
 from ..errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, OutOfHostMemory, VaultError
 from . import memory, protocol
 from .ledger import Extent, Held, Hold, Key
-from .link import PIECE_BYTES, Job, Lent, Link, Piece
+from .link import PIECE_BYTES, Copied, Job, Lent, Link, Piece
 from .pool import Pool
 from .protocol import Message, Nonsense, boolean, integer, integers, objects, rows, text
 from .session import Session
@@ -210,6 +210,9 @@ class Service:
         self._memory_came_back()
         return {"gone": gone}
 
+    def _owners(self, asked: _Request) -> _Answer:
+        return {"owners": self._pool.ledger.owners(asked.session, integers(asked.body, "numbers"))}
+
     def _release(self, asked: _Request) -> _Answer:
         self._pool.ledger.release(asked.session, integers(asked.body, "numbers"))
         asked.session.known_slabs -= set(integers(asked.body, "slabs"))  # which it has closed
@@ -387,9 +390,8 @@ class Service:
             "adopted_bytes": self._pool.ledger.adopted_bytes,
             "short": self._pool.short,
             "free_bytes": self._pool.ledger.free_bytes,
-            "asleep_bytes": held.needed,
-            "awake_bytes": held.retained,
-            "shared_bytes": held.shared,
+            "left_bytes": self._pool.ledger.available_bytes() + self._pool.bytes_to_come(),
+            **_held(held),
             "saved_bytes": self._pool.ledger.saved_bytes(),
             "evicted_bytes": self._pool.ledger.evicted_bytes,
             "waiting": len(self._waiting),
@@ -407,15 +409,16 @@ class Service:
         held = self._pool.ledger.held_for(gpu.uuid)
         facts: dict[str, Any] = {
             "uuid": gpu.uuid,
+            "ordinal": gpu.ordinal,
             "name": gpu.name,
-            "asleep_bytes": held.needed,
-            "awake_bytes": held.retained,
+            **_held(held),
         }
         for direction, to_host in (("out", True), ("in", False)):
             link = self._links.get((gpu.uuid, to_host))
-            copied, busy_s = (link.copied_bytes, link.busy_s) if link else (0, 0.0)
-            facts |= {f"copied_{direction}_bytes": copied, f"busy_{direction}_s": busy_s}
-            facts[f"{direction}_gbps"] = copied / busy_s / 1e9 if busy_s else None
+            copied, last = (link.copied, link.last) if link else (Copied(), Copied())
+            facts |= {f"copied_{direction}_bytes": copied.nbytes, f"busy_{direction}_s": copied.seconds}
+            facts |= {f"{direction}_gbps": copied.gbps}
+            facts |= {f"last_{direction}_bytes": last.nbytes, f"last_{direction}_gbps": last.gbps}
         return facts
 
     def _client_status(self, session: Session) -> dict[str, Any]:
@@ -424,9 +427,12 @@ class Service:
             "pid": session.pid,
             "name": session.name,
             "connected_s": time.monotonic() - session.since,
-            "asleep_bytes": held.needed,
-            "awake_bytes": held.retained,
-            "shared_bytes": held.shared,
+            **_held(held),
+            "gpus": [
+                {"uuid": uuid, **_held(on_gpu)}
+                for uuid in self._gpus
+                if (on_gpu := self._pool.ledger.held_by(session, uuid)) != Held()
+            ],
             "lent_bytes": sum(lent.nbytes for lent in session.lent.values()),
             "open_requests": session.open_requests,
         }
@@ -438,6 +444,7 @@ _REQUESTS: Mapping[str, Callable[[Service, _Request], _Answer | None]] = {
     "find": Service._find,
     "seal": Service._seal,
     "mark": Service._mark,
+    "owners": Service._owners,
     "release": Service._release,
     "copy": Service._copy,
     "forget": Service._take_back,
@@ -450,6 +457,11 @@ def _described(hold: Hold) -> _Answer:
     """As an answer says it."""
     entry = hold.entry
     return {"number": hold.number, "bytes": entry.nbytes, "extents": list(entry.extents), "note": entry.note}
+
+
+def _held(held: Held) -> dict[str, int]:
+    """As the status says it."""
+    return {"asleep_bytes": held.needed, "awake_bytes": held.retained, "shared_bytes": held.shared}
 
 
 def _key(body: Mapping[str, Any]) -> Key:

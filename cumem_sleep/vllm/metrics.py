@@ -22,6 +22,8 @@ class Usage(TypedDict):
     bytes: int
     mapped_bytes: int
     host_bytes: int
+    vault_bytes: int
+    shared_bytes: int
     asleep_segments: int
     backed_up_bytes: int
 
@@ -36,6 +38,13 @@ class Operation(TypedDict):
     bytes: dict[str, int]
 
 
+class Place(TypedDict):
+    """Where one worker's backups lie, as in `cumem_sleep.BackupPlace`."""
+
+    vault: str
+    lost: str
+
+
 class RankStatus(TypedDict):
     """One worker's answer to `cumem_sleep_status`."""
 
@@ -43,6 +52,7 @@ class RankStatus(TypedDict):
     devices: list[int]
     simulated: bool
     usage: dict[str, Usage]
+    place: Place
     operations: dict[str, Operation]
     device_used_bytes: int
     device_total_bytes: int
@@ -142,12 +152,19 @@ class Collector:
             text = "Device memory in use, by all processes."
             gauge("device_used_bytes", text, worker["device_used_bytes"], rank=rank)
             gauge("device_total_bytes", "Device memory.", worker["device_total_bytes"], rank=rank)
+            if worker["place"]["vault"]:
+                text = "1 while the vault that keeps the backups can be asked, 0 once it is lost."
+                gauge("vault_up", text, 0 if worker["place"]["lost"] else 1, rank=rank)
             for tag, usage in worker["usage"].items():
                 asleep_bytes = usage["bytes"] - usage["mapped_bytes"]
                 text = "Segments' bytes, with device memory under them (mapped) or without (asleep)."
                 gauge("memory_bytes", text, usage["mapped_bytes"], rank=rank, tag=tag, state="mapped")
                 gauge("memory_bytes", text, asleep_bytes, rank=rank, tag=tag, state="asleep")
-                gauge("host_bytes", "Pinned host memory held by backups.", usage["host_bytes"], rank=rank, tag=tag)
+                text = "Host memory held by backups, pinned by the worker or in a vault."
+                gauge("host_bytes", text, usage["host_bytes"], rank=rank, tag=tag)
+                gauge("vault_bytes", "Of these, in the vault.", usage["vault_bytes"], rank=rank, tag=tag)
+                text = "Of these, shared with other processes."
+                gauge("shared_bytes", text, usage["shared_bytes"], rank=rank, tag=tag)
                 text = "Segments' bytes with a complete backup, awake or asleep."
                 gauge("backed_up_bytes", text, usage["backed_up_bytes"], rank=rank, tag=tag)
                 gauge("segments", "Segments.", usage["segments"], rank=rank, tag=tag)

@@ -164,6 +164,7 @@ def cumem_sleep_status(self: Any) -> dict[str, Any]:
         "devices": devices,
         "simulated": allocator.settings.driver == "sim",
         "usage": {tag: asdict(usage) for tag, usage in allocator.usage().items()},
+        "place": asdict(allocator.backup_place()),
         "operations": {operation: asdict(totals) for operation, totals in allocator.totals().items()},
         "device_used_bytes": total_bytes - free_bytes,
         "device_total_bytes": total_bytes,

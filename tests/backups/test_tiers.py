@@ -110,6 +110,15 @@ class TestRoom:
             tier.settle()
             assert tier.unreleased_bytes == 0
 
+    def test_what_is_held_is_counted_backup_by_backup(self, tier: Tier) -> None:
+        reserved = tier.reserve([Wanted(0, [PAGE, 3 * PAGE]), Wanted(0, [PAGE // 2 + 16])])
+        whole, odd = tier.held(reserved)
+        assert whole == (4 * PAGE, False)
+        assert PAGE // 2 + 16 <= odd.bytes <= PAGE // 2 + (64 << 10)
+        assert (tier.place().vault != "") is isinstance(tier, VaultTier)
+        for extents in reserved:
+            tier.release(extents)
+
     def test_an_extent_holds_what_its_limit_says(self, tier: Tier) -> None:
         assert 0 < tier.extent_bytes(beside_work=True) <= tier.extent_bytes(beside_work=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
 import socket
@@ -12,7 +13,7 @@ import pytest
 from running import RunningVault, Segment
 from support import PAGE, run_script
 
-from cumem_sleep import CuMemAllocator
+from cumem_sleep import CuMemAllocator, OutOfHostMemory
 from cumem_sleep.tools import cli
 from cumem_sleep.tools import vault as command
 from cumem_sleep.vault.client import VaultClient
@@ -26,8 +27,10 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 def asleep(vault: RunningVault, client: VaultClient, allocator: CuMemAllocator) -> RunningVault:
     """With two backups, one of them retained, and a client whose name is trouble."""
     mine = Segment(client, allocator.malloc(PAGE, "weights"), PAGE)
-    mine.back_up()
+    mine.read(mine.back_up())
     client.mark([mine.back_up()], needed=False)
+    with pytest.raises(OutOfHostMemory):
+        client.reserve(mine.gpu, [64 * PAGE])
     return vault
 
 
@@ -37,8 +40,10 @@ def test_status_is_shown_to_people(asleep: RunningVault, capsys: pytest.CaptureF
     assert f"simulated: vault of pid {asleep.process.pid} at {asleep.socket}: 64.00 MiB of 64.00 MiB pinned" in (
         shown.replace("\n", "")
     )
-    assert re.search(r"^test \(pid \d+\) +2\.00 MiB +2\.00 MiB +0 B$", shown, re.MULTILINE)
+    assert re.search(r"^test \(pid \d+\) +2\.00 MiB +2\.00 MiB +0 B +0$", shown, re.MULTILINE)
     assert re.search(r"^free +60\.00 MiB$", shown, re.MULTILINE)
+    assert re.search(r"^left +62\.00 MiB$", shown, re.MULTILINE)
+    assert re.search(r"^refused +1 request$", shown, re.MULTILINE)
     assert re.search(r"GPU-63756d65\S+ +2\.00 MiB +2\.00 MiB +.* GB/s", shown)
 
 
@@ -48,7 +53,16 @@ def test_status_is_json_for_programs(asleep: RunningVault, capsys: pytest.Captur
     assert list(facts)[:5] == ["command", "version", "ok", "simulated", "error"]
     assert (facts["command"], facts["ok"], facts["simulated"]) == ("vault status", True, True)
     assert (facts["asleep_bytes"], facts["awake_bytes"], facts["free_bytes"]) == (PAGE, PAGE, 30 * PAGE)
-    assert [each["name"] for each in facts["clients"]] == ["test"]
+    assert facts["left_bytes"] == 31 * PAGE
+    (gpu,) = facts["gpus"]
+    assert (gpu["ordinal"], gpu["asleep_bytes"], gpu["awake_bytes"], gpu["shared_bytes"]) == (0, PAGE, PAGE, 0)
+    assert gpu["last_out_bytes"] >= 2 * PAGE
+    assert gpu["last_out_gbps"] > 0
+    (client,) = facts["clients"]
+    assert (client["pid"], client["name"]) == (os.getpid(), "test")
+    held = {"asleep_bytes": PAGE, "awake_bytes": PAGE, "shared_bytes": 0}
+    assert client["gpus"] == [{"uuid": gpu["uuid"], **held}]
+    assert held.items() <= client.items()
 
 
 def samples(text: str) -> dict[str, float]:
@@ -94,6 +108,7 @@ def test_status_without_a_vault_says_so(tmp_path: pathlib.Path, capsys: pytest.C
         (["vault"], "--memory is missing"),
         (["vault", "--memory", "1MiB"], "at least 2097152 bytes"),
         (["vault", "--memory", "64MiB", "--gpus", "7"], "gpu='7': one of GPU-.*, 0 is visible"),
+        (["vault", "--memory", "64MiB", "--metrics", "no.such.host.:1"], "metrics at no.such.host.:1: .*--metrics"),
     ],
 )
 def test_bad_usage_is_told(

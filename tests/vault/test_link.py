@@ -6,6 +6,8 @@ import pathlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import pairwise
 
 import pytest
 from running import Segment, eventually, from_slabs
@@ -92,7 +94,32 @@ def test_clients_take_turns_piece_by_piece(out: Link, streams: Streams) -> None:
     assert streams.started[:4] == [100, 101, 102, 103]
     assert set(streams.started[4:7]) >= {200, 300}
     assert [name for name in streams.started if name < 200] == list(range(100, 108)), "a client's own are in order"
-    assert out.copied_bytes == 11
+    assert out.copied.nbytes == 11
+
+
+def test_nobody_starves_however_others_ask(out: Link, streams: Streams) -> None:
+    one_copy, many_copies, one_by_one = (Client(out, number) for number in (1, 2, 3))
+    one_copy.copy(60)
+    for _ in range(60):
+        many_copies.copy(1)
+    turns = iter(range(9))
+
+    def again(_: Exception | None) -> None:
+        """As soon as its copy has ended."""
+        if next(turns, None) is not None:
+            piece = Piece(None, 0, 300, 1)  # type: ignore[arg-type]
+            out.submit(Job(one_by_one, LentStub(), deque([piece]), again))
+
+    again(None)
+    for _ in range(130):
+        streams.may_end.release()
+    eventually(lambda: len(streams.started) == 129, "all has been copied")
+    whose = [name // 100 for name in streams.started]
+    together = [client for client in whose[4:] if client != 3][:100]
+    assert all({*pair} == {1, 2} for pair in zip(together[::2], together[1::2], strict=True)), "in turn"
+    places = [place for place, client in enumerate(whose) if client == 3]
+    # A piece ends when the three behind it have begun; then the two others come first.
+    assert all(later - earlier <= 6 for earlier, later in pairwise(places))
 
 
 def test_what_is_in_flight_ends_before_a_cancelled_job_does(out: Link, streams: Streams) -> None:
@@ -133,6 +160,41 @@ def test_large_copies_go_in_pieces(monkeypatch: pytest.MonkeyPatch, here: Callab
     client.take_back([lent])
     assert sim.stats().calls["cuMemcpyDtoHAsync"] == calls + 8
     client.close()
+
+
+def test_two_clients_that_sleep_at_once_have_equal_turns(
+    monkeypatch: pytest.MonkeyPatch, here: Callable[[], VaultClient], folder: pathlib.Path
+) -> None:
+    from cumem_sleep.vault import service
+
+    here().close()
+    monkeypatch.setattr(service, "PIECE_BYTES", PAGE // 4)
+    turns: list[str] = []
+    both_have_asked = threading.Event()
+    start = Link._start
+
+    def watched(link: Link, job: Job, piece: Piece, stack: ExitStack) -> _core.CopyStream | None:
+        turns.append(str(job.client))
+        assert both_have_asked.wait(30)
+        return start(link, job, piece, stack)
+
+    monkeypatch.setattr(Link, "_start", watched)
+    copies = []
+    for name in ("early", "late"):
+        client = VaultClient(folder / "vault.sock", name)
+        mine = Segment(client, CuMemAllocator.get_instance().malloc(4 * PAGE, "weights"), 4 * PAGE)
+        (backup,) = client.reserve(mine.gpu, [4 * PAGE])
+        lent, offset = mine.lend()
+        copies.append((client, lent, client.write(lent, [Range(backup, 0, offset, 4 * PAGE)])))
+        client.status()  # requests are taken in order: the vault has the copy by now
+    both_have_asked.set()
+    for client, lent, request in copies:
+        client.wait([request])
+        client.take_back([lent])
+        client.close()
+    early = ["early" in turn for turn in turns]
+    assert early.count(True) == early.count(False) == 16
+    assert early[2:30] == [False, True] * 14, "in turn, from the moment at which both have asked"
 
 
 # A driver that fails

@@ -16,7 +16,7 @@ from support import AWAKE, BACKED_UP, PAGE, Memory, around_copies, bf16_weights
 import cumem_sleep
 from cumem_sleep import CodecError, CuMemAllocator, InvalidState, OutOfHostMemory, _core, sim
 from cumem_sleep.backups.filling import Filling
-from cumem_sleep.backups.vault import VaultTier
+from cumem_sleep.backups.vault import VaultTier, name_of
 from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
 from cumem_sleep.vault.client import Backup, Sealed, VaultClient
 
@@ -347,6 +347,22 @@ class TestNoVault:
         assert not isinstance(allocator._store._tier, VaultTier)
         allocator.wake_up()
         check(memory, contents)
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["VLLM::Worker_TP0"], "VLLM::Worker_TP0"),
+        (["/usr/bin/python3", "/venv/bin/vllm", "serve", "--port", "1"], "vllm"),
+        (["python", "-u", "-W", "ignore", "-m", "sglang.launch_server", "x"], "sglang.launch_server"),
+        (["python3.11", "-c", "from multiprocessing.spawn import spawn_main"], "python3.11"),
+        (["python", "-m"], "python"),
+        (["/opt/server/serve", "model"], "serve"),
+        ([""], ""),
+    ],
+)
+def test_clients_have_names_that_people_know(command: list[str], name: str) -> None:
+    assert name_of(command) == name
 
 
 class TestWhatOnceBroke:

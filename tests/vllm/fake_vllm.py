@@ -29,6 +29,7 @@ class FakeEngine:
         self.scheduler_paused = False
         self.weights = "good"
         self.backed_up = False
+        self.place = {"vault": "", "lost": ""}
         self.dead = False
         self.fails: dict[str, list[BaseException]] = defaultdict(list)
         self.waits: dict[str, asyncio.Event] = {}
@@ -135,6 +136,8 @@ class FakeEngine:
                 "bytes": nbytes,
                 "mapped_bytes": 0 if asleep else nbytes,
                 "host_bytes": backed_up,
+                "vault_bytes": backed_up if self.place["vault"] else 0,
+                "shared_bytes": backed_up // 3 if self.place["vault"] else 0,
                 "asleep_segments": 2 if asleep else 0,
                 "backed_up_bytes": backed_up,
             }
@@ -147,6 +150,7 @@ class FakeEngine:
                 "weights": usage("weights", 600, 600 if self.backed_up else 0),
                 "kv_cache": usage("kv_cache", 400, 0),
             },
+            "place": self.place,
             "operations": {
                 "sleep": {
                     "count": 3,

@@ -171,6 +171,8 @@ EXPECTED = {
         ({"tag": "kv_cache", "state": "asleep"}, 0),
     ],
     "host_bytes": [({"tag": "weights"}, 600), ({"tag": "kv_cache"}, 0)],
+    "vault_bytes": [({"tag": "weights"}, 0), ({"tag": "kv_cache"}, 0)],
+    "shared_bytes": [({"tag": "weights"}, 0), ({"tag": "kv_cache"}, 0)],
     "backed_up_bytes": [({"tag": "weights"}, 600), ({"tag": "kv_cache"}, 0)],
     "segments": [({"tag": "weights"}, 2), ({"tag": "kv_cache"}, 2)],
     "operations_total": [
@@ -204,6 +206,18 @@ def test_families() -> None:
     of_rank_1 = {key for key in found if ("rank", "1") in key[1]}
     assert {key: value for key, value in found.items() if key not in of_rank_1} == wanted
     assert len(of_rank_1) == sum(map(len, EXPECTED.values()))
+
+
+@pytest.mark.parametrize(("lost", "up"), [("", 1), ("it has ended", 0)])
+def test_backups_in_a_vault(lost: str, up: int) -> None:
+    pytest.importorskip("prometheus_client", reason="needs prometheus_client (in vLLM's environments)")
+    engine = FakeEngine()
+    engine.backed_up, engine.place = True, {"vault": "/run/vault.sock", "lost": lost}
+    found = samples(collector_of(engine))
+    assert found["cumem_sleep:vault_up", frozenset({("rank", "1")})] == up
+    for name, nbytes in (("host", 600), ("vault", 600), ("shared", 200)):
+        assert found[f"cumem_sleep:{name}_bytes", frozenset({("rank", "1"), ("tag", "weights")})] == nbytes
+        assert found[f"cumem_sleep:{name}_bytes", frozenset({("rank", "1"), ("tag", "kv_cache")})] == 0
 
 
 def test_an_answer_that_is_not_understood_takes_nothing_down(caplog: pytest.LogCaptureFixture) -> None:
@@ -258,4 +272,5 @@ def test_the_workers_answer_is_what_the_gate_reads() -> None:
     answer: Any = FakeEngine().status(0)
     assert set(answer) == set(metrics.RankStatus.__annotations__)
     assert all(set(usage) == set(metrics.Usage.__annotations__) for usage in answer["usage"].values())
+    assert set(answer["place"]) == set(metrics.Place.__annotations__)
     assert all(set(done) == set(metrics.Operation.__annotations__) for done in answer["operations"].values())

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import pathlib
 import pickle
+import sys
 import types
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -17,6 +19,10 @@ from typing import Any
 import pytest
 from environment import Stock, skip_unless_vllm
 from support import Memory, fresh_allocator
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
+
+from running import RunningVault
 
 from cumem_sleep import CuMemAllocator, DriverError, OutOfDeviceMemory, _core, sim
 from cumem_sleep.vllm import compatibility
@@ -419,13 +425,51 @@ class TestExecutor:
         assert multiproc.WorkerWrapperBase is plugged.wrapper
         folder = inspect.getsourcefile(multiproc)
         assert folder is not None
-        import pathlib
-
         ray = pathlib.Path(folder).with_name("ray_utils.py").read_text()
         second = pathlib.Path(folder).with_name("ray_executor_v2.py")
         assert "class RayWorkerWrapper(WorkerWrapperBase)" in ray or "class RayWorkerProc(WorkerProc)" in (
             second.read_text()
         )
+
+
+@backends
+def test_through_the_vault(
+    plugged: Stock,
+    worker: Any,
+    memory: Memory,
+    choose: Any,
+    backend: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same calls; the worker is a client of the vault, and pins nothing."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    choose(backend)
+    executor = UniProcExecutor.__new__(UniProcExecutor)
+    executor.driver_worker = plugged.wrapper.__new__(plugged.wrapper)
+    executor.driver_worker.worker = worker
+    tmp_path.chmod(0o700)
+    vault = RunningVault(tmp_path)
+    try:
+        monkeypatch.setenv("CUMEM_SLEEP_VAULT", str(vault.socket))
+        contents = Contents(worker, memory)
+        memory.close()
+        registered_bytes = sim.stats().registered_bytes
+        for _ in range(2):
+            executor.collective_rpc("sleep", kwargs={"level": 1})
+            assert asleep() == {"weights", "kv_cache"}
+            (status,) = executor.collective_rpc("cumem_sleep_status")
+            assert status["place"] == {"vault": str(vault.socket), "lost": ""}
+            assert status["usage"]["weights"]["vault_bytes"] == vault.status()["asleep_bytes"] == PAGE
+            assert sim.stats().registered_bytes == registered_bytes
+            executor.collective_rpc("wake_up")
+            assert asleep() == set()
+            assert contents.is_there("weights")
+            memory.close()
+        contents.free()
+    finally:
+        vault.close()
 
 
 def test_engine_has_what_the_gate_calls(vllm_version: tuple[int, int]) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 
 from ... import _core
 from ..machine import Machine
-from . import gpus, host, packages, variables
+from . import gpus, host, packages, variables, vault
 from .report import Check, DoctorReport, Status
 
 _HOST_CHECKS: Mapping[str, Callable[[Machine], Check]] = {
@@ -36,12 +36,14 @@ def examine(machine: Machine, progress: Callable[[str], None] = lambda _name: No
 
     make("settings", variables.settings, machine)
     make("driver", gpus.driver, machine)
-    for device in gpus.devices(checks):
+    devices = gpus.devices(checks)
+    for device in devices:
         gpu = f"GPU {device}"
         make(gpu, gpus.gpu_device, device)
         make(f"{gpu} handles", gpus.gpu_handles, device)
         make(f"{gpu} PCIe", gpus.gpu_link, machine, device)
         make(f"{gpu} NUMA", gpus.gpu_numa, machine, device)
+    make("vault", vault.vault, machine, devices)
     for name, look in _HOST_CHECKS.items():
         make(name, look, machine)
     return DoctorReport(_core.driver_is_simulated(), tuple(checks))

@@ -1,0 +1,72 @@
+"""The vault: whether it is wanted, whether it answers, and whether it serves the GPUs of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ... import __version__, _core
+from ...errors import VaultError, counted, format_bytes
+from ...settings import PREFIX, Settings
+from ...vault import protocol
+from ...vault.client import VaultClient
+from ..machine import Machine
+from .report import Check, Status
+
+_VARIABLE = PREFIX + "VAULT"
+_LITTLE_BYTES = 4 << 30
+
+
+def vault(machine: Machine, devices: Sequence[int]) -> Check:
+    """Looks where processes with these variables would; it asks the vault, and changes nothing there."""
+    name = "vault"
+    wanted = Settings.from_environment({_VARIABLE: machine.environment.get(_VARIABLE, "")}).vault
+    is_used = wanted != "off"
+    path = protocol.default_socket() if wanted in ("off", "auto") else Path(wanted)
+    try:
+        client = VaultClient(path, "doctor")
+        try:
+            facts = client.status()
+        finally:
+            client.close()
+    except VaultError as error:
+        return _no_vault(name, wanted, str(error))
+    found = f"pid {facts['pid']} at {path}: {format_bytes(facts['left_bytes'])} left of"
+    found += f" {format_bytes(facts['memory_bytes'])}, {counted(len(facts['clients']), 'client')}"
+    if not is_used:
+        return Check(name, Status.OK, f"not used ({_VARIABLE} is off), but one answers: {found}")
+    here = [_core.device_info(device).uuid for device in devices]
+    served = [gpu["uuid"] for gpu in facts["gpus"]]
+    if wanted != "auto" and here and not {*here} & {*served}:
+        advice = "give the vault the GPUs that this process uses (--gpus); until then every sleep at level 1 is refused"
+        return Check(name, Status.FAIL, f"{found}; it serves none of the GPUs here: {', '.join(served)}", advice)
+    troubles = dict(_troubles(facts, dict(zip(devices, here, strict=True)), served))
+    if troubles:
+        return Check(name, Status.WARN, "; ".join([found, *troubles]), "; ".join(troubles.values()))
+    return Check(name, Status.OK, found)
+
+
+def _no_vault(name: str, wanted: str, why: str) -> Check:
+    if wanted == "off":
+        return Check(name, Status.OK, f"not used ({_VARIABLE} is off)")
+    if wanted == "auto":
+        advice = "backups lie in memory of each process instead: start the vault before those that are to use it"
+        return Check(name, Status.WARN, why, advice)
+    return Check(name, Status.FAIL, why, "until a vault answers there, every sleep at level 1 is refused")
+
+
+def _troubles(facts: Mapping[str, Any], here: Mapping[int, str], served: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What is wrong, with what to do about it."""
+    for device, uuid in here.items():
+        if uuid not in served:
+            advice = "memory of that GPU cannot sleep at level 1: see the vault's --gpus"
+            yield f"it does not serve GPU {device}", advice
+    if facts["version"] != __version__:
+        advice = "install the same version on both sides, and restart the vault"
+        yield f"it is cumem-sleep {facts['version']}, and this is {__version__}", advice
+    if facts["short"]:
+        advice = "free host memory, or give the vault a smaller --memory"
+        yield f"it cannot take more memory now: {facts['short']}", advice
+    if facts["left_bytes"] < _LITTLE_BYTES:
+        yield "it has little left", "give the vault more --memory, or see who holds it: cumem-sleep vault status"

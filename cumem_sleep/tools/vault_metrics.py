@@ -1,0 +1,190 @@
+"""The vault's metrics as Prometheus reads them, and the HTTP server that shows them.
+
+The server is a face of the vault's status, nothing more: it asks the vault as any client does. So whoever floods it, or
+keeps it waiting, holds up nobody but its other readers.
+"""
+
+from __future__ import annotations
+
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
+from types import TracebackType
+from typing import Any, cast
+
+from ..errors import CumemSleepError, VaultError
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_PATH = "/metrics"
+_MOST_AT_ONCE = 16
+_DEADLINE_S = 10.0  # for one request and its answer
+
+_METRICS = (
+    ("memory_bytes", "gauge", "what the vault may hold"),
+    ("pinned_bytes", "gauge", "what it has taken and pinned"),
+    ("adopted_bytes", "gauge", "what it has adopted from another vault"),
+    ("free_bytes", "gauge", "pinned, and no backup in it"),
+    ("left_bytes", "gauge", "what can still fall asleep: free, evictable, or yet to be pinned"),
+    ("asleep_bytes", "gauge", "backups of segments that sleep"),
+    ("awake_bytes", "gauge", "retained backups of segments that are awake"),
+    ("shared_bytes", "gauge", "backups that several processes share"),
+    ("saved_bytes", "gauge", "what sharing saves"),
+    ("waiting", "gauge", "requests that wait for memory that is still being pinned"),
+    ("evicted_bytes", "counter", "retained backups that had to go"),
+    ("refused", "counter", "requests that were refused"),
+    ("cut_off", "counter", "clients that were cut off"),
+)
+_GPU_METRICS = (
+    ("asleep_bytes", "gauge", "backups of segments of this GPU that sleep"),
+    ("awake_bytes", "gauge", "retained backups of segments of this GPU that are awake"),
+    ("shared_bytes", "gauge", "how much of both several processes share"),
+    ("copied_out_bytes", "counter", "copied from the GPU"),
+    ("copied_in_bytes", "counter", "copied to the GPU"),
+    ("busy_out_s", "counter", "seconds in which copies from the GPU were in flight"),
+    ("busy_in_s", "counter", "seconds in which copies to the GPU were in flight"),
+    ("last_out_gbps", "gauge", "rate of the last copies from the GPU, in 10^9 bytes per second"),
+    ("last_in_gbps", "gauge", "rate of the last copies to the GPU, in 10^9 bytes per second"),
+)
+_CLIENT_METRICS = (
+    ("asleep_bytes", "gauge", "backups of the client's segments that sleep"),
+    ("awake_bytes", "gauge", "retained backups of the client's segments that are awake"),
+    ("shared_bytes", "gauge", "how much of both others have, too"),
+)
+
+
+def prometheus(facts: Mapping[str, Any]) -> str:
+    """The vault's status in the text format, version 0.0.4."""
+    lines: list[str] = []
+    for name, kind, text in _METRICS:
+        lines += _metric(f"cumem_sleep_vault_{name}", kind, text, [({}, facts[name])])
+    for name, kind, text in _GPU_METRICS:
+        samples = [({"gpu": gpu["uuid"]}, gpu[name]) for gpu in facts["gpus"]]
+        lines += _metric(f"cumem_sleep_vault_gpu_{name}", kind, text, samples)
+    clients = facts["clients"]
+    lines += _metric("cumem_sleep_vault_clients", "gauge", "clients that are connected", [({}, len(clients))])
+    for name, kind, text in _CLIENT_METRICS:
+        samples = [({"pid": str(each["pid"]), "name": each["name"]}, each[name]) for each in clients]
+        lines += _metric(f"cumem_sleep_vault_client_{name}", kind, text, samples)
+    return "\n".join(lines) + "\n"
+
+
+def _metric(name: str, kind: str, text: str, samples: list[tuple[dict[str, str], Any]]) -> list[str]:
+    """Samples without a value, as the rate of what was never copied, are left out."""
+    name += "_total" if kind == "counter" else ""
+    lines = [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+    for labels, value in samples:
+        if value is not None:
+            said = ",".join(f'{label}="{_escaped(each)}"' for label, each in labels.items())
+            lines.append(f"{name}{{{said}}} {value}" if said else f"{name} {value}")
+    return lines
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+class MetricsServer(socketserver.ThreadingTCPServer):
+    """Answers `GET /metrics`, and refuses everything else. A context: it serves inside.
+
+    Attributes:
+        url: where the metrics are.
+    """
+
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = _MOST_AT_ONCE
+
+    def __init__(self, host: str, port: int, text: Callable[[], str]) -> None:
+        """Take the port.
+
+        Args:
+            port: 0: one that is free.
+            text: gives the metrics. Raises CumemSleepError where there are none now.
+
+        Raises:
+            VaultError: somebody else has the port, or this host has no such address.
+        """
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.text = text
+        self._places = threading.BoundedSemaphore(_MOST_AT_ONCE)
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:  # an address in use, a host without a name
+            raise VaultError(
+                f"metrics at {_shown(host)}:{port}: {error.strerror or error}; name another address with --metrics"
+            ) from None
+        self.url = f"http://{_shown(host)}:{self.server_address[1]}{_PATH}"
+
+    def __enter__(self) -> MetricsServer:
+        threading.Thread(target=self.serve_forever, name="vault-metrics", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """On a thread of its own, if there are not too many already."""
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Until it is answered, or the deadline: a reader that says a byte a second is not waited for."""
+        deadline = threading.Timer(_DEADLINE_S, _end, [request])
+        deadline.daemon = True
+        deadline.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            deadline.cancel()
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """That a reader has gone concerns nobody."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request: HTTP/1.0, so the connection ends with the answer. What is no HTTP, the base class refuses."""
+
+    timeout = _DEADLINE_S
+    server_version, sys_version = "cumem-sleep", ""
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != _PATH:
+            self._answer(404, f"only {_PATH} is here\n")
+            return
+        try:
+            self._answer(200, cast(MetricsServer, self.server).text(), CONTENT_TYPE)
+        except CumemSleepError as error:
+            self._answer(503, f"{error}\n")
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002
+        """As the base class refuses what it does not understand, without its page of HTML."""
+        self._answer(code, f"{message or 'refused'}\n")
+
+    def _answer(self, code: int, text: str, kind: str = "text/plain; charset=utf-8") -> None:
+        body = text.encode(errors="replace")
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: scrapes come every few seconds."""
+
+
+def _end(request: socket.socket) -> None:
+    with suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
