@@ -45,7 +45,12 @@ class HostTier(Tier):
         promised = sum(block.bytes for block in unpinned)
         return limits.of_this_process(self._settings.host_budget_bytes, held_bytes, promised, needed_bytes)
 
-    def reserve(self, wanted: Sequence[Wanted]) -> list[tuple[Extent, ...]]:  # noqa: D102
+    def reserve(  # noqa: D102
+        self,
+        wanted: Sequence[Wanted],
+        *,
+        beside_work: bool = False,  # noqa: ARG002
+    ) -> list[tuple[Extent, ...]]:
         reserved: list[tuple[_core.HostBlock, ...]] = []
         for each in wanted:
             node = self._numa_node(each.device)
