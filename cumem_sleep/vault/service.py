@@ -262,6 +262,8 @@ class Service:
         lent.jobs += 1
 
         def over(error: Exception | None) -> None:
+            if isinstance(error, InvalidState):
+                error = InvalidState(f"in the vault: {error}")  # which is "this process" there
             lent.jobs -= 1
             if not asked.session.is_served and not lent.jobs:
                 lent.close()
