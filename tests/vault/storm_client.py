@@ -169,6 +169,7 @@ if __name__ == "__main__":
     tiers.DEADLINE_S = float(sys.argv[4])
     storm = Storm(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
     signal.signal(signal.SIGTERM, storm.ask_to_stop)
+    print("begins", flush=True)
     try:
         storm.run(int(sys.argv[3]))
     except InvalidState as error:

@@ -29,13 +29,16 @@ OPTIONS = ("40MiB", "--slab-size", "8MiB")
 
 def start(vault: RunningVault, seed: int, steps: int = FOREVER, deadline_s: float = 5) -> subprocess.Popen[str]:
     path = [str(pathlib.Path(cumem_sleep.__path__[0]).parent), str(HERE.parent), str(HERE)]
-    return subprocess.Popen(
+    client = subprocess.Popen(
         [sys.executable, str(HERE / "storm_client.py"), str(vault.socket), str(seed), str(steps), str(deadline_s)],
         env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": os.pathsep.join(path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    assert client.stdout is not None
+    assert client.stdout.readline() == "begins\n"
+    return client
 
 
 def all_are_well(clients: list[subprocess.Popen[str]]) -> bool:
