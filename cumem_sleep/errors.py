@@ -175,7 +175,7 @@ class VaultLost(VaultError):
     Attributes:
         may_go_on: it is still there, and may yet carry out what it was asked: it did not answer in time, or has cut
             this process off. So the connection has to stay, or it would give the backups away; memory that it was to
-            fill may not be used.
+            fill may not be used. The next operation goes on through the vault if it answers again by then.
     """
 
     def __init__(self, message: str, may_go_on: bool = False) -> None:

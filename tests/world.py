@@ -68,6 +68,10 @@ class World:
         pages = sum(-(-block.bytes // HOST_PAGE) for block in blocks)
         return sim.stats().registered_bytes - pages * HOST_PAGE - store._tier.unreleased_bytes
 
+    def forget_devices(self) -> None:
+        """So that they are asked again."""
+        self.allocator._store._tier._numa_nodes.clear()
+
     def define(self) -> None:
         """New bytes where they are undefined. All must be awake."""
         for segment in self.segments:
@@ -208,7 +212,7 @@ PHASES = [
 
 def _check_one_failure(world: World, phase: Phase, call: str, position: int, error_name: str) -> None:
     phase.prepare(world)
-    world.allocator._store._tier._numa_nodes.clear()  # so that the device is asked again
+    world.forget_devices()
     before = world.state()
     sim.reset()
     sim.fail(call, after=position, error=error_name)
@@ -248,7 +252,7 @@ ALL_CALLS_OF = ("malloc", "first sleep", "wake of all", "free awake", "free asle
 
 def check_every_call(world: World, phase: Phase, error_name: str, context_calls_too: bool) -> None:
     phase.prepare(world)
-    world.allocator._store._tier._numa_nodes.clear()  # so that the device is asked again
+    world.forget_devices()
     sim.reset()
     phase.operate(world)
     calls = {call: count for call, count in sim.stats().calls.items() if count}

@@ -52,7 +52,12 @@ class HostTier(Tier):
     def held(self, backups: Sequence[Sequence[Extent]]) -> list[Held]:  # noqa: D102
         return [Held(sum(extent.bytes for extent in extents)) for extents in backups]
 
-    def reserve(self, wanted: Sequence[Wanted]) -> list[tuple[Extent, ...]]:  # noqa: D102
+    def reserve(  # noqa: D102
+        self,
+        wanted: Sequence[Wanted],
+        *,
+        beside_work: bool = False,  # noqa: ARG002
+    ) -> list[tuple[Extent, ...]]:
         reserved: list[tuple[_core.HostBlock, ...]] = []
         for each in wanted:
             node = self._numa_node(each.device)

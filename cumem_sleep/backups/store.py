@@ -162,6 +162,7 @@ class BackupStore:
 
         Raises:
             OutOfHostMemory: a limit leaves too little; nothing was taken.
+            NotYet: beside work, the tier is still taking that memory; nothing was taken.
         """
         for segment in segments:
             backup = self._backups.get(segment.id)
@@ -180,7 +181,8 @@ class BackupStore:
         self.check(sum(sum(each.sizes) for each in wanted), keep)
         for segment in new:
             segment.note_backup()
-        for segment, extents in zip(new, self._tier.reserve(wanted), strict=True):
+        reserved = self._tier.reserve(wanted, beside_work=beside_work)
+        for segment, extents in zip(new, reserved, strict=True):
             self._put_in(Backup(segment, extents, encodings.get(segment.id)))
 
     def claim(self, segments: Iterable[_core.Segment]) -> None:

@@ -20,6 +20,10 @@ from .limits import HostLimit
 Turn = Callable[[], AbstractContextManager[bool]]
 
 
+class NotYet(Exception):
+    """The tier is still taking the memory that it would need. Nothing has changed."""
+
+
 @dataclass(frozen=True)
 class Wanted:
     """Memory for one backup: extents of exactly these sizes, in order, for copies to and from `device`."""
@@ -80,11 +84,15 @@ class Tier(Protocol):
             beside_work: the model runs meanwhile.
         """
 
-    def reserve(self, wanted: Sequence[Wanted]) -> list[tuple[Extent, ...]]:
+    def reserve(self, wanted: Sequence[Wanted], *, beside_work: bool = False) -> list[tuple[Extent, ...]]:
         """Extents for each of `wanted`, or none at all.
+
+        Args:
+            beside_work: the model runs meanwhile, so this is not to wait.
 
         Raises:
             OutOfHostMemory: there is too little.
+            NotYet: it would have to wait.
         """
 
     def can_rewrite(self, extents: Sequence[Extent]) -> bool:

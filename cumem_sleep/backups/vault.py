@@ -24,10 +24,10 @@ from ..report import BackupPlace
 from ..settings import Settings
 from ..vault import ledger as vault_ledger
 from ..vault import protocol
-from ..vault.client import Backup, Lent, Range, Sealed, Shown, SlabTable, VaultClient
+from ..vault.client import DEADLINE_S, Backup, Lent, Range, Sealed, Shown, SlabTable, VaultClient
 from ..vault.ledger import Key
 from . import limits
-from .tier import Content, Held, Stored, Tier, Wanted
+from .tier import Content, Held, NotYet, Stored, Tier, Wanted
 
 _ENOUGH_BYTES = 1 << 62  # the vault finds room in its slabs
 
@@ -40,7 +40,7 @@ class VaultExtent:
         slabs: those that it lies in, by the vault that keeps it now.
         sealed: what it holds; others may share it, so it is not written again. None: not known yet.
         needed: the vault may not evict it.
-        is_lost: it went with the vault that kept it.
+        is_lost: it went with the vault that kept it, or that vault has given it away.
     """
 
     gpu: str
@@ -56,7 +56,11 @@ class VaultExtent:
         self.bytes = self.backup.nbytes
 
     def ranges(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """(slab, offset in it, bytes) of so many bytes from `offset` on, in order."""
+        """(slab, offset in it, bytes) of so many bytes from `offset` on, in order.
+
+        Raises:
+            VaultLost: they are not there any more.
+        """
         for slab, start, size in self.backup.extents:
             if nbytes <= 0:
                 return
@@ -65,6 +69,8 @@ class VaultExtent:
                 yield slab, start + offset, taken
                 nbytes -= taken
             offset = max(0, offset - size)
+        if nbytes > 0:
+            raise VaultLost("the vault has given this backup away when its connection to this process ended")
 
 
 class VaultTier(Tier):
@@ -114,8 +120,9 @@ class VaultTier(Tier):
     def extent_bytes(self, *, beside_work: bool) -> int:  # noqa: ARG002, D102
         return _ENOUGH_BYTES
 
-    def reserve(self, wanted: Sequence[Wanted]) -> list[tuple[Extent, ...]]:  # noqa: D102
+    def reserve(self, wanted: Sequence[Wanted], *, beside_work: bool = False) -> list[tuple[Extent, ...]]:  # noqa: D102
         client = self.client()
+        ask = client.reserve_now if beside_work else client.reserve
         reserved: dict[int, list[VaultExtent]] = {place: [] for place in range(len(wanted))}
         devices = sorted({each.device for each in wanted})
         done: list[Backup] = []
@@ -123,7 +130,9 @@ class VaultTier(Tier):
             for device in devices:
                 places = [place for place, each in enumerate(wanted) if each.device == device]
                 sizes = [(place, size) for place in places for size in wanted[place].sizes]
-                backups = client.reserve(self.gpu(device), [size for _, size in sizes])
+                backups = ask(self.gpu(device), [size for _, size in sizes])
+                if backups is None:
+                    raise NotYet
                 done += backups
                 for (place, _), backup in zip(sizes, backups, strict=True):
                     reserved[place].append(VaultExtent(self.gpu(device), backup, client.slabs))
@@ -134,8 +143,7 @@ class VaultTier(Tier):
         return [tuple(reserved[place]) for place in range(len(wanted))]
 
     def can_rewrite(self, extents: Sequence[Extent]) -> bool:  # noqa: D102
-        client = self._client
-        return all(each.sealed is None and client and each.slabs is client.slabs for each in _mine(extents))
+        return all(each.sealed is None and self._keeps(each) for each in _mine(extents))
 
     def find(self, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:  # noqa: D102
         found: list[tuple[Extent, ...] | None] = [None] * len(contents)
@@ -207,7 +215,7 @@ class VaultTier(Tier):
             self._left.remove(client)
             client.close()
         if self._client is not None:
-            self._client.release([extent.backup for extent in mine if extent.slabs is self._client.slabs])
+            self._client.release([extent.backup for extent in mine if self._keeps(extent)])
 
     def release_later(self, extents: Sequence[Extent]) -> None:  # noqa: D102
         self.release(extents)
@@ -228,37 +236,63 @@ class VaultTier(Tier):
         return self._gpus[device]
 
     def client(self) -> VaultClient:
-        """The connection, made at the first use, and anew when the vault was replaced by another.
+        """The connection, made at the first use, and anew when the vault goes on, or was replaced by another.
 
         Raises:
             VaultUnavailable: no vault answers.
-            VaultLost: the one that there was may yet do what it was asked, so it cannot be left.
+            VaultLost: the one that there was is silent still. It may yet do what it was asked, so it cannot be left.
         """
-        if self._client is None:
-            client = VaultClient(self._path, name=_process_name())
-            try:
-                self._check_gpus(client)
-            except BaseException:
-                client.close()
-                raise
-            self._client = client
-            return client
-        lost = self._client.lost
-        if lost is None:
-            return self._client
-        if lost.may_go_on:
+        before = self._client
+        lost = None if before is None else before.lost
+        if before is not None and lost is None:
+            return before
+        if before is not None and before.is_silent and lost is not None and lost.may_go_on:
             raise lost
-        client = VaultClient(self._path, name=_process_name())
+        client = self._connect(before)
+        if before is None:
+            self._client = client
+        elif before.instance == client.instance:
+            self._resume(before, client)
+        else:
+            self._leave(before, client)
+        self._warned = False
+        return client
+
+    def _connect(self, before: VaultClient | None) -> VaultClient:
+        deadline_s = DEADLINE_S if before is None else before.deadline_s
+        client = VaultClient(self._path, _process_name(), deadline_s, _core.stop_if_asked, before)
         try:
             self._check_gpus(client)
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    def _resume(self, before: VaultClient, client: VaultClient) -> None:
+        """The vault was stopped, or the connection has broken, and it is there again, with what it had."""
+        kept = [extent for extent in self._extents.values() if extent.slabs is before.slabs and not extent.is_lost]
+        self._client = client  # whatever becomes of this: it has the slabs from here on
+        gone = client.succeed(before, [extent.backup for extent in kept])
+        for extent in kept:
+            extent.is_lost = extent.backup in gone
+        retained = [extent for extent in kept if not extent.needed and not extent.is_lost]
+        evicted = client.mark([extent.backup for extent in retained], needed=False)  # that may not have been heard
+        for extent in retained:
+            extent.is_lost = extent.backup in evicted
+        log.info("the vault at %s answers again: it keeps all backups that there were", client.path)
+
+    def _leave(self, before: VaultClient, client: VaultClient) -> None:
+        """The vault has ended, and another one serves its socket."""
+        try:
+            if before.lost is not None and before.lost.may_go_on:
+                raise before.lost
             self._show_all(client)
         except BaseException:
             client.close()
             raise
-        self._left.append(self._client)  # its slabs are read as long as backups lie there that were not adopted
-        self._client, self._warned = client, False
+        self._left.append(before)  # its slabs are read as long as backups lie there that were not adopted
+        self._client = client
         log.info("another vault has taken over at %s: it keeps all backups that there were", client.path)
-        return client
 
     def reader(self) -> VaultClient | None:
         """The connection for reading backups back; None where this process has to do it itself."""
@@ -272,6 +306,10 @@ class VaultTier(Tier):
                 log.warning("backups are read by this process itself, more slowly, until a vault answers: %s", error)
             return None
 
+    def _keeps(self, extent: VaultExtent) -> bool:
+        """Whether the vault that was connected last keeps it."""
+        return self._client is not None and extent.slabs is self._client.slabs and not extent.is_lost
+
     @staticmethod
     def check(extent: VaultExtent, client: VaultClient) -> None:
         """It is this vault that keeps the extent.
@@ -279,7 +317,7 @@ class VaultTier(Tier):
         Raises:
             VaultLost: it was another one.
         """
-        if extent.slabs is not client.slabs:
+        if extent.slabs is not client.slabs or extent.is_lost:
             raise VaultLost("the vault was replaced by another in the middle of this: call again")
 
     def _show_all(self, client: VaultClient) -> None:
@@ -311,6 +349,7 @@ class VaultTransfers:
         self.tier = tier
         self._lent: dict[int, tuple[int, Lent]] = {}  # by base address, with the size
         self._client: VaultClient | None = None
+        self._reads_itself = False
         self._begun: list[int] = []  # copies
         self._slabs: dict[tuple[int, int], _core.HostBlock] = {}  # by the table's id and the number there
         self._stack = ExitStack()
@@ -355,6 +394,12 @@ class VaultTransfers:
         self._lent[base] = nbytes, lent
         return lent, address - base
 
+    def reader(self, extent: VaultExtent) -> VaultClient | None:
+        """Who reads `extent`; None: this process. A vault that does not answer is asked once for all copies."""
+        client = None if self._reads_itself else self.tier.reader()
+        self._reads_itself = client is None
+        return client if client is not None and extent.slabs is client.slabs and not extent.is_lost else None
+
     def begin(self, client: VaultClient, extent: VaultExtent) -> None:
         """A copy of `extent` is about to begin.
 
@@ -376,7 +421,8 @@ class VaultTransfers:
             descriptor, nbytes = extent.slabs.descriptor(number)
             block = _core.HostBlock.mapped(descriptor, nbytes, writable=False)
             self._stack.callback(block.close)
-            block.pin(device)
+            with suppress(CumemSleepError):  # a driver that registers nothing read-only: copies are slower then
+                block.pin(device)
             self._slabs[key] = block
         return self._slabs[key]
 
@@ -403,8 +449,8 @@ class VaultLane:
     def read(self, address: int, extent: Extent, offset: int, nbytes: int) -> None:
         """Begin to copy to the device, when what runs on the stream has ended."""
         (mine,) = _mine([extent])
-        client = self._transfers.tier.reader()
-        if client is None or mine.slabs is not client.slabs:
+        client = self._transfers.reader(mine)
+        if client is None:
             for slab, start, size in mine.ranges(offset, nbytes):
                 self.stream.to_device(address, self._transfers.slab(mine, slab, self.stream.device), start, size)
                 address += size

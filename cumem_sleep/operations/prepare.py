@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from .. import _core, log
 from ..backups.backup import Backup
+from ..backups.tier import NotYet
 from ..codec.encoding import EncodedChunk, Encoding
 from ..codec.exponent import CHUNK_BYTES
 from ..codec.workbench import ChangedMeanwhile, Workbench
@@ -19,6 +20,7 @@ from .layer import Layer
 
 _SHORTEST_PAUSE_S = 0.0002  # lets whoever waits for the allocator have it
 _POLL_S = 0.001
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0  # for a tier that is still taking memory
 
 
 class Preparation:
@@ -103,6 +105,16 @@ class Preparation:
             self._prune()
 
     def _prepare(self, segment: _core.Segment, digests: DigestRun) -> None:
+        """Of one segment; without the lock while the tier has yet to take the memory for that."""
+        wait_s = _FIRST_WAIT_S
+        while True:
+            try:
+                return self._try_to_prepare(segment, digests)
+            except NotYet:
+                self._worker.pause(wait_s)
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    def _try_to_prepare(self, segment: _core.Segment, digests: DigestRun) -> None:
         with self._turn(segment) as mine:
             if not mine:
                 return

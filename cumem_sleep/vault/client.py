@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import threading
 import time
@@ -23,6 +24,9 @@ from .protocol import Channel, Message, Nonsense, OtherVersion
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
 _LOOK_S = 1.0  # that somebody waits who only looks
 _RELEASED_AT_ONCE, _SEALED_AT_ONCE = 10_000, 64  # so that a message stays within its bounds
+_HAND_OUT = ("reserve", "find", "show")  # backups
+_TAKE_LONG = ("reserve", "show")  # as long as memory is still being taken
+_LOOK_INTERVAL_S = 0.02
 
 _clients: weakref.WeakSet[VaultClient] = weakref.WeakSet()
 
@@ -92,6 +96,11 @@ class SlabTable:
     def __len__(self) -> int:
         return len(self._slabs)
 
+    @property
+    def numbers(self) -> list[int]:
+        """Of all slabs that there are descriptors of."""
+        return list(self._slabs)
+
     def add(self, slab: int, descriptor: int, nbytes: int) -> None:
         """Keep it as long as backups lie there."""
         self._slabs[slab] = (descriptor, nbytes)
@@ -124,21 +133,32 @@ class VaultClient:
     Calls of several threads take turns. A call that the vault does not answer within `deadline_s`, or a connection that
     ends, raises `VaultLost`, as does every later call; the slabs of `slabs` can still be read. Keep a client that was
     lost, and do not close it, as long as backups in its slabs are needed: a vault that is still there keeps their bytes
-    for as long as the connection is.
+    for as long as the connection is. When it answers again, another client can `succeed` this one.
 
     Attributes:
         gpus: the GPUs that the vault serves, by their UUIDs.
         memory_bytes: what it may hold in all.
+        instance: names the vault: no other one, before or after it, has the same.
+        is_silent: the vault has not answered in time, and nothing has come from it since; see `lost`.
         vault_pid: 0 if this process cannot see it.
         slabs: of the backups that it keeps for this process.
     """
 
-    def __init__(self, path: Path | None = None, name: str = "", deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self,
+        path: Path | None = None,
+        name: str = "",
+        deadline_s: float = DEADLINE_S,
+        look: Callable[[], None] | None = None,
+        succeeds: VaultClient | None = None,
+    ) -> None:
         """Connect.
 
         Args:
             path: of the vault's socket; None: this user's own.
             name: shown to people who look at the vault, with the pid.
+            look: called again and again while the vault takes memory that was asked for; what it raises ends the wait.
+            succeeds: a client that was lost, for `succeed`.
 
         Raises:
             VaultUnavailable: no vault of this user and version answers there.
@@ -155,15 +175,20 @@ class VaultClient:
         self._unclaimed: list[int] = []  # backups that were handed out to nobody
         self._descriptors_lost = False
         self._closed_slabs: list[int] = []
+        self._look = look
+        self._identity: str = secrets.token_hex(16) if succeeds is None else succeeds._identity
+        self.is_silent = False
         self._channel, self.vault_pid = self._connect()
+        self._connections = [self._channel]  # and those whose backups have yet to become this one's
         _clients.add(self)
         try:
-            facts = self._ask("hello", name=name[:80])
+            facts = self._ask("hello", name=name[:80], identity=self._identity)
         except VaultLost as lost:
             self.close()
             raise VaultUnavailable(f"the vault at {self.path}: {lost}") from None
         self.gpus: tuple[str, ...] = tuple(facts["gpus"])
         self.memory_bytes: int = facts["memory_bytes"]
+        self.instance: str = facts["instance"]
 
     def _connect(self) -> tuple[Channel, int]:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -184,24 +209,73 @@ class VaultClient:
 
     @property
     def lost(self) -> VaultLost | None:
-        """Why the vault cannot be asked any more, or None. Looks whether it has ended."""
+        """Why the vault cannot be asked any more, or None. Looks whether it has ended, or has said something since."""
         with self._turn():
             if self._lost is None:
                 with suppress(VaultLost):
                     self._take_in(self._channel.receive)
             elif self._lost.may_go_on and self._channel.is_ended_there():  # it will not any more
                 self._lost = VaultLost(f"{self._lost}; it has ended since")
-                self._channel.close()
+                self._close_connections()
+            elif self.is_silent:
+                self.is_silent = not self._hears_something()
             return self._lost
+
+    def _hears_something(self) -> bool:
+        try:
+            self._take_in(self._channel.flush)  # to half a request it answers nothing
+            return bool(self._take_in(self._channel.receive))
+        except VaultLost:  # it says that it has cut this process off
+            return True
 
     def close(self) -> None:
         """End the connection: the vault gives away what it kept. Closing again does nothing."""
         if os.getpid() != self._process:
             return
         with self._lock:
-            self._channel.close()
+            self._close_connections()
             self.slabs.close()
-            self._lost = self._lost or VaultLost("the connection was closed")
+            self._lost = VaultLost("the connection was closed")
+
+    def _close_connections(self) -> None:
+        while self._connections:
+            self._connections.pop().close()
+
+    # After a loss
+
+    def succeed(self, before: VaultClient, backups: Sequence[Backup]) -> list[Backup]:
+        """Take over what the vault keeps for `before`, a client of the same vault that was lost; `before` is closed.
+
+        Returns when the vault does nothing more that it was asked before, and has given back all memory that was lent
+        to it. Whatever becomes of this, the slabs are this client's from here on. If it raises, this client is lost in
+        its turn.
+
+        Args:
+            backups: to keep. What else there was goes back.
+
+        Returns:
+            Those that the vault does not have any more: they have no extents.
+        """
+        with before._turn(), self._turn():
+            self.slabs, before.slabs = before.slabs, self.slabs
+            self._last_lent = before._last_lent
+            self._connections += before._connections
+            before._connections = []
+            before._lost = VaultLost(f"{before._lost}; another connection has taken its place")
+            try:
+                numbers = [each.number for each in backups]
+                facts = self._readable(self._ask("resume", numbers=numbers, slabs=self.slabs.numbers)["backups"])
+            except BaseException as error:
+                self._unclaimed = []  # they are to stay
+                self._lost = self._lost or VaultLost(f"backups could not be taken over: {error}", may_go_on=True)
+                raise
+            for each, said in zip(backups, facts, strict=True):
+                self._leave(each)
+                if said is not None:
+                    self._fill(each, said)
+            while len(self._connections) > 1:
+                self._connections.pop().close()
+            return [each for each, said in zip(backups, facts, strict=True) if said is None]
 
     # Backups
 
@@ -212,8 +286,14 @@ class VaultClient:
             OutOfHostMemory: the vault has too little; the message says who holds what. Nothing has changed.
         """
         with self._turn():
-            facts = self._ask("reserve", gpu=gpu, sizes=list(sizes))["backups"]
+            facts = self._ask("reserve", gpu=gpu, sizes=list(sizes), wait=True)["backups"]
             return [self._backup(each) for each in self._readable(facts)]
+
+    def reserve_now(self, gpu: str, sizes: Sequence[int]) -> list[Backup] | None:
+        """As `reserve`; None where the vault is still taking the memory for that."""
+        with self._turn():
+            facts = self._ask("reserve", gpu=gpu, sizes=list(sizes), wait=False)["backups"]
+            return None if facts is None else [self._backup(each) for each in self._readable(facts)]
 
     def find(self, gpu: str, keys: Sequence[Key]) -> list[Backup | None]:
         """For each, a share in the backup that has these bytes, if there is one."""
@@ -362,11 +442,11 @@ class VaultClient:
         with self._turn():
             request = self._begin(verb, descriptors, **facts)
             try:
-                return self._answer_to(request)
+                return self._answer_to(request, self._look if verb in _TAKE_LONG else None)
             except CumemSleepError:
                 raise
             except BaseException:  # of a signal handler: the answer comes later
-                self._given_up[request] = verb in ("reserve", "find", "show")
+                self._give_up(request, verb)
                 raise
 
     def _look(self, verb: str, **facts: Any) -> dict[str, Any] | None:
@@ -393,6 +473,12 @@ class VaultClient:
                 self._given_up[request] = False
             raise
 
+    def _give_up(self, request: int, verb: str) -> None:
+        self._given_up[request] = verb in _HAND_OUT
+        if verb == "reserve":  # others may wait behind it
+            with suppress(CumemSleepError):
+                self._given_up[self._begin("withdraw", request=request)] = False
+
     def _begin(self, verb: str, descriptors: Sequence[int] = (), **facts: Any) -> int:
         """Send a request; returns its number."""
         with self._turn():
@@ -407,24 +493,32 @@ class VaultClient:
             self._wait_until(lambda: not self._channel.unsent_bytes)
             return request
 
-    def _answer_to(self, request: int) -> dict[str, Any]:
+    def _answer_to(self, request: int, look: Callable[[], None] | None = None) -> dict[str, Any]:
         with self._turn():
             if request not in self._answers:
                 return {}
-            self._wait_until(lambda: bool(self._answers[request]))
+            self._wait_until(lambda: bool(self._answers[request]), look)
             answer = self._answers.pop(request)
             if "error" in answer:
                 raise protocol.error_from_json(answer["error"])
             result: dict[str, Any] = answer.get("ok", {})
             return result
 
-    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+    def _wait_until(self, is_so: Callable[[], bool], look: Callable[[], None] | None = None) -> None:
         """Take in what comes until that is so. Every message shows that the vault lives."""
         deadline = time.monotonic() + self.deadline_s
         while not is_so():
             if self._lost is not None:
                 raise self._lost
-            if not self._channel.wait(deadline, to_send=self._channel.unsent_bytes > 0):
+            now = time.monotonic()
+            next_look = deadline if look is None else min(deadline, now + _LOOK_INTERVAL_S)
+            has_come = self._channel.wait(next_look, to_send=self._channel.unsent_bytes > 0)
+            if look is not None:
+                look()
+            if not has_come and next_look < deadline:
+                continue
+            if not has_come:
+                self.is_silent = True
                 self._lose(f"the vault does not answer: it was silent for {self.deadline_s:g} s", may_go_on=True)
             self._take_in(self._channel.flush)
             if self._take_in(self._channel.receive):
@@ -512,7 +606,7 @@ class VaultClient:
 
     def _forget_in_child(self) -> None:
         """In a child of a fork, which would keep the connection, and so the backups, when the parent has died."""
-        self._channel.close()
+        self._close_connections()
         self.slabs.close()
 
 

@@ -307,10 +307,15 @@ class Ledger:
 
     def hold(self, owner: Hashable, number: int) -> Hold:
         """The hold of that number. Raises InvalidState: the owner has none, or not any more."""
-        hold = self._holds.get(number)
-        if hold is None or hold.owner != owner:
+        hold = self.find_hold(owner, number)
+        if hold is None:
             raise InvalidState(f"backup {number} is not held by this process, or not any more")
         return hold
+
+    def find_hold(self, owner: Hashable, number: int) -> Hold | None:
+        """The hold of that number, if the owner has it."""
+        hold = self._holds.get(number)
+        return hold if hold is not None and hold.owner == owner else None
 
     def writable(self, owner: Hashable, number: int) -> Hold:
         """As `hold`, and nobody relies on the bytes. Raises InvalidState: somebody may, the entry is sealed."""
@@ -341,6 +346,13 @@ class Ledger:
         """Give back whatever it holds."""
         for hold in [hold for hold in self._holds.values() if hold.owner == owner]:
             self._drop(hold)
+
+    def move(self, before: Hashable, owner: Hashable, numbers: Iterable[int]) -> None:
+        """Of what `before` holds, these are the owner's from here on; those that it does not have are passed over."""
+        for number in numbers:
+            hold = self._holds.get(number)
+            if hold is not None and hold.owner == before:
+                hold.owner = owner
 
     def begin_copy(self, entry: Entry) -> None:
         """Its extents stay its own until `end_copy`, whoever releases it."""

@@ -70,7 +70,7 @@ class Vault:
         self._resuming: set[Session] = set()
         nodes = [gpu.node for gpu in gpus]
         self._pool = Pool(memory_bytes, slab_bytes, gpus[0].ordinal, nodes, host, self._post, self._memory_changed)
-        self._service = Service(address.path, gpus, self._pool, self._sessions, self._post, self._gpu_lost)
+        self._service = Service(address.path, gpus, self._pool, self._sessions, self._post, self._end, self._gpu_lost)
         self.memory_bytes = self._pool.memory_bytes
         self._selector = selectors.DefaultSelector()
         self._posted: deque[Callable[[], None]] = deque()

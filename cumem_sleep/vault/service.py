@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -38,7 +39,7 @@ class Gpu:
 _Answer = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Request:
     """What a client asks. Descriptors that are left in the list are closed afterwards."""
 
@@ -55,6 +56,7 @@ class _Reservation:
     asked: _Request
     gpu: Gpu
     sizes: Sequence[int]
+    waits: bool
 
 
 class Service:
@@ -67,6 +69,7 @@ class Service:
         pool: Pool,
         sessions: Sequence[Session],
         post: Callable[[Callable[[], None]], None],
+        end: Callable[[Session], None],
         gpu_lost: Callable[[VaultError], None],
     ) -> None:
         """Nothing is done yet.
@@ -75,12 +78,17 @@ class Service:
             path: of the socket, to be shown.
             sessions: all that there are, whenever they are looked at.
             post: has work done by the thread that calls the service.
+            end: ends the connection of a session.
             gpu_lost: is called when no call for a GPU works any more.
         """
-        self._path, self._pool, self._sessions, self._post, self._gpu_lost = path, pool, sessions, post, gpu_lost
+        self._path, self._pool, self._sessions = path, pool, sessions
+        self._post, self._end, self._gpu_lost = post, end, gpu_lost
+        self._instance = uuid.uuid4().hex
         self._gpus = {gpu.uuid: gpu for gpu in gpus}
         self._links: dict[tuple[str, bool], Link] = {}
         self._waiting: deque[_Reservation] = deque()
+        self._leaving: set[Session] = set()  # have gone, and copies of theirs are under way still
+        self._resuming: dict[_Request, list[int]] = {}  # who waits for these, and which backups are wanted
         self._counts: Counter[str] = Counter()
         self._is_ending = False
 
@@ -124,6 +132,8 @@ class Service:
     def forget(self, session: Session) -> None:
         """It has gone: whatever it has comes back."""
         self.cancel(session)
+        if session.is_copying:
+            self._leaving.add(session)
         self._pool.ledger.drop_owner(session)
         self._memory_came_back()
 
@@ -150,9 +160,11 @@ class Service:
 
     def _hello(self, asked: _Request) -> _Answer:
         asked.session.name = "".join(c for c in text(asked.body, "name", 80) if c.isprintable())
+        asked.session.identity = text(asked.body, "identity", 64)
         asked.session.is_greeted = True
         return {
             "pid": os.getpid(),
+            "instance": self._instance,
             "version": __version__,
             "memory_bytes": self._pool.memory_bytes,
             "gpus": list(self._gpus),
@@ -163,30 +175,41 @@ class Service:
         gpu, sizes = self._gpu(asked.body), integers(asked.body, "sizes")
         if self._is_ending:
             raise InvalidState("the vault is about to end: it takes no new backups")
-        self._waiting.append(_Reservation(asked, gpu, sizes))
+        self._waiting.append(_Reservation(asked, gpu, sizes, boolean(asked.body, "wait")))
         self.serve_waiting()
+
+    def _withdraw(self, asked: _Request) -> _Answer:
+        """The client does not wait any more for the memory that it asked for."""
+        given_up = integer(asked.body, "request")
+        for each in list(self._waiting):
+            if each.asked.session is asked.session and each.asked.number == given_up:
+                self._waiting.remove(each)
+                self._answer(each.asked, InvalidState("it was withdrawn"))
+        self.serve_waiting()
+        return {}
 
     def serve_waiting(self) -> None:
         """Whoever waits for memory, in order, as far as it goes; and refuse what can never be."""
         names = self._names()
         goes_on = True
         for each in list(self._waiting):
-            result: _Answer | Exception
+            result: _Answer | Exception | None = None
             try:
                 self._pool.ledger.require_room(each.sizes, names)
-                if not goes_on:
-                    continue
-                holds = self._pool.ledger.reserve(each.asked.session, each.gpu.uuid, each.sizes, each.gpu.node)
-                result = self._handed_out(each.asked.session, holds)
+                if goes_on:
+                    holds = self._pool.ledger.reserve(each.asked.session, each.gpu.uuid, each.sizes, each.gpu.node)
+                    result = self._handed_out(each.asked.session, holds)
             except OutOfHostMemory as error:
-                if error.needed_bytes <= error.available_bytes + self._pool.bytes_to_come():
-                    goes_on = False
-                    continue
-                result = error
+                if error.needed_bytes > error.available_bytes + self._pool.bytes_to_come():
+                    result = error
+                else:
+                    goes_on = goes_on and not each.waits
             except CumemSleepError as error:
                 result = error
+            if result is None and each.waits:
+                continue
             self._waiting.remove(each)
-            self._answer(each.asked, result)
+            self._answer(each.asked, {"backups": None} if result is None else result)
 
     def _find(self, asked: _Request) -> _Answer:
         gpu = self._gpu(asked.body)
@@ -242,6 +265,8 @@ class Service:
         lent.jobs += 1
 
         def over(error: Exception | None) -> None:
+            if isinstance(error, InvalidState):
+                error = InvalidState(f"in the vault: {error}")  # which is "this process" there
             lent.jobs -= 1
             if not asked.session.is_served and not lent.jobs:
                 lent.close()
@@ -249,6 +274,7 @@ class Service:
                 self._pool.ledger.end_copy(entry)
             self._answer(asked, error or {})
             self._memory_came_back()
+            self._answer_resuming()
             if isinstance(error, DriverError):
                 self._look_at_gpu(gpu, error)
 
@@ -296,6 +322,27 @@ class Service:
             if number in asked.session.lent:
                 asked.session.lent.pop(number).close()
         return {}
+
+    def _resume(self, asked: _Request) -> None:
+        """The client goes on over a new connection; what it held over those before is held over this one."""
+        session, wanted = asked.session, integers(asked.body, "numbers")
+        session.known_slabs = set(integers(asked.body, "slabs"))
+        for before in [each for each in self._sessions if each.identity == session.identity and each is not session]:
+            self._pool.ledger.move(before, session, wanted)
+            self._end(before)
+        self._resuming[asked] = wanted
+        self._answer_resuming()
+
+    def _answer_resuming(self) -> None:
+        """Those who resume, once nothing is under way that they asked for over earlier connections."""
+        self._leaving = {session for session in self._leaving if session.is_copying}
+        leaving = {session.identity for session in self._leaving}
+        for asked in [each for each in self._resuming if each.session.identity not in leaving]:
+            holds = [self._pool.ledger.find_hold(asked.session, number) for number in self._resuming.pop(asked)]
+            try:
+                self._answer(asked, self._handed_out(asked.session, holds))
+            except CumemSleepError as error:
+                self._answer(asked, error)
 
     def _show(self, asked: _Request) -> None:
         """Backups in slabs that another vault has left behind. They are looked at by the thread that takes memory."""
@@ -448,6 +495,8 @@ _REQUESTS: Mapping[str, Callable[[Service, _Request], _Answer | None]] = {
     "release": Service._release,
     "copy": Service._copy,
     "forget": Service._take_back,
+    "resume": Service._resume,
+    "withdraw": Service._withdraw,
     "show": Service._show,
     "status": Service._status,
 }

@@ -24,6 +24,7 @@ class Session:
         process: a pidfd of it, or -1. A child that it forked may keep the connection open when it has died.
         since: when it came, by the monotonic clock.
         is_greeted: it has said hello.
+        identity: the same for all connections of one client, of which each takes over from those before.
         is_open: it is connected; no more after `Vault` has ended the session.
         is_cut_off: nothing more is done for it. It keeps its backups until it ends the connection.
         lent: its memory that may be mapped here, by its own numbers.
@@ -34,7 +35,7 @@ class Session:
         """`resume` is called when an answer may let it go on."""
         self.channel = Channel(connection, protocol.MAX_REQUEST_BYTES, protocol.MAX_ANSWER_BYTES)
         self.pid = pid
-        self.name = ""
+        self.name = self.identity = ""
         self.since = now
         self.is_greeted = False
         self.is_open = True
@@ -55,6 +56,11 @@ class Session:
     def may_ask(self) -> bool:
         """Whether it has not too much open, or too many answers unread."""
         return self.open_requests < _MAX_OPEN_REQUESTS and self.channel.unsent_bytes < _MAX_UNSENT_BYTES
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies from or to its memory are under way."""
+        return any(lent.jobs for lent in self.lent.values())
 
     @property
     def is_served(self) -> bool:

@@ -96,6 +96,11 @@ class TestRoom:
     def test_nothing_is_reserved_for_nothing(self, tier: Tier) -> None:
         assert tier.reserve([]) == []
 
+    def test_beside_work_the_same_is_reserved(self, tier: Tier) -> None:
+        (extents,) = tier.reserve([Wanted(0, SIZES)], beside_work=True)
+        assert [extent.bytes for extent in extents] == SIZES
+        tier.release(extents)
+
     def test_the_budget_is_a_limit(self, tier: Tier) -> None:
         left = {limit.name: limit.available_bytes for limit in tier.limits(BUDGET - PAGE)}
         assert left["budget"] == PAGE

@@ -1,156 +1,176 @@
-"""A client of the storm: a random history of sleeps and wakes, whatever happens to the vault. Every byte is compared.
+"""A client of the storm: a random history of an allocator, whatever happens to the vault. Every byte is compared.
 
-Run as `storm_client.py SOCKET SEED STEPS`; exits with 0 if every byte was right.
+Run as `storm_client.py SOCKET SEED STEPS DEADLINE_S`; SIGTERM ends it early. It wakes everything at the end, gives
+everything back, and exits with 0 if every byte was right, no call hung, and nothing is left.
 """
 
 from __future__ import annotations
 
-import hashlib
+import os
 import pathlib
 import random
+import signal
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
 
 import numpy as np
-from running import Segment, from_slabs
-from support import PAGE, Memory, fresh_allocator
+from running import eventually
+from support import AWAKE, DROPPED, PAGE, Memory, bf16_weights, free_everything
 
-from cumem_sleep import OutOfHostMemory, VaultError, VaultLost, VaultUnavailable
-from cumem_sleep.vault.client import Backup, Key, Sealed, Shown, VaultClient
+from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, Settings, VaultError, _core, sim
+from cumem_sleep.backups import vault as tiers
+from cumem_sleep.backups.vault import VaultTier
 
-RECONNECT_WITHIN_S = 60
+HANGS_S = 30  # what is slow on a busy machine does not hang; `longest` says how long it took
+TAGS = ("weights", "default", "kv_cache")
+SETTINGS: tuple[dict[str, object], ...] = (
+    {},
+    {"compress": "auto"},
+    {"verify": "off", "retain_backups": False},  # nothing proves the bytes but this script
+)
 
 
-class Weights:
-    """A segment whose content is one of few, so that processes share backups."""
-
-    def __init__(self, storm: Storm, address: int) -> None:
-        self.storm, self.address = storm, address
-        self.is_asleep = False
-        self.backup: Backup | None = None
-        self.client: VaultClient | None = None  # that has the backup
-        self.change()
-
-    def change(self) -> None:
-        """New contents, as a trainer writes them."""
-        self.forget()
-        self.nbytes = self.storm.random.choice((1, 2, 3)) * PAGE - self.storm.random.choice((0, 5))
-        seed = self.storm.random.randrange(6)
-        self.content = np.random.default_rng(seed).bytes(self.nbytes)
-        self.key = Key(hashlib.md5(self.content, usedforsecurity=False).hexdigest(), self.nbytes, "")
-        self.storm.memory.write(self.address, self.content)
-
-    def forget(self) -> None:
-        if self.backup is not None and self.client is not None:
-            self.client.release([self.backup])
-        self.backup = self.client = None
-
-    def sleep(self) -> None:
-        """As a tier does it: nothing is given up before the backup is there."""
-        client = self.storm.client
-        mine = Segment(client, self.address, self.nbytes)
-        if self.backup is not None and self.client is client and client.mark([self.backup], needed=True):
-            self.forget()
-        if self.backup is not None and self.client is not client:
-            self.forget()
-        if self.backup is None:
-            (found,) = client.find(mine.gpu, [self.key])
-            self.backup, self.client = found, client
-        if self.backup is None:
-            (self.backup,) = client.reserve(mine.gpu, [self.nbytes])
-            mine.write(self.backup)
-            client.seal([Sealed(self.backup, self.key)])
-        self.storm.memory.write(self.address, b"\xff" * self.nbytes)
-        self.is_asleep = True
-
-    def wake(self) -> None:
-        assert self.backup is not None
-        assert self.client is not None
-        try:
-            Segment(self.client, self.address, self.nbytes).read(self.backup)
-            restored = self.storm.memory.read(self.address, self.nbytes)
-        except VaultLost:
-            restored = from_slabs(self.client, self.backup)
-            self.storm.memory.write(self.address, restored)
-        assert restored == self.content, "WRONG BYTES"
-        self.is_asleep = False
-        self.client.mark([self.backup], needed=False) if self.client.lost is None else self.forget()
-
-    def move(self, client: VaultClient) -> None:
-        """To a new vault: share what is there, or show what the old one left."""
-        assert self.backup is not None
-        assert self.client is not None
-        gpu = Segment(client, self.address, self.nbytes).gpu
-        (found,) = client.find(gpu, [self.key])
-        if found is None:
-            (found,) = client.show(gpu, [Shown(self.backup, self.key, self.client.slabs)])
-        assert from_slabs(client, found) == self.content, "WRONG BYTES ADOPTED"
-        self.forget()
-        self.backup, self.client = found, client
+def succeeds(call: Callable[[], object]) -> bool:
+    with suppress(VaultError):
+        call()
+        return True
+    return False
 
 
 class Storm:
     def __init__(self, socket: pathlib.Path, seed: int) -> None:
         self.random = random.Random(seed)
-        self.socket = socket
+        settings = SETTINGS[seed % len(SETTINGS)]
+        self.allocator = CuMemAllocator(Settings(driver="sim", vault=str(socket), **settings))  # type: ignore[arg-type]
+        self.retains = bool(settings.get("retain_backups", True))
         self.memory = Memory()
-        allocator = fresh_allocator()
-        addresses = [allocator.malloc(3 * PAGE, "weights") for _ in range(4)]
-        self.client = self.connect()
-        self.weights = [Weights(self, address) for address in addresses]
+        self.contents: dict[int, bytes] = {}  # by address
+        self.steps = self.failed = 0
+        self.longest = 0.0, ""  # of all calls, in seconds, and its name
+        self.is_asked_to_stop = False
+        for number in range(5):
+            self.allocate(TAGS[number % len(TAGS)])
+        self.descriptors = len(os.listdir("/proc/self/fd"))
 
-    def connect(self) -> VaultClient:
-        ends = time.monotonic() + RECONNECT_WITHIN_S
-        while True:
-            try:
-                return VaultClient(self.socket, "storm")
-            except VaultUnavailable:
-                assert time.monotonic() < ends, "no vault comes back"
-                time.sleep(0.01)
+    # Steps
+
+    def allocate(self, tag: str) -> None:
+        address = self.allocator.malloc(self.random.choice((1, 2, 3)) * PAGE, tag)
+        self.contents[address] = b""
+        self.write(address)
+
+    def write(self, address: int) -> None:
+        """One of few contents, so that processes share backups."""
+        (nbytes,) = (segment.bytes for segment in _core.segments() if segment.address == address)
+        self.contents[address] = bf16_weights(nbytes, np.random.default_rng(self.random.randrange(6)))
+        self.memory.write(address, self.contents[address])
+
+    def change(self) -> None:
+        """As a trainer does."""
+        awake = [segment for segment in _core.segments() if segment.sleep == AWAKE]
+        if awake:
+            self.write(self.random.choice(awake).address)
+
+    def replace(self) -> None:
+        segment = self.random.choice(_core.segments())
+        tag = segment.tag
+        self.allocator.free(segment.address)
+        del self.contents[segment.address]
+        self.allocate(tag)
+
+    def prepare(self) -> None:
+        if self.retains:
+            preparation = self.allocator.prepare()
+            preparation.wait(self.random.choice((0.0, 0.01, HANGS_S)))
 
     def step(self) -> None:
-        if self.client.lost is not None:
-            self.client = self.connect()
-        for each in self.weights:
-            if each.is_asleep and each.client is not self.client:
-                try:
-                    each.move(self.client)
-                except VaultError:  # the old vault is still dying
-                    return
-                except OutOfHostMemory:
-                    each.wake()
-        each = self.random.choice(self.weights)
-        if each.is_asleep:
-            each.wake()
-        elif self.random.random() < 0.3:
-            each.change()
-        else:
-            try:
-                each.sleep()
-            except VaultError:
-                each.forget()
-                raise
-            except OutOfHostMemory:
-                each.forget()
+        """Any call; everything is as before if it fails."""
+        steps: tuple[tuple[str, Callable[[], object], int], ...] = (
+            ("sleep", self.allocator.sleep, 8),
+            ("sleep(2)", lambda: self.allocator.sleep(2), 1),
+            ("sleep of all", lambda: self.allocator.sleep(offload_tags=TAGS), 4),
+            ("wake", self.allocator.wake_up, 8),
+            ("wake of weights", lambda: self.allocator.wake_up("weights"), 3),
+            ("discard", lambda: self.allocator.discard("kv_cache"), 1),
+            ("prepare", self.prepare, 2),
+            ("release", self.allocator.release_backups, 1),
+            ("change", self.change, 6),
+            ("replace", self.replace, 2),
+        )
+        ((name, call, _),) = self.random.choices(steps, [weight for _, _, weight in steps])
+        before = {segment.address: segment.sleep for segment in _core.segments()}
+        try:
+            self.timed(name, call)
+        except (VaultError, OutOfHostMemory):
+            self.failed += 1
+            after = {segment.address: segment.sleep for segment in _core.segments()}
+            assert after == before, "A CALL THAT FAILED HAS CHANGED SOMETHING"
+        self.look()
+        self.steps += 1
+
+    def timed(self, name: str, call: Callable[[], object]) -> None:
+        began = time.monotonic()
+        try:
+            call()
+        finally:
+            self.longest = max(self.longest, (time.monotonic() - began, name))
+            assert self.longest[0] < HANGS_S, f"HANGS: {name}"
+
+    def look(self) -> None:
+        """What was dropped has undefined bytes: it gets new ones when it wakes."""
+        for segment in _core.segments():
+            address = segment.address
+            if segment.sleep == DROPPED:
+                self.contents[address] = b""
+            elif segment.sleep == AWAKE and not self.contents[address]:
+                self.write(address)
+            elif segment.sleep == AWAKE:
+                assert self.memory.read(address, segment.bytes) == self.contents[address], "WRONG BYTES"
+
+    # All of it
 
     def run(self, steps: int) -> None:
-        lost = 0
-        for _ in range(steps):
-            before = time.monotonic()
-            try:
-                self.step()
-            except VaultLost:
-                lost += 1
-            assert time.monotonic() - before < RECONNECT_WITHIN_S, "HANGS"
-            for each in self.weights:
-                if not each.is_asleep:
-                    now = self.memory.read(each.address, each.nbytes)
-                    assert now == each.content, "WRONG BYTES OF A SEGMENT THAT IS AWAKE"
-        for each in self.weights:
-            if each.is_asleep:
-                each.wake()
-        print(f"lost the vault {lost} times", flush=True)
+        while self.steps < steps and not self.is_asked_to_stop:
+            self.step()
+            time.sleep(self.random.uniform(0, 0.01))  # leaves some of the machine to the others
+        self.wake_all()
+        self.leave()
+        print(
+            f"steps={self.steps} failed={self.failed} longest={self.longest[0]:.2f} s ({self.longest[1]})", flush=True
+        )
+
+    def wake_all(self) -> None:
+        eventually(lambda: succeeds(lambda: self.timed("wake", self.allocator.wake_up)), "a wake succeeds")
+        self.look()
+
+    def leave(self) -> None:
+        """Nothing is left here once the vault answers."""
+        self.memory.close()
+        free_everything()
+        tier = self.allocator._store._tier
+        assert isinstance(tier, VaultTier)
+        eventually(lambda: succeeds(lambda: tier.client().release([])) and not tier.client().lost, "a vault is there")
+        tier.release([])
+        assert not tier._extents
+        assert not tier._left
+        assert not len(tier.client().slabs), "descriptors of slabs are left"
+        assert sim.stats().mapped_bytes == 0, "device memory is left"
+        more = len(os.listdir("/proc/self/fd")) - self.descriptors
+        assert more <= 1, f"{more} more descriptors are open than at the beginning"  # the connection
+
+    def ask_to_stop(self, _number: int, _frame: FrameType | None) -> None:
+        self.is_asked_to_stop = True
 
 
 if __name__ == "__main__":
-    Storm(pathlib.Path(sys.argv[1]), int(sys.argv[2])).run(int(sys.argv[3]))
+    tiers.DEADLINE_S = float(sys.argv[4])
+    storm = Storm(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
+    signal.signal(signal.SIGTERM, storm.ask_to_stop)
+    print("begins", flush=True)
+    try:
+        storm.run(int(sys.argv[3]))
+    except InvalidState as error:
+        raise AssertionError(f"after {storm.steps} steps: {error}") from error

@@ -63,7 +63,7 @@ def said(**body: object) -> bytes:
     return framed(json.dumps(body).encode())
 
 
-HELLO = said(id=0, do="hello", name="raw")
+HELLO = said(id=0, do="hello", name="raw", identity="raw")
 
 
 def last_words(connection: socket.socket) -> dict[str, object]:

@@ -1,10 +1,14 @@
-"""The vault and its clients are killed at random moments: no wrong byte, nothing left behind, nobody hangs."""
+"""The vault and its clients are killed, and stopped, at random moments: no wrong byte, nothing is left, nobody hangs.
+
+`CUMEM_SLEEP_TEST_VAULT_KILLS` says how often, for a longer run by hand.
+"""
 
 from __future__ import annotations
 
 import os
 import pathlib
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -15,59 +19,108 @@ from running import RunningVault, eventually
 
 import cumem_sleep
 
-pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 HERE = pathlib.Path(__file__).parent
-KILLS = int(os.environ.get("CUMEM_SLEEP_TEST_VAULT_KILLS", "12"))
+KILLS = int(os.environ.get("CUMEM_SLEEP_TEST_VAULT_KILLS", "10"))
+FOREVER = 10**6
+OPTIONS = ("40MiB", "--slab-size", "8MiB")
 
 
-def start(vault: RunningVault, seed: int, steps: int) -> subprocess.Popen[str]:
+def start(vault: RunningVault, seed: int, steps: int = FOREVER, deadline_s: float = 5) -> subprocess.Popen[str]:
     path = [str(pathlib.Path(cumem_sleep.__path__[0]).parent), str(HERE.parent), str(HERE)]
-    return subprocess.Popen(
-        [sys.executable, str(HERE / "storm_client.py"), str(vault.socket), str(seed), str(steps)],
+    client = subprocess.Popen(
+        [sys.executable, str(HERE / "storm_client.py"), str(vault.socket), str(seed), str(steps), str(deadline_s)],
         env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": os.pathsep.join(path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    assert client.stdout is not None
+    assert client.stdout.readline() == "begins\n"
+    return client
 
 
-def test_the_vault_is_killed_again_and_again(start_vault: Callable[..., RunningVault]) -> None:
-    options = ("40MiB", "--slab-size", "8MiB")
-    vault = start_vault(*options)
-    chance = random.Random(1)
-    clients = [start(vault, seed, 10**6) for seed in range(3)]
-    try:
-        for _ in range(KILLS):
-            time.sleep(chance.uniform(0.2, 1.5))
-            assert [each.poll() for each in clients] == [None] * 3, [each.communicate() for each in clients]
-            vault.kill()
-            vault = start_vault(*options)
-        eventually(lambda: len(vault.status()["clients"]) >= 3, "all have found the last one")
-        assert [each.poll() for each in clients] == [None] * 3
-        assert vault.status()["cut_off"] == 0
-    finally:
-        for each in clients:
-            each.kill()
-            each.communicate()
+def all_are_well(clients: list[subprocess.Popen[str]]) -> bool:
+    return not [each.communicate() for each in clients if each.poll() is not None]
+
+
+def end(clients: list[subprocess.Popen[str]]) -> None:
+    """They wake everything, give everything back, and have found nothing wrong."""
+    for each in clients:
+        each.send_signal(signal.SIGTERM)
+    for seed, each in enumerate(clients):
+        said, errors = each.communicate(timeout=120)
+        assert each.returncode == 0, errors
+        print(seed, said.strip())
+
+
+def kill(clients: list[subprocess.Popen[str]]) -> None:
+    for each in clients:
+        each.kill()
+        each.communicate()
+
+
+def is_as_new(vault: RunningVault) -> None:
     eventually(vault.is_unused, "nothing is left in the vault")
     eventually(lambda: vault.status()["adopted_bytes"] == 0, "what it had adopted is gone")
     vault.wait_until_ready()
+    status = vault.status()
+    assert (status["free_bytes"], status["cut_off"]) == (status["memory_bytes"], 0)
+
+
+def test_the_vault_is_killed_again_and_again(start_vault: Callable[..., RunningVault]) -> None:
+    vault = start_vault(*OPTIONS)
+    chance = random.Random(1)
+    clients = [start(vault, seed) for seed in range(3)]
+    try:
+        for _ in range(KILLS):
+            time.sleep(chance.uniform(0.05, 1))
+            assert all_are_well(clients)
+            vault.kill()
+            vault = start_vault(*OPTIONS)
+        end(clients)
+    finally:
+        kill(clients)
+    is_as_new(vault)
+
+
+def test_the_vault_is_stopped_again_and_again(start_vault: Callable[..., RunningVault]) -> None:
+    """For less or more than the deadline of its clients; sometimes it never goes on."""
+    vault = start_vault(*OPTIONS)
+    chance = random.Random(3)
+    clients = [start(vault, seed, deadline_s=1.2) for seed in range(3)]
+    try:
+        for _ in range(max(1, KILLS // 2)):
+            time.sleep(chance.uniform(0.05, 1))
+            assert all_are_well(clients)
+            vault.signal(signal.SIGSTOP)
+            time.sleep(chance.uniform(0.5, 3))
+            if chance.random() < 0.3:
+                vault.kill()
+                vault = start_vault(*OPTIONS)
+            else:
+                vault.signal(signal.SIGCONT)
+        end(clients)
+    finally:
+        kill(clients)
+    is_as_new(vault)
 
 
 def test_clients_are_killed_again_and_again(start_vault: Callable[..., RunningVault]) -> None:
-    vault = start_vault("40MiB", "--slab-size", "8MiB")
+    vault = start_vault(*OPTIONS)
     vault.wait_until_ready()
     chance = random.Random(2)
-    survivor = start(vault, 0, 300)
-    for seed in range(1, KILLS + 1):
-        victim = start(vault, seed, 10**6)
-        eventually(lambda: len(vault.status()["clients"]) >= 1, "somebody is connected")
-        time.sleep(chance.uniform(0.3, 1))
-        victim.kill()
-        victim.communicate()
-    _, errors = survivor.communicate(timeout=300)
-    assert survivor.returncode == 0, errors
-    eventually(vault.is_unused, "nothing is left in the vault")
-    status = vault.status()
-    assert (status["free_bytes"], status["cut_off"]) == (status["memory_bytes"], 0)
+    survivor = start(vault, 0)
+    try:
+        for seed in range(1, KILLS + 1):
+            victim = start(vault, seed)
+            eventually(lambda: len(vault.status()["clients"]) >= 2, "it is connected")
+            time.sleep(chance.uniform(0.05, 0.8))
+            assert all_are_well([survivor, victim])
+            kill([victim])
+            eventually(lambda: len(vault.status()["clients"]) < 2, "it is gone")
+        end([survivor])
+    finally:
+        kill([survivor])
+    is_as_new(vault)

@@ -1,0 +1,277 @@
+"""Sleeps and wakes through the vault while something fails in this process: driver calls, descriptors, the GPUs."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from running import SECONDS, RunningVault, eventually
+from support import Memory, assert_clean_exit, run_script
+from test_sleeping import MakeAllocator, check, fill, leave, through
+from world import PHASES, Phase, World, check_every_call
+
+from cumem_sleep import CumemSleepError, _core, sim
+from cumem_sleep.errors import VaultUnavailable
+from cumem_sleep.vault.client import VaultClient
+
+__all__ = ["through"]  # a fixture
+
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
+
+
+class VaultWorld(World):
+    """Whose backups the vault keeps: nothing of them is pinned here."""
+
+    def unaccounted_bytes(self) -> int:
+        return sim.stats().registered_bytes
+
+    def forget_devices(self) -> None:
+        self.allocator._store._tier._gpus.clear()  # type: ignore[attr-defined]
+
+
+THROUGH_IT = ("first sleep", "sleep of changed", "wake of all", "release backups")
+
+
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase.name in THROUGH_IT], ids=str)
+def test_every_driver_call_may_fail_once(vault: RunningVault, phase: Phase) -> None:
+    world = VaultWorld(vault=str(vault.socket))
+    world.allocator._store._tier.client()  # type: ignore[attr-defined]  # whose calls are not the phase's
+    try:
+        check_every_call(world, phase, "CUDA_ERROR_UNKNOWN", False)
+        world.wake()
+        eventually(lambda: lent_bytes(vault) == 0, "the vault has none of its memory")
+    finally:
+        sim.reset()
+        leave()
+
+
+def lent_bytes(vault: RunningVault) -> int:
+    return sum(client["lent_bytes"] for client in vault.status()["clients"])
+
+
+# Open files
+
+
+@contextmanager
+def descriptors_left(pid: int, count: int) -> Iterator[None]:
+    """So many more files may this process open."""
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    occupied = {int(each) for each in os.listdir(f"/proc/{pid}/fd")}
+    free = sorted(set(range(max(occupied) + count + 2)) - occupied)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free[count], limits[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+
+SHORT = {
+    "client": r"this process can open no more files|\w+: this process has as many files open as it may"
+    "|cuMemCreate failed with CUDA_ERROR_OPERATING_SYSTEM",  # memory of the simulated driver is a file
+    "vault": r"the vault can open no more files|in the vault: \w+: this process has as many files open as it may",
+}
+
+
+@contextmanager
+def suppress_files_short(refused: dict[str, int], operation: str, whose: str) -> Iterator[None]:
+    """Counts the error, which says what is short."""
+    try:
+        yield
+    except CumemSleepError as error:
+        if not re.match(SHORT[whose], str(error)):
+            raise
+        refused[operation] += 1
+
+
+@pytest.mark.parametrize("whose", ["client", "vault"])
+def test_no_more_files_can_be_opened(through: MakeAllocator, memory: Memory, vault: RunningVault, whose: str) -> None:
+    """Whatever step lacks one, nothing has changed, and nothing is kept."""
+    allocator = through()
+    contents = fill(allocator, memory, "weights", "default", "weights")
+    memory.close()
+    allocator._store._tier.client()  # type: ignore[attr-defined]
+    pid = os.getpid() if whose == "client" else vault.process.pid
+    refused = {"sleep": 0, "wake": 0}
+    for operation, count in ((operation, count) for operation in refused for count in range(12)):
+        if operation == "wake":
+            allocator.sleep()
+        else:
+            allocator.release_backups()
+        before = [segment.sleep for segment in _core.segments()]
+        with suppress_files_short(refused, operation, whose), descriptors_left(pid, count):
+            allocator.sleep() if operation == "sleep" else allocator.wake_up()
+            before = []
+        if before:
+            assert [segment.sleep for segment in _core.segments()] == before
+        allocator.wake_up()
+        check(memory, contents)
+        status = vault.status()
+        assert lent_bytes(vault) == 0
+        assert status["asleep_bytes"] == 0
+    assert refused["sleep"] > 0
+    assert refused["wake"] > 0
+
+
+def test_those_who_come_when_the_vault_can_open_no_more_files_wait(vault: RunningVault) -> None:
+    there = vault.client()
+    with descriptors_left(vault.process.pid, 0):
+        with pytest.raises(VaultUnavailable):
+            VaultClient(vault.socket, deadline_s=0.3)
+        assert there.status()["pid"] == vault.process.pid, "it serves those that it has"
+    vault.client().close()
+    there.close()
+
+
+# Memory
+
+
+def test_slabs_that_cannot_be_registered_are_read_all_the_same(
+    through: MakeAllocator, memory: Memory, vault: RunningVault
+) -> None:
+    """The bytes are nowhere else, and some drivers register nothing that is read-only."""
+    allocator = through()
+    contents = fill(allocator, memory, "weights", "default")
+    memory.close()
+    allocator.sleep()
+    vault.kill()
+    sim.fail("cuMemHostRegister", error="CUDA_ERROR_NOT_SUPPORTED")
+    try:
+        allocator.wake_up()
+    finally:
+        sim.reset()
+    check(memory, contents)
+
+
+def test_a_wake_that_cannot_map_the_slabs_is_undone(vault: RunningVault) -> None:
+    script = f"""
+        import os, resource, signal, sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        allocator, memory = CuMemAllocator(Settings(driver="sim", vault={str(vault.socket)!r})), Memory()
+        address = allocator.malloc(4 * PAGE, "weights")
+        content = memory.fill_random(address, 4 * PAGE)
+        allocator.sleep()
+        os.kill({vault.process.pid}, signal.SIGKILL)
+        while allocator._store._tier._client.lost is None:
+            pass
+        refused = 0
+        for mib in range(2, 40, 4):
+            pages = int(open("/proc/self/statm").read().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (mib << 20), -1))
+            try:
+                allocator.wake_up()
+                break
+            except (OutOfHostMemory, DriverError, InvalidState) as error:
+                refused += 1
+                assert {{s.sleep for s in _core.segments()}} == {{BACKED_UP}}, error
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+        assert refused > 1, refused
+        allocator.wake_up()
+        assert memory.read(address, 4 * PAGE) == content
+        """
+    process = run_script(script)
+    assert process.returncode == 0, process.stderr
+
+
+# Other users
+
+
+AS_NOBODY = """
+import os, pathlib, socket, sys
+sys.path[:0] = sys.argv[2:]
+from cumem_sleep.vault.client import VaultClient, VaultUnavailable
+os.setgid(65534)
+os.setuid(65534)
+path = pathlib.Path(sys.argv[1])
+try:
+    VaultClient(path)
+except VaultUnavailable as error:
+    print(error)
+connection = socket.socket(socket.AF_UNIX)
+try:
+    connection.connect(str(path))
+    print("connected")
+except PermissionError:
+    print("no permission")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_another_user_gets_nowhere(start_vault: Callable[..., RunningVault], tmp_path: pathlib.Path) -> None:
+    """Not even into a folder that everybody may enter."""
+    import cumem_sleep
+
+    vault = start_vault()
+    for folder in vault.socket.parents:
+        if folder.stat().st_uid == 0 and folder != pathlib.Path("/tmp"):
+            folder.chmod(folder.stat().st_mode | 0o011)
+    package = str(pathlib.Path(cumem_sleep.__path__[0]).parent)
+    command = [sys.executable, "-c", AS_NOBODY, str(vault.socket), package]
+
+    def try_to_connect() -> list[str]:
+        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout.splitlines()
+
+    refused, connected = try_to_connect()
+    assert "no vault answers" in refused
+    assert connected == "no permission"
+    vault.socket.chmod(0o666)  # a careless administrator
+    refused, connected = try_to_connect()
+    assert "belongs to user 0" in refused
+    assert connected == "connected"
+    eventually(lambda: vault.said("it runs as user 65534, and this vault serves user 0 only"), "it is cut off")
+
+
+# GPUs, and forks
+
+
+def test_a_vault_that_serves_none_of_these_gpus_is_not_used(
+    start_vault: Callable[..., RunningVault],
+) -> None:
+    two = {"CUMEM_SLEEP_SIM_DEVICES": "2"}
+    vault = start_vault("64MiB", "--gpus", "1", **two)
+    script = f"""
+        allocator, memory = CuMemAllocator(Settings(driver="sim", vault={str(vault.socket)!r})), Memory()
+        contents = {{}}
+        for device in range(DEVICES):
+            address = allocator.malloc(PAGE, "weights", device)
+            contents[address] = memory.fill_random(address, PAGE, device)
+        with raises(VaultError, EXPECTED):
+            allocator.sleep()
+        assert {{s.sleep for s in _core.segments()}} == {{AWAKE}}
+        assert all(memory.read(a, PAGE, d) == content for d, (a, content) in enumerate(contents.items()))
+        """
+    imports = "from cumem_sleep.errors import VaultError\n        "
+    for devices, expected in ((1, "give the vault the GPUs that this process uses"), (2, "see its --gpus")):
+        text = script.replace("DEVICES", str(devices)).replace("EXPECTED", repr(expected))
+        text = text.replace("allocator, memory", imports + "allocator, memory", 1)
+        assert_clean_exit(run_script(text, CUMEM_SLEEP_SIM_DEVICES=str(devices)))
+
+
+def test_a_child_of_a_fork_that_exits_takes_nothing_with_it(vault: RunningVault) -> None:
+    """Asleep, and its child runs all that Python runs at its end."""
+    script = f"""
+        import os, sys
+        allocator, memory = CuMemAllocator(Settings(driver="sim", vault={str(vault.socket)!r})), Memory()
+        address = allocator.malloc(PAGE, "weights")
+        content = memory.fill_random(address, PAGE)
+        allocator.sleep()
+        child = os.fork()
+        if child == 0:
+            for call in (allocator.wake_up, allocator.sleep, allocator.release_backups):
+                with raises(InvalidState, "fork"):
+                    call()
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert allocator.wake_up().verified_bytes == PAGE
+        assert memory.read(address, PAGE) == content
+        assert allocator.sleep().copied_bytes == 0
+        """
+    process = run_script(script)
+    assert process.returncode == 0, process.stderr
