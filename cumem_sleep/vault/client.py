@@ -22,7 +22,7 @@ from .ledger import Extent, Key
 from .protocol import Channel, Message, Nonsense, OtherVersion
 
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
-_LOOK_S = 1.0  # that somebody waits who only looks
+_BRIEFLY_S = 1.0  # how long a question of no consequence waits for its answer
 _RELEASED_AT_ONCE, _SEALED_AT_ONCE = 10_000, 64  # so that a message stays within its bounds
 _HAND_OUT = ("reserve", "find", "show")  # backups
 _TAKE_LONG = ("reserve", "show")  # as long as memory is still being taken
@@ -169,7 +169,7 @@ class VaultClient:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._lost: VaultLost | None = None
-        self._last_request = self._last_look = self._last_lent = 0
+        self._last_request = self._last_brief = self._last_lent = 0
         self._answers: dict[int, dict[str, Any]] = {}
         self._given_up: dict[int, bool] = {}  # requests that nobody waits for any more: do they hand out backups
         self._unclaimed: list[int] = []  # backups that were handed out to nobody
@@ -330,7 +330,7 @@ class VaultClient:
         A mere look: a vault that is silent is not lost for that.
         """
         with self._turn():
-            facts = self._look("owners", numbers=[each.number for each in backups])
+            facts = self._ask_briefly("owners", numbers=[each.number for each in backups])
             owners: list[int] = facts["owners"] if facts else [0] * len(backups)
             return owners
 
@@ -449,17 +449,17 @@ class VaultClient:
                 self._give_up(request, verb)
                 raise
 
-    def _look(self, verb: str, **facts: Any) -> dict[str, Any] | None:
-        """The answer, if it comes at once. No second look is sent before the first was answered: none piles up."""
+    def _ask_briefly(self, verb: str, **facts: Any) -> dict[str, Any] | None:
+        """The answer, if it comes at once. No second question is sent before the first was answered: none piles up."""
         if self._lost is not None:
             return None
         request = 0
         try:
             self._take_in(self._channel.receive)
-            if self._last_look in self._given_up:
+            if self._last_brief in self._given_up:
                 return None
-            request = self._last_look = self._begin(verb, **facts)
-            deadline = time.monotonic() + min(_LOOK_S, self.deadline_s)
+            request = self._last_brief = self._begin(verb, **facts)
+            deadline = time.monotonic() + min(_BRIEFLY_S, self.deadline_s)
             while not self._answers[request]:
                 if not self._channel.wait(deadline):
                     self._given_up[request] = False
