@@ -1,4 +1,4 @@
-"""What every operation works with, and what several of them do."""
+"""What every operation uses, and steps that several of them share."""
 
 from __future__ import annotations
 
