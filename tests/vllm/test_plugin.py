@@ -417,7 +417,7 @@ class TestFit:
         assert stock.is_untouched()
         assert logged.getvalue().splitlines() == [
             "cumem-sleep does not serve this vLLM, whose own sleep mode stays: its version 0.99.0 is not known to work"
-            " with it; known are 0.11 to 0.33. (CUMEM_SLEEP_VLLM_UNTESTED=1 tries it all the same,"
+            " with it; known are 0.11 to 0.33. (CUMEM_SLEEP_VLLM_UNTESTED=1 tries it anyway,"
             " CUMEM_SLEEP_DISABLE=1 takes this message away.)"
         ]
 
