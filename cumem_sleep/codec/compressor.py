@@ -38,7 +38,7 @@ class Compressor:
         """Make no more compressed backups, and log why. Existing ones can still be restored."""
         if self._wanted:
             log.warning(
-                "backups are stored uncompressed from now on: %s; CUMEM_SLEEP_COMPRESS=off says nothing about it",
+                "backups are stored uncompressed from now on: %s; CUMEM_SLEEP_COMPRESS=off silences this warning",
                 reason,
             )
         self._wanted = False
@@ -67,7 +67,7 @@ class Compressor:
     @staticmethod
     def _check(device: int) -> None:
         if not _core.device_info(device).host_pointers:
-            raise CodecError(f"kernels of device {device} do not reach pinned host memory by its host address")
+            raise CodecError(f"kernels of device {device} cannot access pinned host memory by its host address")
 
     def workbench(
         self,

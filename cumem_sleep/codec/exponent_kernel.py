@@ -109,7 +109,7 @@ def warm_up(layout: Layout, device: int) -> None:
         taken, counted = memory[counters_at:].view(np.uint32)[[0, 4]]
         same = np.array_equal(memory[chunk_bytes : 2 * chunk_bytes], content)
         if not same or counted != encoded_bytes or taken + layout.header_bytes != encoded_bytes:
-            raise CodecError(f"the kernels for {layout.name} do not do what they should on device {device}")
+            raise CodecError(f"the kernels for {layout.name} give wrong results on device {device}")
 
 
 def _trial_chunk(layout: Layout) -> npt.NDArray[np.uint8]:

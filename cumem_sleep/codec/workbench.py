@@ -443,7 +443,7 @@ def _check_sizes(batch: list[EncodedChunk], slot: Slot) -> None:
     for chunk, nbytes in zip(batch, slot.counters.tolist(), strict=False):
         if nbytes + chunk.code.layout.header_bytes != chunk.bytes:
             raise ChangedMeanwhile(
-                f"the segment at 0x{chunk.segment.address:x} was written to while it was backed up: let no work run on"
+                f"the segment at 0x{chunk.segment.address:x} was written to while it was backed up: run no work on"
                 " the GPU during sleep, and call again; everything is awake"
             )
 

@@ -75,7 +75,9 @@ class DeviceDigester:
         if device not in self._reaches_host:
             self._reaches_host[device] = _core.device_info(device).host_pointers
             if not self._reaches_host[device]:
-                _warn_of_slow_digests(f"kernels of device {device} do not reach pinned host memory by its host address")
+                _warn_of_slow_digests(
+                    f"kernels of device {device} cannot access pinned host memory by its host address"
+                )
         return self._kernel if self._reaches_host[device] else None
 
     def _fall_back(self, error: Exception) -> None:

@@ -46,6 +46,6 @@ def quiesce(segments: Sequence[_core.Segment]) -> None:
             if error.error.startswith(_CAPTURE_ERRORS):
                 raise InvalidState(
                     f"a CUDA graph is being captured on device {device} ({error.error}): its memory cannot sleep"
-                    " now; that capture is invalid, capture again"
+                    " now. That capture is now invalid: capture again"
                 ) from error
             raise

@@ -120,7 +120,7 @@ class Restorer:
         lanes = workbench.lanes(transfers)
         if not workbench.has_memory and not all(lane.kernels_reach for lane in lanes):
             raise CodecError(
-                f"device {device} has no memory left to decode backups in, and kernels do not reach where these lie:"
+                f"device {device} has no memory left to decode backups in, and kernels cannot read them in place:"
                 " free GPU memory and wake again"
             )
         routes = self._routes.open(
