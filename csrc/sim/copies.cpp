@@ -27,7 +27,7 @@ namespace {
 
 enum class Access { kRead, kWrite };
 
-// The memory that one piece of work touches; it stays alive while in use.
+// The memory that one piece of work touches; while the work runs, it counts as a user of that memory.
 class Footprint {
   public:
     explicit Footprint(const Context& context) : device_(context.device) {}

@@ -119,9 +119,9 @@ def register_backend(name: str, module: str, class_name: str) -> None:
 def version_misfit(version: str) -> str | None:
     """Why vLLM of this version is left alone, or None if the version is known."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    known = f"known are {_dotted(OLDEST)} to {_dotted(NEWEST)}"
+    known = f"known versions are {_dotted(OLDEST)} to {_dotted(NEWEST)}"
     if not numbers:
-        return f"its version {version!r} cannot be told; {known}"
+        return f"its version {version!r} cannot be parsed; {known}"
     if not OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
         return f"its version {version} is not known to work with it; {known}"
     return None
@@ -139,7 +139,7 @@ def _allocator_misfit() -> str | None:
         return "its own CuMemAllocator is in use already"
     if heirs := theirs.__subclasses__():
         names = ", ".join(f"{heir.__module__}.{heir.__qualname__}" for heir in heirs)
-        return f"its own CuMemAllocator has subclasses ({names}), which would go by this layer"
+        return f"its own CuMemAllocator has subclasses ({names}), which would bypass this layer"
     for name in dir(theirs):
         if name.startswith("_"):
             continue

@@ -103,8 +103,8 @@ class SleepGate:
         self._is_scraped = metrics.register(self._status, self._outcomes)
         hold = "" if settings.on_request == "reject" else f" (at most {settings.request_deadline_s:g} s)"
         logger.info(
-            "cumem-sleep gate: requests to a sleeping model: %s%s; /health then: %d; admin token: %s; /sleep and its"
-            " kin: %s",
+            "cumem-sleep gate: requests to a sleeping model: %s%s; /health then: %d; admin token: %s; /sleep and"
+            " similar paths: %s",
             settings.on_request,
             hold,
             self._health_code(),
@@ -136,7 +136,7 @@ class SleepGate:
         token = self._settings.admin_token
         if token and self._is_guarded(scope, taken):
             if not bears(scope, [token]):
-                unknown = "; this route is not known to the gate" if taken.kind is Kind.UNKNOWN else ""
+                unknown = "; the gate does not know this route" if taken.kind is Kind.UNKNOWN else ""
                 wanted = f"an admin token is needed{unknown}"
                 answer = refusal(401, wanted, {"WWW-Authenticate": "Bearer"})
                 return await self._answer(scope, inbox, send, answer, wanted)
@@ -428,7 +428,7 @@ class SleepGate:
         async with model.change(gone=gone):
             if not await self._is_clear(self._settings.request_deadline_s):
                 late = {"Retry-After": str(self._settings.retry_after_s)}
-                return refusal(503, f"{self._in_engine()} requests are running still: nothing has changed", late)
+                return refusal(503, f"{self._in_engine()} requests are still running: nothing has changed", late)
             await model.mend()
             code = 500
             try:
@@ -461,7 +461,7 @@ class SleepGate:
             await model.mend()
             if path in WAKES:
                 if self._wakes_kept_requests_early(query.get("tags", ())):
-                    return _conflict("requests were kept: POST /wake_up without tags, which wakes all for them")
+                    return _conflict("requests were kept: POST /wake_up without tags, which wakes everything for them")
                 if model.several_servers and model.asleep and not model.kept:
                     await model.flush()
                 scope = {**scope, **WAKE_UP}
@@ -500,7 +500,7 @@ class SleepGate:
         if effect is Effect.HARMLESS:
             return await whole_answer(self._app, scope, inbox)
         if effect is Effect.CHANGES_SLEEP:
-            return _conflict("the workers' sleep is vLLM's to change: POST /sleep or /wake_up instead")
+            return _conflict("only vLLM may change the workers' sleep: POST /sleep or /wake_up instead")
         gone = asyncio.ensure_future(inbox.until_gone())
         try:
             async with self.model.alone(gone):

@@ -42,13 +42,13 @@ def register() -> None:
         try_it = f"{compatibility.UNTESTED}=1 tries it anyway, " if misfit == untested else ""
         _say_once(
             f"cumem-sleep does not serve this vLLM, whose own sleep mode stays: {misfit}."
-            f" ({try_it}{DISABLE}=1 takes this message away.)"
+            f" ({try_it}{DISABLE}=1 silences this message.)"
         )
         return
     if untested:
         _say_once(
             f"cumem-sleep serves this vLLM because {compatibility.UNTESTED} is set: {untested}."
-            " Everything that the layer calls is there; more has not been tested"
+            " Everything that the layer calls is there; nothing else was tested"
         )
     _take_over()
 
@@ -72,7 +72,7 @@ def check_engine_arguments(arguments: Any) -> None:
         if by_name:
             raise InvalidState(
                 f"--sleep-mode-backend {NAME} cannot be used: {refusal}."
-                " Without that option vLLM's own sleep mode serves"
+                " Without that option vLLM uses its own sleep mode"
             )
         return
     Settings.from_environment()
@@ -117,7 +117,9 @@ def _take_over() -> None:
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     if others := compatibility.replace_allocator():
-        logger.info("vLLM's own CuMemAllocator was replaced where it was imported already: %s", ", ".join(others))
+        logger.info(
+            "vLLM's own CuMemAllocator was replaced in modules that had already imported it: %s", ", ".join(others)
+        )
     CuMemAllocator.prepares_after_pools = False
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
     WorkerWrapperBase.sleep = sleep

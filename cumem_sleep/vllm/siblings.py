@@ -46,7 +46,7 @@ class Siblings:
         else:
             raise Busy(
                 "another API server of this vLLM is changing the model's sleep, or requests are on their way to the"
-                " engine: ask again when that is done"
+                " engine: try again when that is done"
             )
         self._has_turn = True
         try:

@@ -110,7 +110,7 @@ class SleepingModel:
         if self.phase is Phase.CHANGING:
             return "the model is falling asleep or waking up"
         if self.phase is Phase.AWAKE:
-            return "weights were dropped at level 2 and not loaded again: POST /reload_weights"
+            return "weights were dropped at level 2 and not reloaded: POST /reload_weights"
         return f"the model is asleep (level {self.level}): POST /wake_up"
 
     # What the engine says
