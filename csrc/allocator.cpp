@@ -13,7 +13,7 @@ namespace cumem_sleep {
 
 namespace {
 
-// A copy that is never destroyed. Threads allocate until the process ends, and later than their own objects do.
+// A copy that is never destroyed: a thread may still allocate after its own thread_local objects are destroyed.
 const std::string* kept_tag(const std::string& tag) {
     static std::mutex mutex;
     static auto* const tags = new std::set<std::string>;
@@ -90,7 +90,7 @@ SegmentPtr SegmentTable::allocate(size_t bytes, int device, const std::string& t
     ContextScope context(device);
     const size_t whole = round_up(std::max<size_t>(bytes, 1), granularity(device));
     if (whole < bytes)
-        throw InvalidState("cannot allocate " + std::to_string(bytes) + " bytes: more than addresses go");
+        throw InvalidState("cannot allocate " + std::to_string(bytes) + " bytes: more than the address space");
     SegmentPtr segment;
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -101,7 +101,7 @@ SegmentPtr SegmentTable::allocate(size_t bytes, int device, const std::string& t
         try {
             segment->mapping.map();
         } catch (const OutOfDeviceMemory&) {
-            reclaim();  // what the driver held back may be had now
+            reclaim();  // memory that the driver refused to release earlier may be free now
             release_waiter(device);
             segment->mapping.map();
         }
@@ -120,13 +120,14 @@ void SegmentTable::hand_out(const SegmentPtr& segment) {
     check_valid(*segment);
 }
 
-// The segment at `address`, no longer handed out, and whether it is held: then the last release gives it back.
+// The segment at `address`, no longer handed out, and whether it is held, in which case the last release frees it.
 std::pair<SegmentPtr, bool> SegmentTable::take_out(CUdeviceptr address) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = by_address_.find(address);
     if (found == by_address_.end()) {
         char text[128];
-        snprintf(text, sizeof text, "0x%llx is not the address of an allocation (freed before, or never made here)",
+        snprintf(text, sizeof text,
+                 "0x%llx is not the address of an allocation (already freed, or never allocated here)",
                  static_cast<unsigned long long>(address));
         throw InvalidState(text);
     }
@@ -150,9 +151,9 @@ void SegmentTable::free(CUdeviceptr address) {
             hand_out(segment);
             throw;
         }
-        deferred_.push_back(segment);  // half taken down, so out of use; the rest is tried again later
+        deferred_.push_back(segment);  // partly taken down, so it is unusable; the rest is retried later
     }
-    release_waiter(segment->mapping.device());  // only hooks free hundreds at once; an operation gives it back then
+    release_waiter(segment->mapping.device());  // only hooks free hundreds at once; for those, an operation releases it
 }
 
 bool SegmentTable::free_for_good(CUdeviceptr address) {
@@ -247,7 +248,8 @@ size_t SegmentTable::put_to_sleep(const std::vector<SegmentPtr>& backed_up, cons
                                   const std::function<void()>& last_check) {
     std::vector<SegmentPtr> all = backed_up;
     all.insert(all.end(), dropped.begin(), dropped.end());
-    // If undoing a step fails too, what is not accessible counts as asleep: a wake maps it, its bytes are there.
+    // If undoing a step fails too, a segment that is not accessible counts as asleep: a wake maps it again, bytes
+    // intact.
     const auto detached_sleep = [&](size_t i) {
         return i < backed_up.size() ? Segment::Sleep::kBackedUp : Segment::Sleep::kDropped;
     };
@@ -285,7 +287,7 @@ size_t SegmentTable::release_all(const std::vector<SegmentPtr>& segments) noexce
     for (const SegmentPtr& segment : segments) {
         if (!segment->mapping.has_memory()) continue;
         if (segment->keeps_bytes && !segment->mapping.is_mapped()) continue;
-        // Tried twice and then left for later, never undone: the bytes of what was released before cannot be had back.
+        // Tried twice and then left for later, never undone: memory released earlier has lost its bytes.
         const bool released = segment->mapping.state() == Mapping::State::kDetached && try_twice([&] {
                                   segment->mapping.release();
                                   return true;
@@ -301,8 +303,8 @@ size_t SegmentTable::release_all(const std::vector<SegmentPtr>& segments) noexce
     return bytes;
 }
 
-// Detaches what is mapped although it sleeps, once no work runs that could use it. What the driver refuses stays
-// mapped, but asleep as far as anyone is told: the next wake fills it again.
+// Detaches segments that are mapped although they sleep, once no running work could use them. What the driver refuses
+// to unmap stays mapped but is reported as asleep: the next wake fills it again.
 void SegmentTable::detach_unused(const std::vector<SegmentPtr>& segments) noexcept {
     std::map<int, bool> is_quiet;
     for (const SegmentPtr& segment : segments) {
@@ -341,7 +343,7 @@ void SegmentTable::undo_wake(const std::vector<SegmentPtr>& segments) noexcept {
     release_all(asleep);
     std::set<int> devices;
     for (const SegmentPtr& segment : asleep) devices.insert(segment->mapping.device());
-    for (const int device : devices) release_waiter(device);  // the wake may be asked for again, and need every byte
+    for (const int device : devices) release_waiter(device);  // a retry of the wake may need every byte
 }
 
 bool SegmentTable::is_valid() const {
@@ -382,7 +384,7 @@ size_t SegmentTable::reclaim() noexcept {
                 if (segment->holds > 0) {
                     unreleased_.push_back(segment);
                 } else if (!segment->freed && segment->sleep != Segment::Sleep::kAwake) {
-                    ++segment->holds;  // not freed meanwhile
+                    ++segment->holds;  // so that it is not freed in the meantime
                     unreleased.push_back(segment);
                 }
             }
@@ -413,7 +415,7 @@ void SegmentTable::destroy_or_defer(const SegmentPtr& segment) noexcept {
         try {
             destroy(*segment);
         } catch (const DriverError& error) {
-            // At exit the driver may be gone before us: the memory went with its context.
+            // At exit the driver may shut down before us; the memory went with its context.
             if (error.error != "CUDA_ERROR_DEINITIALIZED" && error.error != "CUDA_ERROR_CONTEXT_IS_DESTROYED") throw;
         }
         return true;
@@ -445,7 +447,7 @@ void* cumem_sleep_malloc(size_t bytes, int device, CUstream) {
         RelaxedCaptureScope relaxed;
         return reinterpret_cast<void*>(SegmentTable::get().allocate(bytes, device, thread_tag())->mapping.address());
     } catch (const OutOfDeviceMemory&) {
-        return nullptr;  // expected: PyTorch frees its cache, retries, and says it in its own words
+        return nullptr;  // expected: PyTorch frees its cache, retries, and raises its own error
     } catch (const std::exception& error) {
         fprintf(stderr, "cumem-sleep: allocation of %zu bytes on device %d: %s\n", bytes, device, error.what());
         return nullptr;

@@ -1,4 +1,5 @@
-// The malloc and free hooks that PyTorch's caching allocator calls, the tag of each thread, and the table of segments.
+// The malloc and free hooks that PyTorch's caching allocator calls, each thread's current tag, and the table of
+// segments.
 //
 // Nothing here takes the Python interpreter lock: the hooks run on whichever thread PyTorch calls them from, with or
 // without it, and holding a lock of ours while waiting for the interpreter would deadlock.
@@ -32,12 +33,12 @@ struct Segment {
 
     Segment(uint64_t segment_id, int device, size_t bytes, std::string segment_tag);
 
-    // Physical memory under its address again (Mapping::map), on any thread. It must be held.
+    // Maps physical memory under its address again (Mapping::map), on any thread. The segment must be held.
     void map();
 
-    // Which states go together: the table of docs/how-it-works.md. The first holds whenever an operation has finished a
-    // step, the second also when no operation holds the segment; whether memory that is left to a sleeping one is
-    // to be released later, only the table of segments knows.
+    // Which states may be combined: see the table in docs/how-it-works.md. The first is true after every step of an
+    // operation, the second whenever no operation holds the segment. `is_unreleased`: the table of segments still has
+    // to release this sleeping segment's memory; only the table knows that.
     bool is_valid() const;
     bool is_valid_at_rest(bool is_unreleased) const;
     std::string describe() const;
@@ -46,12 +47,12 @@ struct Segment {
     const std::string tag;
     Mapping mapping;
     std::atomic<Sleep> sleep{Sleep::kAwake};
-    std::atomic<bool> freed{false};       // written under the table's mutex
-    std::atomic<bool> has_backup{false};  // host memory may be held for it; never unset
-    // kDropped, but its memory has its bytes still: a sleep was undone and the driver refused to map it again.
+    std::atomic<bool> freed{false};       // written with the table's mutex held
+    std::atomic<bool> has_backup{false};  // its backup may take host memory; never unset
+    // kDropped, but its memory still has its bytes: a sleep was undone and the driver refused to map it again.
     std::atomic<bool> keeps_bytes{false};
-    // Awake, but the codec works in its memory. Unless its bytes were put back by then, the last release drops it:
-    // nobody may take what the codec left for them.
+    // Awake, but the codec uses its memory as scratch. Unless its bytes have been put back, the last release drops the
+    // segment, so that nobody reads what the codec left there as its bytes.
     std::atomic<bool> lent{false};
     int holds = 0;  // guarded by the table's mutex
 };
@@ -67,50 +68,51 @@ class SegmentTable {
     // InvalidState, having undone every step.
     SegmentPtr allocate(size_t bytes, int device, const std::string& tag);
 
-    // Gives the segment at `address` back, asleep or awake, after waiting for the work that runs on its device; may be
-    // called beside a graph capture. If an operation holds the segment, the memory goes when the operation ends.
+    // Frees the segment at `address`, asleep or awake, after waiting for the work that runs on its device. May be
+    // called during a graph capture. If an operation holds the segment, its memory is freed when the operation ends.
     // Throws InvalidState for an address that is not handed out (never was, or freed before); DriverError if the driver
     // refuses (the segment is then still there and can be freed again).
     void free(CUdeviceptr address);
-    // The same for callers that will not ask again: what the driver refuses is tried again by `reclaim`. Throws
-    // InvalidState only. Returns whether more is to be given back: host memory of its backup, or what was refused.
+    // The same for callers that will not retry: `reclaim` retries what the driver refuses. Throws InvalidState only.
+    // Returns whether something remains to be released: the backup's host memory, or what the driver refused.
     bool free_for_good(CUdeviceptr address);
 
-    // Host memory is about to be held for the segment: when it is freed, `take_freed` says so.
+    // The segment is about to get a backup in host memory: once it is freed, `take_freed` reports it.
     void note_backup(Segment& segment);
-    // The ids of segments with a backup that were freed since this was asked last.
+    // The ids of segments with a backup that were freed since the last call.
     std::vector<uint64_t> take_freed();
     bool has_freed() const;
 
     // The segment that `address` lies in; null if none that is handed out.
     SegmentPtr find(CUdeviceptr address) const;
-    // Segments that are handed out, oldest first. Throws InvalidState in a forked child, which has none.
+    // All segments handed out, oldest first. Throws InvalidState in a forked child, which has none.
     std::vector<SegmentPtr> segments() const;
 
-    // A held segment keeps its address and memory; freeing it is put off until the last release. Returns those that
-    // were held: all but what was freed meanwhile. Waits for a `reclaim` on another thread. The last release of a
-    // segment that is `lent` drops it.
+    // A held segment keeps its address and memory: freeing it is deferred until the last release. Returns the segments
+    // that are now held: all but those freed in the meantime. Waits for a `reclaim` on another thread. The last release
+    // of a segment that is `lent` drops it.
     std::vector<SegmentPtr> hold(const std::vector<SegmentPtr>& segments);
     void release(const std::vector<SegmentPtr>& segments) noexcept;
 
-    // Takes physical memory away from all `backed_up` and `dropped` segments, or from none: first every mapping is
-    // detached, which can be undone with the bytes intact, then `last_check` may still throw, then memory is released.
-    // Throws what the driver or `last_check` threw, with everything mapped as before; what the driver refuses to map
-    // again sleeps from then on, and what was not backed up keeps its bytes for the next wake. Segments must be held,
-    // awake (or such as keep their bytes, to be dropped now), and no work that uses them in flight. Returns the bytes
-    // released; memory that the driver would not release stays with its segment and is tried again by `reclaim`.
+    // Releases the physical memory of all `backed_up` and `dropped` segments, or of none. First every mapping is
+    // detached, which can be undone with the bytes intact; then `last_check` may still throw; then the memory is
+    // released. Throws what the driver or `last_check` threw, with everything mapped as before, except that a segment
+    // which the driver refuses to map again stays asleep; if it has no backup, it keeps its bytes for the next wake.
+    // Segments must be held and awake (or `keeps_bytes`, to be dropped now), and no work in flight may use them.
+    // Returns the bytes released; memory that the driver refuses to release stays with its segment, and `reclaim`
+    // retries it.
     size_t put_to_sleep(const std::vector<SegmentPtr>& backed_up, const std::vector<SegmentPtr>& dropped,
                         const std::function<void()>& last_check);
 
-    // The end of a wake: segments that were mapped (Mapping::map) and filled are in use again. Throws InvalidState, and
-    // wakes none, if one is not mapped.
+    // The end of a wake: the segments, which are mapped (Mapping::map) and filled, are in use again. Throws
+    // InvalidState, and wakes none, if one is not mapped.
     void finish_wake(const std::vector<SegmentPtr>& segments);
-    // The undoing of a wake: the memory that it had taken goes back, and the segments sleep as before, those that keep
-    // their bytes with them; what `finish_wake` has woken is left alone.
+    // Undoes a wake: releases the memory that it took, so that the segments sleep as before; those that are
+    // `keeps_bytes` keep them. Segments that `finish_wake` has woken are left alone.
     void undo_wake(const std::vector<SegmentPtr>& segments) noexcept;
 
-    // Tries again what the driver refused earlier, but leaves alone what an operation holds. Never throws; returns
-    // the number of segments, and of other mappings, that still hold memory which nobody uses.
+    // Retries what the driver refused earlier, but leaves alone what an operation holds. Never throws; returns how many
+    // segments and other mappings still take memory that nobody uses.
     size_t reclaim() noexcept;
 
     // For `check_valid`; with `mutex_` held.
@@ -126,24 +128,24 @@ class SegmentTable {
     void detach_unused(const std::vector<SegmentPtr>& segments) noexcept;
     void drop_lent(const std::vector<SegmentPtr>& segments) noexcept;
 
-    // Held, before `mutex_`, for as long as sleeping segments are taken down: an operation that held them in the
-    // middle of that would map what is being released.
+    // Locked, before `mutex_`, while sleeping segments are taken down: an operation that could hold them in the middle
+    // of that would map what is being released.
     std::mutex reclaiming_;
     mutable std::mutex mutex_;
     std::map<CUdeviceptr, SegmentPtr> by_address_;
     std::map<int, size_t> handed_out_;    // segments of by_address_, by device
-    std::vector<SegmentPtr> deferred_;    // no longer handed out, but the driver would not take them back
-    std::vector<SegmentPtr> unreleased_;  // asleep, but the driver would not take their memory
+    std::vector<SegmentPtr> deferred_;    // no longer handed out, but the driver refused to free them
+    std::vector<SegmentPtr> unreleased_;  // asleep, but the driver refused to release their memory
     std::vector<uint64_t> freed_;         // with a backup, for take_freed
     uint64_t next_id_ = 1;
 };
 
-// The tag that the calling thread's allocations get; "default" until set. Returns what it was.
+// Sets the tag that the calling thread's allocations get ("default" until set). Returns the previous one.
 std::string exchange_thread_tag(const std::string& tag);
 const std::string& thread_tag();
 
-// Called, without the interpreter lock, after a hook freed a segment that leaves more to be given back: not after each,
-// because what Python does then costs as much as a driver call or two.
+// Called, without the interpreter lock, after a hook freed a segment whose backup or memory is still to be released.
+// Not called after every free, because the work in Python costs as much as a driver call or two.
 void set_free_listener(void (*listener)());
 
 }  // namespace cumem_sleep

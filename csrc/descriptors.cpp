@@ -25,11 +25,11 @@ void check_descriptors_left(const char* call) {
     if (errno == EMFILE) {
         rlimit limit{};
         getrlimit(RLIMIT_NOFILE, &limit);
-        throw InvalidState(std::string(call) + ": this process has as many files open as it may, " +
-                           std::to_string(limit.rlim_cur) + ": raise the limit (ulimit -n)");
+        throw InvalidState(std::string(call) + ": this process has reached its limit of open files, " +
+                           std::to_string(limit.rlim_cur) + ": raise it (ulimit -n)");
     }
     if (errno == ENFILE)
-        throw InvalidState(std::string(call) + ": this host has as many files open as it may: raise fs.file-max");
+        throw InvalidState(std::string(call) + ": this host has reached its limit of open files: raise fs.file-max");
 }
 
 void fail_for_descriptors(const char* call, CUresult result, const std::string& memory) {

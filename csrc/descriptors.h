@@ -1,4 +1,4 @@
-// File descriptors that come from elsewhere, and those that cannot be had.
+// File descriptors received from other processes, and errors for when none are left.
 #pragma once
 
 #include <cuda.h>
@@ -8,7 +8,7 @@
 
 namespace cumem_sleep {
 
-// A file descriptor that is this object's to close; -1: none.
+// Owns a file descriptor; -1: none.
 class Descriptor {
   public:
     Descriptor() = default;
@@ -27,14 +27,14 @@ class Descriptor {
     int fd_ = -1;
 };
 
-// Throws InvalidState, naming it, unless it is open in this process.
+// Throws InvalidState, which names the descriptor, unless it is open in this process.
 void check_descriptor(int fd);
 
-// Throws InvalidState, which says what to do, if no descriptor can be had any more, for what `call` wanted one.
+// Throws InvalidState, which says what to do, if the descriptor limit is reached; `call` is what needed one.
 void check_descriptors_left(const char* call);
 
-// Throws for a failed driver call that needs a descriptor: InvalidState if there is none left, which the driver's own
-// error does not tell, else DriverError.
+// Throws for a failed driver call that needs a descriptor: InvalidState if none is left, which the driver's own error
+// does not say, else DriverError.
 [[noreturn]] void fail_for_descriptors(const char* call, CUresult result, const std::string& memory);
 
 }  // namespace cumem_sleep

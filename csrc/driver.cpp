@@ -13,11 +13,11 @@ namespace cumem_sleep {
 
 namespace {
 
-// Virtual memory management came with CUDA 10.2; what PyTorch 2.8 and newer run on starts at 12.
+// Virtual memory management came with CUDA 10.2, but PyTorch 2.8 and newer need CUDA 12.
 constexpr int kOldestDriver = 12000;
 
 std::atomic<const Driver*> open_driver{nullptr};
-std::atomic<bool> forked{false};  // a hook looks at it eight times: getpid, a system call, would cost a microsecond
+std::atomic<bool> forked{false};  // a hook reads it eight times; getpid, a system call, would cost a microsecond
 
 std::string sentence(const std::string& call, const std::string& error, const std::string& detail,
                      const std::string& segment) {
@@ -27,7 +27,7 @@ std::string sentence(const std::string& call, const std::string& error, const st
     return text;
 }
 
-// Retained once per device and kept: a context that holds our memory must not go away under it.
+// Retained once per device and kept: the context must outlive our memory in it.
 CUcontext primary_context(int device) {
     static std::mutex mutex;
     static auto* const contexts = new std::map<int, CUcontext>;  // never destroyed: memory may be freed at exit
@@ -62,7 +62,7 @@ void Driver::open(const std::string& path) {
     if (const Driver* driver = open_driver) {
         if (driver->path() != path)
             throw InvalidState("this process already runs on " + driver->path() + "; it cannot change to " + path);
-        get();  // a forked child is told so
+        get();  // throws in a forked child
         return;
     }
     open_driver = new Driver(path);
@@ -89,7 +89,7 @@ Driver::Driver(const std::string& path) : path_(path) {
     if (!library_) throw DriverError("dlopen", "CUDA_ERROR_NO_DRIVER", dlerror());
     simulated_ = dlsym(library_, "cumemSimStats") != nullptr;
 
-    // The calls that say how old the driver is come first: an old driver lacks some of the others.
+    // The calls that report the driver's version come first, because an old driver lacks some of the others.
     resolve(driver_get_version);
     resolve(get_error_name);
     resolve(get_error_string);
@@ -233,16 +233,16 @@ void synchronize(int device) {
 
 namespace {
 
-// What waiting needs on one device. Each has a lock of its own: a thread that waits for one device must not keep
-// another from freeing on a second, whose work may be what the first waits for.
+// What `wait_for_running_work` needs on one device. Each device has its own lock: a thread that waits for one device
+// must not keep another thread from freeing memory on a second one, whose work the first may depend on.
 struct Waiter {
     static constexpr size_t kPage = 4096;
 
     std::mutex mutex;
-    // One byte that stays: without a neighbour, each allocation takes a page from the device and gives it back.
+    // One byte that stays allocated: without it, each wait would take a page from the device and give it back.
     CUdeviceptr neighbour = 0;
-    CUdeviceptr unfreed = 0;     // what the driver would not free is used again by the next wait
-    bool is_registered = false;  // the page, which the driver would not unregister: the next wait asks it again
+    CUdeviceptr unfreed = 0;     // the driver refused to free it; the next wait reuses it
+    bool is_registered = false;  // the driver refused to unregister the page; the next wait retries
     alignas(kPage) uint8_t page[kPage];
 };
 
@@ -270,7 +270,7 @@ void wait_for_running_work(int device) {
         return;
     }
     if (result != CUDA_ERROR_OUT_OF_MEMORY) driver.fail(driver.mem_alloc.name, result);
-    // A full device: unregistering host memory waits alike and needs none of it, but costs 100 us.
+    // The device is full. Unregistering host memory also waits and needs no device memory, but costs 100 us.
     if (!waiter.is_registered) driver.mem_host_register(waiter.page, Waiter::kPage, CU_MEMHOSTREGISTER_PORTABLE);
     waiter.is_registered = true;
     CUresult unregistered = driver.mem_host_unregister.attempt(waiter.page);

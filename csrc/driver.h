@@ -30,14 +30,14 @@ class OutOfDeviceMemory : public DriverError {
     size_t needed_bytes, free_bytes;
 };
 
-// What was asked cannot be done in the present state: no driver opened, a forked child, an address that is not ours.
+// The call is not possible in the present state: no driver opened, a forked child, an address that is not ours.
 class InvalidState : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;
 };
 
 // One driver call. Calling it throws DriverError unless CUDA_SUCCESS comes back; `attempt` is for destructors and for
-// callers that handle the result. `symbol` is the exported name, `name` the one that people know.
+// callers that handle the result. `symbol` is the exported name, `name` the documented one.
 template <typename Function>
 class Call;
 
@@ -74,7 +74,7 @@ class Driver {
 
     const std::string& path() const { return path_; }
     int version() const { return version_; }
-    // True if the library says that it is the simulated driver, whatever it is called.
+    // True if the library identifies itself as the simulated driver, whatever its file is called.
     bool simulated() const { return simulated_; }
     std::string error_name(CUresult result) const;
     [[noreturn]] void fail(const char* call, CUresult result, const std::string& segment = {}) const;
@@ -93,7 +93,7 @@ class Driver {
     Call<decltype(cuDeviceTotalMem)> device_total_mem{"cuDeviceTotalMem", "cuDeviceTotalMem_v2"};
     Call<decltype(cuDeviceGetPCIBusId)> device_get_pci_bus_id{"cuDeviceGetPCIBusId"};
 
-    // Contexts. Retaining the primary context creates it if need be (0.5 GiB of device memory on an H200). Push and pop
+    // Contexts. Retaining the primary context creates it if needed (0.5 GiB of device memory on an H200). Push and pop
     // must pair up on one thread.
     Call<decltype(cuDevicePrimaryCtxRetain)> primary_ctx_retain{"cuDevicePrimaryCtxRetain"};
     Call<decltype(cuCtxGetCurrent)> ctx_get_current{"cuCtxGetCurrent"};
@@ -108,9 +108,9 @@ class Driver {
     Call<decltype(cuMemFree)> mem_free{"cuMemFree", "cuMemFree_v2"};
     Call<decltype(cuMemGetInfo)> mem_get_info{"cuMemGetInfo", "cuMemGetInfo_v2"};
 
-    // Virtual memory management. Sizes and addresses are multiples of the granularity. A handle counts as live from
-    // create to release; its memory is given back once it is released and mapped nowhere. Unmap takes whole mappings,
-    // does not wait for kernels that use them, and is needed before the range may be freed. Access is lost at unmap.
+    // Virtual memory management. Sizes and addresses are multiples of the granularity. A handle is live from create to
+    // release; its memory is freed once it is released and mapped nowhere. Unmap takes whole mappings, does not wait
+    // for kernels that use them, and must come before the range is freed. Unmapping drops the access rights.
     Call<decltype(cuMemGetAllocationGranularity)> mem_get_allocation_granularity{"cuMemGetAllocationGranularity"};
     Call<decltype(cuMemAddressReserve)> mem_address_reserve{"cuMemAddressReserve"};
     Call<decltype(cuMemAddressFree)> mem_address_free{"cuMemAddressFree"};
@@ -121,19 +121,19 @@ class Driver {
     Call<decltype(cuMemSetAccess)> mem_set_access{"cuMemSetAccess"};
     Call<decltype(cuMemGetAccess)> mem_get_access{"cuMemGetAccess"};
     // Physical memory as a file descriptor, for another process to import. Each import is a handle of its own; the
-    // memory is given back when all handles, mappings and descriptors of it are gone, in every process.
+    // memory is freed when all its handles, mappings and descriptors are gone, in every process.
     Call<decltype(cuMemExportToShareableHandle)> mem_export_to_shareable_handle{"cuMemExportToShareableHandle"};
     Call<decltype(cuMemImportFromShareableHandle)> mem_import_from_shareable_handle{"cuMemImportFromShareableHandle"};
     Call<decltype(cuMemGetAllocationPropertiesFromHandle)> mem_get_allocation_properties_from_handle{
         "cuMemGetAllocationPropertiesFromHandle"};
 
-    // Host memory. Register: current context required, memory mapped and not registered yet; whole ranges only are
-    // unregistered, by their base, and no copy may be in flight in them.
+    // Host memory. Register: current context required; the memory must be mapped and not registered yet. Unregister
+    // takes the base of a whole registered range, in which no copy may be in flight.
     Call<decltype(cuMemHostRegister)> mem_host_register{"cuMemHostRegister", "cuMemHostRegister_v2"};
     Call<decltype(cuMemHostUnregister)> mem_host_unregister{"cuMemHostUnregister"};
 
-    // Streams and copies. Current context required, the stream's own. Copies of registered host memory return at once;
-    // both sides must stay mapped and registered until the stream was synchronised.
+    // Streams and copies. The stream's context must be current. Copies of registered host memory return at once; both
+    // sides must stay mapped and registered until the stream has been synchronised.
     Call<decltype(cuStreamCreate)> stream_create{"cuStreamCreate"};
     Call<decltype(cuStreamDestroy)> stream_destroy{"cuStreamDestroy", "cuStreamDestroy_v2"};
     Call<decltype(cuStreamSynchronize)> stream_synchronize{"cuStreamSynchronize"};
@@ -143,7 +143,7 @@ class Driver {
     Call<decltype(cuMemsetD32Async)> memset_d32_async{"cuMemsetD32Async"};
 
     // Swaps the calling thread's capture mode. In CU_STREAM_CAPTURE_MODE_RELAXED a thread may make calls that another
-    // thread's capture would otherwise forbid (and be invalidated by).
+    // thread's capture would otherwise forbid, and that would invalidate it.
     Call<decltype(cuThreadExchangeStreamCaptureMode)> exchange_capture_mode{"cuThreadExchangeStreamCaptureMode"};
 
   private:
@@ -163,25 +163,25 @@ void Call<CUresult(Args...)>::operator()(Args... args) const {
     if (CUresult result = function_(args...); result != CUDA_SUCCESS) Driver::get().fail(name, result);
 }
 
-// Of the driver that this process can use: the path it was opened from, or nothing if there is none.
+// The path that this process's driver was opened from, or nothing if the process has no usable driver.
 std::optional<std::string> driver_path();
 bool driver_is_simulated();
 
-// For destructors and undoing: runs `step` once more if it throws or returns false, because one refused call (another
-// thread's capture, a passing fault) must not leave memory behind. Returns whether it succeeded.
+// For destructors and rollback: runs `step` once more if it throws or returns false, because one refused call (another
+// thread's capture, a transient fault) must not leak memory. Returns whether it succeeded.
 template <typename Step>
 bool try_twice(Step&& step) noexcept {
     for (int attempt = 0; attempt < 2; ++attempt) {
         try {
             if (step()) return true;
         } catch (const std::exception&) {
-            // Asked again, and reported by the caller if that fails too.
+            // Tried again; the caller reports it if that fails too.
         }
     }
     return false;
 }
 
-// Makes the device's primary context current on this thread, and puts back what was current before.
+// Makes the device's primary context current on this thread, and restores the previous one.
 class ContextScope {
   public:
     explicit ContextScope(int device);
@@ -193,8 +193,8 @@ class ContextScope {
     bool pushed_ = false;
 };
 
-// Puts back, at its end, what context was current on this thread when it was made: for code that calls into libraries
-// which make a context current and leave it so (the CUDA runtime does).
+// Restores, at its end, the context that was current on this thread: for code that calls into libraries which change
+// the current context and leave it changed (the CUDA runtime does).
 class SavedContext {
   public:
     SavedContext();
@@ -231,14 +231,14 @@ MemoryInfo memory_info(int device);
 // capture.
 void synchronize(int device);
 
-// Waits for all work that runs on the device, also beside a graph capture, on this thread or another, which it leaves
-// intact. The driver offers no such call: every one that waits for a context invalidates captures (cuCtxSynchronize,
-// cuCtxRecordEvent), and which streams exist is not known here. But cuMemFree waits for all running work of its
-// context, and a thread in relaxed mode may call it beside a capture; cuMemUnmap and cuMemRelease wait for nothing.
+// Waits for all work that runs on the device. Works during a graph capture, on this thread or another, and leaves it
+// intact. The driver has no call for this: those that wait for a context invalidate captures (cuCtxSynchronize,
+// cuCtxRecordEvent), and this layer does not know which streams exist. But cuMemFree waits for all running work of its
+// context, and a thread in relaxed mode may call it during a capture; cuMemUnmap and cuMemRelease wait for nothing.
 // Measured with driver 580 for kernels on several streams, copies both ways, graph replays and host functions.
 void wait_for_running_work(int device);
 
-// Gives back what makes waiting cheap (a page of the device), which waits as well. The next wait takes it again.
+// Frees the device page that makes waiting cheap; freeing it waits, too. The next wait allocates it again.
 void release_waiter(int device) noexcept;
 
 }  // namespace cumem_sleep

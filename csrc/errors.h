@@ -1,4 +1,4 @@
-// The errors of this layer as Python's.
+// Translates the errors of this layer into Python exceptions.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,13 +7,13 @@
 
 namespace cumem_sleep {
 
-// `cumem_sleep.errors`, for as long as the process lives: while Python exits, it can no longer be imported.
+// The module `cumem_sleep.errors`, kept for as long as the process lives: it cannot be imported while Python exits.
 pybind11::handle errors();
 
-// The type that OperationStopped is in Python. No `Exception`: see operation.h.
+// The Python type of OperationStopped. It does not derive from `Exception`: see operation.h.
 pybind11::handle operation_stopped();
 
-// Raises what `cumem_sleep.errors` has for an error of this layer; any other error it leaves to the next translator.
+// Raises the `cumem_sleep.errors` type for an error of this layer; leaves any other error to the next translator.
 void translate_error(std::exception_ptr pointer);
 
 }  // namespace cumem_sleep

@@ -11,8 +11,8 @@ namespace cumem_sleep {
 
 namespace {
 
-// The hooks run without the interpreter; what Python does about a freed segment is put off to the main thread, where it
-// may come at any place of the program.
+// The hooks run without the interpreter. Python's part of a free is deferred to the main thread, where it may run
+// between any two steps of the program.
 std::atomic<bool> notification_pending{false};
 PyObject* on_free_callback = nullptr;
 
@@ -22,7 +22,7 @@ int notify_python(void*) {
     try {
         call_undisturbed(py::reinterpret_borrow<py::object>(on_free_callback));
     } catch (py::error_already_set& error) {
-        error.restore();  // of a signal handler, so it is due here
+        error.restore();  // raised by a signal handler, so it belongs here
         return -1;
     }
     return 0;

@@ -1,12 +1,12 @@
-// Tells Python of segments that the free hook gave back.
+// Tells Python about segments that the free hook freed.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace cumem_sleep {
 
-// Calls `callback` on the main thread, soon, after the free hook gave back a segment that leaves more to be given back.
-// None stops that. Called with the interpreter lock.
+// Calls `callback` on the main thread soon after the free hook freed a segment whose backup or memory is still to be
+// released. None removes the callback. Called with the interpreter lock held.
 void on_free(pybind11::object callback);
 
 }  // namespace cumem_sleep

@@ -1,5 +1,5 @@
-// What the caller of the layer holds for a scope: segments, an address on its way to it, a tag, the thread's CUDA
-// state. Objects rather than pairs of calls, so that an interrupt between the two loses nothing.
+// What Python holds for a scope: segments, an address not yet handed out, a tag, the thread's CUDA state. These are
+// objects rather than pairs of calls, so that an interrupt between the two calls loses nothing.
 #pragma once
 
 #include <memory>
@@ -21,7 +21,7 @@ class HeldSegments {
     HeldSegments(const HeldSegments&) = delete;
     HeldSegments& operator=(const HeldSegments&) = delete;
 
-    // Those that were not freed before.
+    // Those that had not been freed.
     const std::vector<SegmentPtr>& segments() const { return segments_; }
     void release() noexcept;
 
@@ -29,7 +29,8 @@ class HeldSegments {
     std::vector<SegmentPtr> segments_;
 };
 
-// Memory on its way to a caller: freed with this object unless it was handed out. Destroyed with the interpreter lock.
+// Memory that is not yet handed out: freed with this object unless `hand_out` was called. Destroyed with the
+// interpreter lock held.
 class Allocation {
   public:
     Allocation(size_t bytes, const std::string& tag, int device)
@@ -44,7 +45,7 @@ class Allocation {
     CUdeviceptr address_;
 };
 
-// The tag of the thread for a scope; only that thread gets its old tag back.
+// Sets the thread's tag for a scope. `restore` takes effect on that thread only.
 class ThreadTag {
   public:
     explicit ThreadTag(const std::string& tag)
@@ -61,8 +62,8 @@ class ThreadTag {
     bool active_ = true;
 };
 
-// One of the driver's scopes (SavedContext, RelaxedCaptureScope), entered after it was made: Python's `with` makes an
-// object first and enters it then.
+// One of the driver's scopes (SavedContext, RelaxedCaptureScope), entered separately because Python's `with` first
+// makes an object and then enters it.
 template <typename Scope>
 class Entered {
   public:

@@ -39,8 +39,8 @@ size_t page_bytes() {
 
 size_t whole_pages(size_t bytes) { return (bytes + page_bytes() - 1) / page_bytes() * page_bytes(); }
 
-// Address space without access for so many bytes. Huge pages need addresses aligned to them, which mmap does not
-// promise: take more, give the ends back.
+// Reserves `wanted` bytes of inaccessible address space. Huge pages need aligned addresses, which mmap does not
+// promise: reserve more, then unmap both ends.
 uint8_t* reserve(size_t wanted) {
     const size_t bytes = whole_pages(wanted), whole = bytes + kHugePage;
     if (whole < wanted) throw HostMemoryError("mmap", strerror(ENOMEM), wanted);
@@ -54,16 +54,16 @@ uint8_t* reserve(size_t wanted) {
     return data;
 }
 
-// Puts the pages of `file`, or new ones that are zeros if it is -1, under addresses of this process.
+// Maps the pages of `file`, or new zeroed pages if it is -1, at `data`.
 bool map_over(uint8_t* data, size_t bytes, bool writable, int file) {
     const int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
     const int kind = file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED;
     return bytes == 0 || mmap(data, bytes, protection, kind | MAP_FIXED, file, 0) != MAP_FAILED;
 }
 
-// A memfd of so many bytes for other processes to map: nobody can take pages away from under them. Its mode keeps
-// others from opening the descriptors they are given for writing; an owner's own mistake only, since the owner may
-// change it.
+// A memfd of `bytes` bytes for other processes to map; its seals keep anyone from taking pages away from under them.
+// Its mode keeps other processes from reopening a read-only descriptor for writing. That guards against mistakes only,
+// because the same user may change the mode.
 Descriptor new_file(size_t bytes) {
     Descriptor file(memfd_create("cumem-sleep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     const int fd = file.get(), error = errno;
@@ -79,20 +79,20 @@ Descriptor new_file(size_t bytes) {
     return file;
 }
 
-// Throws InvalidState unless `fd` is what `new_file` made for so many bytes.
+// Throws InvalidState unless `fd` is what `new_file` made for this many bytes.
 void check_file(int fd, size_t bytes, bool writable) {
     check_descriptor(fd);
     const std::string name = "fd=" + std::to_string(fd);
     const int seals = fcntl(fd, F_GET_SEALS);
     if (seals < 0 || !(seals & F_SEAL_SHRINK) || !(seals & F_SEAL_GROW))
-        throw InvalidState(name + ": no shared host memory (a memfd that is sealed against shrinking and growing)");
+        throw InvalidState(name + ": not shared host memory (a memfd that is sealed against shrinking and growing)");
     struct stat status{};
     if (fstat(fd, &status) != 0) throw InvalidState(name + ": fstat: " + strerror(errno));
     if (status.st_size == 0 || static_cast<size_t>(status.st_size) != whole_pages(bytes))
         throw InvalidState(name + " has " + std::to_string(status.st_size) +
-                           " bytes, which is not what bytes=" + std::to_string(bytes) + " takes");
+                           " bytes, which does not match bytes=" + std::to_string(bytes));
     if (writable && (fcntl(fd, F_GETFL) & O_ACCMODE) != O_RDWR)
-        throw InvalidState(name + " was opened for reading only: it cannot be mapped to be written");
+        throw InvalidState(name + " was opened read-only: it cannot be mapped for writing");
 }
 
 // Pages that the driver would not unpin: the GPU may still reach them, so they stay until it does. Never destroyed: at
@@ -115,7 +115,7 @@ HostPages::HostPages(size_t bytes, Backing backing)
         munmap(data_, bytes_);
         throw HostMemoryError("mmap", strerror(error), bytes);
     }
-    // All three are wishes: without them the memory is slower, not wrong. A fork must not make pinned pages
+    // All three are optional: without them the memory is slower, not wrong. A fork must not make pinned pages
     // copy-on-write: the parent's next write would move them away from where the GPU reads.
     madvise(data_, bytes_, MADV_HUGEPAGE);
     madvise(data_, bytes_, MADV_DONTFORK);
@@ -126,7 +126,7 @@ HostPages::HostPages(size_t bytes, Backing backing)
 }
 
 HostPages::~HostPages() {
-    // In a child other things may go by these addresses and this descriptor.
+    // In a forked child these addresses and this descriptor may belong to something else.
     if (is_forked())
         backing_.owned.release();
     else
@@ -172,7 +172,7 @@ HostBlock::HostBlock(size_t bytes, HostPages::Backing backing)
 HostBlock::HostBlock(size_t bytes, int numa_node) : HostBlock(bytes, HostPages::Backing{-1, {}, true, numa_node}) {}
 
 std::shared_ptr<HostBlock> HostBlock::shared(size_t bytes, int numa_node) {
-    if (bytes == 0) throw InvalidState("bytes=0: a shared block needs some");
+    if (bytes == 0) throw InvalidState("bytes=0: a shared block needs at least one byte");
     Descriptor file = new_file(bytes);
     const int fd = file.get();
     return std::shared_ptr<HostBlock>(new HostBlock(bytes, {fd, std::move(file), true, numa_node}));
@@ -190,20 +190,21 @@ const uint8_t* HostBlock::part(size_t offset, size_t bytes) const {
 
 uint8_t* HostBlock::writable_part(size_t offset, size_t bytes) const {
     part(offset, bytes);
-    if (!writable()) throw InvalidState("the host block was mapped for reading only");
+    if (!writable()) throw InvalidState("the host block was mapped read-only");
     return data() + offset;
 }
 
 void HostBlock::check_open() const {
     if (closed_) throw InvalidState("the host block is closed");
-    if (pages_->is_forked()) throw InvalidState("the host block was made before this process was forked: make its own");
+    if (pages_->is_forked())
+        throw InvalidState("the host block was made before this process was forked: make a new one");
 }
 
 void HostBlock::touch(size_t offset, size_t bytes) {
     check_open();
     if (offset > bytes_ || bytes > bytes_ - offset) throw std::out_of_range("touch beyond the block");
     const int advice = writable() ? MADV_POPULATE_WRITE : MADV_POPULATE_READ;
-    // The kernel reports a shortage here, where a plain write would be killed for it.
+    // The kernel reports a shortage here; a plain write would get the process killed.
     int result = 0;
     do {
         result = madvise(data() + offset, bytes, advice);

@@ -1,5 +1,5 @@
-// Pinned host memory that backups live in, of this process or shared with others: exact size, huge pages where the
-// system has them, on the GPU's NUMA node, touched ahead by threads, then registered with the driver.
+// Pinned host memory for backups, private to this process or shared with others: exact size, huge pages where the
+// system has them, on the GPU's NUMA node, prefaulted by threads, then registered with the driver.
 #pragma once
 
 #include <sys/types.h>
@@ -14,7 +14,7 @@
 
 namespace cumem_sleep {
 
-// The system gave no host memory, or would not pin it. `call` is what refused, `error` its own word for why.
+// Host memory could not be allocated or pinned. `call` is the call that failed, `error` its own error text.
 class HostMemoryError : public std::runtime_error {
   public:
     HostMemoryError(std::string call, std::string error, size_t bytes);
@@ -23,15 +23,16 @@ class HostMemoryError : public std::runtime_error {
     size_t bytes;
 };
 
-// Pages under addresses of this process: mapped when made, unmapped when destroyed, maybe pinned meanwhile.
+// Pages mapped into this process: mapped by the constructor, unmapped by the destructor, and pinned in between if
+// asked.
 class HostPages {
   public:
-    // Whose the pages are.
+    // Where the pages come from.
     struct Backing {
-        int file = -1;         // a memfd, whose pages others may map too; -1: pages of this process alone
-        Descriptor owned;      // the same, if it is to be closed with the pages
+        int file = -1;         // a memfd, which other processes may map too; -1: private pages
+        Descriptor owned;      // the same descriptor, if this object closes it
         bool writable = true;  // by this process
-        int numa_node = -1;    // where new pages come from; -1: wherever
+        int numa_node = -1;    // where new pages are allocated; -1: any node
     };
 
     // Address space for `bytes` (rounded up to whole pages), aligned to huge pages.
@@ -41,8 +42,8 @@ class HostPages {
     HostPages& operator=(const HostPages&) = delete;
 
     void pin(int device);
-    // Unpins and gives the memory back, not the addresses: they read as zeros. False if the driver refuses. Pages of a
-    // file go when nobody maps them any more and all of its descriptors are closed.
+    // Unpins and frees the memory but keeps the addresses, which then read as zeros. False if the driver refuses. Pages
+    // of a file are freed when nobody maps them any more and all of its descriptors are closed.
     bool give_back() noexcept;
 
     uint8_t* data() const { return data_; }
@@ -50,7 +51,7 @@ class HostPages {
     bool pinned() const { return pinned_device_ >= 0; }
     bool writable() const { return backing_.writable; }
     int owned_file() const { return backing_.owned.get(); }
-    // In a child of a fork, which did not inherit the pages.
+    // True in a forked child, which did not inherit the pages.
     bool is_forked() const;
 
   private:
@@ -61,29 +62,28 @@ class HostPages {
     int pinned_device_ = -1;
 };
 
-// One block of host memory. Steps in order: construct (address space only), `touch` every part (any threads, disjoint
-// parts at once), `pin`, and it may be copied to and from. `close`, or the destructor, gives the memory back; no copy
-// may be in flight, and unpinning waits for all work that runs on the device (the driver does that). Somebody may hold
-// a view of a closed block, so its addresses stay until the destructor.
+// One block of host memory. Steps in order: construct (address space only), `touch` every part (on any threads,
+// disjoint parts concurrently), `pin`; then it can be copied to and from. `close`, or the destructor, frees the memory;
+// no copy may be in flight, and the driver's unpinning waits for all work that runs on the device. Somebody may still
+// have a view of a closed block, so its addresses stay until the destructor.
 class HostBlock {
   public:
-    // Memory of this process alone. `numa_node` < 0: wherever. Throws HostMemoryError.
+    // Private memory. `numa_node` < 0: any node. Throws HostMemoryError.
     HostBlock(size_t bytes, int numa_node);
     // Memory that other processes may map too, by its descriptor: a memfd that can neither shrink nor grow. Throws
-    // HostMemoryError, InvalidState for no bytes or if no descriptor can be had.
+    // HostMemoryError; InvalidState for zero bytes or if no descriptor is left.
     static std::shared_ptr<HostBlock> shared(size_t bytes, int numa_node);
-    // The memory of such a block of another process, all of it. `fd` may be closed afterwards. Throws InvalidState for
-    // what is no such descriptor, or has another size, or was opened for reading only and is to be written;
-    // HostMemoryError.
+    // Maps all memory of such a block of another process. `fd` may be closed afterwards. Throws InvalidState if `fd` is
+    // not such a descriptor, has another size, or is read-only although `writable` is set; HostMemoryError.
     static std::shared_ptr<HostBlock> mapped(int fd, size_t bytes, bool writable);
     ~HostBlock() { close(); }
     HostBlock(const HostBlock&) = delete;
     HostBlock& operator=(const HostBlock&) = delete;
 
-    // Puts physical pages under [offset, offset + bytes). Needs no lock and no context. Throws HostMemoryError.
+    // Faults in the pages of [offset, offset + bytes). Needs no lock and no context. Throws HostMemoryError.
     void touch(size_t offset, size_t bytes);
-    // Registers all of it, for every device, and for reading only if it is not writable. Throws HostMemoryError if the
-    // driver cannot pin so much, DriverError.
+    // Registers the whole block for every device, as read-only memory if it is not writable. Throws HostMemoryError if
+    // the driver cannot pin that much, DriverError.
     void pin(int device);
     void close() noexcept;
 
@@ -91,9 +91,10 @@ class HostBlock {
     size_t bytes() const { return bytes_; }
     bool pinned() const { return !closed_ && pages_->pinned(); }
     bool writable() const { return pages_->writable(); }
-    // Of a `shared` block, until it is closed; it stays the block's. -1 for all others.
+    // The descriptor of a `shared` block, until it is closed; the block keeps owning it. -1 for all others.
     int fd() const { return closed_ ? -1 : pages_->owned_file(); }
-    // Where a part of the block lies. Throw std::out_of_range beyond it; the second InvalidState if it is not writable.
+    // The address of a part of the block. Both throw std::out_of_range beyond its end; the second throws InvalidState
+    // if it is not writable.
     const uint8_t* part(size_t offset, size_t bytes) const;
     uint8_t* writable_part(size_t offset, size_t bytes) const;
 
@@ -106,10 +107,10 @@ class HostBlock {
     bool closed_ = false;
 };
 
-// Tries again what the driver would not unpin when its block was closed. Returns the bytes that are still held.
+// Retries what the driver refused to unpin when its block was closed. Returns the bytes that are still pinned.
 size_t reclaim_host_memory() noexcept;
 
-// The NUMA node that a PCI device hangs on, from sysfs; -1 if the system does not say.
+// The NUMA node of a PCI device, from sysfs; -1 if the system does not say.
 int numa_node(const std::string& pci_bus_id);
 
 }  // namespace cumem_sleep

@@ -1,4 +1,4 @@
-// The interpreter lock, given up for a scope.
+// Releases the interpreter lock for a scope.
 #pragma once
 
 #include <Python.h>
@@ -7,9 +7,9 @@
 
 namespace cumem_sleep {
 
-// While Python exits, it ends daemon threads that ask for the lock by unwinding them. That would go on through
-// pybind11's frames, which then drop references without the lock, and crash the process. So such a thread stops here,
-// as newer Pythons have it, and goes with the process; it holds no lock of ours.
+// While Python exits, it ends daemon threads that ask for the lock by unwinding their stacks. pybind11's frames would
+// then drop references without the lock and crash the process. So such a thread stops here, as newer Pythons do it, and
+// ends with the process; it holds no lock of ours.
 [[noreturn]] inline void stay_until_the_process_ends() {
     for (;;) pause();
 }

@@ -6,7 +6,7 @@
 namespace cumem_sleep {
 
 void stop_for_invalid(const std::string& found) noexcept {
-    fprintf(stderr, "cumem-sleep: a state that must not be: %s\n", found.c_str());
+    fprintf(stderr, "cumem-sleep: invalid state: %s\n", found.c_str());
     std::abort();
 }
 

@@ -1,5 +1,5 @@
-// Statements that must hold, as functions: builds for debugging (those with sanitizers) check them after each change of
-// state, all others leave them out.
+// Invariants, as functions: debug builds (those with sanitizers) check them after each change of state, all others
+// leave the checks out.
 #pragma once
 
 #include <string>
@@ -12,7 +12,7 @@ constexpr bool kChecksInvariants = true;
 constexpr bool kChecksInvariants = false;
 #endif
 
-// Ends the process, and says what was found.
+// Prints what was found and ends the process.
 [[noreturn]] void stop_for_invalid(const std::string& found) noexcept;
 
 // Ends the process unless `thing` is valid. Costs nothing where invariants are not checked.

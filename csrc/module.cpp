@@ -36,7 +36,7 @@ void bind_driver(py::module_& module) {
                "Open libcuda (or a simulated driver) from `path` and initialise it; once per process.");
     module.def("driver_is_open", &Driver::is_open);
     module.def("driver_is_forked", &Driver::is_forked);
-    module.def("driver_path", &driver_path, "Of the driver that this process can use; None if it can use none.");
+    module.def("driver_path", &driver_path, "Of this process's driver; None if it has no usable one.");
     module.def("driver_is_simulated", &driver_is_simulated);
     module.def("driver_version", [] { return Driver::get().version(); });
 
@@ -51,7 +51,7 @@ void bind_driver(py::module_& module) {
         py::arg("device"), NoGil(), "(free, total) bytes of the device. Creates its primary context if need be.");
     module.def("synchronize", &synchronize, py::arg("device"), NoGil());
     module.def("release_waiter", &release_waiter, py::arg("device"), NoGil(),
-               "Give back the page that makes waiting cheap, if it was taken; waits for the device.");
+               "Free the device page that makes waiting cheap, if there is one; waits for the device.");
 }
 
 void bind_devices(py::module_& module) {
@@ -84,7 +84,7 @@ void bind_segment(py::module_& module) {
         .def_property_readonly("freed", [](const Segment& self) { return self.freed.load(); })
         .def(
             "note_backup", [](Segment& self) { SegmentTable::get().note_backup(self); },
-            "Host memory is about to be held for it.")
+            "It is about to get a backup in host memory.")
         .def(
             "lend", [](Segment& self) { self.lent = true; },
             "Its bytes are about to be overwritten: when it is released it is dropped, unless `take_back` came before.")
@@ -95,7 +95,7 @@ void bind_segment(py::module_& module) {
         .def_property_readonly("bytes", [](const Segment& self) { return self.mapping.bytes(); })
         .def_property_readonly("device", [](const Segment& self) { return self.mapping.device(); })
         .def_property_readonly("has_memory", [](const Segment& self) { return self.mapping.has_memory(); })
-        .def("map", &Segment::map, NoGil(), "Physical memory under the address again; the segment must be held.");
+        .def("map", &Segment::map, NoGil(), "Map physical memory under the address again; the segment must be held.");
 }
 
 void bind_segment_table(py::module_& module) {
@@ -107,7 +107,7 @@ void bind_segment_table(py::module_& module) {
                                "handles signals after calls.");
     module.def(
         "take_freed", [] { return SegmentTable::get().take_freed(); },
-        "The ids of segments with a backup that were freed since this was asked last.");
+        "The ids of segments with a backup that were freed since the last call.");
     module.def("has_freed", [] { return SegmentTable::get().has_freed(); }, "Whether `take_freed` would find any.");
     module.def("free", [](CUdeviceptr address) { SegmentTable::get().free(address); }, py::arg("address"), NoGil());
     py::class_<HeldSegments>(module, "HeldSegments")
@@ -127,7 +127,7 @@ void bind_segment_table(py::module_& module) {
     module.def("undo_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().undo_wake(all); }, NoGil());
     module.def(
         "reclaim", [] { return SegmentTable::get().reclaim() + reclaim_host_memory(); }, NoGil(),
-        "Try again what the driver refused to take back earlier; 0 if nothing is held back any more.");
+        "Retry what the driver refused to free earlier; 0 if nothing is left.");
     module.def(
         "on_free", &on_free, py::arg("callback").none(true),
         "Call `callback` on the main thread, soon, after the free hook gave back a segment that had a backup, or\n"
@@ -142,13 +142,13 @@ void bind_thread_state(py::module_& module) {
     module.def("thread_tag", [] { return thread_tag(); });
     using CurrentContext = Entered<SavedContext>;
     py::class_<CurrentContext>(module, "CurrentContext",
-                               "The thread's current CUDA context stays what it was, whatever PyTorch does inside.")
+                               "Restore the thread's current CUDA context, whatever PyTorch does inside.")
         .def(py::init<>())
         .def("__enter__", &CurrentContext::enter)
         .def("__exit__", [](CurrentContext& self, const py::args&) { self.leave(); });
     using RelaxedCapture = Entered<RelaxedCaptureScope>;
     py::class_<RelaxedCapture>(module, "RelaxedCapture",
-                               "Lets the thread work beside graph captures of other threads for a scope.")
+                               "Lets the thread work during other threads' graph captures, for a scope.")
         .def(py::init<>())
         .def("__enter__", &RelaxedCapture::enter)
         .def("__exit__", [](RelaxedCapture& self, const py::args&) { self.leave(); });
@@ -168,7 +168,7 @@ void bind_memory(py::module_& module) {
         .def_property_readonly("pinned", &HostBlock::pinned)
         .def_property_readonly("writable", &HostBlock::writable)
         .def_property_readonly("fd", &HostBlock::fd,
-                               "Of a `shared` block that is not closed, and the block's; else -1.")
+                               "The descriptor of an open `shared` block, which keeps owning it; else -1.")
         .def_property_readonly("address",
                                [](const HostBlock& self) { return reinterpret_cast<uintptr_t>(self.data()); })
         .def_buffer([](HostBlock& self) {
@@ -190,7 +190,7 @@ void bind_shared_memory(py::module_& module) {
             return std::make_tuple(memory.fd, memory.base, memory.bytes);
         },
         py::arg("address"), NoGil(),
-        "(fd, base, bytes) of the segment or scratch memory that `address` lies in; the descriptor is the caller's.");
+        "(fd, base, bytes) of the segment or scratch memory that `address` lies in; the caller closes the descriptor.");
     py::class_<ImportedMemory>(module, "ImportedMemory", "What another process exported, mapped here.")
         .def(py::init<int, int, size_t>(), py::arg("fd"), py::arg("device"), py::arg("bytes"), NoGil())
         .def("close", &ImportedMemory::close, NoGil())
@@ -209,7 +209,7 @@ void bind_copies(py::module_& module) {
         .def("poison", &CopyStream::poison, py::arg("address"), py::arg("bytes"), NoGil())
         .def("zero", &CopyStream::zero, py::arg("address"), py::arg("bytes"), NoGil())
         .def("synchronize", &CopyStream::synchronize, NoGil())
-        .def("query", &CopyStream::query, NoGil(), "Whether all that was asked for is done.")
+        .def("query", &CopyStream::query, NoGil(), "Whether all work enqueued so far is done.")
         .def(
             "__enter__", [](CopyStream& self) -> CopyStream& { return self; }, py::return_value_policy::reference)
         .def("__exit__",
@@ -225,7 +225,7 @@ void bind_copies(py::module_& module) {
 void bind_operations(py::module_& module) {
     module.attr("OperationStopped") = operation_stopped();
     module.def("stop_if_asked", &stop_if_asked, NoGil(),
-               "Raise if the operation on this thread was asked to stop; elsewhere let signals be handled.");
+               "Raise if the operation on this thread was asked to stop; elsewhere run pending signal handlers.");
     py::class_<Held>(module, "Held")
         .def("__enter__", [](Held& self) { return static_cast<bool>(self); })
         .def("__exit__", [](Held& self, const py::args&) { self.release(); });
@@ -234,7 +234,7 @@ void bind_operations(py::module_& module) {
         .def(
             "hold",
             [](const std::shared_ptr<OperationLock>& self, bool wait) { return std::make_unique<Held>(self, wait); },
-            py::arg("wait") = true, "Holds the lock; what `with` gives is whether it does.")
+            py::arg("wait") = true, "Holds the lock; `with` gives whether it could be taken.")
         .def("run", &OperationLock::run, py::arg("work"),
              "Call `work` on a thread of its own, so that signals do not disturb it; what it returns or raises. If a\n"
              "signal handler raises meanwhile, `work` is asked to stop, and the first of that is raised when it has.");
@@ -243,9 +243,9 @@ void bind_operations(py::module_& module) {
         .def("start", &Worker::start, py::arg("work"), "Call `work` on the thread, once.")
         .def("ask_to_stop", &Worker::ask_to_stop)
         .def("pause", &Worker::pause, py::arg("seconds"),
-             "Wait until it is asked to stop, at most so long; returns whether it was.")
+             "Wait until it is asked to stop, at most this long; returns whether it was.")
         .def("wait", &Worker::wait, py::arg("timeout_s") = py::none(),
-             "Wait until it has ended, at most so long; returns whether it has.")
+             "Wait until it has ended, at most this long; returns whether it has.")
         .def("stop", &Worker::stop, "Ask it to stop and wait until it has; on its own thread only ask.")
         .def_property_readonly("running", &Worker::running)
         .def_property_readonly("asked_to_stop", &Worker::asked_to_stop)
@@ -254,22 +254,22 @@ void bind_operations(py::module_& module) {
 
 void bind_threads(py::module_& module) {
     module.def("thread_name", &thread_name, "Of a thread of this layer; empty on any other.");
-    module.def("thread_names", &thread_names, "Of all threads of this layer that go on.");
+    module.def("thread_names", &thread_names, "Of all threads of this layer that still run.");
     module.def("allow_threads", &allow_threads, py::arg("count"),
-               "For tests: only so many more threads can be had; a negative number, as many as the system gives.");
+               "For tests: only this many more threads can be started; a negative number lifts the limit.");
 }
 
 void bind_ahead(py::module_& module) {
-    py::class_<AheadTask>(module, "Task", "What a thread of `Ahead` is to do; made of a function only by tests.")
+    py::class_<AheadTask>(module, "Task", "A task for a thread of `Ahead`; only tests make one from a Python function.")
         .def(py::init(&python_task), py::arg("work"));
-    module.def("map_task", &map_task, py::arg("segment"), "Physical memory under it; the segment must be held.");
+    module.def("map_task", &map_task, py::arg("segment"), "Map physical memory under it; the segment must be held.");
     module.def("touch_task", &touch_task, py::arg("block"), py::arg("offset"), py::arg("bytes"));
     py::class_<Ahead>(module, "Ahead",
-                      "Threads that run tasks in order, each task under the key of what it is for; a context.")
+                      "Threads that run tasks in order, each under the key of what it is for; a context manager.")
         .def(py::init(
                  [](int threads, const py::dict& tasks) { return std::make_unique<Ahead>(threads, tasks_of(tasks)); }),
              py::arg("threads"), py::arg("tasks") = py::dict())
-        .def("start", &Ahead::start, NoGil(), "Begin with the tasks it was made with.")
+        .def("start", &Ahead::start, NoGil(), "Begin the tasks that it was made with.")
         .def(
             "add",
             [](Ahead& self, const py::dict& tasks) {
@@ -277,11 +277,12 @@ void bind_ahead(py::module_& module) {
                 const WithoutInterpreter unlocked;
                 self.add(std::move(more));
             },
-            py::arg("tasks"), "More, after those that there are; begins at once.")
+            py::arg("tasks"), "Append tasks; they begin at once.")
         .def(
             "wait", [](Ahead& self, uint64_t key) { wait_for(self, key); }, py::arg("key"), NoGil(),
             "Return when the tasks of `key` have run, raise what one of them raised. Waiting again does nothing.")
-        .def("stop", &Ahead::stop, NoGil(), "Wait for what runs, drop what has not begun. Stopping again does nothing.")
+        .def("stop", &Ahead::stop, NoGil(),
+             "Wait for running tasks, drop those that have not begun. Stopping again does nothing.")
         .def(
             "__enter__", [](Ahead& self) -> Ahead& { return self; }, py::return_value_policy::reference)
         .def("__exit__", [](Ahead& self, const py::args&) {

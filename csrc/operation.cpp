@@ -19,14 +19,14 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
-// Whose thread this is, if it is one of ours.
+// What this thread is for, if it is one of ours.
 struct Role {
     const Event* operation_asked = nullptr;
     const Worker* worker = nullptr;
 };
 thread_local Role role;
 
-// Python exits, and lets no other thread have the interpreter any more: nobody may wait for one.
+// While Python exits, no other thread gets the interpreter any more, so nobody may wait for one.
 bool is_finalizing() {
 #if PY_VERSION_HEX >= 0x030D0000
     return Py_IsFinalizing();
@@ -35,7 +35,7 @@ bool is_finalizing() {
 #endif
 }
 
-// What CUDA keeps for each thread, for another one to have as well: the current context and the capture mode.
+// CUDA's per-thread state, to be applied on another thread: the current context and the capture mode.
 class CudaThreadState {
   public:
     CudaThreadState() : driver_(Driver::is_open() && !Driver::is_forked() ? &Driver::get() : nullptr) {
@@ -60,7 +60,7 @@ class CudaThreadState {
 
 using Error = std::unique_ptr<py::error_already_set>;
 
-// One call, on a thread of its own, which has the caller's context variables and what CUDA keeps for the caller.
+// One call on its own thread, which gets the caller's context variables and CUDA's per-thread state.
 struct Operation {
     explicit Operation(const py::object& called)
         : work(called), variables(py::reinterpret_steal<py::object>(PyContext_CopyCurrent())) {
@@ -79,8 +79,8 @@ struct Operation {
         return std::move(result);
     }
 
-    // That it was stopped needs no traceback, whose frames would be cleared on the caller's thread: what generators do
-    // when they are closed there, a signal handler could disturb, and what it raised would be lost.
+    // OperationStopped loses its traceback here. Otherwise the caller's thread would clear the traceback's frames and
+    // close their generators; a signal handler could run in the middle of that, and its exception would be lost.
     void take_error() {
         error = std::make_unique<py::error_already_set>();
         if (error->matches(operation_stopped())) error = stopped();
@@ -107,8 +107,8 @@ struct Operation {
     }
 };
 
-// What the handlers of signals raised while an operation ran. Of any number two are kept: the first, and the first that
-// is no `Exception`, because nobody who catches a TimeoutError may swallow a Ctrl-C with it.
+// What signal handlers raised while an operation ran. At most two are kept: the first, and the first that is no
+// `Exception`, so that code which catches a TimeoutError does not swallow a Ctrl-C with it.
 class Raised {
   public:
     void take() {
@@ -121,7 +121,7 @@ class Raised {
         is_grave_ |= is_grave;
     }
     explicit operator bool() const { return first_ != nullptr; }
-    // With what else there was, and what the operation raised, as what it came from.
+    // Raises the first one; the other one and the operation's own error become its context.
     [[noreturn]] void raise(const Error& of_operation) {
         if (second_) add_context(*first_, *second_);
         if (of_operation && !of_operation->matches(operation_stopped())) add_context(*first_, *of_operation);
@@ -146,8 +146,8 @@ class Raised {
 
 bool may_start_thread() { return !role.operation_asked && !role.worker && !is_finalizing(); }
 
-// Runs `operation` on a thread of its own to its end; false where no thread can be had. Called with the interpreter
-// lock.
+// Runs `operation` to its end on a new thread; false if no thread can be started. Called with the interpreter lock
+// held.
 bool perform_aside(Operation& operation, Raised* raised) {
     std::thread thread;
     {
@@ -193,7 +193,7 @@ bool OperationLock::acquire(bool wait) {
             if (own && wait)
                 throw InvalidState(
                     "called from inside another operation of the allocator on the same thread (by a signal handler, or "
-                    "a finaliser): call it when that one has returned");
+                    "a finaliser): call it after that one has returned");
             if (!own && wait) released_.wait_for(lock, kBetweenLooks, [this] { return !held_; });
             if (!held_) {
                 held_ = true;
@@ -208,8 +208,8 @@ bool OperationLock::acquire(bool wait) {
                 "threads end before the program does");
         if (role.worker && role.worker->asked_to_stop())
             throw InvalidState(
-                "called by a finaliser on a thread of the allocator that another operation ends, and waits for: call "
-                "it elsewhere");
+                "called by a finaliser on a thread of the allocator while another operation waits for that thread to "
+                "end: call it elsewhere");
         stop_if_asked();
     }
 }
@@ -253,7 +253,7 @@ void call_undisturbed(const py::object& work) {
 Worker::Worker(std::string name) : name_(std::move(name)), process_(getpid()) {}
 
 void Worker::start(const py::object& work) {
-    if (started_.exchange(true)) throw InvalidState("the thread " + name_ + " was started before");
+    if (started_.exchange(true)) throw InvalidState("the thread " + name_ + " was already started");
     try {
         if (is_finalizing()) throw std::runtime_error("Python exits");
         PyObject* const called = work.ptr();

@@ -1,11 +1,11 @@
-// What Python's threads and signals may not disturb: operations, each on a thread of its own; the lock that serialises
-// them; threads that work in the background.
+// What Python's threads and signals must not disturb: operations, each on its own thread; the lock that serialises
+// them; background threads.
 //
-// Python runs signal handlers on the main thread, between any two of its steps, and raises there what they raise: any
-// number of times, so that no code of that thread can clear up for certain. An operation therefore runs on a thread of
-// its own, which no handler runs on. The caller waits here, without the interpreter lock, lets signals be handled, and
-// takes the first exception of a handler as the wish to stop; it is raised when the operation has ended. The operation
-// looks for that wish (`stop_if_asked`) where it can still undo everything, and nowhere else.
+// Python runs signal handlers on the main thread, between any two of its steps, and raises their exceptions there, any
+// number of times. So no code on that thread can be sure to clean up. An operation therefore runs on its own thread,
+// where no handler runs. The caller waits here without the interpreter lock and lets signal handlers run. It takes a
+// handler's first exception as a request to stop, and raises it when the operation has ended. The operation checks for
+// that request (`stop_if_asked`) where it can still undo everything, and nowhere else.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -23,30 +23,30 @@
 
 namespace cumem_sleep {
 
-// The operation was asked to stop. In Python it is no `Exception`: nothing that tries something out may take it for a
-// failure of that.
+// The operation was asked to stop. In Python it does not derive from `Exception`, so that no `except Exception` around
+// a step takes it for a failure of that step.
 class OperationStopped : public std::exception {
   public:
     const char* what() const noexcept override { return "the operation was asked to stop"; }
 };
 
-// On the thread of an operation: throws OperationStopped if it was asked to stop. On one of Python's: lets signals be
-// handled, and throws what a handler raised. Called without the interpreter lock.
+// On the thread of an operation: throws OperationStopped if it was asked to stop. On a Python thread: runs pending
+// signal handlers and throws what they raise. Called without the interpreter lock.
 void stop_if_asked();
 
-// The lock that serialises operations. Holding it is an object, so that an error at any moment releases it. It is not
-// reentrant: what the garbage collector runs, must not begin an operation inside another.
+// The lock that serialises operations. An object (`Held`) holds it, so that an error at any moment releases it. It is
+// not reentrant: a finaliser that the garbage collector runs must not begin an operation inside another.
 class OperationLock {
   public:
-    // Waits, and looks for the wish to stop meanwhile, if `wait`; else returns false where it would have to. Throws
-    // InvalidState where it would wait for ever: the calling thread holds it, or its holder waits for that thread.
-    // Called with the interpreter lock.
+    // Waits if `wait`, and checks for requests to stop meanwhile; otherwise returns false if it would have to wait.
+    // Throws InvalidState where it would wait forever: the calling thread has the lock, or the thread that has it waits
+    // for the calling thread. Called with the interpreter lock held.
     bool acquire(bool wait);
     void release();
 
-    // Calls `work` on a thread of its own and returns what it returned, or throws what it raised; or, if handlers of
-    // signals raised meanwhile, the first of that when `work` has ended, whatever became of it. In place instead where
-    // no thread can be had, where this one is the layer's own, or where it holds the lock.
+    // Calls `work` on a new thread and returns its result or throws what it raised. If signal handlers raised
+    // meanwhile, throws the first of their exceptions once `work` has ended, whatever its outcome. Calls `work` on this
+    // thread instead if no thread can be started, or if this thread belongs to the layer or has the lock.
     pybind11::object run(const pybind11::object& work);
 
   private:
@@ -74,28 +74,28 @@ class Held {
     std::shared_ptr<OperationLock> lock_;
 };
 
-// Calls `work` on a thread of its own, and lets signals be handled afterwards: for what Python calls at a place of its
-// own choosing. Errors are told as those of finalisers are. Where no thread can be had, throws what signal handlers
-// raised: anything but an error of this package.
+// Calls `work` on a new thread and lets signal handlers run only afterwards: for callbacks that Python runs at an
+// arbitrary place. Errors are reported as unraisable, like those of finalisers. If no thread can be started, `work`
+// runs here, and what signal handlers raise in it (anything but an error of this package) is thrown.
 void call_undisturbed(const pybind11::object& work);
 
-// A thread that works in the background until it is asked to stop. All but `start` may be called on any thread, its own
-// included. A child of a fork has no such thread, and finds that it has ended.
+// A background thread that works until it is asked to stop. All methods but `start` may be called on any thread, its
+// own included. In a forked child, where the thread does not exist, it counts as ended.
 class Worker : public std::enable_shared_from_this<Worker> {
   public:
     explicit Worker(std::string name);
 
-    // Calls `work` on the thread, once. Throws InvalidState if none can be had.
+    // Calls `work` on the thread, once. Throws InvalidState if no thread can be started.
     void start(const pybind11::object& work);
     bool running() const noexcept;
     void ask_to_stop() noexcept { asked_.set(); }
     bool asked_to_stop() const noexcept { return asked_.is_set(); }
     bool is_this_thread() const noexcept;
-    // Waits until it is asked to stop, at most so long; returns whether it was.
+    // Waits until it is asked to stop, but no longer than this; returns whether it was.
     bool pause(double seconds) const;
-    // Waits until it has ended, and looks for the wish to stop meanwhile; returns whether it has.
+    // Waits until it has ended, and checks for requests to stop meanwhile; returns whether it has ended.
     bool wait(std::optional<double> timeout_s) const;
-    // Asks it to stop and waits, but not for itself.
+    // Asks it to stop and waits until it has; on its own thread only asks.
     void stop();
 
   private:

@@ -1,4 +1,4 @@
-// Device memory of no segment, for the length of one operation: what the codec works in.
+// Device memory that belongs to no segment and lasts for one operation: the codec works in it.
 #pragma once
 
 #include <cuda.h>
@@ -11,7 +11,7 @@
 
 namespace cumem_sleep {
 
-// Mapped when made, gone when closed. Whole pages (2 MiB).
+// Mapped by the constructor, freed by `close`. Whole pages (2 MiB).
 class Scratch {
   public:
     // Throws DriverError, OutOfDeviceMemory.
@@ -20,7 +20,7 @@ class Scratch {
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
 
-    // No work may use it any more. What the driver refuses, twice, is tried again by `reclaim_mappings`.
+    // No work may use it any more. If the driver refuses twice, `reclaim_mappings` tries again.
     void close() noexcept;
 
     CUdeviceptr address() const { return address_; }
@@ -32,8 +32,7 @@ class Scratch {
     const size_t bytes_;
 };
 
-// Calls `use` with the mapping of the scratch memory that `address` lies in, if there is any; nobody closes it
-// meanwhile.
+// Calls `use` with the mapping of the scratch memory that `address` lies in, if any, and keeps it open meanwhile.
 void with_scratch_at(CUdeviceptr address, const std::function<void(const Mapping&)>& use);
 
 }  // namespace cumem_sleep

@@ -34,7 +34,7 @@ std::optional<ExportedMemory> export_segment(CUdeviceptr address) {
     const SegmentPtr segment = SegmentTable::get().find(address);
     if (!segment) return std::nullopt;
     const HeldSegments held({segment});
-    if (held.segments().empty()) return std::nullopt;  // freed meanwhile
+    if (held.segments().empty()) return std::nullopt;  // freed in the meantime
     if (!segment->mapping.is_mapped())
         throw InvalidState("the segment at " + hexadecimal(segment->mapping.address()) +
                            " has no memory to export while it is asleep: export it before it is unmapped");
@@ -60,7 +60,8 @@ CUmemGenericAllocationHandle import_handle(int fd) {
     return handle;
 }
 
-// Mapping memory of another device would work where the two are peers, and copies would take a way that nobody chose.
+// Where the two devices are peers, mapping the other one's memory would work, but copies would take an unintended
+// route.
 void check_is_of(int device, CUmemGenericAllocationHandle handle, int fd) {
     CUmemAllocationProp prop{};
     Driver::get().mem_get_allocation_properties_from_handle(&prop, handle);
@@ -76,7 +77,8 @@ ExportedMemory export_memory(CUdeviceptr address) {
     std::optional<ExportedMemory> scratch;
     with_scratch_at(address, [&](const Mapping& mapping) { scratch = exported(mapping); });
     if (scratch) return *scratch;
-    throw InvalidState(hexadecimal(address) + " lies in no memory of this layer (freed, or never made here)");
+    throw InvalidState(hexadecimal(address) +
+                       " is not in memory of this layer (already freed, or never allocated here)");
 }
 
 ImportedMemory::ImportedMemory(int fd, int device, size_t bytes) : device_(device), bytes_(bytes) {

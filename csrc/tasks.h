@@ -1,4 +1,4 @@
-// What a thread of `Ahead` is to do: in production C++ alone; tests give functions of Python.
+// Tasks for the threads of `Ahead`: C++ only in production; tests pass Python functions.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -17,15 +17,15 @@ struct AheadTask {
     Ahead::Task task;
 };
 
-// Physical memory under the segment, which must be held.
+// Maps physical memory under the segment, which must be held.
 AheadTask map_task(const SegmentPtr& segment);
 AheadTask touch_task(const std::shared_ptr<HostBlock>& block, size_t offset, size_t bytes);
 AheadTask python_task(pybind11::object work);
 
-// Waits for the tasks of `key`, and looks for the wish to stop meanwhile. Called without the interpreter lock.
+// Waits for the tasks of `key`, and checks for requests to stop meanwhile. Called without the interpreter lock.
 void wait_for(Ahead& ahead, uint64_t key);
 
-// Of a dictionary {key: [AheadTask, ...]}.
+// Converts a dictionary {key: [AheadTask, ...]}.
 Ahead::Tasks tasks_of(const pybind11::dict& tasks);
 
 }  // namespace cumem_sleep

@@ -15,7 +15,7 @@ namespace cumem_sleep {
 
 namespace {
 
-constexpr std::chrono::seconds kForAThreadToBegin{1};  // one that takes longer is not waited for
+constexpr std::chrono::seconds kForAThreadToBegin{1};  // a thread that takes longer counts as not started
 
 std::atomic<int> threads_allowed{-1};
 thread_local std::string own_name;
@@ -37,13 +37,13 @@ class AtWork {
     AtWork& operator=(const AtWork&) = delete;
 };
 
-// Of this thread, for a scope: a thread that is started inherits it.
+// Blocks this thread's signals for a scope: a thread started inside inherits that.
 class SignalsBlocked {
   public:
     SignalsBlocked() {
         sigset_t blocked;
         sigfillset(&blocked);
-        // Faults of the thread itself: blocked, they would end the process without a word.
+        // Faults of the thread itself: if they were blocked, they would end the process silently.
         for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT}) sigdelset(&blocked, fault);
         pthread_sigmask(SIG_SETMASK, &blocked, &before_);
     }
@@ -103,7 +103,7 @@ Ahead::Ahead(int threads, Tasks tasks) : threads_wanted_(static_cast<size_t>(thr
 
 Ahead::~Ahead() {
     stop();
-    // A child of a fork has no such threads, and cannot tell them to end.
+    // A forked child has none of these threads and must not join them.
     if (process_ != getpid()) new std::vector<std::thread>(std::move(threads_));
 }
 
@@ -147,7 +147,7 @@ void Ahead::submit(const std::vector<uint64_t>& keys) {
     changed_.notify_all();
 }
 
-// Starts as many as these steps keep at work; false if that cannot be: then none is left.
+// Starts as many threads as these steps can keep busy. If one cannot be started, stops all of them and returns false.
 bool Ahead::have_threads(size_t steps) {
     const size_t wanted = std::min(threads_wanted_, threads_.size() + steps);
     try {
@@ -175,7 +175,7 @@ bool Ahead::wait(uint64_t key, std::chrono::nanoseconds at_most) {
         steps_.erase(key);
     }
     for (const auto& step : steps) {
-        if (!step->has_run) run(*step);  // there is no thread that will
+        if (!step->has_run) run(*step);  // no thread will run it
         if (step->error) std::rethrow_exception(step->error);
     }
     return true;

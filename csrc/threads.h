@@ -1,4 +1,4 @@
-// Threads of the layer, what they wait for, and work that they do ahead of somebody. Nothing here knows the
+// Threads of the layer, what they wait for, and work that they do ahead of its consumer. Nothing here uses the
 // interpreter.
 #pragma once
 
@@ -21,40 +21,40 @@
 
 namespace cumem_sleep {
 
-// How long a thread that lets signals be handled waits at a time. A signal that the kernel gives to that very thread,
-// as it does with those for the process as long as it can, ends the wait at once.
+// How long a thread that handles signals waits at a time. A signal delivered to that thread ends the wait at once; the
+// kernel delivers signals for the process to the main thread whenever it can.
 constexpr std::chrono::milliseconds kBetweenLooks{50};
 
-// Something that happens once. It needs no mutex, so nobody can leave one taken.
+// Something that happens once. It uses no mutex, so none can be left locked.
 class Event {
   public:
     void set() noexcept;
     bool is_set() const noexcept { return word_.load(std::memory_order_acquire) != 0; }
-    // Waits at most so long; returns earlier where a signal handler ran on this thread. Returns whether it is set.
+    // Waits at most this long; returns early if a signal handler ran on this thread. Returns whether it is set.
     bool wait(std::chrono::nanoseconds at_most) const noexcept;
 
   private:
     std::atomic<uint32_t> word_{0};
 };
 
-// A thread that is named as told (15 characters at most) and leaves signals to others. Throws std::system_error where
-// none can be had.
+// Starts a thread with this name (15 characters at most) that blocks signals. Throws std::system_error if no thread can
+// be started.
 std::thread start_thread(const std::string& name, std::function<void()> work);
 
 // The name of this thread, if `start_thread` has started it, or "".
 const std::string& thread_name();
 
-// The names of all that `start_thread` has started and that go on; in a child of a fork, those of its parent.
+// The names of all threads that `start_thread` has started and that still run; in a forked child, those of its parent.
 std::vector<std::string> thread_names();
 
-// For tests: only so many more threads can be had; a negative number, as many as the system gives.
+// For tests: only this many more threads can be started; a negative number lifts the limit.
 void allow_threads(int count) noexcept;
 
-// Threads that run tasks in order, each task under the key of what it is for.
+// Threads that run tasks in order. Each task has a key, which says what it is for.
 //
-// The first tasks begin when all threads have, or as many as there are tasks. Beside tasks that touch pages the start
-// of a thread takes long, because each change of the address space has to wait for them. Where not every thread can be
-// had, none is used, and whoever waits does the work.
+// The first tasks begin once all threads have started, or as many threads as there are tasks. Starting a thread takes
+// long while tasks fault in pages, because each change of the address space has to wait for them. If not every thread
+// can be started, none is used, and the thread that waits does the work.
 class Ahead {
   public:
     using Task = std::function<void()>;
@@ -67,12 +67,12 @@ class Ahead {
     Ahead& operator=(const Ahead&) = delete;
 
     void start();
-    // More, after those that there are; begins at once.
+    // Appends tasks; they begin at once.
     void add(Tasks tasks);
-    // Returns true when the tasks of `key` have run, false if they have not after so long. Throws what one of them
+    // Returns true when the tasks of `key` have run, false if they have not after `at_most`. Throws what one of them
     // threw. Waiting again does nothing.
     bool wait(uint64_t key, std::chrono::nanoseconds at_most);
-    // Waits for what runs, drops what has not begun. Stopping again does nothing.
+    // Waits for running tasks and drops those that have not begun. Stopping again does nothing.
     void stop() noexcept;
 
   private:

@@ -11,8 +11,8 @@ CopyStream::CopyStream(int device) : device_(device) {
 
 void CopyStream::close() noexcept {
     if (!stream_ || Driver::is_forked()) return;
-    // Destroying a stream does not wait for its work, and the caller gives the memory back next: if the driver refuses
-    // to wait for the stream, wait for the device, at last in the way that ends captures.
+    // Destroying a stream does not wait for its work, and the caller frees the memory next. So if the driver refuses to
+    // wait for the stream, wait for the device, as a last resort in the way that invalidates captures.
     const auto waited = [this](auto&& wait) {
         return try_twice([&] {
             ContextScope context(device_);

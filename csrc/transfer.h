@@ -1,4 +1,4 @@
-// Ordered asynchronous copies between a device and pinned host memory, on a stream of the project's own.
+// Ordered asynchronous copies between a device and pinned host memory, on a stream of its own.
 #pragma once
 
 #include <cuda.h>
@@ -10,8 +10,8 @@
 
 namespace cumem_sleep {
 
-// Copies run in the order they were asked for. Both sides of a copy must stay until `synchronize` returned, or `close`
-// or the destructor, which wait too. Every call works on any thread and leaves its current context as it was;
+// Copies run in the order of the calls. Both sides of a copy must stay until `synchronize` has returned, or `close` or
+// the destructor, which wait too. Every call works on any thread and leaves its current context unchanged; it throws
 // DriverError if the driver refuses.
 class CopyStream {
   public:
@@ -27,7 +27,7 @@ class CopyStream {
     void poison(CUdeviceptr address, size_t bytes) { fill(address, 0xFFFFFFFFu, bytes); }
     void zero(CUdeviceptr address, size_t bytes) { fill(address, 0, bytes); }
     void synchronize();
-    // Whether all that was asked for is done.
+    // Whether all work enqueued so far is done.
     bool query() const;
     void close() noexcept;
 

@@ -56,7 +56,7 @@ std::optional<HandleSupport> granted_support(int device) {
     return found->second;
 }
 
-// The next thing to do without when the driver refused; false if there is nothing left.
+// Drops the next optional property after the driver refused; false if none is left.
 bool reduce(HandleSupport& support) {
     if (support.handle_types & CU_MEM_HANDLE_TYPE_FABRIC) {
         support.handle_types &= ~static_cast<unsigned int>(CU_MEM_HANDLE_TYPE_FABRIC);
@@ -160,7 +160,7 @@ int Mapping::export_fd() const {
     int fd = -1;
     const CUresult result = call.attempt(&fd, handle_, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
     if (result != CUDA_SUCCESS) fail_for_descriptors(call.name, result, describe());
-    fcntl(fd, F_SETFD, FD_CLOEXEC);  // the driver promises nothing of it
+    fcntl(fd, F_SETFD, FD_CLOEXEC);  // the driver does not document whether it sets this
     return fd;
 }
 
@@ -195,7 +195,7 @@ void Mapping::destroy() {
     state_ = State::kUnreserved;
 }
 
-// Asks for the best handle the device advertises and does without what it refuses; what was granted is remembered.
+// Asks for the best handle that the device advertises, drops what the driver refuses, and remembers what it granted.
 CUmemGenericAllocationHandle Mapping::create() const {
     const Driver& driver = Driver::get();
     const std::optional<HandleSupport> granted = granted_support(device_);

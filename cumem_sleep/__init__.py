@@ -70,7 +70,7 @@ _DEFINED_IN = {name: module for module, names in _MODULES.items() for name in na
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is asked for: the command line has to see to Ctrl-C before NumPy is imported."""
+    """Import a public name at its first use: the command line must handle Ctrl-C before NumPy is imported."""
     if name in __all__:
         value = getattr(importlib.import_module(f".{_DEFINED_IN.get(name, 'errors')}", __name__), name)
     elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:  # cumem_sleep.sim
@@ -90,9 +90,9 @@ def _has_extension(folders: Sequence[str] | None) -> bool:
 
 
 def _use_installed_package() -> None:
-    """Become the package that is installed: this one lies in a checkout, where no extension was built.
+    """Become the installed package: this one is in a checkout, where no extension was built.
 
-    Python puts the folder that it is started in before installed packages (`python -m pytest`).
+    Python looks in the folder that it is started in before installed packages (`python -m pytest`).
     """
     here = Path(__path__[0]).parent.resolve()
     elsewhere = [entry for entry in sys.path if Path(entry).resolve() != here]
@@ -106,7 +106,7 @@ def _use_installed_package() -> None:
     spec.loader.exec_module(installed)
 
 
-if not is_main_interpreter():  # before the extension is loaded: up to Python 3.11 that would hang
+if not is_main_interpreter():  # before loading the extension, which would hang up to Python 3.11
     raise ImportError(
         "cumem-sleep does not work in a subinterpreter: there is one allocator for the process, and its extension can"
         " be loaded by the main interpreter only. Import it there, or use a process instead"

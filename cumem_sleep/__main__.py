@@ -1,4 +1,4 @@
-"""The command `cumem-sleep`, and `python -m cumem_sleep`: begins before the rest of the package is imported."""
+"""The command `cumem-sleep`, and `python -m cumem_sleep`: starts before the rest of the package is imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _INTERRUPTED = 130  # as a shell reports SIGINT
 
 
 def main() -> int:
-    """Run the command; Ctrl-C while its modules are still imported ends it without a traceback, too."""
+    """Run the command; Ctrl-C ends it without a traceback, even while its modules are being imported."""
     try:
         from .tools.cli import main as run
 

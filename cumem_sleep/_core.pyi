@@ -4,7 +4,7 @@ from typing import TypeVar
 
 _Result = TypeVar("_Result")
 
-# Whether states that must not be end the process: in builds with sanitizers.
+# Whether an invalid state ends the process: true in builds with sanitizers.
 CHECKS_INVARIANTS: bool
 
 def open_driver(path: str) -> None: ...

@@ -7,11 +7,11 @@ from .errors import DriverError
 
 
 def open_driver(driver: str) -> None:
-    """Open what the setting `driver` names, `cuda` or `sim`; once per process, opening the same again does nothing.
+    """Open the driver that the setting names, `cuda` or `sim`; once per process, opening the same again does nothing.
 
     Raises:
-        DriverError: it was not found, is too old, or does not initialise.
-        InvalidState: the process runs on the other one.
+        DriverError: it was not found, is too old, or fails to initialise.
+        InvalidState: the process already uses the other one.
     """
     if driver == "sim":
         from .sim import library_path

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 
 def format_bytes(nbytes: int) -> str:
-    """`nbytes` for people: exact below 1 KiB, else with one binary unit ("1.50 GiB")."""
+    """`nbytes` for people: exact below 1 KiB, otherwise in one binary unit ("1.50 GiB")."""
     if abs(nbytes) < 1024:
         return f"{nbytes} B"
     size, unit = nbytes / 1024, "KiB"
@@ -26,12 +26,12 @@ def counted(number: int, noun: str) -> str:
 class CumemSleepError(RuntimeError):
     """Base of all errors of this package (a RuntimeError, as vLLM's allocator raises).
 
-    They can be pickled: a worker's error reaches the process that drives it whole.
+    They can be pickled: a worker's error reaches the process that drives it unchanged.
 
     Attributes:
-        asleep_segments: what sleeps although a sleep failed, because the driver refused to undo it too. The next
-            `wake_up` brings it back with its bytes. Empty as a rule.
-        lost_segments: the same, but dropped: its bytes are gone.
+        asleep_segments: segments that are asleep although the sleep failed, because the driver also refused to undo it.
+            The next `wake_up` brings them back with their bytes. Usually empty.
+        lost_segments: the same, but dropped: their bytes are gone.
     """
 
     asleep_segments: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class CumemSleepError(RuntimeError):
 
 
 class InvalidState(CumemSleepError):
-    """The call cannot be honoured now: what it needs is not so. Nothing was changed."""
+    """The call is not possible in the present state. Nothing was changed."""
 
 
 class InvalidArgument(InvalidState, ValueError):
@@ -56,7 +56,7 @@ class InvalidArgument(InvalidState, ValueError):
 
 
 class InvalidArgumentType(InvalidArgument, TypeError):
-    """An argument has the wrong type; the message names the value and the type that is wanted."""
+    """An argument has the wrong type; the message names the value and the expected type."""
 
 
 class DriverError(CumemSleepError):
@@ -66,7 +66,7 @@ class DriverError(CumemSleepError):
         call: the CUDA name of the call, e.g. `cuMemMap` (`dlopen` if libcuda itself could not be opened).
         error: the CUDA name of the error, e.g. `CUDA_ERROR_INVALID_VALUE`.
         detail: CUDA's description of the error, or what to do about it.
-        segment: which memory it was about (address, size, device, tag), or "".
+        segment: the memory concerned (address, size, device, tag), or "".
     """
 
     def __init__(self, call: str, error: str, detail: str = "", segment: str = "") -> None:
@@ -95,7 +95,7 @@ class OutOfDeviceMemory(DriverError):
             call,
             "CUDA_ERROR_OUT_OF_MEMORY",
             f"device {device}: needed {format_bytes(needed_bytes)}, free {format_bytes(free_bytes)};"
-            " free GPU memory, or let another process sleep, and call again",
+            " free GPU memory, or put another process to sleep, then call again",
             segment,
         )
 
@@ -104,7 +104,7 @@ class OutOfHostMemory(CumemSleepError, MemoryError):
     """There is too little host memory for the backups. Raised before anything is changed.
 
     Attributes:
-        needed_bytes: what the backups need on top of what is held already.
+        needed_bytes: what the backups need in addition to what they take already.
         available_bytes: what the limit leaves.
         limit: which limit refused: `budget`, `cgroup`, `MemAvailable`, `vault`, or the call that failed (`mmap`,
             `madvise`, `cuMemHostRegister`). RLIMIT_MEMLOCK is not checked: the NVIDIA driver does not enforce it
@@ -115,7 +115,7 @@ class OutOfHostMemory(CumemSleepError, MemoryError):
         "budget": "raise CUMEM_SLEEP_HOST_BUDGET_BYTES or sleep at level 2",
         "cgroup": "raise the container's memory limit or sleep at level 2",
         "MemAvailable": "free host memory or sleep at level 2",
-        "cuMemHostRegister": "the driver cannot pin so much: free host memory, or raise the limit of locked memory"
+        "cuMemHostRegister": "the driver cannot pin that much: free host memory, or raise the limit on locked memory"
         " (`ulimit -l unlimited`, or --ulimit memlock=-1 for a container)",
         "vault": "wake or end another process, give the vault more --memory, or sleep at level 2",
     }
@@ -139,7 +139,7 @@ class BackupMismatch(CumemSleepError):
     """Restored bytes differ from the bytes at sleep. Everything stays asleep; nothing is served.
 
     Attributes:
-        segment: which memory (address, size, device, tag).
+        segment: the memory concerned (address, size, device, tag).
         expected: the digest of the bytes at sleep, as 32 hexadecimal digits.
         actual: the digest of the restored bytes.
     """
@@ -150,8 +150,8 @@ class BackupMismatch(CumemSleepError):
         self.actual = actual
         super().__init__(
             f"restored bytes of {segment} have digest {actual}, at sleep it was {expected}:"
-            " the backup in host memory, or a copy, is damaged; all stays asleep. Wake again to retry the copy; if it"
-            " fails again, the backup is lost: free that memory, or restart, and load the weights anew"
+            " the backup in host memory, or a copy, is damaged; everything stays asleep. Wake again to retry the copy;"
+            " if it fails again, the backup is lost: free that memory, or restart, and reload the weights"
         )
 
 
@@ -160,7 +160,7 @@ class CodecError(CumemSleepError):
 
 
 class VaultError(CumemSleepError):
-    """The vault cannot do what was asked, or is not set up as it has to be; the message says what to do."""
+    """The vault cannot do what was asked, or is not set up correctly; the message says what to do."""
 
 
 class VaultUnavailable(VaultError):
@@ -168,14 +168,14 @@ class VaultUnavailable(VaultError):
 
 
 class VaultLost(VaultError):
-    """The vault has ended, has ended the connection, or does not answer in time.
+    """The vault has ended, has closed the connection, or does not answer in time.
 
     Backups that it keeps for this process can still be read.
 
     Attributes:
-        may_go_on: it is still there, and may yet carry out what it was asked: it did not answer in time, or has cut
-            this process off. So the connection has to stay, or it would give the backups away; memory that it was to
-            fill may not be used. The next operation goes on through the vault if it answers again by then.
+        may_go_on: the vault is still running and may yet carry out the request: it did not answer in time, or has cut
+            this process off. So the connection must stay open, or the vault would release the backups; memory that the
+            vault was asked to fill must not be used. The next operation uses the vault if it answers again by then.
     """
 
     def __init__(self, message: str, may_go_on: bool = False) -> None:

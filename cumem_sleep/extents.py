@@ -1,6 +1,6 @@
-"""The seam between those who move bytes and those who keep them: extents of a tier, and lanes to them.
+"""The interface between the code that moves bytes and the tiers that keep them: extents, and lanes to them.
 
-Which tier it is, and whose memory, is not known here; `backups.tier` says what a tier is.
+Nothing here depends on which tier it is, or whose memory; `backups.tier` defines what a tier is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Extent(Protocol):
 
     @property
     def address(self) -> int:
-        """Where kernels of this process find its bytes, if lanes say that they reach them."""
+        """Where kernels of this process find its bytes, if `Lane.kernels_reach`."""
 
 
 class Lane(Protocol):
@@ -35,11 +35,11 @@ class Lane(Protocol):
 
     @property
     def stream(self) -> _core.CopyStream:
-        """On this, kernels are launched that fill, or use, the device memory of these copies."""
+        """The stream for kernels that fill, or use, the device memory of these copies."""
 
     @property
     def kernels_reach(self) -> bool:
-        """Whether kernels of this process reach what lies in the extents, under their address."""
+        """Whether kernels of this process can access the extents' bytes by their address."""
 
     def write(self, extent: Extent, offset: int, address: int, nbytes: int) -> None:
         """Begin to copy `nbytes` at the device's `address` to `offset` in `extent`.
@@ -56,17 +56,17 @@ class Lane(Protocol):
         """
 
     def join(self) -> None:
-        """Kernels that are launched on the stream from here on find what copies that were begun before it bring.
+        """Make kernels launched on the stream from here on see the bytes of all copies that were begun before.
 
         Raises:
             DriverError: a copy failed.
         """
 
     def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """What lies there, for the CPU; copies to it have ended."""
+        """The bytes there, for the CPU; copies to them have ended."""
 
     def synchronize(self) -> None:
-        """Wait for what was begun, and for the kernels on the stream.
+        """Wait for all copies that were begun, and for the kernels on the stream.
 
         Raises:
             DriverError: a copy or kernel failed.
@@ -74,7 +74,7 @@ class Lane(Protocol):
 
 
 class Transfers(Protocol):
-    """The lanes of one operation: a context. Leave it when no copy is in flight."""
+    """The lanes of one operation: a context manager. Leave it only when no copy is in flight."""
 
     def __enter__(self) -> Transfers: ...
 
@@ -83,7 +83,7 @@ class Transfers(Protocol):
     ) -> None: ...
 
     def expect(self, extents: Iterable[Extent]) -> None:
-        """These are written next: what can be made ready ahead, is."""
+        """Announce extents that are written next, so that they can be prepared ahead."""
 
     def lane(self, stream: _core.CopyStream) -> Lane:
         """A lane in the order of `stream`, which the caller closes after the last copy."""
@@ -91,7 +91,7 @@ class Transfers(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes that lie together, in an extent at `offset` and on the device at `address`."""
+    """Contiguous bytes: in an extent at `offset`, on the device at `address`."""
 
     extent: Extent
     offset: int
@@ -99,6 +99,6 @@ class Piece:
     bytes: int
 
     def split(self, nbytes: int) -> tuple[Piece, Piece]:
-        """The first so many bytes, and the rest."""
+        """The first `nbytes` bytes, and the rest."""
         rest = Piece(self.extent, self.offset + nbytes, self.address + nbytes, self.bytes - nbytes)
         return Piece(self.extent, self.offset, self.address, nbytes), rest

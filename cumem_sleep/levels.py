@@ -8,11 +8,11 @@ from .errors import InvalidArgument, InvalidArgumentType
 
 DEFAULT_TAG = "default"
 GRAPH_TAG = "cudagraph"
-RUNTIME_TAG = "runtime"  # vLLM's, for what belongs to no model, as LoRA's buffers
-# The only tags that a selective wake may leave asleep, and that a level may drop (as in vLLM).
+RUNTIME_TAG = "runtime"  # vLLM's tag for memory that belongs to no model, such as LoRA's buffers
+# The only tags that a wake by tags may leave asleep, and that a level may drop (as in vLLM).
 DEFERRABLE_TAGS = ("weights", "kv_cache")
 
-# What each level does, and which tags it drops; the rest it backs up. None: it touches no memory.
+# What each level does, and which tags it drops; it backs up the rest. None: it touches no memory.
 LEVELS: Mapping[int, tuple[str, tuple[str, ...] | None]] = {
     0: ("keep all", None),
     1: ("back up all but kv_cache", ("kv_cache",)),
@@ -41,7 +41,7 @@ def dropped_at_level(level: object) -> IsDropped | None:
 
 
 def dropped_unless(kept: set[str]) -> IsDropped:
-    """All tags but these are dropped."""
+    """Drops all tags but these."""
     return lambda tag: tag not in kept
 
 
@@ -51,15 +51,15 @@ def wakes_with(tag: str, tags: set[str] | None) -> bool:
 
 
 def checked_tag(tag: object) -> str:
-    """The tag.
+    """Returns the tag if it is valid.
 
     Raises:
-        InvalidArgument: not a string, empty, or one that C++ cannot hold.
+        InvalidArgument: it is not a string, is empty, or cannot be passed to C++.
     """
     if not isinstance(tag, str):
-        raise InvalidArgumentType(f"tag={tag!r}: a string is wanted")
+        raise InvalidArgumentType(f"tag={tag!r}: expected a string")
     if not tag or "\0" in tag:
-        raise InvalidArgument(f"tag={tag!r}: a tag has at least one character, and none that is zero")
+        raise InvalidArgument(f"tag={tag!r}: a tag has at least one character, and no null characters")
     try:
         tag.encode()
     except UnicodeEncodeError:
@@ -68,13 +68,13 @@ def checked_tag(tag: object) -> str:
 
 
 def checked_tags(tags: object, name: str) -> set[str]:
-    """The tags of an argument of this name, which is one or several.
+    """The tags in the argument called `name`, which is one tag or several.
 
     Raises:
-        InvalidArgument: it holds something that is no tag.
+        InvalidArgument: it contains something that is not a tag.
     """
     if isinstance(tags, str):
         tags = (tags,)
     if not isinstance(tags, Iterable) or isinstance(tags, bytes):
-        raise InvalidArgumentType(f"{name}={tags!r}: a string or several strings are wanted")
+        raise InvalidArgumentType(f"{name}={tags!r}: expected a string or several strings")
     return {checked_tag(tag) for tag in tags}

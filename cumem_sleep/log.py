@@ -1,7 +1,8 @@
 """What the layer logs.
 
-An operation only notes what it has to say, and its caller logs it: the caller may hold a lock of `logging`, since a
-signal handler or a finaliser runs in the middle of whatever it interrupts, and waits for the thread of the operation.
+An operation only records its messages; its caller logs them when the operation has ended. The caller may have a lock of
+`logging`, because a signal handler or a finaliser may have interrupted a log call. If the operation's thread logged, it
+would wait for that lock while the caller waits for it.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ _logger = logging.getLogger("cumem_sleep")
 
 
 class _Thread(threading.local):
-    notes: list[_Note] | None = None  # of the operation that this thread runs
+    notes: list[_Note] | None = None  # the messages of the operation that this thread runs
 
 
 _thread = _Thread()
 
 
 def debug(message: str, *arguments: object) -> None:
-    """Log it, or note it if this thread runs an operation; as the others do."""
+    """Log the message, or record it if this thread runs an operation; so do the functions below."""
     _log(logging.DEBUG, message, *arguments)
 
 
@@ -49,7 +50,7 @@ def error(message: str, *arguments: object) -> None:
 
 
 def run(lock: _core.OperationLock, work: Callable[[], _Result]) -> _Result:
-    """`lock.run(work)`, and log what it has noted when it has ended."""
+    """`lock.run(work)`; when it has ended, log what it recorded."""
     notes: list[_Note] = []
     try:
         return lock.run(partial(_noting, notes, work))

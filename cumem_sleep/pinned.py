@@ -1,4 +1,4 @@
-"""Small blocks of pinned host memory, for tables and trials. What is backed up lies in a tier's (`backups`)."""
+"""Small blocks of pinned host memory, for tables and trials. Backups are in the memory of a tier (`backups`)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from . import _core
 
 
 def pinned_block(nbytes: int, device: int, numa_node: int | None = None) -> _core.HostBlock:
-    """A small block of host memory that the GPU reads and writes, so that a full GPU still works. Close it.
+    """A small block of host memory that the GPU reads and writes, so that a full GPU still works. The caller closes it.
 
     Args:
-        numa_node: -1 is any; None is the device's, which takes a dozen calls of the driver to find out.
+        numa_node: -1 is any node; None is the device's node, which takes a dozen driver calls to find out.
     """
     block = _core.HostBlock(nbytes, _core.device_info(device).numa_node if numa_node is None else numa_node)
     try:

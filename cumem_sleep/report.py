@@ -61,17 +61,17 @@ class SleepReport:
 
     Attributes:
         freed_bytes: device memory that was given back.
-        copied_bytes: backed up by copying to host memory in this call.
-        clean_bytes: backed up already and unchanged since: not copied.
-        found_bytes: of these, what lay in the vault already, as a rule of another process, and was not backed up here.
-        dropped_bytes: given back without a backup; the bytes are gone.
-        stored_bytes: what the copied bytes take in host memory: less, where they are compressed.
-        left_bytes: what is still in use afterwards on the devices that it concerned, by this process (the CUDA context,
+        copied_bytes: copied to backups in host memory by this call.
+        clean_bytes: unchanged since their backup, so not copied.
+        found_bytes: of these, what the vault already held, as a rule for another process, so it was not copied here.
+        dropped_bytes: released without a backup; the bytes are gone.
+        stored_bytes: what the copied bytes take in host memory; less than copied_bytes if they are compressed.
+        left_bytes: what is still in use afterwards on the devices concerned, by this process (the CUDA context,
             graphs, buffers of NCCL, memory of no pool) and by others; 0 where nothing was done.
         seconds: the whole call.
         phases: seconds by phase.
-        note: why nothing was done, where nothing was.
-        simulated: on the simulated driver: the seconds mean nothing.
+        note: why nothing was done, if nothing was.
+        simulated: it ran on the simulated driver, so the seconds mean nothing.
         operation: `sleep`, or `discard`.
         place: where backups lie.
     """
@@ -114,12 +114,12 @@ class WakeReport:
         mapped_bytes: device memory that was taken again.
         restored_bytes: of these, copied back from backups.
         verified_bytes: of these, proven equal to the bytes at sleep by their digest.
-        stored_bytes: what the restored bytes take in host memory: less, where they are compressed.
+        stored_bytes: what the restored bytes take in host memory; less than restored_bytes if they are compressed.
         seconds: the whole call.
         phases: seconds by phase: `copy` (with mapping and digests beside it), `map` (what was left to map after that),
             `verify` (what was left of the digests).
-        note: why nothing was done, where nothing was.
-        simulated: on the simulated driver: the seconds mean nothing.
+        note: why nothing was done, if nothing was.
+        simulated: it ran on the simulated driver, so the seconds mean nothing.
         operation: `wake`.
         place: where backups lie.
     """
@@ -157,8 +157,8 @@ class TagUsage:
 
     Attributes:
         segments: how many there are.
-        bytes: their size in all, mapped or not.
-        mapped_bytes: of these, with physical device memory under them.
+        bytes: their total size, mapped or not.
+        mapped_bytes: how much of that is backed by physical device memory.
         host_bytes: host memory held by their backups; less than what they back up, if they are compressed.
         vault_bytes: of these, what the vault holds; the rest is pinned by this process.
         shared_bytes: of these, what other processes share; each of them counts it. 0 while no vault answers.
@@ -178,15 +178,15 @@ class TagUsage:
 
 @dataclass(frozen=True)
 class OperationTotals:
-    """All calls of one operation (`sleep`, `wake`, `discard`) so far, but those that had nothing to do.
+    """All calls of one operation (`sleep`, `wake`, `discard`) so far, except those that had nothing to do.
 
     Attributes:
-        count: how many succeeded.
-        failures: how many raised, and left everything as it was.
-        seconds: of those that succeeded.
+        count: how many calls succeeded.
+        failures: how many calls raised, and left everything as it was.
+        seconds: the total time of those that succeeded.
         phases: their seconds by phase.
-        bytes: what became of the memory: `freed`, `copied`, `clean`, `found`, `dropped` or `mapped`, `restored`,
-            `verified`; and `stored`, what those copied or restored take in host memory.
+        bytes: by what was done: `freed`, `copied`, `clean`, `found`, `dropped` or `mapped`, `restored`, `verified`; and
+            `stored`, what the copied or restored bytes take in host memory.
     """
 
     count: int = 0
@@ -196,7 +196,7 @@ class OperationTotals:
     bytes: Mapping[str, int] = field(default_factory=dict)
 
     def plus(self, report: SleepReport | WakeReport) -> OperationTotals:
-        """These totals and one more report."""
+        """These totals plus one more report."""
         names = (
             ("freed", "copied", "clean", "found", "dropped", "stored")
             if isinstance(report, SleepReport)

@@ -1,4 +1,4 @@
-"""What is asked of several segments, or said of one, everywhere."""
+"""Helpers for segments that are used everywhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .errors import format_bytes
 
 
 def total_bytes(segments: Iterable[_core.Segment]) -> int:
-    """Of all of them."""
+    """The total size of these segments."""
     return sum(segment.bytes for segment in segments)
 
 
@@ -22,5 +22,5 @@ def by_device(segments: Iterable[_core.Segment]) -> dict[int, list[_core.Segment
 
 
 def describe(segment: _core.Segment) -> str:
-    """For messages: its tag, address, size and device."""
+    """Its tag, address, size and device, for messages."""
     return f"segment {segment.tag} at 0x{segment.address:x} ({format_bytes(segment.bytes)}, device {segment.device})"

@@ -26,21 +26,21 @@ class Settings:
 
     Attributes:
         driver: `cuda` opens libcuda, `sim` the simulated driver (no GPU needed, times mean nothing).
-        host_budget_bytes: most pinned host memory that backups may hold, in bytes; None (unset): no budget of our own.
-            The environment variable also takes units: `30GiB`, `500MB`.
+        host_budget_bytes: the most pinned host memory that backups may take, in bytes; None (unset): no budget. The
+            environment variable also takes units: `30GiB`, `500MB`.
         retain_backups: keep backups in host memory after a wake, so that the next sleep copies only what changed.
         verify: `wake` checks the digest of every restored segment; `off` trusts the copies.
-        poison: fill memory that was dropped, and wakes without its bytes, with 0xFF (NaN in every float type),
-            except `kv_cache`: forgetting to reload weights then shows.
+        poison: at the wake, fill dropped memory except `kv_cache` with 0xFF (NaN in every float type), so that weights
+            that were not reloaded show.
         prefault_threads: threads that prefault new host memory ahead of the copies; None (unset): three for every four
             cores that this process may use, at most 16.
-        prepare: begin `CuMemAllocator.prepare` by itself, whenever a memory pool is left.
-        prepare_bytes_per_second: the most that `prepare` copies while the model runs; 0 sets no limit. The
+        prepare: start `CuMemAllocator.prepare` automatically whenever a memory pool is left.
+        prepare_bytes_per_second: the most that `prepare` copies per second while the model runs; 0: no limit. The
             environment variable also takes units: `5GB`.
-        compress: `auto` stores backups losslessly compressed where that is worth it, found out for each segment; `off`
-            stores the bytes as they are.
-        vault: where backups lie: `off`, in pinned memory of this process; `auto`, in the vault that answers at its
-            default socket, else as `off`; or the path of a vault's socket.
+        compress: `auto` compresses backups losslessly, segment by segment, where that is worth it; `off` stores the
+            bytes as they are.
+        vault: where backups are stored: `off`, in pinned memory of this process; `auto`, in the vault if one answers at
+            its default socket, otherwise as `off`; or the path of a vault's socket.
 
     Raises:
         InvalidArgument: a value is not allowed; the message names the field, the value and what is allowed.
@@ -65,14 +65,14 @@ class Settings:
         _integer("host_budget_bytes", self.host_budget_bytes, minimum=0)
         _integer("prefault_threads", self.prefault_threads, minimum=1)
         if self.prepare_bytes_per_second is None:
-            raise InvalidArgumentType("prepare_bytes_per_second=None: a whole number is wanted")
+            raise InvalidArgumentType("prepare_bytes_per_second=None: expected a whole number")
         _integer("prepare_bytes_per_second", self.prepare_bytes_per_second, minimum=0)
         for name in ("retain_backups", "poison", "prepare"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentType(f"{name}={getattr(self, name)!r}: True or False is allowed")
 
     def summary(self) -> str:
-        """The fields that are not as they are by default, for a log line."""
+        """The fields that differ from their defaults, for a log line."""
         changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
         return "settings: " + (", ".join(changed) or "the defaults")
 
@@ -153,7 +153,7 @@ _PARSERS: dict[str, Any] = {
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if not isinstance(value, str):
-        raise InvalidArgumentType(f"{name}={value!r}: a string is wanted, one of {', '.join(allowed)}")
+        raise InvalidArgumentType(f"{name}={value!r}: expected a string, one of {', '.join(allowed)}")
     if value not in allowed:
         raise InvalidArgument(f"{name}={value!r}: one of {', '.join(allowed)} is allowed")
 
@@ -170,6 +170,6 @@ def _integer(name: str, value: object, minimum: int) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidArgumentType(f"{name}={value!r}: a whole number is wanted, or None")
+        raise InvalidArgumentType(f"{name}={value!r}: expected a whole number or None")
     if value < minimum:
         raise InvalidArgument(f"{name}={value!r}: at least {minimum} is allowed")

@@ -1,7 +1,8 @@
-"""Controls of the simulated driver: its size, the failures it is to inject, and what it counted.
+"""Controls of the simulated driver: its size, the failures it should inject, and its statistics.
 
-They act on the simulated driver that this process runs on. If no driver is loaded yet, they act on the one of this
-package, which `CUMEM_SLEEP_DRIVER=sim` selects. If the process runs on a real driver, they raise `InvalidState`.
+They act on the simulated driver that this process runs on. If no driver is loaded yet, they act on this package's
+simulated driver, which `CUMEM_SLEEP_DRIVER=sim` selects. If the process runs on a real driver, they raise
+`InvalidState`.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ _MAX_DEVICES = 64
 
 @dataclass(frozen=True)
 class SimStats:
-    """What the simulated driver holds, and what it was asked.
+    """What the simulated driver has allocated, and which calls were made.
 
     Attributes:
         live_handles: physical handles created and not yet released.
         mapped_bytes: address space with physical memory behind it.
         reserved_bytes: address space reserved, mapped or not.
         registered_bytes: host memory registered.
-        calls: how often each call was made since the last `reset()`, failed ones included, by CUDA name.
+        calls: how often each call was made since the last `reset()`, including failed ones, by CUDA name.
     """
 
     live_handles: int
@@ -40,7 +41,7 @@ class SimStats:
 
 
 def configure(device_bytes: int | None = None, devices: int | None = None) -> None:
-    """Set the memory of every simulated device and how many there are, at any time; None keeps what is set.
+    """Set the memory of every simulated device and their number, at any time; None keeps the current value.
 
     A smaller device only refuses new memory.
     """
@@ -49,7 +50,7 @@ def configure(device_bytes: int | None = None, devices: int | None = None) -> No
     if devices is not None:
         _check_number("devices", devices, 1, _MAX_DEVICES)
     if _driver().cumemSimConfigure(device_bytes or 0, devices or 0) != 0:
-        raise InvalidArgument(f"devices={devices!r}: the simulated driver refuses it")
+        raise InvalidArgument(f"devices={devices!r}: the simulated driver does not accept it")
 
 
 def fail(call: str, after: int = 0, error: str = "CUDA_ERROR_OUT_OF_MEMORY", times: int = 1) -> None:
@@ -68,13 +69,13 @@ def fail(call: str, after: int = 0, error: str = "CUDA_ERROR_OUT_OF_MEMORY", tim
     driver = _driver()
     code = driver.cumemSimErrorCode(error.encode())
     if code <= 0:
-        raise InvalidArgument(f"error={error!r}: not an error of CUDA (CUDA_ERROR_OUT_OF_MEMORY, for one, is)")
+        raise InvalidArgument(f"error={error!r}: not a CUDA error such as CUDA_ERROR_OUT_OF_MEMORY")
     if driver.cumemSimFail(call.encode(), after, code, times) != 0:
         raise InvalidArgument(f"call={call!r}: the simulated driver has only {', '.join(stats().calls)}")
 
 
 def stats() -> SimStats:
-    """What the simulated driver holds now, and its call counts."""
+    """What the simulated driver has allocated now, and its call counts."""
     driver = _driver()
     held = _Statistics()
     driver.cumemSimStats(ctypes.byref(held))
@@ -97,10 +98,10 @@ def reset() -> None:
 
 
 def library_path() -> pathlib.Path:
-    """The shared object of the simulated driver, to be put where a `libcuda.so.1` is looked for."""
+    """The shared object of the simulated driver, for use wherever a `libcuda.so.1` is loaded."""
     path = pathlib.Path(__file__).resolve().parent / "libcuda_sim.so"
     if not path.is_file():
-        raise InvalidState(f"the simulated driver is not built: {path} does not exist; install the package anew")
+        raise InvalidState(f"the simulated driver is not built: {path} does not exist; reinstall the package")
     return path
 
 
@@ -145,11 +146,11 @@ def _open(path: str) -> ctypes.CDLL:
 
 def _check_number(name: str, value: object, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidArgumentType(f"{name}={value!r}: a whole number is wanted")
+        raise InvalidArgumentType(f"{name}={value!r}: expected a whole number")
     if not least <= value <= most:
-        raise InvalidArgument(f"{name}={value!r}: a number from {least} to {most} is wanted")
+        raise InvalidArgument(f"{name}={value!r}: expected a number from {least} to {most}")
 
 
 def _check_text(name: str, value: object) -> None:
     if not isinstance(value, str):
-        raise InvalidArgumentType(f"{name}={value!r}: a CUDA name is wanted")
+        raise InvalidArgumentType(f"{name}={value!r}: expected a CUDA name")

@@ -1,4 +1,4 @@
-"""A stream of this layer as PyTorch's current one: there Triton launches kernels."""
+"""Makes a stream of this layer PyTorch's current one, which is where Triton launches kernels."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from . import _core
 
 @contextmanager
 def current_in_torch(stream: _core.CopyStream) -> Iterator[None]:
-    """`stream` is PyTorch's current stream inside."""
+    """Make `stream` PyTorch's current stream inside the context."""
     import torch
 
     external = torch.cuda.ExternalStream(stream.handle, device=stream.device)  # type: ignore[no-untyped-call]
-    # With the device, else leaving the stream creates a context on the thread's own device, which may be another.
+    # Set the device too: otherwise leaving the stream would create a context on the thread's device, if it is another.
     with torch.cuda.device(stream.device), torch.cuda.stream(external):
         yield

@@ -1,4 +1,4 @@
-"""How much is done at once: sizes and numbers that measuring chose. Nobody has to set them; tests make them small."""
+"""How much is done at once: sizes and counts chosen by measurement. Nobody has to set them; tests make them small."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ _MIB, _GIB = 1 << 20, 1 << 30
 
 @dataclass(slots=True)
 class Tuning:
-    """The sizes and numbers of one allocator; `CuMemAllocator.tuning` holds them. Sizes are in bytes, times in seconds.
+    """The sizes and counts of one allocator (`CuMemAllocator.tuning`). Sizes are in bytes, times in seconds.
 
     Attributes:
-        idle_s: waiting for a device without work takes less: 1 ms, also in a vLLM worker (`vllm_serve.json`).
+        idle_s: a device is idle if waiting for it takes less than this; an idle one takes 1 ms, also in a vLLM worker
+            (`vllm_serve.json`).
         head_bytes: what a sleep digests before it begins to copy what changed.
-        digest_part_bytes: digested at once after that: in a few milliseconds, as long as what is in flight lasts.
-        slab_bytes: a backup is reserved in extents of at most so much, so that one can be registered while another is
-            filled.
+        digest_part_bytes: digested at a time after that. It takes a few milliseconds, as long as the copies in flight
+            last.
+        slab_bytes: the largest extent of a backup, so that one extent can be registered while another is filled.
         touch_bytes: prefaulted by one thread at a time.
-        stream_bytes: copied to a tier by one stream at a time: 18 ms of copies are in flight on four streams, as long
+        stream_bytes: copied to a tier by one stream at a time. On four streams 18 ms of copies are in flight, as long
             as it takes to digest 61 GiB.
-        release_later_bytes: more than that is given back by a thread: unregistering and freeing it takes 16 ms.
-        between_releases_s: pause of that thread between two blocks, for whoever waits for the lock.
-        batch_bytes: copied back at once by a kernel, or timed alone.
-        engine_batch_bytes: copied back at once by the copy engine: faster than 64 MiB (`wake_paths.json`).
-        batches_in_flight: 5 ms of work: the driver may keep the caller waiting for as long while it maps.
-        timed_bytes: the copy engine's rate is that of so many bytes together.
-        slots_timed_bytes: the same for compressed backups: twelve slots, so that a stall of the caller's is not taken
-            for the engine's.
-        least_timed_bytes: of less, most of the time is latency.
-        batches_between_trials: copied by the kernel before the engine is tried again.
-        worth_choosing_bytes: of less, all is copied by the engine.
-        slots: pieces of device memory that encoded chunks pass through, each with a stream.
-        slot_bytes: of encoded chunks in a slot; the second where the GPU is full.
-        lent_slot_bytes: the same, in memory that is borrowed from a segment.
-        rows: chunks in one launch of a codec's kernel, at most.
-        few_rows: the same beside a running model, whose launches queue behind those of all slots: 128 MiB to count, so
-            a fraction of a millisecond.
-        count_part_bytes: what has a compressed backup is counted in parts of so much: in 1 ms; encoding takes 13, so
-            the copies before it last longer than its count.
-        prepare_piece_bytes: copied by `prepare` in one turn: small copies of the model queue behind it (0.15 ms).
-        prepare_extent_bytes: reserved by `prepare` in one piece: the model's launches queue behind its registering
-            (0.5 ms). Both measured: `wake_paths.json`, `prepare_cost.json`.
+        release_later_bytes: more than this is released in a thread. Unregistering and freeing this much takes 16 ms.
+        between_releases_s: how long that thread pauses between two blocks, so that others get the lock.
+        batch_bytes: copied back at a time by a kernel, or when timed alone.
+        engine_batch_bytes: copied back at a time by the copy engine; faster than 64 MiB (`wake_paths.json`).
+        batches_in_flight: 5 ms of work, because the driver may block the caller for that long while it maps.
+        timed_bytes: how many bytes are timed together for the copy engine's rate.
+        slots_timed_bytes: the same for compressed backups: twelve slots, so that a stall of the caller is not mistaken
+            for a slow engine.
+        least_timed_bytes: smaller copies are not timed, because most of their time is latency.
+        batches_between_trials: how many batches the kernel copies before the engine is tried again.
+        worth_choosing_bytes: if there is less to copy, the engine copies all of it.
+        slots: how many pieces of device memory encoded chunks pass through, each with its own stream.
+        slot_bytes: how many bytes of encoded chunks fit into a slot; the second number is for a full GPU.
+        lent_slot_bytes: the same, for memory that is borrowed from a segment.
+        rows: the most chunks in one launch of a codec kernel.
+        few_rows: the same while a model runs, whose launches queue behind those of all slots: counting 128 MiB takes a
+            fraction of a millisecond.
+        count_part_bytes: segments with a compressed backup are counted in parts of this size. Counting takes 1 ms and
+            encoding 13, so the copies of one part last longer than the count of the next.
+        prepare_piece_bytes: copied by `prepare` at a time; the model's small copies queue behind it (0.15 ms).
+        prepare_extent_bytes: the size of an extent that `prepare` reserves; the model's launches queue behind its
+            registration (0.5 ms). Both were measured: `wake_paths.json`, `prepare_cost.json`.
     """
 
     idle_s: float = 0.003

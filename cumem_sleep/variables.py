@@ -1,4 +1,4 @@
-"""Every environment variable of this package, so that a misspelt one can be noticed: the one list."""
+"""The list of all environment variables of this package, so that a misspelt one can be noticed."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _OF_THE_GATE = (
 )
 # Those that no dataclass documents.
 _OTHERS = {
-    "DISABLE": "1: the vLLM plugin stands back, and vLLM's own sleep mode serves",
-    "VLLM_UNTESTED": "1: the vLLM plugin serves versions of vLLM that it was not tested with, if their structure fits",
+    "DISABLE": "1: the vLLM plugin does nothing, and vLLM keeps its own sleep mode",
+    "VLLM_UNTESTED": "1: the vLLM plugin also serves versions of vLLM that were not tested, if their interface fits",
     "SIM_DEVICES": "how many GPUs the simulated driver has (1)",
     "SIM_DEVICE_ORDER": "numbers of the host's GPUs, in the order of the simulated driver's ordinals",
     "SIM_DEVICE_BYTES": "memory of each simulated GPU, in bytes",
-    "SIM_DRIVER_VERSION": "the version that the simulated driver answers with (13000)",
-    "SIM_COPY_DELAY_US": "the least time that a simulated copy takes, in microseconds (200)",
-    "SIM_FABRIC": "1: simulated GPUs claim to have fabric handles",
-    "SIM_HOST_POINTERS": "0: simulated GPUs cannot use the host's pointers for registered memory",
-    "SANITIZE": "what `pip install` gives to the compiler's -fsanitize",
-    "WERROR": "1: warnings end the build of `pip install`",
+    "SIM_DRIVER_VERSION": "the version that the simulated driver reports (13000)",
+    "SIM_COPY_DELAY_US": "how much longer each simulated copy takes, in microseconds (200)",
+    "SIM_FABRIC": "1: simulated GPUs claim to support fabric handles",
+    "SIM_HOST_POINTERS": "0: simulated GPUs cannot access registered memory by its host address",
+    "SANITIZE": "what `pip install` passes to the compiler's -fsanitize",
+    "WERROR": "1: compiler warnings are errors in `pip install`",
     "TEST_DRIVER": "cuda: the test suite runs on a GPU",
 }
 
@@ -42,7 +42,7 @@ _warned_of: set[str] = set()
 
 
 def described(settings: Any) -> dict[str, str]:
-    """The variable of each field of a settings dataclass, and what the class's docstring says of it."""
+    """The variable of each field of a settings dataclass, with its description in the class's docstring."""
     attributes = inspect.cleandoc(settings.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     texts = {
         name: " ".join(text.split()) for name, text in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", attributes, re.M)
@@ -59,16 +59,16 @@ def _as_text(default: object) -> str:
 
 
 def misspelt(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of our prefix that nothing reads, each with the nearest name that something does ("" if none is)."""
+    """Variables with our prefix that nothing reads, each with the most similar name that exists, or ""."""
     unknown = sorted(name for name in environment if name.startswith(PREFIX) and name not in KNOWN)
-    names = [name.removeprefix(PREFIX) for name in sorted(KNOWN)]  # of the prefix, everything would be near
+    names = [name.removeprefix(PREFIX) for name in sorted(KNOWN)]  # with the prefix, all names would be similar
     nearest = {name: difflib.get_close_matches(name.removeprefix(PREFIX), names, n=1) for name in unknown}
     return {name: PREFIX + found[0] if found else "" for name, found in nearest.items()}
 
 
 def warn_of_misspelt() -> None:
-    """Log each such variable of this process, once."""
+    """Log each such variable of this process once."""
     for name, nearest in misspelt(os.environ).items():
         if name not in _warned_of:
             _warned_of.add(name)
-            log.warning("%s is set, but nothing reads it%s", name, f": is {nearest} meant?" if nearest else "")
+            log.warning("%s is set, but nothing reads it%s", name, f": did you mean {nearest}?" if nearest else "")

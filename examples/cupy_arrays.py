@@ -1,4 +1,4 @@
-"""Arrays of CuPy that sleep and wake.
+"""CuPy arrays that sleep and wake.
 
 python examples/cupy_arrays.py      # needs CuPy (pip install cupy-cuda13x) and a GPU
 """
@@ -15,7 +15,7 @@ def main() -> None:
     if not cupy.cuda.is_available():
         raise SystemExit("cupy_arrays.py needs a GPU that CuPy reaches: the simulated driver runs no kernels")
 
-    # Through a pool of CuPy's own, which packs small arrays: each allocation of the layer takes whole 2 MiB pages.
+    # Use CuPy's own pool, which packs small arrays: each allocation of the layer takes whole 2 MiB pages.
     cupy.cuda.set_allocator(cupy.cuda.MemoryPool(cupy_allocator(tag="weights")).malloc)
     allocator = CuMemAllocator.get_instance()
     array = cupy.random.random((4096, 4096))

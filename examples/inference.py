@@ -1,4 +1,4 @@
-"""An inference server's day: load a model, serve, sleep while nobody asks, wake, serve the same.
+"""An inference server's day: load a model, serve, sleep while idle, wake, serve the same answers.
 
 python examples/inference.py                            # PyTorch and a GPU
 CUMEM_SLEEP_DRIVER=sim python examples/inference.py     # neither: memory without a model, on the simulated driver
@@ -46,7 +46,7 @@ def with_addresses(allocator: CuMemAllocator) -> None:
 
 
 def main() -> None:
-    """Choose by what is there."""
+    """Use PyTorch if it reaches a GPU, otherwise plain addresses."""
     allocator = CuMemAllocator.get_instance()
     if allocator.settings.driver == "cuda" and importlib.util.find_spec("torch") is not None:
         with_a_model(allocator)

@@ -14,7 +14,7 @@ TURNS = 4
 
 
 def serve(name: str, orders: Connection) -> None:
-    """One model's process: allocates, sleeps at once, and then does as it is told."""
+    """One model's process: allocates, sleeps at once, and then follows commands."""
     allocator = CuMemAllocator.get_instance()
     allocator.malloc(20 * MIB, tag="weights")
     allocator.malloc(640 * MIB, tag="kv_cache")
@@ -28,7 +28,7 @@ def serve(name: str, orders: Connection) -> None:
 
 def main() -> None:
     """Start both, one after the other, and switch."""
-    spawn = multiprocessing.get_context("spawn")  # a fork after the first use of CUDA has none
+    spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork after its first use
     models: list[Connection] = []
     for name in ("A", "B"):
         ours, theirs = spawn.Pipe()

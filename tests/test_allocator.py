@@ -458,7 +458,7 @@ class TestMisspeltVariables:
             make_allocator()
         warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert warnings == [
-            "CUMEM_SLEEP_RETAIN_BACKUP is set, but nothing reads it: is CUMEM_SLEEP_RETAIN_BACKUPS meant?",
+            "CUMEM_SLEEP_RETAIN_BACKUP is set, but nothing reads it: did you mean CUMEM_SLEEP_RETAIN_BACKUPS?",
             "CUMEM_SLEEP_XYZ is set, but nothing reads it",
         ]
 

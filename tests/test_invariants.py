@@ -1,4 +1,4 @@
-"""The states of a segment that must not be end a process that was built to check them: one with sanitizers."""
+"""Invalid states of a segment end a process that was built to check them: one with sanitizers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_state_that_must_not_be_ends_the_process(name: str) -> None:
     )
     if _core.CHECKS_INVARIANTS:
         assert process.returncode == -signal.SIGABRT, process.stdout + process.stderr
-        assert "cumem-sleep: a state that must not be: " in process.stderr
+        assert "cumem-sleep: invalid state: " in process.stderr
         assert found in process.stderr
     else:
         assert (process.returncode, process.stdout) == (0, "went on\n"), process.stderr

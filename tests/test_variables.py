@@ -76,4 +76,4 @@ def test_help_lists_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
         *variables.described(GateSettings),
         *variables.OTHERS,
     ]
-    assert "begin `CuMemAllocator.prepare` by itself, whenever a memory pool is left (default: 0)" in lines
+    assert "start `CuMemAllocator.prepare` automatically whenever a memory pool is left (default: 0)" in lines

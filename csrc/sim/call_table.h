@@ -1,4 +1,4 @@
-// The calls that this driver implements: how often each was made, and which of them are to fail.
+// The calls that this driver implements: how often each was made, and which of them should fail.
 #pragma once
 
 #include <cstdint>

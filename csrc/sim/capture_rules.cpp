@@ -15,7 +15,7 @@ bool forbids_unsafe_calls_here(const Capture& capture) {
     return thread_mode == CU_STREAM_CAPTURE_MODE_GLOBAL && capture.mode == CU_STREAM_CAPTURE_MODE_GLOBAL;
 }
 
-// Invalidates every capture that `stands_in_the_way`; fails the call if there is one.
+// Invalidates every capture that matches `stands_in_the_way`; fails the call if there is one.
 template <typename Predicate>
 void refuse_if_any(const Simulation& sim, CUresult error, Predicate stands_in_the_way) {
     bool refused = false;

@@ -1,4 +1,4 @@
-// Stream capture, as far as a layer beside it can disturb it: work is counted, not kept, and graphs cannot be launched.
+// Stream capture, as far as this project can disturb it: work is counted, not kept, and graphs cannot be launched.
 //
 // Not checked: that streams which joined a capture are joined back before it ends.
 #include <thread>
@@ -56,7 +56,7 @@ CUresult CUDAAPI cuStreamEndCapture(CUstream hStream, CUgraph* phGraph) {
     });
 }
 
-// Never invalidates anything: it is how a layer finds out that it must not touch a stream.
+// Never invalidates anything: callers use it to find out that they must not touch a stream.
 CUresult CUDAAPI cuStreamIsCapturing(CUstream hStream, CUstreamCaptureStatus* captureStatus) {
     return driver_call("cuStreamIsCapturing", Needs::kContext, [&](Call& call) {
         require(captureStatus, CUDA_ERROR_INVALID_VALUE);

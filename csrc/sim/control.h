@@ -17,12 +17,13 @@ struct CumemSimStatistics {
     std::uint64_t registered_bytes;  // host memory registered
 };
 
-// Sets the memory of every device, and how many devices there are; 0 keeps what is set. A smaller device only refuses
-// new memory. Non-zero, and nothing changed, for a number of devices that no host has.
+// Sets the memory of every device, and how many devices there are; 0 keeps the current value. A smaller device only
+// refuses new memory. Returns non-zero, and changes nothing, for an impossible number of devices.
 int cumemSimConfigure(std::uint64_t device_bytes, int devices);
 
 // Lets the next `after` calls of `call` through, then fails the following `times` with `error` (a CUresult). Rules add
-// up: each counts the calls that no rule failed. A failed call has no effect. Non-zero for an unknown call or error.
+// up: each counts the calls that no rule failed. A failed call has no effect. Returns non-zero for an unknown call or
+// error.
 int cumemSimFail(const char* call, std::uint64_t after, int error, std::uint64_t times);
 
 // Forgets the rules, sets the call counts to zero and clears the sticky errors of all contexts. Touches no memory.

@@ -1,12 +1,12 @@
 // Copies and fills: checked when they are enqueued, checked again when the stream reaches them.
 //
 // Each takes a little longer than the bytes need (CUMEM_SLEEP_SIM_COPY_DELAY_US), so that a program that does not wait
-// finds the old bytes. Memory that was taken away in between fails the context, as on a GPU. Registered host memory is
+// sees the old bytes. Memory that was taken away in between fails the context, as on a GPU. Registered host memory is
 // copied while the program goes on; pageable memory before the call returns.
 //
-// Between host and device the kernel copies, through the memfd behind the device address: host memory that the program
-// unmapped (as it does at its end, with copies in flight) is an error then, where memcpy would kill the process, and so
-// would the sanitizers' pwrite.
+// The operating system's kernel copies between host and device, through the memfd behind the device address. So host
+// memory that the program has unmapped (as at its exit, with copies in flight) gives an error, where memcpy, or the
+// sanitizers' pwrite, would kill the process.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -27,7 +27,7 @@ namespace {
 
 enum class Access { kRead, kWrite };
 
-// The memory that one piece of work touches, held by those who own it.
+// The memory that one piece of work touches; while the work runs, it counts as a user of that memory.
 class Footprint {
   public:
     explicit Footprint(const Context& context) : device_(context.device) {}

@@ -28,8 +28,8 @@ int attribute(const Device& device, int attrib) {
             return 1;
         case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM:
             return Simulation::instance().settings.host_pointers;
-        // On request claimed although cuMemCreate refuses it: so do hosts whose GPUs could, but whose fabric is not set
-        // up.
+        // Claimed on request although cuMemCreate refuses it, as on hosts whose GPUs support it but whose fabric is not
+        // set up.
         case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:
             return Simulation::instance().settings.claims_fabric;
         case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:

@@ -68,17 +68,16 @@ CUresult CUDAAPI cuGetErrorString(CUresult error, const char** pStr) {
     });
 }
 
-// Every call is as old as the driver here, and there are no per-thread default streams: `cudaVersion` and `flags`
-// choose nothing.
+// Here every call has one version, and there are no per-thread default streams: `cudaVersion` and `flags` are ignored.
 CUresult CUDAAPI cuGetProcAddress(const char* symbol, void** pfn, int cudaVersion, cuuint64_t flags,
                                   CUdriverProcAddressQueryResult* symbolStatus) {
     return driver_call("cuGetProcAddress", Needs::kNothing, [&](Call& call) {
         require(symbol && pfn && cudaVersion <= call.sim.settings.driver_version, CUDA_ERROR_INVALID_VALUE);
         require(flags <= CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM, CUDA_ERROR_INVALID_VALUE);
-        // Only names in the table: dlsym would also find what this library is linked to.
+        // Only names in the table: dlsym would also find symbols of the libraries that this one is linked to.
         const bool known = call.sim.calls.find(symbol) != CallTable::kUnknown;
         {
-            // The loader has a lock of its own, and a constructor that it runs may be in a driver call.
+            // The dynamic loader has its own lock, and a constructor that it runs may be in a driver call.
             const Unlocked unlocked(call.lock);
             *pfn = known ? find_symbol(without_version(symbol)) : nullptr;
         }

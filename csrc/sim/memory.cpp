@@ -1,6 +1,6 @@
-// Plain device memory, as far as a layer on virtual memory management uses it: to wait. Freeing waits for all running
-// work of the context, and, unlike cuCtxSynchronize, leaves captures alone in a thread of relaxed capture mode
-// (measured on an H200, driver 580). Copies to and from such memory are not supported.
+// Plain device memory (cuMemAlloc). This project uses it only to wait. Freeing waits for all running work of the
+// context, and, unlike cuCtxSynchronize, leaves captures alone in a thread of relaxed capture mode (measured on an
+// H200, driver 580). Copies to and from such memory are not supported.
 #include <sys/mman.h>
 
 #include <cstring>
@@ -39,7 +39,7 @@ CUresult CUDAAPI cuMemFree(CUdeviceptr dptr) {
         require(call.sim.allocations.count(dptr) == 1, CUDA_ERROR_INVALID_VALUE);
         refuse_if_unsafe_for_captures(call.sim);
         synchronize(call, *call.context);
-        const auto allocation = call.sim.allocations.find(dptr);  // another thread may have freed it meanwhile
+        const auto allocation = call.sim.allocations.find(dptr);  // another thread may have freed it in the meantime
         require(allocation != call.sim.allocations.end(), CUDA_ERROR_INVALID_VALUE);
         munmap(reinterpret_cast<void*>(dptr), allocation->second.size);
         allocation->second.device->used_bytes -= allocation->second.size;

@@ -1,5 +1,5 @@
-// Calls that this driver does not have, and that programs are linked against which run beside the layer: the loader
-// finds them, who calls them is refused. vLLM's extensions (0.11 to 0.33) name both: the first for its custom
+// Calls that this driver does not implement but that other libraries in the process are linked against: the loader
+// finds the symbols, and calling them fails. vLLM's extensions (0.11 to 0.33) refer to both: the first for its custom
 // all-reduce, the second for kernels, which cannot run here anyway.
 #include "simulation.h"
 

@@ -33,8 +33,8 @@ bool populates_for_writing(void* page, std::size_t page_bytes) {
     return madvise(page, page_bytes, kPopulateWrite) == 0 || errno != EINVAL;
 }
 
-// Whether this process may write there, as far as the first page tells; true where the kernel does not say, because it
-// is too old or a filter keeps it from it: then it refuses a page that can be written for certain, too.
+// Whether this process may write there, judged by the first page. True if the kernel cannot tell, because it is too old
+// or a seccomp filter forbids the call; a page that is certainly writable shows that, because it is refused as well.
 bool is_writable_memory(std::uintptr_t address) {
     static const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
     if (populates_for_writing(reinterpret_cast<void*>(address - address % page_bytes), page_bytes)) return true;

@@ -7,8 +7,8 @@
 
 namespace cumem_sim {
 
-// The registration that holds the whole range; null if it is pageable. A range that is only partly registered, or that
-// this process has not mapped, is refused, as CUDA does.
+// The registration that contains the whole range; null if the range is pageable. A range that is only partly
+// registered, or that this process has not mapped, is refused, as in CUDA.
 std::shared_ptr<Registration> find_registration(const Simulation& sim, const void* address, std::size_t size);
 
 // Drops what a context registered; waits for copies that use it.

@@ -24,8 +24,8 @@ std::uint64_t number_from_environment(const char* variable, std::uint64_t fallba
     const unsigned long long value = std::strtoull(text, &end, 10);
     const bool is_number = *text >= '0' && *text <= '9' && !*end && !errno;
     if (is_number && value >= least && value <= most) return value;
-    error = std::string(variable) + "=\"" + text + "\": a whole number from " + std::to_string(least) + " to " +
-            std::to_string(most) + " is wanted";
+    error = std::string(variable) + "=\"" + text + "\": expected a whole number from " + std::to_string(least) +
+            " to " + std::to_string(most);
     return fallback;
 }
 
@@ -40,8 +40,8 @@ std::vector<int> order_from_environment(std::string& error) {
         const bool ends_well = *end == '\0' || (*end == ',' && end[1] != '\0');
         const bool known = *rest >= '0' && *rest <= '9' && ends_well && number < kMaxDevices;
         if (!known || is_named(static_cast<int>(number))) {
-            error = std::string("CUMEM_SLEEP_SIM_DEVICE_ORDER=\"") + text + "\": different numbers below " +
-                    std::to_string(kMaxDevices) + ", with commas, are wanted";
+            error = std::string("CUMEM_SLEEP_SIM_DEVICE_ORDER=\"") + text + "\": expected different numbers below " +
+                    std::to_string(kMaxDevices) + ", separated by commas";
             break;
         }
         order.push_back(static_cast<int>(number));
@@ -52,7 +52,7 @@ std::vector<int> order_from_environment(std::string& error) {
     return order;
 }
 
-// The mutex is taken across fork(), so that the child finds the state whole although its other threads are gone.
+// The mutex is held across fork(), so that the child gets a consistent state although it has no other threads.
 void before_fork() { Simulation::instance().mutex.lock(); }
 void after_fork_in_parent() { Simulation::instance().mutex.unlock(); }
 void after_fork_in_child() {
@@ -115,7 +115,7 @@ Call enter(Simulation& sim, Lock& lock, const char* name, Needs needs) {
     sim.calls.count(index);
     if (needs != Needs::kNothing) {
         require(sim.initialized && !sim.forked, CUDA_ERROR_NOT_INITIALIZED);
-        // CUDA forbids driver calls from host functions; a program that got away with one here would hang there.
+        // CUDA forbids driver calls from host functions: a program that made one would hang on a GPU.
         require(!this_thread().runs_stream_work, CUDA_ERROR_NOT_PERMITTED);
     }
     const CUresult failure = sim.calls.take_failure(index);

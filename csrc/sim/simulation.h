@@ -36,7 +36,7 @@ using Lock = std::unique_lock<std::mutex>;
 
 constexpr std::size_t kGranularityBytes = std::size_t{2} << 20;
 
-// How a call body fails. Deliberately no std::exception: it never leaves driver_call().
+// How a call body fails. Deliberately not a std::exception: it never leaves driver_call().
 struct Refused {
     CUresult result;
 };
@@ -45,8 +45,8 @@ inline void require(bool condition, CUresult otherwise) {
     if (!condition) throw Refused{otherwise};
 }
 
-// An enumerator that a caller passed, as a number: programs in C pass any, and C++ may not even look at one that the
-// enumeration does not have.
+// An enumerator that a caller passed, as a number: C programs may pass any number, and in C++ merely reading one that
+// the enumeration does not have is undefined.
 template <typename Enum>
 int number_of(const Enum& value) {
     static_assert(sizeof value == sizeof(int));
@@ -71,7 +71,7 @@ struct Context {
     std::vector<std::shared_ptr<Stream>> streams;  // the legacy stream and destroyed ones that still have work too
 };
 
-// Memory that this process has given up, and another one has imported and not given up yet.
+// Memory that this process has released but another one has imported and not yet released.
 struct HeldElsewhere {
     int fd;
     std::size_t size;
@@ -85,7 +85,7 @@ struct Device {
     Context primary;
 };
 
-// A descriptor of its own, of memory that another process (or this one) exported.
+// A separate descriptor of memory that another process (or this one) exported.
 struct ImportedFile {
     int fd;
 };
@@ -120,7 +120,7 @@ struct Allocation {
     std::size_t size;
 };
 
-// What stream work touches. Whoever takes it away clears `alive` and waits until `users` is 0.
+// What stream work touches. The call that takes it away clears `alive` and waits until `users` is 0.
 struct Touchable {
     bool alive = true;
     int users = 0;
@@ -185,12 +185,12 @@ struct Event {
 struct Settings {
     std::uint64_t device_bytes = std::uint64_t{1} << 30;
     int devices = 1;
-    std::vector<int> device_order;  // the number in the host of each ordinal; at the end those not named
+    std::vector<int> device_order;  // each ordinal's number in the host; devices not named follow at the end
     int driver_version = 13000;
     unsigned copy_delay_us = 200;
     bool claims_fabric = false;  // the attribute only: fabric handles are always refused
     bool host_pointers = true;   // the attribute only: there are no kernels
-    std::string error;           // a bad environment variable, for cuInit to refuse
+    std::string error;           // a bad environment variable, which makes cuInit fail
 
     static Settings from_environment();
 };
@@ -231,8 +231,8 @@ struct Simulation {
     std::uintptr_t next_handle_ = 0x51D00000;
 };
 
-// The contexts of a thread, the current one last. No destructor: at exit a thread may make calls after the destructors
-// of its thread_local objects.
+// The context stack of a thread, the current one last. No destructor: at exit a thread may make calls after its
+// thread_local objects were destroyed.
 class ContextStack {
   public:
     bool empty() const { return size_ == 0; }
@@ -255,7 +255,7 @@ struct ThreadState {
 };
 ThreadState& this_thread();
 
-// Gives the state's mutex up for a scope.
+// Releases the state's mutex for a scope.
 class Unlocked {
   public:
     explicit Unlocked(Lock& lock) : lock_(lock) { lock_.unlock(); }
@@ -273,7 +273,7 @@ enum class Needs { kNothing, kInit, kContext };
 struct Call {
     Simulation& sim;
     Lock& lock;
-    Context* context;  // current to the calling thread; set if the call needs one
+    Context* context;  // current on the calling thread; set if the call needs one
 
     template <typename Ready>
     void wait(Ready ready) {
@@ -281,7 +281,7 @@ struct Call {
     }
 };
 
-// Counts the call, lets an injected failure happen and checks what the call needs. Throws Refused.
+// Counts the call, applies an injected failure, and checks what the call needs. Throws Refused.
 Call enter(Simulation& sim, Lock& lock, const char* name, Needs needs);
 
 // `name` is the CUDA name without version suffix; `body` takes a Call& and returns a CUresult or throws Refused.

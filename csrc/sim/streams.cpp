@@ -32,7 +32,7 @@ void finish(Simulation& sim, Work& work) {
 }
 
 void run_stream(const std::shared_ptr<Stream>& stream) {
-    keep_library_loaded();  // before the lock: the loader has one of its own
+    keep_library_loaded();  // before the lock: the dynamic loader has its own
     Simulation& sim = Simulation::instance();
     this_thread().runs_stream_work = true;
     Lock lock(sim.mutex);
@@ -68,7 +68,7 @@ void start_worker(const std::shared_ptr<Stream>& stream) {
     pthread_sigmask(SIG_SETMASK, &previous, nullptr);
 }
 
-// What work on this stream waits for because of the legacy stream.
+// What work on this stream must wait for under legacy stream semantics.
 std::vector<std::shared_ptr<Completion>> legacy_order(const Stream& stream) {
     const Context& context = stream.context;
     std::vector<std::shared_ptr<Completion>> after;

@@ -1,4 +1,4 @@
-// Streams: a thread each that runs the work enqueued, in order. Used by copies, captures and contexts.
+// Streams: each has a thread that runs the enqueued work in order. Used by copies, captures and contexts.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@ namespace cumem_sim {
 // Null and CU_STREAM_LEGACY are the current context's legacy stream. CU_STREAM_PER_THREAD is not supported.
 std::shared_ptr<Stream> find_stream(Call& call, CUstream handle);
 
-// The same, for a call that enqueues: the stream must belong to the current context, and that must not have failed.
+// The same, for a call that enqueues: the stream must belong to the current context, which must not have failed.
 std::shared_ptr<Stream> stream_for_work(Call& call, CUstream handle);
 
 void refuse_after_fault(const Context& context);
@@ -22,7 +22,7 @@ void enqueue(Call& call, const std::shared_ptr<Stream>& stream, Work work);
 bool is_idle(const Stream& stream);
 bool is_idle(const Context& context);
 
-// Waits until everything enqueued so far has run; then reports what went wrong on the way.
+// Waits until everything enqueued so far has run, then reports what went wrong in it.
 void synchronize(Call& call, const Stream& stream);
 void synchronize(Call& call, const Context& context);
 

@@ -102,10 +102,10 @@ void check_access(Simulation& sim, const CUmemAccessDesc& desc) {
     require(known, CUDA_ERROR_INVALID_VALUE);
 }
 
-// What the exported descriptor is told by: the memfd's name says which of the host's devices the memory is on.
+// Identifies an exported descriptor: the memfd's name says which of the host's devices the memory is on.
 std::string name_of_memory(int number) { return "cumem-sim-device-" + std::to_string(number); }
 
-// Such a device's number; -1 for any other descriptor.
+// The number of that device; -1 for any other descriptor.
 int device_number_of(int fd) {
     char target[128] = "";
     const std::string link = "/proc/self/fd/" + std::to_string(fd);
@@ -115,8 +115,8 @@ int device_number_of(int fd) {
     return -1;
 }
 
-// An import holds a lock on the file for as long as it lives, by which the process that made the memory sees it. Locks
-// of this kind belong to an open file, so an import needs one of its own.
+// An import keeps a lock on the file for as long as it lives; that is how the process that created the memory sees it.
+// Locks of this kind belong to an open file description, so each import needs its own.
 struct flock import_lock(short type) {
     struct flock lock{};
     lock.l_type = type;
@@ -291,7 +291,7 @@ CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle* handle, std::size_t s
         bool filled = false;
         {
             const Unlocked unlocked(call.lock);
-            filled = physical->fill(0xDB);  // so that memory that was never written to shows
+            filled = physical->fill(0xDB);  // so that reads of unwritten memory show
         }
         require(filled, CUDA_ERROR_OUT_OF_MEMORY);
         *handle = call.sim.new_handle();

@@ -12,7 +12,7 @@ namespace cumem_sim {
 // The mappings that cover the range without a gap, in order. Throws Refused if there is a gap.
 std::vector<std::shared_ptr<Mapping>> mappings_of(const Simulation& sim, CUdeviceptr address, std::size_t size);
 
-// What the device's memory holds, of this process; what others have imported of it counts until they gave it up.
+// How much of the device's memory this process uses; memory that others have imported counts until they release it.
 std::uint64_t used_bytes(Device& device);
 
 // Whether any part of the range is reserved address space.

@@ -1,1 +1,1 @@
-"""Who has which bytes where: the store, the limits on host memory, and one file a tier that keeps them."""
+"""Backups and where they are stored: the store, the limits on host memory, and one file per tier."""

@@ -1,4 +1,4 @@
-"""What a backup is: the extents of one segment's bytes, and how these lie in them."""
+"""What a backup is: the extents that hold one segment's bytes, and how the bytes are laid out in them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MOST_TO_SPARE = 100  # a hundredth
 
 @dataclass
 class Backup:
-    """One segment's bytes: extents in order, exactly the segment's size in all, or encoded.
+    """One segment's bytes in extents, in order: exactly the segment's size in total, unless they are encoded.
 
     Attributes:
-        encoding: how it is compressed; None: the bytes as they are.
-        complete: every byte was copied, and found to be those of the digest; only then may it be restored from.
-        digest: of the bytes at sleep; None where nothing will be compared with it.
-        being_prepared: it is filled in the background (`prepare`), so it stays although it is not complete.
+        encoding: how it is compressed; None: not compressed.
+        complete: every byte was copied and verified against the digest. Only complete backups may be restored.
+        digest: of the bytes at sleep; None if nothing will be compared with it.
+        being_prepared: it is being filled in the background (`prepare`), so it is kept although it is incomplete.
     """
 
     segment: _core.Segment
@@ -36,20 +36,20 @@ class Backup:
 
     @property
     def bytes(self) -> int:
-        """What it takes of its tier's memory."""
+        """How much of the tier's memory it takes."""
         return sum(extent.bytes for extent in self.extents)
 
     def begin(self, encoding: Encoding | None, *, being_prepared: bool = False) -> None:
-        """It is about to be written anew, in this way: what it held does not count any more."""
+        """Note that it is about to be rewritten with this encoding: its old content is no longer valid."""
         self.complete, self.digest = False, None
         self.encoding, self.being_prepared = encoding, being_prepared
 
     def prove(self, digest: Digest | None) -> None:
-        """Every byte is there, and has this digest."""
+        """Note that every byte has been copied and has this digest."""
         self.complete, self.digest, self.being_prepared = True, digest, False
 
     def pieces(self, at_most: int | None = None) -> Iterator[Piece]:
-        """All of it in order, in pieces of at most so many bytes; None: in whole extents."""
+        """All of it in order, in pieces of at most `at_most` bytes; None: in whole extents."""
         address = self.segment.address
         for extent in self.extents:
             step = at_most or extent.bytes
@@ -69,7 +69,7 @@ class Backup:
             yield EncodedChunk(self.segment, self.encoding.code, self.extents[extent], offset, address, nbytes, is_last)
 
     def has_room_for(self, encoding: Encoding | None) -> bool:
-        """Whether its extents can hold the segment stored in this way, without being too large for it."""
+        """Whether its extents can hold the segment with this encoding without being too large for it."""
         if encoding is None:
             return self.bytes == self.segment.bytes
         sizes = [extent.bytes for extent in self.extents]
@@ -80,19 +80,19 @@ class Backup:
 
 
 def extent_sizes(segment: _core.Segment, encoding: Encoding | None, slab_bytes: int) -> list[int]:
-    """Of the extents for a backup of `segment`, each of at most `slab_bytes`."""
+    """The sizes of the extents for a backup of `segment`, each at most `slab_bytes`."""
     if encoding is None:
         return [min(slab_bytes, segment.bytes - start) for start in range(0, segment.bytes, slab_bytes)]
     ends: dict[int, int] = {}
     sizes = encoding.sizes.tolist()
     for nbytes, (extent, offset) in zip(sizes, _packed(sizes, repeat(slab_bytes)), strict=True):
         ends[extent] = offset + nbytes
-    # A little more, so that the same weights with other values fit as well.
+    # A little more, so that the same weights still fit after their values change.
     return [nbytes + nbytes // _ROOM_TO_GROW for nbytes in ends.values()]
 
 
 def _packed(chunks: Iterable[int], extents: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """(extent, offset) of each chunk, in order; a chunk lies in one extent. Ends early where one does not fit."""
+    """(extent, offset) of each chunk, in order; a chunk lies in one extent. Ends early if a chunk does not fit."""
     numbered = enumerate(extents)
     extent, room = next(numbered)
     offset = 0

@@ -18,9 +18,8 @@ _STREAMS = 4
 class Filling:
     """The copies of one operation: `add` segments part by part, then `finish`.
 
-    What was added is copied while the caller looks for what comes next. The tier makes ready, ahead of the copies, the
-    extents that are written next. Backups are not complete after it: it has to be found out first who wrote to the
-    segments meanwhile.
+    Segments are copied while the caller works out what to add next. The tier prepares the extents ahead of the copies.
+    Backups are not complete afterwards: the caller must first check whether anything wrote to the segments meanwhile.
     """
 
     def __init__(
@@ -35,10 +34,10 @@ class Filling:
         self._added: list[_core.Segment] = []
 
     def add(self, part: Sequence[_core.Segment], workbenches: Mapping[int, Workbench]) -> None:
-        """Begin to copy these segments, for whose backups room was taken; those that are encoded come last.
+        """Begin to copy these segments, whose backups already have extents; segments to encode come last.
 
         Args:
-            workbenches: by device, for those that are to be encoded.
+            workbenches: by device, for the segments to encode.
 
         Raises:
             OutOfHostMemory, DriverError, InvalidState, CodecError: not every byte is there.
@@ -47,7 +46,7 @@ class Filling:
         backups = [self._backups[segment.id] for segment in part]
         raw = [backup for backup in backups if backup.encoding is None]
         encoded = [backup for backup in backups if backup.encoding is not None]
-        # Before pages are touched: what changes the address space meanwhile has to wait.
+        # Before pages are touched, because touching pages delays every change of the address space.
         for device in {backup.segment.device for backup in raw} - self._copies.keys():
             self._copies[device] = _Copies(device, self._transfers, self._streams, self._stream_bytes)
         self._transfers.expect(chain.from_iterable(backup.extents for backup in [*raw, *encoded]))
@@ -61,11 +60,11 @@ class Filling:
 
     @property
     def in_flight(self) -> set[int]:
-        """Ids of the segments of which not every byte may be there yet."""
+        """Ids of the segments whose copies may not have ended yet."""
         return set().union(*(each.in_flight for each in self._at_work()))
 
     def finish(self) -> list[_core.Segment]:
-        """Wait until every byte of what was added is there; returns that.
+        """Wait until every byte of the added segments has been copied; returns these segments.
 
         Raises:
             OutOfHostMemory, DriverError, InvalidState, CodecError: not every byte is there.
@@ -79,20 +78,20 @@ class Filling:
 
 
 class _Copies:
-    """Copies from one device. About a gibibyte is in flight, what was begun before is there."""
+    """Copies from one device. About a gibibyte is in flight; whatever was begun before that has arrived."""
 
     def __init__(self, device: int, transfers: Transfers, streams: ExitStack, stream_bytes: int) -> None:
         self._lanes: list[Lane] = [
             transfers.lane(streams.enter_context(_core.CopyStream(device))) for _ in range(_STREAMS)
         ]
-        self._segments: list[set[int]] = [set() for _ in self._lanes]  # copied by each of them
+        self._segments: list[set[int]] = [set() for _ in self._lanes]  # by lane
         self._stream_bytes = stream_bytes
         self._turn = 0
         self._bytes = 0  # begun in this turn
 
     @property
     def in_flight(self) -> set[int]:
-        """Ids of the segments that may not be there yet."""
+        """Ids of the segments whose copies may not have ended yet."""
         return set().union(*self._segments)
 
     def start(self, piece: Piece, segment_id: int) -> None:

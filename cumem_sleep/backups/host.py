@@ -1,4 +1,4 @@
-"""The tier of this process: pinned host memory of its own."""
+"""The tier in this process: its own pinned host memory."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _MOST_PREFAULT_THREADS = 16
 
 
 class HostTier(Tier):
-    """Extents are blocks of pinned host memory: address space when they are reserved, pages when they are written."""
+    """Extents are blocks of pinned host memory: address space once reserved, pinned pages once written."""
 
     def __init__(self, settings: Settings, tuning: Tuning, turn: Turn) -> None:
         self._settings = settings
         self._tuning = tuning
-        # By id; looked through, and trimmed, in `limits`.
+        # By id; `limits` iterates over it and drops the pinned ones.
         self._unpinned: WeakValueDictionary[int, _core.HostBlock] = WeakValueDictionary()
         self._releasing = _Releasing(turn, tuning)
         self._numa_nodes: dict[int, int] = {}  # by device
@@ -40,7 +40,7 @@ class HostTier(Tier):
         return self._releasing.bytes
 
     def limits(self, held_bytes: int, needed_bytes: int | None = None) -> list[limits.HostLimit]:  # noqa: D102
-        # Reserved, but not touched yet: what the system counts as available is promised to these already.
+        # Reserved but not touched yet: the system still counts as available what is already promised to these.
         unpinned = [block for block in self._unpinned.values() if not block.pinned]
         self._unpinned = WeakValueDictionary({id(block): block for block in unpinned})
         promised = sum(block.bytes for block in unpinned)
@@ -76,10 +76,10 @@ class HostTier(Tier):
         return [None] * len(contents)
 
     def seal(self, sealed: Sequence[Stored]) -> None:  # noqa: D102
-        pass  # nobody else can reach them
+        pass  # nobody else can access them
 
     def mark(self, backups: Sequence[Sequence[Extent]], *, needed: bool) -> list[int]:  # noqa: ARG002, D102
-        return []  # nobody evicts them but the store
+        return []  # only the store evicts them
 
     def release(self, extents: Iterable[Extent]) -> None:  # noqa: D102
         for block in _blocks(extents):
@@ -110,7 +110,7 @@ class HostTier(Tier):
 
 
 class HostTransfers:
-    """The lanes of one operation. Threads touch the pages of new blocks ahead of the copies."""
+    """The lanes of one operation. Threads prefault new blocks ahead of the copies."""
 
     def __init__(self, threads: int | None, touch_bytes: int) -> None:
         self._threads = threads
@@ -128,12 +128,12 @@ class HostTransfers:
         self._stack.close()
 
     def expect(self, extents: Iterable[Extent]) -> None:
-        """Their pages are touched from now on, in this order."""
+        """Begin to prefault their pages, in this order."""
         tasks = {id(block): self._touch_tasks(block) for block in _blocks(extents) if not block.pinned}
         if not tasks:
             return
         if self._touched is None:
-            threads = self._threads or _default_prefault_threads()  # looked up here, since `prepare` needs none
+            threads = self._threads or _default_prefault_threads()  # looked up only here, because `prepare` needs none
             self._touched = self._stack.enter_context(_core.Ahead(threads))
         self._touched.add(tasks)
         self._expected.update(tasks)
@@ -143,10 +143,10 @@ class HostTransfers:
         return HostLane(stream, self)
 
     def have_pinned(self, block: _core.HostBlock, device: int) -> None:
-        """Its pages are there, and registered.
+        """Make sure that its pages are faulted in and registered.
 
         Raises:
-            DriverError, OutOfHostMemory: that is refused.
+            DriverError, OutOfHostMemory: the driver or the system refused.
         """
         if block.pinned:
             return
@@ -183,10 +183,10 @@ class HostLane:
         self.stream.to_device(address, cast(_core.HostBlock, extent), offset, nbytes)
 
     def join(self) -> None:
-        """They do anyway: the copies are on the stream."""
+        """Nothing to do: the copies are on the stream."""
 
     def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """What lies there."""
+        """The bytes there."""
         held = np.frombuffer(memoryview(cast(_core.HostBlock, extent)), np.uint8)
         return held[offset : offset + nbytes]
 
@@ -198,7 +198,7 @@ class HostLane:
 class _Releasing:
     """Unpins and frees host memory in a thread, one block at a time, as long as no operation runs.
 
-    An operation that came at the same time would wait for every block: the driver locks both out of each other.
+    An operation at the same time would wait for every block, because the driver serialises the two.
     """
 
     def __init__(self, turn: Turn, tuning: Tuning) -> None:
@@ -207,10 +207,10 @@ class _Releasing:
         self._blocks: list[_core.HostBlock] = []  # guarded by the lock
         self._worker: _core.Worker | None = None
         self._stopped = False
-        self.bytes = 0  # what has yet to go
+        self.bytes = 0  # not freed yet
 
     def start(self, blocks: Iterable[_core.HostBlock]) -> None:
-        """Give these back soon. The lock must be held, as for `finish`."""
+        """Free these soon. The lock must be held, as for `finish`."""
         for block in blocks:
             self._blocks.append(block)
             self.bytes += block.bytes
@@ -224,12 +224,12 @@ class _Releasing:
             self.finish()
 
     def finish(self) -> None:
-        """Give back what is left now."""
+        """Free now what is left."""
         while self._blocks:
             self._release_one()
 
     def stop(self) -> None:
-        """End the thread, for the exit of the process; what is left goes with it."""
+        """End the thread because the process exits, which frees what is left."""
         self._stopped = True
         if self._worker is not None:
             self._worker.stop()
@@ -254,5 +254,5 @@ def _blocks(extents: Iterable[Extent]) -> list[_core.HostBlock]:
 
 
 def _default_prefault_threads() -> int:
-    """Three quarters of the cores: another thread registers what they touch, and would starve beside more."""
+    """Three quarters of the cores: with more, the thread that registers the touched pages would starve."""
     return min(_MOST_PREFAULT_THREADS, max(1, limits.usable_cores() * 3 // 4))

@@ -1,4 +1,4 @@
-"""Every limit on host memory: how much this process may still take, and what is refused. And how many cores it has."""
+"""Every limit on host memory: how much this process may still take, and what is refused. Also its number of cores."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def of_this_process(
 
     Args:
         budget_bytes: `Settings.host_budget_bytes`.
-        held_bytes: what backups hold.
-        promised_bytes: of that, what has no pages yet, so that the system counts it as available still.
-        needed_bytes: limits that leave more than this need not be exact; None: all are.
+        held_bytes: what backups take already.
+        promised_bytes: of that, what has no pages yet, so the system still counts it as available.
+        needed_bytes: limits that leave more than this need not be exact; None: all must be.
     """
     enough = None if needed_bytes is None else needed_bytes + promised_bytes
     return [
@@ -47,10 +47,10 @@ def of_this_process(
 
 
 def missing_bytes(limits: Sequence[HostLimit], needed_bytes: int, evictable: Callable[[], int]) -> int:
-    """How much has to be evicted before so much can be taken.
+    """How much has to be evicted before `needed_bytes` can be taken.
 
     Args:
-        evictable: how much could be, asked only if it matters.
+        evictable: returns how much could be evicted; called only if needed.
 
     Raises:
         OutOfHostMemory: that would not be enough.
@@ -70,11 +70,11 @@ def missing_bytes(limits: Sequence[HostLimit], needed_bytes: int, evictable: Cal
 
 
 def mem_available_bytes(root: Path = Path("/"), enough: int | None = None) -> int | None:
-    """What can be taken without swapping: the kernel's own estimate, and memory that it has yet to count.
+    """What can be taken without swapping: the kernel's own estimate, plus memory that it does not count yet.
 
-    The latter takes some milliseconds to find out, so it is left out where the former is `enough`. Some virtual
-    machines add memory as it is used: `MemTotal` starts far below what is there. The memory blocks that the kernel has
-    online tell; usually they exceed `MemTotal` by the few per cent that it keeps for itself.
+    The latter takes some milliseconds to find out, so it is left out if the former is `enough`. Some virtual machines
+    add memory as it is used, so `MemTotal` starts far below the real size. The kernel's online memory blocks give the
+    real size; usually they exceed `MemTotal` by the few per cent that the kernel keeps for itself.
     """
     meminfo = _meminfo(root)
     available, total = meminfo.get("MemAvailable"), meminfo.get("MemTotal")
@@ -113,7 +113,7 @@ def memlock_limit_bytes() -> int | None:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use, after CPU affinity and the control group's quota; at least 1."""
+    """Cores that this process may use, given its CPU affinity and its control group's quota; at least 1."""
     cores = len(os.sched_getaffinity(0))
     for directory in _cgroup_ancestry(root, "cpu"):
         quota, _, period = _text(directory / "cpu.max").partition(" ")
@@ -170,7 +170,7 @@ def _cgroup_ancestry(root: Path, controller: str) -> list[Path]:
             base = mount / controller if controller else mount
         else:
             continue
-        # Inside a container the path may name a place outside of what is mounted: then the mount itself is the group.
+        # Inside a container the path may lie outside of what is mounted: then the mount itself is the group.
         group = base / path.strip("/")
         while group != base and not group.is_dir():
             group = group.parent

@@ -1,6 +1,6 @@
-"""The backup store: which segment has which backup, whether it is complete, and for how long it stays.
+"""The backup store: which segment has which backup, whether it is complete, and how long it is kept.
 
-The store knows what backups are for, its tier where they lie.
+The store decides about backups; its tier only stores their bytes.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class BackupStore:
 
     @cached_property
     def _tier(self) -> Tier:
-        """Opened when it is first needed: making a store takes nothing, and asks nobody."""
+        """Opened at the first use: making a store takes no memory and contacts no vault."""
         return open_tier(self._settings, self._tuning, self.turn)
 
     @property
     def host_bytes(self) -> int:
-        """What is held of the tier's memory."""
+        """How much of the tier's memory all backups take."""
         return self._backup_bytes + self._tier.unreleased_bytes
 
     def get(self, segment: _core.Segment) -> Backup | None:
-        """The complete backup of `segment`, if there is one."""
+        """The complete backup of `segment`, or None."""
         backup = self._backups.get(segment.id)
         return backup if backup and backup.complete else None
 
     def host_bytes_of(self, segment: _core.Segment) -> int:
-        """What `segment`'s backup, complete or not, holds of the tier's memory."""
+        """How much of the tier's memory `segment`'s backup takes, complete or not."""
         backup = self._backups.get(segment.id)
         return backup.bytes if backup else 0
 
@@ -69,27 +69,27 @@ class BackupStore:
         return {backup.segment.id: each for backup, each in zip(backups, held, strict=True)}
 
     def is_clean(self, segment: _core.Segment, digest: Digest | None) -> bool:
-        """Whether the complete backup of `segment` is of bytes with this digest."""
+        """Whether `segment` has a complete backup whose bytes have this digest."""
         backup = self.get(segment)
         return backup is not None and backup.digest is not None and backup.digest == digest
 
     def has_room_for(self, segment: _core.Segment, encoding: Encoding | None) -> bool:
-        """Whether the backup of `segment` can hold it in this way."""
+        """Whether the backup of `segment` can hold it with this encoding."""
         backup = self._backups.get(segment.id)
         return backup is not None and backup.has_room_for(encoding)
 
     def encoding_of(self, segment: _core.Segment) -> Encoding | None:
-        """How the backup of `segment` is compressed, if it has one, and it is."""
+        """How the backup of `segment` is compressed; None if it has no compressed backup."""
         backup = self._backups.get(segment.id)
         return backup.encoding if backup else None
 
     def stored_bytes(self, segments: Iterable[_core.Segment]) -> int:
-        """What the bytes of `segments`, which have backups, take of the tier's memory."""
+        """How much of the tier's memory the backups of `segments` take; each has one."""
         encodings = ((segment, self.encoding_of(segment)) for segment in segments)
         return sum(segment.bytes if encoding is None else encoding.bytes for segment, encoding in encodings)
 
     def pieces(self, segment: _core.Segment) -> list[Piece]:
-        """The complete backup of `segment`, which is not compressed, in order, a piece for each extent.
+        """The complete, uncompressed backup of `segment`: one piece per extent, in order.
 
         Raises:
             InvalidState: it has none.
@@ -97,7 +97,7 @@ class BackupStore:
         return list(self._complete(segment).pieces())
 
     def chunks(self, segment: _core.Segment) -> Iterator[EncodedChunk]:
-        """The chunks of the complete backup of `segment`, which is compressed, in order.
+        """The chunks of the complete, compressed backup of `segment`, in order.
 
         Raises:
             InvalidState: it has none.
@@ -111,12 +111,12 @@ class BackupStore:
         return self._tier.limits(self.host_bytes, needed)
 
     def needed_bytes(self, segments: Iterable[_core.Segment], *, compressed: bool) -> int:
-        """What `take` would have to find for those of `segments` that have no backup yet: at least so much."""
+        """The least that `take` would need for those of `segments` that have no backup yet."""
         nbytes = total_bytes(segment for segment in segments if segment.id not in self._backups)
         return least_bytes(nbytes) if compressed else nbytes
 
     def check(self, needed: int, keep: Iterable[_core.Segment]) -> None:
-        """Refuse what a limit leaves no room for, or evict as many retained backups, oldest first, as it takes.
+        """Raise if a limit leaves too little room, or evict as many retained backups as needed, oldest first.
 
         Raises:
             OutOfHostMemory: a limit leaves too little; nothing was evicted.
@@ -150,14 +150,14 @@ class BackupStore:
         *,
         beside_work: bool = False,
     ) -> None:
-        """Make room for backups of `segments`, all of which are to be written anew.
+        """Make room for backups of `segments`, all of which are about to be rewritten.
 
-        The need of all of them is checked first. A backup that has room for the segment as it is stored now stays, else
-        it is given back. Backups that are merely retained (of segments that are awake and not among those to `keep`)
-        give way.
+        The total need is checked first. A backup keeps its extents if they have room for the segment as it will be
+        stored now; otherwise they are released. Backups that are merely retained (of awake segments that are not in
+        `keep`) are evicted if necessary.
 
         Args:
-            encodings: how segments are stored, by their ids; the rest as they are.
+            encodings: how segments are compressed, by segment id; all others are stored uncompressed.
             beside_work: the model runs meanwhile.
 
         Raises:
@@ -186,14 +186,14 @@ class BackupStore:
             self._put_in(Backup(segment, extents, encodings.get(segment.id)))
 
     def claim(self, segments: Iterable[_core.Segment]) -> None:
-        """The backups of `segments` are needed from here on, until `prune`; those that were evicted are forgotten."""
+        """Mark the backups of `segments` as needed until `prune`; forget those that were evicted."""
         self._mark([backup for segment in segments if (backup := self.get(segment))], needed=True)
 
     def adopt(self, segments: Iterable[_core.Segment], digests: Mapping[int, Digest]) -> list[_core.Segment]:
-        """Where the tier holds what the bytes of `segments` are now, that becomes their backup; returns these.
+        """Where the tier already stores the present bytes of `segments`, use that as their backup; returns these.
 
         Args:
-            digests: of the bytes, by the segments' ids, as far as any were taken.
+            digests: of the bytes, by segment id, for those segments that were digested.
         """
         adopted: list[_core.Segment] = []
         lacking = [s for s in segments if s.id in digests and not self.is_clean(s, digests[s.id])]
@@ -212,20 +212,20 @@ class BackupStore:
     # Writing
 
     def transfers(self) -> Transfers:
-        """For the copies of one operation; a context."""
+        """For the copies of one operation; a context manager."""
         return self._tier.transfers()
 
     @contextmanager
     def filling(self) -> Iterator[Filling]:
-        """For copying segments into their backups; on leaving it no copy is in flight."""
+        """For copying segments into their backups; after leaving it, no copy is in flight."""
         with self._tier.transfers() as transfers, ExitStack() as streams:
             yield Filling(self._backups, transfers, streams, self._tuning.stream_bytes)
 
     def prove(self, segments: Sequence[_core.Segment], digests: Mapping[int, Digest]) -> None:
-        """The backups of `segments`, which were filled, hold what had these digests, and has them still.
+        """Mark the backups of `segments` as complete: filled with bytes that had these digests before and after.
 
         Args:
-            digests: by the segments' ids, as far as any were taken.
+            digests: by segment id, for those segments that were digested.
         """
         for segment in segments:
             self._backups[segment.id].prove(digests.get(segment.id))
@@ -238,15 +238,15 @@ class BackupStore:
         return backup
 
     def finish_preparing(self, backup: Backup, digest: Digest) -> None:
-        """Every byte was copied; `digest` is of what lies there."""
+        """Note that every byte was copied; `digest` is that of the backup's bytes."""
         backup.prove(digest)
         self._seal([backup.segment])
 
     def require(self, segments: Iterable[_core.Segment], digests: Mapping[int, Digest]) -> None:
-        """See that each of `segments` has a complete backup of bytes with its digest: the last look before they go.
+        """Check that each of `segments` has a complete backup with its digest, right before its memory is released.
 
         Args:
-            digests: by the segments' ids, as far as any were taken.
+            digests: by segment id, for those segments that were digested.
 
         Raises:
             InvalidState: one has none.
@@ -261,16 +261,16 @@ class BackupStore:
     # Letting go
 
     def forget(self, segment_ids: Iterable[int]) -> None:
-        """Give back what these segments' backups hold."""
+        """Release these segments' backups."""
         for segment_id in segment_ids:
             self._tier.release(self._take_out(segment_id))
 
     def prune(self) -> None:
-        """Forget what nobody can need.
+        """Forget backups that nobody can need.
 
         That is: backups of what was freed or dropped, incomplete ones, and those that the settings do not retain.
         """
-        _core.take_freed()  # found here anyway
+        _core.take_freed()  # the search below finds these anyway
         unneeded = [segment_id for segment_id, backup in self._backups.items() if not self._is_needed(backup)]
         extents: list[Extent] = []
         for segment_id in unneeded:
@@ -280,14 +280,14 @@ class BackupStore:
         self._mark(retained, needed=False)
 
     def prune_freed(self) -> None:
-        """Forget what was freed since this was asked last, and look at nothing else: each free by a hook asks."""
-        while freed := _core.take_freed():  # others may free meanwhile
+        """Forget the segments freed since the last call, and look at nothing else: every free by a hook calls this."""
+        while freed := _core.take_freed():  # other threads may free more meanwhile
             backups = [self._backups.get(segment_id) for segment_id in freed]
             self.forget([backup.segment.id for backup in backups if backup is not None and backup.segment.freed])
 
     @contextmanager
     def turn(self) -> Iterator[bool]:
-        """Holds the allocator's lock if it is free, and gives whether it was. Forgets what was freed meanwhile."""
+        """Take the allocator's lock if it is free, and yield whether it was. Forgets what was freed meanwhile."""
         with self._lock.hold(wait=False) as held:
             yield held
             if held:
@@ -295,15 +295,15 @@ class BackupStore:
         self.look_for_freed()
 
     def look_for_freed(self) -> None:
-        """To be called when the lock was released, or not got: memory may have been freed after the last look."""
+        """Call this after releasing the lock or failing to take it: memory may have been freed since the last check."""
         while _core.has_freed():
             with self._lock.hold(wait=False) as held:
                 if not held:
-                    return  # its holder looks when it releases it
+                    return  # the operation that has the lock checks when it releases it
                 self.prune_freed()
 
     def clear(self) -> None:
-        """Forget every backup of a segment that is awake; returns when its memory has gone back to the system."""
+        """Forget every backup of an awake segment; returns when the memory has gone back to the system."""
         if "_tier" not in self.__dict__:
             return
         self._tier.settle()
@@ -312,7 +312,7 @@ class BackupStore:
         )
 
     def stop(self) -> None:
-        """End what goes on in the background. May be called without the lock."""
+        """End background work. May be called without the lock."""
         if "_tier" in self.__dict__:
             self._tier.stop()
 
@@ -321,7 +321,7 @@ class BackupStore:
             self.forget([backups[place].segment.id])
 
     def _seal(self, segments: Iterable[_core.Segment]) -> None:
-        """Others may share these backups, which are complete."""
+        """Let others share these backups, which are complete."""
         backups = [self._backups[segment.id] for segment in segments]
         sealed = [
             Stored(Content(b.segment.device, b.digest, b.segment.bytes), b.extents, b.encoding is not None)
@@ -341,7 +341,7 @@ class BackupStore:
         self._backup_bytes += backup.bytes
 
     def _take_out(self, segment_id: int) -> Sequence[Extent]:
-        """The extents of that segment's backup, which is none any more."""
+        """Remove that segment's backup; returns its extents."""
         backup = self._backups.pop(segment_id, None)
         if backup is None:
             return ()

@@ -1,7 +1,7 @@
-"""What a tier is: a place for extents, and all that operations need of it.
+"""What a tier is: a place for extents, with everything that operations need from it.
 
-A tier knows nothing of levels, tags or what is clean; operations and the store know no tier by name. Every tier passes
-the same tests (`tests/backups/test_tiers.py`).
+A tier knows nothing about levels, tags or clean backups; operations and the store know no tier by name. Every tier
+passes the same tests (`tests/backups/test_tiers.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..extents import Extent, Transfers
 from ..report import BackupPlace
 from .limits import HostLimit
 
-# Holds the allocator's lock if it is free, and gives whether it was.
+# Takes the allocator's lock if it is free, and yields whether it was.
 Turn = Callable[[], AbstractContextManager[bool]]
 
 
@@ -34,7 +34,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Content:
-    """What a backup holds: bytes of a segment on `device`, whatever way they are stored."""
+    """The content of a backup: bytes of a segment on `device`, however they are stored."""
 
     device: int
     digest: Digest
@@ -43,7 +43,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Stored:
-    """Extents that hold some content, encoded or as it is."""
+    """Extents that hold some content, encoded or not."""
 
     content: Content
     extents: tuple[Extent, ...]
@@ -62,13 +62,13 @@ class Tier(Protocol):
 
     @property
     def unreleased_bytes(self) -> int:
-        """What `release_later` has yet to give back."""
+        """What `release_later` has not released yet."""
 
     def limits(self, held_bytes: int, needed_bytes: int | None = None) -> list[HostLimit]:
         """Every limit that `reserve` is checked against; exact only as far as they may be below `needed_bytes`.
 
         Args:
-            held_bytes: what the caller's extents hold, those that have yet to be released included.
+            held_bytes: the size of the caller's extents, including those that are not released yet.
         """
 
     def place(self) -> BackupPlace:
@@ -78,7 +78,7 @@ class Tier(Protocol):
         """What each of these backups takes of the host's memory; what several of them share counts once."""
 
     def extent_bytes(self, *, beside_work: bool) -> int:
-        """The most that an extent is to have, so that taking it does not keep others waiting.
+        """The largest size for an extent, so that reserving it does not keep others waiting.
 
         Args:
             beside_work: the model runs meanwhile.
@@ -96,36 +96,36 @@ class Tier(Protocol):
         """
 
     def can_rewrite(self, extents: Sequence[Extent]) -> bool:
-        """Whether a backup in these extents may be written anew: not if others share them."""
+        """Whether a backup in these extents may be rewritten: not if others share them."""
 
     def find(self, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:
-        """For each, extents that hold it as it is already, of whomever: from here on the caller's as well."""
+        """For each content, extents that already hold it (the caller shares them from now on), or None."""
 
     def seal(self, sealed: Sequence[Stored]) -> None:
-        """These have been written, and proven to hold that content: others may share them.
+        """These have been written and verified to hold that content: others may share them from now on.
 
         Raises:
-            CumemSleepError: the caller is not to trust them any more.
+            CumemSleepError: the caller must no longer trust them.
         """
 
     def mark(self, backups: Sequence[Sequence[Extent]], *, needed: bool) -> list[int]:
-        """Say of backups, each by its extents, whether they are needed, or merely retained and may be evicted.
+        """Mark backups, each given by its extents, as needed, or as merely retained, so that they may be evicted.
 
         Returns:
-            The places of those that have been evicted.
+            The indices of those that have been evicted.
         """
 
     def release(self, extents: Iterable[Extent]) -> None:
-        """Give them back now; no copy of them is in flight."""
+        """Release them now; no copy to or from them is in flight."""
 
     def release_later(self, extents: Sequence[Extent]) -> None:
-        """Give them back without keeping the caller waiting, if there is much to give back."""
+        """Release them; if that takes long, in the background, without keeping the caller waiting."""
 
     def settle(self) -> None:
-        """Do now what `release_later` has put off."""
+        """Finish now what `release_later` has deferred."""
 
     def transfers(self) -> Transfers:
         """For the copies of one operation."""
 
     def stop(self) -> None:
-        """End what goes on in the background. May be called without the lock."""
+        """End background work. May be called without the lock."""

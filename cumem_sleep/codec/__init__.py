@@ -1,1 +1,1 @@
-"""Compressed backups: the code, its kernels and their reference, and the work of encoding and decoding."""
+"""Compressed backups: the code, its kernels and their reference, and the encoding and decoding of segments."""

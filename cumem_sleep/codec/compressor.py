@@ -1,6 +1,6 @@
-"""Whether backups are compressed. Where they cannot be, here is where that is given up.
+"""Whether backups are compressed. If they cannot be, compression is given up here.
 
-What one backup is not worth is decided by `Workbench.plan`.
+`Workbench.plan` decides whether compression is worthwhile for a single backup.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Compressor:
 
     @property
     def on(self) -> bool:
-        """Whether backups are to be compressed (known once the driver is open)."""
+        """Whether backups should be compressed (known once the driver is open)."""
         if self._wanted and self._kernels is None:
             try:
                 self._kernels = choose_kernels()
@@ -35,10 +35,10 @@ class Compressor:
         return self._wanted
 
     def give_up(self, reason: object) -> None:
-        """Make no more compressed backups, and say why. Those that there are can still be restored."""
+        """Make no more compressed backups, and log why. Existing ones can still be restored."""
         if self._wanted:
             log.warning(
-                "backups are stored uncompressed from now on: %s; CUMEM_SLEEP_COMPRESS=off says nothing about it",
+                "backups are stored uncompressed from now on: %s; CUMEM_SLEEP_COMPRESS=off silences this warning",
                 reason,
             )
         self._wanted = False
@@ -53,10 +53,10 @@ class Compressor:
                 self.give_up(error)
 
     def _have_ready(self, layout: Layout, device: int) -> None:
-        """Compile, load and try the kernels: before anything is stored that only they can read.
+        """Compile, load and test the kernels, before anything is stored that only they can read.
 
         Raises:
-            CodecError: they fail, or do not do what they should.
+            CodecError: they fail or give wrong results.
         """
         assert self._kernels is not None
         if (layout, device) not in self._ready:
@@ -67,7 +67,7 @@ class Compressor:
     @staticmethod
     def _check(device: int) -> None:
         if not _core.device_info(device).host_pointers:
-            raise CodecError(f"kernels of device {device} do not reach pinned host memory by its host address")
+            raise CodecError(f"kernels of device {device} cannot access pinned host memory by its host address")
 
     def workbench(
         self,
@@ -78,16 +78,16 @@ class Compressor:
         keep_bytes: bool = True,
         small: bool = False,
     ) -> Workbench:
-        """Slots on `device`, for one operation; a context.
+        """Slots on `device`, for one operation; a context manager.
 
         Args:
-            spare_bytes: device memory that may be taken for it.
-            lenders: segments whose memory may be used meanwhile, should there be too little.
-            keep_bytes: their bytes are put back at the end.
-            small: take little memory, and count few chunks at once, because the model runs meanwhile.
+            spare_bytes: how much device memory may be taken for them.
+            lenders: segments whose memory may be used meanwhile if there is too little.
+            keep_bytes: whether the lenders' bytes are put back at the end.
+            small: take little memory and count few chunks at a time, because the model runs meanwhile.
 
         Raises:
-            CodecError: the kernels cannot be had, or do not reach what they need.
+            CodecError: the kernels are not available, or cannot access the memory they need.
             DriverError, OutOfHostMemory: the driver refused.
         """
         if self._kernels is None:

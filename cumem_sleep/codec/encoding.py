@@ -14,7 +14,7 @@ from .exponent import Code
 
 @dataclass(frozen=True)
 class Encoding:
-    """How one segment is stored, known before it is encoded.
+    """How one segment is encoded; known before it is encoded.
 
     Attributes:
         sizes: bytes of each encoded chunk, in order.
@@ -25,7 +25,7 @@ class Encoding:
 
     @property
     def bytes(self) -> int:
-        """Of all encoded chunks."""
+        """The total size of all encoded chunks."""
         return int(self.sizes.sum())
 
 

@@ -1,4 +1,4 @@
-"""A lossless code for model weights: exponents by how frequent they are, signs and mantissas as they come.
+"""A lossless code for model weights: exponents are coded by frequency, signs and mantissas are stored as they are.
 
 Trained weights are close to normally distributed, so their exponents carry about 2.6 bits, whatever the type; signs and
 mantissas are noise. Content is cut into chunks of `CHUNK_BYTES`, which are independent, and those into blocks of
@@ -7,8 +7,8 @@ one bit: then its highest bits are the exponent (the symbol), and the rest, with
 
 A symbol is coded by its place among the nine most frequent ones of its segment, in a cascade of three levels of two
 bits: level 0 says place 0, 1, 2, or "passed on"; for those passed on, in order, level 1 says place 3, 4, 5, or passed
-on; for those of them passed on, level 2 says place 6, 7, 8, or passed on; of what is left the symbol itself follows.
-On exponents of normal values this is within 1 % of their entropy, and it decodes without tables or a serial walk.
+on; for those passed on again, level 2 says place 6, 7, 8, or passed on; for the rest the symbol itself follows. On
+exponents of normal values this is within 1 % of their entropy, and it decodes without tables or a serial walk.
 
 A block, padded to a multiple of 16 bytes, where level k passes on n_k values:
 
@@ -18,8 +18,8 @@ A field of w bits of value i lies in byte i * w // 8 of its plane or level, at b
 each block a u32: where it starts in the chunk, a multiple of 16) and the blocks, in any order, without gaps: so counts
 of symbols give the exact size beforehand. Everything is little-endian.
 
-Decoders are safe with any bytes: of an offset only multiples of 16 count, and what lies outside of the chunk's encoded
-bytes (those of the last, incomplete 16 as well) reads as zero. Damage is for digests to find.
+Decoders are safe with any bytes: offsets are rounded to multiples of 16, and everything outside of the chunk's encoded
+bytes (and any last, incomplete 16 of them) reads as zero. Digests detect damage, decoders do not.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ ALIGN_BYTES = 16
 LEVEL_0_BYTES = BLOCK_VALUES // 4
 PASSED_ON = 3
 CODES_PER_WORD = 16
-ROW_BYTES = 32  # of a table that says what is to be done with which chunk
+ROW_BYTES = 32  # of a table that says what to do with which chunk
 
-_SAMPLES_AT_ONCE = 1 << 20  # values: what `choose_codes` has in hand stays in a core's cache
+_SAMPLES_AT_ONCE = 1 << 20  # values: the working set of `choose_codes` stays in a core's cache
 
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int64]
@@ -70,7 +70,7 @@ class Layout:
 
     @property
     def raw_bits(self) -> int:
-        """How many bits of a value are stored as they come."""
+        """How many bits of a value are stored as they are."""
         return sum(self.planes)
 
     @property
@@ -80,32 +80,32 @@ class Layout:
 
     @property
     def header_bytes(self) -> int:
-        """What an encoded chunk begins with: where each of its blocks starts."""
+        """The size of a chunk's header, which says where each of its blocks starts."""
         return _aligned(4 * self.blocks_per_chunk)
 
     @property
     def fixed_bytes(self) -> int:
-        """What every block has: the planes and level 0."""
+        """The size of what every block has: the planes and level 0."""
         return BLOCK_VALUES * self.raw_bits // 8 + LEVEL_0_BYTES
 
     @property
     def largest_block_bytes(self) -> int:
-        """A block in which every symbol is passed on to the end."""
+        """The size of a block in which every symbol is passed on to the end."""
         return self.fixed_bytes + (LEVELS - 1) * LEVEL_0_BYTES + BLOCK_VALUES
 
     @property
     def smallest_chunk_bytes(self) -> int:
-        """What a chunk takes of which nothing is passed on."""
+        """The size of an encoded chunk in which no symbol is passed on."""
         return self.header_bytes + self.blocks_per_chunk * self.fixed_bytes
 
     @property
     def largest_chunk_bytes(self) -> int:
-        """The most that a chunk may take, which is more than `CHUNK_BYTES`."""
+        """The largest size of an encoded chunk, which is more than `CHUNK_BYTES`."""
         return self.header_bytes + self.blocks_per_chunk * self.largest_block_bytes
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
-        """Of the values as numbers."""
+        """The dtype of the values as numbers."""
         return np.dtype(f"<u{self.value_bytes}")
 
 
@@ -123,7 +123,7 @@ class Code:
     """How a segment is coded: nine different symbols of `layout`, the most frequent first.
 
     Raises:
-        ValueError: other than nine, not different, or outside of the layout's range.
+        ValueError: not nine symbols, not all different, or one outside of the layout's range.
     """
 
     layout: Layout
@@ -138,7 +138,7 @@ class Code:
 def choose_code(sample: Bytes, worth: float = 0.95) -> Code | None:
     """The code that makes `sample` (a multiple of 4 bytes, from one segment) smallest.
 
-    The type of the values is found from the bytes. None: no code is expected to get below `worth` of the size.
+    The type of the values is guessed from the bytes. None: no code is expected to get below `worth` of the size.
     """
     return choose_codes(sample.reshape(1, -1), worth)[0]
 
@@ -160,9 +160,9 @@ def choose_codes(samples: Bytes, worth: float = 0.95) -> list[Code | None]:
 
 
 def _ranked(layout: Layout, samples: Bytes) -> tuple[Integers, npt.NDArray[np.float64]]:
-    """The nine most frequent symbols of each sample, and the ratio to expect of a code with them."""
+    """The nine most frequent symbols of each sample, and the expected ratio of a code with them."""
     counts = _histograms(layout, samples)
-    # The symbol in the lowest bits: one sort gives order, and equal counts always the same one.
+    # With the symbol in the lowest bits, one sort gives the order, which is the same every time for equal counts.
     keys = (counts << layout.symbol_bits) | np.arange(1 << layout.symbol_bits)
     top = np.sort(np.partition(keys, -PLACES, axis=1)[:, -PLACES:], axis=1)[:, ::-1]
     values = samples.shape[1] // layout.value_bytes
@@ -176,7 +176,7 @@ def _histograms(layout: Layout, samples: Bytes) -> Integers:
     """How often each symbol occurs in each sample, of shape (segments, symbols)."""
     values = samples.view(layout.dtype)
     symbols = 1 << layout.symbol_bits
-    # Shifting the sign out leaves the symbol highest.
+    # Shifting out the sign leaves the symbol in the highest bits.
     shifted = (values << 1) >> (layout.value_bits - layout.symbol_bits)
     counts = np.empty((len(values), symbols), np.int64)
     step = max(1, _SAMPLES_AT_ONCE // values.shape[1])
@@ -190,7 +190,7 @@ def _histograms(layout: Layout, samples: Bytes) -> Integers:
 
 
 def least_bytes(content_bytes: int) -> int:
-    """What no code gets so much content below, which is whole chunks."""
+    """The least that any code can make of this much content, which is whole chunks."""
     return content_bytes // CHUNK_BYTES * min(layout.smallest_chunk_bytes for layout in LAYOUTS)
 
 
@@ -205,7 +205,7 @@ def chunk_bytes(code: Code, content: Bytes) -> Integers:
 
 
 def encode(code: Code, content: Bytes) -> Bytes:
-    """The encoded chunks of `content` (whole chunks) one after another; their sizes are what `chunk_bytes` says."""
+    """The encoded chunks of `content` (whole chunks) one after another; `chunk_bytes` gives their sizes."""
     chunks = [_encode_chunk(code, chunk) for chunk in content.reshape(-1, CHUNK_BYTES)]
     return np.concatenate(chunks) if chunks else np.zeros(0, np.uint8)
 
@@ -287,7 +287,7 @@ def _encode_chunk(code: Code, chunk: Bytes) -> Bytes:
 def _decode_chunk(code: Code, stored: Bytes, values: Values) -> None:
     layout = code.layout
     limit = stored.size & -ALIGN_BYTES
-    # A block that starts at the end at the latest ends within this, so nothing below needs a check.
+    # A block starts at the limit at the latest, so it ends within this, and nothing below needs a bounds check.
     padded = np.zeros(limit + max(layout.header_bytes, layout.largest_block_bytes), np.uint8)
     padded[:limit] = stored[:limit]
     starts = np.minimum(padded[: 4 * layout.blocks_per_chunk].view("<u4").astype(np.int64) & -ALIGN_BYTES, limit)
@@ -302,7 +302,7 @@ def _decode_chunk(code: Code, stored: Bytes, values: Values) -> None:
         column += plane.shape[1]
 
     codes = [_unpacked(fixed[:, column:], 2).reshape(-1)]
-    left = []  # where, among the values that reach a level, those are that it passes on
+    left = []  # indices, among the values that reach a level, of those that it passes on
     counts = np.full(len(fixed), BLOCK_VALUES)
     at = starts + layout.fixed_bytes
     for level in range(LEVELS):
@@ -313,7 +313,7 @@ def _decode_chunk(code: Code, stored: Bytes, values: Values) -> None:
             fields = _unpacked(padded.view("<u4")[_ranges(at // 4, words)].view(np.uint8), 2)
             codes.append(fields[_ranges(CODES_PER_WORD * (np.cumsum(words) - words), counts)])
             at = at + 4 * words
-    symbols = padded[_ranges(at, counts)]  # of damaged ones, what is too large is shifted out below
+    symbols = padded[_ranges(at, counts)]  # too large ones, from damaged bytes, are shifted out below
     for level in reversed(range(LEVELS)):
         found = np.array([*code.symbols[3 * level : 3 * level + 3], 0], np.uint8)[codes[level]]
         found[left[level]] = symbols
@@ -354,7 +354,7 @@ def _aligned(nbytes: _Size) -> _Size:
 
 
 def _words_of(codes: Bytes, counts: Integers) -> npt.NDArray[np.uint32]:
-    """Codes of 2 bits, `counts` of them for each block, which begin a new word."""
+    """Codes of 2 bits as words: `counts` codes for each block, which begins a new word."""
     words = _word_counts(counts)
     fields = np.zeros(CODES_PER_WORD * int(words.sum()), np.uint8)
     fields[_ranges(CODES_PER_WORD * (np.cumsum(words) - words), counts)] = codes

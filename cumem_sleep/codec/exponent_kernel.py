@@ -1,8 +1,8 @@
-"""The codec on the GPU: Triton kernels that count, encode and decode, one program for each block.
+"""The codec on the GPU: Triton kernels that count, encode and decode, one program per block.
 
-The format and what it means are codec.py's. Blocks know nothing of each other: a decoder finds its block by the chunk's
-header, an encoder takes the next free place in the chunk. Where values go on a level follows from a running count over
-the block. Only addresses are passed, so that a table in pinned memory, a segment and host memory are all the same.
+The format is described in exponent.py. Blocks are independent: a decoder finds its block through the chunk's header, an
+encoder takes the next free place in the chunk. A running count over the block says where values go on each level. Only
+addresses are passed, so a table in pinned memory, a segment and host memory are treated alike.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ALIGN = tl.constexpr(ALIGN_BYTES)
 _PASSED_ON = tl.constexpr(PASSED_ON)
 _PLACES = tl.constexpr(PLACES)
 
-# The fastest of those tried on an H200 (benchmarks/results/codec.json). Registers limit how many programs a
-# multiprocessor holds: with 64 of them, four of 8 warps, and little is spilled.
+# The fastest of those tried on an H200 (benchmarks/results/codec.json). Registers limit how many programs fit on a #
+# multiprocessor: with 64 registers, four programs of 8 warps, and little is spilled.
 _COUNT_OPTIONS = {"num_warps": 8}
 _ENCODE_OPTIONS = {"num_warps": 8, "maxnreg": 64}
 _DECODE_OPTIONS = {"num_warps": 8, "maxnreg": 64}
@@ -44,7 +44,7 @@ def rows(
 
 
 def count(layout: Layout, table: int, chunks: int) -> None:
-    """Add up what each chunk will take, on the current stream.
+    """Add up the encoded size of each chunk, on the current stream.
 
     A row's source is the chunk, its target a u32 that the caller has zeroed.
     """
@@ -54,17 +54,17 @@ def count(layout: Layout, table: int, chunks: int) -> None:
 def encode(layout: Layout, table: int, counters: int, chunks: int) -> None:
     """Encode chunks, on the current stream.
 
-    A row's source is the chunk, its target memory for as many encoded bytes as the row says and was counted.
+    A row's source is the chunk, its target memory for the encoded bytes that were counted and that the row states.
     `counters` is the address of a u32 for each chunk. The caller has zeroed the targets and the counters.
 
-    Where the content has changed since it was counted and a block no longer fits, nothing of the block is written. So
-    a chunk is good if its counter, plus the layout's `header_bytes`, comes out as the row's encoded bytes.
+    If the content has changed since it was counted and a block no longer fits, nothing of the block is written. So a
+    chunk is good if its counter plus the layout's `header_bytes` equals the row's encoded bytes.
     """
     _encode_blocks[_grid(layout, chunks)](table, counters, *_constants(layout), **_ENCODE_OPTIONS)
 
 
 def decode(layout: Layout, table: int, chunks: int) -> None:
-    """Decode chunks, on the current stream; a row's source (the device's or pinned) and target are 16-byte aligned.
+    """Decode chunks, on the current stream; a row's source (device or pinned memory) and target are 16-byte aligned.
 
     Nothing outside of the row's encoded bytes is read, and nothing outside of the chunk written, whatever the bytes.
     """
@@ -72,9 +72,9 @@ def decode(layout: Layout, table: int, chunks: int) -> None:
 
 
 def warm_up(layout: Layout, device: int) -> None:
-    """Compile and load the kernels, and see that they do what the reference does, before anything depends on it.
+    """Compile and load the kernels, and check them against the reference before anything depends on them.
 
-    All that they read and write meanwhile is a little pinned host memory.
+    Meanwhile they read and write only a little pinned host memory.
 
     Raises:
         CodecError: they do not.
@@ -85,7 +85,7 @@ def warm_up(layout: Layout, device: int) -> None:
     chunk_bytes = codec.CHUNK_BYTES
     table_at = 2 * chunk_bytes + encoded_bytes
     counters_at = table_at + 3 * ROW_BYTES
-    # The stream is left first: whatever happens, nothing runs when the block goes.
+    # The stream is closed first: whatever happens, nothing runs when the block is freed.
     with closing(pinned_block(counters_at + 2 * 16, device)) as block, _core.CopyStream(device) as stream:
         memory = np.frombuffer(memoryview(block), np.uint8)
         memory[:] = 0
@@ -109,7 +109,7 @@ def warm_up(layout: Layout, device: int) -> None:
         taken, counted = memory[counters_at:].view(np.uint32)[[0, 4]]
         same = np.array_equal(memory[chunk_bytes : 2 * chunk_bytes], content)
         if not same or counted != encoded_bytes or taken + layout.header_bytes != encoded_bytes:
-            raise CodecError(f"the kernels for {layout.name} do not do what they should on device {device}")
+            raise CodecError(f"the kernels for {layout.name} give wrong results on device {device}")
 
 
 def _trial_chunk(layout: Layout) -> npt.NDArray[np.uint8]:
@@ -220,7 +220,7 @@ def _row(table, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _pointer(address, BITS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """To values of so many bits; chunks lie at multiples of 16 bytes."""
+    """A pointer to values of BITS bits; chunks lie at multiples of 16 bytes."""
     if BITS == 32:
         pointer = address.to(tl.pointer_type(tl.uint32))
     elif BITS == 16:
@@ -239,7 +239,7 @@ def _rotated(source, block, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _places(symbols, low, high):  # type: ignore[no-untyped-def]
-    """Where each symbol is in the code."""
+    """The place of each symbol in the code."""
     places = tl.full([_VALUES], _PLACES, tl.uint32)
     for place in tl.static_range(_PLACES):
         if place < 8:
@@ -251,13 +251,13 @@ def _places(symbols, low, high):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _passed_on(places):  # type: ignore[no-untyped-def]
-    """Ones where level 0 passes on, and, above 16 bits, where level 1 does: so that both are counted at once."""
+    """Ones where level 0 passes on and, from bit 16 up, where level 1 does: so both are counted at once."""
     return (places >= 3).to(tl.int32) + ((places >= 6).to(tl.int32) << 16)
 
 
 @triton.jit
 def _ranks(ones):  # type: ignore[no-untyped-def]
-    """For each value how many ones are before it, and how many there are."""
+    """For each value how many ones precede it, and the number of ones."""
     return tl.cumsum(ones, 0) - ones, tl.sum(ones, 0)
 
 
@@ -289,7 +289,7 @@ def _store_fields(at, fields, WIDTH: tl.constexpr, fits):  # type: ignore[no-unt
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_fields(at, begin, left, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """What `_store_fields` stored at `begin` of the block."""
+    """Load what `_store_fields` stored at `begin` of the block."""
     PER_WORD: tl.constexpr = 32 // WIDTH  # noqa: N806
     place = tl.arange(0, _VALUES // PER_WORD)
     words = tl.load((at + begin).to(tl.pointer_type(tl.uint32)) + place, mask=place < (left - begin) // 4, other=0)
@@ -299,10 +299,10 @@ def _load_fields(at, begin, left, WIDTH: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_fields(at, ranks, fields, WIDTH: tl.constexpr, fits):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Fields of WIDTH bits in the order of the rising `ranks`; those that do not take part are 0, as the memory is.
+    """Store fields of WIDTH bits in the order of their rising `ranks`. Fields to skip are 0, as the memory is.
 
-    As many values as there are fields in a word reach into two words at most. They are put together first: atomic
-    operations are many times slower than the rest.
+    As many values as a word has fields touch at most two words. They are combined first, because atomic operations are
+    many times slower than the rest.
     """
     PER_WORD: tl.constexpr = 32 // WIDTH  # noqa: N806
     ranks = ranks.reshape(_VALUES // PER_WORD, PER_WORD)

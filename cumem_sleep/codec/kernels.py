@@ -1,4 +1,4 @@
-"""Who does the codec's work on chunks of device memory: kernels on a GPU, the reference on the simulated driver."""
+"""What runs the codec on chunks of device memory: kernels on a GPU, the reference on the simulated driver."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .exponent import CHUNK_BYTES, Code, Layout
 
 
 class Kernels(Protocol):
-    """The codec's work on chunks, by a table (`codec.set_rows`); asynchronous, in the order of `stream`."""
+    """The codec on the chunks of a table (`exponent.set_rows`); asynchronous, in the order of `stream`."""
 
     def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:
         """Add the encoded size of each row's source to the word at its target."""
@@ -30,11 +30,11 @@ class Kernels(Protocol):
         """Decode each row's source to its target."""
 
     def warm_up(self, layout: Layout, device: int) -> None:
-        """Have all three ready."""
+        """Make all three ready."""
 
 
 class GpuKernels(Kernels):
-    """Those of `codec_kernel`."""
+    """The kernels of `exponent_kernel`."""
 
     def __init__(self) -> None:
         import torch
@@ -64,7 +64,7 @@ class GpuKernels(Kernels):
 
 
 class SimulatedKernels(Kernels):
-    """The reference, on the simulated driver, whose device memory the host reaches."""
+    """The reference, on the simulated driver, whose device memory the host can access."""
 
     def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
         for code, source, target, _ in self._rows(stream, layout, table, chunks):
@@ -97,7 +97,7 @@ class SimulatedKernels(Kernels):
 
 
 def choose_kernels() -> Kernels:
-    """Those for the driver that is open.
+    """The kernels for the driver that is open.
 
     Raises:
         CodecError: PyTorch does not reach the GPU.
@@ -108,7 +108,7 @@ def choose_kernels() -> Kernels:
 
 @contextmanager
 def codec_errors() -> Iterator[None]:
-    """Triton compiles at the first use, and there is no end of ways in which that fails."""
+    """Turn any exception into a CodecError: Triton compiles at the first use, which may fail in countless ways."""
     try:
         yield
     except CumemSleepError:

@@ -1,4 +1,4 @@
-"""Memory of a segment that the codec works in where the GPU has none left: what lay there comes back."""
+"""Segment memory that the codec borrows when the GPU has none left, and whose content comes back afterwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..pinned import pinned_block
 
 
 class Cleared:
-    """The start of a segment that has no bytes to keep: zeros, as the driver gives memory, not what was done there."""
+    """The start of a segment with no bytes to keep: zeroed afterwards, as the driver hands out memory."""
 
     def __init__(self, segment: _core.Segment, nbytes: int) -> None:
         self._segment = segment
@@ -19,10 +19,10 @@ class Cleared:
         self._stream = _core.CopyStream(segment.device)
 
     def lend(self) -> None:
-        """Nobody misses what lies there."""
+        """Nothing to save: nobody needs these bytes."""
 
     def put_back(self) -> None:
-        """Call it again where it failed. Else that does nothing."""
+        """If it failed, call it again; otherwise a second call does nothing."""
         if not self._is_back:
             self._stream.zero(self._segment.address, self._bytes)
             self._stream.synchronize()
@@ -42,13 +42,13 @@ class Kept:
         self._stream.synchronize()
 
     def lend(self) -> None:
-        """From here on they are overwritten. Not earlier: a bench that an interrupt lost is not closed, nor used."""
+        """From now on they may be overwritten. Not before: a workbench lost to an interrupt is not closed, nor used."""
         self._segment.lend()
 
     def put_back(self) -> None:
-        """Call it again where it failed: nobody else has these bytes. Else that does nothing.
+        """If it failed, call it again: nobody else has these bytes. Otherwise a second call does nothing.
 
-        The driver is asked twice. If it has not taken them when the operation ends, the segment is dropped.
+        The copy is tried twice. If it has not succeeded when the operation ends, the segment is dropped.
         """
         if not self._is_back:
             try:

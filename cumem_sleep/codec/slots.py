@@ -16,7 +16,7 @@ from .encoding import EncodedChunk
 
 
 def head_bytes(rows: int) -> int:
-    """Of a slot, before the chunks: a table of so many rows, a counter for each, and what aligns the chunks."""
+    """The size of what precedes a slot's chunks: a table of `rows` rows, a counter for each, and alignment."""
     return -(-rows * (exponent.ROW_BYTES + 4) // _HEAD_ALIGN_BYTES) * _HEAD_ALIGN_BYTES
 
 
@@ -27,8 +27,8 @@ class Slot:
     """Device memory for one batch, its table, and its stream.
 
     Attributes:
-        segments: ids of those that are being encoded.
-        lane: what encoded chunks are copied by, in the order of its stream; `use` sets it.
+        segments: ids of the segments that are being encoded.
+        lane: copies encoded chunks, in the order of its stream; `use` sets it.
     """
 
     def __init__(self, device: int, address: int, rows: int) -> None:
@@ -38,7 +38,7 @@ class Slot:
         self._counters_at = counters_at
         self.counters_address = address + counters_at
         self.chunks_address = address + head_bytes(rows)
-        self.stream = _core.CopyStream(device)  # before the block: in this order they go, should nobody close it
+        self.stream = _core.CopyStream(device)  # before the block: destroyed in this order if nobody closes the slot
         self.lane: Lane | None = None
         self._block = pinned_block(head_bytes(rows), device, -1)
         content = np.frombuffer(memoryview(self._block), np.uint8)
@@ -54,42 +54,42 @@ class Slot:
             pass
 
     def set_rows_of(self, batch: Sequence[EncodedChunk], sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
-        """The table of the next kernel, for these chunks."""
+        """Set the table of the next kernel, for these chunks."""
         symbols = np.array([chunk.code.symbols for chunk in batch], np.uint8)
         self.set_rows(symbols, sources, targets, [chunk.bytes for chunk in batch])
 
     def set_rows(
         self, symbols: npt.NDArray[np.uint8], sources: npt.ArrayLike, targets: npt.ArrayLike, sizes: npt.ArrayLike
     ) -> None:
-        """The table of the next kernel; `symbols` has the shape (chunks, 9)."""
+        """Set the table of the next kernel; `symbols` has the shape (chunks, 9)."""
         exponent.set_rows(self._rows[: len(symbols)], symbols, sources, targets, sizes)
         if self._address:
             self.stream.to_device(self.table, self._block, 0, len(symbols) * exponent.ROW_BYTES)
 
     def read_counters(self, chunks: int) -> None:
-        """`counters` are there when it has finished."""
+        """Begin to read the counters; `counters` is valid once the slot has finished."""
         self.stream.to_host(self._block, self._counters_at, self.counters_address, 4 * chunks)
 
     def use(self, transfers: Transfers) -> Lane:
-        """A lane of `transfers`, for all that is begun from here on."""
+        """A lane of `transfers`, for everything that is begun from here on."""
         self.lane = transfers.lane(self.stream)
         return self.lane
 
     def join(self) -> None:
-        """Kernels launched on its stream from here on find what was copied to it."""
+        """Make kernels launched on its stream from here on see what was copied to it."""
         if self.lane is not None:
             self.lane.join()
 
     def synchronize(self) -> None:
-        """Wait for what was begun on its stream, the copies to and from extents included."""
+        """Wait for what was begun on its stream, including copies to and from extents."""
         (self.lane or self.stream).synchronize()
 
     def then(self, work: Callable[[Slot], None]) -> None:
-        """Do this, with the slot, when all of it has finished."""
+        """Call `work` with the slot when everything begun on it has finished."""
         self._finished = work
 
     def finish(self) -> None:
-        """Wait for what was begun, and do what is to be done then. With nothing begun it does nothing."""
+        """Wait for what was begun, then call what `then` registered. Does nothing if nothing was begun."""
         finished, self._finished = self._finished, None
         if finished is not None:
             self.synchronize()

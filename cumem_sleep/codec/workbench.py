@@ -1,7 +1,7 @@
 """Compressed backups: chunks are encoded on the GPU on their way to a tier, and decoded on their way back.
 
-What is encoded how is in `exponent`. Here its kernels are given work: they pass chunks through a few slots of device
-memory, each with a stream of its own, so that one slot's copies go on beside another's kernels.
+The code itself is in `exponent`. Here chunks pass through a few slots of device memory, each with its own stream, so
+that one slot's copies overlap with another's kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .kernels import Kernels, codec_errors
 from .lent import Cleared, Kept
 from .slots import Slot, head_bytes
 
-_SAMPLE_BYTES = 8 << 10  # of a segment, from up to so many places
+_SAMPLE_BYTES = 8 << 10  # bytes sampled from a segment, and from how many places at most
 _SAMPLE_PLACES = 8
 _WORTH = 0.95
 
@@ -38,25 +38,25 @@ class ChangedMeanwhile(InvalidState):
 
 
 class CopiesToSlots(Protocol):
-    """Who copies encoded chunks to slots, by which way."""
+    """Copies encoded chunks to slots, by a route of its choice."""
 
     @property
     def alone(self) -> bool:
-        """The next one is to have nothing beside it, so that its time tells the rate."""
+        """Whether the next copy must run alone, so that its time gives the rate."""
 
     def start(self, slot: int, pieces: Sequence[Piece]) -> None:
-        """Begin to copy these to the slot of that number, in the order of its stream."""
+        """Begin to copy these to the slot with this number, in the order of its stream."""
 
     def took(self, nbytes: int, seconds: float) -> None:
-        """How long the copy took, or, with others in flight, how long it was until the next may begin."""
+        """Report how long the copy took or, with others in flight, how long until the next could begin."""
 
 
 class Workbench:
-    """The slots of one device. A context; on leaving it nothing is in flight and all memory has been given back.
+    """The slots of one device. A context manager; after leaving it, nothing is in flight and all memory is freed.
 
     Attributes:
-        has_memory: chunks can be encoded. Decoding works without, slowly: the kernels read host memory.
-        slot_bytes: of encoded chunks that a slot takes.
+        has_memory: chunks can be encoded. Decoding works without memory, but slowly: the kernels read host memory.
+        slot_bytes: how many bytes of encoded chunks fit into a slot.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Workbench:
         self._count_rows = count_rows
         self._turn = 0
         self._warned = False
-        self._slots: list[Slot] = []  # before the memory: in this order they go, should nobody close it
+        self._slots: list[Slot] = []  # before the memory: destroyed in this order if nobody closes them
         self._kept: Kept | Cleared | None = None
         self._memory: _core.Scratch | None = None
         try:
@@ -92,17 +92,17 @@ class Workbench:
             raise
 
     def lanes(self, transfers: Transfers) -> list[Lane]:
-        """For the copies to its slots, in their order."""
+        """Lanes for the copies to its slots, in the order of the slots."""
         return [slot.use(transfers) for slot in self._slots]
 
     @property
     def chunks_per_slot(self) -> int:
-        """The most that a slot takes: encoded, a chunk has more than half of its bytes."""
+        """The most chunks that a slot takes: an encoded chunk has more than half of its original bytes."""
         return 2 * self.slot_bytes // CHUNK_BYTES
 
     @property
     def in_flight(self) -> set[int]:
-        """Ids of the segments of which chunks are being encoded or copied."""
+        """Ids of the segments whose chunks are being encoded or copied."""
         return set().union(*(slot.segments for slot in self._slots))
 
     def __enter__(self) -> Workbench:
@@ -112,10 +112,10 @@ class Workbench:
         self.close()
 
     def close(self) -> None:
-        """Wait for what is in flight, and give all memory back. Close again what failed.
+        """Wait for what is in flight and free all memory. If it raises, call it again.
 
         Raises:
-            DriverError: it refuses to put back the bytes of a segment that lent its memory, which is dropped then.
+            DriverError: the bytes of a segment that lent its memory could not be put back; that segment is dropped.
         """
         with ExitStack() as stack:
             if self._memory is not None:
@@ -126,7 +126,7 @@ class Workbench:
                 stack.callback(slot.close)
 
     def plan(self, segments: Sequence[_core.Segment]) -> dict[int, Encoding]:
-        """How each of `segments`, by id, is to be stored; those that are better left as they are are left out.
+        """How to encode each of `segments`, by id, without those that are better stored uncompressed.
 
         Raises:
             DriverError: the driver refused.
@@ -152,9 +152,9 @@ class Workbench:
         return {segment_id: encoding for count in counts for segment_id, encoding in count.finish().items()}
 
     def begin_count(self, coded: Sequence[tuple[_core.Segment, Code]]) -> Count:
-        """Begin to count what these segments, all of one layout, take when they are encoded in these codes.
+        """Begin to count the encoded sizes of these segments, all of one layout, with these codes.
 
-        As `plan`, with codes that are known; calls may be mixed with those of `encode`.
+        As `plan`, with codes that are known already; may be called between calls of `encode`.
 
         Raises:
             DriverError: the driver refused.
@@ -163,13 +163,13 @@ class Workbench:
         return self._count(coded)
 
     def encode(self, chunks: Iterable[EncodedChunk], transfers: Transfers) -> None:
-        """Encode chunks, and copy them to where they are to lie.
+        """Encode chunks and copy them to their places in the extents.
 
-        They are there, and are what was planned, when `finish` has returned.
+        When `finish` has returned, they have arrived and have the planned sizes.
 
         Raises:
-            ChangedMeanwhile: a chunk has another size than planned. Nothing else was overwritten.
-            DriverError, OutOfHostMemory: refused.
+            ChangedMeanwhile: a chunk does not have the planned size. Nothing else was overwritten.
+            DriverError, OutOfHostMemory: the driver or the system refused.
             CodecError: a kernel failed.
         """
         for batch in self._batches(chunks):
@@ -189,10 +189,10 @@ class Workbench:
             slot.then(partial(_check_sizes, batch))
 
     def finish(self) -> None:
-        """Wait for all that was begun.
+        """Wait for everything that was begun.
 
         Raises:
-            ChangedMeanwhile: a chunk has another size than planned. Nothing else was overwritten.
+            ChangedMeanwhile: a chunk does not have the planned size. Nothing else was overwritten.
             DriverError: a copy or kernel failed.
         """
         for _ in self._slots:
@@ -209,9 +209,9 @@ class Workbench:
         """Copy encoded chunks to the device and decode them; yields the bytes of each batch that was begun.
 
         Args:
-            mapped: waits until the segment of that id is mapped.
-            completed: called with segments of which every chunk is in its place.
-            copies: to the slots.
+            mapped: waits until the segment with that id is mapped.
+            completed: called with segments all of whose chunks are in place.
+            copies: makes the copies to the slots.
 
         Raises:
             DriverError, InvalidState: what the driver or `mapped` raised.
@@ -246,7 +246,7 @@ class Workbench:
                 if alone:
                     slot.synchronize()
                     copies.took(nbytes, time.perf_counter() - begin)
-                # So many copies go on while the first is waited for to be mapped.
+                # This many copies go on while the first batch waits for its segment to be mapped.
                 if len(copied) > len(self._slots) - 2:
                     decode_next()
                 if not alone:
@@ -262,7 +262,7 @@ class Workbench:
         self.finish()
 
     def decode_again(self, chunks: Sequence[EncodedChunk], transfers: Transfers) -> int:
-        """Decode chunks (of one layout, few enough for a slot) from their extents; returns where they are, for now.
+        """Decode chunks (of one layout, few enough for a slot) from their extents; returns their temporary address.
 
         Raises:
             DriverError: the driver refused.
@@ -283,7 +283,7 @@ class Workbench:
         return target.chunks_address
 
     def _batches(self, chunks: Iterable[EncodedChunk]) -> Iterator[list[EncodedChunk]]:
-        """In order; chunks of one batch have the same layout, and fit into a slot."""
+        """The chunks in batches, in order; those of one batch have the same layout and fit into a slot."""
         batch: list[EncodedChunk] = []
         nbytes = 0
         for chunk in chunks:
@@ -297,7 +297,7 @@ class Workbench:
             yield batch
 
     def _next_slot(self) -> Slot:
-        """The one that was begun first, when it has finished."""
+        """Wait for the slot that was begun first, and return it."""
         if self._kept is not None:
             self._kept.lend()
         self._turn = (self._turn + 1) % len(self._slots)
@@ -306,7 +306,7 @@ class Workbench:
         return slot
 
     def _count(self, chosen: Sequence[tuple[_core.Segment, Code]]) -> Count:
-        """Begin to count what these segments, all of one layout, take when they are encoded."""
+        """Begin to count the encoded sizes of these segments, all of one layout."""
         layout = chosen[0][1].layout
         self._have_ready(layout, self._device)
         chunks = [segment.bytes // CHUNK_BYTES for segment, _ in chosen]
@@ -329,9 +329,9 @@ class Workbench:
         return result
 
     def _samples(self, segments: Sequence[_core.Segment]) -> npt.NDArray[np.uint8]:
-        """Of each segment, from places all over it; shape (segments, _SAMPLE_BYTES)."""
+        """A sample of each segment, from places all over it; shape (segments, _SAMPLE_BYTES)."""
         block = pinned_block(len(segments) * _SAMPLE_BYTES, self._device, -1)
-        with closing(block), _core.CopyStream(self._device) as stream:  # no copy is in flight when the block goes
+        with closing(block), _core.CopyStream(self._device) as stream:  # no copy is in flight when the block is freed
             for number, segment in enumerate(segments):
                 places = 1 << (min(_SAMPLE_PLACES, segment.bytes // CHUNK_BYTES).bit_length() - 1)
                 nbytes = _SAMPLE_BYTES // places
@@ -366,11 +366,11 @@ class Workbench:
 
 @dataclass
 class Count:
-    """Sizes of encoded chunks in the making; they are 0 until then.
+    """Sizes of encoded chunks, which are being counted; each is 0 until its count has finished.
 
     Attributes:
         sizes: of all chunks of `chosen`.
-        slots: that count, each with the first of its chunks.
+        slots: the slots that count, each with the index of its first chunk.
     """
 
     chosen: Sequence[tuple[_core.Segment, Code]]
@@ -379,13 +379,13 @@ class Count:
 
     @property
     def segments(self) -> list[_core.Segment]:
-        """Those of `chosen`."""
+        """The segments of `chosen`."""
         return [segment for segment, _ in self.chosen]
 
     def finish(self) -> dict[int, Encoding]:
-        """How each segment, by id, is to be stored; those that would not become smaller are left out."""
+        """How to encode each segment, by id, without those that would not become smaller."""
         for first, slot in self.slots:
-            if not self.sizes[first]:  # else the slot may have something else to do by now
+            if not self.sizes[first]:  # otherwise the slot may already have other work
                 slot.finish()
         ends = np.cumsum([segment.bytes // CHUNK_BYTES for segment, _ in self.chosen])
         pairs = zip(self.chosen, np.split(self.sizes, ends[:-1]), strict=True)
@@ -393,7 +393,7 @@ class Count:
 
 
 def close_all(workbenches: Iterable[Workbench]) -> None:
-    """Close every one, whatever the others raise."""
+    """Close all of them, even if some raise."""
     with ExitStack() as stack:
         for workbench in workbenches:
             stack.callback(workbench.close)
@@ -402,7 +402,7 @@ def close_all(workbenches: Iterable[Workbench]) -> None:
 def parts_to_count(
     coded: Iterable[tuple[_core.Segment, Code]], part_bytes: int
 ) -> Iterator[list[tuple[_core.Segment, Code]]]:
-    """In order; each of one device and layout, and of no more bytes than that unless a segment has more."""
+    """Parts in order, each of one device and layout, and no larger than the limit unless a single segment is."""
     part: list[tuple[_core.Segment, Code]] = []
     nbytes = 0
     for segment, code in coded:
@@ -417,7 +417,7 @@ def parts_to_count(
 
 
 def _together(batch: Sequence[EncodedChunk], addresses: npt.NDArray[np.int64]) -> Iterator[Piece]:
-    """What lies together in an extent, each with its address in the slot; `addresses` are those of the chunks."""
+    """Runs of chunks that are contiguous in an extent, each with its address in the slot; `addresses`: the chunks'."""
     first = 0
     for end in range(1, len(batch) + 1):
         before, chunk = batch[end - 1], batch[first]
@@ -443,12 +443,12 @@ def _check_sizes(batch: list[EncodedChunk], slot: Slot) -> None:
     for chunk, nbytes in zip(batch, slot.counters.tolist(), strict=False):
         if nbytes + chunk.code.layout.header_bytes != chunk.bytes:
             raise ChangedMeanwhile(
-                f"the segment at 0x{chunk.segment.address:x} was written to while it was backed up: let no work run on"
+                f"the segment at 0x{chunk.segment.address:x} was written to while it was backed up: run no work on"
                 " the GPU during sleep, and call again; everything is awake"
             )
 
 
 def workbench_bytes(tuning: Tuning, slot_bytes: int) -> int:
-    """Of all slots, in whole pages."""
+    """The size of all slots, in whole pages."""
     nbytes = tuning.slots * (head_bytes(tuning.rows) + slot_bytes)
     return -(-nbytes // CHUNK_BYTES) * CHUNK_BYTES

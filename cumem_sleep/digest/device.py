@@ -49,7 +49,7 @@ class DeviceDigester:
             return run.finish()
 
     def run(self, segments: Sequence[_core.Segment]) -> DigestRun:
-        """For digests of (some of) `segments` that are wanted one after another."""
+        """For digesting (some of) `segments` one after another."""
         return DigestRun(self, segments)
 
     def warm_up(self, device: int) -> None:
@@ -69,27 +69,29 @@ class DeviceDigester:
             self._chosen = True
 
     def _kernel_for(self, device: int) -> ModuleType | None:
-        """None, too, where kernels do not reach pinned memory under its host address: there lie the tables of ours."""
+        """None also if kernels cannot access pinned memory by its host address, because our tables are there."""
         if self._kernel is None:
             return None
         if device not in self._reaches_host:
             self._reaches_host[device] = _core.device_info(device).host_pointers
             if not self._reaches_host[device]:
-                _warn_of_slow_digests(f"kernels of device {device} do not reach pinned host memory by its host address")
+                _warn_of_slow_digests(
+                    f"kernels of device {device} cannot access pinned host memory by its host address"
+                )
         return self._kernel if self._reaches_host[device] else None
 
     def _fall_back(self, error: Exception) -> None:
-        """Triton compiles at the first use, and there is no end of ways in which that fails."""
+        """Use the CPU from now on. Triton compiles at the first use, which may fail in countless ways."""
         if self._kernel is None:
-            return  # another thread has done so
+            return  # another thread has done this already
         _warn_of_slow_digests(f"the kernel failed: {error}")
         self._kernel = None
 
 
 class DigestRun:
-    """Digests of segments that become ready one after another: the GPU computes them beside the copies of the next.
+    """Digests of segments that become ready one after another: the GPU computes them while the next are copied.
 
-    `segments` are all that may be asked for; they need not be mapped yet. It is a context, and leaving it waits.
+    `segments` are all that may be digested; they need not be mapped yet. A context manager; leaving it waits.
     """
 
     def __init__(self, digester: DeviceDigester, segments: Sequence[_core.Segment]) -> None:
@@ -108,7 +110,7 @@ class DigestRun:
             self._sums.popitem()[1].close()
 
     def start(self, segments: Sequence[_core.Segment]) -> None:
-        """Their bytes are in place: begin. Where the CPU computes, it does so in `finish`.
+        """Begin to digest these, whose bytes are in place. On the CPU, `finish` does the work.
 
         Raises:
             DriverError, OutOfHostMemory: the driver refused.
@@ -119,7 +121,7 @@ class DigestRun:
             self._started += mine
 
     def finish(self) -> dict[int, Digest]:
-        """The digests of what was started since the last `finish`, by the segments' ids; waits for them.
+        """The digests of what was started since the last `finish`, by segment id; waits for them.
 
         Raises:
             DriverError, OutOfHostMemory: the memory could not be read.
@@ -141,7 +143,7 @@ class DigestRun:
         self._copy_sums = np.zeros((1, 2), np.uint64)
 
     def add_decoded(self, segment: _core.Segment, offset: int, address: int, nbytes: int) -> None:
-        """As `add_copy`, for bytes of an encoded copy of `segment` that were decoded again, to the device's `address`.
+        """As `add_copy`, for bytes of an encoded copy of `segment` that were decoded to the device's `address`.
 
         Raises:
             DriverError, OutOfHostMemory: the memory could not be read.
@@ -154,13 +156,13 @@ class DigestRun:
         self._copy_sums += sums
 
     def add_copy(self, segment: _core.Segment, piece: Piece, lane: Lane) -> None:
-        """Take one piece of the copy of `segment` into account; waits for it.
+        """Add one piece of the copy of `segment` to the digest; waits for it.
 
-        The GPU reads it, if kernels reach it, a piece at a time because what it reads from the host holds up whatever
-        else it does.
+        The GPU reads it if kernels can access it; one piece at a time, because reading host memory delays all other
+        work on the GPU.
 
         Args:
-            lane: to the extent that holds it.
+            lane: reaches the extent that holds it.
 
         Raises:
             DriverError: the driver refused.
@@ -177,11 +179,11 @@ class DigestRun:
         self._copy_sums += sums
 
     def finish_copy(self, segment: _core.Segment) -> Digest:
-        """The digest of the copy, all of whose pieces were added."""
+        """The digest of the copy, once all of its pieces were added."""
         return digests_from(self._copy_sums, [segment.bytes])[0]
 
     def _on_gpu(self, device: int, compute: Callable[[GpuSums], _Result]) -> _Result | None:
-        """None: there is no kernel, or none any more."""
+        """The result of `compute`; None if there is no kernel, or if it has failed."""
         kernel = self._digester._kernel_for(device)
         if kernel is None:
             return None
@@ -231,7 +233,7 @@ def _warn_of_slow_digests(reason: str) -> None:
 
 
 def _sums_through_host(device: int, contents: Sequence[tuple[int, int]], first_chunk: int = 0) -> list[tuple[int, int]]:
-    """The reference on device memory, (address, bytes), by way of a pinned block; works wherever the driver does."""
+    """The reference on device memory, (address, bytes), through a pinned block; works wherever the driver does."""
     nbytes = min(_BOUNCE_BYTES, max(nbytes for _, nbytes in contents))
     with closing(pinned_block(nbytes, device, -1)) as block, _core.CopyStream(device) as stream:
         return [_sums_of_memory(content, first_chunk, stream, block) for content in contents]

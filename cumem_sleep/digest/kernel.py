@@ -1,7 +1,7 @@
-"""The digest on the GPU: a Triton kernel, one program for each chunk of a segment.
+"""The digest on the GPU: a Triton kernel, one program per chunk of a segment.
 
-Bound by memory: on an H200 it reads 4.6 TB/s, as fast as a plain sum does (benchmarks/results). The table of chunks and
-the results lie in pinned host memory, so that a full GPU can still be verified.
+It is memory-bound: on an H200 it reads 4.6 TB/s, as fast as a plain sum (benchmarks/results). The table of chunks and
+the results are in pinned host memory, so that a full GPU can still be verified.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def _chunk_sums(table, out, rows, LANES: tl.constexpr, UNROLL: tl.constexpr, STA
 
 
 class GpuSums:
-    """Both sums of several contents, computed on a stream of its own.
+    """Both sums of several contents, computed on its own stream.
 
-    A content is (address, bytes) of memory that the GPU reaches: the device's, or pinned host memory. It has whole
-    chunks (segments are multiples of 2 MiB, and pieces of a backup too). The tables hold 32 bytes for each chunk.
+    A content is (address, bytes) of memory that the GPU can access: device memory or pinned host memory. It consists of
+    whole chunks (segments and pieces of a backup are multiples of 2 MiB). The tables have 32 bytes for each chunk.
 
     Args:
-        chunks: the most that are started between two calls of `finish`.
+        chunks: the most chunks that are started between two calls of `finish`.
     """
 
     def __init__(self, device: int, chunks: int) -> None:
@@ -114,13 +114,13 @@ class GpuSums:
         return sums
 
     def close(self) -> None:
-        """Wait for the kernels and give the tables back."""
+        """Wait for the kernels and free the tables."""
         self._stream.__exit__()
         self._block.close()
 
 
 def warm_up(device: int) -> None:
-    """Compile and load the kernel; what it reads meanwhile is pinned host memory."""
+    """Compile and load the kernel; meanwhile it reads only pinned host memory."""
     with closing(pinned_block(CHUNK_BYTES, device)) as block, closing(GpuSums(device, 1)) as sums:
         sums.start([(block.address, CHUNK_BYTES)])
         sums.finish()

@@ -9,8 +9,8 @@ that start from the chunk's number and the lane's. A step is a bijection of the 
 for a given state, so a changed word always changes the end of its chain. Ends are mixed (MurmurHash3's 64-bit
 finaliser, also a bijection) and summed over all lanes and chunks, once per chain: a single changed word always changes
 both sums. Changes of the highest bits of two words can be made to cancel in one chain, but those are not the highest
-bits for the other; damage that nobody designed goes unseen with probability near 2^-128. Sums do not depend on order,
-so chunks run in parallel. This detects damage; it does not resist an adversary.
+bits for the other; accidental damage goes undetected with a probability near 2^-128. Sums do not depend on order, so
+chunks run in parallel. This detects damage; it does not resist an adversary.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _chain_sum(words: Words, numbers: Words, chain: int) -> int:
 
 
 def digests_from(sums: Words, sizes: Sequence[int]) -> list[Digest]:
-    """From both sums of each content, and its length: contents differ by that even where padding would hide it."""
+    """From both sums of each content and its length, which tells contents apart that differ only in zero padding."""
     mixed = (sums ^ np.array(sizes, np.uint64)[:, None]) * np.array(MULTIPLIERS, np.uint64)
     mixed ^= mixed >> np.uint64(32)
     return [Digest(high, low) for high, low in mixed.tolist()]

@@ -1,4 +1,4 @@
-"""What every operation works with, and what several of them do."""
+"""What every operation uses, and steps that several of them share."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def quiesce(segments: Sequence[_core.Segment]) -> None:
             if error.error.startswith(_CAPTURE_ERRORS):
                 raise InvalidState(
                     f"a CUDA graph is being captured on device {device} ({error.error}): its memory cannot sleep"
-                    " now; that capture is invalid, capture again"
+                    " now. That capture is now invalid: capture again"
                 ) from error
             raise

@@ -1,4 +1,4 @@
-"""The command `cumem-sleep`: reads its arguments, runs a command, and reports the result, also by its exit code."""
+"""The command `cumem-sleep`: parses its arguments, runs a command, and reports the result, also as exit code."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough
         _write_no_more()
         return EXIT_BROKEN_PIPE
-    except OSError as error:  # a full disk, say
+    except OSError as error:  # for example a full disk
         _say_error(str(error))
         _write_no_more()
         return EXIT_ERROR
 
 
 def _write_no_more() -> None:
-    """Python would try once more at exit."""
+    """Redirect standard output to nowhere: otherwise Python would try to write the same again at exit."""
     with suppress(OSError, ValueError):  # a stream that has no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -185,7 +185,7 @@ def _size(text: str) -> int:
 
 
 def _path(text: str) -> Path:
-    if not text:  # an unset shell variable, say; Path would take it for the current folder
+    if not text:  # for example an unset shell variable; Path would take it for the current folder
         raise argparse.ArgumentTypeError(f"{text!r}: expected the name of a file or folder")
     return Path(text)
 
@@ -259,7 +259,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _vault(options: argparse.Namespace) -> int:
     if options.memory is None:
-        raise InvalidArgument("--memory is missing: how much host memory the vault takes, as --memory 200GiB")
+        raise InvalidArgument(
+            "--memory is missing: it says how much host memory the vault takes, for example --memory 200GiB"
+        )
     vault.serve(options, lambda line: say(f"cumem-sleep vault: {line}", style=""))
     return EXIT_OK
 

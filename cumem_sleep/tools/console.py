@@ -20,7 +20,7 @@ Progress = Callable[[str, int, int], None]
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Rich would exit with 1 here, which means that a check failed."""
+        """Raise, where Rich would exit with 1, which means that a check failed."""
         raise BrokenPipeError
 
 
@@ -45,7 +45,7 @@ def say(text: str, style: str = "yellow") -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on standard error while work is going on; nothing if that is no terminal."""
+    """A bar on standard error while work is going on; nothing if that is not a terminal."""
     console = _console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -1,4 +1,4 @@
-"""What `--help` says beside the options."""
+"""The texts of `--help`, apart from the options."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ PIECE_BYTES = 32 << 20
 _BLOCK_BYTES = 512
 _SHARED_SEGMENT_BYTES = 20 << 20
 _LARGE_BYTES = 10 << 20
-_OPEN_SEGMENTS = 16  # that are searched for room
+_OPEN_SEGMENTS = 16  # searched for room
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Piece:
 
 
 def lay_out(tensors: Iterable[Tensor]) -> list[SegmentLayout]:
-    """Pack tensors into segments: those above 10 MiB get one of their own, smaller ones go where there is room."""
+    """Pack tensors into segments: those above 10 MiB get their own, smaller ones go where there is room."""
     segments: list[SegmentLayout] = []
     shared: deque[SegmentLayout] = deque(maxlen=_OPEN_SEGMENTS)
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The machine: what the doctor examines, and what is recorded with every measurement."""
+"""Properties of the machine, which the doctor examines and every measurement records."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Machine:
         return found[1] if found else None
 
     def host_memory_bytes(self) -> int | None:
-        """`MemTotal`; None if the kernel does not tell."""
+        """`MemTotal`; None if the kernel does not report it."""
         found = re.search(r"^MemTotal:\s*(\d+) kB", self._text("proc/meminfo"), re.MULTILINE)
         return int(found[1]) * 1024 if found else None
 

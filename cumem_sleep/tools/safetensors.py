@@ -71,7 +71,7 @@ def _files_of(path: Path) -> list[Path]:
 def _read_file(path: Path) -> list[Tensor]:
     """The tensors of one file, by the format's own description (github.com/huggingface/safetensors, "Format").
 
-    Not by the library: it hands out no raw bytes without reading them all, and NumPy has no bf16 or fp8 to hold them.
+    Not with the library: it returns raw bytes only by reading all of them, and NumPy has no bf16 or fp8 type for them.
     """
     try:
         status = path.stat()

@@ -1,4 +1,4 @@
-"""How the commands use the simulated driver: where there is no GPU, and with devices that are large enough."""
+"""How the commands use the simulated driver: if there is no GPU, and with devices that are large enough."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def enlarge_device(environment: Mapping[str, str]) -> None:
 
 
 def host_memory_left() -> dict[str, int | None]:
-    """What each limit leaves to this process, in bytes; None if it does not bind."""
+    """How much host memory each limit leaves for this process, in bytes; None if the limit does not bind."""
     return {"MemAvailable": host_limits.mem_available_bytes(), "cgroup": host_limits.cgroup_available_bytes()}

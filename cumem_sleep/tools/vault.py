@@ -1,4 +1,4 @@
-"""The command `cumem-sleep vault`: runs the vault, or shows what one holds."""
+"""The command `cumem-sleep vault`: runs the vault, or shows the status of one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..vault.pool import DEFAULT_SLAB_BYTES, Host
 from ..vault.server import Vault, visible_gpus
 from .vault_metrics import MetricsServer, prometheus
 
-_MOST_THREADS = 16  # that touch memory: more of them do not touch it faster
+_MOST_THREADS = 16  # threads that prefault memory; more are not faster
 
 DESCRIPTION = """\
 One process that owns this host's pinned memory and keeps the backups of all others. They
@@ -98,7 +98,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     def tell(line: str) -> None:
         try:
             say(line)
-        except OSError:  # whoever read this has gone; the clients have not
+        except OSError:  # nobody reads this any more, but the clients still need the vault
             _write_to_nobody()
 
     open_driver(Settings.from_environment().driver)
@@ -149,7 +149,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _write_to_nobody() -> None:
-    """Standard error leads nowhere from now on: else the exit would write again what could not be written, and fail."""
+    """Redirect standard error to nowhere: otherwise the exit would try to write the same again, and fail."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stderr.fileno())
@@ -157,13 +157,13 @@ def _write_to_nobody() -> None:
 
 
 def room_bytes() -> int:
-    """What the host can still give, by the kernel's estimate and the container's limit."""
+    """How much memory the host has left, by the kernel's estimate and the container's limit."""
     limited = [limits.mem_available_bytes(), limits.cgroup_available_bytes()]
     return min((each for each in limited if each is not None), default=1 << 62)
 
 
 def _notify_systemd(what: str) -> None:
-    """As `Type=notify` wants it; nothing outside of systemd."""
+    """Notify systemd (`Type=notify`); does nothing outside of it."""
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path:
         return
@@ -173,7 +173,7 @@ def _notify_systemd(what: str) -> None:
 
 @dataclass(frozen=True)
 class Status:
-    """What a vault says of itself; see `Vault.status`."""
+    """The status that a vault reports; see `Vault.status`."""
 
     facts: Mapping[str, Any]
 
@@ -214,7 +214,7 @@ class Status:
         return [memory, gpus, clients]
 
     def conclusion(self) -> str:
-        """What is not as it should be, or what there is to know."""
+        """What is wrong with the vault, or worth knowing."""
         short = self.facts["short"]
         return f"it cannot take more memory now: {short}" if short else ""
 

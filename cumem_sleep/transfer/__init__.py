@@ -1,1 +1,1 @@
-"""How bytes get back to a device: in which batches, by which route, at which pace."""
+"""How bytes are copied back to a device: in which batches, by which route, at which pace."""

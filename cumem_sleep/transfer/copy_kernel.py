@@ -1,9 +1,9 @@
 """Copies from pinned host memory by the GPU's processors instead of its copy engine: a Triton kernel.
 
-It reaches 51 GB/s where the copy engine reaches 55. But while the driver scrubs memory that was freed, it uses the
-engine of host-to-device copies, and leaves them 27 GB/s; this way keeps 48 (measured on an H200:
-benchmarks/results/wake_paths.json). Launches are short and few programs wide, because long and wide ones hold up the
-mapping of memory that goes on beside them.
+The kernel reaches 51 GB/s where the copy engine reaches 55. But while the driver scrubs freed memory, it occupies the
+engine for host-to-device copies and leaves them 27 GB/s; the kernel keeps 48 (measured on an H200:
+benchmarks/results/wake_paths.json). Launches are short and have few programs, because long and wide ones delay the
+mapping of memory that goes on at the same time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHUNKS_PER_LAUNCH = 8
 _ROW_BYTES = 32  # three words, and one to keep them aligned
 
 
-@triton.jit(do_not_specialize=["chunks"])  # type: ignore[untyped-decorator]  # else Triton compiles once more for 1
+@triton.jit(do_not_specialize=["chunks"])  # type: ignore[untyped-decorator]  # otherwise Triton compiles again for 1
 def _copy_chunks(table, chunks, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """`table` has (source, target, pairs of words) of chunks of at most CHUNK words. Programs copy a slice of each."""
     program = tl.program_id(0).to(tl.int64)
@@ -38,7 +38,7 @@ def _copy_chunks(table, chunks, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, CHU
     for chunk in tl.range(0, chunks):
         source = tl.multiple_of(tl.load(entry + 4 * chunk).to(tl.pointer_type(tl.uint64)), 16)
         target = tl.multiple_of(tl.load(entry + 4 * chunk + 1).to(tl.pointer_type(tl.uint64)), 16)
-        words = tl.load(entry + 4 * chunk + 2).to(tl.int64) * 2  # so that Triton knows that it is even
+        words = tl.load(entry + 4 * chunk + 2).to(tl.int64) * 2  # so that Triton knows it is even
         for start in tl.range(0, slice_words, WORDS):
             place = program * slice_words + start + lane
             inside = place < words
@@ -48,11 +48,11 @@ def _copy_chunks(table, chunks, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, CHU
 class GpuCopies:
     """Copies to one device, in the order of the given stream.
 
-    A piece takes as many chunks of the table as it has parts of `CHUNK_BYTES`, the last of which may be smaller.
+    A piece takes one chunk of the table for each part of `CHUNK_BYTES`; the last part may be smaller.
 
     Args:
-        nbytes: the most that are copied at a time.
-        pieces: the most pieces that they are in.
+        nbytes: the most bytes that are copied at a time.
+        pieces: the most pieces that these bytes consist of.
     """
 
     def __init__(self, device: int, nbytes: int, pieces: int) -> None:
@@ -62,7 +62,7 @@ class GpuCopies:
     def start(self, stream: _core.CopyStream, pieces: Sequence[Piece]) -> None:
         """Begin to copy `pieces` to the device: addresses and sizes are multiples of 16 bytes.
 
-        The table is used until `stream` was synchronised; only then may this be called again.
+        The table is in use until `stream` has been synchronised; only then may this be called again.
 
         Raises:
             ValueError: they take more chunks than the table was made for.
@@ -82,7 +82,7 @@ class GpuCopies:
                 self._launch(self._block.address + _ROW_BYTES * first, min(_CHUNKS_PER_LAUNCH, len(rows) - first))
 
     def close(self) -> None:
-        """Give the table back; no copy may be in flight."""
+        """Free the table; no copy may be in flight."""
         self._block.close()
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The copies to one device, batch by batch: some batches are in flight, so that the link never waits for the caller."""
+"""The copies to one device, batch by batch: several are in flight, so that the link never waits for the caller."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Batch:
     """Pieces that are copied together.
 
     Attributes:
-        segments: that the pieces belong to.
-        completed: those of which the last byte is in this batch.
+        segments: those that the pieces belong to.
+        completed: those whose last byte is in this batch.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Batch:
 
     @property
     def bytes(self) -> int:
-        """In all pieces."""
+        """The total size of all pieces."""
         return sum(piece.bytes for piece in self.pieces)
 
 
@@ -38,14 +38,14 @@ class Batches:
     """All pieces of the segments, in order, in batches of any size."""
 
     def __init__(self, backups: Iterable[tuple[_core.Segment, Sequence[Piece]]]) -> None:
-        # With each piece, what the batch that ends with it completes.
+        # Each piece with its segment, and whether it completes that segment.
         self._pieces: list[tuple[_core.Segment, Piece, bool]] = []
         for segment, pieces in backups:
             self._pieces += [(segment, piece, piece is pieces[-1]) for piece in pieces]
         self._pieces.reverse()
 
     def next(self, nbytes: int) -> Batch:
-        """At most so many bytes; none where nothing is left."""
+        """The next batch, of at most `nbytes`; empty if nothing is left."""
         batch = Batch()
         while self._pieces and nbytes > 0:
             segment, piece, is_last = self._pieces.pop()
@@ -62,7 +62,7 @@ class Batches:
 
 
 class RawCopies:
-    """The copies of what is not compressed to one device."""
+    """The copies of uncompressed backups to one device."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class RawCopies:
         self._in_flight: list[tuple[Batch, Route]] = []
 
     def run(self, batches: Batches) -> Iterator[int]:
-        """Yields after each batch that was begun, its bytes: so several devices take turns."""
+        """Yields the bytes of each batch after beginning it, so that several devices take turns."""
         choice = next(self._choices)
         for number in count():
             _core.stop_if_asked()
@@ -89,7 +89,7 @@ class RawCopies:
             )
             if not batch.pieces:
                 break
-            start = time.perf_counter()  # before a wait for mapping: what is in flight goes on meanwhile
+            start = time.perf_counter()  # before waiting for the mapping, because copies in flight go on meanwhile
             for segment in batch.segments:
                 self._mapped(segment.id)
             if choice.alone:
@@ -114,7 +114,7 @@ class RawCopies:
 
 
 class SlotCopies:
-    """Copies to the slots of one device, by whichever way is the faster just then."""
+    """Copies to the slots of one device, by whichever route is faster at the moment."""
 
     def __init__(self, routes: Sequence[Route], choices: Choices) -> None:
         self._routes = routes
@@ -123,7 +123,7 @@ class SlotCopies:
 
     @property
     def alone(self) -> bool:
-        """The next one is to have nothing beside it, so that its time tells the rate."""
+        """Whether the next copy must run alone, so that its time gives the rate."""
         return self._choice.alone
 
     def start(self, slot: int, pieces: Sequence[Piece]) -> None:
@@ -131,5 +131,5 @@ class SlotCopies:
         self._routes[slot].start(pieces, by_engine=self._choice.by_engine)
 
     def took(self, nbytes: int, seconds: float) -> None:
-        """How long the copy took, or, with others in flight, how long it was until the next may begin."""
+        """Report how long the copy took or, with others in flight, how long until the next could begin."""
         self._choice = self._choices.send((nbytes, seconds))

@@ -1,4 +1,4 @@
-"""Which way the next batch goes: the copy engine's rate is watched, and the kernel takes over while it is slow."""
+"""Which route the next batch takes: the copy engine's rate is watched, and the kernel takes over while it is slow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..tuning import Tuning
 
-# Of the best rate seen; the engine has less than half of it while it scrubs memory as well.
+# As a share of the best rate seen; the engine has less than half of it while it also scrubs memory.
 _ENGINE_IS_BUSY = 0.7
 
 
@@ -16,8 +16,8 @@ class Choice:
     """How to copy the next batch.
 
     Attributes:
-        by_engine: by the copy engine, else by the kernel.
-        alone: with nothing beside it, so that its time tells the rate.
+        by_engine: by the copy engine; otherwise by the kernel.
+        alone: with no other copy in flight, so that its time gives the rate.
     """
 
     by_engine: bool
@@ -31,7 +31,7 @@ class BestRate:
     value: float = 0.0
 
     def see(self, nbytes: int, seconds: float) -> float:
-        """Returns this rate."""
+        """Take this rate into account, and return it."""
         rate = nbytes / seconds
         self.value = max(self.value, rate)
         return rate
@@ -41,14 +41,14 @@ Choices = Generator[Choice, tuple[int, float], None]
 
 
 def choices(best: BestRate, timed_bytes: int, tuning: Tuning) -> Choices:
-    """What to do with each next batch; is sent the bytes and seconds of the one before.
+    """Yields how to copy the next batch; send it the bytes and seconds of the batch before.
 
-    The engine is used until it turns out slow beside the best rate seen; then the kernel for a while, and the engine is
-    tried again. Where no rate was seen yet, the kernel's is the first. Rates are the best only if nothing else was in
-    flight: after a stall of ours batches that were finished meanwhile seem to take no time.
+    The engine is used until it proves slow compared with the best rate seen; then the kernel for a while, and then the
+    engine is tried again. If no rate was seen yet, the kernel's rate comes first. A rate counts as the best only if
+    nothing else was in flight: after a stall on our side, batches that finished meanwhile seem to take no time.
 
     Args:
-        timed_bytes: the engine's rate is that of so many together.
+        timed_bytes: how many bytes are timed together for the engine's rate.
     """
     least_bytes = tuning.least_timed_bytes
     if not best.value:
@@ -62,7 +62,7 @@ def choices(best: BestRate, timed_bytes: int, tuning: Tuning) -> Choices:
 
 
 def _rate_alone(best: BestRate, least_bytes: int, *, by_engine: bool) -> Generator[Choice, tuple[int, float], float]:
-    """Of the next batch that is large enough to tell."""
+    """The rate of the next batch that is large enough to time."""
     while True:
         nbytes, seconds = yield Choice(by_engine, alone=True)
         if nbytes >= least_bytes:
@@ -72,7 +72,7 @@ def _rate_alone(best: BestRate, least_bytes: int, *, by_engine: bool) -> Generat
 def _engine_for_a_while(
     timed_bytes: int, least_rate: float, in_flight: int
 ) -> Generator[Choice, tuple[int, float], bool]:
-    """Whether so many bytes reach the rate, not counting the first batches: they have yet to fill the queue."""
+    """Whether this many bytes reach the rate, not counting the first batches, which still fill the queue."""
     for _ in range(in_flight):
         yield Choice(by_engine=True, alone=False)
     nbytes, seconds = 0, 0.0
@@ -80,7 +80,7 @@ def _engine_for_a_while(
         batch_bytes, batch_s = yield Choice(by_engine=True, alone=False)
         nbytes, seconds = nbytes + batch_bytes, seconds + batch_s
         if max(nbytes, timed_bytes) < least_rate * seconds:
-            return False  # whatever the rest takes
+            return False  # however fast the rest is
     return True
 
 

@@ -1,4 +1,4 @@
-"""The bytes of a wake: from their extents to mapped segments, on all devices at once, digested behind the copies."""
+"""The copies of a wake: from extents to mapped segments, on all devices at once, each digested once it is copied."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .routes import Routes
 
 @dataclass(frozen=True)
 class ToRestore:
-    """What is to be copied back, each with where its bytes lie.
+    """The segments to copy back, each with where its bytes are.
 
     Attributes:
-        raw: segments whose bytes lie in these pieces.
-        encoded: segments of which these are the encoded chunks.
+        raw: segments with the pieces that hold their bytes.
+        encoded: segments with their encoded chunks.
     """
 
     raw: Sequence[tuple[_core.Segment, Sequence[Piece]]]
@@ -38,7 +38,7 @@ class ToRestore:
 
 
 class Restorer:
-    """Copies backups to mapped segments, by the routes that there are."""
+    """Copies backups to mapped segments, by the available routes."""
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
@@ -57,13 +57,13 @@ class Restorer:
         digests: DigestRun | None,
         workbenches: Mapping[int, Workbench],
     ) -> None:
-        """Copy all of `backups`; returns when every byte is there. Begins their digests.
+        """Copy all of `backups`; returns when every byte has arrived. Begins their digests.
 
         Args:
-            transfers: for the lanes to the extents.
-            mapped: waits until the segment of that id is mapped.
+            transfers: gives the lanes to the extents.
+            mapped: waits until the segment with that id is mapped.
             half_done: called once, when half of the bytes are on their way.
-            digests: to be started for each segment once it is complete; None for no digests.
+            digests: started for each segment once it is complete; None for no digests.
             workbenches: by device, for backups that are compressed.
 
         Raises:
@@ -71,7 +71,7 @@ class Restorer:
             CodecError: a kernel failed.
         """
         with ExitStack() as stack:
-            lanes: dict[int, list[Iterator[int]]] = {}  # by device: one after the other, so that each has the link
+            lanes: dict[int, list[Iterator[int]]] = {}  # by device: one after the other, each with the whole link
             for device in sorted({segment.device for segment, _ in backups.raw}):
                 raw = [(segment, pieces) for segment, pieces in backups.raw if segment.device == device]
                 lanes.setdefault(device, []).append(self._copy(device, raw, transfers, mapped, digests, stack))
@@ -98,7 +98,7 @@ class Restorer:
         stack: ExitStack,
     ) -> Iterator[int]:
         nbytes = total_bytes(segment for segment, _ in backups)
-        # Tables must outlive the copies, so they are made, and given back, around the streams.
+        # Tables must outlive the copies, so they are made before the streams and freed after them.
         tables = stack.enter_context(ExitStack())
         streams = [stack.enter_context(_core.CopyStream(device)) for _ in range(self._tuning.batches_in_flight)]
         lanes = [transfers.lane(stream) for stream in streams]
@@ -120,14 +120,14 @@ class Restorer:
         lanes = workbench.lanes(transfers)
         if not workbench.has_memory and not all(lane.kernels_reach for lane in lanes):
             raise CodecError(
-                f"device {device} has no memory left to decode backups in, and kernels do not reach where these lie:"
+                f"device {device} has no memory left to decode backups in, and kernels cannot read them in place:"
                 " free GPU memory and wake again"
             )
         routes = self._routes.open(
             device, lanes, nbytes, workbench.slot_bytes, workbench.chunks_per_slot, stack.enter_context(ExitStack())
         )
         if routes[0].kernel is not None:
-            for route in routes:  # after a failure its table may still be in use
+            for route in routes:  # after a failure, copies may still use its table
                 stack.callback(route.lane.synchronize)
         copies = SlotCopies(routes, self._routes.choices(device, routes, self._tuning.slots_timed_bytes))
         completed = digests.start if digests is not None else _nothing

@@ -1,7 +1,7 @@
-"""The ways by which bytes reach a device: the copy engine, by a lane, or a kernel that reads host memory itself.
+"""The routes by which bytes reach a device: the copy engine, through a lane, or a kernel that reads host memory itself.
 
-The kernel is a little slower, but twice as fast while the driver scrubs memory that was just freed, by this process or
-another (`copy_kernel`). Which way the next batch goes, `pacing` says.
+The kernel is a little slower, but twice as fast while the driver scrubs memory that this or another process has just
+freed (`copy_kernel`). `pacing` chooses the route of the next batch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from .copy_kernel import GpuCopies
 
 _TIMES_TIMED = 3
-_PIECE_BYTES = 2 << 20  # pieces are no smaller, as a rule: segments and extents are multiples of it
+_PIECE_BYTES = 2 << 20  # pieces are usually no smaller: segments and extents are multiples of it
 
 
 @dataclass
 class Route:
-    """One lane to a device, and the copy kernel's table for it, if both ways are open."""
+    """One lane to a device, and the copy kernel's table for it, if both routes are available."""
 
     lane: Lane
     kernel: GpuCopies | None
@@ -49,7 +49,7 @@ class Route:
 
 
 class Routes:
-    """The ways to all devices, and the best rate seen on each."""
+    """The routes to all devices, and the best rate seen on each."""
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
@@ -59,7 +59,7 @@ class Routes:
     def warm_up(self, device: int) -> None:
         """Compile and load the kernel for `device`; without this only the copy engine is used there.
 
-        Nor is the kernel used where kernels do not reach pinned memory under its host address.
+        The kernel is not used either if kernels cannot access pinned memory by its host address.
         """
         if not _core.device_info(device).host_pointers:
             return
@@ -76,9 +76,9 @@ class Routes:
             self._time_both_ways(device)
 
     def _time_both_ways(self, device: int) -> None:
-        """Before the first wake: that comes right after a sleep as a rule, when both ways are slow at first.
+        """Time both routes before the first wake, which usually comes right after a sleep, when both are slow at first.
 
-        One of them may be slow now as well, beside other copies or the driver's scrubbing, so the better one counts.
+        Either may be slow now too, because of other copies or the driver's scrubbing, so the better rate counts.
         """
         from .copy_kernel import GpuCopies
 
@@ -98,7 +98,7 @@ class Routes:
                         kernel.start(stream, [Piece(block, 0, memory.address, nbytes)])
                     stream.synchronize()
                     self.best_rate(device).see(nbytes, time.perf_counter() - start)
-        except CumemSleepError as error:  # most likely no memory; the wakes find out by themselves
+        except CumemSleepError as error:  # most likely out of memory; the wakes time the routes themselves
             log.debug("copies to device %d could not be timed: %s", device, error)
 
     def open(
@@ -110,12 +110,12 @@ class Routes:
         pieces: int | None,
         stack: ExitStack,
     ) -> list[Route]:
-        """A route for each of these lanes of `device`; the kernel's tables are given back with `stack`.
+        """A route for each of these lanes of `device`; `stack` frees the kernel's tables.
 
         Args:
-            total_bytes: of all copies; for few the engine is used alone.
-            batch_bytes: the most that one route copies at a time.
-            pieces: the most pieces that they are in; None: as many as is usual.
+            total_bytes: of all copies; if they are few, only the engine is used.
+            batch_bytes: the most bytes that one route copies at a time.
+            pieces: the most pieces that these bytes consist of; None: the usual number.
         """
         both = device in self._kernel_devices and total_bytes >= self._tuning.worth_choosing_bytes
         if not both or not all(lane.kernels_reach for lane in lanes):
@@ -128,7 +128,7 @@ class Routes:
         return [Route(lane, kernel) for lane, kernel in zip(lanes, kernels, strict=True)]
 
     def choices(self, device: int, routes: Sequence[Route], timed_bytes: int) -> Choices:
-        """Which way each next batch goes (`pacing.choices`)."""
+        """The route of each next batch (`pacing.choices`)."""
         if routes[0].kernel is None:
             return engine_alone()
         return choices(self.best_rate(device), timed_bytes, self._tuning)

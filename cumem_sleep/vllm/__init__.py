@@ -1,7 +1,7 @@
 """cumem-sleep in vLLM: installing the package is enough (docs/vllm.md).
 
-`plugin.register` is the entry point in the group `vllm.general_plugins`; `SleepGate` is for
-`vllm serve --middleware cumem_sleep.vllm.SleepGate`. Nothing is imported before it is asked for.
+`plugin.register` is the entry point in the group `vllm.general_plugins`; `SleepGate` is for `vllm serve --middleware
+cumem_sleep.vllm.SleepGate`. Everything is imported at its first use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
     from .gate import SleepGate
     from .gate_settings import GateSettings
 
-    # vLLM resolves the class before it serves, but makes the gate only in the ASGI lifespan, whose errors uvicorn
-    # takes for "no lifespan": a bad setting has to stop the server here.
+    # vLLM looks up the class before it serves, but creates the gate only in the ASGI lifespan, where uvicorn takes #
+    # errors for "no lifespan". So a bad setting has to stop the server here.
     GateSettings.from_environment()
     return SleepGate

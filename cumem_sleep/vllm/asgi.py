@@ -1,4 +1,4 @@
-"""What the gate needs of ASGI: a request's messages read ahead, and answers."""
+"""The gate's ASGI helpers: reading a request's messages ahead, and building answers."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class ClientGone(Exception):
 
 
 class TooMuchHeld(Exception):
-    """Bodies that are held have more bytes than allowed."""
+    """The bodies of held requests have more bytes than allowed."""
 
 
 @dataclass
 class Held:
-    """What requests that are held take up.
+    """How much the held requests take.
 
     Attributes:
-        most_bytes: that are allowed.
-        requests: how many there are.
-        nbytes: of the bodies read ahead.
+        most_bytes: the most bytes that are allowed.
+        requests: how many are held.
+        nbytes: bytes of their bodies read ahead.
     """
 
     most_bytes: int
@@ -45,10 +45,10 @@ class Held:
 
 
 class Inbox:
-    """A request's messages, read ahead while it is held: a client that leaves is noticed. Later they are replayed.
+    """A request's messages, read ahead while it is held, so that a client that leaves is noticed; replayed later.
 
-    Reading is never cancelled, since a server may lose the message that it was about to give: a reader that stops
-    waiting leaves the question to the next one.
+    Reading is never cancelled, since a server may lose the message that it was about to deliver: a reader that stops
+    waiting leaves the pending read to the next reader.
     """
 
     def __init__(self, receive: Receive, held: Held) -> None:
@@ -69,10 +69,10 @@ class Inbox:
         return message
 
     async def body(self, most_bytes: int) -> bytes | None:
-        """The whole body, which stays to be read; None if it has more bytes.
+        """The whole body, which can still be read afterwards; None if it has more than `most_bytes`.
 
         Raises:
-            ClientGone: there will be no more of it.
+            ClientGone: the client left before sending all of it.
         """
         while not self.complete:
             if self._nbytes > most_bytes:
@@ -86,7 +86,7 @@ class Inbox:
         """Returns when the client is gone.
 
         Raises:
-            TooMuchHeld: its body was the one too many.
+            TooMuchHeld: its body exceeded the limit.
         """
         while not self.gone:
             if self._held.nbytes > self._held.most_bytes:
@@ -96,7 +96,7 @@ class Inbox:
             await self._read_ahead()
 
     async def until_gone(self) -> None:
-        """Returns when the client is gone; never, if so much came that it would fill memory."""
+        """Returns when the client is gone; never, if the client sent more than may be held."""
         while not self.gone:
             if self._nbytes >= READ_AHEAD_BYTES:
                 await asyncio.Event().wait()
@@ -109,11 +109,11 @@ class Inbox:
             await self._news.wait()
 
     def early(self) -> bytes:
-        """What was read ahead of the body."""
+        """The part of the body that was read ahead."""
         return b"".join(message.get("body", b"") for message in self._early)
 
     async def drain(self) -> None:
-        """Take in what the client still sends, within bounds: one that writes all before it reads sees its answer."""
+        """Read what the client still sends, up to a limit: a client that writes all of it first sees its answer."""
         self._early.clear()
         self._count(-self._nbytes)
         reading = asyncio.ensure_future(self._discard())
@@ -121,7 +121,7 @@ class Inbox:
         reading.cancel()
 
     def close(self) -> None:
-        """Nobody will read any more."""
+        """Stop reading: nobody needs more messages."""
         self._count(-self._nbytes)
         if self._asked is not None:
             self._asked.cancel()
@@ -153,18 +153,18 @@ class Inbox:
         self._held.nbytes += nbytes
 
 
-# Who asks
+# Tokens and headers
 
 
 def bearer(scope: Scope) -> list[bytes]:
-    """The tokens that a request bears: one, or none."""
+    """The request's bearer tokens: one or none."""
     values = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
     parts = [value.partition(b" ") for value in values[:1]]
     return [token for scheme, _, token in parts if scheme.lower() == b"bearer"]
 
 
 def bears(scope: Scope, keys: list[str]) -> bool:
-    """Whether a request bears one of the keys."""
+    """Whether the request has one of the keys as its bearer token."""
     return any(secrets.compare_digest(token, key.encode()) for token in bearer(scope) for key in keys)
 
 
@@ -177,19 +177,19 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 def status_of(answer: list[Message]) -> int:
-    """The status of a whole answer."""
+    """The status of a complete answer."""
     return next((int(message["status"]) for message in answer if message["type"] == "http.response.start"), 500)
 
 
 def error(code: int, message: str) -> dict[str, Any]:
-    """OpenAI's shape, with vLLM's names for the types."""
+    """An error in OpenAI's format, with vLLM's names for the types."""
     types = {400: "BadRequestError", 401: "AuthenticationError", 409: "ConflictError", 413: "BadRequestError"}
     kind = {**types, 500: "InternalServerError"}.get(code, "ServiceUnavailableError")
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def response(code: int, body: dict[str, Any], headers: MutableMapping[str, str] | None = None) -> list[Message]:
-    """A whole answer in JSON."""
+    """A complete JSON answer."""
     content = json.dumps(body).encode()
     lines = {"Content-Type": "application/json", "Content-Length": str(len(content)), **(headers or {})}
     raw = [(name.lower().encode(), value.encode()) for name, value in lines.items()]
@@ -200,12 +200,12 @@ def response(code: int, body: dict[str, Any], headers: MutableMapping[str, str] 
 
 
 def refusal(code: int, message: str, headers: MutableMapping[str, str] | None = None) -> list[Message]:
-    """An error as a whole answer."""
+    """A complete answer with an error."""
     return response(code, error(code, message), headers)
 
 
 async def deliver(scope: Scope, inbox: Inbox, send: Send, answer: list[Message]) -> None:
-    """Send an answer before which the body was perhaps not read; a server would reset the connection then."""
+    """Send an answer even if the body was not read; without this a server would reset the connection."""
     if not (header(scope, b"content-length").strip("0 ") or header(scope, b"transfer-encoding")):
         for message in answer:
             await send(message)
@@ -217,7 +217,7 @@ async def deliver(scope: Scope, inbox: Inbox, send: Send, answer: list[Message])
 
 
 async def whole_answer(app: App, scope: Scope, receive: Receive) -> list[Message]:
-    """The app's whole answer, not yet sent."""
+    """The app's complete answer, not yet sent."""
     messages: list[Message] = []
 
     async def keep(message: Message) -> None:
@@ -228,7 +228,7 @@ async def whole_answer(app: App, scope: Scope, receive: Receive) -> list[Message
 
 
 async def refuse_websocket(inbox: Inbox, send: Send, code: int, reason: str) -> None:
-    """Close it before it began."""
+    """Close a websocket before its session begins."""
     await inbox()  # websocket.connect
-    await send({"type": "websocket.accept"})  # a close before it would reach the client as a bare 403
+    await send({"type": "websocket.accept"})  # without this, a close would reach the client as a bare 403
     await send({"type": "websocket.close", "code": code, "reason": reason[:120]})

@@ -1,7 +1,7 @@
 """vLLM's sleep-mode backend `cumem_sleep`, for versions that choose one by name.
 
-The default backend `cumem` reaches this layer as well, by naming the tags to back up; this one goes by the layer's own
-levels and tells its state as it is.
+The default backend `cumem` also uses this layer, by naming the tags to back up; this backend uses the layer's own
+levels and reports its real state.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CumemSleepBackend(SleepModeBackend):  # type: ignore[misc]
 
     @classmethod
     def preserves_communicators(cls) -> bool:
-        """NCCL's buffers are not in the pools: nothing happens to them."""
+        """NCCL's buffers are not in the pools, so nothing happens to them."""
         return True
 
     @classmethod
@@ -56,5 +56,5 @@ class CumemSleepBackend(SleepModeBackend):  # type: ignore[misc]
 
     @classmethod
     def preserves_graphs_with_communicators(cls) -> bool:
-        """Neither the communicators nor any address that a graph holds changes."""
+        """Neither the communicators nor any address in a graph changes."""
         return True

@@ -1,4 +1,4 @@
-"""What this layer needs of vLLM, and where vLLM's versions differ: the one place that knows.
+"""What this layer needs from vLLM, and where vLLM's versions differ: no other module knows about versions.
 
 | | since |
 |---|---|
@@ -11,11 +11,11 @@
 | `--sleep-mode-backend` | 0.33.0 |
 
 Scratch memory (tag `workspace`, after 0.30) is dropped by the backend `cumem`; this layer's levels, and so `prepare`
-and the backend `cumem_sleep`, back it up: they drop only weights and KV cache.
-Graph memory comes from `cudagraph_pool` only with the backend `cumem`, vLLM's default, which reaches this layer, too.
-Up to 0.26 a wake of `kv_cache` alone after level 2 restores buffers of weights that still sleep: wake `weights` first.
+and the backend `cumem_sleep`, back it up: they drop only weights and KV cache. Graph memory comes from `cudagraph_pool`
+only with the backend `cumem`, vLLM's default, which also uses this layer. Up to 0.26 a wake of `kv_cache` alone after
+level 2 restores buffers of weights that still sleep: wake `weights` first.
 
-Tested are 0.11.2, 0.18.1, 0.26.0 and 0.33.0 (tests/vllm); what lies between is checked when it is used, by `misfit`.
+Tested: 0.11.2, 0.18.1, 0.26.0 and 0.33.0 (tests/vllm). `misfit` checks the versions in between when they are used.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from typing import Any
 from ..allocator import CuMemAllocator
 from ..settings import PREFIX
 
-# Minor versions; older ones ask for a PyTorch below 2.9, newer ones have not been seen.
+# Minor versions; older ones need a PyTorch below 2.9, newer ones did not exist yet.
 OLDEST, NEWEST = (0, 11), (0, 33)
-# Serves other versions as well, if they have all that is needed.
+# If set, other versions are served as well, if they have everything that is needed.
 UNTESTED = PREFIX + "VLLM_UNTESTED"
 
 # The fields of `EngineArgs` with which vLLM asks for its CuMemAllocator.
@@ -51,10 +51,10 @@ def is_cuda() -> bool:
 
 
 def misfit(untested: bool = False) -> str | None:
-    """Why this layer cannot serve the installed vLLM, or None where everything that it relies on is there.
+    """Why this layer cannot serve the installed vLLM, or None if everything that it relies on is there.
 
     Args:
-        untested: whether versions that are not known may do, if their structure fits.
+        untested: whether unknown versions are acceptable if their interface fits.
     """
     try:
         return (
@@ -63,19 +63,19 @@ def misfit(untested: bool = False) -> str | None:
             or _worker_misfit()
             or _backend_misfit()
         )
-    except Exception as error:  # a vLLM of a shape that nobody thought of is to start all the same
+    except Exception as error:  # a vLLM with an unforeseen structure must still start
         return f"looking at it failed with {type(error).__name__}: {error}"
 
 
 def installed_version_misfit() -> str | None:
-    """As `version_misfit`, for the vLLM of this process."""
+    """`version_misfit` of the vLLM in this process."""
     return version_misfit(str(getattr(importlib.import_module("vllm"), "__version__", "")))
 
 
 def before_engine_config(check: Callable[[Any], None]) -> None:
-    """Have `check` called with the `EngineArgs` of every engine before it is configured; again is harmless.
+    """Call `check` with the `EngineArgs` of every engine before it is configured; calling this again is harmless.
 
-    A process that has not imported their module configures no engine.
+    A process that has not imported that module configures no engine.
     """
     arguments = getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None)
     configure = getattr(arguments, "create_engine_config", None)
@@ -92,7 +92,7 @@ def before_engine_config(check: Callable[[Any], None]) -> None:
 
 
 def replace_allocator() -> list[str]:
-    """Put this layer's class wherever a module holds vLLM's own; the names in modules that had imported it before."""
+    """Put this layer's class in every module that has vLLM's; returns its names in modules that imported it before."""
     cumem = importlib.import_module("vllm.device_allocator.cumem")
     theirs, replaced = cumem.CuMemAllocator, []
     if theirs is CuMemAllocator:
@@ -110,25 +110,25 @@ def replace_allocator() -> list[str]:
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:
-    """Make a sleep-mode backend known, where vLLM has a registry of them; again is harmless."""
+    """Register a sleep-mode backend if vLLM has a registry of them; calling this again is harmless."""
     factory = _backend_factory()
     if factory is not None and name not in factory._registry:
         factory.register_backend(name, module, class_name)
 
 
 def version_misfit(version: str) -> str | None:
-    """Why vLLM of this version is left alone, or None for the versions that are known."""
+    """Why vLLM of this version is left alone, or None if the version is known."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    known = f"known are {_dotted(OLDEST)} to {_dotted(NEWEST)}"
+    known = f"known versions are {_dotted(OLDEST)} to {_dotted(NEWEST)}"
     if not numbers:
-        return f"its version {version!r} cannot be told; {known}"
+        return f"its version {version!r} cannot be parsed; {known}"
     if not OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
         return f"its version {version} is not known to work with it; {known}"
     return None
 
 
 def _allocator_misfit() -> str | None:
-    """Every call that vLLM's own allocator takes, this one must take."""
+    """Why this allocator cannot replace vLLM's: it must accept every call that vLLM's accepts."""
     try:
         theirs = importlib.import_module("vllm.device_allocator.cumem").CuMemAllocator
     except Exception as error:  # its C++ part and CUDA's runtime come with it
@@ -139,7 +139,7 @@ def _allocator_misfit() -> str | None:
         return "its own CuMemAllocator is in use already"
     if heirs := theirs.__subclasses__():
         names = ", ".join(f"{heir.__module__}.{heir.__qualname__}" for heir in heirs)
-        return f"its own CuMemAllocator has subclasses ({names}), which would go by this layer"
+        return f"its own CuMemAllocator has subclasses ({names}), which would bypass this layer"
     for name in dir(theirs):
         if name.startswith("_"):
             continue
@@ -153,7 +153,7 @@ def _allocator_misfit() -> str | None:
 
 
 def _refused_parameter(theirs: Callable[..., Any], ours: Callable[..., Any]) -> str | None:
-    """A parameter of `theirs` that `ours` does not take by the same name, or takes only differently."""
+    """A parameter of `theirs` that `ours` does not have under the same name, or takes in another way."""
     accepted = inspect.signature(ours).parameters
     for name, parameter in inspect.signature(theirs).parameters.items():
         if name not in accepted:
@@ -166,7 +166,7 @@ def _refused_parameter(theirs: Callable[..., Any], ours: Callable[..., Any]) -> 
 
 
 def _worker_misfit() -> str | None:
-    """The wrapper of every worker must pass on what it does not have itself: that is where the plugin steps in."""
+    """Why the plugin cannot add methods to the workers' wrapper, which must forward what it does not define itself."""
     try:
         worker_base = importlib.import_module("vllm.v1.worker.worker_base")
         worker, wrapper = worker_base.WorkerBase, worker_base.WorkerWrapperBase
@@ -199,7 +199,7 @@ def _backend_misfit() -> str | None:
 
 
 def _backend_factory() -> Any:
-    """The registry of sleep-mode backends; None in versions that have none."""
+    """The registry of sleep-mode backends; None in versions without one."""
     try:
         module = importlib.import_module("vllm.device_allocator.sleep_mode_backend")
     except ModuleNotFoundError:

@@ -1,8 +1,8 @@
 """The last check before a request reaches vLLM's engine.
 
-A request may pass the gate while the model is awake, and reach the engine when it sleeps: its body was slow, or its
-prompt was being tokenized. vLLM queues what comes to a sleeping engine and runs it as soon as the scheduler resumes:
-before the KV cache is back (0.18) or on weights that were not loaded again. So requests wait here, and a sleeping
+A request may pass the gate while the model is awake but reach the engine when it sleeps, because its body was slow or
+its prompt was being tokenized. vLLM queues requests to a sleeping engine and runs them as soon as the scheduler
+resumes: before the KV cache is back (0.18), or on weights that were not reloaded. So requests wait here, and a sleeping
 engine has none in its queue.
 """
 
@@ -24,9 +24,9 @@ class Lease:
     """A request that passed the gate, until its response is done.
 
     Attributes:
-        may_wait: whether it may be held, and wake the model: it bears an API key, if there are any.
-        admitted: whether it reached the engine.
-        refusal: why it did not; the gate then answers for it.
+        may_wait: whether it may be held and wake the model: it has a valid API key, or vLLM has no keys.
+        admitted: whether it was let through to the engine.
+        refusal: why it was not; the gate then answers it.
     """
 
     may_wait: bool = True
@@ -39,9 +39,9 @@ Admit = Callable[[Lease], Awaitable[Callable[[], None]]]
 
 
 class EngineDoor:
-    """Stands before `engine_core.add_request_async`, by which every vLLM from 0.11 on sends a request to its engine.
+    """Wraps `engine_core.add_request_async`, through which every vLLM from 0.11 on sends a request to its engine.
 
-    `admit` returns when a request may go there, and gives what is called once it is there.
+    `admit` returns when a request may go to the engine; it returns a function to call once the request is there.
     """
 
     def __init__(self, admit: Admit) -> None:
@@ -52,13 +52,13 @@ class EngineDoor:
         self.exists = False
 
     def attach(self, engine: Any) -> None:
-        """Stand before this engine."""
+        """Wrap this engine."""
         core = getattr(engine, "engine_core", None)
         send = getattr(core, "add_request_async", None)
         self.exists = send is not None
         if core is None or send is None:
             logger.warning(
-                "cumem-sleep gate: this vLLM sends requests to its engine in a way that is not known, so sleeps wait"
+                "cumem-sleep gate: this vLLM sends requests to its engine in an unknown way, so sleeps wait"
                 " until all requests are answered"
             )
             return
@@ -72,7 +72,7 @@ class EngineDoor:
                     lease.refusal = error
                 self._forget(engine, *arguments)
                 raise
-            self._passing += 1  # nothing was awaited since it was admitted
+            self._passing += 1  # no await since it was admitted
             lease.admitted = True
             try:
                 return await send(*arguments, **keywords)
@@ -85,7 +85,7 @@ class EngineDoor:
         core.add_request_async = add_request_async
 
     async def empties(self, within_s: float) -> bool:
-        """Whether those that were admitted are with the engine in time: what is sent to it next comes after them."""
+        """Whether all admitted requests reach the engine in time, so that whatever is sent next comes after them."""
         deadline = asyncio.get_running_loop().time() + within_s
         while self._passing:
             self._empty.clear()
@@ -97,7 +97,7 @@ class EngineDoor:
         return True
 
     def _forget(self, engine: Any, *arguments: Any) -> None:
-        """The frontend knows the request already, and would keep it for ever."""
+        """Remove the request from the frontend, which has registered it already and would keep it forever."""
         request_id = getattr(arguments[0], "request_id", None) if arguments else None
         if request_id is None:
             return

@@ -1,4 +1,4 @@
-"""The HTTP gate: an ASGI middleware for `vllm serve` that answers for a sleeping model what would hang or crash.
+"""The HTTP gate: an ASGI middleware for `vllm serve` that answers requests which would hang or crash a sleeping model.
 
 vLLM adds it last, so it is the outermost middleware: before CORS and before the check of API keys.
 """
@@ -55,11 +55,11 @@ WRITING_ROUTES = {
     "/weight_checker": Effect.WRITES,
 }
 WEIGHTS_ASLEEP = "weights are asleep: POST /wake_up?tags=weights first"
-KEYED = ("/v1", "/v2", "/inference", "/cohere")  # what any vLLM wants an API key for
+KEYED = ("/v1", "/v2", "/inference", "/cohere")  # where any version of vLLM wants an API key
 
 HEALTH_WITHIN_S = 1.0
-POLL_S = 0.5  # the engine may die; with several API servers another one may wake the model
-MOST_WRITTEN_BYTES = 256 << 20  # of a call that writes weights: it is read before its turn comes
+POLL_S = 0.5  # the engine may die; another API server may wake the model
+MOST_WRITTEN_BYTES = 256 << 20  # the body of a call that writes weights, which is read before its turn comes
 
 
 class Refused(Exception):
@@ -76,7 +76,7 @@ class Refused(Exception):
         self.outcome = outcome
 
     def answer(self) -> list[Message]:
-        """The whole answer."""
+        """The complete answer."""
         return refusal(503, str(self), {"Retry-After": str(math.ceil(self.retry_after_s))})
 
 
@@ -84,7 +84,7 @@ class SleepGate:
     """`vllm serve … --middleware cumem_sleep.vllm.SleepGate`; settings: see `GateSettings`.
 
     Raises:
-        InvalidArgument: a variable of the environment has a bad value.
+        InvalidArgument: an environment variable has a bad value.
     """
 
     def __init__(self, app: App) -> None:
@@ -103,8 +103,8 @@ class SleepGate:
         self._is_scraped = metrics.register(self._status, self._outcomes)
         hold = "" if settings.on_request == "reject" else f" (at most {settings.request_deadline_s:g} s)"
         logger.info(
-            "cumem-sleep gate: requests to a sleeping model: %s%s; /health then: %d; admin token: %s; /sleep and its"
-            " kin: %s",
+            "cumem-sleep gate: requests to a sleeping model: %s%s; /health then: %d; admin token: %s; /sleep and"
+            " similar paths: %s",
             settings.on_request,
             hold,
             self._health_code(),
@@ -116,7 +116,7 @@ class SleepGate:
         """Decide about one request: ASGI."""
         app: Any = scope.get("app")
         engine = getattr(app.state, "engine_client", None) if "app" in scope else None
-        if scope["type"] not in ("http", "websocket") or engine is None:  # a server that only renders has no engine
+        if scope["type"] not in ("http", "websocket") or engine is None:  # a render-only server has no engine
             return await self._app(scope, receive, send)
         if self.model.engine is not engine:
             self.model.engine, self.model.several_servers = engine, _several_servers(app.state)
@@ -136,7 +136,7 @@ class SleepGate:
         token = self._settings.admin_token
         if token and self._is_guarded(scope, taken):
             if not bears(scope, [token]):
-                unknown = "; this route is not known to the gate" if taken.kind is Kind.UNKNOWN else ""
+                unknown = "; the gate does not know this route" if taken.kind is Kind.UNKNOWN else ""
                 wanted = f"an admin token is needed{unknown}"
                 answer = refusal(401, wanted, {"WWW-Authenticate": "Bearer"})
                 return await self._answer(scope, inbox, send, answer, wanted)
@@ -171,9 +171,9 @@ class SleepGate:
             await self._look()
             while not model.serves:
                 if not _has_api_key(scope) and route_path(scope).startswith(KEYED):
-                    answer = response(401, {"error": "Unauthorized"})  # as vLLM, whose own check can be misled
+                    answer = response(401, {"error": "Unauthorized"})  # as vLLM does, whose own check can be bypassed
                     return await self._answer(scope, inbox, send, answer, "Unauthorized")
-                held = await self._hold(taken, scope, inbox)  # a sleep may begin again before it returns
+                held = await self._hold(taken, scope, inbox)  # another sleep may begin before it returns
                 if not held:
                     break
                 outcome = held
@@ -182,7 +182,7 @@ class SleepGate:
             return await self._answer(scope, inbox, send, refused.answer(), str(refused))
         except ClientGone:
             raise
-        except Exception as error:  # vLLM says best what is wrong with its engine
+        except Exception as error:  # vLLM itself reports best what is wrong with its engine
             logger.debug("the engine does not say whether it sleeps: %s", error)
         if outcome:
             self._outcomes[outcome] += 1
@@ -191,15 +191,17 @@ class SleepGate:
         await self._pass(scope, inbox, send)
 
     async def _hold(self, taken: Taken, scope: Scope, inbox: Inbox) -> str:
-        """Returns what became of the request, as soon as the model serves; "" if vLLM will find fault with it.
+        """Returns the outcome of the request as soon as the model serves; "" if vLLM will reject the request anyway.
 
         Raises:
-            Refused: by the policy, at the deadline, because too much is held, or because waking failed.
+            Refused: the policy says so, the deadline passed, too much is held, or waking failed.
             ClientGone: nobody waits for the answer.
-            Exception: of the engine, which is dead.
+            Exception: the engine's own, if it is dead.
         """
         settings, policy = self._settings, self._settings.on_request
-        if policy == "reject" or not _has_api_key(scope):  # nobody unknown wakes it, or takes up memory
+        if policy == "reject" or not _has_api_key(
+            scope
+        ):  # without a key, a request neither wakes the model nor takes memory
             raise Refused(self.model.why_not(), settings.retry_after_s, "rejected")
         deadline = self.model.clock() + settings.request_deadline_s
         gone = asyncio.ensure_future(inbox.until_gone_or_too_much())
@@ -231,7 +233,7 @@ class SleepGate:
             await self._wait(asyncio.ensure_future(step), gone, deadline)
 
     async def _wait(self, step: asyncio.Future[Any], gone: asyncio.Future[None] | None, deadline: float) -> None:
-        """Until a step is done. One watch over the engine serves all who wait."""
+        """Wait until `step` is done. One task watches the engine for all waiting requests."""
         left_s = deadline - self.model.clock()
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._watch_engine())
@@ -250,18 +252,19 @@ class SleepGate:
             raise Refused(self.model.why_not(), self._settings.retry_after_s, "timed_out")
 
     async def _watch_engine(self) -> None:
-        """Ends with the engine's error: a server that is being shut down waits for the requests that it holds."""
+        """Raises the engine's error: a server that is being shut down waits for the requests that it holds."""
         while self._held.requests:
             await asyncio.sleep(POLL_S)
             await self.model.engine.check_health()
             await self._look()
 
     async def _look(self) -> None:
-        """`SleepingModel.look`. As long as nothing new is known, a model that slept or lost its weights does still.
+        """`SleepingModel.look`. If the engine does not answer, a model that slept or lost its weights is assumed to
+        still.
 
         Raises:
-            Refused: it did, and the engine does not say.
-            Exception: of the engine, which is then in no state to serve.
+            Refused: it did, and the engine does not answer.
+            Exception: the engine's own, if it cannot serve.
         """
         try:
             await self.model.look()
@@ -269,7 +272,7 @@ class SleepGate:
             if not self.model.lacks_memory or await self._engine_is_dead():
                 raise
             logger.debug("the engine does not say whether it sleeps: %s", error)
-            message = "the engine does not say whether it sleeps still"
+            message = "the engine does not say whether it still sleeps"
             raise Refused(message, self._settings.retry_after_s, "rejected") from error
 
     async def _engine_is_dead(self) -> bool:
@@ -290,7 +293,7 @@ class SleepGate:
             raise Refused(f"the model is asleep, and waking it failed: {cause}", left_s, "rejected")
 
     def _failure(self) -> tuple[str, float] | None:
-        """Why waking on request failed, and for how long nobody tries again."""
+        """Why waking on request failed, and how long until the next attempt."""
         if self.model.failure is not None:
             cause, until = self.model.failure
             if (left_s := until - self.model.clock()) > 0:
@@ -300,7 +303,7 @@ class SleepGate:
     # Requests that pass
 
     async def _pass(self, scope: Scope, inbox: Inbox, send: Send) -> None:
-        """Let vLLM answer. What does not reach its engine in time is answered as if it came now."""
+        """Let vLLM answer. A request that does not reach the engine in time is treated as if it had just arrived."""
         lease, started = Lease(_has_api_key(scope)), False
 
         async def send_if_admitted(message: Message) -> None:
@@ -326,10 +329,11 @@ class SleepGate:
             await self._answer(scope, inbox, send, lease.refusal.answer(), str(lease.refusal))
 
     async def _admit(self, lease: Lease) -> Callable[[], None]:
-        """Returns when a request may go to the engine: the model serves, and does until what it gives is called.
+        """Returns when a request may go to the engine: the model serves, and will until the returned function is
+        called.
 
         Raises:
-            Refused: as if the request came now.
+            Refused: as if the request had just arrived.
         """
         model = self.model
         deadline = model.clock() + self._settings.request_deadline_s
@@ -341,7 +345,9 @@ class SleepGate:
                 elif model.keep_still():
                     break
                 else:
-                    await asyncio.sleep(BETWEEN_S)  # a sibling is at it, or this server wakes what is awake
+                    await asyncio.sleep(
+                        BETWEEN_S
+                    )  # a sibling is changing something, or this server wakes what is awake
             return model.let_go
         except Refused:
             raise
@@ -364,7 +370,7 @@ class SleepGate:
         return sum(lease.admitted or not self._door.exists for lease in self._leases)
 
     async def _is_clear(self, within_s: float) -> bool:
-        """Whether vLLM may be told to sleep: without modes of sleep it pulls the memory from under running requests."""
+        """Whether vLLM may be told to sleep: versions without sleep modes release memory that running requests use."""
         has_to_drain = not (self.model.has_sleep_modes and self._door.exists)
         return not (has_to_drain and not await self._drained(within_s)) and await self._door.empties(within_s)
 
@@ -380,10 +386,10 @@ class SleepGate:
                 return False
         return True
 
-    # What changes the model's sleep, or its weights
+    # Calls that change the model's sleep, or its weights
 
     async def _control(self, taken: Taken, scope: Scope, inbox: Inbox) -> list[Message]:
-        """The answer is sent when the state is known: the next request may follow at once."""
+        """The answer is returned only when the new state is known, because the next request may follow at once."""
         gone = None
         try:
             if taken.kind is not Kind.CHANGES:
@@ -416,13 +422,13 @@ class SleepGate:
         if level is None or mode not in MODES:
             return refusal(400, "level is 0, 1 or 2, and mode is abort, wait or keep")
         wanted = {"level": level, "mode": mode} if model.has_sleep_modes else {"level": level}
-        scope = {**scope, "query_string": urlencode(wanted).encode()}  # read in one way only
+        scope = {**scope, "query_string": urlencode(wanted).encode()}  # so that it can be read in one way only
         if level == 2 and mode == "keep":
             return _conflict("requests cannot be kept over a level-2 sleep: they would run before weights are loaded")
         async with model.change(gone=gone):
             if not await self._is_clear(self._settings.request_deadline_s):
                 late = {"Retry-After": str(self._settings.retry_after_s)}
-                return refusal(503, f"{self._in_engine()} requests are running still: nothing has changed", late)
+                return refusal(503, f"{self._in_engine()} requests are still running: nothing has changed", late)
             await model.mend()
             code = 500
             try:
@@ -437,7 +443,7 @@ class SleepGate:
             return answer
 
     async def _see_to_requests_left(self, level: int, mode: str) -> None:
-        """What a sleep left in the engine runs when the scheduler resumes: at the first tag (0.18), or the last."""
+        """Requests left in the engine would run when the scheduler resumes: at the first tag (0.18), or the last."""
         if mode == "wait" and level == 2 and self.model.has_sleep_modes:  # vLLM waited for those that ran
             await self.model.flush()
         self.model.kept = mode == "keep" or (mode == "wait" and level < 2)
@@ -451,11 +457,11 @@ class SleepGate:
             if path == RELOAD:
                 return await self._reload()
             if path == "/resume" and model.asleep:
-                return _conflict("memory is asleep: POST /wake_up instead, which resumes, too")
+                return _conflict("memory is asleep: POST /wake_up instead, which also resumes")
             await model.mend()
             if path in WAKES:
                 if self._wakes_kept_requests_early(query.get("tags", ())):
-                    return _conflict("requests were kept: POST /wake_up without tags, which wakes all for them")
+                    return _conflict("requests were kept: POST /wake_up without tags, which wakes everything for them")
                 if model.several_servers and model.asleep and not model.kept:
                     await model.flush()
                 scope = {**scope, **WAKE_UP}
@@ -483,7 +489,7 @@ class SleepGate:
         return response(200, {"status": "weights reloaded"})
 
     async def _write(self, taken: Taken, scope: Scope, inbox: Inbox) -> list[Message]:
-        """A call that may touch weights: its body is read first, so that none comes late."""
+        """A call that may touch weights. Its body is read before its turn, so that a slow body delays nobody."""
         body = await inbox.body(MOST_WRITTEN_BYTES)
         if body is None:
             return refusal(413, f"at most {MOST_WRITTEN_BYTES >> 20} MiB are allowed")
@@ -494,7 +500,7 @@ class SleepGate:
         if effect is Effect.HARMLESS:
             return await whole_answer(self._app, scope, inbox)
         if effect is Effect.CHANGES_SLEEP:
-            return _conflict("the workers' sleep is vLLM's to change: POST /sleep or /wake_up instead")
+            return _conflict("only vLLM may change the workers' sleep: POST /sleep or /wake_up instead")
         gone = asyncio.ensure_future(inbox.until_gone())
         try:
             async with self.model.alone(gone):
@@ -517,7 +523,7 @@ class SleepGate:
         return None
 
     async def _adapt(self, taken: Taken, scope: Scope, inbox: Inbox, send: Send) -> None:
-        """What changes the model while it serves, and is not to meet a sleep that began meanwhile."""
+        """A call that changes the model while it serves, and must not run during a sleep that began meanwhile."""
         model, answer = self.model, None
         body = await inbox.body(MOST_WRITTEN_BYTES)
         if body is None:
@@ -535,7 +541,7 @@ class SleepGate:
             gone.cancel()
             await asyncio.wait({gone})  # two readers of one request would steal each other's messages
         if answer is None:
-            return await self._infer(taken, scope, inbox, send)  # as if it came now
+            return await self._infer(taken, scope, inbox, send)  # as if it had just arrived
         await deliver(scope, inbox, send, answer)
 
     # Health
@@ -551,7 +557,7 @@ class SleepGate:
             await asyncio.wait_for(model.look(), HEALTH_WITHIN_S)
             await model.engine.check_health()
         except Exception as error:
-            logger.debug("health is vLLM's to tell: %s", error)
+            logger.debug("vLLM itself answers for its health: %s", error)
             return await self._app(scope, inbox, send)
         if model.serves:
             return await self._app(scope, inbox, send)
@@ -565,7 +571,7 @@ class SleepGate:
 
 
 def _several_servers(state: Any) -> bool:
-    """Whether other processes serve the same engine, through which a sleep may pass unseen."""
+    """Whether other processes serve the same engine, so that a sleep may pass through them unseen."""
     parallel = getattr(getattr(state, "vllm_config", None), "parallel_config", None)
     counts = (
         getattr(parallel, "_api_process_count", None),
@@ -585,13 +591,13 @@ def _api_keys(scope: Scope) -> list[str]:
 
 
 def _has_api_key(scope: Scope) -> bool:
-    """Whether a request may use the model: it bears one of vLLM's keys, or there are none."""
+    """Whether a request may use the model: it has one of vLLM's keys, or vLLM has none."""
     keys = _api_keys(scope)
     return not keys or bears(scope, keys)
 
 
 def _with_api_key(scope: Scope) -> Scope:
-    """A request that bears the admin token, as vLLM wants it where it wants one of its own keys in the same header."""
+    """A copy of a request with the admin token that has one of vLLM's own keys instead, where vLLM wants one."""
     if _has_api_key(scope) or not route_path(scope).startswith(KEYED):
         return scope
     headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"authorization"]
@@ -599,7 +605,7 @@ def _with_api_key(scope: Scope) -> Scope:
 
 
 def _will_fail(scope: Scope, body: bytes) -> bool:
-    """Whether vLLM will answer with 4xx, as far as that can be told cheaply. The door sees to it if it does not."""
+    """Whether vLLM will answer with 4xx, by a cheap check. If it does not, `EngineDoor` still stops the request."""
     if header(scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
         return bool(header(scope, b"content-type")) and "multipart" not in header(scope, b"content-type").lower()
     try:
@@ -615,7 +621,7 @@ def _will_fail(scope: Scope, body: bytes) -> bool:
 
 
 def _level(query: dict[str, list[str]]) -> int | None:
-    """The level of a sleep as any vLLM reads it, None if it is none."""
+    """The level of a sleep as any version of vLLM reads it; None if it is not valid."""
     try:
         level = float(query.get("level", ["1"])[-1])
     except ValueError:
@@ -624,7 +630,7 @@ def _level(query: dict[str, list[str]]) -> int | None:
 
 
 async def _called(app: App, scope: Scope, inbox: Inbox, gone: asyncio.Future[None]) -> list[Message]:
-    """The app's whole answer to a call whose turn has come: it takes effect, whether the client is there or not."""
+    """The app's complete answer to a call whose turn has come: it takes effect even if the client has left."""
     gone.cancel()
     await asyncio.wait({gone})  # two readers of one request would steal each other's messages
     return await whole_answer(app, scope, inbox)

@@ -21,16 +21,16 @@ class GateSettings:
     """How the gate answers for a sleeping model. Immutable; `CUMEM_SLEEP_<FIELD>` in the environment.
 
     Attributes:
-        on_request: what becomes of an inference request while the model sleeps: `reject` (503 at once), `wait` (held
+        on_request: what happens to an inference request while the model sleeps: `reject` (503 at once), `wait` (held
             until somebody wakes the model), `wake` (the request wakes it).
         request_deadline_s: how long `wait` and `wake` hold a request before it gets its 503.
-        retry_after_s: what the 503 says in `Retry-After`, in whole seconds; also the pause after a failed wake.
-        health: `/health` and `/ping` of a sleeping server: `ok` (200), `unavailable` (503), or `auto`: 200 if requests
-            would be served, that is with `wait` and `wake`.
-        admin_token: with it, all that changes the server's state (sleep, wake, weight updates, adapters, …) needs
+        retry_after_s: the `Retry-After` of the 503, in whole seconds; also the pause after a failed wake.
+        health: how `/health` and `/ping` answer while the model sleeps: `ok` (200), `unavailable` (503), or `auto`: 200
+            if requests would be served, that is with `wait` and `wake`.
+        admin_token: if set, whatever changes the server's state (sleep, wake, weight updates, adapters, …) needs
             `Authorization: Bearer <token>`.
-        max_held_requests: how many `wait` and `wake` hold at once; beyond, 503.
-        max_held_bytes: of their bodies, together.
+        max_held_requests: how many requests `wait` and `wake` hold at once; further ones get 503.
+        max_held_bytes: how many bytes their bodies may have in total.
         loading_methods: a trainer's own worker methods that load all weights when `/collective_rpc` calls them;
             separated by commas in the environment.
 
@@ -62,7 +62,7 @@ class GateSettings:
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> GateSettings:
         """Settings from `CUMEM_SLEEP_<FIELD>` variables; a variable that is unset or empty leaves the default.
 
-        An empty token is an error, though: it would open what somebody wanted closed.
+        An empty token is an error, though: it would leave open what somebody wanted to protect.
 
         Raises:
             InvalidArgument: a variable has a bad value; the message names the variable, the value (never a token's)
@@ -109,7 +109,7 @@ def _parse(variable: str, name: str, text: str) -> str | float | tuple[str, ...]
 
 def _check_choice(label: str, name: str, value: object) -> None:
     if not isinstance(value, str):
-        raise InvalidArgumentType(f"{label}={value!r}: a string is wanted, one of {', '.join(_CHOICES[name])}")
+        raise InvalidArgumentType(f"{label}={value!r}: expected a string, one of {', '.join(_CHOICES[name])}")
     if value not in _CHOICES[name]:
         raise InvalidArgument(f"{label}={value!r}: one of {', '.join(_CHOICES[name])} is allowed")
 
@@ -135,10 +135,10 @@ def _check_count(label: str, value: object) -> None:
 
 def _check_methods(label: str, value: object) -> None:
     if not isinstance(value, tuple) or not all(isinstance(method, str) for method in value):
-        raise InvalidArgumentType(f"{label}={value!r}: a tuple of method names is wanted")
+        raise InvalidArgumentType(f"{label}={value!r}: expected a tuple of method names")
     if bad := [method for method in value if not method.isidentifier()]:
         names = ",".join(value)
-        raise InvalidArgument(f"{label}={names!r}: {bad[0]!r} is no method's name (names are separated by commas)")
+        raise InvalidArgument(f"{label}={names!r}: {bad[0]!r} is not a method name (names are separated by commas)")
 
 
 def _allowed_seconds(name: str) -> str:
@@ -148,7 +148,7 @@ def _allowed_seconds(name: str) -> str:
 
 def _check_token(label: str, value: object) -> None:
     if not isinstance(value, str):
-        raise InvalidArgumentType(f"{label}: a string is wanted")
+        raise InvalidArgumentType(f"{label}: expected a string")
     if not value or not all("!" <= letter <= "~" for letter in value):
         raise InvalidArgument(
             f"{label}: printable ASCII without spaces is allowed, at least one letter (unset: no token)"

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the layer on vLLM's `/metrics`, from what the workers say of themselves."""
+"""Prometheus metrics of the layer on vLLM's `/metrics`, from the status that the workers report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Usage(TypedDict):
 
 
 class Operation(TypedDict):
-    """What one worker's sleeps, wakes or discards added up to, as in `cumem_sleep.OperationTotals`."""
+    """The totals of one worker's sleeps, wakes or discards, as in `cumem_sleep.OperationTotals`."""
 
     count: int
     failures: int
@@ -59,10 +59,10 @@ class RankStatus(TypedDict):
 
 
 class WorkerStatus:
-    """What the workers last said. One question is under way at a time, and nobody waits for it longer than he wants.
+    """The workers' last status. One question is pending at a time, and each caller waits only as long as it wants.
 
-    The question carries no timeout of vLLM's: its executors would then leave the late answer in the workers' queues,
-    where the next call takes it for its own. For the same reason it is never cancelled.
+    The question has no vLLM timeout: with one, vLLM's executors would leave a late answer in the workers' queues, where
+    the next call would take it for its own. For the same reason it is never cancelled.
     """
 
     def __init__(self) -> None:
@@ -71,13 +71,13 @@ class WorkerStatus:
         self._exists = True
 
     def ask(self, engine: Any) -> asyncio.Task[list[RankStatus] | None]:
-        """Ask all workers, or join the question under way; the task's result is None if there is no answer."""
+        """Ask all workers, or join the pending question; the task's result is None if there is no answer."""
         if self._question is None or self._question.done():
             self._question = asyncio.create_task(self._ask(engine))
         return self._question
 
     async def fresh(self, engine: Any) -> list[RankStatus] | None:
-        """An answer to a question asked now or still under way, None if none came in time (or none ever will)."""
+        """The answer to a question asked now or still pending; None if none comes in time (or ever)."""
         question = self.ask(engine)
         await asyncio.wait({question}, timeout=ANSWER_WITHIN_S)
         return question.result() if question.done() and not question.cancelled() else None
@@ -91,13 +91,14 @@ class WorkerStatus:
             if "not implemented" in str(error):  # vLLM's words for a method that its workers do not have
                 self._exists = False
                 logger.warning(
-                    "cumem-sleep is not at work in vLLM's workers: no cumem_sleep metrics, and the gate goes by the"
+                    "cumem-sleep is not active in vLLM's workers: no cumem_sleep metrics, and the gate knows only the"
                     " sleeps and wakes that pass through it"
                 )
             else:
                 logger.debug("no answer to %s: %s", STATUS_METHOD, error)
             return None
-        # Once a call failed in one worker, vLLM's executors take the others' answers to it for those to the next call.
+        # After a call failed in one worker, vLLM's executors take the other workers' answers for those of the next
+        # call.
         if not all(isinstance(rank, dict) and RankStatus.__required_keys__ <= rank.keys() for rank in ranks):
             logger.debug("no answer to %s: %s", STATUS_METHOD, ranks)
             return None
@@ -106,7 +107,7 @@ class WorkerStatus:
 
 
 class Collector:
-    """A prometheus_client collector: the workers' last answer, and what the gate did with requests."""
+    """A prometheus_client collector: the workers' last status, and what the gate did with requests."""
 
     def __init__(self, status: WorkerStatus, outcomes: Counter[str]) -> None:
         self._status = status
@@ -114,16 +115,16 @@ class Collector:
         self._failed = False
 
     def describe(self) -> list[Any]:
-        """Nothing is fixed: families of workers that never answered are absent."""
+        """No fixed families: workers that never answered have none."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """All metric families, newest values."""
+        """All metric families with their latest values."""
         try:
             families = self._families()
-        except Exception:  # it would take vLLM's own metrics down with it
+        except Exception:  # an error would also break vLLM's own metrics
             if not self._failed:
-                logger.exception("the cumem_sleep metrics are left out: the workers' answer is not understood")
+                logger.exception("the cumem_sleep metrics are left out: the workers' answer could not be understood")
             self._failed = True
             return
         yield from families
@@ -188,7 +189,7 @@ _registered: Collector | None = None
 
 
 def register(status: WorkerStatus, outcomes: Counter[str]) -> bool:
-    """Put the metrics where vLLM's `/metrics` finds them; a later gate takes the place over. False: they cannot be."""
+    """Add the metrics to vLLM's `/metrics`; a later gate replaces them. Returns False if that is not possible."""
     global _registered
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # set by vLLM for several API servers: no custom collectors then
         logger.warning("several API servers share /metrics: the cumem_sleep metrics are left out")

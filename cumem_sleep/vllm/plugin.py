@@ -1,7 +1,7 @@
 """The entry point in `vllm.general_plugins`, called by vLLM in every process of a server, sometimes more than once.
 
-It puts this layer's allocator where vLLM's own stood. vLLM asks for that class whenever sleep mode (or its cumem
-allocator) is enabled and never otherwise, so nothing changes for those who use neither.
+It replaces vLLM's allocator with this layer's. vLLM uses that class only if sleep mode (or its cumem allocator) is
+enabled, so nothing changes for users of neither.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from . import compatibility
 logger = logging.getLogger("cumem_sleep")
 
 DISABLE = PREFIX + "DISABLE"
-NAME = "cumem_sleep"  # of the sleep-mode backend
-ENTRY_POINTS = (NAME, "cumem-sleep")  # VLLM_PLUGINS selects by these; the second is how the package is spelt
-# Set by the first process of a server that says what it does about its vLLM; the others inherit it.
+NAME = "cumem_sleep"  # the sleep-mode backend
+ENTRY_POINTS = (NAME, "cumem-sleep")  # VLLM_PLUGINS selects by these; the second is the package's name
+# Set by the first process of a server that logs what it does about vLLM; the other processes inherit it.
 _SAID = "_CUMEM_SLEEP_SAID"
 
 
 def register() -> None:
     """Let vLLM's workers allocate from this layer, unless it is disabled or does not fit the installed vLLM.
 
-    Elsewhere than on CUDA nothing happens. vLLM loads plugins for `--version` and `--help`, too, so a bad value of a
-    variable is not raised here but when an engine that would use this layer is configured (`check_engine_arguments`).
+    Without CUDA it does nothing. vLLM loads plugins for `--version` and `--help` too, so a variable with a bad value
+    raises no error here, but when an engine that would use this layer is configured (`check_engine_arguments`).
     """
     compatibility.before_engine_config(check_engine_arguments)
     if _is_set(DISABLE) or not compatibility.is_cuda():
@@ -39,29 +39,29 @@ def register() -> None:
     _log_as_vllm_does()
     untested = compatibility.installed_version_misfit()
     if misfit := compatibility.misfit(untested=_is_set(compatibility.UNTESTED)):
-        try_it = f"{compatibility.UNTESTED}=1 tries it all the same, " if misfit == untested else ""
+        try_it = f"{compatibility.UNTESTED}=1 tries it anyway, " if misfit == untested else ""
         _say_once(
             f"cumem-sleep does not serve this vLLM, whose own sleep mode stays: {misfit}."
-            f" ({try_it}{DISABLE}=1 takes this message away.)"
+            f" ({try_it}{DISABLE}=1 silences this message.)"
         )
         return
     if untested:
         _say_once(
             f"cumem-sleep serves this vLLM because {compatibility.UNTESTED} is set: {untested}."
-            " Everything that the layer calls is there; more has not been tested"
+            " Everything that the layer calls is there; nothing else was tested"
         )
     _take_over()
 
 
 def check_engine_arguments(arguments: Any) -> None:
-    """Stop a server at its start, rather than at its first sleep, where this layer cannot do what it was told.
+    """Stop a server at its start, rather than at its first sleep, if this layer cannot do what is asked of it.
 
     Args:
         arguments: vLLM's `EngineArgs`.
 
     Raises:
         InvalidArgument: an environment variable has a bad value, and the engine would use this layer.
-        InvalidState: the engine asks for this layer's sleep-mode backend, and the layer stands back here.
+        InvalidState: the engine asks for this layer's sleep-mode backend, but the layer does not serve here.
     """
     by_name = getattr(arguments, "sleep_mode_backend", None) == NAME
     sleeps = any(getattr(arguments, name, False) for name in compatibility.WHAT_ENABLES_THE_ALLOCATOR)
@@ -72,14 +72,14 @@ def check_engine_arguments(arguments: Any) -> None:
         if by_name:
             raise InvalidState(
                 f"--sleep-mode-backend {NAME} cannot be used: {refusal}."
-                " Without that option vLLM's own sleep mode serves"
+                " Without that option vLLM uses its own sleep mode"
             )
         return
     Settings.from_environment()
 
 
 def check_variables(environment: Mapping[str, str]) -> None:
-    """Look at the variables that only the plugin reads.
+    """Check the variables that only the plugin reads.
 
     Raises:
         InvalidArgument: one of them has a bad value.
@@ -89,7 +89,7 @@ def check_variables(environment: Mapping[str, str]) -> None:
 
 
 def _refusal() -> str | None:
-    """Why this layer stands back, or None where it serves."""
+    """Why this layer does not serve, or None if it does."""
     if _is_set(DISABLE):
         return f"{DISABLE}={os.environ[DISABLE]}"
     if not compatibility.is_cuda():
@@ -98,7 +98,7 @@ def _refusal() -> str | None:
 
 
 def _is_set(variable: str) -> bool:
-    """A bad value counts as not set: `check_engine_arguments` reports it to the engines that it matters to."""
+    """Whether it is true. A bad value counts as not set: `check_engine_arguments` reports it where it matters."""
     try:
         return parse_bool(variable, os.environ.get(variable, "").strip() or "0")
     except CumemSleepError:
@@ -106,18 +106,20 @@ def _is_set(variable: str) -> bool:
 
 
 def _say_once(text: str) -> None:
-    """A warning in the first process of a server; the others inherit that it was given."""
+    """Log a warning in the first process of a server; the other processes inherit a variable that says so."""
     if _SAID not in os.environ:
         os.environ[_SAID] = "1"
         logger.warning("%s", text)
 
 
 def _take_over() -> None:
-    """Again is harmless."""
+    """Install this layer in vLLM; calling this again is harmless."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     if others := compatibility.replace_allocator():
-        logger.info("vLLM's own CuMemAllocator was replaced where it was imported already: %s", ", ".join(others))
+        logger.info(
+            "vLLM's own CuMemAllocator was replaced in modules that had already imported it: %s", ", ".join(others)
+        )
     CuMemAllocator.prepares_after_pools = False
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
     WorkerWrapperBase.sleep = sleep
@@ -126,23 +128,23 @@ def _take_over() -> None:
 
 
 def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The worker's own, and after it, if the settings say so, the backups for the first sleep (in the background)."""
+    """The worker's method; then, if the settings say so, make the backups for the first sleep in the background."""
     result = self.worker.compile_or_warm_up_model(*args, **kwargs)
     allocator = CuMemAllocator.instance
     if allocator is not None and allocator.settings.prepare and allocator.get_current_usage():
         try:
             allocator.prepare()
         except CumemSleepError as error:
-            logger.warning("prepare did not begin, the first sleep copies everything: %s", error)
+            logger.warning("prepare did not begin, so the first sleep copies everything: %s", error)
     return result
 
 
 def sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The worker's own, which holds against us what other processes do.
+    """The worker's method, without an assertion that fails because of other processes.
 
-    At its end it asserts that the GPU has more free memory than before. If another process, as a model that wakes, took
-    more meanwhile than this one gave, that fails with all memory asleep, and vLLM takes a sleep that failed for none:
-    its next wake would wake nothing and run the model on unmapped memory.
+    At its end it asserts that the GPU has more free memory than before. If another process (a model that wakes, say)
+    took more memory meanwhile than this one released, the assertion fails although all memory is asleep. vLLM would
+    then take the model to be awake: its next wake would wake nothing and run the model on unmapped memory.
     """
     try:
         return self.worker.sleep(*args, **kwargs)
@@ -155,7 +157,7 @@ def sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def cumem_sleep_status(self: Any) -> dict[str, Any]:
-    """What `collective_rpc("cumem_sleep_status")` answers for one worker: plain numbers, for metrics and for people."""
+    """One worker's answer to `collective_rpc("cumem_sleep_status")`: plain numbers, for metrics and for people."""
     allocator = CuMemAllocator.get_instance()
     devices = sorted({segment.device for segment in _core.segments()})
     free_bytes, total_bytes = (sum(numbers) for numbers in zip((0, 0), *map(_core.memory_info, devices), strict=True))
@@ -172,7 +174,7 @@ def cumem_sleep_status(self: Any) -> dict[str, Any]:
 
 
 def _log_as_vllm_does() -> None:
-    """Write where vLLM writes, which configures only its own loggers, unless the user has seen to ours."""
+    """Log where vLLM logs, unless the user configured our logger: vLLM configures only its own loggers."""
     ours = logging.getLogger("cumem_sleep")
     if ours.handlers:
         return
@@ -183,7 +185,7 @@ def _log_as_vllm_does() -> None:
 
 
 class _ToVllm(logging.Handler):
-    """Passes records on to vLLM's logger, which some versions configure only after the plugins were loaded."""
+    """Forwards records to vLLM's logger, which some versions configure only after loading the plugins."""
 
     def emit(self, record: logging.LogRecord) -> None:
         theirs = logging.getLogger("vllm")

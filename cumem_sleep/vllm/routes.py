@@ -1,6 +1,6 @@
-"""What every route of `vllm serve` is to the gate, and which route a request takes.
+"""How the gate treats every route of `vllm serve`, and which route a request takes.
 
-The server's own router is asked, so nothing can be meant by one reading of a path and done by another.
+The gate asks the server's own router, so both always read a path in the same way.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ MOST_KNOWN = 1024
 
 
 class Kind(Enum):
-    """What a request is to the gate, which decides what becomes of it while the model sleeps."""
+    """How the gate classifies a request, which decides what happens to it while the model sleeps."""
 
-    CHANGES = "changes the sleep"  # one at a time, followed by the gate
-    WRITES = "touches weights"  # not while they sleep, and never beside a change
+    CHANGES = "changes the sleep"  # one at a time, tracked by the gate
+    WRITES = "touches weights"  # not while they sleep, and never during a change
     CALLS = "calls a worker method"  # as WRITES, by the method's name
-    ADAPTS = "changes adapters or scale"  # held as RUNS, and never beside a change
+    ADAPTS = "changes adapters or scale"  # held as RUNS, and never during a change
     ADMINISTERS = "changes the server's state"  # passes
     RUNS = "runs the model"  # held, refused, or wakes the model
     HEALTH = "health"  # answered by the gate
     PASSES = "touches neither memory nor the server's state"
-    UNKNOWN = "not known"  # counts as ADMINISTERS and as RUNS, but wakes nothing
+    UNKNOWN = "not known"  # treated as ADMINISTERS and as RUNS, but wakes nothing
     NOTHING = "no route"  # vLLM answers 404 or 405
 
 
 GUARDED = frozenset((Kind.CHANGES, Kind.WRITES, Kind.CALLS, Kind.ADAPTS, Kind.ADMINISTERS, Kind.UNKNOWN))
-# The gate's own, beside vLLM's.
+# The gate's own routes.
 WAKE, RELOAD = "/wake", "/reload_weights"
 
 _POSTS = {
@@ -71,7 +71,7 @@ _TABLE: dict[tuple[str, str], Kind] = {
     ("GET", "/health"): Kind.HEALTH,
     ("GET", "/ping"): Kind.HEALTH,
 }
-_MOUNTS = ("/metrics", "/static")  # of apps that only look, whatever the method
+_MOUNTS = ("/metrics", "/static")  # apps that are read-only, whatever the method
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Taken:
     """The route that a request takes.
 
     Attributes:
-        template: of the route's path, as "/v1/responses/{response_id}"; "" if no route takes it.
-        kind: what it is to the gate.
-        redirects: the server only answers that the path wants a slash more or less.
+        template: the route's path, such as "/v1/responses/{response_id}"; "" if no route takes it.
+        kind: how the gate classifies it.
+        redirects: the server only redirects to the path with, or without, a final slash.
     """
 
     template: str
@@ -90,7 +90,7 @@ class Taken:
 
 
 def not_canonical(scope: Scope) -> str:
-    """What is wrong with the path of a request, in words; "" if it can only be read in one way."""
+    """What is wrong with the path of a request; "" if it can only be read in one way."""
     path, raw = str(scope["path"]), bytes(scope.get("raw_path") or b"").lower()
     if not path.startswith("/"):
         return "does not begin with a slash"
@@ -125,7 +125,7 @@ class Routes:
 
 
 def kind_of(method: str, template: str) -> Kind:
-    """What a route is to the gate; one that the table does not know may do anything, unless it is there to look."""
+    """The kind of a route. One that is not in the table may do anything, unless its method is read-only."""
     known = _TABLE.get(("GET" if method == "HEAD" else method, template))
     if known is not None and (method, known) != ("HEAD", Kind.HEALTH):
         return known
@@ -134,13 +134,13 @@ def kind_of(method: str, template: str) -> Kind:
 
 
 def route_path(scope: Scope) -> str:
-    """The path within the server, as Starlette's `get_route_path` has it."""
+    """The path within the server, as Starlette's `get_route_path` computes it."""
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 def _find(routes: Iterable[Any], scope: Scope) -> tuple[str, bool] | None:
-    """The template of the first route that takes a request, and whether it takes the method, too."""
+    """The template of the first route that takes a request, and whether it also takes the method."""
     partial = None
     for route in routes:
         match, child = route.matches(dict(scope))
@@ -154,7 +154,7 @@ def _find(routes: Iterable[Any], scope: Scope) -> tuple[str, bool] | None:
 
 
 def _inside(route: Any, is_full: bool, scope: Scope, child: Scope) -> tuple[str, bool]:
-    """The same within one route that matches: FastAPI's included routers and Starlette's mounts hold others."""
+    """The same within one matching route: FastAPI's included routers and Starlette's mounts contain other routes."""
     if hasattr(route, "effective_route_contexts"):
         found = _find(_contexts(route), scope)
     elif inner := getattr(route, "routes", None):
@@ -163,7 +163,7 @@ def _inside(route: Any, is_full: bool, scope: Scope, child: Scope) -> tuple[str,
             found = (_template(route) + found[0], found[1])
     else:
         return _template(route), is_full
-    return found or (_template(route), True)  # whatever takes it in there is not known
+    return found or (_template(route), True)  # what takes it inside is unknown
 
 
 def _contexts(route: Any) -> Iterator[Any]:

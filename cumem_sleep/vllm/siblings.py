@@ -1,4 +1,4 @@
-"""Several API servers of one vLLM: what one of them does to the model's sleep is known to the others."""
+"""Several API servers of one vLLM: each learns what the others do to the model's sleep."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-TRIES, BETWEEN_S = 20, 0.01  # a sibling that only looks has the lock for a moment
+TRIES, BETWEEN_S = 20, 0.01  # a sibling that only reads has the lock for a moment
 
 
 class Busy(Exception):
@@ -22,9 +22,9 @@ class Busy(Exception):
 
 
 class Siblings:
-    """A file that API servers share, as a lock, and for what they know.
+    """A file that API servers share: a lock, and the facts that they tell each other.
 
-    They are children of one process, which gives the file its name.
+    They are children of one process, after which the file is named.
     """
 
     def __init__(self) -> None:
@@ -34,10 +34,10 @@ class Siblings:
 
     @asynccontextmanager
     async def excluded(self) -> AsyncIterator[None]:
-        """No sibling changes anything meanwhile, and no server listens.
+        """Exclusive lock: no sibling changes anything meanwhile, and no server listens.
 
         Raises:
-            Busy: one does.
+            Busy: another server has the lock.
         """
         for _ in range(TRIES):
             if not self._listeners and self._lock(fcntl.LOCK_EX):
@@ -46,7 +46,7 @@ class Siblings:
         else:
             raise Busy(
                 "another API server of this vLLM is changing the model's sleep, or requests are on their way to the"
-                " engine: ask again when that is done"
+                " engine: try again when that is done"
             )
         self._has_turn = True
         try:
@@ -56,18 +56,18 @@ class Siblings:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def tell(self, facts: dict[str, Any]) -> None:
-        """Tell them; only while they are excluded."""
+        """Tell the siblings; only inside `excluded`."""
         content = json.dumps(facts).encode()
         os.pwrite(self._opened(), content, 0)
         os.ftruncate(self._file, len(content))
 
     def told(self) -> dict[str, Any]:
-        """What was told last, {} at the start; only while they are excluded, or heard."""
+        """The last facts told, {} at the start; only inside `excluded` or `heard`."""
         content = os.pread(self._opened(), 1 << 16, 0)
         return dict(json.loads(content)) if content else {}
 
     def heard(self) -> dict[str, Any] | None:
-        """What was told last; None while one of them, or this one, changes something."""
+        """The last facts told; None while a sibling, or this server, changes something."""
         if not self.listen():
             return None
         try:
@@ -76,14 +76,14 @@ class Siblings:
             self.listen_no_more()
 
     def listen(self) -> bool:
-        """From now on nobody changes anything, until `listen_no_more`; False if somebody does."""
+        """Shared lock: nobody changes anything until `listen_no_more`. False if a server is changing something."""
         if self._has_turn or not (self._listeners or self._lock(fcntl.LOCK_SH)):
-            return False  # a second lock of the same file would undo the first
+            return False  # a second lock on the same file would replace the first
         self._listeners += 1
         return True
 
     def listen_no_more(self) -> None:
-        """What was heard may change."""
+        """Release the shared lock: what was heard may change now."""
         self._listeners -= 1
         if not self._listeners:
             fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -104,7 +104,7 @@ class Siblings:
 
 
 def _parent() -> str:
-    """The process that started this one, by a name that no later process can have."""
+    """A name for the process that started this one, which no later process can have."""
     number = os.getppid()
     fields = pathlib.Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     return f"{number}-{fields[19]}"  # the time of its start

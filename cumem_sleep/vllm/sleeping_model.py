@@ -1,4 +1,4 @@
-"""What the HTTP gate knows of the model's sleep, and how a request wakes it."""
+"""What the HTTP gate knows about the model's sleep, and how a request wakes the model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .worker_methods import Effect
 
 logger = logging.getLogger("cumem_sleep")
 
-TAGS = frozenset(("weights", "kv_cache"))  # what vLLM's executors put to sleep
+TAGS = frozenset(("weights", "kv_cache"))  # the tags that vLLM's executors put to sleep
 ASK_WITHIN_S = 10.0
 
 
 class Phase(Enum):
     """Where the model is, as far as the gate knows."""
 
-    UNKNOWN = "unknown"  # at the start, and after every change: the engine is asked
+    UNKNOWN = "unknown"  # at the start, and after every change: ask the engine
     AWAKE = "awake"
-    ASLEEP = "asleep"  # some memory sleeps, or at level 0 only the scheduler
+    ASLEEP = "asleep"  # some memory is asleep; at level 0, only the scheduler is stopped
     CHANGING = "changing"  # a sleep, a wake or a reload is under way
 
 
@@ -38,25 +38,26 @@ class Update(Enum):
     NONE = "none"
     OPEN = "open"  # started, nothing written yet
     WRITTEN = "written"  # not finished
-    TORN = "torn"  # weights were dropped since its start: what that prepared, or was written, is lost
+    TORN = "torn"  # weights were dropped after it started: what was prepared or written is lost
 
 
 class SleepingModel:
-    """What is known of the model's sleep. Whatever changes it passes through `change`, one at a time.
+    """What is known about the model's sleep. Everything that changes it goes through `change`, one at a time.
 
     Attributes:
         engine: vLLM's engine client.
         phase: see `Phase`. The facts below outlive an unknown phase.
-        level: of the sleep; None while awake.
-        asleep: tags of the memory that sleeps.
-        weights_lost: dropped (level 2) and not loaded again since: answers would be plausible garbage.
-        paused: by somebody's POST /pause, which a request must not resume.
-        staged: somebody else woke weights that were dropped, and is loading them: a request must not interfere.
+        level: the level of the sleep; None while awake.
+        asleep: the tags of memory that is asleep.
+        weights_lost: weights were dropped (level 2) and not reloaded, so answers would be plausible garbage.
+        paused: somebody called POST /pause, and a request must not resume the engine.
+        staged: somebody else woke dropped weights and is loading them, and a request must not interfere.
         update: see `Update`.
         kept: a sleep may have left requests in the engine, which run when its scheduler resumes.
-        torn: a sleep failed in some workers and not in others, which sleep still; vLLM takes all of it to be awake.
-        failure: why waking on request failed, and until when nobody tries again (a time of `clock`).
-        changed: set, and replaced, whenever what is known changes.
+        torn: a sleep failed in some workers but not in others, which are still asleep; vLLM takes all of them to be
+            awake.
+        failure: why waking on request failed, and until when no request tries again (a time of `clock`).
+        changed: set and replaced whenever this state changes.
         several_servers: other processes serve the same engine, so a sleep may pass unseen.
     """
 
@@ -77,8 +78,8 @@ class SleepingModel:
         self._changing = False
         self._siblings = Siblings()
         self._question: asyncio.Task[bool] | None = None
-        self._seen = -1  # how often API servers had changed something when this one looked last
-        self._changes = 0  # begun and ended; an answer to a question asked before the last of them is worthless
+        self._seen = -1  # the number of changes by all API servers when this one last looked
+        self._changes = 0  # begun or ended; an answer to a question asked before the last of them is outdated
         self._waking: asyncio.Task[None] | None = None
 
     @property
@@ -88,19 +89,19 @@ class SleepingModel:
 
     @property
     def lacks_memory(self) -> bool:
-        """Whether memory sleeps, or weights were not loaded again, as far as is known."""
+        """Whether memory is asleep or weights were not reloaded, as far as is known."""
         return bool(self.asleep) or self.weights_lost
 
     @property
     def may_be_woken(self) -> bool:
-        """Whether there is a sleep that a request may end."""
+        """Whether the model is asleep in a way that a request may end."""
         return (self.level == 0 or self.lacks_memory) and not self.paused and not self.staged
 
     @property
     def has_sleep_modes(self) -> bool:
         """Whether vLLM stops its scheduler before it sleeps, and does no more than that at level 0 (0.18; not 0.14).
 
-        Without, it sleeps under requests that run, and level 0 drops everything, as level 2 does.
+        Without modes, it releases memory under running requests, and level 0 drops everything, as level 2 does.
         """
         return "mode" in inspect.signature(self.engine.sleep).parameters
 
@@ -109,27 +110,27 @@ class SleepingModel:
         if self.phase is Phase.CHANGING:
             return "the model is falling asleep or waking up"
         if self.phase is Phase.AWAKE:
-            return "weights were dropped at level 2 and not loaded again: POST /reload_weights"
+            return "weights were dropped at level 2 and not reloaded: POST /reload_weights"
         return f"the model is asleep (level {self.level}): POST /wake_up"
 
     # What the engine says
 
     async def look(self) -> None:
-        """Make the phase known. A model that is known to be awake costs nothing, except beside other API servers.
+        """Find out the phase. For a model known to be awake that costs nothing, unless there are other API servers.
 
         Raises:
-            Exception: of the engine, which is then in no state to serve.
+            Exception: the engine's own, if it cannot serve.
         """
         if self.several_servers:
             return await self._look_beside_siblings()
-        while self.phase is Phase.UNKNOWN:  # one question for all who ask meanwhile
+        while self.phase is Phase.UNKNOWN:  # one question for all callers
             if self._question is None or self._question.done():
                 self._question = asyncio.create_task(self._ask())
                 self._question.add_done_callback(_retrieve)
             await asyncio.shield(self._question)
 
     def keep_still(self) -> bool:
-        """Until `let_go`, no other API server changes anything; False if one does, or did since the look."""
+        """Keep other API servers from changing anything until `let_go`; False if one is, or has since the last look."""
         if not self.several_servers:
             return True
         if not self._siblings.listen():
@@ -156,12 +157,12 @@ class SleepingModel:
                 return
 
     def _still_holds(self, seen: int) -> bool:
-        """Whether API servers changed nothing since they had changed something so often."""
+        """Whether API servers have changed nothing since their number of changes was `seen`."""
         heard = self._siblings.heard()
         return heard is not None and int(heard.get("changes", 0)) == seen
 
     def _facts(self) -> dict[str, Any]:
-        """What the engine cannot say, for the other API servers."""
+        """What the other API servers must know and the engine cannot tell them."""
         names = ("level", "weights_lost", "paused", "staged", "kept", "torn")
         facts = {name: getattr(self, name) for name in names}
         return {**facts, "asleep": sorted(self.asleep), "update": self.update.value}
@@ -176,11 +177,12 @@ class SleepingModel:
                 setattr(self, name, value)
 
     async def _ask(self, seen: int | None = None) -> bool:
-        """Ask the engine; False if the answer is worthless, because something changed meanwhile."""
+        """Ask the engine; False if the answer is outdated, because something changed meanwhile."""
         changes = self._changes
         sleeping = bool(await asyncio.wait_for(self.engine.is_sleeping(), ASK_WITHIN_S)) or self.torn
         ranks = await self._status.fresh(self.engine) if sleeping else None
-        # vLLM from 0.18 on says that it sleeps while its scheduler is paused. Only the workers know better.
+        # vLLM from 0.18 on also says that it sleeps while its scheduler is only paused. The workers know the
+        # difference.
         is_paused = getattr(self.engine, "is_paused", None) if sleeping and ranks is None else None
         paused = bool(is_paused and await asyncio.wait_for(is_paused(), ASK_WITHIN_S))
         if changes != self._changes or not (seen is None or self._still_holds(seen)):
@@ -202,10 +204,11 @@ class SleepingModel:
             if lost:
                 self._lose_weights()
         elif not self.asleep and self.level != 0 and not scheduler_paused:
-            self.asleep = set(TAGS)  # vLLM means memory, and nobody says which
+            self.asleep = set(TAGS)  # vLLM means memory but does not say which
         if self.asleep:
             self.level = self.level or (2 if self.weights_lost else 1)
-        # Else it is somebody's pause, if not a sleep at level 0: vLLM itself queues or rejects such requests.
+        # Otherwise somebody has paused it, unless it is a sleep at level 0: vLLM itself queues or rejects requests
+        # then.
         self._enter(Phase.ASLEEP if self.asleep or self.level == 0 else Phase.AWAKE)
 
     def _enter(self, phase: Phase) -> None:
@@ -217,15 +220,15 @@ class SleepingModel:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    # What passes through
+    # Calls that pass through the gate
 
     @asynccontextmanager
     async def alone(self, gone: asyncio.Future[None] | None = None) -> AsyncIterator[None]:
-        """No change of the sleep and no write of weights beside this one, here or in another API server.
+        """Exclude all other changes of the sleep and writes of weights, here and in other API servers.
 
         Raises:
             ClientGone: `gone` was done before its turn came.
-            Busy: another API server is at it.
+            Busy: another API server is changing something.
         """
         turn = asyncio.ensure_future(self._lock.acquire())
         try:
@@ -254,13 +257,13 @@ class SleepingModel:
 
     @asynccontextmanager
     async def change(self, disturbs: bool = True, gone: asyncio.Future[None] | None = None) -> AsyncIterator[None]:
-        """One sleep, wake, reload or resume; others wait. Afterwards, also after a failure, the engine is asked.
+        """One sleep, wake, reload or resume; others wait. Afterwards, even after a failure, the engine is asked.
 
         With `disturbs=False` a model that serves keeps serving: waking what is awake changes nothing.
 
         Raises:
             ClientGone: `gone` was done before its turn came.
-            Busy: another API server is at it.
+            Busy: another API server is changing something.
         """
         async with self.alone(gone):
             await self.look_alone()
@@ -275,11 +278,11 @@ class SleepingModel:
                 self._enter(Phase.UNKNOWN)
                 await self.look_alone()
                 self._changing = False
-                if self.phase is Phase.AWAKE:  # asleep, it was asked just now
+                if self.phase is Phase.AWAKE:  # if it was asleep, the engine was asked just now
                     self._status.ask(self.engine)
 
     async def look_alone(self) -> None:
-        """`look`, for one that is `alone`: beside siblings it would take itself for one of them. It never raises."""
+        """`look`, for use inside `alone`, where `look` would mistake this server for a sibling. It never raises."""
         try:
             if self.several_servers:
                 await self._ask()
@@ -293,12 +296,12 @@ class SleepingModel:
         await self.engine.pause_generation(mode="abort", clear_cache=False)
 
     def slept(self, level: int) -> None:
-        """A sleep passed."""
+        """Note that a sleep succeeded."""
         if level == 0 and not self.has_sleep_modes:
             level = 2
         sleeps_again = hasattr(self.engine, "release_kv_cache_memory") and "weights" not in self.asleep
         if self.asleep and not sleeps_again:
-            return  # vLLM lets sleeping memory lie; since 0.33 not if only the KV cache sleeps
+            return  # vLLM leaves sleeping memory alone; since 0.33 not if only the KV cache sleeps
         self.level = level
         if level > 0:
             self.asleep = set(TAGS)
@@ -312,11 +315,11 @@ class SleepingModel:
             self.update = Update.TORN
 
     async def slept_badly(self) -> None:
-        """A sleep failed, but may have stopped the scheduler before it did: that is level 0."""
+        """Note that a sleep failed. It may have stopped the scheduler before, which amounts to level 0."""
         if not self.paused:
             self.level = self.level or 0
         if not self.asleep:
-            # Twice: the first answer may be lost, because vLLM's executors leave what came after the failure unread.
+            # Ask twice: the first answer may be lost, because vLLM's executors leave answers after the failure unread.
             ranks = await self._status.fresh(self.engine) or await self._status.fresh(self.engine) or []
             asleep, lost = _asleep_and_lost(ranks)
             self.torn = bool(asleep)
@@ -328,28 +331,29 @@ class SleepingModel:
                 logger.warning("cumem-sleep gate: a sleep failed in some workers, and others cannot wake: %s", error)
 
     async def mend(self) -> None:
-        """Wake the workers that sleep without vLLM's knowledge: its next wake would run the model on their memory.
+        """Wake the workers that vLLM does not know to be asleep: its next wake would run the model on their unmapped
+        memory.
 
         Raises:
-            Exception: they cannot wake; they are tried again before the next sleep or wake.
+            Exception: they cannot wake; the next sleep or wake tries again first.
         """
         if self.torn:
             await self.engine.collective_rpc("wake_up")
             self.asleep, self.torn, self.level = set(), False, None if self.paused else 0
 
     def woke(self, tags: Iterable[str]) -> None:
-        """A wake of these tags passed (none: of all). vLLM ignores calls that name a tag that is awake."""
+        """Note a wake of these tags (none: of all). vLLM ignores calls that name a tag that is awake."""
         wanted = (set(tags) - {"scheduling"}) if tags else set(self.asleep)
         if wanted <= self.asleep:
             self.asleep -= wanted
         self.staged = self.weights_lost and "weights" not in self.asleep
 
     def released(self) -> None:
-        """The KV cache was dropped, by itself."""
+        """Note that only the KV cache was dropped."""
         self.asleep.add("kv_cache")
 
     def wrote(self, effect: Effect) -> None:
-        """A call passed that may have written weights."""
+        """Note a call that may have written weights."""
         if effect is Effect.STARTS:
             self.update = Update.OPEN
         elif effect is Effect.LOADS or (effect is Effect.UPDATES and self.update is Update.NONE):
@@ -362,7 +366,7 @@ class SleepingModel:
                 self.loaded()
 
     def loaded(self) -> None:
-        """All weights were written."""
+        """Note that all weights were written."""
         if "weights" not in self.asleep:
             self.weights_lost = self.staged = False
             self._tell()
@@ -370,13 +374,13 @@ class SleepingModel:
     # Waking on request
 
     def wake(self) -> asyncio.Task[None]:
-        """Wake it: one task for all who ask meanwhile, which ends with no request. It never raises: see `failure`."""
+        """Wake the model: one task for all requests, which outlives each of them. It never raises: see `failure`."""
         if self._waking is None or self._waking.done():
             self._waking = asyncio.create_task(self._wake())
         return self._waking
 
     async def _wake(self) -> None:
-        cause = "it sleeps still, or again"
+        cause = "it is still asleep, or asleep again"
         try:
             async with self.change(disturbs=False):
                 if not self.may_be_woken:
@@ -387,10 +391,10 @@ class SleepingModel:
                 )
                 await self.mend()
                 if self.several_servers and self.asleep:
-                    await self.flush()  # a sibling may have let something through
+                    await self.flush()  # a sibling may have let a request through
                 await self._wake_in_order()
         except Busy:
-            return  # a sibling wakes it, perhaps: those who wait try again
+            return  # a sibling may be waking it: waiting requests try again
         except Exception as error:
             cause = " ".join(str(error).split()) or type(error).__name__
         if self.serves:
@@ -400,7 +404,7 @@ class SleepingModel:
             logger.warning("cumem-sleep gate: waking on request failed: %s", cause)
 
     async def _wake_in_order(self) -> None:
-        """As vLLM documents it for level 2: weights, their reload, the KV cache. Its prefix cache is empty since."""
+        """In vLLM's documented order for level 2: weights, reload, KV cache. The prefix cache is empty by then."""
         if self.weights_lost:
             if "weights" in self.asleep:
                 await self.engine.wake_up(["weights"])
@@ -416,13 +420,13 @@ class SleepingModel:
 
 
 def _retrieve(question: asyncio.Task[bool]) -> None:
-    """Nobody may have waited for its failure."""
+    """Retrieve the exception, in case nobody waited for the question."""
     if not question.cancelled():
         question.exception()
 
 
 def _asleep_and_lost(ranks: Iterable[metrics.RankStatus]) -> tuple[set[str], bool]:
-    """Tags of memory that sleeps in any worker, and whether weights are among it that have no backup."""
+    """The tags of memory that is asleep in any worker, and whether any of it is weights without a backup."""
     usages = [(tag, usage) for rank in ranks for tag, usage in rank["usage"].items() if usage["asleep_segments"]]
     lost = any(tag == "weights" and usage["backed_up_bytes"] < usage["bytes"] for tag, usage in usages)
     return {tag for tag, _ in usages}, lost

@@ -1,4 +1,4 @@
-"""What the workers' methods do that `/collective_rpc` can call: all that the gate knows of them is here."""
+"""What the worker methods do that `/collective_rpc` can call: everything that the gate knows about them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from enum import Enum
 
 
 class Effect(Enum):
-    """What a method does to the memory that sleeps."""
+    """What a method does to sleeping memory."""
 
-    CHANGES_SLEEP = "changes the sleep"  # unseen by vLLM's engine, which would run the model on sleeping memory
-    RUNS = "runs the model"  # wants all memory awake, and weights in it
+    CHANGES_SLEEP = "changes the sleep"  # without the engine's knowledge, which would run the model on sleeping memory
+    RUNS = "runs the model"  # needs all memory awake and the weights loaded
     STARTS = "starts a weight update"  # nothing is loaded until it is finished
     UPDATES = "writes weights"  # all of them, unless an update was started
     FINISHES = "finishes a weight update"
@@ -22,7 +22,7 @@ class Effect(Enum):
 _METHODS = {
     Effect.CHANGES_SLEEP: (
         *("sleep", "wake_up", "discard", "checkpoint_prepare", "checkpoint_restore", "shutdown"),
-        *("execute_method", "sleep_mode_backend"),  # the one calls any other
+        *("execute_method", "sleep_mode_backend"),  # the first calls any other method
     ),
     Effect.RUNS: (
         *("execute_model", "execute_dummy_batch", "sample_tokens", "take_draft_token_ids", "compile_or_warm_up_model"),
@@ -45,14 +45,14 @@ _EFFECTS = {name: effect for effect, names in _METHODS.items() for name in names
 
 
 def effect_of(method: str, loading: tuple[str, ...] = ()) -> Effect:
-    """What a worker's method does; `loading` are a trainer's own that load all weights."""
+    """What a worker method does; `loading` names a trainer's own methods that load all weights."""
     if method in loading and _EFFECTS.get(method) is not Effect.CHANGES_SLEEP:
         return Effect.LOADS
     return _EFFECTS.get(method, Effect.WRITES)
 
 
 def method_of(body: bytes) -> str:
-    """What the body of a POST /collective_rpc calls, "" where vLLM will find fault with it."""
+    """The method that the body of a POST /collective_rpc calls; "" if vLLM will reject the body."""
     try:
         method = json.loads(body)["method"]
     except (ValueError, TypeError, KeyError, RecursionError):

@@ -280,7 +280,7 @@ class TestDevice:
                 assert found == digest_of(np.frombuffer(content, np.uint8))
             assert sim.stats().calls["cuDeviceGetAttribute"] == 0, "asked again"
             (warning,) = warnings
-            assert "device 0 do not reach pinned host memory" in warning
+            assert "device 0 cannot access pinned host memory" in warning
             memory.close()
             free_everything()
             """,

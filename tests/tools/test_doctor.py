@@ -235,9 +235,9 @@ def test_other_packages(tmp_path: pathlib.Path) -> None:
         ("0.26.0", {"VLLM_PLUGINS": "other"}, Status.OK, "keeps its own sleep mode: VLLM_PLUGINS=other"),
         ("0.26.0", {"VLLM_PLUGINS": "cumem-sleep"}, Status.OK, "in this layer"),
         ("0.26.0", {"VLLM_PLUGINS": "other, cumem_sleep"}, Status.WARN, "sleep mode: VLLM_PLUGINS=other, cumem_sleep"),
-        ("0.34.0", {}, Status.WARN, "known are 0.11 to 0.33"),
+        ("0.34.0", {}, Status.WARN, "known versions are 0.11 to 0.33"),
         ("0.34.0", {"CUMEM_SLEEP_VLLM_UNTESTED": "1"}, Status.WARN, "with sleep mode in this layer if it fits: its"),
-        ("0.10.2", {}, Status.WARN, "known are 0.11 to 0.33"),
+        ("0.10.2", {}, Status.WARN, "known versions are 0.11 to 0.33"),
     ],
 )
 def test_vllm(version: str, environment: dict[str, str], status: Status, found: str, tmp_path: pathlib.Path) -> None:

@@ -27,13 +27,13 @@ GATES_OWN = {("/wake", "POST"), ("/reload_weights", "POST")}
 HEAD = """\
 # Every route of vLLM, and what the gate does with it
 
-- **guarded**: with `CUMEM_SLEEP_ADMIN_TOKEN` set it needs that token, whatever the model does.
+- **guarded**: with `CUMEM_SLEEP_ADMIN_TOKEN` set it needs that token, whether the model is awake or asleep.
 - **held**: while the model cannot serve, `CUMEM_SLEEP_ON_REQUEST` decides: 503, wait, or wake.
-- **answered**: the gate answers, or follows what vLLM answers: it knows afterwards what sleeps.
-- **refused asleep**: 409 while weights sleep, and never beside a sleep or a wake.
+- **answered**: the gate answers, or takes vLLM's answer into account: afterwards it knows what is asleep.
+- **refused asleep**: 409 while weights sleep, and never during a sleep or a wake.
 - **passes**: untouched.
 
-A route that this table does not know is guarded and held, and wakes nothing. `/metrics` and `/static` are whole
+A route that is not in this table is guarded and held, and wakes nothing. `/metrics` and `/static` are whole
 applications. Written by `python tests/vllm/route_table.py` from the routes that each vLLM registers with all tasks and
 options, and compared with them by `tests/vllm/test_routes.py`.
 

@@ -52,7 +52,7 @@ def test_weights_lost_at_level_2_are_not_served_until_they_are_loaded(serve: Ser
         await client.post("/wake_up")
         response = await client.ask()
         assert response.code == 503
-        assert "not loaded again: POST /reload_weights" in response.error["message"]
+        assert "not reloaded: POST /reload_weights" in response.error["message"]
         if plugin:
             await client.post("/collective_rpc", body=b'{"method": "cumem_sleep_status"}')
         await client.post("/sleep?level=1")

@@ -270,7 +270,7 @@ def test_a_wake_after_which_it_still_sleeps_is_a_failure(serve: Serve) -> None:
             client.engine.calls.append("nothing")
 
         client.engine.wake_up = does_nothing  # type: ignore[method-assign, assignment]
-        assert "sleeps still" in (await client.ask()).error["message"]
+        assert "still asleep" in (await client.ask()).error["message"]
         assert client.engine.calls.count("nothing") == 1
 
     run(scenario())

@@ -110,7 +110,7 @@ def test_without_the_plugin_nobody_asks_again(caplog: pytest.LogCaptureFixture) 
         assert client.gate._status.ranks == []
 
     run(scenario())
-    assert sum("not at work" in record.message for record in caplog.records) == 1
+    assert sum("not active" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.usefixtures("scraped")

@@ -308,7 +308,7 @@ class TestFit:
         assert (misfit is None) == fits
         if misfit:
             assert version in misfit
-            assert "known are 0.11 to 0.33" in misfit
+            assert "known versions are 0.11 to 0.33" in misfit
 
     def change_method(self, stock: Stock, monkeypatch: pytest.MonkeyPatch, name: str, method: object) -> str:
         monkeypatch.setattr(stock.allocator, name, method, raising=False)
@@ -336,7 +336,7 @@ class TestFit:
         misfit = compatibility.misfit()
         del heir
         gc.collect()
-        assert "its own CuMemAllocator has subclasses (trainer.Heir), which would go by this layer" in (misfit or "")
+        assert "its own CuMemAllocator has subclasses (trainer.Heir), which would bypass this layer" in (misfit or "")
         assert compatibility.misfit() is None
 
     def test_a_new_parameter(self, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,8 +417,8 @@ class TestFit:
         assert stock.is_untouched()
         assert logged.getvalue().splitlines() == [
             "cumem-sleep does not serve this vLLM, whose own sleep mode stays: its version 0.99.0 is not known to work"
-            " with it; known are 0.11 to 0.33. (CUMEM_SLEEP_VLLM_UNTESTED=1 tries it all the same,"
-            " CUMEM_SLEEP_DISABLE=1 takes this message away.)"
+            " with it; known versions are 0.11 to 0.33. (CUMEM_SLEEP_VLLM_UNTESTED=1 tries it anyway,"
+            " CUMEM_SLEEP_DISABLE=1 silences this message.)"
         ]
 
     def test_an_untested_version_if_told_so(
@@ -432,7 +432,8 @@ class TestFit:
         assert stock.cumem.CuMemAllocator is CuMemAllocator
         assert logged.getvalue().splitlines() == [
             "cumem-sleep serves this vLLM because CUMEM_SLEEP_VLLM_UNTESTED is set: its version 0.99.0 is not known to"
-            " work with it; known are 0.11 to 0.33. Everything that the layer calls is there; more has not been tested"
+            " work with it; known versions are 0.11 to 0.33. Everything that the layer calls is there; nothing else was"
+            " tested"
         ]
 
     def test_an_untested_version_still_has_to_fit(
@@ -445,7 +446,7 @@ class TestFit:
         assert stock.is_untouched()
         assert logged.getvalue().splitlines() == [
             "cumem-sleep does not serve this vLLM, whose own sleep mode stays: its CuMemAllocator.defragment is new."
-            " (CUMEM_SLEEP_DISABLE=1 takes this message away.)"
+            " (CUMEM_SLEEP_DISABLE=1 silences this message.)"
         ]
 
 

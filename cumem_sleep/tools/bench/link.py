@@ -47,7 +47,7 @@ def measure_link(allocator: CuMemAllocator, device: int, nbytes: int, repeats: i
 
 
 def _fill(block: _core.HostBlock) -> None:
-    """Fill it with repeated random bytes: zeros may take a short cut somewhere."""
+    """Fill it with repeated random bytes, because zeros might be copied faster."""
     content = np.frombuffer(memoryview(block), np.uint8)
     random = np.frombuffer(np.random.default_rng().bytes(min(_RANDOM_BYTES, block.bytes)), np.uint8)
     for start in range(0, block.bytes, _RANDOM_BYTES):

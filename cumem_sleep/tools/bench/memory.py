@@ -20,7 +20,7 @@ from ...allocator import CuMemAllocator
 from ...errors import InvalidState, OutOfDeviceMemory, format_bytes
 from ...integrations.torch import torch_with_cuda
 
-_PART_WORDS = 1 << 22  # that are checked at a time
+_PART_WORDS = 1 << 22  # checked at a time
 _OWN_SEGMENT_BYTES = 10 << 20  # from this size on PyTorch's caching allocator gives each tensor a segment of its own
 _MASK = (1 << 64) - 1
 
@@ -169,7 +169,7 @@ class TorchMemory:
             self._tensors[region].view(self._torch.bfloat16).normal_()
 
     def checksums(self, regions: Iterable[Region]) -> list[int]:
-        """Computed on the device, where int64 wraps around as it has to."""
+        """Computed on the device, where int64 wraps around, as required."""
         torch = self._torch
         places = torch.arange(1, 2 * _PART_WORDS, 2, dtype=torch.int64, device=self._device)
         sums: list[list[Any]] = [

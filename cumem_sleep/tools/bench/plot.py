@@ -25,7 +25,7 @@ def check_plot(path: Path) -> None:
         if not path.absolute().parent.is_dir():
             raise InvalidArgument(f"--plot {path}: there is no folder {path.parent}")
         is_new = not path.exists()
-        with path.open("ab"):  # permissions alone do not tell
+        with path.open("ab"):  # permissions alone are not conclusive
             pass
         if is_new:
             path.unlink()

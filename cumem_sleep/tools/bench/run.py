@@ -109,7 +109,7 @@ class _Bench:
 
     def play(self, touch_host_memory: Callable[[], None]) -> None:
         self._rewrite(self._weights)
-        touch_host_memory()  # right before it is needed: a hypervisor reclaims free memory within seconds
+        touch_host_memory()  # right before it is used, because a hypervisor reclaims free memory within seconds
         self._sleep("first sleep")
         self._wake("wake")
         for number in range(1, self._options.rounds + 1):
@@ -230,7 +230,7 @@ class _Bench:
     # Contents
 
     def _rewrite(self, regions: Sequence[Region]) -> None:
-        """Write fresh random bytes, and note what the weights have to be from now on."""
+        """Write fresh random bytes, and record the checksums to expect from now on."""
         self._show("fill")
         self._memory.fill(regions)
         if self._expected is None:

@@ -221,7 +221,7 @@ def _of_model(models: Sequence[Path]) -> tuple[str, tuple[int, ...]]:
 
 
 def _totals(request: Request, room: Room) -> tuple[int, int, str]:
-    """The bytes of weights and KV cache, and how those were chosen that were not requested."""
+    """The bytes of weights and KV cache, and how sizes that were not requested were chosen."""
     wished_weights, wished_kv, model = MODEL_WEIGHTS_BYTES, MODEL_KV_BYTES, "a Qwen3-32B beside vLLM on an H200"
     if room.simulated:
         wished_weights, wished_kv, model = _SIMULATED_WEIGHTS_BYTES, _SIMULATED_KV_BYTES, "a small simulated model"

@@ -148,7 +148,7 @@ def numa(machine: Machine, name: str, node: int) -> Check:
     nodes = len(list((machine.root / "sys/devices/system/node").glob("node[0-9]*")))
     if node < 0:
         if nodes > 1:
-            advice = "backups may be on the far node, which is slower: neither the machine nor its hypervisor tells"
+            advice = "backups may be on the far, slower node: neither machine nor hypervisor reports the GPU's node"
             return Check(name, Status.WARN, f"node not known, the host has {nodes}", advice)
         return Check(name, Status.OK, f"node not known; the host has {counted(nodes, 'node') if nodes else 'no nodes'}")
     found = f"node {node} of {nodes}"

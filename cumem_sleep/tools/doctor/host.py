@@ -35,7 +35,7 @@ def available_memory(machine: Machine) -> Check:
     name = "MemAvailable"
     available = host_limits.mem_available_bytes(machine.root)
     if available is None:
-        return Check(name, Status.WARN, f"could not be checked: {machine.root / 'proc/meminfo'} does not tell")
+        return Check(name, Status.WARN, f"could not be checked: {machine.root / 'proc/meminfo'} does not say")
     return _host_memory(name, available, format_bytes(available))
 
 
