@@ -74,7 +74,7 @@ def test_no_process_keeps_anothers_memory(
 def test_slabs_are_read_only(segment: MakeSegment, client: VaultClient) -> None:
     backup = segment(PAGE).back_up()
     descriptor, nbytes = client.slabs.descriptor(backup.extents[0].slab)
-    with pytest.raises(InvalidState, match="reading only"):
+    with pytest.raises(InvalidState, match="read-only"):
         _core.HostBlock.mapped(descriptor, nbytes, True)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.write(descriptor, b"x")
