@@ -371,7 +371,9 @@ class CuMemAllocator:
         )
 
     def backup_place(self) -> BackupPlace:
-        """Where backups lie: in memory of this process, or in which vault."""
+        """Where backups lie: in memory of this process, or in which vault. Touches no GPU."""
+        if not _core.driver_is_open():  # then there are none, and who answers for `auto` is not looked up
+            return BackupPlace("" if self.settings.vault in ("off", "auto") else self.settings.vault)
         return self._with_lock_held("backup_place", self._store.place)
 
     def get_current_usage(self) -> int:

@@ -359,6 +359,7 @@ class TestInstances:
             "freed": 4 * PAGE,
             "copied": PAGE,
             "clean": 0,
+            "found": 0,
             "dropped": 3 * PAGE,
             "stored": PAGE,
         }

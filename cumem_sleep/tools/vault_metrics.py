@@ -1,14 +1,16 @@
 """The vault's metrics as Prometheus reads them, and the HTTP server that shows them.
 
-The server is a face of the vault's status, nothing more: it asks the vault as any client does. So whoever floods it, or
-keeps it waiting, holds up nobody but its other readers.
+The server is a face of the vault's status, nothing more: it asks the vault as any client does, once a second at most.
+So whoever floods it, or keeps it waiting, holds up nobody but its other readers.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
@@ -20,6 +22,7 @@ from ..errors import CumemSleepError, VaultError
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PATH = "/metrics"
 _MOST_AT_ONCE = 16
+_FRESH_S = 1.0  # for so long an answer serves all who ask
 _DEADLINE_S = 10.0  # for one request and its answer
 
 _METRICS = (
@@ -108,7 +111,9 @@ class MetricsServer(socketserver.ThreadingTCPServer):
             VaultError: somebody else has the port, or this host has no such address.
         """
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.text = text
+        self._ask = text
+        self._asking = threading.Lock()
+        self._text, self._asked = "", -math.inf
         self._places = threading.BoundedSemaphore(_MOST_AT_ONCE)
         try:
             super().__init__((host, port), _Handler)
@@ -127,6 +132,14 @@ class MetricsServer(socketserver.ThreadingTCPServer):
     ) -> None:
         self.shutdown()
         self.server_close()
+
+    def text(self) -> str:
+        """The metrics, a second old at most. Raises CumemSleepError: there are none now."""
+        with self._asking:
+            if time.monotonic() - self._asked >= _FRESH_S:
+                self._text = self._ask()
+                self._asked = time.monotonic()
+            return self._text
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """On a thread of its own, if there are not too many already."""

@@ -8,12 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from running import Segment, eventually, from_slabs
 from support import PAGE, Memory, run_script
 
 from cumem_sleep import CuMemAllocator, DriverError, VaultError, VaultLost, _core, sim
+from cumem_sleep.vault import link
 from cumem_sleep.vault.address import Address
 from cumem_sleep.vault.client import Range, VaultClient
 from cumem_sleep.vault.link import Job, Lent, Link, Piece
@@ -95,6 +97,29 @@ def test_clients_take_turns_piece_by_piece(out: Link, streams: Streams) -> None:
     assert set(streams.started[4:7]) >= {200, 300}
     assert [name for name in streams.started if name < 200] == list(range(100, 108)), "a client's own are in order"
     assert out.copied.nbytes == 11
+
+
+def test_a_rate_is_of_the_copies_since_the_last_pause(
+    monkeypatch: pytest.MonkeyPatch, out: Link, streams: Streams
+) -> None:
+    now = [100.0]
+
+    def copy_for_half_a_second() -> None:
+        now[0] += 0.5
+
+    monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(streams, "synchronize", copy_for_half_a_second)
+    out._counted_until = now[0]
+    client = Client(out, 1)
+    for pause_s, pieces, last in ((0, 3, (3, 1.5)), (0.9, 1, (4, 2.0)), (5, 2, (2, 1.0))):
+        eventually(lambda: bool(out._changed._waiters), "the link has nothing to do")  # type: ignore[attr-defined]
+        now[0] += pause_s
+        client.copy(pieces)
+        eventually(lambda: bool(client.ended), "all has been copied")
+        client.ended.clear()
+        assert out.last == last
+    assert out.copied == (6, 3.0)
+    assert out.copied.gbps == 2e-9
 
 
 def test_nobody_starves_however_others_ask(out: Link, streams: Streams) -> None:

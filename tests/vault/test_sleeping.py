@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 from running import SECONDS, RunningVault, eventually
-from support import AWAKE, BACKED_UP, PAGE, Memory, around_copies, bf16_weights
+from support import (
+    AWAKE,
+    BACKED_UP,
+    PAGE,
+    Memory,
+    around_copies,
+    assert_clean_exit,
+    bf16_weights,
+    run_script,
+)
 
 import cumem_sleep
 from cumem_sleep import CodecError, CuMemAllocator, InvalidState, OutOfHostMemory, _core, sim
@@ -328,6 +337,22 @@ class TestVaultIsGone:
 
 
 class TestNoVault:
+    @pytest.mark.parametrize(
+        ("vault", "said"),
+        [
+            ("off", "memory of this process"),
+            ("auto", "memory of this process"),
+            ("/no/vault.sock", "the vault at /no/vault.sock"),
+        ],
+    )
+    def test_asking_where_backups_are_opens_no_driver(self, vault: str, said: str) -> None:
+        script = f"""
+            allocator = CuMemAllocator(Settings(vault={vault!r}))
+            assert str(allocator.backup_place()) == {said!r}, allocator.backup_place()
+            assert not _core.driver_is_open()
+            """
+        assert_clean_exit(run_script(script))
+
     def test_named_but_not_there(self, make_allocator: MakeAllocator, memory: Memory, tmp_path: pathlib.Path) -> None:
         tmp_path.chmod(0o700)
         allocator = make_allocator(vault=str(tmp_path / "no.sock"))

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 
 import pytest
-from running import RunningVault, Segment, eventually
+from running import SECONDS, RunningVault, Segment, eventually
 from support import PAGE
 
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, VaultError, VaultUnavailable
@@ -72,6 +72,14 @@ class TestAnswers:
         assert answer.startswith(said)
         assert b"metric 1" not in answer
         assert ask(server)[0] == 200
+
+    def test_the_vault_is_asked_once_a_second_at_most(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        numbers = map(str, range(9))
+        with MetricsServer("127.0.0.1", 0, lambda: next(numbers)) as server:
+            monkeypatch.setattr(vault_metrics, "_FRESH_S", SECONDS)
+            assert [ask(server) for _ in range(3)] == [(200, "0")] * 3
+            monkeypatch.setattr(vault_metrics, "_FRESH_S", 0)
+            assert ask(server) == (200, "1")
 
     def test_a_vault_that_does_not_answer_is_503(self) -> None:
         def none() -> str:
