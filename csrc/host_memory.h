@@ -69,9 +69,10 @@ class HostBlock {
   public:
     // Memory of this process alone. `numa_node` < 0: wherever. Throws HostMemoryError.
     HostBlock(size_t bytes, int numa_node);
-    // Memory that other processes may map too, by its descriptor: a memfd that can neither shrink nor grow. Throws
-    // HostMemoryError, InvalidState for no bytes or if no descriptor can be had.
-    static std::shared_ptr<HostBlock> shared(size_t bytes, int numa_node);
+    // Memory that other processes may map too, by its descriptor: a memfd that can neither shrink nor grow. Of huge
+    // pages of 2 MiB that the system has reserved for whoever asks, if that is wanted; of others none are taken then.
+    // Throws HostMemoryError, InvalidState for a size that cannot be or if no descriptor can be had.
+    static std::shared_ptr<HostBlock> shared(size_t bytes, int numa_node, bool reserved_huge_pages);
     // The memory of such a block of another process, all of it. `fd` may be closed afterwards. Throws InvalidState for
     // what is no such descriptor, or has another size, or was opened for reading only and is to be written;
     // HostMemoryError.

@@ -68,6 +68,8 @@ def add_command(
     command.add_argument("--gpus", nargs="+", default=[], metavar="GPU", help=text)
     text = f"take memory in slabs of this size (default: {format_bytes(DEFAULT_SLAB_BYTES)}, or more with much memory)"
     command.add_argument("--slab-size", type=size, metavar="SIZE", help=text)
+    text = "take the huge pages that the system has reserved (vm.nr_hugepages) first, and other memory after them"
+    command.add_argument("--reserved-huge-pages", action="store_true", help=text)
     text = "when it is told to end while others sleep: hand-over (default): end; they wake from its memory themselves,"
     text += " and the next vault adopts it. wait: end when they have woken; a second signal ends it"
     command.add_argument("--at-exit", choices=("hand-over", "wait"), default="hand-over", help=text)
@@ -102,7 +104,8 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     threads = min(_MOST_THREADS, max(1, limits.usable_cores() * 3 // 4))
     address = Address(options.socket or protocol.default_socket())
     try:
-        vault = Vault(address, options.memory, gpus, Host(room_bytes, threads, tell), options.slab_size)
+        host = Host(room_bytes, threads, tell, options.reserved_huge_pages)
+        vault = Vault(address, options.memory, gpus, host, options.slab_size)
     except BaseException:
         address.close()
         raise

@@ -180,6 +180,43 @@ def test_a_wake_that_cannot_map_the_slabs_is_undone(vault: RunningVault) -> None
     assert process.returncode == 0, process.stderr
 
 
+def free_huge_pages() -> int:
+    folder = pathlib.Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+    counts = [folder / f"{name}_hugepages" for name in ("free", "resv")]
+    free, promised = (int(each.read_text()) if each.exists() else 0 for each in counts)
+    return free - promised
+
+
+def test_reserved_huge_pages_are_taken_first(
+    make_allocator: MakeAllocator, memory: Memory, start_vault: Callable[..., RunningVault]
+) -> None:
+    """As many whole slabs as there are; where there are none this shows what is done then."""
+    before, pages_of_slab = free_huge_pages(), 8
+    options = ("64MiB", "--slab-size", "16MiB", "--reserved-huge-pages")
+    vault = start_vault(*options)
+    vault.wait_until_ready()
+    slabs = min(4, before // pages_of_slab)
+    assert before - free_huge_pages() == slabs * pages_of_slab
+    assert vault.said("no slab of reserved huge pages is left") is (slabs < 4)
+    allocator = make_allocator(vault=str(vault.socket))
+    contents = fill(allocator, memory, "weights", "default", pages=4)
+    allocator.sleep()
+    allocator.wake_up()
+    check(memory, contents)
+    allocator.sleep()
+    vault.kill()
+    another = start_vault(*options)  # which adopts that memory
+    allocator.wake_up()
+    check(memory, contents)
+    assert another.status()["adopted_bytes"] > 0
+    assert allocator.sleep().copied_bytes == 0
+    another.kill()
+    allocator.wake_up()
+    check(memory, contents)
+    leave()
+    eventually(lambda: free_huge_pages() == before, "all of them are back")
+
+
 # Other users
 
 
