@@ -290,6 +290,23 @@ class TestBroken:
             allocator.wake_up()
         assert {segment.sleep for segment in _core.segments()} == {BACKED_UP}
 
+    def test_what_was_given_away_keeps_nobody_from_the_next_vault(
+        self, through: MakeAllocator, memory: Memory, vault: RunningVault, start_vault: Callable[..., RunningVault]
+    ) -> None:
+        allocator = through()
+        gone = fill(allocator, memory, "weights")
+        allocator.sleep()
+        tier_of(allocator).client()._channel._socket.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(VaultError, match="given this backup away"):
+            allocator.wake_up()
+        vault.kill()
+        start_vault("64MiB", "--slab-size", "16MiB").wait_until_ready()
+        contents = fill(allocator, memory, "default")
+        allocator.sleep()
+        allocator.free(next(iter(gone)))
+        allocator.wake_up()
+        check(memory, contents)
+
     def test_no_connection_takes_over_from_another_client(self, vault: RunningVault, client: VaultClient) -> None:
         (backup,) = client.reserve(client.gpus[0], [PAGE])
         other = vault.client("other")
