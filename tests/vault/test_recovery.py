@@ -410,6 +410,20 @@ class TestMemoryToCome:
         allocator.wake_up()
         check(memory, contents)
 
+    def test_what_was_handed_out_to_nobody_goes_back_with_the_next_release(self, vault: RunningVault) -> None:
+        class Enough(Exception):
+            pass
+
+        def look() -> None:
+            raise Enough
+
+        client = VaultClient(vault.socket, look=look)
+        with pytest.raises(Enough):
+            client.reserve(client.gpus[0], [PAGE])
+        client.release([])
+        assert vault.status()["asleep_bytes"] == 0
+        client.close()
+
     def test_prepare_keeps_nobody_from_the_allocator(
         self, filling_up: tuple[CuMemAllocator, Room], memory: Memory
     ) -> None:
