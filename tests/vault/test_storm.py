@@ -24,7 +24,7 @@ from cumem_sleep.errors import VaultUnavailable
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 HERE = pathlib.Path(__file__).parent
-KILLS = int(os.environ.get("CUMEM_SLEEP_TEST_VAULT_KILLS", "10"))
+KILLS = int(os.environ.get("CUMEM_SLEEP_TEST_VAULT_KILLS", "6"))
 FOREVER = 10**6
 
 
