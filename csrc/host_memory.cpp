@@ -22,12 +22,18 @@
 #define MADV_POPULATE_READ 22  // Linux 5.14; older C libraries name neither
 #define MADV_POPULATE_WRITE 23
 #endif
+#ifndef MFD_HUGETLB
+#define MFD_HUGETLB 4U  // Linux 4.14
+#endif
 
 namespace cumem_sleep {
 
 namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
+
+// MFD_HUGE_2MB of linux/memfd.h: the base-2 logarithm of the page's size, in the bits from 26 on.
+constexpr unsigned kHugePageOfMemfd = 21u << 26;
 
 // From linux/mempolicy.h, which is not installed everywhere.
 constexpr int kPreferNode = 1;
@@ -64,8 +70,9 @@ bool map_over(uint8_t* data, size_t bytes, bool writable, int file) {
 // A memfd of `bytes` bytes for other processes to map; its seals keep anyone from taking pages away from under them.
 // Its mode keeps other processes from reopening a read-only descriptor for writing. That guards against mistakes only,
 // because the same user may change the mode.
-Descriptor new_file(size_t bytes) {
-    Descriptor file(memfd_create("cumem-sleep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+Descriptor new_file(size_t bytes, bool reserved_huge_pages) {
+    const unsigned huge = reserved_huge_pages ? MFD_HUGETLB | kHugePageOfMemfd : 0;
+    Descriptor file(memfd_create("cumem-sleep", MFD_CLOEXEC | MFD_ALLOW_SEALING | huge));
     const int fd = file.get(), error = errno;
     const auto check = [&](const char* call, int result) {
         if (result < 0) throw HostMemoryError(call, strerror(errno), bytes);
@@ -171,9 +178,11 @@ HostBlock::HostBlock(size_t bytes, HostPages::Backing backing)
 
 HostBlock::HostBlock(size_t bytes, int numa_node) : HostBlock(bytes, HostPages::Backing{-1, {}, true, numa_node}) {}
 
-std::shared_ptr<HostBlock> HostBlock::shared(size_t bytes, int numa_node) {
+std::shared_ptr<HostBlock> HostBlock::shared(size_t bytes, int numa_node, bool reserved_huge_pages) {
     if (bytes == 0) throw InvalidState("bytes=0: a shared block needs at least one byte");
-    Descriptor file = new_file(bytes);
+    if (reserved_huge_pages && bytes % kHugePage != 0)
+        throw InvalidState("bytes=" + std::to_string(bytes) + ": not a multiple of a huge page");
+    Descriptor file = new_file(bytes, reserved_huge_pages);
     const int fd = file.get();
     return std::shared_ptr<HostBlock>(new HostBlock(bytes, {fd, std::move(file), true, numa_node}));
 }

@@ -70,9 +70,10 @@ class HostBlock {
   public:
     // Private memory. `numa_node` < 0: any node. Throws HostMemoryError.
     HostBlock(size_t bytes, int numa_node);
-    // Memory that other processes may map too, by its descriptor: a memfd that can neither shrink nor grow. Throws
-    // HostMemoryError; InvalidState for zero bytes or if no descriptor is left.
-    static std::shared_ptr<HostBlock> shared(size_t bytes, int numa_node);
+    // Memory that other processes may map too, by its descriptor: a memfd that can neither shrink nor grow. With
+    // `reserved_huge_pages`, all of it comes from the 2 MiB pages that the system has reserved (vm.nr_hugepages).
+    // Throws HostMemoryError; InvalidState for a size that is not possible or if no descriptor is left.
+    static std::shared_ptr<HostBlock> shared(size_t bytes, int numa_node, bool reserved_huge_pages);
     // Maps all memory of such a block of another process. `fd` may be closed afterwards. Throws InvalidState if `fd` is
     // not such a descriptor, has another size, or is read-only although `writable` is set; HostMemoryError.
     static std::shared_ptr<HostBlock> mapped(int fd, size_t bytes, bool writable);

@@ -158,6 +158,7 @@ void bind_memory(py::module_& module) {
     py::class_<HostBlock, std::shared_ptr<HostBlock>>(module, "HostBlock", py::buffer_protocol())
         .def(py::init<size_t, int>(), py::arg("bytes"), py::arg("numa_node"))
         .def_static("shared", &HostBlock::shared, py::arg("bytes"), py::arg("numa_node"),
+                    py::arg("reserved_huge_pages") = false,
                     "Memory that other processes may map too, by `fd`: a memfd that can neither shrink nor grow.")
         .def_static("mapped", &HostBlock::mapped, py::arg("fd"), py::arg("bytes"), py::arg("writable"),
                     "The memory of a `shared` block of another process. `fd` may be closed afterwards.")

@@ -385,6 +385,14 @@ class TestHostBlocks:
                 _core.HostBlock(huge, -1)
         assert descriptors() == before
 
+    def test_reserved_huge_pages_are_taken_whole_or_not_at_all(self) -> None:
+        before = descriptors()
+        with pytest.raises(InvalidState, match="not a multiple of a huge page"):
+            _core.HostBlock.shared(3 * MIB, -1, True)
+        with pytest.raises(OutOfHostMemory, match=str(2**46)):  # more than any system has
+            _core.HostBlock.shared(2**46, -1, True)
+        assert descriptors() == before
+
     def test_can_neither_shrink_nor_grow(self) -> None:
         block = _core.HostBlock.shared(2 * 4096, -1)
         for size in (0, 4096, 3 * 4096):

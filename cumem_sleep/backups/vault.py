@@ -114,7 +114,7 @@ class VaultTier(Tier):
         client = self._client
         if client is None:
             return {}
-        known = [extent.backup for extent in extents if extent.slabs is client.slabs]
+        known = [extent.backup for extent in extents if self._keeps(extent)]
         return dict(zip(known, client.owners(known) if known else [], strict=True))
 
     def extent_bytes(self, *, beside_work: bool) -> int:  # noqa: ARG002, D102
@@ -243,15 +243,16 @@ class VaultTier(Tier):
             VaultLost: the one that there was is silent still. It may yet do what it was asked, so it cannot be left.
         """
         before = self._client
-        lost = None if before is None else before.lost
-        if before is not None and lost is None:
+        if before is None:
+            self._client = self._connect(None)
+            return self._client
+        lost = before.lost
+        if lost is None:
             return before
-        if before is not None and before.is_silent and lost is not None and lost.may_go_on:
+        if lost.may_go_on and before.is_silent:
             raise lost
         client = self._connect(before)
-        if before is None:
-            self._client = client
-        elif before.instance == client.instance:
+        if before.instance == client.instance:
             self._resume(before, client)
         else:
             self._leave(before, client)
@@ -322,7 +323,8 @@ class VaultTier(Tier):
 
     def _show_all(self, client: VaultClient) -> None:
         """Let this vault adopt what the one before has left behind: all that was complete, and could not be evicted."""
-        kept = [extent for extent in self._extents.values() if extent.sealed is not None and extent.needed]
+        there = [extent for extent in self._extents.values() if extent.backup.extents]
+        kept = [extent for extent in there if extent.sealed is not None and extent.needed]
         adopted: list[tuple[VaultExtent, Backup]] = []
         for gpu in sorted({extent.gpu for extent in kept}):
             mine = [extent for extent in kept if extent.gpu == gpu]

@@ -75,6 +75,12 @@ class Machine:
         """The modes, the one in force in brackets; raises OSError."""
         return self.read("sys/kernel/mm/transparent_hugepage/enabled")
 
+    def free_huge_pages_bytes(self) -> int:
+        """Of huge pages of 2 MiB that the system has reserved, what nobody has taken; 0 if the kernel does not tell."""
+        folder = "sys/kernel/mm/hugepages/hugepages-2048kB"
+        free, promised = (self._text(f"{folder}/{name}_hugepages") or "0" for name in ("free", "resv"))
+        return max(0, int(free) - int(promised)) << 21
+
     def _text(self, path: str) -> str:
         try:
             return self.read(path)

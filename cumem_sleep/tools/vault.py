@@ -72,6 +72,8 @@ def add_command(
     command.add_argument("--slab-size", type=size, metavar="SIZE", help=text)
     text = "serve Prometheus metrics at http://HOST:PORT/metrics (HOST by default 127.0.0.1; port 0: any that is free)"
     command.add_argument("--metrics", type=_address, metavar="[HOST:]PORT", help=text)
+    text = "take the huge pages that the system has reserved (vm.nr_hugepages) first, and other memory after them"
+    command.add_argument("--reserved-huge-pages", action="store_true", help=text)
     text = "when it is told to end while others sleep: hand-over (default): end; they wake from its memory themselves,"
     text += " and the next vault adopts it. wait: end when they have woken; a second signal ends it"
     command.add_argument("--at-exit", choices=("hand-over", "wait"), default="hand-over", help=text)
@@ -108,7 +110,8 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     with _metrics(options.metrics, path) as metrics:
         address = Address(path)
         try:
-            vault = Vault(address, options.memory, gpus, Host(room_bytes, threads, tell), options.slab_size)
+            host = Host(room_bytes, threads, tell, options.reserved_huge_pages)
+            vault = Vault(address, options.memory, gpus, host, options.slab_size)
         except BaseException:
             address.close()
             raise

@@ -52,7 +52,15 @@ def identity(descriptor: int) -> tuple[int, int]:
     return facts.st_dev, facts.st_ino
 
 
-def take(nbytes: int, node: int, device: int, threads: int, touched: Callable[[int], None]) -> Slab:
+def take(
+    nbytes: int,
+    node: int,
+    device: int,
+    threads: int,
+    touched: Callable[[int], None],
+    *,
+    reserved_huge_pages: bool = False,
+) -> Slab:
     """A new slab: its pages are there, and registered.
 
     Args:
@@ -60,11 +68,12 @@ def take(nbytes: int, node: int, device: int, threads: int, touched: Callable[[i
         device: the GPU whose context registers it, for all GPUs.
         threads: that touch its pages.
         touched: is told of bytes whose pages are there.
+        reserved_huge_pages: take it of those that the system has reserved, and of nothing else.
 
     Raises:
         OutOfHostMemory: the system gives no more memory, or the driver registers no more.
     """
-    block = _core.HostBlock.shared(nbytes, node)
+    block = _core.HostBlock.shared(nbytes, node, reserved_huge_pages)
     try:
         with ThreadPoolExecutor(threads, "vault-touch") as pool:
             starts = range(0, nbytes, _TOUCH_BYTES)

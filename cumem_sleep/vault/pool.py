@@ -27,11 +27,13 @@ class Host:
         room_bytes: how much memory the host can still give, by every limit.
         threads: that touch new memory.
         say: shows a line to whoever runs the vault.
+        reserved_huge_pages: use those, as long as there are some, before other memory.
     """
 
     room_bytes: Callable[[], int]
     threads: int
     say: Callable[[str], None]
+    reserved_huge_pages: bool = False
 
 
 class Pool:
@@ -78,6 +80,7 @@ class Pool:
         self._is_taking = self._is_stopped = False
         self._try_again = 0.0
         self._is_short_said = False
+        self._reserved_are_left = host.reserved_huge_pages
         self._tenths_said = 0
 
     def block(self, slab: int) -> _core.HostBlock:
@@ -127,10 +130,19 @@ class Pool:
         future.add_done_callback(lambda future: self._post(partial(self._taken, future, node)))
 
     def _take(self, nbytes: int, node: int) -> memory.Slab:
+        take = partial(memory.take, nbytes, node, self._device, self._host.threads, self._touched)
+        if self._reserved_are_left:
+            try:
+                return take(reserved_huge_pages=True)  # these are in no limit of the rest
+            except CumemSleepError as error:
+                self._reserved_are_left, self.touched_bytes = False, 0
+                self._host.say(
+                    f"takes other memory from here on, since no slab of reserved huge pages is left: {error}"
+                )
         room = self._host.room_bytes()
         if room < nbytes:
             raise OutOfHostMemory(nbytes, max(0, room), "MemAvailable")
-        return memory.take(nbytes, node, self._device, self._host.threads, self._touched)
+        return take()
 
     def _touched(self, nbytes: int) -> None:
         self.touched_bytes += nbytes

@@ -156,6 +156,32 @@ def test_huge_pages(modes: str, status: Status, tmp_path: pathlib.Path) -> None:
     assert host.huge_pages(machine(tmp_path, {path: modes})).status is status
 
 
+SHMEM = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+FREE = "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages"
+
+
+@pytest.mark.parametrize(
+    ("modes", "vault", "status"),
+    [
+        ("always within_size [advise] never deny force", "auto", Status.OK),
+        ("always within_size advise [never] deny force", "auto", Status.WARN),
+        ("always within_size advise [never] deny force", "off", Status.OK),
+        ("", "off", Status.WARN),
+    ],
+)
+def test_huge_pages_of_the_vault(modes: str, vault: str, status: Status, tmp_path: pathlib.Path) -> None:
+    check = host.vault_pages(machine(tmp_path, {SHMEM: modes}, {"CUMEM_SLEEP_VAULT": vault}))
+    assert check.status is status
+    if "[never]" in modes:
+        assert f"echo advise > /{SHMEM}" in check.found + check.advice
+
+
+def test_huge_pages_that_are_reserved_are_told(tmp_path: pathlib.Path) -> None:
+    there = machine(tmp_path, {SHMEM: "always [never]", FREE: "512", FREE.replace("free", "resv"): "256"})
+    found = host.vault_pages(there).found
+    assert "512.00 MiB reserved and free (cumem-sleep vault --reserved-huge-pages)" in found
+
+
 def test_memlock_is_for_information(tmp_path: pathlib.Path) -> None:
     check = host.memlock(machine(tmp_path))
     assert check.status is Status.OK

@@ -49,7 +49,11 @@ class RunningVault:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        eventually(lambda: self.said("listens at") or self.process.poll() is not None, "the vault listens")
+        try:
+            eventually(lambda: self.said("listens at") or self.process.poll() is not None, "the vault listens")
+        except BaseException:
+            self.close()
+            raise
 
     def _read(self) -> None:
         assert self.process.stderr is not None

@@ -6,20 +6,23 @@ import os
 import pathlib
 import re
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from running import SECONDS, RunningVault, eventually
-from support import Memory, assert_clean_exit, run_script
+from support import AWAKE, PAGE, Memory, assert_clean_exit, bf16_weights, run_script
 from test_sleeping import MakeAllocator, check, fill, leave, through
 from world import PHASES, Phase, World, check_every_call
 
-from cumem_sleep import CumemSleepError, _core, sim
+from cumem_sleep import CumemSleepError, OutOfHostMemory, _core, sim
 from cumem_sleep.errors import VaultUnavailable
 from cumem_sleep.vault.client import VaultClient
+from cumem_sleep.vault.ledger import UNIT_BYTES
 
 __all__ = ["through"]  # a fixture
 
@@ -180,6 +183,76 @@ def test_a_wake_that_cannot_map_the_slabs_is_undone(vault: RunningVault) -> None
     assert process.returncode == 0, process.stderr
 
 
+@pytest.mark.parametrize("settings", [{}, {"compress": "auto"}])
+def test_memory_is_short_at_any_stage(
+    through: MakeAllocator, memory: Memory, vault: RunningVault, settings: dict[str, object]
+) -> None:
+    """However much others leave: a call succeeds, or changes nothing, here and in the vault."""
+    allocator = through(**settings)
+    contents = fill(allocator, memory, "weights", "default", "weights", pages=2)
+    other = vault.client("other")
+    refused = 0
+    for left in range(0, 14 * PAGE, 2 * PAGE):
+        allocator.release_backups()
+        (taken,) = other.reserve(other.gpus[0], [(64 << 20) - left - UNIT_BYTES])
+        for change in (False, True):
+            if change:
+                address = next(iter(contents))
+                contents[address] = bf16_weights(2 * PAGE, np.random.default_rng(left))
+                memory.write(address, contents[address])
+            try:
+                allocator.sleep()
+            except OutOfHostMemory:
+                refused += 1
+                assert {segment.sleep for segment in _core.segments()} == {AWAKE}
+                assert vault.status()["asleep_bytes"] == taken.nbytes
+            allocator.wake_up()
+            check(memory, contents)
+        other.release([taken])
+    assert 2 < refused < 14
+    other.close()
+    allocator.sleep()
+    allocator.wake_up()
+    check(memory, contents)
+
+
+def free_huge_pages() -> int:
+    folder = pathlib.Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+    counts = [folder / f"{name}_hugepages" for name in ("free", "resv")]
+    free, promised = (int(each.read_text()) if each.exists() else 0 for each in counts)
+    return free - promised
+
+
+def test_reserved_huge_pages_are_taken_first(
+    make_allocator: MakeAllocator, memory: Memory, start_vault: Callable[..., RunningVault]
+) -> None:
+    """As many whole slabs as there are; where there are none this shows what is done then."""
+    before, pages_of_slab = free_huge_pages(), 8
+    options = ("64MiB", "--slab-size", "16MiB", "--reserved-huge-pages")
+    vault = start_vault(*options)
+    vault.wait_until_ready()
+    slabs = min(4, before // pages_of_slab)
+    assert before - free_huge_pages() == slabs * pages_of_slab
+    assert vault.said("no slab of reserved huge pages is left") is (slabs < 4)
+    allocator = make_allocator(vault=str(vault.socket))
+    contents = fill(allocator, memory, "weights", "default", pages=4)
+    allocator.sleep()
+    allocator.wake_up()
+    check(memory, contents)
+    allocator.sleep()
+    vault.kill()
+    another = start_vault(*options)  # which adopts that memory
+    allocator.wake_up()
+    check(memory, contents)
+    assert another.status()["adopted_bytes"] > 0
+    assert allocator.sleep().copied_bytes == 0
+    another.kill()
+    allocator.wake_up()
+    check(memory, contents)
+    leave()
+    eventually(lambda: free_huge_pages() == before, "all of them are back")
+
+
 # Other users
 
 
@@ -228,7 +301,26 @@ def test_another_user_gets_nowhere(start_vault: Callable[..., RunningVault], tmp
     eventually(lambda: vault.said("it runs as user 65534, and this vault serves user 0 only"), "it is cut off")
 
 
-# GPUs, and forks
+# GPUs, forks, ends
+
+
+@pytest.mark.parametrize("at_exit", ["hand-over", "wait"])
+def test_a_vault_that_is_told_to_end_keeps_what_sleeps(
+    make_allocator: MakeAllocator, memory: Memory, start_vault: Callable[..., RunningVault], at_exit: str
+) -> None:
+    vault = start_vault("64MiB", "--at-exit", at_exit)
+    vault.wait_until_ready()
+    allocator = make_allocator(vault=str(vault.socket))
+    contents = fill(allocator, memory, "weights", "default")
+    allocator.sleep()
+    vault.signal(signal.SIGTERM)
+    eventually(lambda: vault.said(f"asleep: pid {os.getpid()}"), "it says for whom it is bad")
+    if at_exit == "hand-over":
+        assert vault.end() == 0
+    allocator.wake_up()
+    check(memory, contents)
+    assert vault.end() == 0
+    leave()
 
 
 def test_a_vault_that_serves_none_of_these_gpus_is_not_used(

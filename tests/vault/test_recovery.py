@@ -7,12 +7,12 @@ import pathlib
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
 import pytest
-from running import RunningVault, Segment, eventually, seal
+from running import SECONDS, RunningVault, Segment, eventually, seal
 from support import AWAKE, BACKED_UP, PAGE, Memory, bf16_weights
 from test_sleeping import MakeAllocator, check, fill, leave
 
@@ -21,7 +21,7 @@ from cumem_sleep.backups.vault import VaultTier
 from cumem_sleep.errors import OutOfHostMemory, VaultError, VaultLost
 from cumem_sleep.vault import protocol
 from cumem_sleep.vault.address import Address
-from cumem_sleep.vault.client import Key, Range, VaultClient
+from cumem_sleep.vault.client import Backup, Key, Range, VaultClient
 from cumem_sleep.vault.pool import Host
 from cumem_sleep.vault.server import Vault, visible_gpus
 
@@ -32,12 +32,12 @@ DEADLINE_S = 0.3
 
 @pytest.fixture
 def through(make_allocator: MakeAllocator, vault: RunningVault) -> Iterator[MakeAllocator]:
-    """Makes allocators that use the vault, and give it up soon."""
+    """Makes allocators that use the vault."""
 
     def make(**settings: object) -> CuMemAllocator:
         allocator = make_allocator(vault=str(vault.socket), **settings)
         allocator._open()
-        tier_of(allocator).client().deadline_s = DEADLINE_S
+        tier_of(allocator).client().deadline_s = SECONDS
         return allocator
 
     yield make
@@ -51,16 +51,18 @@ def tier_of(allocator: CuMemAllocator) -> VaultTier:
 
 
 class Stopped:
-    """A vault that is stopped inside a `with`."""
+    """A vault that is stopped inside a `with`; only there its client gives it up soon."""
 
-    def __init__(self, vault: RunningVault) -> None:
-        self.vault = vault
+    def __init__(self, vault: RunningVault, client: VaultClient) -> None:
+        self.vault, self.client = vault, client
 
     def __enter__(self) -> None:
+        self.client.deadline_s = DEADLINE_S
         self.vault.signal(signal.SIGSTOP)
 
     def __exit__(self, *_: object) -> None:
         self.vault.signal(signal.SIGCONT)
+        self.client.deadline_s = SECONDS
 
 
 def once_it_goes_on(call: Callable[[], object]) -> None:
@@ -90,7 +92,7 @@ class TestStopped:
         allocator = through()
         contents = fill(allocator, memory, "weights", "default")
         allocator.sleep()
-        with Stopped(vault):
+        with Stopped(vault, tier_of(allocator).client()):
             with pytest.raises(VaultLost) as lost:
                 allocator.wake_up()
             assert lost.value.may_go_on
@@ -117,7 +119,7 @@ class TestStopped:
         allocator = through(**settings)
         contents = fill(allocator, memory, "weights", "default")
         stored = allocator.sleep().stored_bytes
-        with Stopped(vault), pytest.raises(VaultLost):
+        with Stopped(vault, tier_of(allocator).client()), pytest.raises(VaultLost):
             allocator.wake_up()
         client = tier_of(allocator)._client
         once_it_goes_on(lambda: tier_of(allocator).client())
@@ -135,7 +137,7 @@ class TestStopped:
         allocator = through()
         contents = fill(allocator, memory, "weights", "default")
         allocator.sleep()
-        with Stopped(vault):
+        with Stopped(vault, tier_of(allocator).client()):
             for _ in range(2):
                 with suppress(VaultLost):
                     allocator.wake_up()
@@ -149,17 +151,15 @@ class TestStopped:
         allocator = through()
         contents = fill(allocator, memory, "weights")
         allocator.sleep()
-        with Stopped(vault):
+        client = tier_of(allocator).client()
+        with Stopped(vault, client):
             with pytest.raises(VaultLost):
                 allocator.wake_up()
-            client = tier_of(allocator)._client
-            assert client is not None
             client.deadline_s = 10**6
             allocator.wake_up()
             memory.write(next(iter(contents)), bytes(2 * PAGE))
             with pytest.raises(VaultLost):
                 allocator.sleep()
-            client.deadline_s = DEADLINE_S
 
     def test_it_stops_again_while_it_is_asked_what_it_has(
         self, through: MakeAllocator, memory: Memory, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
@@ -168,13 +168,13 @@ class TestStopped:
         allocator = through()
         contents = fill(allocator, memory, "weights", "default")
         allocator.sleep()
-        with Stopped(vault), pytest.raises(VaultLost):
+        with Stopped(vault, tier_of(allocator).client()), pytest.raises(VaultLost):
             allocator.wake_up()
         succeed = VaultClient.succeed
 
-        def stopped_before(*arguments: object) -> object:
-            with Stopped(vault):
-                return succeed(*arguments)  # type: ignore[arg-type]
+        def stopped_before(client: VaultClient, before: VaultClient, backups: Sequence[Backup]) -> object:
+            with Stopped(vault, client):
+                return succeed(client, before, backups)
 
         with monkeypatch.context() as patch:
             patch.setattr(VaultClient, "succeed", stopped_before)
@@ -221,8 +221,8 @@ class TestStopped:
 
     def test_half_a_request_does_not_keep_it_silent(self, vault: RunningVault) -> None:
         """It answers nothing that it has not heard to its end."""
-        client = vault.client(deadline_s=DEADLINE_S)
-        with Stopped(vault), pytest.raises(VaultLost):
+        client = vault.client()
+        with Stopped(vault, client), pytest.raises(VaultLost):
             client.find(client.gpus[0], [Key("x" * 64, 1, "")] * 10_000)
         assert client._channel.unsent_bytes
         eventually(lambda: client.lost is not None and not client.is_silent, "it has said something")
@@ -238,6 +238,7 @@ class TestStopped:
         allocator = through()
         contents = fill(allocator, memory, "weights", "default")
         allocator.sleep()
+        tier_of(allocator).client().deadline_s = DEADLINE_S
         vault.signal(signal.SIGSTOP)
         with pytest.raises(VaultLost):
             allocator.wake_up()
@@ -289,6 +290,23 @@ class TestBroken:
             allocator.wake_up()
         assert {segment.sleep for segment in _core.segments()} == {BACKED_UP}
 
+    def test_what_was_given_away_keeps_nobody_from_the_next_vault(
+        self, through: MakeAllocator, memory: Memory, vault: RunningVault, start_vault: Callable[..., RunningVault]
+    ) -> None:
+        allocator = through()
+        gone = fill(allocator, memory, "weights")
+        allocator.sleep()
+        tier_of(allocator).client()._channel._socket.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(VaultError, match="given this backup away"):
+            allocator.wake_up()
+        vault.kill()
+        start_vault("64MiB", "--slab-size", "16MiB").wait_until_ready()
+        contents = fill(allocator, memory, "default")
+        allocator.sleep()
+        allocator.free(next(iter(gone)))
+        allocator.wake_up()
+        check(memory, contents)
+
     def test_no_connection_takes_over_from_another_client(self, vault: RunningVault, client: VaultClient) -> None:
         (backup,) = client.reserve(client.gpus[0], [PAGE])
         other = vault.client("other")
@@ -305,6 +323,9 @@ class TestNewVaultHangs:
         contents = fill(allocator, memory, *["weights"] * 6)
         allocator.sleep()
         vault.kill()
+        client = tier_of(allocator)._client
+        assert client is not None
+        client.deadline_s = DEADLINE_S
         tries: list[None] = []
         connect = VaultClient._connect
 
@@ -388,6 +409,20 @@ class TestMemoryToCome:
         allocator.sleep()
         allocator.wake_up()
         check(memory, contents)
+
+    def test_what_was_handed_out_to_nobody_goes_back_with_the_next_release(self, vault: RunningVault) -> None:
+        class Enough(Exception):
+            pass
+
+        def look() -> None:
+            raise Enough
+
+        client = VaultClient(vault.socket, look=look)
+        with pytest.raises(Enough):
+            client.reserve(client.gpus[0], [PAGE])
+        client.release([])
+        assert vault.status()["asleep_bytes"] == 0
+        client.close()
 
     def test_prepare_keeps_nobody_from_the_allocator(
         self, filling_up: tuple[CuMemAllocator, Room], memory: Memory

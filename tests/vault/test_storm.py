@@ -12,30 +12,85 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from running import RunningVault, eventually
 
 import cumem_sleep
+from cumem_sleep.errors import VaultUnavailable
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 HERE = pathlib.Path(__file__).parent
-KILLS = int(os.environ.get("CUMEM_SLEEP_TEST_VAULT_KILLS", "10"))
+KILLS = int(os.environ.get("CUMEM_SLEEP_TEST_VAULT_KILLS", "6"))
 FOREVER = 10**6
-OPTIONS = ("40MiB", "--slab-size", "8MiB")
+
+
+class Vaults(RunningVault):
+    """Vaults on one socket, one after the other. Each is forked, so that to start it costs little."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.socket = folder / "vault.sock"
+        with (folder / "said").open("w") as said:  # nobody reads that, and a pipe would fill up
+            arguments = ("--memory", "40MiB", "--slab-size", "8MiB", "--socket", str(self.socket))
+            self.process = start_python("nursery.py", *arguments, errors=said.fileno())
+        self.pid = 0
+        self.start()
+
+    def start(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        self.pid = int(self._line())
+        eventually(self.answers, "it answers")
+
+    def answers(self) -> bool:
+        with suppress(VaultUnavailable):
+            self.status()
+            return True
+        return False
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        assert self._line() == "ended\n"
+        self.pid = 0
+
+    def close(self) -> None:
+        if self.pid:
+            self.kill()
+        self.process.communicate()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+
+@pytest.fixture
+def vault(folder: pathlib.Path) -> Iterator[Vaults]:
+    vaults = Vaults(folder)
+    yield vaults
+    vaults.close()
+
+
+def start_python(script: str, *arguments: str, errors: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    path = [str(pathlib.Path(cumem_sleep.__path__[0]).parent), str(HERE.parent), str(HERE)]
+    return subprocess.Popen(
+        [sys.executable, str(HERE / script), *arguments],
+        env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": os.pathsep.join(path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+    )
 
 
 def start(vault: RunningVault, seed: int, steps: int = FOREVER, deadline_s: float = 5) -> subprocess.Popen[str]:
-    path = [str(pathlib.Path(cumem_sleep.__path__[0]).parent), str(HERE.parent), str(HERE)]
-    client = subprocess.Popen(
-        [sys.executable, str(HERE / "storm_client.py"), str(vault.socket), str(seed), str(steps), str(deadline_s)],
-        env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": os.pathsep.join(path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    client = start_python("storm_client.py", str(vault.socket), str(seed), str(steps), str(deadline_s))
     assert client.stdout is not None
     assert client.stdout.readline() == "begins\n"
     return client
@@ -69,8 +124,7 @@ def is_as_new(vault: RunningVault) -> None:
     assert (status["free_bytes"], status["cut_off"]) == (status["memory_bytes"], 0)
 
 
-def test_the_vault_is_killed_again_and_again(start_vault: Callable[..., RunningVault]) -> None:
-    vault = start_vault(*OPTIONS)
+def test_the_vault_is_killed_again_and_again(vault: Vaults) -> None:
     chance = random.Random(1)
     clients = [start(vault, seed) for seed in range(3)]
     try:
@@ -78,16 +132,15 @@ def test_the_vault_is_killed_again_and_again(start_vault: Callable[..., RunningV
             time.sleep(chance.uniform(0.05, 1))
             assert all_are_well(clients)
             vault.kill()
-            vault = start_vault(*OPTIONS)
+            vault.start()
         end(clients)
     finally:
         kill(clients)
     is_as_new(vault)
 
 
-def test_the_vault_is_stopped_again_and_again(start_vault: Callable[..., RunningVault]) -> None:
+def test_the_vault_is_stopped_again_and_again(vault: Vaults) -> None:
     """For less or more than the deadline of its clients; sometimes it never goes on."""
-    vault = start_vault(*OPTIONS)
     chance = random.Random(3)
     clients = [start(vault, seed, deadline_s=1.2) for seed in range(3)]
     try:
@@ -98,7 +151,7 @@ def test_the_vault_is_stopped_again_and_again(start_vault: Callable[..., Running
             time.sleep(chance.uniform(0.5, 3))
             if chance.random() < 0.3:
                 vault.kill()
-                vault = start_vault(*OPTIONS)
+                vault.start()
             else:
                 vault.signal(signal.SIGCONT)
         end(clients)
@@ -107,8 +160,7 @@ def test_the_vault_is_stopped_again_and_again(start_vault: Callable[..., Running
     is_as_new(vault)
 
 
-def test_clients_are_killed_again_and_again(start_vault: Callable[..., RunningVault]) -> None:
-    vault = start_vault(*OPTIONS)
+def test_clients_are_killed_again_and_again(vault: Vaults) -> None:
     vault.wait_until_ready()
     chance = random.Random(2)
     survivor = start(vault, 0)

@@ -15,6 +15,7 @@ _HOST_CHECKS: Mapping[str, Callable[[Machine], Check]] = {
     "cgroup memory": host.cgroup_memory,
     "memlock limit": host.memlock,
     "huge pages": host.huge_pages,
+    "vault's huge pages": host.vault_pages,
     "cores": host.cores,
     "CPU affinity": host.affinity,
     "PyTorch": packages.torch,

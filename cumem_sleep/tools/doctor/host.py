@@ -59,6 +59,24 @@ def huge_pages(machine: Machine) -> Check:
     return Check(name, Status.OK, f"transparent huge pages: {chosen[1]}")
 
 
+def vault_pages(machine: Machine) -> Check:
+    """Whether the vault's memory, which is shared, may have huge pages; it matters to those who use it."""
+    name = "vault's huge pages"
+    modes = machine.read("sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    chosen = re.search(r"\[(\w+)\]", modes)
+    if chosen is None:
+        return Check(name, Status.WARN, f"could not be checked: the kernel says {modes!r}")
+    found = f"shared memory: {chosen[1]}"
+    if reserved := machine.free_huge_pages_bytes():
+        found += f"; {format_bytes(reserved)} reserved and free (cumem-sleep vault --reserved-huge-pages)"
+    if chosen[1] not in ("never", "deny"):
+        return Check(name, Status.OK, found)
+    advice = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    if machine.environment.get("CUMEM_SLEEP_VAULT", "off") == "off":
+        return Check(name, Status.OK, f"{found}; to run a vault: {advice}")
+    return Check(name, Status.WARN, found, f"the vault takes and pins its memory more slowly: {advice}")
+
+
 def cores(machine: Machine) -> Check:
     """Whether there are enough cores to prefault new host memory ahead of the copies."""
     usable = host_limits.usable_cores(machine.root)

@@ -1,0 +1,21 @@
+"""Runs vaults, one after the other, each a fork of this process, which has imported all that they need.
+
+Run as `nursery.py ARGUMENTS...`. For each line on standard input a vault begins; its pid is said at once, and `ended`
+when it has.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import cumem_sleep.vault.server  # noqa: F401  # so that no vault has to do it
+from cumem_sleep.tools import cli, vault  # noqa: F401
+
+for _ in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        os._exit(cli.main(["vault", *sys.argv[1:]]))
+    print(child, flush=True)
+    os.waitpid(child, 0)
+    print("ended", flush=True)
