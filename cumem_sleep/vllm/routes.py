@@ -5,12 +5,12 @@ The server's own router is asked, so nothing can be meant by one reading of a pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-Scope = MutableMapping[str, Any]
+from ..asgi import Scope
 
 LOOKS = ("GET", "HEAD", "OPTIONS")
 MOST_KNOWN = 1024
@@ -87,22 +87,6 @@ class Taken:
     template: str
     kind: Kind
     redirects: bool = False
-
-
-def not_canonical(scope: Scope) -> str:
-    """What is wrong with the path of a request, in words; "" if it can only be read in one way."""
-    path, raw = str(scope["path"]), bytes(scope.get("raw_path") or b"").lower()
-    if not path.startswith("/"):
-        return "does not begin with a slash"
-    if "//" in path:
-        return "has an empty segment"
-    if "\\" in path or b"%2f" in raw or b"%5c" in raw:
-        return "has an encoded slash or a backslash"
-    if not path.isprintable() or "\ufffd" in path:
-        return "has letters that cannot be printed"
-    if any(segment in (".", "..") for segment in path.split("/")):
-        return "has a segment of dots"
-    return ""
 
 
 class Routes:
