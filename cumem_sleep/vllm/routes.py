@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from ..asgi import Scope
+from ..model_paths import NEEDS_SERVER, RUNS_MODEL
 
 LOOKS = ("GET", "HEAD", "OPTIONS")
 MOST_KNOWN = 1024
@@ -48,20 +49,9 @@ _POSTS = {
         *("/start_profile", "/stop_profile", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
         *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/update_weight_version"),
     ),
-    Kind.RUNS: (
-        *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"),
-        *("/v1/audio/transcriptions", "/v1/audio/translations", "/invocations", "/inference/v1/generate", "/generate"),
-        *("/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
-        *("/v1/embeddings", "/v2/embed", "/generative_scoring", "/cohere/v2/chat"),
-        *("/v1/decisions", "/v1/systemone"),
-    ),
+    Kind.RUNS: RUNS_MODEL,
     Kind.HEALTH: ("/ping",),
-    Kind.PASSES: (
-        *("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/{response_id}/cancel"),
-        *("/v1/completions/render", "/v1/chat/completions/render", "/is_scaling_elastic_ep"),
-        *("/v1/messages/render", "/v1/responses/render", "/cohere/v2/chat/render"),
-        *("/v1/completions/derender", "/v1/chat/completions/derender"),
-    ),
+    Kind.PASSES: (*NEEDS_SERVER, "/is_scaling_elastic_ep"),
 }
 _TABLE: dict[tuple[str, str], Kind] = {
     **{("POST", path): kind for kind, paths in _POSTS.items() for path in paths},
