@@ -136,9 +136,8 @@ class JsonFinder:
             self.name, self._span = _text(self.read[start:end]), (start, end)
             if self.name is None:
                 raise BadBody("`model` is no string in JSON")
-        elif self._depth == 1 and self._is_key and end - start <= _LONGEST_KEY:
-            if _text(self.read[start:end]) == "model":
-                self._is_model, self._expected = True, b':"'
+        elif self._depth == 1 and self._is_key and _text(self.read[start : min(end, start + _LONGEST_KEY)]) == "model":
+            self._is_model, self._expected = True, b':"'
 
 
 class FormFinder:

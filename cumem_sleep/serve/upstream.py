@@ -83,6 +83,11 @@ class Connection(asyncio.Protocol):
         """Whether another exchange may begin on it."""
         return not self._closed and self._error is None
 
+    @property
+    def is_read(self) -> bool:
+        """Whether all of the answer was read."""
+        return self._complete and not self._pieces
+
     def send(self, head: bytes, body: bytes | bytearray, *, more: bool) -> None:
         """Send a request's head and what is there of its body."""
         if self.reused:
@@ -91,7 +96,7 @@ class Connection(asyncio.Protocol):
         self._transport.writelines((head, body) if body else (head,))
         self._sent = not more
 
-    async def write(self, data: bytes, *, more: bool) -> None:
+    async def write(self, data: bytes | bytearray, *, more: bool) -> None:
         """Send more of the body, once the server takes it."""
         assert self._transport is not None
         if self._closed:
@@ -157,10 +162,12 @@ class Connection(asyncio.Protocol):
     # asyncio's protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection is there."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        """Read more of the answer."""
         self._got_any = True
         if self._complete:  # nobody asked for more
             return self.close()
@@ -183,14 +190,17 @@ class Connection(asyncio.Protocol):
             self._complete = True
 
     def connection_lost(self, error: Exception | None) -> None:
+        """No more will come."""
         self._closed = True
         self._fail("the server closed the connection" + (f" ({error})" if error else ""))
         self.resume_writing()
 
     def pause_writing(self) -> None:
+        """The server takes no more for now."""
         self._writable = self._loop.create_future()
 
     def resume_writing(self) -> None:
+        """It takes more."""
         if self._writable is not None:
             self._writable.set_result(None)
             self._writable = None
@@ -198,17 +208,21 @@ class Connection(asyncio.Protocol):
     # httptools' parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """One header."""
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        """The headers are read, perhaps of a 1xx answer."""
         self.status = self._parser.get_status_code()
         self._has_head = self.status >= 200
 
     def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
         self._pieces.append(body)
         self._nbytes += len(body)
 
     def on_message_complete(self) -> None:
+        """The answer is read, or one before it."""
         if self._has_head:
             self._complete = True
         else:  # 1xx: the answer follows
@@ -269,7 +283,7 @@ async def _connect(server: Address) -> Connection:
         url = urlsplit(server.base_url)
         secure = url.scheme == "https"
         port = url.port or (443 if secure else 80)
-        _, connection = await loop.create_connection(Connection, url.hostname, port, ssl=True if secure else None)
+        _, connection = await loop.create_connection(Connection, url.hostname or "", port, ssl=True if secure else None)
     return connection
 
 
