@@ -166,7 +166,7 @@ class Exchange:
         if self._is_event_stream:
             event = b"\n\ndata: " + json.dumps(error(code, why)).encode() + b"\n\n"
             with suppress(asyncio.TimeoutError):  # the client takes no more
-                last_words = self._send({"type": "http.response.body", "body": event})
+                last_words = self._send({"type": "http.response.body", "body": event, "more_body": True})
                 await asyncio.wait_for(last_words, LAST_WORDS_WITHIN_S)
         return None
 

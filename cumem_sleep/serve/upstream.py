@@ -73,7 +73,7 @@ class Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._nbytes = 0
         self._has_head = self._complete = self._sent = False
-        self._got_any = False
+        self._got_any = self._keeps = False
         self._news: asyncio.Future[None] | None = None
 
     # The exchange
@@ -134,7 +134,7 @@ class Connection(asyncio.Protocol):
 
     def may_be_reused(self) -> bool:
         """Whether request and answer are both at their end, and the server keeps the connection."""
-        return self.is_open and self._sent and self._complete and bool(self._parser.should_keep_alive())
+        return self.is_open and self._sent and self._complete and self._keeps
 
     def close(self) -> None:
         """End it, and with it the request: the server notices."""
@@ -224,7 +224,7 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """The answer is read, or one before it."""
         if self._has_head:
-            self._complete = True
+            self._complete, self._keeps = True, self._parser.should_keep_alive()
         else:  # 1xx: the answer follows
             self.headers = []
 
