@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import signal
 import socket
@@ -21,7 +22,10 @@ from .address import Address, from_url
 from .config import Model
 from .engine import Engine
 
+logger = logging.getLogger("cumem_sleep.serve")
+
 TERM_WITHIN_S = 30.0  # what a server that is told to end has, before it is killed
+ORPHANS_WITHIN_S = 2.0  # and what it leaves behind, after it has ended
 POLL_S = 0.05
 _OURS = ("--host", "--port", "--uds")
 _TAIL_BYTES = 64 << 10
@@ -208,12 +212,16 @@ def _file_name(model: str) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End a process and its group."""
+    """End a process, which has time to end what it has started, and then its group."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), TERM_WITHIN_S)
+    except asyncio.TimeoutError:
+        logger.warning("pid %d did not end within %g s, and is killed", process.pid, TERM_WITHIN_S)
     loop = asyncio.get_running_loop()
-    ends_at = loop.time() + TERM_WITHIN_S
+    ends_at = loop.time() + (ORPHANS_WITHIN_S if process.returncode is not None else 0.0)
     while process.returncode is None or _lives(process.pid):
         if loop.time() > ends_at:
             with suppress(ProcessLookupError):
