@@ -28,7 +28,6 @@ from .exchange import Exchange, Ways
 from .fleet import Fleet
 from .upstream import IDLE_S, Connections
 
-MOST_HELD_BYTES = 256 << 20  # of bodies of all requests that wait
 _REALTIME = "/v1/realtime"
 
 
@@ -38,8 +37,8 @@ class Front:
     def __init__(self, fleet: Fleet) -> None:
         settings = fleet.config.front
         self._access = Access(settings)
-        held = Held(max(MOST_HELD_BYTES, settings.max_body_bytes))
-        self._ways = Ways(fleet, self._access, held, Connections(), settings.max_body_bytes)
+        held = Held(settings.max_held_bytes)
+        self._ways = Ways(fleet, self._access, held, Connections(), settings.max_head_bytes)
         self._answers = Answers(fleet, self._access)
         self._sweeper: asyncio.Task[None] | None = None
 

@@ -42,6 +42,7 @@ class Options:
     token_s: float = 0.0
     fail_sleeps: int = 0
     fail_wakes: int = 0
+    weights_bytes: int = 0
     record: Path | None = None
 
 
@@ -146,7 +147,8 @@ class SimulatedServer:
         if (method, path) == ("POST", "/wake_up"):
             return await self._wake(frozenset(query.get("tags", PARTS)))
         if (method, path) in (("POST", "/reload_weights"), ("POST", "/collective_rpc")):
-            return response(200, {"results": [None]})
+            usage = {"weights": {"bytes": self.options.weights_bytes}}
+            return response(200, {"results": [{"version": "simulated", "usage": usage}]})
         if (method, path) == ("GET", "/health"):
             ready = time.monotonic() - self.started_at >= self.options.start_s
             return response(200 if ready else 503, {})
@@ -206,11 +208,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}-seconds", type=float, default=0.0)
     for name in ("sleeps", "wakes"):
         parser.add_argument(f"--fail-{name}", type=int, default=0, metavar="N", help="the first N fail")
+    parser.add_argument("--weights-bytes", type=int, default=0, help="that its backups are said to take")
     parser.add_argument("--record", type=Path, help="requests that came while it slept are appended to this file")
     asked, _ = parser.parse_known_args(arguments)
     times = {f"{name}_s": getattr(asked, f"{name}_seconds") for name in ("start", "sleep", "wake", "token")}
     fails = {"fail_sleeps": asked.fail_sleeps, "fail_wakes": asked.fail_wakes}
-    app = SimulatedServer(Options(tuple(asked.served_model_name), **times, **fails, record=asked.record))
+    rest = {"weights_bytes": asked.weights_bytes, "record": asked.record}
+    app = SimulatedServer(Options(tuple(asked.served_model_name), **times, **fails, **rest))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     where = {"uds": asked.uds} if asked.uds else {"host": asked.host, "port": asked.port}
     uvicorn.run(

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -163,8 +164,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection is there."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none, but has its methods
 
     def data_received(self, data: bytes) -> None:
         """Read more of the answer."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import uvloop
+
 from cumem_sleep.serve.fleet import Address, Lease, NotInTime, UnknownModel
 from cumem_sleep.serve.front import Front
 from cumem_sleep.serve.listener import Listener
@@ -44,7 +46,7 @@ class StubFleet:
     """Grants a lease at once, unless `held`; `granted` are those that have not ended."""
 
     def __init__(self, *names: str, aliases: dict[str, str] | None = None, **settings: Any) -> None:
-        front = {"api_keys": [], "admin_token": None, "max_body_bytes": 64 << 20, **settings}
+        front = {"api_keys": [], "admin_token": None, "max_head_bytes": 64 << 20, "max_held_bytes": 1 << 30, **settings}
         self.config: Any = SimpleNamespace(front=SimpleNamespace(**front), models=dict.fromkeys(names))
         self.aliases = aliases or {}
         self.servers: dict[str, Address] = {}
@@ -343,7 +345,7 @@ def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not [task for task in left if "serve" not in repr(task.get_coro())], left
 
-    asyncio.run(bounded())
+    uvloop.run(bounded())
 
 
 NOT_NOW = NotInTime("all seats are taken", 6.5)

@@ -220,7 +220,7 @@ def test_nonsense_gets_400_in_openais_shape(body: bytes) -> None:
 
 def test_a_model_that_comes_too_late_in_the_body() -> None:
     async def scenario() -> None:
-        async with a_world(max_body_bytes=1 << 20) as world:
+        async with a_world(max_head_bytes=1 << 20) as world:
             server = await world.server("one")
             late = b'{"prompt": "' + b"x" * (3 << 20) + b'", "model": "one"}'
             answer = await world.ask(post("/v1/completions", late))
@@ -417,11 +417,9 @@ def test_a_lease_that_is_revoked_ends_the_request_at_both_ends(when: str) -> Non
     run(scenario)
 
 
-def test_requests_that_wait_do_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cumem_sleep.serve.front.MOST_HELD_BYTES", 0)
-
+def test_requests_that_wait_do_not_fill_memory() -> None:
     async def scenario() -> None:
-        async with a_world(max_body_bytes=1 << 20) as world:
+        async with a_world(max_held_bytes=1 << 20) as world:
             server = await world.server("one")
             world.fleet.held = asyncio.Event()
             body = b'{"model": "one", "prompt": "' + b"x" * (3 << 19) + b'"}'
