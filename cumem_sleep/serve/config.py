@@ -79,7 +79,7 @@ def parse_depth(value: object) -> int:
     """
     if value == "stop":
         return STOP
-    if value in (1, 2, 3) and not isinstance(value, bool):
+    if value in (1, 2, 3, "1", "2", "3") and not isinstance(value, bool):
         return int(str(value))
     raise ValueError("1, 2, 3 or stop")
 

@@ -28,6 +28,7 @@ TERM_WITHIN_S = 30.0  # what a server that is told to end has, before it is kill
 ORPHANS_WITHIN_S = 2.0  # and what it leaves behind, after it has ended
 POLL_S = 0.05
 _OURS = ("--host", "--port", "--uds")
+_NOT_FOR_SERVERS = ("VLLM_API_KEY", "CUMEM_SLEEP_SERVE_TOKEN", "NOTIFY_SOCKET")
 _TAIL_BYTES = 64 << 10
 
 # The child ends with this process, however that ends: the kernel tells it.
@@ -168,7 +169,7 @@ def command_line(name: str, model: Model, address: Address) -> list[str]:
 
 def environment(model: Model, inherited: Mapping[str, str]) -> dict[str, str]:
     """A server's: vLLM offers sleep only in development mode, and backups are to be made before the first sleep."""
-    kept = {name: value for name, value in inherited.items() if name != "VLLM_API_KEY"}
+    kept = {name: value for name, value in inherited.items() if name not in _NOT_FOR_SERVERS}
     visible = [each for each in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
     gpus = [visible[gpu] if gpu < len(visible) else str(gpu) for gpu in model.gpus]
     ours = {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONSAFEPATH": "1"}

@@ -116,7 +116,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         signal.signal(number, stop)
     names = ", ".join(f"{gpu.name} {gpu.uuid}" for gpu in gpus)
     tell(f"listens at {address.path}; takes {format_bytes(vault.memory_bytes)}; serves {names}")
-    _notify_systemd("READY=1")
+    notify_systemd("READY=1")
     vault.run()
     tell("ends")
 
@@ -135,8 +135,8 @@ def room_bytes() -> int:
     return min((each for each in limited if each is not None), default=1 << 62)
 
 
-def _notify_systemd(what: str) -> None:
-    """As `Type=notify` wants it; nothing outside of systemd."""
+def notify_systemd(what: str) -> None:
+    """Tell the service manager, as `Type=notify` wants it; does nothing outside of systemd."""
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path:
         return

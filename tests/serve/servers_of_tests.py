@@ -23,7 +23,10 @@ def command(name: str, *options: str, server: str = SIMULATED) -> str:
 
 def config(folder: Path, **models: dict[str, Any]) -> Config:
     """With a command each, where none is given."""
-    whole = {name: {"idle": "never", **({} if "url" in model else {"command": command(name)}), **model} for name, model in models.items()}
+    whole = {
+        name: {"idle": "never", **({} if "url" in model else {"command": command(name)}), **model}
+        for name, model in models.items()
+    }
     return parse(json.dumps({"logs": str(folder / "logs"), "host_memory": "100GiB", "models": whole}))
 
 
