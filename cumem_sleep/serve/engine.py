@@ -1,9 +1,8 @@
-"""vLLM's HTTP calls for sleep mode: what is asked, and what is true when an answer is lost."""
+"""vLLM's HTTP calls for sleep mode: what is called, and what is certain when a call fails or its answer is lost."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from .status import Phase
 
 ASK_WITHIN_S = 10.0
 ASK_EVERY_S = 0.2
+TRIES = 3
 _NO_SLEEP_MODE = "its server has no sleep mode: it needs --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"
 
 
@@ -35,15 +35,33 @@ class Outcome:
 
 
 class Failed(Exception):
-    """A call was answered with an error."""
+    """A call was answered with an error.
+
+    Attributes:
+        is_unknown: the server has no such path.
+    """
+
+    def __init__(self, why: str, is_unknown: bool = False) -> None:
+        super().__init__(why)
+        self.is_unknown = is_unknown
 
 
 class Engine:
-    """One server. A call never raises: it ends in an `Outcome`."""
+    """One server. A call never raises: it ends in an `Outcome`.
+
+    An error is followed by a state only if that is certain. vLLM's own layer may fail midway, and then says what is not
+    so; the layer of this package does all of a sleep or wake, or nothing.
+
+    Attributes:
+        has_layer: cumem-sleep is in it, as far as is known.
+    """
 
     def __init__(self, address: Address, within_s: float) -> None:
         """`within_s`: what a sleep or wake may take."""
         transport = httpx.AsyncHTTPTransport(uds=address.socket) if address.socket else None
+        self.address = address
+        self.has_layer = False
+        self._is_half_woken = False
         self._client = httpx.AsyncClient(
             transport=transport,
             base_url=address.base_url,
@@ -51,7 +69,6 @@ class Engine:
             timeout=within_s,
             trust_env=False,  # a proxy for the world is none for this machine's servers
         )
-        self._within_s = within_s
 
     async def close(self) -> None:
         """Close its connections."""
@@ -66,6 +83,10 @@ class Engine:
 
     async def look(self) -> Outcome:
         """What it is in now. A sleep of which nobody knows the level is taken for one that lost the weights."""
+        if self._is_half_woken:
+            woken = await self.wake(2)
+            if woken.error is not None:
+                return woken
         try:
             answer = await self._client.get("/is_sleeping", timeout=ASK_WITHIN_S)
             if answer.status_code == httpx.codes.NOT_FOUND:
@@ -87,29 +108,42 @@ class Engine:
         try:
             await self._post("/sleep", level=level)
         except Failed as error:
-            found = await self._find_out(level)
+            if error.is_unknown:
+                return Outcome(str(error), Phase.AWAKE)
+            state = await self._after_failed_sleep()
             lacks = "host memory" in str(error).lower() or "OutOfHostMemory" in str(error)
-            return Outcome(str(error), found.state, found.level, lacks and found.state is Phase.AWAKE)
+            return Outcome(str(error), state, lacks_host_memory=lacks and state is Phase.AWAKE)
         except (httpx.HTTPError, OSError) as error:
-            return self._lost("/sleep", error, await self._find_out(level), Phase.ASLEEP)
+            return Outcome(f"/sleep: {_text(error)}")
         return Outcome(None, Phase.ASLEEP, level)
 
     async def wake(self, level: int) -> Outcome:
         """Wake it from this level; weights that were dropped are loaded again before the KV cache comes."""
         try:
             if level == 2:
+                self._is_half_woken = True
                 await self._post("/wake_up", tags="weights")
                 await self._reload()
                 await self._post("/wake_up", tags="kv_cache")
+                self._is_half_woken = False
             else:
                 await self._post("/wake_up")
         except Failed as error:
-            return await self._half_woken(str(error), level)
+            is_certain = self.has_layer and level != 2 and (await self.look()).state is Phase.ASLEEP
+            return Outcome(str(error), Phase.ASLEEP if is_certain else None, level)
         except (httpx.HTTPError, OSError) as error:
-            if level == 2:
-                return await self._half_woken(_text(error), level)
-            return self._lost("/wake_up", error, await self._find_out(level), Phase.AWAKE)
+            return Outcome(f"/wake_up: {_text(error)}")
         return Outcome(None, Phase.AWAKE)
+
+    async def _after_failed_sleep(self) -> Phase | None:
+        """VLLM has paused its scheduler before the sleep that failed, and takes that for asleep: a wake resumes it."""
+        if not self.has_layer:
+            return None
+        try:
+            await self._post("/wake_up")
+        except (Failed, httpx.HTTPError, OSError):
+            return None
+        return Phase.AWAKE if (await self.look()).state is Phase.AWAKE else None
 
     async def facts(self) -> tuple[str | None, int | None]:
         """The version of cumem-sleep in it ("" if it is not in it), and the bytes that its backups take at level 1.
@@ -124,53 +158,52 @@ class Engine:
             workers = answer.json()["results"]
             usage = [tag for worker in workers for tag in worker["usage"].items()]
             nbytes = sum(int(each["bytes"]) for name, each in usage if name != "kv_cache")
+            self.has_layer = nbytes > 0  # the plugin may be there, and vLLM's memory not come from it
+            if not self.has_layer:
+                return "", None
             return str(workers[0].get("version", "active")), nbytes
         except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
             return None, None
 
+    async def names(self) -> tuple[str, ...]:
+        """The names that it knows its model by, adapters among them; empty if it does not say."""
+        try:
+            answer = await self._client.get("/v1/models", timeout=ASK_WITHIN_S)
+            return tuple(str(card["id"]) for card in answer.raise_for_status().json()["data"])
+        except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError):
+            return ()
+
     async def _reload(self) -> None:
         """By the path of newer servers and of this package's gate, or else by the worker's method."""
-        answer = await self._client.post("/reload_weights")
-        if answer.status_code in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED):
+        try:
+            await self._post("/reload_weights")
+        except Failed as error:
+            if not error.is_unknown:
+                raise
             answer = await self._client.post("/collective_rpc", json={"method": "reload_weights"})
-        _check("/reload_weights", answer)
+            _check("/collective_rpc", answer)
 
     async def _post(self, path: str, **query: str | int) -> None:
-        _check(path, await self._client.post(path, params=query))
+        """A call of which the answer is lost is made again.
 
-    async def _half_woken(self, error: str, level: int) -> Outcome:
-        """A wake in several calls that failed, or one that was refused: awake is then not to be trusted.
-
-        vLLM says "not asleep" of a model whose weights were dropped and not loaded again, and of one whose wake failed
-        midway. So such a model is put to sleep again, and that is believed.
+        Servers make such calls one after the other, and one that has nothing to do succeeds: so when the second one is
+        answered, the first is over. To ask what it is in would not tell whether that is still to change.
         """
-        try:
-            await self._post("/sleep", level=level)
-        except (Failed, httpx.HTTPError, OSError):
-            found = await self._find_out(level)
-            return Outcome(error, found.state if found.state is not Phase.AWAKE else None, found.level)
-        found = await self._find_out(level)
-        return Outcome(error, found.state if found.state is not Phase.AWAKE else None, found.level)
-
-    def _lost(self, path: str, error: Exception, found: Outcome, wanted: Phase) -> Outcome:
-        """The answer to a call was lost; what was found out afterwards counts."""
-        if found.state is wanted:
-            return Outcome(None, found.state, found.level)
-        return Outcome(f"{path}: {_text(error)}", found.state, found.level)
-
-    async def _find_out(self, level: int) -> Outcome:
-        """What it is in, asked until it says; the level of a sleep is the one that was asked for."""
-        ends_at = time.monotonic() + self._within_s
-        while True:
-            found = await self.look()
-            if found.state is not None or time.monotonic() > ends_at:
-                return Outcome(found.error, found.state, level if found.state is Phase.ASLEEP else None)
-            await asyncio.sleep(ASK_EVERY_S)
+        for number in range(1, TRIES + 1):
+            try:
+                return _check(path, await self._client.post(path, params=query))
+            except httpx.TimeoutException:
+                raise
+            except (httpx.HTTPError, OSError):
+                if number == TRIES:
+                    raise
+                await asyncio.sleep(ASK_EVERY_S)
+        return None
 
 
 def _check(path: str, answer: httpx.Response) -> None:
-    if answer.status_code == httpx.codes.NOT_FOUND:
-        raise Failed(_NO_SLEEP_MODE)
+    if answer.status_code in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED):
+        raise Failed(_NO_SLEEP_MODE, is_unknown=True)
     if not answer.is_success:
         raise Failed(f"{path}: {answer.status_code}: {_said(answer)}")
 

@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -103,11 +103,13 @@ class Lease:
         waited_s: until it was granted.
         revoked: set with the reason when the request has to end now: it ran longer than the drain allows, an operator
             forced a sleep, or the server died. The front ends the request upstream, and the answer with an error.
+        names: that the server knows its model by; empty if it does not say.
     """
 
     model: str
     server: Address
     waited_s: float = 0.0
+    names: tuple[str, ...] = ()
     revoked: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -131,6 +133,7 @@ class _Unit:
     restarts: int = 0
     health: asyncio.Task[None] | None = None
     aliases: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -449,9 +452,9 @@ class Fleet:
             if more_s > 0:
                 key = (name, cause)
                 self.counters.waited_seconds[key] = self.counters.waited_seconds.get(key, 0.0) + more_s
-        address = self._units[name].address
-        assert address is not None, "a model that is awake has an address"
-        lease = self._leases[request] = Lease(name, address, now - waiting.arrived)
+        unit = self._units[name]
+        assert unit.address is not None, "a model that is awake has an address"
+        lease = self._leases[request] = Lease(name, unit.address, now - waiting.arrived, unit.names)
         _resolve(waiting.granted, lease)
 
     def _set_timer(self) -> None:
@@ -544,10 +547,11 @@ class Fleet:
     async def _find(self, unit: _Unit) -> Outcome:
         """A server by URL is asked what it is in, until it says so."""
         config = self.config.models[unit.name]
-        if unit.engine is not None:
-            await unit.engine.close()
-        unit.address = from_url(config.url or "", config.api_key)
-        unit.engine = Engine(unit.address, config.switch_timeout)
+        address = from_url(config.url or "", config.api_key)
+        if unit.engine is None or unit.engine.address != address:
+            if unit.engine is not None:
+                await unit.engine.close()
+            unit.address, unit.engine = address, Engine(address, config.switch_timeout)
         ends_at = time.monotonic() + min(config.start_timeout, config.switch_timeout)
         while True:
             found = await unit.engine.look()
@@ -556,12 +560,13 @@ class Fleet:
                 self._watch_health(unit)
                 return found
             if time.monotonic() > ends_at:
-                return replace(found, state=Phase.STOPPED)
+                return found
             await asyncio.sleep(ASK_EVERY_S)
 
     async def _learn(self, unit: _Unit) -> None:
         """What the layer in a server says, or else an estimate: what it may hold of its GPUs' memory."""
         assert unit.engine is not None
+        unit.names = await unit.engine.names()
         unit.layer, nbytes = await unit.engine.facts()
         model = self.config.models.get(unit.name)
         if model is None or model.host_memory is not None:

@@ -122,7 +122,7 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(
         async with running(
             config(tmp_path, bad={"command": bad}, gone={"command": "no-such-program", "gpus": [1]})
         ) as fleet:
-            with pytest.raises(ServerFailed, match="ended with status 2 .* invalid float value: 'much'"):
+            with pytest.raises(ServerFailed, match=r"ended with status 2 .* invalid float value: 'much'"):
                 await fleet.wake("bad")
             with pytest.raises(ServerFailed, match="no-such-program: No such file"):
                 await fleet.wake("gone")
