@@ -255,8 +255,8 @@ class Exchange:
         body, delta = bytearray(), 0
         if finder is not None:
             body = finder.read
-            if finder.name is not None and finder.name != lease.model:
-                body = finder.renamed(lease.model)
+            if finder.name is not None and (name := _name_for(finder.name, lease)) != finder.name:
+                body = finder.renamed(name)
                 delta = len(body) - len(finder.read)
         length = header(self._scope, b"content-length")
         dropped = (*_NOT_FOR_SERVERS, *((b"authorization",) if self._ways.access.is_ours(self._scope) else ()))
@@ -299,3 +299,10 @@ class Exchange:
         self._ways.held.nbytes -= self._held_bytes
         self._held_bytes = 0
         self._finder = None
+
+
+def _name_for(asked: str, lease: Lease) -> str:
+    """The name in a request by which its server knows the model; an alias may be an adapter of its own there."""
+    if asked in lease.names:
+        return asked
+    return lease.model if lease.model in lease.names or not lease.names else lease.names[0]

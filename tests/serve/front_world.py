@@ -50,6 +50,7 @@ class StubFleet:
         self.config: Any = SimpleNamespace(front=SimpleNamespace(**front), models=dict.fromkeys(names))
         self.aliases = aliases or {}
         self.servers: dict[str, Address] = {}
+        self.served: tuple[str, ...] = ()
         self.counters = Counters()
         self.held: asyncio.Event | None = None
         self.refusal: Exception | None = None
@@ -78,7 +79,7 @@ class StubFleet:
                 await self.held.wait()
             finally:
                 self.waiting -= 1
-        lease = Lease(name, self.servers[name])
+        lease = Lease(name, self.servers[name], names=self.served)
         self.granted.append(lease)
         try:
             yield lease

@@ -154,6 +154,27 @@ def test_an_alias_becomes_the_name_that_the_server_knows(more: bytes) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("served", "asked", "sent"),
+    [
+        (("two", "adapter"), "two", "two"),
+        (("two", "adapter"), "adapter", "adapter"),
+        (("two", "adapter"), "gpt-4o", "two"),
+        (("Qwen/Qwen3-8B", "adapter"), "two", "Qwen/Qwen3-8B"),
+        (("Qwen/Qwen3-8B", "adapter"), "adapter", "adapter"),
+    ],
+)
+def test_a_server_is_asked_by_a_name_that_it_knows(served: tuple[str, ...], asked: str, sent: str) -> None:
+    async def scenario() -> None:
+        async with a_world(aliases={"gpt-4o": "two", "adapter": "two"}) as world:
+            server = await world.server("two")
+            world.fleet.served = served
+            assert (await world.ask(ask(asked))).code == 200
+            assert json.loads(server.asked[0].body)["model"] == sent
+
+    run(scenario)
+
+
 def test_a_form_names_its_model_before_or_after_the_file() -> None:
     field = b'--B\r\nContent-Disposition: form-data; name="model"\r\n\r\nalias\r\n'
     file = b'--B\r\nContent-Disposition: form-data; name="file"; filename="model"\r\n\r\n' + bytes(300_000) + b"\r\n"
