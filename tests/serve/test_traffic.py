@@ -1,6 +1,8 @@
 """Random traffic through `cumem-sleep serve`, as a process, over servers at which much goes wrong.
 
-`SERVE_REQUESTS=50000 SERVE_FAULTS=0.2 pytest -m slow tests/serve/test_traffic.py -s` for long; it prints what became of them.
+It prints what became of the requests. For long:
+
+    SERVE_REQUESTS=50000 SERVE_FAULTS=0.2 pytest -m slow tests/serve/test_traffic.py -s
 """
 
 from __future__ import annotations
@@ -149,7 +151,11 @@ def judge(answer: Answer, name: str, words: int, streams: bool) -> str:
     if any("error" in json.loads(event) for event in events[:-1]):
         return "ended with an error"
     texts = [json.loads(event)["choices"][0]["text"].strip() for event in events[:-1]]
-    return "answered" if len(texts) == words and f"This is {name},".startswith(" ".join(texts[:3])) else ""
+    return "answered" if is_answer(texts, name, words) else ""
+
+
+def is_answer(texts: list[str], name: str, words: int) -> bool:
+    return len(texts) == words and f"This is {name},".startswith(" ".join(texts[:3]))
 
 
 async def client(port: int, chance: random.Random, numbers: list[int], tally: Tally) -> None:
