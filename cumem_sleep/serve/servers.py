@@ -27,7 +27,6 @@ logger = logging.getLogger("cumem_sleep.serve")
 TERM_WITHIN_S = 30.0  # what a server that is told to end has, before it is killed
 ORPHANS_WITHIN_S = 2.0  # and what it leaves behind, after it has ended
 POLL_S = 0.05
-_OURS = ("--host", "--port", "--uds")
 _NOT_FOR_SERVERS = ("VLLM_API_KEY", "CUMEM_SLEEP_SERVE_TOKEN", "NOTIFY_SOCKET")
 _TAIL_BYTES = 64 << 10
 
@@ -186,12 +185,6 @@ def uses_socket(command: Sequence[str]) -> bool:
     if any("{port}" in word for word in command):
         return False
     return any("{socket}" in word for word in command) or is_vllm(list(command))
-
-
-def arguments_that_are_ours(command: Sequence[str]) -> list[str]:
-    """Arguments that say where a server listens without leaving the place open."""
-    found = [word for word in command if word.split("=")[0] in _OURS]
-    return [] if any("{port}" in word or "{socket}" in word for word in command) else found
 
 
 def new_socket_folder() -> Path:
