@@ -27,7 +27,7 @@ logger = logging.getLogger("cumem_sleep.serve")
 TERM_WITHIN_S = 30.0  # what a server that is told to end has, before it is killed
 ORPHANS_WITHIN_S = 2.0  # and what it leaves behind, after it has ended
 POLL_S = 0.05
-_NOT_FOR_SERVERS = ("VLLM_API_KEY", "CUMEM_SLEEP_SERVE_TOKEN", "NOTIFY_SOCKET")
+_NOT_FOR_SERVERS = ("VLLM_API_KEY", "CUMEM_SLEEP_ADMIN_TOKEN", "CUMEM_SLEEP_SERVE_TOKEN", "NOTIFY_SOCKET")
 _TAIL_BYTES = 64 << 10
 
 # The child ends with this process, however that ends: the kernel tells it.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from cumem_sleep.serve import demo, servers
 from cumem_sleep.serve.address import from_url
-from cumem_sleep.serve.config import ConfigError, Model, load, parse
+from cumem_sleep.serve.config import Config, ConfigError, Front, Model, load, parse
 from cumem_sleep.serve.policy import STOP
 
 EXAMPLE = """\
@@ -148,6 +149,22 @@ def test_models_may_share_settings_through_an_anchor() -> None:
 def test_a_file_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"/nonexistent\.yaml: .*No such file"):
         load(Path("/nonexistent.yaml"))
+
+
+def test_what_the_documentation_shows_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADMIN_TOKEN", "secret")
+    page = (Path(__file__).parents[2] / "docs" / "several-models.md").read_text()
+    shown = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert shown
+    for text in shown:
+        parse(text)
+
+
+def test_the_documentation_has_every_key() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "several-models.md").read_text()
+    keys = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)))
+    known = [field.alias or name for kind in (Config, Model, Front) for name, field in kind.model_fields.items()]
+    assert set(known) == set(keys)
 
 
 def test_the_demo_is_a_configuration(tmp_path: Path) -> None:
