@@ -56,9 +56,10 @@ class Engine:
         has_layer: cumem-sleep is in it, as far as is known.
     """
 
-    def __init__(self, address: Address, within_s: float) -> None:
-        """`within_s`: what a sleep or wake may take."""
-        transport = httpx.AsyncHTTPTransport(uds=address.socket) if address.socket else None
+    def __init__(self, address: Address, within_s: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """`within_s`: what a sleep or wake may take. `transport`: how it is reached, if not by its address."""
+        if address.socket is not None:
+            transport = httpx.AsyncHTTPTransport(uds=address.socket)
         self.address = address
         self.has_layer = False
         self._is_half_woken = False
@@ -95,7 +96,7 @@ class Engine:
             sleeps = answer.json()["is_sleeping"]
         except httpx.ConnectError as error:
             return Outcome(f"nobody answers there: {error}", Phase.STOPPED)
-        except (httpx.HTTPError, OSError, ValueError, KeyError) as error:
+        except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
             return Outcome(f"it does not say whether it sleeps: {_text(error)}")
         return Outcome(None, Phase.ASLEEP, 2) if sleeps else Outcome(None, Phase.AWAKE)
 

@@ -491,8 +491,9 @@ class Fleet:
             outcome = await self._do(unit, action)
         except StartFailed as error:
             outcome = Outcome(str(error), Phase.STOPPED)
-        except OSError as error:
-            outcome = Outcome(f"{type(error).__name__}: {error}", Phase.STOPPED if kind == "start" else None)
+        except Exception as error:  # or the model would be in this change for ever
+            logger.exception("%s: %s", unit.name, kind)
+            outcome = Outcome(f"{type(error).__name__}: {error}", None)
         seconds, level = time.monotonic() - started, getattr(action, "level", None)
         unit.last_switch = Switch(kind, level, seconds, time.time(), outcome.error)
         self.counters.switches[unit.name, kind, "failed" if outcome.error else "ok"] += 1

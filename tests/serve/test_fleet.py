@@ -82,6 +82,7 @@ def test_many_requests_cause_one_wake(tmp_path: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_request_that_is_cancelled_while_it_waits_is_withdrawn(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(config(tmp_path, a={}, b={"keep": "1h"})) as fleet:
@@ -98,6 +99,7 @@ def test_a_request_that_is_cancelled_while_it_waits_is_withdrawn(tmp_path: Path)
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_request_is_refused_when_its_time_is_up(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(config(tmp_path, a={"wait": "200ms", "at_start": "stopped"}, b={"keep": "1h"})) as fleet:
@@ -112,6 +114,7 @@ def test_a_request_is_refused_when_its_time_is_up(tmp_path: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_is_named_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +133,7 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_ends_its_requests_and_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +155,7 @@ def test_a_server_that_is_killed_ends_its_requests_and_comes_back(
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_server_and_what_it_has_started_end_together(tmp_path: Path) -> None:
     child = tmp_path / "child"
     shell = f"sleep 1000 & echo $! > {child}; exec {command('a')}"
@@ -164,6 +169,7 @@ def test_a_server_and_what_it_has_started_end_together(tmp_path: Path) -> None:
     assert not lives(int(child.read_text()))
 
 
+@pytest.mark.slow
 def test_an_operator_sleeps_wakes_and_stops_a_model(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(config(tmp_path, a={"at_start": "awake"})) as fleet:
@@ -183,6 +189,7 @@ def test_an_operator_sleeps_wakes_and_stops_a_model(tmp_path: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_server_by_url_is_found_as_it_is_and_never_stopped(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(config(tmp_path, a={"at_start": "awake"})) as theirs:
@@ -202,6 +209,7 @@ def test_a_server_by_url_is_found_as_it_is_and_never_stopped(tmp_path: Path) -> 
     run(scenario())
 
 
+@pytest.mark.slow
 def test_host_memory_is_looked_up_before_a_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: 20 << 30)
 
@@ -217,6 +225,7 @@ def test_host_memory_is_looked_up_before_a_sleep(tmp_path: Path, monkeypatch: py
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_new_configuration_is_taken_while_it_runs(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(config(tmp_path, a={"at_start": "awake"}, b={"gpus": [1]})) as fleet:
@@ -235,6 +244,7 @@ def test_a_new_configuration_is_taken_while_it_runs(tmp_path: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.slow
 def test_the_end_of_a_fleet_ends_those_that_wait_and_those_that_run(tmp_path: Path) -> None:
     async def scenario() -> None:
         fleet = Fleet(config(tmp_path, a={"at_start": "awake"}, b={"keep": "1h"}))
