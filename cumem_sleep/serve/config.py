@@ -226,7 +226,6 @@ class Front(_Strict):
         api_keys: of clients; without any, everybody may ask.
         admin_token: for everything that changes state; without one, admin paths answer 403 always.
         max_waiting: requests that may wait at a time, over all models.
-        max_body_bytes: of one request (`max_body` in the file).
         max_head_bytes: of a body, in which its `model` has to come (`max_head`).
         max_held_bytes: of the bodies of all requests that wait (`max_held`).
     """
@@ -237,7 +236,6 @@ class Front(_Strict):
     api_keys: list[Secret] = []
     admin_token: Secret | None = None
     max_waiting: Annotated[int, Field(ge=1)] = 2000
-    max_body_bytes: Annotated[Size, Field(alias="max_body")] = 64 << 20
     max_head_bytes: Annotated[Size, Field(alias="max_head")] = 64 << 20
     max_held_bytes: Annotated[Size, Field(alias="max_held")] = 1 << 30
 
