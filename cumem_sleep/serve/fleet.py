@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import logging
 import math
+import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -158,6 +159,7 @@ class Fleet:
         self.config = config
         self.counters = Counters()
         self.simulated = simulated
+        self._version = metadata.version("cumem-sleep")
         self._budget_fixed = config.host_memory
         self._logs = config.logs or servers.default_logs()
         self._sockets = servers.new_socket_folder()
@@ -295,7 +297,9 @@ class Fleet:
         if unit is None or unit.address != lease.server or self._closed:
             return
         logger.warning("%s: %s", lease.model, error)
-        if unit.server is None and unit.health is not None:
+        if unit.server is not None and (unit.health is None or unit.health.done()):
+            unit.health = asyncio.create_task(self._check_health(unit))
+        elif unit.server is None and unit.health is not None:
             unit.health.cancel()
             self._watch_health(unit, failures=UNHEALTHY_AFTER - 1)
 
@@ -352,7 +356,7 @@ class Fleet:
         held = self._scheduler.held_bytes()
         host = HostStatus(self._scheduler.host_bytes, held, hardware.host_available_bytes())
         gpus = tuple(self._gpu_status(number) for number in numbers)
-        return Status(wall, metadata.version("cumem-sleep"), self.simulated, gpus, models, host)
+        return Status(wall, self._version, self.simulated, gpus, models, host)
 
     async def watch(self) -> AsyncIterator[Status]:
         """The status now, and after every change (changes that come close together are one). Ends with the fleet."""
@@ -583,6 +587,17 @@ class Fleet:
             unit.change.cancel()
         self._handle(Died(unit.name, error))
 
+    async def _check_health(self, unit: _Unit) -> None:
+        """A process that lives, and does not serve: it is stopped, and the next request starts it afresh."""
+        engine, state = unit.engine, self._scheduler.models[unit.name]
+        for _ in range(UNHEALTHY_AFTER):
+            if engine is None or not state.is_up or await engine.is_healthy():
+                return
+            await asyncio.sleep(ASK_EVERY_S)
+        if engine is unit.engine and state.is_up:
+            logger.warning("%s: its server is not healthy, and is stopped", unit.name)
+            self._handle(Ordered(unit.name, STOP))
+
     def _watch_health(self, unit: _Unit, failures: int = 0) -> None:
         if unit.health is not None:
             unit.health.cancel()
@@ -626,7 +641,7 @@ class Fleet:
 
     async def _look_at_gpus(self) -> None:
         if not self.simulated:
-            found = await asyncio.to_thread(hardware.gpus)
+            found = await asyncio.to_thread(hardware.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
             self._gpus = {gpu.number: gpu for gpu in found}
 
     async def _watch_gpus(self) -> None:

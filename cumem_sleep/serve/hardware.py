@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _ASK_WITHIN_S = 30.0
@@ -14,30 +14,44 @@ _ASK_WITHIN_S = 30.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, by its number in `nvidia-smi`."""
+    """One GPU.
+
+    Attributes:
+        number: among those that this process may use, in the order of their addresses on the bus.
+        uuid: by which the driver knows it.
+    """
 
     number: int
+    uuid: str
     name: str
     total_bytes: int
     used_bytes: int
 
 
-def gpus() -> list[Gpu]:
-    """All GPUs; none where nobody can say. Takes some tenths of a second."""
+def gpus(visible: str | None) -> list[Gpu]:
+    """All GPUs, or those that `CUDA_VISIBLE_DEVICES` names; none where nobody can say. Takes tenths of a second."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    query = [tool, "--query-gpu=index,name,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    query = [tool, "--query-gpu=index,uuid,name,memory.total,memory.used", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=_ASK_WITHIN_S).stdout
-        return [_gpu(line.split(", ")) for line in answer.splitlines()]
+        found = [_gpu(line.split(", ")) for line in answer.splitlines()]
     except (OSError, subprocess.SubprocessError, ValueError):
         return []
+    if not visible:
+        return found
+    named = [next((gpu for gpu in found if _is_named(gpu, name.strip())), None) for name in visible.split(",")]
+    return [replace(gpu, number=number) for number, gpu in enumerate(named) if gpu is not None]
+
+
+def _is_named(gpu: Gpu, name: str) -> bool:
+    return str(gpu.number) == name or (name.startswith("GPU-") and gpu.uuid.startswith(name))
 
 
 def _gpu(words: Sequence[str]) -> Gpu:
-    number, name, total, used = words
-    return Gpu(int(number), name, int(total) << 20, int(used) << 20)
+    number, uuid, name, total, used = words
+    return Gpu(int(number), uuid, name, int(total) << 20, int(used) << 20)
 
 
 def host_available_bytes(root: Path = Path("/")) -> int | None:

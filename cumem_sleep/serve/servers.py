@@ -167,12 +167,18 @@ def command_line(name: str, model: Model, address: Address) -> list[str]:
 
 
 def environment(model: Model, inherited: Mapping[str, str]) -> dict[str, str]:
-    """A server's: vLLM offers sleep only in development mode, and backups are to be made before the first sleep."""
+    """A server's: vLLM offers sleep only in development mode, and backups are to be made before the first sleep.
+
+    Raises:
+        StartFailed: it is to use a GPU that this process may not use.
+    """
     kept = {name: value for name, value in inherited.items() if name not in _NOT_FOR_SERVERS}
     visible = [each for each in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-    gpus = [visible[gpu] if gpu < len(visible) else str(gpu) for gpu in model.gpus]
+    if visible and model.gpus[-1] >= len(visible):
+        raise StartFailed(f"there is no GPU {model.gpus[-1]}: CUDA_VISIBLE_DEVICES has {len(visible)}")
+    gpus = [visible[gpu] if visible else str(gpu) for gpu in model.gpus]
     ours = {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONSAFEPATH": "1"}
-    return {"CUMEM_SLEEP_PREPARE": "1", **kept, **ours, **model.env}
+    return {"CUMEM_SLEEP_PREPARE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **kept, **ours, **model.env}
 
 
 def is_vllm(command: Sequence[str]) -> bool:

@@ -196,6 +196,8 @@ def test_a_server_gets_its_gpus_and_no_secret_of_the_front() -> None:
     assert found["CUDA_VISIBLE_DEVICES"] == "5,7"
     assert found["VLLM_SERVER_DEV_MODE"] == "1"
     assert (found["A"], found["CUMEM_SLEEP_PREPARE"], found["HOME"]) == ("b", "0", "/h")
+    with pytest.raises(servers.StartFailed, match="there is no GPU 2: CUDA_VISIBLE_DEVICES has 1"):
+        servers.environment(model, {"CUDA_VISIBLE_DEVICES": "4"})
     assert not {"VLLM_API_KEY", "CUMEM_SLEEP_SERVE_TOKEN"} & found.keys()
 
 

@@ -14,6 +14,7 @@ import pytest
 from servers_of_tests import command, config, phases, running, until
 
 from cumem_sleep.serve import hardware, policy
+from cumem_sleep.serve.engine import Engine
 from cumem_sleep.serve.fleet import Fleet, Lease, NotInTime, Refused, ServerFailed, UnknownModel
 from cumem_sleep.serve.status import Phase
 
@@ -151,6 +152,28 @@ def test_a_server_that_is_killed_ends_its_requests_and_comes_back(
             model = fleet.status().models[0]
             assert model.restarts == 1
             assert model.pid not in (None, pid)
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_server_that_lives_and_does_not_serve_is_started_afresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def is_healthy(_: Engine) -> bool:
+        return False
+
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={})) as fleet:
+            async with fleet.lease("a") as lease:
+                pid = fleet.status().models[0].pid
+                with monkeypatch.context() as patch:
+                    patch.setattr(Engine, "is_healthy", is_healthy)
+                    fleet.report_failure(lease, "it broke off")
+                    await until(fleet, a=Phase.DRAINING)
+            async with fleet.lease("a") as lease:
+                assert "This is a," in await ask(lease, "a")
+            assert fleet.status().models[0].pid not in (None, pid)
 
     run(scenario())
 
