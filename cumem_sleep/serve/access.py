@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from ..asgi import Scope, bearer, bears
+from ..asgi import Scope, bearer, bears, header
 from ..model_paths import NEEDS_SERVER, RUNS_MODEL
 from .config import Front
 
@@ -87,6 +87,15 @@ def _by_path(path: str) -> Place | None:
 def query_is_plain(scope: Scope) -> bool:
     """Whether the query has nothing in it that could end a line or a word of HTTP."""
     return _QUERY.fullmatch(bytes(scope.get("query_string", b""))) is not None
+
+
+def comes_from_elsewhere(scope: Scope) -> bool:
+    """Whether a browser sends this for a page that is not the front's own: any page may post to any address."""
+    site = header(scope, b"sec-fetch-site")
+    if site:
+        return site not in ("same-origin", "none")
+    origin = header(scope, b"origin")
+    return bool(origin) and origin.partition("://")[2] != header(scope, b"host")
 
 
 class Access:

@@ -64,7 +64,7 @@ class Exchange:
         self._answering: asyncio.Task[list[Message] | None] | None = None
         self._revoked = ""
         self._started = False  # the answer
-        self._is_event_stream = False
+        self._takes_events = False
 
     async def run(self) -> None:
         """Answer it.
@@ -163,7 +163,7 @@ class Exchange:
         """An error instead of the rest of the answer; what has begun and can bear no error is broken off."""
         if not self._started:
             return refusal(code, why, {"Retry-After": "1"} if code == 503 else None)
-        if self._is_event_stream:
+        if self._takes_events:
             event = b"\n\ndata: " + json.dumps(error(code, why)).encode() + b"\n\n"
             with suppress(asyncio.TimeoutError):  # the client takes no more
                 last_words = self._send({"type": "http.response.body", "body": event, "more_body": True})
@@ -234,7 +234,7 @@ class Exchange:
         """
         head, body = self._request(lease)
         connections = self._ways.connections
-        for fresh in (False, True):
+        for fresh in (False, True) if self._has_all else (True,):  # what cannot be sent twice needs a sure connection
             connection = await connections.take(lease.server, fresh=fresh)
             try:
                 connection.send(head, self._framed(body, more=not self._has_all), more=not self._has_all)
@@ -244,7 +244,7 @@ class Exchange:
                 self._release()
                 return await self._pass_answer(connection)
             except BrokenOff as broken:
-                if fresh or self._started or not (broken.was_idle and self._has_all):
+                if fresh or self._started or not broken.was_idle:
                     raise
             finally:
                 connections.give_back(lease.server, connection)
@@ -284,8 +284,9 @@ class Exchange:
     async def _pass_answer(self, connection: Connection) -> None:
         """Send on what the server answers, piece by piece, as fast as the client takes it. Raises: BrokenOff."""
         headers: Headers = passed_on(connection.headers)
-        kinds = [value for name, value in headers if name == b"content-type"]
-        self._is_event_stream = bool(kinds) and kinds[0].lower().startswith(b"text/event-stream")
+        known = dict(headers)
+        is_plain = not known.keys() & {b"content-length", b"content-encoding"}
+        self._takes_events = is_plain and known.get(b"content-type", b"").lower().startswith(b"text/event-stream")
         self._started = True
         await self._send({"type": "http.response.start", "status": connection.status, "headers": headers})
         more = True

@@ -22,7 +22,7 @@ from ..asgi import (
     refuse_websocket,
 )
 from . import page
-from .access import Access, Need, Place, place_of, query_is_plain
+from .access import Access, Need, Place, comes_from_elsewhere, place_of, query_is_plain
 from .answers import Answers
 from .exchange import Exchange, Ways
 from .fleet import Fleet
@@ -73,6 +73,8 @@ class Front:
             return None, refusal(400, f"the path {fault}")
         if not query_is_plain(scope):
             return None, refusal(400, "the query has letters that have to be percent-encoded")
+        if scope["method"] not in ("GET", "HEAD") and comes_from_elsewhere(scope):
+            return None, refusal(403, "this comes from a page of another origin")
         place = place_of(str(scope["path"]))
         need = Need.KEY if place is None else place.need
         if need is Need.ADMIN and not self._access.has_admin:

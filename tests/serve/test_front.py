@@ -361,6 +361,21 @@ def test_a_connection_that_the_server_closed_while_idle_is_not_the_clients_troub
     run(scenario)
 
 
+def test_a_long_body_goes_over_a_connection_that_is_sure_to_be_open() -> None:
+    """It cannot be sent twice, and a server may close an idle connection at any moment."""
+
+    async def scenario() -> None:
+        async with a_world() as world:
+            server = await world.server("one")
+            assert (await world.ask(ask())).code == 200
+            body = b'{"model": "one", "prompt": "' + b"x" * (1 << 20) + b'"}'
+            assert (await world.ask(post("/v1/completions", body))).code == 200
+            assert [len(asked.body) for asked in server.asked][1:] == [len(body)]
+            assert server.connections == 2
+
+    run(scenario)
+
+
 # What ends early
 
 

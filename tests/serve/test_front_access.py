@@ -188,6 +188,31 @@ def test_without_an_admin_token_nobody_is_an_operator(path: str) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        (("Origin: http://elsewhere",), 403),
+        (("Origin: null",), 403),
+        (("Origin: http://front", "Sec-Fetch-Site: cross-site"), 403),
+        (("Sec-Fetch-Site: same-site",), 403),
+        (("Origin: http://front",), 200),
+        (("Origin: https://proxy", "Sec-Fetch-Site: same-origin"), 200),
+        ((), 200),
+    ],
+)
+def test_a_page_of_somebody_else_cannot_make_a_browser_wake_models(lines: tuple[str, ...], code: int) -> None:
+    """A form or script of any page may post plain text anywhere without being asked."""
+
+    async def scenario() -> None:
+        async with a_world("one", admin_token=TOKEN) as world:
+            server = await world.server("one")
+            request = post("/v1/completions", b'{"model": "one"}', "Content-Type: text/plain", *lines)
+            assert (await world.ask(request)).code == code
+            assert len(server.asked) == (code == 200)
+
+    run(scenario)
+
+
 def test_first_lines_without_end_are_cut_off() -> None:
     async def scenario() -> None:
         async with a_world("one") as world:
