@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,48 @@ def test_its_files_need_nothing_else_and_its_headers_forbid_the_rest() -> None:
 async def _until_called(world: World, *calls: tuple[Any, ...]) -> None:
     while world.fleet.calls != [*calls]:
         await asyncio.sleep(0.01)
+
+
+# The demo
+
+
+@needs_browser
+def test_a_newcomer_sees_a_switch() -> None:
+    """`serve --demo` as it is documented: the page, a click, and a request that pushes the model out again."""
+
+    async def scenario() -> None:
+        command = (sys.executable, "-m", "cumem_sleep", "serve", "--demo", "--port", "0")
+        demo = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        assert demo.stderr is not None
+        try:
+            said = ""
+            while "admin token: " not in said:
+                said += (await demo.stderr.readline()).decode()
+            port, token = re.findall(r"http://127\.0\.0\.1:(\d+)/ \(admin token: ([^)]+)\)", said)[0]
+            reading = asyncio.create_task(demo.stderr.read())
+            async with a_page() as page:
+                await page.looks(1000, 1000)
+                await page.go(f"http://127.0.0.1:{port}/")
+                await page.until("last && last.simulated && last.models.every((model) => model.phase !== 'starting')")
+                await page.value(f"use('{token}')")
+                await page.until("last && last.operator")
+                first, second = await page.value("last.models.slice(0, 2).map((model) => model.name)")
+                for name, other in ((first, second), (second, first), (first, second)):
+                    await page.until(f"!{button(name, 'wake')}.disabled || {phase(name)} === 'awake'")
+                    await page.value(f"{button(name, 'wake')}.click()")
+                    await page.until(f"{phase(name)} === 'awake' && {phase(other)} !== 'awake'")
+                reading.cancel()
+                assert page.complaints == []
+        finally:
+            demo.terminate()
+            assert await demo.wait() == 0
+
+    run(scenario)
+
+
+def button(model: str, call: str) -> str:
+    return f"document.querySelector('[data-model=\"{model}\"] [data-call={call}]')"
+
+
+def phase(model: str) -> str:
+    return f"last.models.find((model) => model.name === '{model}').phase"
