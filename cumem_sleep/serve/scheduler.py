@@ -683,7 +683,7 @@ class Scheduler:
             return self._become_stopped(model) if not model.running else None
         if model.phase is Phase.ASLEEP:
             if not self._go_deeper(model, depth):
-                self._obey(model, "it sleeps, and has to wake to go deeper, but its GPUs are in use")
+                self._obey(model, "it sleeps, and has to wake to go deeper, but its GPUs or the host's memory are in use")
             return None
         if model.phase is Phase.STOPPED:
             return self._become_stopped(model)
@@ -752,12 +752,15 @@ class Scheduler:
                 self._begin_stop(model)
             return True
         wanted = {gpu for other in self._wanted() for gpu in other.spec.gpus}
-        if model.spec.gpus & (wanted | self._locked()) or not self._has_room(model):
+        more_bytes = max(0, model.spec.host_bytes_at(depth) - model.held_bytes)
+        has_memory = more_bytes <= self.host_bytes - self.held_bytes()
+        if model.spec.gpus & (wanted | self._locked()) or not self._has_room(model) or not has_memory:
             return False
+        model.held_bytes += more_bytes
         operation, level = self._begin_operation(model), model.level
         model.level = depth
         self._become(model, Phase.FALLING_ASLEEP)
-        self._do(Sleep(model.spec.name, operation, depth, 0, level))
+        self._do(Sleep(model.spec.name, operation, depth, more_bytes, level))
         return True
 
     def _begin_operation(self, model: Model) -> int:

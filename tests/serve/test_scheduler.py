@@ -174,6 +174,7 @@ class World:
         if isinstance(change, Sleep) and change.from_level is None:
             mine = [request for request, model in self.running.items() if model == change.model]
             assert set(mine) <= self.revoked, f"{change} under {mine}"
+        if isinstance(change, Sleep):
             self.host[change.model] += change.more_bytes
         self.changes[change.model] = change
 
@@ -667,30 +668,43 @@ class Traffic:
     faults: float
 
     def step(self) -> None:
-        world, chance = self.world, self.chance
-        what = chance.random()
-        if what < 0.35:
-            world.ask(chance.choice(world.specs).name, chance.choice((1e6, 1e6, 5.0)))
-        elif what < 0.6 and world.running:
-            world.end(chance.choice(list(world.running)))
-        elif what < 0.63 and world.waiting:
-            world.end(chance.choice(list(world.waiting)))
-        elif what < 0.85 and world.changes:
-            self.finish(chance.choice(list(world.changes)))
-        elif what < 0.85 + 0.03 * self.faults:
-            self.kill()
-        elif what < 0.9:
-            world.send(Ordered(chance.choice(world.specs).name, chance.choice((1, 2, 3, STOP))))
-        elif what < 0.9 + 0.01 * self.faults:
-            self.reconfigure()
-        else:
-            world.pass_time(chance.expovariate(2.0))
-        for request in list(world.revoked):
-            if chance.random() < 0.5:
-                world.end(request)
+        kinds = {
+            self.ask: 35.0,
+            self.end: 25.0,
+            self.withdraw: 3.0,
+            self.finish: 22.0,
+            self.kill: 0.5 * self.faults,
+            self.order: 1.0,
+            self.reconfigure: 0.5 * self.faults,
+            self.pass_time: 10.0,
+        }
+        self.chance.choices(list(kinds), list(kinds.values()))[0]()
+        for request in list(self.world.revoked):
+            if self.chance.random() < 0.5:
+                self.world.end(request)
 
-    def finish(self, model: str) -> None:
+    def ask(self) -> None:
+        self.world.ask(self.chance.choice(self.world.specs).name, self.chance.choice((1e6, 1e6, 5.0)))
+
+    def end(self) -> None:
+        if self.world.running:
+            self.world.end(self.chance.choice(list(self.world.running)))
+
+    def withdraw(self) -> None:
+        if self.world.waiting:
+            self.world.end(self.chance.choice(list(self.world.waiting)))
+
+    def order(self) -> None:
+        self.world.send(Ordered(self.chance.choice(self.world.specs).name, self.chance.choice((1, 2, 3, STOP))))
+
+    def pass_time(self) -> None:
+        self.world.pass_time(self.chance.expovariate(2.0))
+
+    def finish(self) -> None:
         world, chance = self.world, self.chance
+        if not world.changes:
+            return
+        model = chance.choice(list(world.changes))
         change = world.changes[model]
         if isinstance(change, Stop) or chance.random() > self.faults * 0.3:
             world.done(model)
@@ -755,6 +769,17 @@ def run(seed: int, steps: int) -> World:
 @pytest.mark.parametrize("seed", range(30))
 def test_random_traffic(seed: int) -> None:
     run(seed, 300)
+
+
+def test_going_deeper_takes_no_host_memory_that_is_in_use() -> None:
+    world = World([spec("a", levels=(2,), host_bytes=600), spec("b", 1, host_bytes=600)])
+    awake(world, "a", "b")
+    for model, depth in (("a", 2), ("b", 1)):
+        world.send(Ordered(model, depth))
+        world.done(model)
+    world.send(Ordered("a", 3))
+    assert not world.changes
+    assert "host's memory" in str(world.obeyed[-1].error)
 
 
 @pytest.mark.slow
