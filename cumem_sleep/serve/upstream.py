@@ -63,6 +63,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._error: Exception | None = None
         self._closed = False
+        self._at_eof = False  # uvloop refuses writes from here on, before it says that the connection is lost
         self._is_paused = False
         self._writable: asyncio.Future[None] | None = None
         self._begin()
@@ -82,7 +83,7 @@ class Connection(asyncio.Protocol):
     @property
     def is_open(self) -> bool:
         """Whether another exchange may begin on it."""
-        return not self._closed and self._error is None
+        return not (self._closed or self._at_eof) and self._error is None
 
     @property
     def is_read(self) -> bool:
@@ -94,13 +95,16 @@ class Connection(asyncio.Protocol):
         if self.reused:
             self._begin()
         assert self._transport is not None
-        self._transport.writelines((head, body) if body else (head,))
+        if self.is_open:
+            self._transport.writelines((head, body) if body else (head,))
+        else:
+            self._fail("the server closed the connection")
         self._sent = not more
 
     async def write(self, data: bytes | bytearray, *, more: bool) -> None:
         """Send more of the body, once the server takes it."""
         assert self._transport is not None
-        if self._closed:
+        if not self.is_open:
             return  # who reads the answer learns why
         if data:
             self._transport.write(data)
@@ -128,7 +132,7 @@ class Connection(asyncio.Protocol):
                 return b""
             await self._wait()
         pieces, self._pieces, self._nbytes = self._pieces, [], 0
-        if self._is_paused and self._transport is not None:
+        if self._is_paused and self._transport is not None and self.is_open:
             self._transport.resume_reading()
             self._is_paused = False
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -186,6 +190,7 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         """The answer may end with the connection."""
+        self._at_eof = True
         if self._has_head and not self._is_framed():
             self._complete = True
 
@@ -209,20 +214,27 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header."""
-        self.headers.append((name.lower(), value))
+        if not self._complete:
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """The headers are read, perhaps of a 1xx answer."""
+        if self._complete:  # an answer that nobody asked for
+            self._keeps = False
+            return
         self.status = self._parser.get_status_code()
         self._has_head = self.status >= 200
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
-        self._pieces.append(body)
-        self._nbytes += len(body)
+        if not self._complete:
+            self._pieces.append(body)
+            self._nbytes += len(body)
 
     def on_message_complete(self) -> None:
         """The answer is read, or one before it."""
+        if self._complete:
+            return
         if self._has_head:
             self._complete, self._keeps = True, self._parser.should_keep_alive()
         else:  # 1xx: the answer follows

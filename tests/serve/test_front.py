@@ -318,6 +318,46 @@ def test_a_server_that_dies_before_it_answers(sent: bytes) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_server_that_closes_every_connection_at_once(reads: bool) -> None:
+    """A write then meets a transport that is closed already, of which nobody was told yet."""
+
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if reads:
+            await reader.read(1)
+        writer.close()
+
+    async def scenario() -> None:
+        async with a_world() as world:
+            listening = await asyncio.start_server(close, "127.0.0.1", 0)
+            world.closing.append(listening)
+            world.fleet.servers["one"] = Address(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+            answers = await asyncio.gather(*(world.ask(ask()) for _ in range(100)))
+            assert {answer.code for answer in answers} == {502}
+
+    run(scenario)
+
+
+def test_connections_that_a_server_closes_between_requests_are_nobodys_trouble() -> None:
+    async def scenario() -> None:
+        async with a_world() as world:
+
+            async def serve(asked: Asked) -> None:
+                await asked.send(OK)
+                asyncio.get_running_loop().call_later(0.001, asked.writer.close)
+
+            await world.server("one", serve)
+
+            async def client(number: int) -> set[int]:
+                await asyncio.sleep(number * 0.0003)
+                return {(await world.ask(ask())).code for _ in range(20)}
+
+            codes = await asyncio.gather(*(client(number) for number in range(16)))
+            assert set().union(*codes) == {200}
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_server_that_dies_while_it_answers(is_stream: bool) -> None:
     async def serve(asked: Asked) -> None:
