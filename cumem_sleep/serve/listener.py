@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ from ..asgi import App
 MOST_HEAD_BYTES = 64 << 10  # of a request's first lines
 BACKLOG = 2048
 GRACE_S = 5
+MOST_FILES = 1 << 16  # two for each request that is answered: the client's connection and the server's
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -97,6 +99,14 @@ class Listener:
         if self._serving is not None:
             await self._serving
         self._socket.close()
+
+
+def allow_many_connections() -> None:
+    """Raise this process's limit of open files: it is often 1024, for the sake of programs that call `select`."""
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if most == resource.RLIM_INFINITY else min(MOST_FILES, most)
+    if few != resource.RLIM_INFINITY and few < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from .config import Config, ConfigError, load
 from .fleet import Fleet
 from .front import Front
-from .listener import Listener
+from .listener import Listener, allow_many_connections
 
 LOOK_AT_FILE_EVERY_S = 2.0
 
@@ -30,6 +30,7 @@ async def serve(config: Config, path: Path | None, say: Say, started: Callable[[
     Raises:
         OSError: the port is taken.
     """
+    allow_many_connections()
     fleet = Fleet(config, simulated=simulated)
     front = Front(fleet)
     listener = Listener(front, config.front.host, config.front.port)
