@@ -527,6 +527,9 @@ class Fleet:
 
     def _lacks_host_memory(self, action: Sleep) -> Outcome | None:
         """Looked up before the sleep: what the host can give now, whoever has taken the rest."""
+        model = self.config.models.get(action.model)
+        if model is not None and servers.uses_vault(model, os.environ):
+            return None  # its memory is pinned already, and it refuses itself what it has no room for
         available, needed = hardware.host_available_bytes(), action.more_bytes
         if not needed or available is None or self.simulated or needed + HOST_RESERVE_BYTES <= available:
             return None

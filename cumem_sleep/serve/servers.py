@@ -181,6 +181,11 @@ def environment(model: Model, inherited: Mapping[str, str]) -> dict[str, str]:
     return {"CUMEM_SLEEP_PREPARE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **kept, **ours, **model.env}
 
 
+def uses_vault(model: Model, inherited: Mapping[str, str]) -> bool:
+    """Whether its backups lie in the memory of `cumem-sleep vault`."""
+    return bool(model.env.get("CUMEM_SLEEP_VAULT", inherited.get("CUMEM_SLEEP_VAULT", "")))
+
+
 def is_vllm(command: Sequence[str]) -> bool:
     """Whether a command is `vllm serve …`, however it is reached."""
     return any(Path(word).name == "vllm" and command[at + 1 : at + 2] == ["serve"] for at, word in enumerate(command))
