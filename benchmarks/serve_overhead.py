@@ -64,16 +64,18 @@ class Server(asyncio.Protocol):
         self.data = body[length:]
         line = head.split(b"\r\n", 1)[0]
         if b" /v1/chat" in line:
-            self.loop.call_later(FIRST_TOKEN_S, self.stream, TOKENS)
+            first_at = self.loop.time() + FIRST_TOKEN_S
+            self.loop.call_at(first_at, self.stream, 0, first_at)
         else:
             self.loop.create_task(self.answer(line))
 
-    def stream(self, left: int) -> None:
+    def stream(self, number: int, first_at: float) -> None:
+        """Each piece has its time, so none is late because one before it was."""
         if self.transport.is_closing():
             return
-        self.transport.write(HEAD + CHUNK if left == TOKENS else CHUNK if left else b"0\r\n\r\n")
-        if left:
-            self.loop.call_later(TOKEN_S, self.stream, left - 1)
+        self.transport.write(HEAD + CHUNK if number == 0 else CHUNK if number < TOKENS else b"0\r\n\r\n")
+        if number < TOKENS:
+            self.loop.call_at(first_at + (number + 1) * TOKEN_S, self.stream, number + 1, first_at)
 
     async def answer(self, line: bytes) -> None:
         if b" /sleep" in line:
