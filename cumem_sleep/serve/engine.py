@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import ssl
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +61,7 @@ class Engine:
     def __init__(self, address: Address, within_s: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
         """`within_s`: what a sleep or wake may take. `transport`: how it is reached, if not by its address."""
         if address.socket is not None:
-            transport = httpx.AsyncHTTPTransport(uds=address.socket)
+            transport = httpx.AsyncHTTPTransport(uds=address.socket, verify=_certificates())
         self.address = address
         self.has_layer = False
         self._is_half_woken = False
@@ -68,6 +70,7 @@ class Engine:
             base_url=address.base_url,
             headers=dict(address.headers),
             timeout=within_s,
+            verify=_certificates(),
             trust_env=False,  # a proxy for the world is none for this machine's servers
         )
 
@@ -200,6 +203,12 @@ class Engine:
                     raise
                 await asyncio.sleep(ASK_EVERY_S)
         return None
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Read once: each client would otherwise read them anew, and keep them."""
+    return ssl.create_default_context()
 
 
 def _check(path: str, answer: httpx.Response) -> None:
