@@ -15,6 +15,8 @@ from cumem_sleep.serve.status import GpuStatus, Holder, HostStatus, ModelStatus,
 GIB = 1 << 30
 AT = 1_800_000_000.0
 TOKEN = "token"
+ASLEEP_1 = {"level": 1, "host_bytes": 16 * GIB}
+WAITED_FOR = {"waiting": 3, "oldest_wait_s": 0.21}
 
 
 def model(name: str, gpus: tuple[int, ...], phase: Phase, switch: Switch, **more: object) -> ModelStatus:
@@ -26,12 +28,11 @@ def status(_: StubFleet) -> Status:
     """A moment of some work: one model is being pushed out for another."""
     models = (
         model("qwen-14b", (0,), Phase.FALLING_ASLEEP, Switch("wake", 1, 0.31, AT - 340), aliases=("gpt-4o-mini",)),
-        model("qwen-8b", (0,), Phase.ASLEEP, Switch("sleep", 1, 0.19, AT - 341), level=1, host_bytes=16 * GIB, waiting=3,
-              oldest_wait_s=0.21),
+        model("qwen-8b", (0,), Phase.ASLEEP, Switch("sleep", 1, 0.19, AT - 341), **ASLEEP_1, **WAITED_FOR),
         model("coder-32b", (0, 1), Phase.ASLEEP, Switch("sleep", 1, 0.62, AT - 4000), level=1, host_bytes=61 * GIB),
         model("vision", (1,), Phase.AWAKE, Switch("wake", 1, 0.27, AT - 65), running=4),
         model("embedder", (1,), Phase.STOPPED, Switch("stop", None, 1.4, AT - 9000)),
-    )  # fmt: skip
+    )
     first = (Holder("qwen-14b", 0.9, Phase.FALLING_ASLEEP),)
     gpus = (
         GpuStatus(0, "simulated GPU", 80 * GIB, 74 * GIB, first),
