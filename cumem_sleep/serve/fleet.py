@@ -26,8 +26,7 @@ from . import hardware, servers
 from .address import Address, from_url
 from .config import Config
 from .engine import ASK_EVERY_S, Engine, Outcome
-from .policy import STOP, Spec
-from .scheduler import (
+from .events import (
     Action,
     Arrived,
     Configured,
@@ -37,19 +36,19 @@ from .scheduler import (
     Gone,
     Grant,
     HostBytes,
-    Model,
     Obeyed,
     Ordered,
     Refuse,
     Removed,
     Revoke,
-    Scheduler,
     Sleep,
     Start,
     Stop,
     TimePassed,
     Wake,
 )
+from .policy import STOP, Spec
+from .scheduler import Model, Scheduler
 from .servers import Server, StartFailed
 from .status import Counters, GpuStatus, Holder, HostStatus, ModelStatus, Phase, Status, Switch
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from cumem_sleep.serve import policy
-from cumem_sleep.serve.policy import STOP, Spec
-from cumem_sleep.serve.scheduler import (
+from cumem_sleep.serve.events import (
     Action,
     Arrived,
     Configured,
@@ -25,13 +24,14 @@ from cumem_sleep.serve.scheduler import (
     Refuse,
     Removed,
     Revoke,
-    Scheduler,
     Sleep,
     Start,
     Stop,
     TimePassed,
     Wake,
 )
+from cumem_sleep.serve.policy import STOP, Spec
+from cumem_sleep.serve.scheduler import Scheduler
 from cumem_sleep.serve.status import Phase
 
 Change = Start | Wake | Sleep | Stop
