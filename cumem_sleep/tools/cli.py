@@ -18,7 +18,7 @@ from .. import __version__, _core
 from ..allocator import CuMemAllocator
 from ..errors import BackupMismatch, CumemSleepError, InvalidArgument
 from ..settings import parse_bytes
-from . import bench, demo, doctor, help_texts, simulated, vault
+from . import bench, demo, doctor, help_texts, serve, simulated, vault
 from .console import print_all, progress_bar, say
 from .layout import lay_out
 from .machine import Machine
@@ -134,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor_command.set_defaults(run=_doctor, command="doctor")
     vault.add_command(new, commands, _size, _path, _vault, _vault_status)
+    serve.add_commands(new, commands, _path, _serve, _ask)
     for each in (command, bench_command, doctor_command):
         each.add_argument("--json", action="store_true", help="print JSON (progress goes to standard error)")
     parsed: argparse.ArgumentParser = parser
@@ -274,6 +275,25 @@ def _vault_status(options: argparse.Namespace) -> int:
         _print_json(options, status.simulated, None, status.to_json())
     else:
         print_all(status.headline(), *status.tables(), *filter(None, [status.conclusion()]))
+    return EXIT_OK
+
+
+def _serve(options: argparse.Namespace) -> int:
+    if options.check:
+        print_all(serve.check(options), f"{options.config} is right")
+    else:
+        serve.serve(options, lambda line: say(f"cumem-sleep serve: {line}", style=""))
+    return EXIT_OK
+
+
+def _ask(options: argparse.Namespace) -> int:
+    found = serve.ask(options)
+    if options.json:
+        _print_json(options, bool(found.pop("simulated", False)), None, found)
+    elif options.command == "status":
+        print_all(*serve.status_tables(found))
+    else:
+        print_all(serve.models_table([found["model"]]))
     return EXIT_OK
 
 

@@ -20,6 +20,11 @@ examples:
   cumem-sleep doctor --json            the same for programs
   cumem-sleep bench                    measure sleep and wake here, compared with the link
 
+several models behind one port:
+  cumem-sleep serve --demo             try it, without a GPU
+  cumem-sleep serve models.yaml        start the servers, and switch between them by request
+  cumem-sleep status                   who is awake
+
 with vLLM:
   vllm serve MODEL --enable-sleep-mode   installing this package is enough
   curl -X POST localhost:8000/sleep      give the memory back (needs VLLM_SERVER_DEV_MODE=1)

@@ -120,7 +120,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         tell(f"listens at {address.path}; takes {format_bytes(vault.memory_bytes)}; serves {names}")
         if metrics is not None:
             tell(f"metrics at {metrics.url}")
-        _notify_systemd("READY=1")
+        notify_systemd("READY=1")
         vault.run()
     tell("ends")
 
@@ -165,7 +165,7 @@ def room_bytes() -> int:
     return min((each for each in limited if each is not None), default=1 << 62)
 
 
-def _notify_systemd(what: str) -> None:
+def notify_systemd(what: str) -> None:
     """Notify systemd (`Type=notify`); does nothing outside of it."""
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path:

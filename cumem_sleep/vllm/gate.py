@@ -15,8 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
-from . import metrics, worker_methods
-from .asgi import (
+from ..asgi import (
     App,
     ClientGone,
     Held,
@@ -29,15 +28,17 @@ from .asgi import (
     bears,
     deliver,
     header,
+    not_canonical,
     refusal,
     refuse_websocket,
     response,
     status_of,
     whole_answer,
 )
+from . import metrics, worker_methods
 from .engine_door import LEASE, EngineDoor, Lease
 from .gate_settings import GateSettings
-from .routes import GUARDED, RELOAD, WAKE, Kind, Routes, Taken, kind_of, not_canonical, route_path
+from .routes import GUARDED, RELOAD, WAKE, Kind, Routes, Taken, kind_of, route_path
 from .siblings import BETWEEN_S, Busy
 from .sleeping_model import Phase, SleepingModel
 from .worker_methods import Effect

@@ -5,12 +5,13 @@ The gate asks the server's own router, so both always read a path in the same wa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-Scope = MutableMapping[str, Any]
+from ..asgi import Scope
+from ..model_paths import NEEDS_SERVER, RUNS_MODEL
 
 LOOKS = ("GET", "HEAD", "OPTIONS")
 MOST_KNOWN = 1024
@@ -48,20 +49,9 @@ _POSTS = {
         *("/start_profile", "/stop_profile", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
         *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/update_weight_version"),
     ),
-    Kind.RUNS: (
-        *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"),
-        *("/v1/audio/transcriptions", "/v1/audio/translations", "/invocations", "/inference/v1/generate", "/generate"),
-        *("/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
-        *("/v1/embeddings", "/v2/embed", "/generative_scoring", "/cohere/v2/chat"),
-        *("/v1/decisions", "/v1/systemone"),
-    ),
+    Kind.RUNS: RUNS_MODEL,
     Kind.HEALTH: ("/ping",),
-    Kind.PASSES: (
-        *("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/{response_id}/cancel"),
-        *("/v1/completions/render", "/v1/chat/completions/render", "/is_scaling_elastic_ep"),
-        *("/v1/messages/render", "/v1/responses/render", "/cohere/v2/chat/render"),
-        *("/v1/completions/derender", "/v1/chat/completions/derender"),
-    ),
+    Kind.PASSES: (*NEEDS_SERVER, "/is_scaling_elastic_ep"),
 }
 _TABLE: dict[tuple[str, str], Kind] = {
     **{("POST", path): kind for kind, paths in _POSTS.items() for path in paths},
@@ -87,22 +77,6 @@ class Taken:
     template: str
     kind: Kind
     redirects: bool = False
-
-
-def not_canonical(scope: Scope) -> str:
-    """What is wrong with the path of a request; "" if it can only be read in one way."""
-    path, raw = str(scope["path"]), bytes(scope.get("raw_path") or b"").lower()
-    if not path.startswith("/"):
-        return "does not begin with a slash"
-    if "//" in path:
-        return "has an empty segment"
-    if "\\" in path or b"%2f" in raw or b"%5c" in raw:
-        return "has an encoded slash or a backslash"
-    if not path.isprintable() or "\ufffd" in path:
-        return "has letters that cannot be printed"
-    if any(segment in (".", "..") for segment in path.split("/")):
-        return "has a segment of dots"
-    return ""
 
 
 class Routes:

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager, nullcontext
 from enum import Enum
 from typing import Any
 
+from ..asgi import ClientGone
 from . import metrics
-from .asgi import ClientGone
 from .gate_settings import GateSettings
 from .siblings import Busy, Siblings
 from .worker_methods import Effect

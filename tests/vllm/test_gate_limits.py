@@ -219,7 +219,7 @@ def test_a_client_that_writes_all_before_it_reads_sees_the_answer(
 
 
 def test_an_answer_does_not_wait_for_a_body_for_ever(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cumem_sleep.vllm.asgi.DRAIN_WITHIN_S", 0.05)
+    monkeypatch.setattr("cumem_sleep.asgi.DRAIN_WITHIN_S", 0.05)
 
     async def scenario() -> None:
         client = serve()

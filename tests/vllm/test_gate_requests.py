@@ -338,7 +338,7 @@ def test_a_held_body_is_not_read_ahead_without_limit(serve: Serve, monkeypatch: 
         assert (await held.response()).code == 200
         assert client.vllm.bodies[-1] == b"x" * 64
 
-    monkeypatch.setattr("cumem_sleep.vllm.asgi.READ_AHEAD_BYTES", 32)
+    monkeypatch.setattr("cumem_sleep.asgi.READ_AHEAD_BYTES", 32)
     run(scenario())
 
 

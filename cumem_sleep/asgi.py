@@ -1,4 +1,4 @@
-"""The gate's ASGI helpers: reading a request's messages ahead, and building answers."""
+"""ASGI helpers of the gate and the front: canonical paths, reading a request's messages ahead, and answers."""
 
 from __future__ import annotations
 
@@ -153,7 +153,23 @@ class Inbox:
         self._held.nbytes += nbytes
 
 
-# Tokens and headers
+# Paths, tokens and headers
+
+
+def not_canonical(scope: Scope) -> str:
+    """What is wrong with the path of a request, "" if it can only be read in one way."""
+    path, raw = str(scope["path"]), bytes(scope.get("raw_path") or b"").lower()
+    if not path.startswith("/"):
+        return "does not begin with a slash"
+    if "//" in path:
+        return "has an empty segment"
+    if "\\" in path or b"%2f" in raw or b"%5c" in raw:
+        return "has an encoded slash or a backslash"
+    if not path.isprintable() or "\ufffd" in path:
+        return "has letters that cannot be printed"
+    if any(segment in (".", "..") for segment in path.split("/")):
+        return "has a segment of dots"
+    return ""
 
 
 def bearer(scope: Scope) -> list[bytes]:
@@ -175,6 +191,12 @@ def header(scope: Scope, name: bytes) -> str:
 
 # Answers
 
+_TYPES = {
+    **{400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 405: "MethodNotAllowedError"},
+    **{409: "ConflictError", 413: "BadRequestError", 415: "BadRequestError", 500: "InternalServerError"},
+    **{501: "NotImplementedError", 502: "BadGatewayError"},
+}
+
 
 def status_of(answer: list[Message]) -> int:
     """The status of a complete answer."""
@@ -183,8 +205,7 @@ def status_of(answer: list[Message]) -> int:
 
 def error(code: int, message: str) -> dict[str, Any]:
     """An error in OpenAI's format, with vLLM's names for the types."""
-    types = {400: "BadRequestError", 401: "AuthenticationError", 409: "ConflictError", 413: "BadRequestError"}
-    kind = {**types, 500: "InternalServerError"}.get(code, "ServiceUnavailableError")
+    kind = _TYPES.get(code, "ServiceUnavailableError")
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 

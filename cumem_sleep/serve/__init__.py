@@ -1,0 +1,5 @@
+"""`cumem-sleep serve`: several models behind one OpenAI-compatible port. It speaks HTTP to servers and nothing else.
+
+Where to look: `config` (models.yaml), `policy`, `scheduler` and `events` (what happens when; pure), `engine` (the calls
+of vLLM), `servers` (processes), `fleet` (joins these with the clock), `front` and `page` (HTTP for clients and people).
+"""

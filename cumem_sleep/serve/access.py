@@ -1,0 +1,123 @@
+"""Who may ask what: the only paths that the front knows, and what each of them needs.
+
+What is not listed here does not exist, whatever the servers behind it have: /sleep, /collective_rpc, /server_info, …
+A path that goes on to a server is written anew from this list, never copied from the request.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from ..asgi import Scope, bearer, bears, header
+from ..model_paths import NEEDS_SERVER, RUNS_MODEL
+from .config import Front
+
+MODELS = "/models/"  # /models/NAME/v1/…: a model by path
+_RESPONSE = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,256})(/cancel)?")
+_QUERY = re.compile(rb"[!-~]*")
+
+
+class Need(Enum):
+    """What a request has to bear."""
+
+    NOTHING = "nothing"
+    KEY = "an API key"  # if there are any; the admin token does as well
+    ADMIN = "the admin token"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a path is.
+
+    Attributes:
+        methods: that it takes.
+        name: of the page or call; "" for what a model's server answers.
+        target: the path for the server.
+        model: that the path names.
+        has_body: the model is to be looked for in the body.
+    """
+
+    need: Need
+    methods: tuple[str, ...]
+    name: str = ""
+    target: str = ""
+    model: str | None = None
+    has_body: bool = False
+
+
+_OWN = {
+    **{path: Place(Need.NOTHING, ("GET", "HEAD"), path) for path in ("/", "/page.css", "/page.js", "/icon.svg")},
+    **{path: Place(Need.NOTHING, ("GET", "HEAD"), "/health") for path in ("/health", "/ping")},
+    **{path: Place(Need.KEY, ("GET",), path) for path in ("/v1/models", "/status", "/status/live", "/metrics")},
+    **{path: Place(Need.KEY, ("GET",), path) for path in ("/version", "/v1/realtime")},
+    **{path: Place(Need.ADMIN, ("POST",), path) for path in ("/admin/sleep", "/admin/wake", "/admin/stop")},
+    "/admin/log": Place(Need.ADMIN, ("GET",), "/admin/log"),
+}
+_MODEL = {path: Place(Need.KEY, ("POST",), target=path, has_body=True) for path in (*RUNS_MODEL, *NEEDS_SERVER)}
+del _MODEL["/v1/responses/{response_id}/cancel"]
+
+
+def place_of(path: str) -> Place | None:
+    """What a path is, if it is anything. It has to be canonical."""
+    if place := _OWN.get(path) or _MODEL.get(path):
+        return place
+    if path.startswith("/v1/models/"):
+        return Place(Need.KEY, ("GET",), "/v1/models", model=path.removeprefix("/v1/models/"))
+    if found := _RESPONSE.fullmatch(path):
+        return Place(Need.KEY, ("POST",) if found[2] else ("GET",), target=path)
+    if path.startswith(MODELS):
+        return _by_path(path)
+    return None
+
+
+def _by_path(path: str) -> Place | None:
+    for at in range(len(MODELS) + 1, len(path)):  # a name may have slashes: the longest rest that is known counts
+        if path[at] != "/":
+            continue
+        rest, name = path[at:], path[len(MODELS) : at]
+        if rest in _MODEL:
+            return Place(Need.KEY, ("POST",), target=rest, model=name)
+        if (place := place_of(rest) if _RESPONSE.fullmatch(rest) else None) is not None:
+            return Place(Need.KEY, place.methods, target=rest, model=name)
+    return None
+
+
+def query_is_plain(scope: Scope) -> bool:
+    """Whether the query has nothing in it that could end a line or a word of HTTP."""
+    return _QUERY.fullmatch(bytes(scope.get("query_string", b""))) is not None
+
+
+def comes_from_elsewhere(scope: Scope) -> bool:
+    """Whether a browser sends this for a page that is not the front's own: any page may post to any address."""
+    site = header(scope, b"sec-fetch-site")
+    if site:
+        return site not in ("same-origin", "none")
+    origin = header(scope, b"origin")
+    return bool(origin) and origin.partition("://")[2] != header(scope, b"host")
+
+
+class Access:
+    """Checks what requests bear."""
+
+    def __init__(self, settings: Front) -> None:
+        self._admin = [settings.admin_token] if settings.admin_token else []
+        self._keys = list(settings.api_keys)
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether there is an admin token at all."""
+        return bool(self._admin)
+
+    def is_admin(self, scope: Scope) -> bool:
+        """Whether a request bears the admin token."""
+        return bool(self._admin) and bears(scope, self._admin)
+
+    def has_key(self, scope: Scope) -> bool:
+        """Whether a request bears an API key or the admin token, or there are no keys."""
+        return not self._keys or bears(scope, self._keys + self._admin)
+
+    def is_ours(self, scope: Scope) -> bool:
+        """Whether what a request bears is a key of this front, which no server is to see."""
+        return bool(bearer(scope)) and (bool(self._keys) or self.is_admin(scope))

@@ -1,0 +1,31 @@
+"""Where a server listens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens.
+
+    Attributes:
+        base_url: such as `http://127.0.0.1:8101`, without a slash at the end; with a Unix socket `http://model`.
+        socket: path of the Unix socket; None for TCP.
+        headers: to send along, such as the server's own API key.
+    """
+
+    base_url: str
+    socket: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"unix:{self.socket}" if self.socket else self.base_url
+
+
+def from_url(url: str, api_key: str | None) -> Address:
+    """Of `http://HOST:PORT` or `unix:PATH`."""
+    headers = (("Authorization", f"Bearer {api_key}"),) if api_key else ()
+    if url.startswith("unix:"):
+        return Address("http://model", url.removeprefix("unix:"), headers)
+    return Address(url, None, headers)

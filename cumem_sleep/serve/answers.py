@@ -1,0 +1,198 @@
+"""What the front answers itself: the models, the fleet's state, an operator's calls, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import parse_qs
+
+from ..asgi import Inbox, Message, Scope, Send, deliver, refusal, response
+from .access import Access, Place
+from .fleet import Fleet, NotInTime, Refused, UnknownModel
+from .metrics import exposition
+from .status import ModelStatus, Status
+
+MOST_CALL_BYTES = 64 << 10
+MOST_WATCHERS = 64
+KEEP_ALIVE_S = 15.0  # a proxy in between takes a stream without a word for dead
+MOST_LOG_LINES = 1000
+_FOR_OPERATORS = ("url", "log", "pid")
+
+
+class Answers:
+    """Answers for the front itself."""
+
+    def __init__(self, fleet: Fleet, access: Access) -> None:
+        self._fleet = fleet
+        self._access = access
+        self._watchers = 0
+        self._calls: set[asyncio.Task[None]] = set()
+        self._given: dict[str, Callable[[Place, Scope, Inbox], Awaitable[list[Message]]]] = {
+            "/health": self._health,
+            "/version": self._version,
+            "/v1/models": self._models,
+            "/status": self._status,
+            "/metrics": self._metrics,
+            "/admin/log": self._log,
+            **dict.fromkeys(("/admin/sleep", "/admin/wake", "/admin/stop"), self._call),
+        }
+
+    async def answer(self, place: Place, scope: Scope, inbox: Inbox, send: Send) -> None:
+        """Answer one request."""
+        if place.name == "/status/live":
+            return await self._live(scope, inbox, send)
+        try:
+            answer = await self._given[place.name](place, scope, inbox)
+        except UnknownModel as unknown:
+            answer = refusal(404, str(unknown))
+        except Refused as refused:
+            answer = refusal(409, str(refused))
+        except NotInTime as late:
+            answer = refusal(503, str(late), {"Retry-After": str(max(1, math.ceil(late.retry_after_s)))})
+        await deliver(scope, inbox, send, answer)
+
+    # Looks
+
+    async def _health(self, _place: Place, _scope: Scope, _inbox: Inbox) -> list[Message]:
+        return response(200, {"status": "ok"})
+
+    async def _version(self, _place: Place, _scope: Scope, _inbox: Inbox) -> list[Message]:
+        return response(200, {"version": self._fleet.status().version})
+
+    async def _models(self, place: Place, _scope: Scope, _inbox: Inbox) -> list[Message]:
+        models = self._fleet.status().models
+        if place.model is None:
+            return response(200, {"object": "list", "data": [_card(model) for model in models]})
+        name = self._fleet.resolve(place.model)
+        return response(200, next(_card(model) for model in models if model.name == name))
+
+    async def _status(self, _place: Place, scope: Scope, _inbox: Inbox) -> list[Message]:
+        return response(200, self._view(self._fleet.status(), scope))
+
+    async def _metrics(self, _place: Place, _scope: Scope, _inbox: Inbox) -> list[Message]:
+        content, content_type = exposition(self._fleet)
+        lines = [(b"content-type", content_type.encode()), (b"content-length", str(len(content)).encode())]
+        return [
+            {"type": "http.response.start", "status": 200, "headers": lines},
+            {"type": "http.response.body", "body": content},
+        ]
+
+    def _view(self, status: Status, scope: Scope) -> dict[str, Any]:
+        """The status, without what only an operator has to know."""
+        view = status.to_json()
+        view["operator"] = self._access.is_admin(scope)
+        view["operators"] = self._access.has_admin
+        if not view["operator"]:
+            for model in view["models"]:
+                for name in _FOR_OPERATORS:
+                    model.pop(name)
+        return view
+
+    async def _live(self, scope: Scope, inbox: Inbox, send: Send) -> None:
+        """The status now and after every change, as server-sent events, until the client leaves or the fleet ends."""
+        if self._watchers >= MOST_WATCHERS:
+            answer = refusal(503, f"{MOST_WATCHERS} clients watch already", {"Retry-After": "10"})
+            return await deliver(scope, inbox, send, answer)
+        self._watchers += 1
+        tasks = (asyncio.ensure_future(self._send_live(scope, send)), asyncio.ensure_future(inbox.until_gone()))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._watchers -= 1
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        if not tasks[0].cancelled():
+            tasks[0].result()
+
+    async def _send_live(self, scope: Scope, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        watch = self._fleet.watch()
+        following = asyncio.ensure_future(_next(watch))
+        try:
+            while True:
+                await asyncio.wait((following,), timeout=KEEP_ALIVE_S)
+                event = b": still here\n\n"
+                if following.done():
+                    status = following.result()
+                    if status is None:
+                        break
+                    event = b"data: " + json.dumps(self._view(status, scope)).encode() + b"\n\n"
+                    following = asyncio.ensure_future(_next(watch))
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        finally:
+            following.cancel()
+            await asyncio.wait((following,))
+            if hasattr(watch, "aclose"):
+                await watch.aclose()
+        await send({"type": "http.response.body", "body": b""})
+
+    # An operator's calls
+
+    async def _log(self, _place: Place, scope: Scope, _inbox: Inbox) -> list[Message]:
+        query = parse_qs(bytes(scope.get("query_string", b"")).decode("latin-1"))
+        model, lines = query.get("model", [""])[-1], query.get("lines", ["100"])[-1]
+        if not model or not (lines.isdecimal() and 1 <= int(lines[:9]) <= MOST_LOG_LINES):
+            return refusal(400, f"?model=NAME&lines=N is wanted, with N from 1 to {MOST_LOG_LINES}")
+        return response(200, {"model": model, "lines": self._fleet.log_tail(model, int(lines))})
+
+    async def _call(self, place: Place, _scope: Scope, inbox: Inbox) -> list[Message]:
+        body = await inbox.body(MOST_CALL_BYTES)
+        call = _call_in(body) if body is not None else None
+        if call is None:
+            return refusal(400, 'a body such as {"model": "NAME"} is wanted, to sleep perhaps with "level": 1, 2 or 3')
+        model, level = call
+        begun = {
+            "/admin/sleep": lambda: self._fleet.sleep(model, level),
+            "/admin/wake": lambda: self._fleet.wake(model),
+            "/admin/stop": lambda: self._fleet.stop_model(model),
+        }[place.name]()
+        task = asyncio.ensure_future(begun)  # takes effect, whether the client stays or not
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be there to hear it
+        await asyncio.shield(task)
+        name = self._fleet.resolve(model)
+        return response(200, next(each for each in self._fleet.status().to_json()["models"] if each["name"] == name))
+
+
+async def _next(watch: Any) -> Status | None:
+    with suppress(StopAsyncIteration):
+        status: Status = await watch.__anext__()
+        return status
+    return None
+
+
+def _call_in(body: bytes) -> tuple[str, int | None] | None:
+    """The model and the level that a call names; None if it is none."""
+    try:
+        call = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("model"), str) or not call.keys() <= {"model", "level"}:
+        return None
+    level = call.get("level")
+    if level is not None and (isinstance(level, bool) or level not in (1, 2, 3)):
+        return None
+    return call["model"], level
+
+
+def _card(model: ModelStatus) -> dict[str, Any]:
+    """A model as /v1/models lists it: OpenAI's fields, and its state."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "cumem-sleep",
+        "aliases": model.aliases,
+        "state": model.phase.value,
+        "level": model.level,
+        "waiting": model.waiting,
+        "running": model.running,
+        "error": model.error,
+    }

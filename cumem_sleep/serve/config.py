@@ -1,0 +1,438 @@
+"""models.yaml, read and checked: every fault is named with its line, its key, its value and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from .policy import STOP, Spec
+
+ALLOWED_DURATION = "seconds, or a number with ms, s, m, h or d, such as 500ms, 60s or 1h30m"
+ALLOWED_SIZE = "bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB, such as 200GiB"
+_DURATION = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZE = {"": 1, "B": 1} | {
+    prefix + unit: base**power
+    for unit, base in (("iB", 1024), ("B", 1000))
+    for power, prefix in enumerate(("K", "M", "G", "T"), 1)
+}
+_ANY_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]*"
+
+
+class ConfigError(ValueError):
+    """models.yaml is wrong: file, line, key, value and what is allowed, one fault per line."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong, and where."""
+
+    path: tuple[str | int, ...]
+    says: str
+
+
+# Values with units
+
+
+def parse_duration(value: object) -> float:
+    """`"1h30m"`, `"500ms"` or 60 in seconds.
+
+    Raises:
+        ValueError: it is no duration.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+        return float(value)
+    if isinstance(value, str) and re.fullmatch(r"(\d+(\.\d+)?\s*(ms|s|m|h|d)\s*)+", value.strip()):
+        parts = re.findall(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)", value)
+        return sum(float(number) * _DURATION[unit] for number, unit in parts)
+    raise ValueError(ALLOWED_DURATION)
+
+
+def parse_size(value: object) -> int:
+    """`"200GiB"` or 1073741824 in bytes.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip()) if isinstance(value, str) else None
+    units = {unit.upper(): factor for unit, factor in _SIZE.items()}
+    if match is None or match[2].upper() not in units:
+        raise ValueError(ALLOWED_SIZE)
+    return int(float(match[1]) * units[match[2].upper()])
+
+
+def parse_depth(value: object) -> int:
+    """A level of sleep, or `stop`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if value == "stop":
+        return STOP
+    if value in (1, 2, 3, "1", "2", "3") and not isinstance(value, bool):
+        return int(str(value))
+    raise ValueError("1, 2, 3 or stop")
+
+
+def _idle(value: object) -> object:
+    if value == "never":
+        return ()
+    if not isinstance(value, Mapping):
+        raise ValueError("never, or depths with durations, such as {1: 60s, stop: 2h}")
+    steps = sorted((parse_duration(after), parse_depth(depth)) for depth, after in value.items())
+    if [depth for _, depth in steps] != sorted(depth for _, depth in steps) or len({s for s, _ in steps}) < len(steps):
+        raise ValueError("a deeper sleep after a longer time, such as {1: 60s, 3: 10m, stop: 2h}")
+    return tuple(steps)
+
+
+def _levels(value: object) -> object:
+    if not isinstance(value, list) or not value:
+        raise ValueError("a list of 1, 2, 3 and stop, the preferred one first")
+    depths = tuple(parse_depth(each) for each in value)
+    if len(set(depths)) < len(depths):
+        raise ValueError("each level once")
+    return depths
+
+
+def _gpus(value: object) -> object:
+    numbers = value if isinstance(value, list) else [value]
+    if not numbers or not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in numbers):
+        raise ValueError("a list of GPU numbers from 0, such as [0] or [0, 1]")
+    if len(set(numbers)) < len(numbers):
+        raise ValueError("each GPU once")
+    return tuple(sorted(numbers))
+
+
+def _command(value: object) -> object:
+    if isinstance(value, str):
+        try:
+            value = shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"a command as a shell splits it ({error})") from None
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(word, str | int) for word in value):
+        raise ValueError("a command, such as vllm serve Qwen/Qwen3-8B, or its words as a list")
+    return tuple(str(word) for word in value)
+
+
+def _secret(value: object) -> object:
+    """The secret itself, `{env: NAME}` or `{file: PATH}`."""
+    if isinstance(value, Mapping) and len(value) == 1:
+        ((kind, where),) = value.items()
+        try:
+            if kind == "env":
+                value = os.environ[str(where)]
+            elif kind == "file":
+                value = Path(str(where)).expanduser().read_text().strip()
+        except (KeyError, OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"a secret that can be read: {type(error).__name__}: {error}") from None
+    if not isinstance(value, str) or not value:
+        raise ValueError("a text that is not empty, {env: NAME} or {file: PATH}")
+    if not value.isascii() or not value.isprintable() or " " in value:
+        raise ValueError("printable ASCII characters without blanks")
+    return value
+
+
+def _url(value: object) -> object:
+    if isinstance(value, str) and re.fullmatch(r"https?://[^/?#\s]+/?|unix:/[^\s]+", value):
+        return value.rstrip("/")
+    raise ValueError("http://HOST:PORT, https://HOST:PORT or unix:/PATH")
+
+
+Duration = Annotated[float, BeforeValidator(parse_duration)]
+Size = Annotated[int, BeforeValidator(parse_size)]
+Secret = Annotated[str, BeforeValidator(_secret)]
+Name = Annotated[str, Field(pattern=f"^{_ANY_NAME}$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
+
+
+class Model(_Strict):
+    """One model. `docs/several-models.md` has every key.
+
+    Attributes:
+        command: what starts its server; the arguments that this front needs are added.
+        url: a server that somebody else started, instead of a command.
+        api_key: that the server itself wants.
+        env: more environment variables of the server.
+        gpus: that it uses while awake.
+        share: of the memory of each; with less than 1 others may be awake beside it.
+        idle: seconds without a request, and the depth that it then sleeps at.
+        levels: the depths that it may sleep at when others need its GPUs, the preferred one first.
+        keep: seconds after a wake in which others do not push it out.
+        drain: seconds that running requests have to end when it is pushed out.
+        wait: seconds that a request waits for it at most.
+        host_memory: bytes that its backups take at level 1; asked of the server, or estimated, without it.
+        at_start: whether it is started with the front, and stays awake then.
+        start_timeout, switch_timeout: seconds after which a start, or a sleep or wake, has failed.
+    """
+
+    command: Annotated[tuple[str, ...] | None, BeforeValidator(_command)] = None
+    url: Annotated[str | None, BeforeValidator(_url)] = None
+    api_key: Secret | None = None
+    env: dict[str, str] = {}
+    gpus: Annotated[tuple[int, ...], BeforeValidator(_gpus)] = (0,)
+    share: Annotated[float, Field(gt=0, le=1, strict=False)] = 1.0
+    idle: Annotated[tuple[tuple[float, int], ...], BeforeValidator(_idle)] = ((300.0, 1),)
+    levels: Annotated[tuple[int, ...] | None, BeforeValidator(_levels)] = None
+    keep: Duration = 0.0
+    drain: Duration = 60.0
+    wait: Duration = 300.0
+    aliases: list[Name] = []
+    host_memory: Size | None = None
+    at_start: Literal["awake", "asleep", "stopped"] = "asleep"
+    start_timeout: Duration = 600.0
+    switch_timeout: Duration = 120.0
+
+    @property
+    def owned(self) -> bool:
+        """Its server is started and stopped here."""
+        return self.command is not None
+
+    def spec(self, name: str) -> Spec:
+        """For the scheduler."""
+        return Spec(
+            name=name,
+            gpus=frozenset(self.gpus),
+            share=self.share,
+            keep_s=self.keep,
+            drain_s=self.drain,
+            wait_s=self.wait,
+            idle=self.idle,
+            levels=self.levels or ((1, 2, STOP) if self.owned else (1, 2)),
+            owned=self.owned,
+            at_start=self.at_start,
+            host_bytes=self.host_memory or 0,
+            identity=(self.command, self.url, self.api_key, tuple(sorted(self.env.items())), self.gpus, self.share),
+        )
+
+
+class Front(_Strict):
+    """The front's own settings.
+
+    Attributes:
+        host, port: where it listens.
+        api_keys: of clients; without any, everybody may ask.
+        admin_token: for everything that changes state; without one, admin paths answer 403 always.
+        max_waiting: requests that may wait at a time, over all models.
+        max_head_bytes: of a body, in which its `model` has to come (`max_head`).
+        max_held_bytes: of the bodies of all requests that wait (`max_held`).
+    """
+
+    model_config = ConfigDict(populate_by_name=True)
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    api_keys: list[Secret] = []
+    admin_token: Secret | None = None
+    max_waiting: Annotated[int, Field(ge=1)] = 2000
+    max_head_bytes: Annotated[Size, Field(alias="max_head")] = 64 << 20
+    max_held_bytes: Annotated[Size, Field(alias="max_held")] = 1 << 30
+
+
+class Config(_Strict):
+    """Everything.
+
+    Attributes:
+        host_memory: what sleepers may hold; without it, what the system says that it has.
+        logs: folder of the servers' logs.
+    """
+
+    front: Front = Front()
+    host_memory: Size | None = None
+    logs: Annotated[Path | None, Field(strict=False)] = None
+    models: Annotated[dict[Name, Model], Field(min_length=1)]
+
+    def names(self) -> dict[str, str]:
+        """Each name and alias, with the model's name."""
+        own = {name: name for name in self.models}
+        return {alias: name for name, model in self.models.items() for alias in model.aliases} | own
+
+
+def load(path: Path) -> Config:
+    """Read a file.
+
+    Raises:
+        ConfigError: it cannot be read, or something in it is wrong.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, file: str = "models.yaml") -> Config:
+    """The same of a text.
+
+    Raises:
+        ConfigError: something in it is wrong.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(_yaml_fault(file, error)) from None
+    document = _Document(file)
+    data = {} if root is None else document.value(root, ())
+    faults = document.faults
+    if not faults:
+        try:
+            config = Config.model_validate(data)
+            faults = list(_contradictions(config))
+        except ValidationError as error:
+            faults = [_fault(each, data) for each in error.errors(include_url=False)]
+    if faults:
+        raise ConfigError("\n".join(document.says(fault) for fault in faults))
+    return config
+
+
+# Where things are
+
+
+class _Document:
+    """Plain data of a YAML document, with the line of everything."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._lines: dict[tuple[str | int, ...], int] = {(): 1}
+        self._texts: dict[tuple[str | int, ...], str] = {}
+        self.faults: list[Fault] = []
+
+    def value(self, node: yaml.Node, path: tuple[str | int, ...]) -> object:
+        """What a node says."""
+        self._lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.ScalarNode):
+            self._texts[path] = node.value
+            return yaml.SafeLoader("").construct_object(node)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.value(each, (*path, number)) for number, each in enumerate(node.value)]
+        return self._mapping(node, path)
+
+    def says(self, fault: Fault) -> str:
+        """A fault for people. Secrets are not repeated."""
+        path = fault.path
+        while path not in self._lines:
+            path = path[:-1]
+        key = ".".join(str(each) for each in fault.path) or "the file"
+        is_secret = any(each in ("api_keys", "api_key", "admin_token", "env") for each in fault.path)
+        text = self._texts.get(fault.path)
+        value = f": {text!r}" if text is not None and not is_secret else ""
+        return f"{self._file}:{self._lines[path]}: {key}{value}: {fault.says}"
+
+    def _mapping(self, node: yaml.Node, path: tuple[str | int, ...]) -> dict[object, object]:
+        found: dict[object, object] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                merged = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+                for each in merged:
+                    values = self.value(each, path)
+                    found = {**values, **found} if isinstance(values, dict) else found
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.faults.append(Fault(path, f"a key on line {key_node.start_mark.line + 1} is not a single word"))
+                continue
+            key = yaml.SafeLoader("").construct_object(key_node)
+            inner = (*path, key if isinstance(key, int) else str(key))
+            line = key_node.start_mark.line + 1
+            if inner in self._lines and key in found and self._is_written_here(node, key_node):
+                self._lines[inner], first = line, self._lines[inner]
+                self.faults.append(Fault(inner, f"is there twice, on line {first} already"))
+            self._lines[inner] = line
+            found[key] = self.value(value_node, inner)
+        return found
+
+    @staticmethod
+    def _is_written_here(node: yaml.Node, key_node: yaml.Node) -> bool:
+        return [each.value for each, _ in node.value].count(key_node.value) > 1
+
+
+def _yaml_fault(file: str, error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{file}:{mark.line + 1}: not YAML: {error.problem} at column {mark.column + 1}"
+    return f"{file}: not YAML: {error}"
+
+
+def _places(command: tuple[str, ...]) -> list[str]:
+    """Arguments that say where a server listens, and do not leave the place open."""
+    if any("{port}" in word or "{socket}" in word for word in command):
+        return []
+    return [word for word in command if word.split("=")[0] in ("--host", "--port", "--uds")]
+
+
+def _fault(error: Any, data: object) -> Fault:
+    """What pydantic found, in our words."""
+    kind, path = error["type"], tuple(each for each in error["loc"] if each != "[key]")
+    allowed = error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return Fault(path, _unknown_key(path))
+    if kind == "too_short":
+        return Fault(path, "at least one is needed")
+    if kind == "missing":
+        return Fault(path, "is missing")
+    if kind == "string_pattern_mismatch":
+        return Fault(path, "letters, digits and . _ : / @ + - are allowed in a name")
+    if kind == "literal_error":
+        return Fault(path, f"{allowed['expected'].replace(chr(39), '')} is allowed")
+    if kind in ("dict_type", "model_type") or "instance" in kind:
+        return Fault(path, "keys with values are allowed here" + _given(data, path))
+    if kind == "value_error":
+        return Fault(path, f"allowed: {allowed['error']}")
+    return Fault(path, error["msg"])
+
+
+def _given(data: object, path: tuple[str | int, ...]) -> str:
+    for each in path:
+        try:
+            data = data[each]  # type: ignore[index]
+        except (KeyError, IndexError, TypeError):
+            return ""
+    return f", not {type(data).__name__}"
+
+
+def _unknown_key(path: tuple[str | int, ...]) -> str:
+    owner: type[BaseModel] = Config
+    if path[0] == "front" and len(path) == 2:
+        owner = Front
+    elif path[0] == "models" and len(path) == 3:
+        owner = Model
+    known = [field.alias or name for name, field in owner.model_fields.items()]
+    close = difflib.get_close_matches(str(path[-1]), known, 1, 0.6)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"there is no such key: {hint}allowed: {', '.join(known)}"
+
+
+def _contradictions(config: Config) -> Iterator[Fault]:
+    """What is wrong although each value is allowed."""
+    taken = {name: name for name in config.models}
+    for name, model in config.models.items():
+        path = ("models", name)
+        if (model.command is None) == (model.url is None):
+            yield Fault(path, "either command or url is needed" + (", not both" if model.command else ""))
+        for number, alias in enumerate(model.aliases):
+            if alias in taken:
+                other = "its own name or alias" if taken[alias] == name else f"the model {taken[alias]}"
+                yield Fault((*path, "aliases", number), f"is taken by {other}")
+            taken.setdefault(alias, name)
+        if model.owned:
+            for word in _places(model.command or ()):
+                why = "is for this front to choose: leave it out, or leave it open with {port} or {socket}"
+                yield Fault((*path, "command"), f"{word} {why}")
+            continue
+        if any(depth == STOP for _, depth in model.idle):
+            yield Fault((*path, "idle"), "a server by url cannot be stopped from here: 1, 2 and 3 are allowed")
+        if model.levels and STOP in model.levels:
+            yield Fault((*path, "levels"), "a server by url cannot be stopped from here: 1, 2 and 3 are allowed")
+        for key in ("env", "start_timeout") if model.env else ():
+            if key == "env":
+                yield Fault((*path, key), "is for servers with a command")

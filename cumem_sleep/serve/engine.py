@@ -1,0 +1,232 @@
+"""vLLM's HTTP calls for sleep mode: what is called, and what is certain when a call fails or its answer is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ssl
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from .address import Address
+from .status import Phase
+
+ASK_WITHIN_S = 10.0
+ASK_EVERY_S = 0.2
+TRIES = 3
+_NO_SLEEP_MODE = "its server has no sleep mode: it needs --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a call.
+
+    Attributes:
+        error: None if it did what it should.
+        state: awake, asleep, or stopped (nobody answers there); None if nobody knows.
+        level: at which it sleeps, as far as is known.
+        lacks_host_memory: the server refused to sleep for want of it.
+    """
+
+    error: str | None = None
+    state: Phase | None = None
+    level: int | None = None
+    lacks_host_memory: bool = False
+
+
+class Failed(Exception):
+    """A call was answered with an error.
+
+    Attributes:
+        is_unknown: the server has no such path.
+    """
+
+    def __init__(self, why: str, is_unknown: bool = False) -> None:
+        super().__init__(why)
+        self.is_unknown = is_unknown
+
+
+class Engine:
+    """One server. A call never raises: it ends in an `Outcome`.
+
+    An error is followed by a state only if that is certain. vLLM's own layer may fail midway, and then says what is not
+    so; the layer of this package does all of a sleep or wake, or nothing.
+
+    Attributes:
+        has_layer: cumem-sleep is in it, as far as is known.
+    """
+
+    def __init__(self, address: Address, within_s: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """`within_s`: what a sleep or wake may take. `transport`: how it is reached, if not by its address."""
+        if address.socket is not None:
+            transport = httpx.AsyncHTTPTransport(uds=address.socket, verify=_certificates())
+        self.address = address
+        self.has_layer = False
+        self._is_half_woken = False
+        self._client = httpx.AsyncClient(
+            transport=transport,
+            base_url=address.base_url,
+            headers=dict(address.headers),
+            timeout=within_s,
+            verify=_certificates(),
+            trust_env=False,  # a proxy for the world is none for this machine's servers
+        )
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._client.aclose()
+
+    async def is_healthy(self) -> bool:
+        """Whether it answers `/health` with success."""
+        try:
+            return (await self._client.get("/health", timeout=ASK_WITHIN_S)).is_success
+        except (httpx.HTTPError, OSError):
+            return False
+
+    async def look(self) -> Outcome:
+        """What it is in now. A sleep of which nobody knows the level is taken for one that lost the weights."""
+        if self._is_half_woken:
+            woken = await self.wake(2)
+            if woken.error is not None:
+                return woken
+        try:
+            answer = await self._client.get("/is_sleeping", timeout=ASK_WITHIN_S)
+            if answer.status_code == httpx.codes.NOT_FOUND:
+                return Outcome(_NO_SLEEP_MODE)
+            answer.raise_for_status()
+            sleeps = answer.json()["is_sleeping"]
+        except httpx.ConnectError as error:
+            return Outcome(f"nobody answers there: {error}", Phase.STOPPED)
+        except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
+            return Outcome(f"it does not say whether it sleeps: {_text(error)}")
+        return Outcome(None, Phase.ASLEEP, 2) if sleeps else Outcome(None, Phase.AWAKE)
+
+    async def sleep(self, level: int, from_level: int | None = None) -> Outcome:
+        """Put it to sleep, perhaps from a lesser sleep, from which it has to wake first."""
+        if from_level is not None:
+            woken = await self.wake(from_level)
+            if woken.error is not None:
+                return woken
+        try:
+            await self._post("/sleep", level=level)
+        except Failed as error:
+            if error.is_unknown:
+                return Outcome(str(error), Phase.AWAKE)
+            state = await self._after_failed_sleep()
+            lacks = "host memory" in str(error).lower() or "OutOfHostMemory" in str(error)
+            return Outcome(str(error), state, lacks_host_memory=lacks and state is Phase.AWAKE)
+        except (httpx.HTTPError, OSError) as error:
+            return Outcome(f"/sleep: {_text(error)}")
+        return Outcome(None, Phase.ASLEEP, level)
+
+    async def wake(self, level: int) -> Outcome:
+        """Wake it from this level; weights that were dropped are loaded again before the KV cache comes."""
+        try:
+            if level == 2:
+                self._is_half_woken = True
+                await self._post("/wake_up", tags="weights")
+                await self._reload()
+                await self._post("/wake_up", tags="kv_cache")
+                self._is_half_woken = False
+            else:
+                await self._post("/wake_up")
+        except Failed as error:
+            is_certain = self.has_layer and level != 2 and (await self.look()).state is Phase.ASLEEP
+            return Outcome(str(error), Phase.ASLEEP if is_certain else None, level)
+        except (httpx.HTTPError, OSError) as error:
+            return Outcome(f"/wake_up: {_text(error)}")
+        return Outcome(None, Phase.AWAKE)
+
+    async def _after_failed_sleep(self) -> Phase | None:
+        """VLLM has paused its scheduler before the sleep that failed, and takes that for asleep: a wake resumes it."""
+        if not self.has_layer:
+            return None
+        try:
+            await self._post("/wake_up")
+        except (Failed, httpx.HTTPError, OSError):
+            return None
+        return Phase.AWAKE if (await self.look()).state is Phase.AWAKE else None
+
+    async def facts(self) -> tuple[str | None, int | None]:
+        """The version of cumem-sleep in it ("" if it is not in it), and the bytes that its backups take at level 1.
+
+        What is not known is None.
+        """
+        try:
+            body = {"method": "cumem_sleep_status"}
+            answer = await self._client.post("/collective_rpc", json=body, timeout=ASK_WITHIN_S)
+            if not answer.is_success:
+                return "", None
+            workers = answer.json()["results"]
+            usage = [tag for worker in workers for tag in worker["usage"].items()]
+            nbytes = sum(int(each["bytes"]) for name, each in usage if name != "kv_cache")
+            self.has_layer = nbytes > 0  # the plugin may be there, and vLLM's memory not come from it
+            if not self.has_layer:
+                return "", None
+            return str(workers[0].get("version", "active")), nbytes
+        except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+            return None, None
+
+    async def names(self) -> tuple[str, ...]:
+        """The names that it knows its model by, adapters among them; empty if it does not say."""
+        try:
+            answer = await self._client.get("/v1/models", timeout=ASK_WITHIN_S)
+            return tuple(str(card["id"]) for card in answer.raise_for_status().json()["data"])
+        except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError):
+            return ()
+
+    async def _reload(self) -> None:
+        """By the path of newer servers and of this package's gate, or else by the worker's method."""
+        try:
+            await self._post("/reload_weights")
+        except Failed as error:
+            if not error.is_unknown:
+                raise
+            answer = await self._client.post("/collective_rpc", json={"method": "reload_weights"})
+            _check("/collective_rpc", answer)
+
+    async def _post(self, path: str, **query: str | int) -> None:
+        """A call of which the answer is lost is made again.
+
+        Servers make such calls one after the other, and one that has nothing to do succeeds: so when the second one is
+        answered, the first is over. To ask what it is in would not tell whether that is still to change.
+        """
+        for number in range(1, TRIES + 1):
+            try:
+                return _check(path, await self._client.post(path, params=query))
+            except httpx.TimeoutException:
+                raise
+            except (httpx.HTTPError, OSError):
+                if number == TRIES:
+                    raise
+                await asyncio.sleep(ASK_EVERY_S)
+        return None
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Read once: each client would otherwise read them anew, and keep them."""
+    return ssl.create_default_context()
+
+
+def _check(path: str, answer: httpx.Response) -> None:
+    if answer.status_code in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED):
+        raise Failed(_NO_SLEEP_MODE, is_unknown=True)
+    if not answer.is_success:
+        raise Failed(f"{path}: {answer.status_code}: {_said(answer)}")
+
+
+def _said(answer: httpx.Response) -> str:
+    """The message of an error, in whichever shape it comes."""
+    try:
+        body: Any = answer.json()
+    except ValueError:
+        return answer.text[:500]
+    found = body.get("error", body) if isinstance(body, dict) else body
+    return str(found.get("message", found) if isinstance(found, dict) else found)[:500]
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}{f': {error}' if str(error) else ''}"

@@ -1,0 +1,309 @@
+"""One request on its way to a model's server, and the answer on its way back.
+
+Three things can end it: its end, a client that leaves, and a lease that is revoked. Each of them ends the request at
+the server, and gives the lease back at once, however slowly the client takes what it was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ..asgi import ClientGone, Held, Inbox, Message, Scope, Send, TooMuchHeld, deliver, error, header, refusal
+from .access import Access, Place
+from .body import BadBody, ModelFinder, TooMuchStructure, finder_for
+from .fleet import Fleet, Lease, NotInTime, UnknownModel
+from .upstream import BrokenOff, Connection, Connections, Headers, Unreachable, passed_on, request_head
+
+MOST_TRIES = 3  # of a request of which no server got anything
+LAST_WORDS_WITHIN_S = 1.0
+TOO_MUCH = "requests that wait have too many bytes already: ask again later"
+_LONGEST_NAME = 200  # that is repeated in an error
+_NOT_FOR_SERVERS = (b"expect", b"content-length")
+
+
+class Refused(Exception):
+    """The front answers with an error itself."""
+
+    def __init__(self, code: int, why: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(why)
+        self.answer = refusal(code, why, headers)
+
+
+@dataclass
+class Ways:
+    """What all exchanges share.
+
+    Attributes:
+        most_head_bytes: of a body, read until it has named its model.
+    """
+
+    fleet: Fleet
+    access: Access
+    held: Held
+    connections: Connections
+    most_head_bytes: int
+
+
+class Exchange:
+    """One request for a model."""
+
+    def __init__(self, ways: Ways, place: Place, scope: Scope, inbox: Inbox, send: Send) -> None:
+        self._ways = ways
+        self._place = place
+        self._scope = scope
+        self._inbox = inbox
+        self._send = send
+        self._finder: ModelFinder | None = None
+        self._has_all = False  # of the body, in the finder
+        self._held_bytes = 0
+        self._connected: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+        self._answering: asyncio.Task[list[Message] | None] | None = None
+        self._revoked = ""
+        self._started = False  # the answer
+        self._takes_events = False
+
+    async def run(self) -> None:
+        """Answer it.
+
+        Raises:
+            ClientGone.
+        """
+        try:
+            name = await self._model()
+            answer = await self._until_it_ends(name)
+        except Refused as refused:
+            answer = refused.answer
+        except TooMuchHeld:
+            answer = refusal(503, TOO_MUCH, {"Retry-After": "1"})
+        finally:
+            self._release()
+        if answer is not None:
+            await deliver(self._scope, self._inbox, self._send, answer)
+
+    # Which model
+
+    async def _model(self) -> str:
+        """The model that the request names, or the only one.
+
+        Raises:
+            Refused, ClientGone.
+        """
+        if self._place.has_body:
+            try:
+                name = await self._name_in_body(finder_for(header(self._scope, b"content-type")))
+            except BadBody as bad:
+                raise Refused(400, str(bad)) from None
+            except TooMuchStructure:
+                raise Refused(413, self._too_late("more brackets and strings than are looked through")) from None
+        else:
+            name = self._place.model
+        names = list(self._ways.fleet.config.models)
+        if name is None and len(names) != 1:
+            path = f"/models/NAME{self._place.target}"
+            raise Refused(400, f"`model` is missing: name one of {', '.join(names)}, or ask {path}")
+        return names[0] if name is None else name
+
+    async def _name_in_body(self, finder: ModelFinder) -> str | None:
+        held = self._ways.held
+        self._finder = finder
+        while not (finder.name is not None or finder.ended or self._inbox.complete):
+            message = await self._inbox()
+            if self._inbox.gone:
+                raise ClientGone
+            body = message.get("body", b"")
+            self._held_bytes += len(body)
+            held.nbytes += len(body)
+            finder.feed(body)
+            if finder.name is None and len(finder.read) > self._ways.most_head_bytes:
+                raise Refused(413, self._too_late(f"more than {self._ways.most_head_bytes} bytes"))
+            if held.nbytes > held.most_bytes:
+                raise TooMuchHeld
+        self._has_all = self._inbox.complete
+        if finder.name is None and not finder.ended:
+            raise BadBody("the body ends before its JSON or form does" if finder.read else "the body is empty")
+        return finder.name
+
+    def _too_late(self, what: str) -> str:
+        path = f"/models/NAME{self._place.target}"
+        return f"`model` comes after {what}: put it first, or ask {path}, where the body may have any size"
+
+    # What ends it
+
+    async def _until_it_ends(self, name: str) -> list[Message] | None:
+        """Have it answered by a server; returns an error that is still to be sent.
+
+        Raises:
+            TooMuchHeld, ClientGone.
+        """
+        self._answering = asyncio.ensure_future(self._answer(name))
+        tasks = (self._answering, asyncio.ensure_future(self._follow_client()))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)  # two readers of one request would steal each other's messages
+        failure = None if tasks[1].cancelled() else tasks[1].exception()
+        if not tasks[0].cancelled():
+            return tasks[0].result()
+        if self._revoked:
+            return await self._end_early(503, self._revoked)
+        raise failure or ClientGone
+
+    def _revoke(self, revoked: asyncio.Future[str]) -> None:
+        self._revoked = "the server stops" if revoked.cancelled() else revoked.result()
+        if self._answering is not None:
+            self._answering.cancel()
+
+    async def _end_early(self, code: int, why: str) -> list[Message] | None:
+        """An error instead of the rest of the answer; what has begun and can bear no error is broken off."""
+        if not self._started:
+            return refusal(code, why, {"Retry-After": "1"} if code == 503 else None)
+        if self._takes_events:
+            event = b"\n\ndata: " + json.dumps(error(code, why)).encode() + b"\n\n"
+            with suppress(asyncio.TimeoutError):  # the client takes no more
+                last_words = self._send({"type": "http.response.body", "body": event, "more_body": True})
+                await asyncio.wait_for(last_words, LAST_WORDS_WITHIN_S)
+        return None
+
+    # The way to the server
+
+    async def _follow_client(self) -> None:
+        """Read what the client sends: ahead while the request waits, then for the server. Ends when it is gone.
+
+        Raises:
+            TooMuchHeld.
+        """
+        if not self._has_all:
+            ahead = asyncio.ensure_future(self._inbox.until_gone_or_too_much())
+            try:
+                await asyncio.wait((ahead, self._connected), return_when=asyncio.FIRST_COMPLETED)
+                if ahead.done():
+                    return ahead.result()
+            finally:
+                ahead.cancel()
+                await asyncio.wait((ahead,))
+            await self._send_rest(self._connected.result())
+        await self._inbox.until_gone()
+        return None
+
+    async def _send_rest(self, connection: Connection) -> None:
+        more = True
+        while more:
+            message = await self._inbox()
+            if self._inbox.gone and message["type"] != "http.request":
+                return
+            more = bool(message.get("more_body", False))
+            await connection.write(self._framed(message.get("body", b""), more=more), more=more)
+
+    async def _answer(self, name: str) -> list[Message] | None:
+        """Lease the model and send the request there; returns an error that is still to be sent."""
+        fleet, why = self._ways.fleet, ""
+        try:
+            for _ in range(MOST_TRIES):
+                async with fleet.lease(name) as lease:
+                    lease.revoked.add_done_callback(self._revoke)
+                    try:
+                        await self._ask(lease)
+                        return None
+                    except Unreachable as unreachable:
+                        why = f"the model's server cannot be reached: {unreachable}"
+                        fleet.report_failure(lease, why)
+                    except BrokenOff as broken:
+                        why = f"the model's server broke off: {broken}"
+                        fleet.report_failure(lease, why)
+                        return await self._end_early(502, why)
+                    finally:
+                        lease.revoked.remove_done_callback(self._revoke)
+        except UnknownModel:
+            names = ", ".join(fleet.config.models)
+            return refusal(404, f"the model {name[:_LONGEST_NAME]!r} does not exist; there are: {names}")
+        except NotInTime as late:
+            return refusal(503, str(late), {"Retry-After": str(max(1, math.ceil(late.retry_after_s)))})
+        return refusal(502, why)
+
+    async def _ask(self, lease: Lease) -> None:
+        """Send it to the server of a lease, and pass the answer on.
+
+        Raises:
+            Unreachable, BrokenOff.
+        """
+        head, body = self._request(lease)
+        connections = self._ways.connections
+        for fresh in (False, True) if self._has_all else (True,):  # what cannot be sent twice needs a sure connection
+            connection = await connections.take(lease.server, fresh=fresh)
+            try:
+                connection.send(head, self._framed(body, more=not self._has_all), more=not self._has_all)
+                if not self._has_all:
+                    self._connected.set_result(connection)
+                await connection.head()
+                self._release()
+                return await self._pass_answer(connection)
+            except BrokenOff as broken:
+                if fresh or self._started or not broken.was_idle:
+                    raise
+            finally:
+                connections.give_back(lease.server, connection)
+
+    def _request(self, lease: Lease) -> tuple[bytes, bytes | bytearray]:
+        """The request's head and what was read of its body, with the name that the server knows its model by."""
+        finder, headers = self._finder, passed_on(self._scope["headers"])
+        body, delta = bytearray(), 0
+        if finder is not None:
+            body = finder.read
+            if finder.name is not None and (name := _name_for(finder.name, lease)) != finder.name:
+                body = finder.renamed(name)
+                delta = len(body) - len(finder.read)
+        length = header(self._scope, b"content-length")
+        dropped = (*_NOT_FOR_SERVERS, *((b"authorization",) if self._ways.access.is_ours(self._scope) else ()))
+        kept = [each for each in headers if each[0] not in dropped]
+        if self._is_chunked():
+            kept.append((b"transfer-encoding", b"chunked"))
+        elif length:
+            kept.append((b"content-length", str(int(length) + delta).encode()))
+        target, query = self._place.target.encode(), bytes(self._scope.get("query_string", b""))
+        target += b"?" + query if query else b""
+        return request_head(lease.server, str(self._scope["method"]), target, kept), body
+
+    def _is_chunked(self) -> bool:
+        return bool(header(self._scope, b"transfer-encoding"))
+
+    def _framed(self, data: bytes | bytearray, *, more: bool) -> bytes | bytearray:
+        """A piece of the body as it goes over the wire."""
+        if not self._is_chunked():
+            return data
+        piece = b"".join((b"%x\r\n" % len(data), data, b"\r\n")) if data else b""
+        return piece if more else piece + b"0\r\n\r\n"
+
+    # The way back
+
+    async def _pass_answer(self, connection: Connection) -> None:
+        """Send on what the server answers, piece by piece, as fast as the client takes it. Raises: BrokenOff."""
+        headers: Headers = passed_on(connection.headers)
+        known = dict(headers)
+        is_plain = not known.keys() & {b"content-length", b"content-encoding"}
+        self._takes_events = is_plain and known.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+        self._started = True
+        await self._send({"type": "http.response.start", "status": connection.status, "headers": headers})
+        more = True
+        while more:
+            piece = await connection.read()
+            more = not connection.is_read
+            await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+
+    def _release(self) -> None:
+        """The body is no longer held."""
+        self._ways.held.nbytes -= self._held_bytes
+        self._held_bytes = 0
+        self._finder = None
+
+
+def _name_for(asked: str, lease: Lease) -> str:
+    """The name in a request by which its server knows the model; an alias may be an adapter of its own there."""
+    if asked in lease.names:
+        return asked
+    return lease.model if lease.model in lease.names or not lease.names else lease.names[0]

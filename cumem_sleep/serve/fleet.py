@@ -1,0 +1,668 @@
+"""Joins the scheduler, the servers and the clock: what the HTTP front asks for a model, and what it shows.
+
+fleet = Fleet(config)
+await fleet.start()
+async with fleet.lease("qwen-8b") as lease:    # wakes the model, makes room, waits
+    ...                                        # send the request to lease.server
+await fleet.stop()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+from . import hardware, servers
+from .address import Address, from_url
+from .config import Config
+from .engine import ASK_EVERY_S, Engine, Outcome
+from .events import (
+    Action,
+    Arrived,
+    Configured,
+    Died,
+    Done,
+    Event,
+    Gone,
+    Grant,
+    HostBytes,
+    Obeyed,
+    Ordered,
+    Refuse,
+    Removed,
+    Revoke,
+    Sleep,
+    Start,
+    Stop,
+    TimePassed,
+    Wake,
+)
+from .policy import STOP, Spec
+from .scheduler import Model, Scheduler
+from .servers import Server, StartFailed
+from .status import Counters, GpuStatus, Holder, HostStatus, ModelStatus, Phase, Status, Switch
+
+__all__ = ["Address", "Fleet", "Lease", "NotInTime", "Refused", "ServeError", "ServerFailed", "UnknownModel"]
+
+logger = logging.getLogger("cumem_sleep.serve")
+
+TOLD_EVERY_S = 0.1  # those who watch hear of changes at most so often
+LOOK_AT_GPUS_EVERY_S = 5.0
+LOOK_AT_HEALTH_EVERY_S = 2.0  # of servers by URL; the end of a process is seen at once
+UNHEALTHY_AFTER = 3  # looks in a row
+LEASES_END_WITHIN_S = 5.0
+HOST_RESERVE_BYTES = 2 << 30  # of what the system can give: for everybody else
+SIMULATED_GPU_BYTES = 80 << 30
+
+
+class ServeError(Exception):
+    """Base of what the fleet raises. Its text is for the client."""
+
+
+class UnknownModel(ServeError):
+    """No model has this name or alias (404)."""
+
+
+class NotInTime(ServeError):
+    """The model could not be had in time, or will not (503).
+
+    Attributes:
+        retry_after_s: when it is worth trying again.
+    """
+
+    def __init__(self, why: str, retry_after_s: float) -> None:
+        super().__init__(why)
+        self.retry_after_s = retry_after_s
+
+
+class ServerFailed(NotInTime):
+    """Its server cannot be started or woken, again and again (503)."""
+
+
+class Refused(ServeError):
+    """An operator's call cannot be done now (409)."""
+
+
+@dataclass(eq=False)
+class Lease:
+    """A request's right to use a model, which stays awake as long as it lasts.
+
+    Attributes:
+        model: its name.
+        server: where to send the request.
+        waited_s: until it was granted.
+        revoked: set with the reason when the request has to end now: it ran longer than the drain allows, an operator
+            forced a sleep, or the server died. The front ends the request upstream, and the answer with an error.
+        names: that the server knows its model by; empty if it does not say.
+    """
+
+    model: str
+    server: Address
+    waited_s: float = 0.0
+    names: tuple[str, ...] = ()
+    revoked: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+@dataclass(eq=False)
+class _Unit:
+    """What a model has beside what the scheduler knows.
+
+    Attributes:
+        server: its process; None if somebody else started it.
+        engine: for its calls; None before it has an address.
+        change: the start, sleep, wake or stop that is under way.
+    """
+
+    name: str
+    server: Server | None
+    address: Address | None = None
+    engine: Engine | None = None
+    change: asyncio.Task[None] | None = None
+    last_switch: Switch | None = None
+    layer: str | None = None
+    restarts: int = 0
+    health: asyncio.Task[None] | None = None
+    aliases: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A request that is not granted yet.
+
+    Attributes:
+        arrived: by the monotonic clock.
+        waited_s: what requests of its model had waited by then, by cause.
+    """
+
+    granted: asyncio.Future[Lease]
+    state: Model
+    arrived: float
+    waited_s: dict[str, float]
+
+
+class Fleet:
+    """All models of one configuration."""
+
+    def __init__(self, config: Config, *, simulated: bool = False) -> None:
+        self.config = config
+        self.counters = Counters()
+        self.simulated = simulated
+        self._version = metadata.version("cumem-sleep")
+        self._budget_fixed = config.host_memory
+        self._logs = config.logs or servers.default_logs()
+        self._sockets = servers.new_socket_folder()
+        self._gpus: dict[int, hardware.Gpu] = {}
+        self._names = config.names()
+        self._units: dict[str, _Unit] = {}
+        self._scheduler = Scheduler((), 0)
+        self._requests = itertools.count(1)
+        self._waiting: dict[int, _Waiting] = {}
+        self._leases: dict[int, Lease] = {}
+        self._orders: dict[tuple[str, int], list[asyncio.Future[None]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._news = asyncio.Event()
+        self._closed = False
+
+    # Life
+
+    async def start(self) -> None:
+        """Begin: returns at once; servers start one after the other in the background."""
+        await self._look_at_gpus()
+        for name in self.config.models:
+            self._new_unit(name)
+        self._handle(Configured(self._specs(), self._budget()))
+        self._spawn(self._watch_gpus())
+
+    async def stop(self) -> None:
+        """End all leases, then all servers that this fleet started, and return when nothing of them is left."""
+        if self._closed:
+            return
+        self._closed = True
+        for waiting in list(self._waiting.values()):
+            _fail(waiting.granted, NotInTime("this front is ending", 10.0))
+        for lease in list(self._leases.values()):
+            _resolve(lease.revoked, "this front is ending")
+        ends_at = time.monotonic() + LEASES_END_WITHIN_S
+        while self._leases and time.monotonic() < ends_at:
+            await asyncio.sleep(0.01)
+        if self._timer is not None:
+            self._timer.cancel()
+        units = list(self._units.values())
+        for task in (*self._tasks, *(unit.change for unit in units), *(unit.health for unit in units)):
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*(self._end(unit) for unit in units))
+        shutil.rmtree(self._sockets, ignore_errors=True)
+        self._tell()
+
+    async def _end(self, unit: _Unit) -> None:
+        for task in (unit.change, unit.health):
+            if task is not None:
+                with suppress(asyncio.CancelledError):
+                    await task
+        if unit.server is not None:
+            await unit.server.stop()
+        if unit.engine is not None:
+            await unit.engine.close()
+
+    async def reload(self, config: Config) -> list[str]:
+        """Take a new configuration; returns what was changed, and what only a restart changes, in sentences."""
+        says = []
+        old = self.config
+        if old.front != config.front or old.logs != config.logs:
+            says.append("front and logs are read at the start alone: restart to change them")
+            config = config.model_copy(update={"front": old.front, "logs": old.logs})
+        for name in config.models.keys() - old.models.keys():
+            says.append(f"{name} was added")
+        for name in old.models.keys() - config.models.keys():
+            says.append(f"{name} is removed when its requests have ended")
+        for name in sorted(config.models.keys() & old.models.keys()):
+            if old.models[name] != config.models[name]:
+                restarts = old.models[name].spec(name).identity != config.models[name].spec(name).identity
+                says.append(f"{name} was changed" + (": its server restarts when its requests have ended" * restarts))
+        self.config, self._budget_fixed, self._names = config, config.host_memory, config.names()
+        for name in config.models:
+            if name not in self._units:
+                self._new_unit(name)
+            self._units[name].aliases = tuple(config.models[name].aliases)
+        self._handle(Configured(self._specs(), self._budget()))
+        return says
+
+    # Requests
+
+    def resolve(self, model: str) -> str:
+        """The name of a model by its name or alias.
+
+        Raises:
+            UnknownModel: there is none.
+        """
+        name = self._names.get(model)
+        if name is None:
+            raise UnknownModel(f"there is no model {model!r}: there are {', '.join(self.config.models)}")
+        return name
+
+    @asynccontextmanager
+    async def lease(self, model: str) -> AsyncIterator[Lease]:
+        """Wait until a model (name or alias) is awake, and keep it so. Cancelling it withdraws the request.
+
+        Raises, on entering:
+            UnknownModel: nobody has this name.
+            NotInTime: not within the model's `wait`, or too many wait already.
+            ServerFailed: starting or waking it fails again and again.
+        """
+        name = self.resolve(model)
+        if self._closed:
+            raise NotInTime("this front is ending", 10.0)
+        if len(self._waiting) >= self.config.front.max_waiting:
+            self.counters.requests[name, "not_in_time"] += 1
+            raise NotInTime("too many requests wait already", 5.0)
+        request, now = next(self._requests), time.monotonic()
+        state = self._scheduler.models[name]
+        granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        self._waiting[request] = _Waiting(granted, state, now, self._scheduler.waited_s(state, now))
+        try:
+            self._handle(Arrived(request, name, now + state.spec.wait_s))
+            try:
+                lease = await granted
+            except ServeError as error:
+                self.counters.requests[name, "failed" if isinstance(error, ServerFailed) else "not_in_time"] += 1
+                raise
+            except asyncio.CancelledError:
+                self.counters.requests[name, "cancelled"] += 1
+                raise
+            self.counters.requests[name, "granted"] += 1
+            yield lease
+        finally:
+            self._waiting.pop(request, None)
+            self._leases.pop(request, None)
+            self._handle(Gone(request))
+
+    def report_failure(self, lease: Lease, error: str) -> None:
+        """The front could not reach the server of a lease, or it broke off: its health is looked at, at once."""
+        unit = self._units.get(lease.model)
+        if unit is None or unit.address != lease.server or self._closed:
+            return
+        logger.warning("%s: %s", lease.model, error)
+        if unit.server is not None and (unit.health is None or unit.health.done()):
+            unit.health = asyncio.create_task(self._check_health(unit))
+        elif unit.server is None and unit.health is not None:
+            unit.health.cancel()
+            self._watch_health(unit, failures=UNHEALTHY_AFTER - 1)
+
+    # What an operator does
+
+    async def sleep(self, model: str, level: int | None = None) -> None:
+        """Put a model to sleep, drained first; returns when it sleeps.
+
+        Raises:
+            UnknownModel, Refused, NotInTime.
+        """
+        name = self.resolve(model)
+        spec = self._scheduler.models[name].spec
+        wanted = level if level is not None else min((each for each in spec.levels if each != STOP), default=1)
+        if wanted not in (1, 2, 3):
+            raise Refused(f"level {level}: 1, 2 and 3 are allowed")
+        await self._order(name, wanted)
+
+    async def wake(self, model: str) -> None:
+        """Wake or start a model, as a request would; returns when it is awake.
+
+        Raises:
+            UnknownModel, NotInTime, ServerFailed.
+        """
+        async with self.lease(model):
+            pass
+
+    async def stop_model(self, model: str) -> None:
+        """Stop a model's server; the next request starts it again.
+
+        Raises:
+            UnknownModel, Refused: somebody else started it; NotInTime.
+        """
+        await self._order(self.resolve(model), STOP)
+
+    async def _order(self, name: str, depth: int) -> None:
+        state = self._scheduler.models[name]
+        within_s = state.spec.drain_s + 3 * self.config.models[name].switch_timeout
+        obeyed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._orders.setdefault((name, depth), []).append(obeyed)
+        self._handle(Ordered(name, depth))
+        try:
+            await asyncio.wait_for(obeyed, within_s)
+        except asyncio.TimeoutError:
+            raise NotInTime(f"{name} is still {state.phase.value}; it will follow the order", 10.0) from None
+
+    # What there is to see
+
+    def status(self) -> Status:
+        """Everything at this moment."""
+        now, wall = time.monotonic(), time.time()
+        models = tuple(self._model_status(unit, now, wall) for unit in self._units.values() if self._knows(unit))
+        numbers = sorted({gpu for model in models for gpu in model.gpus})
+        held = self._scheduler.held_bytes()
+        host = HostStatus(self._scheduler.host_bytes, held, hardware.host_available_bytes())
+        gpus = tuple(self._gpu_status(number) for number in numbers)
+        return Status(wall, self._version, self.simulated, gpus, models, host)
+
+    async def watch(self) -> AsyncIterator[Status]:
+        """The status now, and after every change (changes that come close together are one). Ends with the fleet."""
+        while True:
+            news = self._news
+            yield self.status()
+            if self._closed:
+                return
+            await asyncio.sleep(TOLD_EVERY_S)
+            await news.wait()
+
+    def log_tail(self, model: str, lines: int = 100) -> list[str]:
+        """The end of its server's log; empty if somebody else started it.
+
+        Raises:
+            UnknownModel.
+        """
+        server = self._units[self.resolve(model)].server
+        return server.tail(lines) if server is not None else []
+
+    def _knows(self, unit: _Unit) -> bool:
+        return unit.name in self._scheduler.models
+
+    def _model_status(self, unit: _Unit, now: float, wall: float) -> ModelStatus:
+        state = self._scheduler.models[unit.name]
+        return ModelStatus(
+            name=unit.name,
+            aliases=unit.aliases,
+            gpus=tuple(sorted(state.spec.gpus)),
+            share=state.spec.share,
+            phase=state.phase,
+            level=state.level if state.phase is Phase.ASLEEP else None,
+            phase_since=wall - (now - state.phase_since),
+            waiting=len(state.waiting),
+            oldest_wait_s=max(0.0, now - state.oldest) if state.waiting else 0.0,
+            running=len(state.running),
+            last_switch=unit.last_switch,
+            host_bytes=state.held_bytes,
+            error=state.error,
+            retry_in_s=state.retry_at - now if state.retry_at > now else None,
+            url=str(unit.address) if unit.address is not None else None,
+            log=str(unit.server.log) if unit.server is not None else None,
+            pid=unit.server.pid if unit.server is not None else None,
+            restarts=unit.restarts,
+            layer=unit.layer,
+        )
+
+    def _gpu_status(self, number: int) -> GpuStatus:
+        models = self._scheduler.models.values()
+        holding = [model for model in models if number in model.spec.gpus and model.holds]
+        holders = tuple(Holder(model.spec.name, model.spec.share, model.phase) for model in holding)
+        gpu = self._gpus.get(number)
+        if gpu is not None:
+            return GpuStatus(number, gpu.name, gpu.total_bytes, gpu.used_bytes, holders)
+        if self.simulated:
+            used = int(sum(holder.share for holder in holders) * SIMULATED_GPU_BYTES)
+            return GpuStatus(number, "simulated GPU", SIMULATED_GPU_BYTES, used, holders)
+        return GpuStatus(number, "GPU", None, None, holders)
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    # Events and actions
+
+    def _handle(self, event: Event) -> None:
+        if self._closed:
+            return
+        for action in self._scheduler.handle(event, time.monotonic()):
+            self._act(action)
+        self._set_timer()
+        self._tell()
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Grant():
+                self._grant(action.request)
+            case Refuse():
+                kind = ServerFailed if action.failed else NotInTime
+                _fail(self._waiting[action.request].granted, kind(action.why, action.retry_after_s))
+            case Revoke():
+                if action.request in self._leases:
+                    _resolve(self._leases[action.request].revoked, action.why)
+            case Obeyed():
+                for future in self._orders.pop((action.model, action.depth), ()):
+                    _fail(future, Refused(action.error)) if action.error else _resolve(future, None)
+            case Removed():
+                self._remove(action.model)
+            case _:
+                self._begin(action)
+
+    def _grant(self, request: int) -> None:
+        waiting, now = self._waiting[request], time.monotonic()
+        name = waiting.state.spec.name
+        for cause, seconds in self._scheduler.waited_s(waiting.state, now).items():
+            more_s = seconds - waiting.waited_s.get(cause, 0.0)
+            if more_s > 0:
+                key = (name, cause)
+                self.counters.waited_seconds[key] = self.counters.waited_seconds.get(key, 0.0) + more_s
+        unit = self._units[name]
+        assert unit.address is not None, "a model that is awake has an address"
+        lease = self._leases[request] = Lease(name, unit.address, now - waiting.arrived, unit.names)
+        _resolve(waiting.granted, lease)
+
+    def _set_timer(self) -> None:
+        at = self._scheduler.next_time()
+        if at == self._timer_at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_at = None, at
+        if at < math.inf:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, at - time.monotonic()), self._time_passed)
+
+    def _time_passed(self) -> None:
+        self._timer, self._timer_at = None, math.inf
+        self._handle(TimePassed())
+
+    # Changes of models
+
+    def _begin(self, action: Start | Wake | Sleep | Stop) -> None:
+        unit = self._units[action.model]
+        before, unit.change = unit.change, asyncio.create_task(self._change(unit, action, unit.change))
+        if before is not None and isinstance(action, Stop):
+            before.cancel()
+
+    async def _change(
+        self, unit: _Unit, action: Start | Wake | Sleep | Stop, before: asyncio.Task[None] | None
+    ) -> None:
+        """Do what the scheduler wants of a model, when what it wanted before has ended; and say what became of it."""
+        if before is not None:
+            await asyncio.wait({before})
+        started = time.monotonic()
+        kind = type(action).__name__.lower()
+        try:
+            outcome = await self._do(unit, action)
+        except StartFailed as error:
+            outcome = Outcome(str(error), Phase.STOPPED)
+        except Exception as error:  # or the model would be in this change for ever
+            logger.exception("%s: %s", unit.name, kind)
+            outcome = Outcome(f"{type(error).__name__}: {error}", None)
+        seconds, level = time.monotonic() - started, getattr(action, "level", None)
+        unit.last_switch = Switch(kind, level, seconds, time.time(), outcome.error)
+        self.counters.switches[unit.name, kind, "failed" if outcome.error else "ok"] += 1
+        total_s = self.counters.switch_seconds.get((unit.name, kind), 0.0)
+        self.counters.switch_seconds[unit.name, kind] = total_s + seconds
+        if outcome.error:
+            logger.warning("%s: %s failed after %.3f s: %s", unit.name, kind, seconds, outcome.error)
+        else:
+            logger.info("%s: %s in %.3f s", unit.name, kind, seconds)
+        operation, state, error_ = action.operation, outcome.state, outcome.error
+        self._handle(Done(unit.name, operation, error_, state, outcome.level, outcome.lacks_host_memory))
+
+    async def _do(self, unit: _Unit, action: Start | Wake | Sleep | Stop) -> Outcome:
+        if isinstance(action, Start):
+            return await self._start(unit)
+        if isinstance(action, Stop):
+            if unit.server is not None:
+                await unit.server.stop()
+            return Outcome(None, Phase.STOPPED)
+        if unit.engine is None:
+            return Outcome("it has no server", Phase.STOPPED)
+        if isinstance(action, Wake):
+            return await unit.engine.wake(action.level)
+        if (short := self._lacks_host_memory(action)) is not None:
+            return short
+        return await unit.engine.sleep(action.level, action.from_level)
+
+    def _lacks_host_memory(self, action: Sleep) -> Outcome | None:
+        """Looked up before the sleep: what the host can give now, whoever has taken the rest."""
+        model = self.config.models.get(action.model)
+        if model is not None and servers.uses_vault(model, os.environ):
+            return None  # its memory is pinned already, and it refuses itself what it has no room for
+        available, needed = hardware.host_available_bytes(), action.more_bytes
+        if not needed or available is None or self.simulated or needed + HOST_RESERVE_BYTES <= available:
+            return None
+        gib = 1 << 30
+        why = (
+            f"level {action.level} needs {needed / gib:.1f} GiB of host memory, and {available / gib:.1f} GiB are there"
+        )
+        return Outcome(why, Phase.AWAKE, lacks_host_memory=True)
+
+    async def _start(self, unit: _Unit) -> Outcome:
+        if unit.server is None:
+            return await self._find(unit)
+        config = self.config.models.get(unit.name)
+        if config is not None:
+            unit.server.model = config
+        if unit.engine is not None:
+            await unit.engine.close()
+        unit.address = await unit.server.start(lambda error: self._died(unit, error))
+        unit.engine = Engine(unit.address, unit.server.model.switch_timeout)
+        await self._learn(unit)
+        return Outcome(None, Phase.AWAKE)
+
+    async def _find(self, unit: _Unit) -> Outcome:
+        """A server by URL is asked what it is in, until it says so."""
+        config = self.config.models[unit.name]
+        address = from_url(config.url or "", config.api_key)
+        if unit.engine is None or unit.engine.address != address:
+            if unit.engine is not None:
+                await unit.engine.close()
+            unit.address, unit.engine = address, Engine(address, config.switch_timeout)
+        ends_at = time.monotonic() + min(config.start_timeout, config.switch_timeout)
+        while True:
+            found = await unit.engine.look()
+            if found.state in (Phase.AWAKE, Phase.ASLEEP):
+                await self._learn(unit)
+                self._watch_health(unit)
+                return found
+            if time.monotonic() > ends_at:
+                return found
+            await asyncio.sleep(ASK_EVERY_S)
+
+    async def _learn(self, unit: _Unit) -> None:
+        """What the layer in a server says, or else an estimate: what it may hold of its GPUs' memory."""
+        assert unit.engine is not None
+        unit.names = await unit.engine.names()
+        unit.layer, nbytes = await unit.engine.facts()
+        model = self.config.models.get(unit.name)
+        if model is None or model.host_memory is not None:
+            return
+        if nbytes is None:
+            nbytes = int(sum(self._gpus[gpu].total_bytes for gpu in model.gpus if gpu in self._gpus) * model.share)
+        self._handle(HostBytes(unit.name, nbytes))
+
+    def _died(self, unit: _Unit, error: str) -> None:
+        logger.warning("%s: %s", unit.name, error)
+        unit.restarts += 1
+        if unit.change is not None:
+            unit.change.cancel()
+        self._handle(Died(unit.name, error))
+
+    async def _check_health(self, unit: _Unit) -> None:
+        """A process that lives, and does not serve: it is stopped, and the next request starts it afresh."""
+        engine, state = unit.engine, self._scheduler.models[unit.name]
+        for _ in range(UNHEALTHY_AFTER):
+            if engine is None or not state.is_up or await engine.is_healthy():
+                return
+            await asyncio.sleep(ASK_EVERY_S)
+        if engine is unit.engine and state.is_up:
+            logger.warning("%s: its server is not healthy, and is stopped", unit.name)
+            self._handle(Ordered(unit.name, STOP))
+
+    def _watch_health(self, unit: _Unit, failures: int = 0) -> None:
+        if unit.health is not None:
+            unit.health.cancel()
+        unit.health = asyncio.create_task(self._see_health(unit, failures))
+
+    async def _see_health(self, unit: _Unit, failures: int) -> None:
+        """Of a server by URL: its process is not ours to watch."""
+        while unit.engine is not None:
+            found = await unit.engine.look()
+            failures = failures + 1 if found.state in (Phase.STOPPED, None) else 0
+            if failures >= UNHEALTHY_AFTER:
+                unit.health = None
+                return self._died(unit, found.error or "it cannot be reached")
+            await asyncio.sleep(LOOK_AT_HEALTH_EVERY_S if not failures else ASK_EVERY_S)
+
+    # Units
+
+    def _new_unit(self, name: str) -> None:
+        model = self.config.models[name]
+        server = Server(name, model, self._logs, self._sockets) if model.owned else None
+        self._units[name] = _Unit(name, server, aliases=tuple(model.aliases))
+
+    def _remove(self, name: str) -> None:
+        unit = self._units.pop(name)
+        if unit.health is not None:
+            unit.health.cancel()
+        if unit.engine is not None:
+            self._spawn(unit.engine.close())
+
+    def _specs(self) -> tuple[Spec, ...]:
+        return tuple(model.spec(name) for name, model in self.config.models.items())
+
+    def _budget(self) -> int:
+        """What sleepers may hold: as configured, or what the host can give when this starts, and what they hold."""
+        if self._budget_fixed is not None:
+            return self._budget_fixed
+        available = hardware.host_available_bytes()
+        if available is None or self.simulated:
+            return 1 << 50
+        return max(0, available - HOST_RESERVE_BYTES) + self._scheduler.held_bytes()
+
+    async def _look_at_gpus(self) -> None:
+        if not self.simulated:
+            found = await asyncio.to_thread(hardware.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            self._gpus = {gpu.number: gpu for gpu in found}
+
+    async def _watch_gpus(self) -> None:
+        while self._gpus:
+            await asyncio.sleep(LOOK_AT_GPUS_EVERY_S)
+            await self._look_at_gpus()
+            self._tell()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _resolve(future: asyncio.Future[Any], value: object) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,80 @@
+"""What the machine says of its memory. Asked without CUDA, whose context would take memory of the GPU."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+_ASK_WITHIN_S = 30.0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU.
+
+    Attributes:
+        number: among those that this process may use, in the order of their addresses on the bus.
+        uuid: by which the driver knows it.
+    """
+
+    number: int
+    uuid: str
+    name: str
+    total_bytes: int
+    used_bytes: int
+
+
+def gpus(visible: str | None) -> list[Gpu]:
+    """All GPUs, or those that `CUDA_VISIBLE_DEVICES` names; none where nobody can say. Takes tenths of a second."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=index,uuid,name,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=_ASK_WITHIN_S).stdout
+        found = [_gpu(line.split(", ")) for line in answer.splitlines()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+    if not visible:
+        return found
+    named = [next((gpu for gpu in found if _is_named(gpu, name.strip())), None) for name in visible.split(",")]
+    return [replace(gpu, number=number) for number, gpu in enumerate(named) if gpu is not None]
+
+
+def _is_named(gpu: Gpu, name: str) -> bool:
+    return str(gpu.number) == name or (name.startswith("GPU-") and gpu.uuid.startswith(name))
+
+
+def _gpu(words: Sequence[str]) -> Gpu:
+    number, uuid, name, total, used = words
+    return Gpu(int(number), uuid, name, int(total) << 20, int(used) << 20)
+
+
+def host_available_bytes(root: Path = Path("/")) -> int | None:
+    """What the host can still give: the kernel's estimate, or what the container's limit leaves if that is less."""
+    found = [_meminfo(root, "MemAvailable"), _cgroup_bytes(root)]
+    return min((each for each in found if each is not None), default=None)
+
+
+def _meminfo(root: Path, name: str) -> int | None:
+    with suppress(OSError, ValueError, IndexError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) << 10
+    return None
+
+
+def _cgroup_bytes(root: Path) -> int | None:
+    """What the container's limit leaves (cgroup v2); page cache can go, so it does not count."""
+    folder = root / "sys/fs/cgroup"
+    with suppress(OSError, ValueError):
+        limit = (folder / "memory.max").read_text().strip()
+        if limit != "max":
+            facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            used = int((folder / "memory.current").read_text()) - int(facts.get("inactive_file", "0"))
+            return max(0, int(limit) - used)
+    return None

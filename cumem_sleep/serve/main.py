@@ -1,0 +1,105 @@
+"""Runs a front over a configuration until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from .config import Config, ConfigError, load
+from .fleet import Fleet
+from .front import Front
+from .listener import Listener, allow_many_connections
+
+LOOK_AT_FILE_EVERY_S = 2.0
+
+Say = Callable[[str], None]
+
+
+async def serve(config: Config, path: Path | None, say: Say, started: Callable[[int], None], simulated: bool) -> None:
+    """Serve until SIGTERM or SIGINT. SIGHUP, or a change of the file, reloads what can be.
+
+    Args:
+        path: of the file that `config` was read from; None if it was not.
+        say: for a line to people.
+        started: called with the port, when requests are taken.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    allow_many_connections()
+    fleet = Fleet(config, simulated=simulated)
+    front = Front(fleet)
+    listener = Listener(front, config.front.host, config.front.port)
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    reloader = _Reloader(fleet, path, say)
+    loop.add_signal_handler(signal.SIGHUP, reloader.wanted.set)
+    await fleet.start()
+    await listener.start()
+    _collect_seldom()
+    watching = asyncio.create_task(reloader.run())
+    started(listener.port)
+    try:
+        await ended.wait()
+        say("ends: requests are ended, and then servers")
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+        await asyncio.gather(listener.stop(), fleet.stop())
+        await front.close()
+
+
+def _collect_seldom() -> None:
+    """A collection of everything stops all streams for 10 ms and more: it leaves out what stays, and comes seldom."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+class _Reloader:
+    """Takes a new configuration when it is told to, or when the file has changed.
+
+    Attributes:
+        wanted: set to have the file read now.
+    """
+
+    def __init__(self, fleet: Fleet, path: Path | None, say: Say) -> None:
+        self._fleet = fleet
+        self._path = path
+        self._say = say
+        self._seen = self._stamp()
+        self.wanted = asyncio.Event()
+
+    async def run(self) -> None:
+        """Watch the file, until cancelled."""
+        while self._path is not None:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.wanted.wait(), LOOK_AT_FILE_EVERY_S)
+            stamp = self._stamp()
+            if self.wanted.is_set() or stamp not in (self._seen, None):
+                self.wanted.clear()
+                self._seen = stamp
+                await self._reload(self._path)
+
+    async def _reload(self, path: Path) -> None:
+        try:
+            config = load(path)
+        except ConfigError as error:
+            self._say(f"the configuration stays as it is: {error}")
+            return
+        for line in await self._fleet.reload(config) or ["nothing in the configuration has changed"]:
+            self._say(f"reload: {line}")
+
+    def _stamp(self) -> tuple[int, int] | None:
+        """By which a change of the file is seen; None while there is none, as in the middle of an editor's saving."""
+        with suppress(OSError, AttributeError):
+            found = self._path.stat()  # type: ignore[union-attr]
+            return found.st_mtime_ns, found.st_ino
+        return None

@@ -1,0 +1,647 @@
+"""Which model is awake, starts, sleeps or waits: a state machine. No I/O, no clock, no asyncio.
+
+Events go in with their time, actions come out; `next_time` says when `TimePassed` is wanted. What may be decided in
+more than one way is decided in `policy`.
+
+    actions = scheduler.handle(Arrived(1, "qwen-8b", deadline=300.0), now=0.0)    # [Wake("qwen-8b", ...)]
+    actions = scheduler.handle(Done("qwen-8b", operation=1), now=0.5)             # [Grant(1)]
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from . import policy
+from .events import (
+    Action,
+    Arrived,
+    Configured,
+    Died,
+    Done,
+    Event,
+    Gone,
+    Grant,
+    HostBytes,
+    Obeyed,
+    Ordered,
+    Refuse,
+    Removed,
+    Revoke,
+    Sleep,
+    Start,
+    Stop,
+    TimePassed,
+    Wake,
+)
+from .policy import STOP, Spec, Use
+from .status import Phase
+
+CHANGING = frozenset((Phase.STARTING, Phase.WAKING, Phase.FALLING_ASLEEP, Phase.STOPPING))
+
+
+@dataclass
+class Model:
+    """What is known of a model.
+
+    Attributes:
+        level: at which it sleeps, or is about to.
+        stops_asleep: its server is being stopped while it sleeps.
+        waiting: requests in the order of their arrival, with the time and the number of it.
+        running: requests that were granted.
+        operation: the number of the change that is under way.
+        last_used: when a request last ran or, before the first one, when it woke.
+        draining_since: when it began to let its requests end.
+        revoked_at: when those that did not were told to.
+        started_at: when its server became ready.
+        deaths: of its server in a row, with little time in between.
+        retry_at: a change that failed is not tried again before.
+        failures: in a row, of starts and wakes or of sleeps.
+        refused: depths at which it cannot sleep for now, until it has slept once.
+        held_bytes: host memory that its backups take, also while it is awake again.
+        boots: it is to be started (and put to sleep) although nobody waits for it.
+        settles: it was started without a request, and is to sleep at once.
+        order: a depth that an operator wants.
+        successor: what replaces `spec` when it has stopped. With `removed`, nothing does.
+        cause: what its waiting requests wait for.
+    """
+
+    spec: Spec
+    phase: Phase = Phase.STOPPED
+    level: int | None = None
+    stops_asleep: bool = False
+    phase_since: float = 0.0
+    waiting: dict[int, tuple[float, int]] = field(default_factory=dict)
+    running: set[int] = field(default_factory=set)
+    operation: int = 0
+    awake_since: float = 0.0
+    last_used: float = 0.0
+    draining_since: float | None = None
+    revoked_at: float | None = None
+    started_at: float = 0.0
+    deaths: int = 0
+    retry_at: float = 0.0
+    failures: int = 0
+    error: str | None = None
+    refused: set[int] = field(default_factory=set)
+    held_bytes: int = 0
+    boots: bool = False
+    settles: bool = False
+    order: int | None = None
+    successor: Spec | None = None
+    removed: bool = False
+    cause: str = ""
+    cause_since: float = 0.0
+    caused_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def oldest(self) -> float:
+        """When the request arrived that has waited longest; infinite without any."""
+        return next(iter(self.waiting.values()), (math.inf, 0))[0]
+
+    @property
+    def place(self) -> int:
+        """In the queue of models that are waited for: the number of that request's arrival."""
+        return next(iter(self.waiting.values()))[1]
+
+    @property
+    def use(self) -> Use:
+        """For the policy."""
+        return Use(self.spec, not self.running, self.last_used, self.awake_since)
+
+    @property
+    def holds(self) -> bool:
+        """Whether it holds its GPUs' memory, or may."""
+        return self.phase not in (Phase.STOPPED, Phase.ASLEEP) and not self.stops_asleep
+
+    @property
+    def is_up(self) -> bool:
+        """Awake, whether it takes new requests or not."""
+        return self.phase in (Phase.AWAKE, Phase.DRAINING)
+
+    @property
+    def must_leave(self) -> bool:
+        """It sleeps or stops as soon as its requests have ended, whether or not anybody wants its GPUs."""
+        return self.order is not None or self.successor is not None or self.removed
+
+
+class Scheduler:
+    """See the module."""
+
+    def __init__(self, specs: Iterable[Spec], host_bytes: int, now: float = 0.0) -> None:
+        """`host_bytes`: what sleepers may hold."""
+        self.host_bytes = host_bytes
+        self.models: dict[str, Model] = {}
+        self._model_of: dict[int, Model] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._operations = self._arrivals = 0
+        self._actions: list[Action] = []
+        self._now = now
+        for spec in specs:
+            self._add(spec)
+
+    def handle(self, event: Event, now: float) -> Sequence[Action]:
+        """What is to be done after an event. Times never go back."""
+        self._now = max(now, self._now)
+        self._actions = []
+        self._take(event)
+        self._refuse_late()
+        self._plan()
+        if isinstance(event, Arrived) and self._waits(event.request):
+            heapq.heappush(self._deadlines, (event.deadline, event.request))
+        return self._actions
+
+    def next_time(self) -> float:
+        """When `TimePassed` is to come, if nothing else does before; infinite for never."""
+        return min((time for time in self._times() if time > self._now), default=math.inf)
+
+    def free_share(self, gpu: int) -> float:
+        """How much of a GPU's memory nobody holds."""
+        return 1.0 - sum(model.spec.share for model in self._holders((gpu,)))
+
+    def held_bytes(self) -> int:
+        """Host memory that models hold by the ledger."""
+        return sum(model.held_bytes for model in self.models.values())
+
+    def waited_s(self, model: Model, now: float) -> dict[str, float]:
+        """For how long requests of a model have had to wait until now, by cause, if they waited all the time."""
+        self._now = max(now, self._now)
+        self._blame(model, model.cause)
+        return dict(model.caused_s)
+
+    # Events
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Arrived():
+                self._arrived(event)
+            case Gone():
+                self._gone(event.request)
+            case Done():
+                self._done(event)
+            case Died():
+                self._died(self.models[event.model], event.error)
+            case Ordered():
+                self._ordered(self.models[event.model], event.depth)
+            case HostBytes():
+                model = self.models[event.model]
+                model.spec = replace(model.spec, host_bytes=event.host_bytes)
+                model.held_bytes = min(model.held_bytes, event.host_bytes)
+            case Configured():
+                self._configured(event)
+            case TimePassed():
+                pass
+
+    def _add(self, spec: Spec) -> None:
+        self.models[spec.name] = Model(spec, phase_since=self._now, boots=spec.at_start != "stopped")
+
+    def _arrived(self, event: Arrived) -> None:
+        model = self.models[event.model]
+        if model.removed:
+            return self._do(Refuse(event.request, "the model is being removed", 60.0))
+        if self._is_hopeless(model):
+            return self._do(Refuse(event.request, model.error or "it fails", model.retry_at - self._now, failed=True))
+        self._model_of[event.request] = model
+        self._arrivals += 1
+        model.waiting[event.request] = (self._now, self._arrivals)
+        return None
+
+    def _gone(self, request: int) -> None:
+        model = self._model_of.pop(request, None)
+        if model is None:
+            return
+        model.waiting.pop(request, None)
+        if request in model.running:
+            model.running.remove(request)
+            model.last_used = self._now
+
+    def _refuse_late(self) -> None:
+        while self._deadlines:
+            deadline, request = self._deadlines[0]
+            if self._waits(request):
+                if deadline > self._now:
+                    return
+                model = self._model_of[request]
+                self._refuse(model, request, f"the model is {model.phase.value}, and could not be had in time")
+            heapq.heappop(self._deadlines)
+
+    def _waits(self, request: int) -> bool:
+        return request in self._model_of and request in self._model_of[request].waiting
+
+    def _refuse(self, model: Model, request: int, why: str, *, failed: bool = False) -> None:
+        del self._model_of[request], model.waiting[request]
+        why += f" ({model.error})" if model.error and not failed else ""
+        after_s = max(1.0, model.retry_at - self._now)
+        self._do(Refuse(request, why, after_s, failed))
+
+    def _is_hopeless(self, model: Model) -> bool:
+        """Whether starting or waking it has failed so often that nobody is kept waiting for the next attempt."""
+        has_failed = model.failures >= policy.ATTEMPTS and self._now < model.retry_at
+        return has_failed and model.phase in (Phase.STOPPED, Phase.ASLEEP)
+
+    def _ordered(self, model: Model, depth: int) -> None:
+        if depth == STOP and not model.spec.owned:
+            return self._do(Obeyed(model.spec.name, depth, "its server was started by somebody else"))
+        if model.phase is Phase.STOPPED or (model.phase is Phase.ASLEEP and (model.level or 0) >= depth):
+            return self._do(Obeyed(model.spec.name, depth))
+        if model.order not in (None, depth):
+            self._obey(model, "another order came")
+        model.order = depth
+        return None
+
+    def _configured(self, event: Configured) -> None:
+        self.host_bytes = event.host_bytes
+        specs = {spec.name: spec for spec in event.specs}
+        for name, spec in specs.items():
+            model = self.models.get(name)
+            if model is None:
+                self._add(spec)
+            elif model.spec.identity == spec.identity and not model.removed:
+                model.spec = replace(spec, host_bytes=spec.host_bytes or model.spec.host_bytes)
+                model.successor = None
+            else:
+                model.successor, model.removed = spec, False
+        for name, model in self.models.items():
+            if name not in specs:
+                model.removed, model.successor = True, None
+                for request in list(model.waiting):
+                    self._refuse(model, request, "the model was removed")
+
+    def _died(self, model: Model, error: str) -> None:
+        for request in model.running:
+            self._do(Revoke(request, error))
+        has_run_long = self._now - model.started_at > policy.LONGEST_PAUSE_S
+        model.deaths = 1 if has_run_long else model.deaths + 1
+        model.failures = max(model.failures, model.deaths - 1)  # starts that succeed do not end the pauses
+        self._failed(model, error)
+        model.operation = 0
+        model.boots = model.spec.at_start != "stopped" and not model.must_leave
+        self._become_stopped(model)
+
+    # Changes that have ended
+
+    def _done(self, event: Done) -> None:
+        model = self.models.get(event.model)
+        if model is None or event.operation != model.operation:
+            return
+        model.operation = 0
+        if event.error is None:
+            self._succeeded(model, event)
+        elif model.phase is Phase.FALLING_ASLEEP:
+            self._sleep_failed(model, event, event.error)
+        else:
+            self._failed(model, event.error)
+            self._settle_failed(model, event)
+
+    def _succeeded(self, model: Model, event: Done) -> None:
+        if model.phase is Phase.STOPPING or event.state is Phase.STOPPED:
+            return self._become_stopped(model)
+        if model.phase is Phase.FALLING_ASLEEP or event.state is Phase.ASLEEP:
+            if model.phase is Phase.FALLING_ASLEEP:
+                model.refused.clear()
+                model.failures, model.error = 0, None
+            return self._become_asleep(model, event.level or model.level or 1)
+        model.failures, model.error = 0, None
+        if model.phase is Phase.STARTING:
+            model.started_at = self._now
+        model.settles = model.phase is Phase.STARTING and not model.waiting and model.spec.at_start != "awake"
+        model.settles = model.settles and model.spec.owned
+        model.boots = False
+        self._become_awake(model)
+        model.awake_since = model.last_used = self._now
+        return None
+
+    def _sleep_failed(self, model: Model, event: Done, error: str) -> None:
+        depth = model.level or 1
+        if event.state is Phase.ASLEEP:  # it had slept already, and could not go deeper
+            self._failed(model, error)
+            return self._become_asleep(model, event.level or depth)
+        if event.lacks_host_memory and event.state is Phase.AWAKE:
+            model.refused.add(depth)
+            model.error = error
+        else:
+            self._failed(model, error)
+            if model.failures >= policy.ATTEMPTS:
+                model.refused.add(depth)
+        if event.state is Phase.AWAKE:
+            self._become_awake(model)
+        else:
+            self._settle_failed(model, event)
+        if not event.lacks_host_memory:
+            self._obey(model, error)
+        return None
+
+    def _settle_failed(self, model: Model, event: Done) -> None:
+        """Where a change that failed has left the model. What nobody knows is made certain."""
+        is_hopeless = model.failures >= policy.ATTEMPTS
+        may_restart = model.spec.owned and model.phase is not Phase.STARTING
+        if event.state is Phase.AWAKE:
+            self._become_awake(model)
+        elif event.state is Phase.ASLEEP and not (is_hopeless and may_restart):
+            self._become_asleep(model, event.level or model.level or 1)
+        elif event.state is Phase.STOPPED:
+            self._become_stopped(model)
+        elif model.spec.owned:
+            model.retry_at = self._now if may_restart else model.retry_at
+            self._begin_stop(model)
+        else:  # it may be awake, so it keeps its GPUs until it has been found out
+            self._begin_start(model)
+        if is_hopeless and not may_restart:
+            for request in list(model.waiting):
+                self._refuse(model, request, model.error or "it fails", failed=True)
+
+    def _failed(self, model: Model, error: str) -> None:
+        model.failures += 1
+        model.error = error
+        model.retry_at = self._now + policy.pause_s(model.failures)
+
+    def _become(self, model: Model, phase: Phase) -> None:
+        model.phase, model.phase_since = phase, self._now
+
+    def _become_awake(self, model: Model) -> None:
+        model.level = model.draining_since = model.revoked_at = None
+        self._become(model, Phase.AWAKE)
+
+    def _become_asleep(self, model: Model, level: int) -> None:
+        model.level = level
+        model.settles = model.boots = False
+        model.held_bytes = model.spec.host_bytes_at(level)
+        model.draining_since = model.revoked_at = None
+        self._become(model, Phase.ASLEEP)
+        if level >= (model.order or 0):
+            self._obey(model)
+
+    def _become_stopped(self, model: Model) -> None:
+        model.level = model.draining_since = model.revoked_at = None
+        model.held_bytes = 0
+        model.settles = False
+        model.refused.clear()
+        model.stops_asleep = False
+        self._become(model, Phase.STOPPED)
+        self._obey(model)
+        if model.removed:
+            for request in [*model.waiting, *model.running]:
+                self._model_of.pop(request, None)
+            del self.models[model.spec.name]
+            self._do(Removed(model.spec.name))
+        elif model.successor is not None:
+            model.spec, model.successor = model.successor, None
+            model.failures, model.error, model.retry_at = 0, None, 0.0
+            model.boots = model.spec.at_start != "stopped"
+
+    def _obey(self, model: Model, error: str | None = None) -> None:
+        """Its order, if there is one, was carried out, or cannot be."""
+        if model.order is not None:
+            self._do(Obeyed(model.spec.name, model.order, error))
+            model.order = None
+
+    # What follows
+
+    def _plan(self) -> None:
+        self._grant()
+        leaving = self._serve_in_order()
+        comes_back = False
+        for model in list(self.models.values()):
+            if model.must_leave or (model.settles and not model.waiting):
+                self._leave(model, self._depth_of_leaving(model))
+            elif model.spec.name in leaving:
+                self._leave(model, 0)
+            elif model.phase is Phase.DRAINING:  # whoever wanted its room has gone
+                self._become_awake(model)
+                comes_back = True
+            elif not model.waiting:
+                self._idle(model)
+        if comes_back:
+            self._plan()
+
+    def _depth_of_leaving(self, model: Model) -> int:
+        if model.removed or model.successor is not None:
+            return STOP
+        return model.order or 0
+
+    def _grant(self) -> None:
+        for model in self.models.values():
+            if model.phase is not Phase.AWAKE or model.must_leave or not model.waiting:
+                continue
+            model.settles = False
+            for request in model.waiting:
+                model.running.add(request)
+                self._do(Grant(request))
+            model.waiting.clear()
+            model.last_used = self._now
+
+    def _serve_in_order(self) -> set[str]:
+        """Start and wake what is wanted where there is room; returns who has to leave so that there is."""
+        leaving: set[str] = set()
+        kept: set[int] = set()  # GPUs that somebody earlier in the queue waits for
+        locked = self._locked()
+        for model in self._wanted():
+            gpus = model.spec.gpus
+            if model.phase in CHANGING:
+                if model.phase in (Phase.FALLING_ASLEEP, Phase.STOPPING):
+                    kept |= gpus
+                    self._blame(model, "turn")
+                continue
+            if model.phase is Phase.DRAINING:  # its turn is over, or comes back below if nobody needs its room
+                self._blame(model, "turn")
+                kept |= gpus
+                continue
+            if model.retry_at > self._now:
+                self._blame(model, "failure")
+                continue
+            if gpus & kept:
+                self._blame(model, "turn")
+            elif self._has_room(model) and not gpus & self._in_the_way(model, locked):
+                self._begin(model)
+                locked = self._locked()
+            else:
+                pushed = self._pushed_out_for(model)
+                self._blame(model, "turn" if pushed is None else "room")
+                leaving |= set(pushed or ())
+            kept |= gpus
+        return leaving
+
+    def _wanted(self) -> list[Model]:
+        """Models that should be awake and are not, the one first that was asked for first; then those to be started."""
+        waited = [
+            model
+            for model in self.models.values()
+            if model.waiting and not model.must_leave and model.phase is not Phase.AWAKE
+        ]
+        booting = [
+            model
+            for model in self.models.values()
+            if model.boots and not model.waiting and not model.must_leave and model.phase is Phase.STOPPED
+        ]
+        return sorted(waited, key=lambda model: model.place) + booting
+
+    def _has_room(self, model: Model) -> bool:
+        return all(policy.fits(model.spec.share, self.free_share(gpu)) for gpu in model.spec.gpus)
+
+    def _locked(self) -> set[int]:
+        """GPUs on which a server starts: it measures their memory, which must not change meanwhile."""
+        starting = [model for model in self.models.values() if model.phase is Phase.STARTING]
+        return {gpu for model in starting for gpu in model.spec.gpus}
+
+    def _in_the_way(self, model: Model, locked: set[int]) -> set[int]:
+        """GPUs on which the change that a model needs would meet another one that it must not meet."""
+        if model.phase is not Phase.STOPPED:
+            return locked
+        return {gpu for other in self.models.values() if other.phase in CHANGING for gpu in other.spec.gpus}
+
+    def _pushed_out_for(self, model: Model) -> list[str] | None:
+        """Who has to leave, also those that do so already; None if not all of them may be pushed out yet."""
+        holders = self._holders(model.spec.gpus)
+        going = [other for other in holders if other.phase in (Phase.FALLING_ASLEEP, Phase.STOPPING)]
+        free = {
+            gpu: self.free_share(gpu) + sum(other.spec.share for other in going if gpu in other.spec.gpus)
+            for gpu in model.spec.gpus
+        }
+        candidates = [
+            other.use
+            for other in holders
+            if other.is_up
+            and other.use.kept_until() <= self._now
+            and (model.waiting or (not other.running and other.spec.at_start != "awake"))
+        ]
+        return policy.to_push_out(model.spec, free, candidates)
+
+    def _holders(self, gpus: Iterable[int]) -> list[Model]:
+        wanted = set(gpus)
+        return [model for model in self.models.values() if model.holds and model.spec.gpus & wanted]
+
+    def _begin(self, model: Model) -> None:
+        """Start or wake a model for which there is room."""
+        if model.phase is Phase.STOPPED:
+            return self._begin_start(model)
+        operation = self._begin_operation(model)
+        self._become(model, Phase.WAKING)
+        self._blame(model, "wake")
+        self._do(Wake(model.spec.name, operation, model.level or 1))
+        return None
+
+    def _begin_start(self, model: Model) -> None:
+        operation = self._begin_operation(model)
+        self._become(model, Phase.STARTING)
+        self._blame(model, "start")
+        self._do(Start(model.spec.name, operation))
+
+    def _leave(self, model: Model, depth: int) -> None:
+        """Drain a model, and then put it to sleep at a depth (0: as its levels say); or go on with that."""
+        if depth == STOP and not model.spec.owned:  # somebody else's is only forgotten
+            return self._become_stopped(model) if not model.running else None
+        if model.phase is Phase.ASLEEP:
+            if not self._go_deeper(model, depth):
+                self._obey(model, "it has to wake to go deeper, but its GPUs or the host's memory are in use")
+            return None
+        if model.phase is Phase.STOPPED:
+            return self._become_stopped(model)
+        if model.phase is Phase.STARTING and depth == STOP:
+            return self._begin_stop(model)
+        if not model.is_up:
+            return None
+        if model.draining_since is None:
+            model.draining_since = self._now
+            self._become(model, Phase.DRAINING)
+        if model.running and not self._has_drained(model):
+            return None
+        if model.retry_at <= self._now and not self._locked() & model.spec.gpus:
+            self._begin_sleep(model, depth)
+        return None
+
+    def _has_drained(self, model: Model) -> bool:
+        """Whether requests that still run may be passed over; those whose time is up are revoked."""
+        if model.revoked_at is None:
+            if self._now < (model.draining_since or 0.0) + model.spec.drain_s:
+                return False
+            model.revoked_at = self._now
+            for request in model.running:
+                self._do(Revoke(request, f"the GPU is needed for another model, after {model.spec.drain_s:g} s"))
+        return self._now >= model.revoked_at + policy.REVOKED_WITHIN_S
+
+    def _begin_sleep(self, model: Model, first: int) -> None:
+        free = self.host_bytes - self.held_bytes()
+        depth = policy.depth_to_push_out(model.spec, model.held_bytes, free, model.refused, first)
+        if depth is None:
+            self._failed(model, "host memory has no room for it, and it may sleep in no other way")
+            model.refused.clear()
+            if model.order is not None:
+                self._obey(model, model.error)
+            return
+        if depth == STOP:
+            return self._begin_stop(model)
+        more_bytes = max(0, model.spec.host_bytes_at(depth) - model.held_bytes)
+        model.held_bytes += more_bytes
+        model.level = depth
+        operation = self._begin_operation(model)
+        self._become(model, Phase.FALLING_ASLEEP)
+        self._do(Sleep(model.spec.name, operation, depth, more_bytes))
+
+    def _begin_stop(self, model: Model) -> None:
+        operation = self._begin_operation(model)
+        model.stops_asleep = model.phase is Phase.ASLEEP
+        self._become(model, Phase.STOPPING)
+        self._do(Stop(model.spec.name, operation))
+
+    def _idle(self, model: Model) -> None:
+        if model.running or model.retry_at > self._now or model.phase not in (Phase.AWAKE, Phase.ASLEEP):
+            return
+        depth = policy.idle_depth(model.spec, self._now - model.last_used)
+        if depth <= (model.level or 0):
+            return
+        if model.phase is Phase.ASLEEP:
+            self._go_deeper(model, depth)
+        elif not self._locked() & model.spec.gpus:
+            self._begin_sleep(model, depth)
+
+    def _go_deeper(self, model: Model, depth: int) -> bool:
+        """From one sleep to a deeper one. All but a stop take the GPUs, so that they must be free and not wanted."""
+        if depth == STOP:
+            if not self._locked() & model.spec.gpus:  # what is left of it goes, too
+                self._begin_stop(model)
+            return True
+        wanted = {gpu for other in self._wanted() for gpu in other.spec.gpus}
+        more_bytes = max(0, model.spec.host_bytes_at(depth) - model.held_bytes)
+        has_memory = more_bytes <= self.host_bytes - self.held_bytes()
+        if model.spec.gpus & (wanted | self._locked()) or not self._has_room(model) or not has_memory:
+            return False
+        model.held_bytes += more_bytes
+        operation, level = self._begin_operation(model), model.level
+        model.level = depth
+        self._become(model, Phase.FALLING_ASLEEP)
+        self._do(Sleep(model.spec.name, operation, depth, more_bytes, level))
+        return True
+
+    def _begin_operation(self, model: Model) -> int:
+        self._operations += 1
+        model.operation = self._operations
+        return self._operations
+
+    def _do(self, action: Action) -> None:
+        self._actions.append(action)
+
+    # Times
+
+    def _times(self) -> Iterator[float]:
+        if self._deadlines:
+            yield self._deadlines[0][0]
+        for model in self.models.values():
+            yield model.retry_at
+            if model.is_up:
+                yield model.use.kept_until()
+            if model.draining_since is not None and model.running:
+                yield model.draining_since + model.spec.drain_s
+            if model.revoked_at is not None:
+                yield model.revoked_at + policy.REVOKED_WITHIN_S
+            if not model.running and model.phase in (Phase.AWAKE, Phase.ASLEEP):
+                step_s = policy.next_idle_step_s(model.spec, self._now - model.last_used)
+                if step_s is not None:
+                    yield self._now + step_s
+
+    def _blame(self, model: Model, cause: str) -> None:
+        if model.cause:
+            past_s = self._now - model.cause_since
+            model.caused_s[model.cause] = model.caused_s.get(model.cause, 0.0) + past_s
+        model.cause, model.cause_since = cause, self._now

@@ -1,0 +1,248 @@
+"""Servers as child processes: started, watched, stopped with all that they started themselves.
+
+They listen on Unix sockets in a folder of this user alone, or on loopback: their development paths are for nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from .address import Address, from_url
+from .config import Model
+from .engine import Engine
+
+logger = logging.getLogger("cumem_sleep.serve")
+
+TERM_WITHIN_S = 30.0  # what a server that is told to end has, before it is killed
+ORPHANS_WITHIN_S = 2.0  # and what it leaves behind, after it has ended
+POLL_S = 0.05
+_NOT_FOR_SERVERS = ("VLLM_API_KEY", "CUMEM_SLEEP_ADMIN_TOKEN", "CUMEM_SLEEP_SERVE_TOKEN", "NOTIFY_SOCKET")
+_TAIL_BYTES = 64 << 10
+
+# The child ends with this process, however that ends: the kernel tells it.
+_LAUNCHER = """\
+import ctypes, os, signal, sys
+parent, command = int(sys.argv[1]), sys.argv[2:]
+ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+if os.getppid() != parent:
+    sys.exit(143)
+try:
+    os.execvp(command[0], command)
+except OSError as error:
+    sys.exit(f"{command[0]}: {error.strerror}")
+"""
+
+
+class StartFailed(Exception):
+    """A server ended or did not become healthy in time; its last words are in the message. Nothing of it is left."""
+
+
+class Server:
+    """One model's server process, from `start` to `stop`, and again."""
+
+    def __init__(self, name: str, model: Model, logs: Path, sockets: Path) -> None:
+        self.name = name
+        self.model = model
+        self.log = logs / f"{_file_name(name)}.log"
+        self.address: Address | None = None
+        self._sockets = sockets
+        self._process: asyncio.subprocess.Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._stops = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None without one."""
+        return self._process.pid if self._process is not None else None
+
+    async def start(self, died: Callable[[str], None]) -> Address:
+        """Start it; returns when it is healthy. Should it end later without being told to, `died` is called.
+
+        Raises:
+            StartFailed: it did not become healthy.
+        """
+        self.address = address = self._new_address()
+        command = command_line(self.name, self.model, address)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            log.write(f"\n==> {' '.join(command)}\n".encode())
+            log.flush()
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", _LAUNCHER, str(os.getpid()), *command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment(self.model, os.environ),
+                start_new_session=True,  # its own process group: what it starts ends with it
+            )
+        try:
+            await self._until_healthy(address, self._process)
+        except BaseException:
+            await asyncio.shield(self.stop())
+            raise
+        self._watch = asyncio.create_task(self._see_it_end(self._process, died))
+        return address
+
+    async def stop(self) -> None:
+        """End all its processes; returns when none is left. Does nothing the second time."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        async with self._stops:  # whoever comes second returns when nothing is left, too
+            process, self._process = self._process, None
+            if process is not None:
+                await _end(process)
+        if self.address is not None and self.address.socket is not None:
+            Path(self.address.socket).unlink(missing_ok=True)
+
+    def tail(self, lines: int) -> list[str]:
+        """The end of its log."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                return list(deque(log.read().decode(errors="replace").splitlines(), lines))
+        except OSError:
+            return []
+
+    def _new_address(self) -> Address:
+        if uses_socket(self.model.command or ()):
+            path = self._sockets / f"{_file_name(self.name)}.sock"
+            path.unlink(missing_ok=True)
+            return from_url(f"unix:{path}", self.model.api_key)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            return from_url(f"http://127.0.0.1:{free.getsockname()[1]}", self.model.api_key)
+
+    async def _until_healthy(self, address: Address, process: asyncio.subprocess.Process) -> None:
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + self.model.start_timeout
+        engine = Engine(address, self.model.start_timeout)
+        try:
+            while not await engine.is_healthy():
+                if process.returncode is not None:
+                    ended = _ended(process.returncode)
+                    raise StartFailed(f"its server {ended} before it was ready; {self._last_words()}")
+                if loop.time() > ends_at:
+                    limit_s = self.model.start_timeout
+                    raise StartFailed(f"its server was not ready within {limit_s:g} s; {self._last_words()}")
+                await asyncio.sleep(POLL_S)
+        finally:
+            await engine.close()
+
+    async def _see_it_end(self, process: asyncio.subprocess.Process, died: Callable[[str], None]) -> None:
+        status = await process.wait()
+        self._watch = None
+        await self.stop()  # what it has started may live on, and hold the GPU
+        died(f"its server {_ended(status)}; {self._last_words()}")
+
+    def _last_words(self) -> str:
+        lines = [line for line in self.tail(20) if line.strip() and not line.startswith("==> ")]
+        return f"its log ({self.log}) ends with: {lines[-1][:300]}" if lines else f"its log is {self.log}"
+
+
+def command_line(name: str, model: Model, address: Address) -> list[str]:
+    """The words of a server's command with where it listens, and, for vLLM, its names and sleep mode."""
+    port = address.base_url.rpartition(":")[2] if address.socket is None else ""
+    words = [word.replace("{socket}", address.socket or "").replace("{port}", port) for word in model.command or ()]
+    if not is_vllm(words):
+        return words
+    listens = ["--uds", address.socket] if address.socket is not None else ["--host", "127.0.0.1", "--port", port]
+    added = [] if any(word in ("{socket}", "{port}") for word in model.command or ()) else listens
+    if "--enable-sleep-mode" not in words:
+        added.append("--enable-sleep-mode")
+    if not any(word.split("=")[0] == "--served-model-name" for word in words):
+        added += ["--served-model-name", name, *model.aliases]
+    return [*words, *added]
+
+
+def environment(model: Model, inherited: Mapping[str, str]) -> dict[str, str]:
+    """A server's: vLLM offers sleep only in development mode, and backups are to be made before the first sleep.
+
+    Raises:
+        StartFailed: it is to use a GPU that this process may not use.
+    """
+    kept = {name: value for name, value in inherited.items() if name not in _NOT_FOR_SERVERS}
+    visible = [each for each in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    if visible and model.gpus[-1] >= len(visible):
+        raise StartFailed(f"there is no GPU {model.gpus[-1]}: CUDA_VISIBLE_DEVICES has {len(visible)}")
+    gpus = [visible[gpu] if visible else str(gpu) for gpu in model.gpus]
+    ours = {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONSAFEPATH": "1"}
+    return {"CUMEM_SLEEP_PREPARE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **kept, **ours, **model.env}
+
+
+def uses_vault(model: Model, inherited: Mapping[str, str]) -> bool:
+    """Whether its backups lie in the memory of `cumem-sleep vault`."""
+    return bool(model.env.get("CUMEM_SLEEP_VAULT", inherited.get("CUMEM_SLEEP_VAULT", "")))
+
+
+def is_vllm(command: Sequence[str]) -> bool:
+    """Whether a command is `vllm serve …`, however it is reached."""
+    return any(Path(word).name == "vllm" and command[at + 1 : at + 2] == ["serve"] for at, word in enumerate(command))
+
+
+def uses_socket(command: Sequence[str]) -> bool:
+    """Whether a server listens on a Unix socket: if its command says so, and vLLM unless its command says otherwise."""
+    if any("{port}" in word for word in command):
+        return False
+    return any("{socket}" in word for word in command) or is_vllm(list(command))
+
+
+def new_socket_folder() -> Path:
+    """A folder of this user alone; its name is short, since paths of sockets have at most 107 bytes."""
+    where = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="cumem-sleep-", dir=where if len(where) < 40 else "/tmp"))
+
+
+def default_logs() -> Path:
+    """Where logs go without `logs:`, by the XDG base directory specification."""
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "cumem-sleep" / "serve"
+
+
+def _file_name(model: str) -> str:
+    """Different for different models, also where their names have what a path cannot have, or are long."""
+    plain = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in model)[:40]
+    return plain if plain == model else f"{plain}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End a process, which has time to end what it has started, and then its group."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), TERM_WITHIN_S)
+    except asyncio.TimeoutError:
+        logger.warning("pid %d did not end within %g s, and is killed", process.pid, TERM_WITHIN_S)
+    loop = asyncio.get_running_loop()
+    ends_at = loop.time() + (ORPHANS_WITHIN_S if process.returncode is not None else 0.0)
+    while process.returncode is None or _lives(process.pid):
+        if loop.time() > ends_at:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.sleep(POLL_S)
+
+
+def _ended(status: int) -> str:
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def _lives(group: int) -> bool:
+    """Whether a process group has a process left that is not a zombie."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):
+            state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(process_group) == group and state not in "ZX":
+                return True
+    return False

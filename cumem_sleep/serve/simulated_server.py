@@ -1,0 +1,233 @@
+"""A model server without a model, for `serve --demo` and for tests: OpenAI's paths, and vLLM's sleep and wake.
+
+    python -m cumem_sleep.serve.simulated_server --port 8101 --served-model-name small
+
+It keeps a record of every request that reached it while it slept, which must never happen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+import uvicorn
+
+from ..asgi import Held, Inbox, Message, Receive, Scope, Send, header, refusal, response
+
+MOST_BODY_BYTES = 1 << 30
+PARTS = frozenset(("weights", "kv_cache"))
+WORDS = (
+    "This is {model}, a simulated model: no GPU is used, and nothing is thought. You asked {length} characters. The"
+    " answer comes word by word, as a real one would, and while another model is asked I sleep."
+)
+
+
+@dataclass
+class Options:
+    """How it behaves; times in seconds."""
+
+    names: tuple[str, ...]
+    start_s: float = 0.0
+    sleep_s: float = 0.0
+    wake_s: float = 0.0
+    token_s: float = 0.0
+    fail_sleeps: int = 0
+    fail_wakes: int = 0
+    weights_bytes: int = 0
+    record: Path | None = None
+
+
+@dataclass
+class SimulatedServer:
+    """The server: ASGI.
+
+    Attributes:
+        asleep: the parts that sleep.
+        asked_asleep: what was asked while it slept.
+        running: requests that it answers now.
+        left: requests whose client went away before their end.
+    """
+
+    options: Options
+    asleep: frozenset[str] = frozenset()
+    level: int = 0
+    asked_asleep: list[str] = field(default_factory=list)
+    running: int = 0
+    answered: int = 0
+    left: int = 0
+    sleeps: int = 0
+    wakes: int = 0
+    started_at: float = field(default_factory=time.monotonic)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request: ASGI."""
+        if scope["type"] != "http":
+            return
+        inbox = Inbox(receive, Held(MOST_BODY_BYTES))
+        body = await inbox.body(MOST_BODY_BYTES)
+        method, path = str(scope["method"]), str(scope["path"])
+        if (method, path) in _MODEL_PATHS:
+            return await self._run_model(path, scope, body or b"", inbox, send)
+        for message in await self._answer(method, path, scope):
+            await send(message)
+
+    # What runs the model
+
+    async def _run_model(self, path: str, scope: Scope, body: bytes, inbox: Inbox, send: Send) -> None:
+        if self.asleep:
+            self._record(path)
+            return await _send_all(send, refusal(500, "the engine is asleep"))
+        asked = _object(body)
+        name = asked.get("model", self.options.names[0])
+        if name not in self.options.names and "multipart" not in header(scope, b"content-type"):
+            return await _send_all(send, refusal(404, f"the model {name!r} does not exist"))
+        if path == "/tokenize":
+            return await _send_all(send, response(200, {"tokens": list(body[:100]), "count": len(body)}))
+        self.running += 1
+        gone = asyncio.ensure_future(inbox.until_gone())
+        answering = asyncio.ensure_future(self._complete(path, asked, len(body), send))
+        try:
+            await asyncio.wait((gone, answering), return_when=asyncio.FIRST_COMPLETED)
+            self.left += not answering.done()
+            self.answered += answering.done()
+        finally:
+            self.running -= 1
+            gone.cancel()
+            answering.cancel()
+            await asyncio.wait((gone, answering))
+
+    async def _complete(self, path: str, asked: dict[str, Any], length: int, send: Send) -> None:
+        """A completion, streamed or whole."""
+        kind = "chat.completion" if "chat" in path else "text_completion"
+        name = self.options.names[0]
+        common = {"id": f"sim-{self.answered}", "created": int(time.time()), "model": name}
+        if not asked.get("stream"):
+            text = "".join([word async for word in self._words(asked, length)])
+            choice = {"message": {"role": "assistant", "content": text}} if kind[0] == "c" else {"text": text}
+            choices = [{"index": 0, **choice, "finish_reason": "stop"}]
+            return await _send_all(send, response(200, {**common, "object": kind, "choices": choices}))
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for word in self._words(asked, length):
+            delta = {"delta": {"content": word}} if kind[0] == "c" else {"text": word}
+            event = {**common, "object": f"{kind}.chunk", "choices": [{"index": 0, **delta, "finish_reason": None}]}
+            data = b"data: " + json.dumps(event).encode() + b"\n\n"
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    async def _words(self, asked: dict[str, Any], length: int) -> AsyncIterator[str]:
+        words = WORDS.format(model=self.options.names[0], length=length).split(" ")
+        most = asked.get("max_tokens")
+        for number in range(most if isinstance(most, int) else len(words)):
+            if self.options.token_s:
+                await asyncio.sleep(self.options.token_s)
+            yield words[number % len(words)] + " "
+
+    def _record(self, path: str) -> None:
+        self.asked_asleep.append(path)
+        if self.options.record is not None:
+            with self.options.record.open("a") as file:
+                file.write(f"{self.options.names[0]} {path}\n")
+
+    # What changes it, and looks
+
+    async def _answer(self, method: str, path: str, scope: Scope) -> list[Message]:
+        query = parse_qs(bytes(scope.get("query_string", b"")).decode("latin-1"))
+        if (method, path) == ("POST", "/sleep"):
+            return await self._sleep(int(query.get("level", ["1"])[-1]))
+        if (method, path) == ("POST", "/wake_up"):
+            return await self._wake(frozenset(query.get("tags", PARTS)))
+        if (method, path) in (("POST", "/reload_weights"), ("POST", "/collective_rpc")):
+            usage = {"weights": {"bytes": self.options.weights_bytes}}
+            return response(200, {"results": [{"version": "simulated", "usage": usage}]})
+        if (method, path) == ("GET", "/health"):
+            ready = time.monotonic() - self.started_at >= self.options.start_s
+            return response(200 if ready else 503, {})
+        if (method, path) == ("GET", "/is_sleeping"):
+            return response(200, {"is_sleeping": bool(self.asleep)})
+        if (method, path) == ("GET", "/v1/models"):
+            cards = [{"id": name, "object": "model", "owned_by": "simulated"} for name in self.options.names]
+            return response(200, {"object": "list", "data": cards})
+        if (method, path) == ("GET", "/version"):
+            return response(200, {"version": "simulated"})
+        return refusal(404, f"{method} {path} is not here")
+
+    async def _sleep(self, level: int) -> list[Message]:
+        self.sleeps += 1
+        if self.sleeps <= self.options.fail_sleeps:
+            return refusal(500, "a sleep that was to fail")
+        self.asleep, self.level = PARTS, level  # nothing may come from here on
+        await asyncio.sleep(self.options.sleep_s)
+        return response(200, {})
+
+    async def _wake(self, tags: frozenset[str]) -> list[Message]:
+        self.wakes += 1
+        await asyncio.sleep(self.options.wake_s)
+        if self.wakes <= self.options.fail_wakes:
+            return refusal(500, "a wake that was to fail")
+        self.asleep -= tags
+        return response(200, {})
+
+
+_MODEL_PATHS = {
+    *(("POST", f"/v1/{path}") for path in ("completions", "chat/completions", "responses", "embeddings")),
+    *(("POST", path) for path in ("/v1/audio/transcriptions", "/tokenize")),
+}
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+async def _send_all(send: Send, answer: list[Message]) -> None:
+    for message in answer:
+        await send(message)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM. What it does not know of vLLM's arguments, it leaves alone."""
+    parser = argparse.ArgumentParser(description="A model server without a model.")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--uds", help="a Unix socket instead of host and port")
+    parser.add_argument("--served-model-name", nargs="+", required=True)
+    for name in ("start", "sleep", "wake", "token"):
+        parser.add_argument(f"--{name}-seconds", type=float, default=0.0)
+    for name in ("sleeps", "wakes"):
+        parser.add_argument(f"--fail-{name}", type=int, default=0, metavar="N", help="the first N fail")
+    parser.add_argument("--weights-bytes", type=int, default=0, help="that its backups are said to take")
+    parser.add_argument("--record", type=Path, help="requests that came while it slept are appended to this file")
+    asked, _ = parser.parse_known_args(arguments)
+    times = {f"{name}_s": getattr(asked, f"{name}_seconds") for name in ("start", "sleep", "wake", "token")}
+    fails = {"fail_sleeps": asked.fail_sleeps, "fail_wakes": asked.fail_wakes}
+    rest = {"weights_bytes": asked.weights_bytes, "record": asked.record}
+    app = SimulatedServer(Options(tuple(asked.served_model_name), **times, **fails, **rest))
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    where = {"uds": asked.uds} if asked.uds else {"host": asked.host, "port": asked.port}
+    uvicorn.run(
+        app,
+        **where,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        timeout_graceful_shutdown=1,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""What `serve` says of itself: facts for the page, the metrics and the command line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Phase(str, Enum):
+    """Where a model is."""
+
+    STOPPED = "stopped"  # there is no process; a request starts it
+    STARTING = "starting"
+    AWAKE = "awake"
+    DRAINING = "draining"  # awake, lets its running requests end, takes no more
+    FALLING_ASLEEP = "falling asleep"
+    ASLEEP = "asleep"
+    WAKING = "waking"
+    STOPPING = "stopping"
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A sleep, wake, start or stop that ended.
+
+    Attributes:
+        kind: `sleep`, `wake`, `start` or `stop`.
+        level: of a sleep, and what a wake woke from; None for starts and stops.
+        seconds: that it took.
+        ended_at: Unix time.
+        error: why it failed; None if it did not.
+    """
+
+    kind: str
+    level: int | None
+    seconds: float
+    ended_at: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """One model.
+
+    Attributes:
+        gpus: that it uses while awake.
+        share: how much of each GPU's memory, from 0 to 1.
+        level: at which it sleeps; None if it does not.
+        phase_since: Unix time.
+        waiting: requests that wait for it.
+        oldest_wait_s: how long the first of them has waited; 0 without any.
+        running: requests that it answers now.
+        last_switch: None before the first.
+        host_bytes: host memory that it holds by this front's ledger.
+        error: why it cannot be had now, or why its last switch failed; None if all is well.
+        retry_in_s: when that is tried again; None if nothing is to be tried.
+        url: of its server, without which it has no process; a Unix socket as `unix:PATH`.
+        log: path of its server's log; None if somebody else started it.
+        restarts: how often its server died and was started again.
+        layer: whether cumem-sleep is in it: its version; "" if not; None if not known yet.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    gpus: tuple[int, ...]
+    share: float
+    phase: Phase
+    level: int | None
+    phase_since: float
+    waiting: int
+    oldest_wait_s: float
+    running: int
+    last_switch: Switch | None
+    host_bytes: int
+    error: str | None
+    retry_in_s: float | None
+    url: str | None
+    log: str | None
+    pid: int | None
+    restarts: int
+    layer: str | None
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A model that holds memory of a GPU, or is about to take or give it."""
+
+    model: str
+    share: float
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class GpuStatus:
+    """One GPU.
+
+    Attributes:
+        total_bytes: None where nobody can say, as without `nvidia-smi`.
+        used_bytes: by all processes, sleepers' remainders too; None likewise.
+        holders: models that are not asleep, in the order of their names. Their shares never exceed 1.
+    """
+
+    gpu: int
+    name: str
+    total_bytes: int | None
+    used_bytes: int | None
+    holders: tuple[Holder, ...]
+
+
+@dataclass(frozen=True)
+class HostStatus:
+    """Host memory.
+
+    Attributes:
+        budget_bytes: what sleepers may hold.
+        held_bytes: what they hold, by the ledger.
+        available_bytes: what the system can still give; None if it does not say.
+    """
+
+    budget_bytes: int
+    held_bytes: int
+    available_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Status:
+    """Everything at one moment.
+
+    Attributes:
+        at: Unix time.
+        simulated: `--demo`: no GPU is used.
+    """
+
+    at: float
+    version: str
+    simulated: bool
+    gpus: tuple[GpuStatus, ...]
+    models: tuple[ModelStatus, ...]
+    host: HostStatus
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs; phases as their words."""
+        return asdict(self)
+
+
+@dataclass
+class Counters:
+    """What only grows, for the metrics.
+
+    Attributes:
+        switches: by model, kind (`sleep`, `wake`, `start`, `stop`) and result (`ok`, `failed`).
+        switch_seconds: by model and kind.
+        waited_seconds: what requests waited in all, by model and cause: `start`, `wake`, `room` (others were drained
+            or put to sleep), `turn` (others were first), `failure` (backoff after a failed switch).
+        requests: by model and outcome: `granted`, `not_in_time`, `failed`, `cancelled`.
+    """
+
+    switches: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    switch_seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+    waited_seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+    requests: Counter[tuple[str, str]] = field(default_factory=Counter)

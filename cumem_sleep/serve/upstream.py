@@ -1,0 +1,320 @@
+"""HTTP/1.1 to the servers behind the front: bytes pass as they come, neither collected nor looked at.
+
+A general client spends several times as long on each piece of a stream, and streams come in many small pieces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from .fleet import Address
+
+Headers = list[tuple[bytes, bytes]]
+
+CONNECT_WITHIN_S = 5.0
+IDLE_S = 2.0  # a server closes idle connections itself, uvicorn after 5 s: a request must not meet that
+MOST_IDLE = 256  # connections to one server
+AHEAD_BYTES = 256 << 10  # of an answer: more is not read while the client takes no more
+OF_ONE_CONNECTION = frozenset(
+    (
+        *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
+        *(b"te", b"trailer", b"transfer-encoding", b"upgrade"),
+    )
+)
+
+
+class Unreachable(Exception):
+    """No connection to the server could be made, so nothing was sent."""
+
+
+class BrokenOff(Exception):
+    """The server ended a connection before its answer ended, or answered what is no HTTP.
+
+    Attributes:
+        was_idle: the connection had been idle and brought nothing more: the server may have closed it before the
+            request came.
+    """
+
+    def __init__(self, why: str, was_idle: bool) -> None:
+        super().__init__(why)
+        self.was_idle = was_idle
+
+
+class Connection(asyncio.Protocol):
+    """One connection, and one exchange on it at a time.
+
+    Attributes:
+        status, headers: of the answer, once `head` returned.
+        reused: it had served before.
+        idle_since: `time.monotonic()`.
+    """
+
+    def __init__(self) -> None:
+        self.reused = False
+        self.idle_since = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._error: Exception | None = None
+        self._closed = False
+        self._at_eof = False  # uvloop refuses writes from here on, before it says that the connection is lost
+        self._is_paused = False
+        self._writable: asyncio.Future[None] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self._parser = httptools.HttpResponseParser(self)
+        self._pieces: list[bytes] = []
+        self._nbytes = 0
+        self._has_head = self._complete = self._sent = False
+        self._got_any = self._keeps = False
+        self._news: asyncio.Future[None] | None = None
+
+    # The exchange
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another exchange may begin on it."""
+        return not (self._closed or self._at_eof) and self._error is None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all of the answer was read."""
+        return self._complete and not self._pieces
+
+    def send(self, head: bytes, body: bytes | bytearray, *, more: bool) -> None:
+        """Send a request's head and what is there of its body."""
+        if self.reused:
+            self._begin()
+        assert self._transport is not None
+        if self.is_open:
+            self._transport.writelines((head, body) if body else (head,))
+        else:
+            self._fail("the server closed the connection")
+        self._sent = not more
+
+    async def write(self, data: bytes | bytearray, *, more: bool) -> None:
+        """Send more of the body, once the server takes it."""
+        assert self._transport is not None
+        if not self.is_open:
+            return  # who reads the answer learns why
+        if data:
+            self._transport.write(data)
+        self._sent = not more
+        if self._writable is not None:
+            await asyncio.shield(self._writable)
+
+    async def head(self) -> None:
+        """Wait for the answer's status and headers.
+
+        Raises:
+            BrokenOff: there will be none.
+        """
+        while not self._has_head:
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """The next piece of the answer's body, as soon as there is one; empty at its end.
+
+        Raises:
+            BrokenOff: it ends too early.
+        """
+        while not self._pieces:
+            if self._complete:
+                return b""
+            await self._wait()
+        pieces, self._pieces, self._nbytes = self._pieces, [], 0
+        if self._is_paused and self._transport is not None and self.is_open:
+            self._transport.resume_reading()
+            self._is_paused = False
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def may_be_reused(self) -> bool:
+        """Whether request and answer are both at their end, and the server keeps the connection."""
+        return self.is_open and self._sent and self._complete and self._keeps
+
+    def close(self) -> None:
+        """End it, and with it the request: the server notices."""
+        self._closed = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise BrokenOff("the connection is closed", was_idle=self.reused and not self._got_any)
+        self._news = self._loop.create_future()
+        await self._news
+
+    def _tell(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    def _fail(self, why: str) -> None:
+        if self._error is None and not self._complete:
+            self._error = BrokenOff(why, was_idle=self.reused and not self._got_any)
+        self._tell()
+
+    # asyncio's protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection is there."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none, but has its methods
+
+    def data_received(self, data: bytes) -> None:
+        """Read more of the answer."""
+        self._got_any = True
+        if self._complete:  # nobody asked for more
+            return self.close()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._fail("the server changed to another protocol")
+            self.close()
+        except httptools.HttpParserError as error:
+            self._fail(f"the server's answer is no HTTP ({error})")
+            self.close()
+        if self._nbytes > AHEAD_BYTES and not self._is_paused and self._transport is not None and not self._closed:
+            self._transport.pause_reading()
+            self._is_paused = True
+        self._tell()
+
+    def eof_received(self) -> None:
+        """The answer may end with the connection."""
+        self._at_eof = True
+        if self._has_head and not self._is_framed():
+            self._complete = True
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """No more will come."""
+        self._closed = True
+        self._fail("the server closed the connection" + (f" ({error})" if error else ""))
+        self.resume_writing()
+
+    def pause_writing(self) -> None:
+        """The server takes no more for now."""
+        self._writable = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        """It takes more."""
+        if self._writable is not None:
+            self._writable.set_result(None)
+            self._writable = None
+
+    # httptools' parser
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header."""
+        if not self._complete:
+            self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """The headers are read, perhaps of a 1xx answer."""
+        if self._complete:  # an answer that nobody asked for
+            self._keeps = False
+            return
+        self.status = self._parser.get_status_code()
+        self._has_head = self.status >= 200
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        if not self._complete:
+            self._pieces.append(body)
+            self._nbytes += len(body)
+
+    def on_message_complete(self) -> None:
+        """The answer is read, or one before it."""
+        if self._complete:
+            return
+        if self._has_head:
+            self._complete, self._keeps = True, self._parser.should_keep_alive()
+        else:  # 1xx: the answer follows
+            self.headers = []
+
+    def _is_framed(self) -> bool:
+        return any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
+
+
+class Connections:
+    """Connections to all servers; those that are idle are kept for a moment."""
+
+    def __init__(self) -> None:
+        self._idle: defaultdict[Address, list[Connection]] = defaultdict(list)
+
+    async def take(self, server: Address, *, fresh: bool = False) -> Connection:
+        """A connection to a server; with `fresh`, a new one.
+
+        Raises:
+            Unreachable.
+        """
+        idle = self._idle.get(server, [])
+        while idle and not fresh:
+            connection = idle.pop()
+            if connection.is_open and time.monotonic() - connection.idle_since < IDLE_S:
+                return connection
+            connection.close()
+        try:
+            return await asyncio.wait_for(_connect(server), CONNECT_WITHIN_S)
+        except (OSError, asyncio.TimeoutError) as error:
+            raise Unreachable(str(error) or f"no connection within {CONNECT_WITHIN_S:g} s") from error
+
+    def give_back(self, server: Address, connection: Connection) -> None:
+        """Keep a connection for the next request, or close it if its exchange did not end."""
+        idle = self._idle[server]
+        if not connection.may_be_reused() or len(idle) >= MOST_IDLE:
+            return connection.close()
+        connection.reused, connection.idle_since = True, time.monotonic()
+        idle.append(connection)
+
+    def close_idle(self, than_s: float = IDLE_S) -> None:
+        """Close what has been idle for longer; to be called now and then."""
+        since = time.monotonic() - than_s
+        for server, idle in list(self._idle.items()):
+            for connection in idle:
+                if connection.idle_since <= since:
+                    connection.close()
+            self._idle[server] = [connection for connection in idle if connection.is_open]
+            if not self._idle[server]:
+                del self._idle[server]
+
+
+async def _connect(server: Address) -> Connection:
+    loop = asyncio.get_running_loop()
+    if server.socket is not None:
+        _, connection = await loop.create_unix_connection(Connection, server.socket)
+    else:
+        url = urlsplit(server.base_url)
+        secure = url.scheme == "https"
+        port = url.port or (443 if secure else 80)
+        _, connection = await loop.create_connection(Connection, url.hostname or "", port, ssl=True if secure else None)
+    return connection
+
+
+def request_head(server: Address, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """A request's first lines: headers as they came, and the server's own instead of those of the same name."""
+    url = urlsplit(server.base_url)
+    own = [(name.lower().encode(), value.encode()) for name, value in server.headers]
+    replaced = {b"host", *(name for name, _ in own)}
+    lines = [method.encode() + b" " + url.path.encode() + target + b" HTTP/1.1", b"host: " + url.netloc.encode()]
+    lines += [name + b": " + value for name, value in (*(each for each in headers if each[0] not in replaced), *own)]
+    return b"\r\n".join((*lines, b"", b""))
+
+
+def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """The headers that are not of one connection alone."""
+    kept = [each for each in headers if each[0] not in OF_ONE_CONNECTION]
+    if len(kept) == len(named := list(headers)):
+        return kept
+    named_too = {
+        token.strip().lower() for name, value in named if name == b"connection" for token in value.split(b",")
+    } - {b"content-length", b"content-type"}
+    return [each for each in kept if each[0] not in named_too]

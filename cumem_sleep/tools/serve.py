@@ -1,0 +1,252 @@
+"""The commands `cumem-sleep serve`, and `status`, `sleep`, `wake` and `stop`, which ask one that runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from rich.table import Table
+
+from ..errors import CumemSleepError, InvalidArgument, InvalidState, format_bytes
+from .vault import notify_systemd
+
+if TYPE_CHECKING:
+    from ..serve.config import Config
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+URL_VARIABLE, TOKEN_VARIABLE = "CUMEM_SLEEP_SERVE_URL", "CUMEM_SLEEP_SERVE_TOKEN"
+_ASK_WITHIN_S = 1800.0  # a model that is to be woken may have to be started
+
+DESCRIPTION = """\
+Several models behind one OpenAI-compatible port. It starts their servers, puts to sleep
+whoever is not asked, and wakes a model when a request comes for it.
+
+models.yaml says which models there are; docs/several-models.md has every key. SIGHUP, or a
+change of the file, reloads what can be. It ends with SIGTERM or Ctrl-C, and its servers too."""
+
+EPILOG = """\
+examples:
+  cumem-sleep serve --demo                 try it: simulated models, no GPU
+  cumem-sleep serve models.yaml --check    is the file right? (exit code 0 or 2)
+  cumem-sleep serve models.yaml
+  cumem-sleep serve models.yaml --host 0.0.0.0 --port 8080"""
+
+CLIENT_EPILOG = f"""\
+environment variables:
+  {URL_VARIABLE}     the front to ask (default: {DEFAULT_URL})
+  {TOKEN_VARIABLE}   its admin token, or for `status` an API key"""
+
+
+class FrontUnavailable(CumemSleepError):
+    """The front cannot be asked, or refuses; the message says why."""
+
+
+def add_commands(
+    new: Callable[..., Any],
+    commands: Any,
+    path: Callable[[str], Path],
+    run: Callable[[argparse.Namespace], int],
+    ask: Callable[[argparse.Namespace], int],
+) -> None:
+    """Add `serve`, `status`, `sleep`, `wake` and `stop` to the parser."""
+    text = "several models behind one OpenAI-compatible port"
+    command = new(commands.add_parser, "serve", help=text, description=DESCRIPTION, epilog=EPILOG)
+    command.add_argument("config", nargs="?", type=path, metavar="models.yaml", help="which models there are")
+    command.add_argument("--check", action="store_true", help="only check the file, and show what it says")
+    command.add_argument("--demo", action="store_true", help="serve simulated models, without a GPU and without a file")
+    command.add_argument("--host", metavar="HOST", help="listen here (default: the file's, or 127.0.0.1)")
+    command.add_argument("--port", type=_port, metavar="N", help="listen here (default: the file's, or 8000)")
+    command.set_defaults(run=run, command="serve", json=False)
+    asks = {
+        "status": "show the models of a running `cumem-sleep serve`",
+        "sleep": "put a model of a running `cumem-sleep serve` to sleep",
+        "wake": "wake or start a model of a running `cumem-sleep serve`",
+        "stop": "stop a model's server of a running `cumem-sleep serve`",
+    }
+    for name, text in asks.items():
+        described = f"{text[0].upper()}{text[1:]}."
+        command = new(commands.add_parser, name, help=text, description=described, epilog=CLIENT_EPILOG)
+        if name != "status":
+            command.add_argument("model", metavar="MODEL", help="its name or alias")
+        if name == "sleep":
+            command.add_argument("--level", type=int, choices=(1, 2, 3), help="how deep (default: as configured)")
+        command.add_argument("--url", help=f"the front to ask (default: ${URL_VARIABLE}, or {DEFAULT_URL})")
+        command.add_argument("--json", action="store_true", help="print JSON")
+        command.set_defaults(run=ask, command=name)
+
+
+def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Run the front until a signal ends it.
+
+    Raises:
+        InvalidArgument: no file, a file that is wrong, or packages that are missing.
+    """
+    if options.demo == (options.config is not None):
+        raise InvalidArgument("either a file is wanted, as in `cumem-sleep serve models.yaml`, or --demo")
+    try:
+        from ..serve import demo, main
+    except ImportError as error:
+        what = f"{error.name} is not installed"
+        raise InvalidArgument(f"`serve` needs more packages ({what}): pip install 'cumem-sleep[serve]'") from None
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("cumem_sleep").setLevel(logging.INFO)
+    with ExitStack() as ends:
+        if options.demo:
+            folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="cumem-sleep-demo-")))
+            config = _with_options(demo.config(folder), options)
+        else:
+            config = _with_options(read(options.config), options)
+
+        def started(port: int) -> None:
+            say(
+                f"listens at http://{config.front.host}:{port}; {len(config.models)} models: {', '.join(config.models)}"
+            )
+            for line in demo.invitation(port, config.front.admin_token or "") if options.demo else ():
+                say(line)
+            notify_systemd("READY=1")
+
+        _run(main.serve(config, options.config, say, started, options.demo))
+
+
+def read(path: Path) -> Config:
+    """The configuration in a file.
+
+    Raises:
+        InvalidArgument: it is wrong.
+    """
+    from ..serve.config import ConfigError, load
+
+    try:
+        return load(path)
+    except ConfigError as error:
+        raise InvalidArgument(str(error)) from None
+
+
+def check(options: argparse.Namespace) -> Table:
+    """What a file says, model by model.
+
+    Raises:
+        InvalidArgument: it is wrong.
+    """
+    if options.config is None:
+        raise InvalidArgument("--check needs a file, as in `cumem-sleep serve models.yaml --check`")
+    config = read(options.config)
+    table = _table("model", "GPUs", "share", "idle", "keep", "aliases", "server")
+    for name, model in config.models.items():
+        idle = ", ".join(f"{_depth(depth)} after {after_s:g} s" for after_s, depth in model.idle) or "never"
+        gpus = ", ".join(str(gpu) for gpu in model.gpus)
+        server = model.url or " ".join(model.command or ())
+        table.add_row(name, gpus, f"{model.share:g}", idle, f"{model.keep:g} s", ", ".join(model.aliases), server)
+    return table
+
+
+def _with_options(config: Config, options: argparse.Namespace) -> Config:
+    given = {name: getattr(options, name) for name in ("host", "port") if getattr(options, name) is not None}
+    return config.model_copy(update={"front": config.front.model_copy(update=given)})
+
+
+def _run(work: Any) -> None:
+    """With uvloop where it is installed: streams cost less."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(work)
+    else:
+        uvloop.run(work)
+
+
+# Asking one that runs
+
+
+def ask(options: argparse.Namespace) -> dict[str, Any]:
+    """What the front answers to a command: its status, or the model that was changed.
+
+    Raises:
+        FrontUnavailable: nobody answers there, or not as was wanted.
+    """
+    url = options.url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
+    if options.command == "status":
+        return _request(url, "GET", "/status", None)
+    call = {"model": options.model}
+    if getattr(options, "level", None) is not None:
+        call["level"] = options.level
+    return {"model": _request(url, "POST", f"/admin/{options.command}", call)}
+
+
+def _request(url: str, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+    where = urlsplit(url)
+    if where.scheme not in ("http", "https") or not where.hostname:
+        raise InvalidArgument(f"{url!r}: a URL such as {DEFAULT_URL} is allowed")
+    kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
+    token = os.environ.get(TOKEN_VARIABLE)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        connection = kind(where.hostname, where.port, timeout=_ASK_WITHIN_S)
+        try:
+            content = None if body is None else json.dumps(body)
+            connection.request(method, where.path.rstrip("/") + path, content, headers)
+            answer = connection.getresponse()
+            found = json.loads(answer.read())
+        finally:
+            connection.close()
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise FrontUnavailable(f"no `cumem-sleep serve` answers at {url}: {type(error).__name__}: {error}") from error
+    if answer.status != http.HTTPStatus.OK:
+        hint = f" (${TOKEN_VARIABLE})" if answer.status == http.HTTPStatus.UNAUTHORIZED else ""
+        raise InvalidState(f"{url}: {found['error']['message']}{hint}")
+    facts: dict[str, Any] = found
+    return facts
+
+
+def models_table(models: list[dict[str, Any]]) -> Table:
+    """Models, one a line."""
+    table = _table("model", "GPUs", "state", "running", "waiting", "last switch", "host", "trouble")
+    for model in models:
+        last = model["last_switch"]
+        switch = f"{last['kind']} {last['seconds']:.3f} s" if last else ""
+        state = model["phase"] + (f" (level {model['level']})" if model["level"] else "")
+        gpus, host = ", ".join(str(gpu) for gpu in model["gpus"]), format_bytes(model["host_bytes"])
+        numbers = (str(model["running"]), str(model["waiting"]))
+        table.add_row(model["name"], gpus, state, *numbers, switch, host, model["error"] or "")
+    return table
+
+
+def status_tables(status: Mapping[str, Any]) -> list[Table]:
+    """GPUs, then models."""
+    gpus = _table("GPU", "memory in use", "held by")
+    for gpu in status["gpus"]:
+        known = gpu["total_bytes"] is not None
+        memory = f"{format_bytes(gpu['used_bytes'])} of {format_bytes(gpu['total_bytes'])}" if known else "unknown"
+        holders = ", ".join(f"{each['model']} ({each['share']:.0%})" for each in gpu["holders"])
+        gpus.add_row(str(gpu["gpu"]), memory, holders or "nobody")
+    return [gpus, models_table(status["models"])]
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _depth(depth: int) -> str:
+    from ..serve.policy import STOP
+
+    return "stop" if depth == STOP else f"level {depth}"
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}: a port from 0 to 65535 is allowed")
+    return int(text)

@@ -1,0 +1,126 @@
+"""A simulated server at which much goes wrong, at random: it dies, it is slow, sleeps and wakes fail, answers are lost.
+
+What must never happen is written to the file that `--record` names: a request while it sleeps, or more memory of a GPU
+than there is. The GPU is a folder with a file for each model that is awake on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from cumem_sleep.asgi import Message, refusal, response
+from cumem_sleep.serve.simulated_server import Options, SimulatedServer
+
+
+def lives(pid: str) -> bool:
+    """Whoever has died holds no memory."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+class FaultyServer(SimulatedServer):
+    def __init__(self, options: Options, gpus: list[Path], faults: float, seed: int) -> None:
+        super().__init__(options)
+        self.gpus = gpus
+        self.chance = random.Random(seed)
+        self.faults = faults
+        self.has_layer = seed % 3 > 0
+        self.lost = False  # weights that were dropped and not loaded again
+        self.take()
+
+    def take(self) -> None:
+        for gpu in self.gpus:
+            for other in gpu.iterdir():
+                if lives(other.read_text()):
+                    self._record(f"{gpu.name} is held by {other.name}")
+            (gpu / self.options.names[0]).write_text(str(os.getpid()))
+
+    def give(self) -> None:
+        for gpu in self.gpus:
+            (gpu / self.options.names[0]).unlink(missing_ok=True)
+
+    def happens(self, probability: float) -> bool:
+        return self.chance.random() < probability * self.faults
+
+    async def pause(self) -> None:
+        slow = self.happens(0.1)
+        await asyncio.sleep(self.chance.uniform(0.2, 0.5) if slow else self.chance.uniform(0.0, 0.02))
+
+    async def _sleep(self, level: int) -> list[Message]:
+        if self.happens(0.01):
+            os._exit(3)
+        await self.pause()
+        if self.asleep:
+            return await super()._sleep(level)
+        if self.happens(0.1):
+            message = "not enough host memory" if self.happens(0.5) else "a sleep that was to fail"
+            return refusal(500, message)
+        self.lost = level == 2
+        answer = await super()._sleep(level)
+        self.give()
+        return await self.perhaps_lost(answer)
+
+    async def _wake(self, tags: frozenset[str]) -> list[Message]:
+        if self.happens(0.01):
+            os._exit(3)
+        await self.pause()
+        if self.happens(0.1):
+            return refusal(500, "a wake that was to fail")
+        if "weights" in tags and "weights" in self.asleep:
+            self.take()
+        return await self.perhaps_lost(await super()._wake(tags))
+
+    async def _answer(self, method: str, path: str, scope: Any) -> list[Message]:
+        if path == "/collective_rpc" and self.has_layer:
+            return response(200, {"results": [{"version": "simulated", "usage": {"weights": {"bytes": 10 << 30}}}]})
+        if path == "/reload_weights":
+            self.lost = False
+        return await super()._answer(method, path, scope)
+
+    async def perhaps_lost(self, answer: list[Message]) -> list[Message]:
+        """The connection may break off before the answer, although it was done."""
+        broken: Message = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]}
+        return [broken] if self.happens(0.05) else answer
+
+    async def _run_model(self, path: str, *others: Any) -> None:
+        if self.lost:
+            self._record(f"{path}: weights are lost")
+        if self.happens(0.0005):
+            os._exit(4)
+        await super()._run_model(path, *others)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--uds", required=True)
+    parser.add_argument("--served-model-name", nargs="+", required=True)
+    parser.add_argument("--gpus", nargs="+", type=Path, required=True)
+    parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--faults", type=float, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    asked = parser.parse_args()
+    seed = hash((asked.seed, asked.served_model_name[0], os.getpid())) & 0xFFFFFFFF
+    for gpu in asked.gpus:  # whoever held it under this name has ended
+        (gpu / asked.served_model_name[0]).unlink(missing_ok=True)
+    options = Options(tuple(asked.served_model_name), token_s=0.001, record=asked.record)
+    app = FaultyServer(options, asked.gpus, asked.faults, seed)
+    if app.happens(0.1):
+        sys.exit(5)
+    uvicorn.run(
+        app, uds=asked.uds, http="httptools", ws="none", lifespan="off", log_level="error", timeout_graceful_shutdown=1
+    )
+    app.give()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Fleets over simulated servers: real processes, real HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from cumem_sleep.serve.config import Config, parse
+from cumem_sleep.serve.fleet import Fleet
+from cumem_sleep.serve.status import Phase, Status
+
+SIMULATED = f"{sys.executable} -m cumem_sleep.serve.simulated_server"
+FAULTY = f"{sys.executable} {Path(__file__).parent / 'faulty_server.py'}"
+
+
+def command(name: str, *options: str, server: str = SIMULATED) -> str:
+    return " ".join([server, "--uds {socket} --served-model-name", name, *options])
+
+
+def config(folder: Path, **models: dict[str, Any]) -> Config:
+    """With a command each, where none is given."""
+    whole = {
+        name: {"idle": "never", **({} if "url" in model else {"command": command(name)}), **model}
+        for name, model in models.items()
+    }
+    return parse(json.dumps({"logs": str(folder / "logs"), "host_memory": "100GiB", "models": whole}))
+
+
+@contextlib.asynccontextmanager
+async def running(config: Config) -> AsyncIterator[Fleet]:
+    fleet = Fleet(config)
+    await fleet.start()
+    try:
+        yield fleet
+    finally:
+        await fleet.stop()
+
+
+def phases(status: Status) -> dict[str, Phase]:
+    return {model.name: model.phase for model in status.models}
+
+
+async def until(fleet: Fleet, **wanted: Phase) -> Status:
+    """Wait until models are in these phases."""
+    async for status in fleet.watch():
+        if {name: phases(status)[name] for name in wanted} == wanted:
+            return status
+    raise AssertionError("the fleet has ended")

@@ -1,0 +1,208 @@
+"""models.yaml: what is allowed, and what is said of what is not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cumem_sleep.serve import demo, servers
+from cumem_sleep.serve.address import from_url
+from cumem_sleep.serve.config import Config, ConfigError, Front, Model, load, parse
+from cumem_sleep.serve.policy import STOP
+
+EXAMPLE = """\
+host_memory: 200GiB
+front:
+  port: 8080
+  api_keys: [one, {env: SECOND_KEY}]
+  admin_token: {file: TOKEN}
+models:
+  qwen-14b:
+    command: vllm serve Qwen/Qwen3-14B --gpu-memory-utilization 0.9
+    gpus: [0]
+    idle: {1: 60s, 3: 10m, stop: 2h}
+    keep: 30s
+    aliases: [gpt-4o-mini]
+  qwen-8b: {command: vllm serve Qwen/Qwen3-8B, gpus: [0]}
+  theirs: {url: "http://10.0.0.7:8000/", gpus: [1], api_key: abc}
+"""
+
+
+def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECOND_KEY", "two")
+    (tmp_path / "token").write_text("secret\n")
+    file = tmp_path / "models.yaml"
+    file.write_text(EXAMPLE.replace("TOKEN", str(tmp_path / "token")))
+    config = load(file)
+    assert config.host_memory == 200 << 30
+    assert (config.front.port, config.front.api_keys, config.front.admin_token) == (8080, ["one", "two"], "secret")
+    large, small, theirs = config.models.values()
+    assert large.command == ("vllm", "serve", "Qwen/Qwen3-14B", "--gpu-memory-utilization", "0.9")
+    assert large.idle == ((60.0, 1), (600.0, 3), (7200.0, STOP))
+    assert large.keep == 30.0
+    assert small.idle == ((300.0, 1),)
+    assert small.spec("qwen-8b").levels == (1, 2, STOP)
+    assert (theirs.url, theirs.spec("theirs").levels) == ("http://10.0.0.7:8000", (1, 2))
+    assert config.names() == {
+        "gpt-4o-mini": "qwen-14b",
+        "qwen-14b": "qwen-14b",
+        "qwen-8b": "qwen-8b",
+        "theirs": "theirs",
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("{command: x, gpuss: [0]}", "models.a.gpuss: there is no such key: did you mean gpus? allowed: command, "),
+        ("{command: x, xyzzy: 1}", "models.a.xyzzy: '1': there is no such key: allowed: command, "),
+        ("{command: x, keep: 30x}", "models.a.keep: '30x': allowed: seconds, or a number with ms, s, m, h or d"),
+        ("{command: x, keep: -1}", "models.a.keep: '-1': allowed: seconds"),
+        ("{command: x, gpus: [0, 0]}", "models.a.gpus: allowed: each GPU once"),
+        ("{command: x, gpus: [one]}", "models.a.gpus: allowed: a list of GPU numbers from 0"),
+        ("{command: x, gpus: []}", "models.a.gpus: allowed: a list of GPU numbers from 0"),
+        ("{command: x, share: 0}", "models.a.share: '0': "),
+        ("{command: x, share: 1.5}", "models.a.share: '1.5': "),
+        ("{command: x, idle: {4: 1s}}", "models.a.idle: allowed: 1, 2, 3 or stop"),
+        ("{command: x, idle: {1: 2h, stop: 1m}}", "models.a.idle: allowed: a deeper sleep after a longer time"),
+        ("{command: x, idle: 60s}", "models.a.idle: '60s': allowed: never, or depths with durations"),
+        ("{command: x, levels: [1, 1]}", "models.a.levels: allowed: each level once"),
+        ("{command: x, levels: [4]}", "models.a.levels: allowed: 1, 2, 3 or stop"),
+        ("{command: x, at_start: yes}", "models.a.at_start: 'yes': awake, asleep or stopped is allowed"),
+        ("{command: x, host_memory: 3XB}", "models.a.host_memory: '3XB': allowed: bytes, or a number with KiB"),
+        ('{command: "vllm \'serve"}', "allowed: a command as a shell splits it (No closing quotation)"),
+        ("{command: []}", "models.a.command: allowed: a command, such as vllm serve"),
+        ("{command: x, url: 'http://h:1'}", "models.a: either command or url is needed, not both"),
+        ("{}", "models.a: either command or url is needed"),
+        ("{url: 'h:1'}", "models.a.url: 'h:1': allowed: http://HOST:PORT"),
+        ("{url: 'http://h:1', idle: {stop: 1h}}", "models.a.idle: a server by url cannot be stopped from here"),
+        ("{url: 'http://h:1', levels: [stop]}", "models.a.levels: a server by url cannot be stopped from here"),
+        ("{url: 'http://h:1', env: {A: b}}", "models.a.env: is for servers with a command"),
+        ("{command: x, aliases: [a]}", "models.a.aliases.0: 'a': is taken by its own name or alias"),
+        ("{command: x, aliases: ['b c']}", "models.a.aliases.0: 'b c': letters, digits and"),
+        ("{command: vllm serve x --port 80}", "--port 80': --port is for this front to choose"),
+        ("7", "models.a: '7': keys with values are allowed here, not int"),
+    ],
+)
+def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(f"models:\n  good: {{command: x}}\n  a: {model}\n", "the.yaml")
+    assert str(caught.value).startswith("the.yaml:3: ")
+    assert says in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "the.yaml:1: models: is missing"),
+        ("models: {}", "the.yaml:1: models: at least one is needed"),
+        ("models: [a]", "the.yaml:1: models: keys with values are allowed here, not list"),
+        ("- a", "the.yaml:1: the file: keys with values are allowed here, not list"),
+        ("models:\n  a: [", "the.yaml:2: not YAML: expected the node content"),
+        ("models:\n  a: {command: x}\n\n  a: {command: y}", "the.yaml:4: models.a: is there twice, on line 2 already"),
+        (
+            "models:\n  a b: {command: x}",
+            "the.yaml:2: models.a b: letters, digits and . _ : / @ + - are allowed in a name",
+        ),
+        (
+            "models:\n  a: {command: x}\n  b: {command: x, aliases: [a]}",
+            "the.yaml:3: models.b.aliases.0: 'a': is taken by",
+        ),
+        ("models: {a: {command: x}}\nhost_memory: lots", "the.yaml:2: host_memory: 'lots': allowed: bytes"),
+        (
+            "models: {a: {command: x}}\nfront: {prot: 1}",
+            "the.yaml:2: front.prot: '1': there is no such key: did you mean port?",
+        ),
+        ("models: {a: {command: x}}\nfront: {port: 99999}", "the.yaml:2: front.port: '99999': "),
+        ("models: {a: {command: x}}\nmodel: 3", "the.yaml:2: model: '3': there is no such key: did you mean models?"),
+        ("models: {a: {command: x}}\n? [1]\n: 2", "the.yaml:1: the file: a key on line 2 is not a single word"),
+        ("models: {a: !!python/name:os.system {}}", "the.yaml:1: "),
+    ],
+)
+def test_what_is_wrong_with_the_file_is_named_with_its_line(text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text, "the.yaml")
+    assert str(caught.value).startswith(says)
+
+
+def test_every_fault_is_named_and_no_secret_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_VARIABLE", raising=False)
+    text = "front:\n  api_keys: ['se cret', {env: NO_SUCH_VARIABLE}]\n  admin_token: {file: /nonexistent}\n"
+    with pytest.raises(ConfigError) as caught:
+        parse(f"{text}models: {{a: {{command: x}}}}\n", "the.yaml")
+    lines = str(caught.value).splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["front.api_keys.0", "front.api_keys.1", "front.admin_token"]
+    assert "se cret" not in str(caught.value)
+    assert "NO_SUCH_VARIABLE" in lines[1]
+    assert "/nonexistent" in lines[2]
+
+
+def test_models_may_share_settings_through_an_anchor() -> None:
+    text = "models:\n  a: &common {command: x, keep: 1h}\n  b: {<<: *common, command: y}\n"
+    config = parse(text)
+    assert (config.models["b"].keep, config.models["b"].command) == (3600.0, ("y",))
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"/nonexistent\.yaml: .*No such file"):
+        load(Path("/nonexistent.yaml"))
+
+
+def test_what_the_documentation_shows_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADMIN_TOKEN", "secret")
+    page = (Path(__file__).parents[2] / "docs" / "several-models.md").read_text()
+    shown = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert shown
+    for text in shown:
+        parse(text)
+
+
+def test_the_documentation_has_every_key() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "several-models.md").read_text()
+    keys = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)))
+    known = [field.alias or name for kind in (Config, Model, Front) for name, field in kind.model_fields.items()]
+    assert set(known) == set(keys)
+
+
+def test_the_demo_is_a_configuration(tmp_path: Path) -> None:
+    assert list(demo.config(tmp_path).models) == ["qwen-14b", "qwen-8b", "embedder"]
+
+
+# What becomes of a command
+
+
+def test_vllm_is_told_where_to_listen_what_it_is_called_and_to_have_sleep_mode() -> None:
+    model = Model.model_validate({"command": "vllm serve Qwen/Qwen3-8B", "aliases": ["gpt"]})
+    words = servers.command_line("qwen", model, from_url("unix:/run/q.sock", None))
+    assert words[3:] == ["--uds", "/run/q.sock", "--enable-sleep-mode", "--served-model-name", "qwen", "gpt"]
+
+
+def test_what_a_command_says_itself_is_left_as_it_is() -> None:
+    command = "/opt/bin/vllm serve m --enable-sleep-mode --served-model-name=mine --host 127.0.0.1 --port {port}"
+    model = Model.model_validate({"command": command})
+    words = servers.command_line("qwen", model, from_url("http://127.0.0.1:8123", None))
+    assert words == command.replace("{port}", "8123").split()
+    other = Model.model_validate({"command": "my-server --socket {socket}"})
+    assert servers.command_line("x", other, from_url("unix:/s", None)) == ["my-server", "--socket", "/s"]
+
+
+def test_a_server_gets_its_gpus_and_no_secret_of_the_front() -> None:
+    model = Model.model_validate({"command": "x", "gpus": [1, 2], "env": {"A": "b", "CUMEM_SLEEP_PREPARE": "0"}})
+    inherited = {"CUDA_VISIBLE_DEVICES": "4,5,7", "VLLM_API_KEY": "k", "CUMEM_SLEEP_SERVE_TOKEN": "t", "HOME": "/h"}
+    found = servers.environment(model, inherited)
+    assert found["CUDA_VISIBLE_DEVICES"] == "5,7"
+    assert found["VLLM_SERVER_DEV_MODE"] == "1"
+    assert (found["A"], found["CUMEM_SLEEP_PREPARE"], found["HOME"]) == ("b", "0", "/h")
+    with pytest.raises(servers.StartFailed, match="there is no GPU 2: CUDA_VISIBLE_DEVICES has 1"):
+        servers.environment(model, {"CUDA_VISIBLE_DEVICES": "4"})
+    assert not {"VLLM_API_KEY", "CUMEM_SLEEP_SERVE_TOKEN"} & found.keys()
+
+
+def test_files_of_different_models_differ() -> None:
+    names = ["a/b", "a_b", "a" * 60, "a" * 61, "ok"]
+    files = {servers.Server(name, Model.model_validate({"command": "x"}), Path("/l"), Path("/s")).log for name in names}
+    assert len(files) == len(names)
+    assert all(len(file.name) < 60 for file in files)

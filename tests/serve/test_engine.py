@@ -1,0 +1,171 @@
+"""vLLM's calls: in which order they are made, and what is certain when one fails or its answer is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from cumem_sleep.serve import engine
+from cumem_sleep.serve.address import Address
+from cumem_sleep.serve.engine import Engine, Outcome
+from cumem_sleep.serve.status import Phase
+
+Answer = httpx.Response | Exception
+
+
+class Server:
+    """Answers calls as it is told to, the last answer again and again; `called` is what was called."""
+
+    def __init__(self, **answers: list[Answer]) -> None:
+        self.answers = answers
+        self.called: list[str] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        name = request.url.path.strip("/")
+        query = request.url.query.decode()
+        self.called.append(f"{name}?{query}" if query else name)
+        answers = self.answers.get(name, [httpx.Response(200, json={})])
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def sleeping(says: bool) -> httpx.Response:
+    return httpx.Response(200, json={"is_sleeping": says})
+
+
+ASLEEP, AWAKE = [sleeping(True)], [sleeping(False)]
+FAILS = httpx.Response(500, json={"error": {"message": "it failed"}})
+LOST = httpx.RemoteProtocolError("lost")
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ASK_EVERY_S", 0.0)
+
+
+def do(server: Server, call: Callable[[Engine], object], *, has_layer: bool = True) -> Outcome:
+    async def scenario() -> Outcome:
+        one = Engine(Address("http://m"), 1.0, httpx.MockTransport(server))
+        one.has_layer = has_layer
+        try:
+            return await call(one)  # type: ignore[misc,no-any-return]
+        finally:
+            await one.close()
+
+    return asyncio.run(scenario())
+
+
+def test_a_sleep_and_a_wake_are_one_call_each() -> None:
+    server = Server()
+    assert do(server, lambda one: one.sleep(1)) == Outcome(None, Phase.ASLEEP, 1)
+    assert do(server, lambda one: one.wake(1)) == Outcome(None, Phase.AWAKE)
+    assert server.called == ["sleep?level=1", "wake_up"]
+
+
+def test_weights_that_were_dropped_are_loaded_before_the_kv_cache_comes() -> None:
+    server = Server()
+    assert do(server, lambda one: one.wake(2)) == Outcome(None, Phase.AWAKE)
+    assert server.called == ["wake_up?tags=weights", "reload_weights", "wake_up?tags=kv_cache"]
+
+
+def test_an_older_server_loads_weights_by_its_workers() -> None:
+    server = Server(reload_weights=[httpx.Response(404)])
+    assert do(server, lambda one: one.wake(2)) == Outcome(None, Phase.AWAKE)
+    assert server.called == ["wake_up?tags=weights", "reload_weights", "collective_rpc", "wake_up?tags=kv_cache"]
+
+
+def test_a_deeper_sleep_wakes_in_between() -> None:
+    server = Server()
+    assert do(server, lambda one: one.sleep(2, 1)) == Outcome(None, Phase.ASLEEP, 2)
+    assert server.called == ["wake_up", "sleep?level=2"]
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_call_is_made_again_when_its_answer_is_lost(lost: int) -> None:
+    server = Server(sleep=[*[LOST] * lost, httpx.Response(200)], wake_up=[*[LOST] * lost, httpx.Response(200)])
+    assert do(server, lambda one: one.sleep(1)).state is Phase.ASLEEP
+    assert do(server, lambda one: one.wake(1)).state is Phase.AWAKE
+
+
+@pytest.mark.parametrize("error", [LOST, httpx.ReadTimeout("late")])
+def test_nothing_is_certain_when_no_answer_comes(error: Exception) -> None:
+    """The server may still be at it, whatever it says that it is in now."""
+    server = Server(sleep=[error], wake_up=[error], is_sleeping=AWAKE)
+    assert do(server, lambda one: one.sleep(1)).state is None
+    assert do(server, lambda one: one.wake(1)).state is None
+    assert do(server, lambda one: one.wake(2)).state is None
+
+
+def test_after_a_failed_sleep_the_scheduler_is_resumed() -> None:
+    server = Server(sleep=[FAILS], is_sleeping=AWAKE)
+    assert do(server, lambda one: one.sleep(1)) == Outcome("/sleep: 500: it failed", Phase.AWAKE)
+    assert server.called == ["sleep?level=1", "wake_up", "is_sleeping"]
+    assert do(Server(sleep=[FAILS], is_sleeping=ASLEEP), lambda one: one.sleep(1)).state is None
+    assert do(Server(sleep=[FAILS], wake_up=[FAILS]), lambda one: one.sleep(1)).state is None
+
+
+def test_a_want_of_host_memory_is_told_apart() -> None:
+    refused = httpx.Response(500, json={"detail": "OutOfHostMemory: sleep needs 16.00 GiB"})
+    assert do(Server(sleep=[refused], is_sleeping=AWAKE), lambda one: one.sleep(1)).lacks_host_memory
+    assert not do(Server(sleep=[FAILS], is_sleeping=AWAKE), lambda one: one.sleep(1)).lacks_host_memory
+
+
+def test_a_failed_wake_leaves_a_model_asleep_only_where_this_layer_is_in_it() -> None:
+    assert do(Server(wake_up=[FAILS], is_sleeping=ASLEEP), lambda one: one.wake(1)).state is Phase.ASLEEP
+    assert do(Server(wake_up=[FAILS], is_sleeping=AWAKE), lambda one: one.wake(1)).state is None
+    assert do(Server(wake_up=[FAILS], is_sleeping=ASLEEP), lambda one: one.wake(1), has_layer=False).state is None
+    assert do(Server(sleep=[FAILS], is_sleeping=AWAKE), lambda one: one.sleep(1), has_layer=False).state is None
+
+
+def test_a_model_whose_weights_were_woken_and_not_loaded_is_not_taken_for_asleep() -> None:
+    server = Server(reload_weights=[FAILS], is_sleeping=ASLEEP)
+    assert do(server, lambda one: one.wake(2)).state is None
+
+
+def test_a_look_first_completes_a_wake_that_was_begun() -> None:
+    server = Server(reload_weights=[FAILS, httpx.Response(200)], is_sleeping=AWAKE)
+
+    async def twice(one: Engine) -> Outcome:
+        assert (await one.wake(2)).state is None
+        return await one.look()
+
+    assert do(server, twice) == Outcome(None, Phase.AWAKE)
+    assert server.called[2:] == ["wake_up?tags=weights", "reload_weights", "wake_up?tags=kv_cache", "is_sleeping"]
+
+
+def test_what_a_server_is_in() -> None:
+    assert do(Server(is_sleeping=AWAKE), lambda one: one.look()) == Outcome(None, Phase.AWAKE)
+    assert do(Server(is_sleeping=ASLEEP), lambda one: one.look()) == Outcome(None, Phase.ASLEEP, 2)
+    assert do(Server(is_sleeping=[httpx.ConnectError("no")]), lambda one: one.look()).state is Phase.STOPPED
+    for answer in (LOST, FAILS, httpx.Response(200, text="yes"), httpx.Response(200, json=[])):
+        found = do(Server(is_sleeping=[answer]), lambda one: one.look())
+        assert found.error
+        assert found.state is None
+
+
+def test_a_server_without_sleep_mode_says_what_it_needs() -> None:
+    server = Server(**{name: [httpx.Response(404)] for name in ("sleep", "wake_up", "is_sleeping")})
+    for call in (lambda one: one.look(), lambda one: one.sleep(1), lambda one: one.wake(1)):
+        assert "--enable-sleep-mode and VLLM_SERVER_DEV_MODE=1" in str(do(server, call).error)
+
+
+@pytest.mark.parametrize(
+    ("answer", "facts"),
+    [
+        (
+            httpx.Response(200, json={"results": [{"usage": {"weights": {"bytes": 5}, "kv_cache": {"bytes": 9}}}] * 2}),
+            ("active", 10),
+        ),
+        (httpx.Response(200, json={"results": [{"usage": {}}]}), ("", None)),
+        (FAILS, ("", None)),
+        (httpx.Response(200, json={"results": [None]}), (None, None)),
+        (LOST, (None, None)),
+    ],
+)
+def test_what_a_server_says_of_this_layer(answer: Answer, facts: tuple[str | None, int | None]) -> None:
+    assert do(Server(collective_rpc=[answer]), lambda one: one.facts()) == facts  # type: ignore[comparison-overlap]

@@ -1,0 +1,291 @@
+"""The fleet, over processes that are servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from servers_of_tests import command, config, phases, running, until
+
+from cumem_sleep.serve import hardware, policy
+from cumem_sleep.serve.engine import Engine
+from cumem_sleep.serve.fleet import Fleet, Lease, NotInTime, Refused, ServerFailed, UnknownModel
+from cumem_sleep.serve.status import Phase
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 100))
+
+
+async def ask(lease: Lease, model: str) -> str:
+    """Which model answers."""
+    transport = httpx.AsyncHTTPTransport(uds=lease.server.socket)
+    async with httpx.AsyncClient(transport=transport, base_url=lease.server.base_url) as client:
+        answer = await client.post("/v1/completions", json={"model": model, "prompt": "?"})
+        answer.raise_for_status()
+        text: str = answer.json()["choices"][0]["text"]
+        return text
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_requests_wake_their_models_and_nothing_is_left_in_the_end(tmp_path: Path) -> None:
+    pids: list[int | None] = []
+
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={"aliases": ["gpt"]}, b={})) as fleet:
+            status = await until(fleet, a=Phase.ASLEEP, b=Phase.ASLEEP)
+            pids.extend(model.pid for model in status.models)
+            assert [model.last_switch.kind for model in status.models if model.last_switch] == ["sleep", "sleep"]
+            async with fleet.lease("gpt") as lease:
+                assert "This is a," in await ask(lease, "a")
+                assert phases(fleet.status()) == {"a": Phase.AWAKE, "b": Phase.ASLEEP}
+                assert [holder.model for holder in fleet.status().gpus[0].holders] == ["a"]
+            async with fleet.lease("b") as lease:
+                assert "This is b," in await ask(lease, "b")
+                assert phases(fleet.status()) == {"a": Phase.ASLEEP, "b": Phase.AWAKE}
+            with pytest.raises(UnknownModel, match="there are a, b"):
+                async with fleet.lease("c"):
+                    pass
+            sockets = Path(str(lease.server.socket)).parent
+            assert fleet.counters.requests == {("a", "granted"): 1, ("b", "granted"): 1}
+            assert fleet.counters.waited_seconds["b", "wake"] > 0
+            assert "simulated_server" in fleet.log_tail("a")[1]
+        assert not sockets.exists()
+
+    run(scenario())
+    assert all(pid is not None and not lives(pid) for pid in pids)
+
+
+def test_many_requests_cause_one_wake(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={})) as fleet:
+            await until(fleet, a=Phase.ASLEEP)
+
+            async def one() -> None:
+                async with fleet.lease("a"):
+                    pass
+
+            await asyncio.gather(*(one() for _ in range(100)))
+            assert fleet.counters.switches["a", "wake", "ok"] == 1
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_request_that_is_cancelled_while_it_waits_is_withdrawn(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={}, b={"keep": "1h"})) as fleet:
+            async with fleet.lease("b"):
+                pass
+            waits = asyncio.create_task(fleet.wake("a"))
+            while not fleet.status().models[0].waiting:
+                await asyncio.sleep(0.01)
+            waits.cancel()
+            await asyncio.wait({waits})
+            assert fleet.status().models[0].waiting == 0
+            assert fleet.counters.requests["a", "cancelled"] == 1
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_request_is_refused_when_its_time_is_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={"wait": "200ms", "at_start": "stopped"}, b={"keep": "1h"})) as fleet:
+            async with fleet.lease("b"):
+                pass
+            with pytest.raises(NotInTime, match="could not be had in time") as caught:
+                async with fleet.lease("a"):
+                    pass
+            assert caught.value.retry_after_s >= 1
+            assert fleet.counters.requests["a", "not_in_time"] == 1
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_start_is_named_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "FIRST_PAUSE_S", 0.01)
+    bad = f"{command('bad')} --token-seconds much"
+
+    async def scenario() -> None:
+        async with running(
+            config(tmp_path, bad={"command": bad}, gone={"command": "no-such-program", "gpus": [1]})
+        ) as fleet:
+            with pytest.raises(ServerFailed, match=r"ended with status 2 .* invalid float value: 'much'"):
+                await fleet.wake("bad")
+            with pytest.raises(ServerFailed, match="no-such-program: No such file"):
+                await fleet.wake("gone")
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_ends_its_requests_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "FIRST_PAUSE_S", 0.01)
+
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={})) as fleet:
+            async with fleet.lease("a") as lease:
+                pid = fleet.status().models[0].pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                assert "was killed by SIGKILL" in await lease.revoked
+            async with fleet.lease("a") as lease:
+                assert "This is a," in await ask(lease, "a")
+            model = fleet.status().models[0]
+            assert model.restarts == 1
+            assert model.pid not in (None, pid)
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_server_that_lives_and_does_not_serve_is_started_afresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def is_healthy(_: Engine) -> bool:
+        return False
+
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={})) as fleet:
+            async with fleet.lease("a") as lease:
+                pid = fleet.status().models[0].pid
+                with monkeypatch.context() as patch:
+                    patch.setattr(Engine, "is_healthy", is_healthy)
+                    fleet.report_failure(lease, "it broke off")
+                    await until(fleet, a=Phase.DRAINING)
+            async with fleet.lease("a") as lease:
+                assert "This is a," in await ask(lease, "a")
+            assert fleet.status().models[0].pid not in (None, pid)
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_server_and_what_it_has_started_end_together(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    shell = f"sleep 1000 & echo $! > {child}; exec {command('a')}"
+
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={"command": ["sh", "-c", shell]})) as fleet:
+            await fleet.wake("a")
+            assert lives(int(child.read_text()))
+
+    run(scenario())
+    assert not lives(int(child.read_text()))
+
+
+@pytest.mark.slow
+def test_an_operator_sleeps_wakes_and_stops_a_model(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={"at_start": "awake"})) as fleet:
+            await fleet.wake("a")
+            await fleet.sleep("a")
+            assert phases(fleet.status()) == {"a": Phase.ASLEEP}
+            assert fleet.status().models[0].level == 1
+            await fleet.sleep("a", 2)
+            assert fleet.status().models[0].level == 2
+            await fleet.wake("a")
+            await fleet.stop_model("a")
+            assert phases(fleet.status()) == {"a": Phase.STOPPED}
+            assert fleet.status().models[0].pid is None
+            with pytest.raises(Refused, match="level 7"):
+                await fleet.sleep("a", 7)
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_server_by_url_is_found_as_it_is_and_never_stopped(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={"at_start": "awake"})) as theirs:
+            await theirs.wake("a")
+            url = theirs.status().models[0].url
+            async with running(config(tmp_path, a={"url": url}, b={"at_start": "stopped"})) as fleet:
+                await until(fleet, a=Phase.AWAKE)
+                await fleet.wake("b")
+                assert phases(fleet.status())["a"] is Phase.ASLEEP
+                async with fleet.lease("a") as lease:
+                    assert "This is a," in await ask(lease, "a")
+                with pytest.raises(Refused, match="somebody else"):
+                    await fleet.stop_model("a")
+            async with theirs.lease("a") as lease:
+                assert "This is a," in await ask(lease, "a")
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_host_memory_is_looked_up_before_a_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: 20 << 30)
+
+    async def scenario() -> None:
+        models: dict[str, dict[str, Any]] = {
+            "a": {"host_memory": "30GiB", "at_start": "awake"},
+            "b": {"host_memory": "10GiB", "gpus": [1]},
+            "v": {"host_memory": "30GiB", "gpus": [2], "env": {"CUMEM_SLEEP_VAULT": "auto"}},  # which knows best
+        }
+        async with running(config(tmp_path, **models)) as fleet:
+            await fleet.wake("a")
+            await fleet.sleep("a")
+            assert fleet.status().models[0].level == 2, "level 1 has no room, although the budget allows it"
+            status = await until(fleet, b=Phase.ASLEEP, v=Phase.ASLEEP)
+            assert (status.models[1].level, status.models[2].level) == (1, 1)
+            assert status.host.held_bytes == (10 + 30) << 30
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_new_configuration_is_taken_while_it_runs(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={"at_start": "awake"}, b={"gpus": [1]})) as fleet:
+            await fleet.wake("a")
+            await fleet.wake("b")
+            new = config(tmp_path, b={"gpus": [1], "keep": "1h", "aliases": ["beta"]}, c={"at_start": "stopped"})
+            says = await fleet.reload(new)
+            assert [line.split()[0] for line in says] == ["c", "a", "b"]
+            await fleet.wake("beta")
+            await fleet.wake("c")
+            while "a" in phases(fleet.status()):
+                await asyncio.sleep(0.01)
+            assert phases(fleet.status()) == {"b": Phase.AWAKE, "c": Phase.AWAKE}
+            assert fleet.counters.switches["b", "start", "ok"] == 1
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_the_end_of_a_fleet_ends_those_that_wait_and_those_that_run(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        fleet = Fleet(config(tmp_path, a={"at_start": "awake"}, b={"keep": "1h"}))
+        await fleet.start()
+        async with fleet.lease("a") as lease:
+            waits = asyncio.create_task(fleet.wake("b"))
+            await asyncio.sleep(0)
+            ending = asyncio.create_task(fleet.stop())
+            assert await lease.revoked == "this front is ending"
+        await ending
+        with pytest.raises(NotInTime, match="ending"):
+            await waits
+        with pytest.raises(NotInTime, match="ending"):
+            await fleet.wake("a")
+
+    run(scenario())

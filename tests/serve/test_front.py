@@ -1,0 +1,577 @@
+"""The front passes requests and answers on as they are, and answers itself where no server can."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from front_world import (
+    NOT_NOW,
+    OK,
+    STREAM,
+    Asked,
+    World,
+    a_world,
+    answer_ok,
+    ask,
+    chunk,
+    get,
+    post,
+    run,
+    until,
+)
+
+from cumem_sleep.serve import exchange, upstream
+from cumem_sleep.serve.fleet import Address, ServerFailed
+
+# What passes
+
+
+def test_bytes_pass_untouched_both_ways() -> None:
+    body = b' {"messages": [{"content": "\\u00e9 \\"model\\": {"}],\n\t"model"  : "two", "stream": false, "x": NaN}  '
+    reply = bytes(range(256)) * 300
+
+    async def serve(asked: Asked) -> None:
+        head = f"HTTP/1.1 207 Whatever\r\nX-Odd: a, b\r\nset-cookie: a\r\nset-cookie: b\r\ncontent-length: {len(reply)}"
+        await asked.send(head.encode() + b"\r\n\r\n" + reply)
+
+    async def scenario() -> None:
+        async with a_world() as world:
+            server = await world.server("two", serve)
+            request = post("/v1/chat/completions?a=1&b=%2F", body, "X-Trace: t", "Authorization: Bearer theirs")
+            client = await world.client()
+            await client.send(request)
+            answer = await client.head()
+            assert (answer.code, answer.headers["x-odd"]) == (207, "a, b")
+            assert await client.reader.readexactly(len(reply)) == reply
+            (asked,) = server.asked
+            assert asked.line == "POST /v1/chat/completions?a=1&b=%2F HTTP/1.1"
+            assert asked.body == body
+            assert (asked.header("x-trace"), asked.header("authorization")) == ("t", "Bearer theirs")
+            assert asked.header("host") == f"127.0.0.1:{server.port}"
+
+    run(scenario)
+
+
+def test_a_stream_comes_piece_by_piece() -> None:
+    """Each piece is asked for only when the one before has been seen: nothing waits for the next."""
+    seen = asyncio.Event
+
+    async def scenario() -> None:
+        turn = seen()
+
+        async def serve(asked: Asked) -> None:
+            await asked.send(STREAM)
+            for number in range(5):
+                await asked.send(chunk(b"data: %d\n\n" % number))
+                await turn.wait()
+                turn.clear()
+            await asked.send(chunk(b""))
+
+        async with a_world() as world:
+            await world.server("one", serve)
+            client = await world.client()
+            await client.send(ask(stream=True))
+            assert (await client.head()).headers["content-type"] == "text/event-stream"
+            for number in range(5):
+                assert await client.chunk() == b"data: %d\n\n" % number
+                turn.set()
+            assert await client.chunk() == b""
+            assert len(world.fleet.granted) == 0 or await _ends(world)
+
+    run(scenario)
+
+
+async def _ends(world: World) -> bool:
+    await until(lambda: not world.fleet.granted)
+    return True
+
+
+def test_connections_to_a_server_are_used_again_and_not_when_they_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with a_world() as world:
+            server = await world.server("one")
+            for _ in range(3):
+                assert (await world.ask(ask())).code == 200
+            assert server.connections == 1
+            monkeypatch.setattr(upstream, "IDLE_S", -1.0)
+            assert (await world.ask(ask())).code == 200
+            assert server.connections == 2
+
+    run(scenario)
+
+
+def test_a_unix_socket(tmp_path: object) -> None:
+    async def scenario() -> None:
+        async with a_world() as world:
+            server = await world.server("one")
+            path = f"{tmp_path}/socket"
+            listening = await asyncio.start_unix_server(server.serve, path)
+            world.closing.append(listening)
+            world.fleet.servers["one"] = Address("http://model", path, (("Authorization", "Bearer of the server"),))
+            request = post("/v1/completions", b'{"model": "one"}', "Authorization: Bearer of the client")
+            assert (await world.ask(request)).code == 200
+            assert server.asked[0].header("host") == "model"
+            assert server.asked[0].head.count("uthorization") == 1
+            assert server.asked[0].header("authorization") == "Bearer of the server"
+
+    run(scenario)
+
+
+def test_a_body_in_chunks_and_an_answer_that_ends_with_its_connection() -> None:
+    async def serve(asked: Asked) -> None:
+        await asked.send(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n\r\nto the end")
+        asked.writer.close()
+
+    async def scenario() -> None:
+        async with a_world() as world:
+            server = await world.server("one", serve)
+            client = await world.client()
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            await client.send(head + chunk(b'{"model": "o'))
+            await client.send(chunk(b'ne", "prompt": "'))
+            await client.send(chunk(b'x"}') + chunk(b""))
+            answer = await client.answer()
+            assert (answer.code, answer.body, answer.whole) == (200, b"to the end", True)
+            assert server.asked[0].body == b'{"model": "one", "prompt": "x"}'
+
+    run(scenario)
+
+
+# Which model
+
+
+@pytest.mark.parametrize("more", [b"", b"x" * 200_000])
+def test_an_alias_becomes_the_name_that_the_server_knows(more: bytes) -> None:
+    async def scenario() -> None:
+        async with a_world(aliases={"gpt-4o": "two"}) as world:
+            server = await world.server("two")
+            body = b'{"model":"gpt-4o", "user": "gpt-4o", "prompt": "' + more + b'"}'
+            assert (await world.ask(post("/v1/completions", body))).code == 200
+            assert server.asked[0].body == body.replace(b'"model":"gpt-4o"', b'"model":"two"')
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("served", "asked", "sent"),
+    [
+        (("two", "adapter"), "two", "two"),
+        (("two", "adapter"), "adapter", "adapter"),
+        (("two", "adapter"), "gpt-4o", "two"),
+        (("Qwen/Qwen3-8B", "adapter"), "two", "Qwen/Qwen3-8B"),
+        (("Qwen/Qwen3-8B", "adapter"), "adapter", "adapter"),
+    ],
+)
+def test_a_server_is_asked_by_a_name_that_it_knows(served: tuple[str, ...], asked: str, sent: str) -> None:
+    async def scenario() -> None:
+        async with a_world(aliases={"gpt-4o": "two", "adapter": "two"}) as world:
+            server = await world.server("two")
+            world.fleet.served = served
+            assert (await world.ask(ask(asked))).code == 200
+            assert json.loads(server.asked[0].body)["model"] == sent
+
+    run(scenario)
+
+
+def test_a_form_names_its_model_before_or_after_the_file() -> None:
+    field = b'--B\r\nContent-Disposition: form-data; name="model"\r\n\r\nalias\r\n'
+    file = b'--B\r\nContent-Disposition: form-data; name="file"; filename="model"\r\n\r\n' + bytes(300_000) + b"\r\n"
+
+    async def scenario() -> None:
+        async with a_world(aliases={"alias": "two"}) as world:
+            server = await world.server("two")
+            for body in (field + file + b"--B--\r\n", file + field + b"--B--\r\n"):
+                request = post("/v1/audio/transcriptions", body, "Content-Type: multipart/form-data; boundary=B")
+                assert (await world.ask(request)).code == 200
+                assert server.asked[-1].body == body.replace(b"\r\nalias\r\n", b"\r\ntwo\r\n")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("path", ["/models/org/one/tokenize", "/models/org/one/v1/chat/completions"])
+def test_a_path_may_name_the_model_and_then_nothing_is_looked_for(path: str) -> None:
+    async def scenario() -> None:
+        async with a_world("org/one", "two") as world:
+            server = await world.server("org/one")
+            assert (await world.ask(post(path, b"no JSON"))).code == 200
+            assert server.asked[0].line == f"POST {path.removeprefix('/models/org/one')} HTTP/1.1"
+            assert server.asked[0].body == b"no JSON"
+            assert (await world.ask(post("/models/other/tokenize", b"{}"))).code == 404
+
+    run(scenario)
+
+
+def test_the_only_model_need_not_be_named() -> None:
+    async def scenario() -> None:
+        async with a_world("one") as world:
+            server = await world.server("one")
+            assert (await world.ask(post("/tokenize", b'{"prompt": "x"}'))).code == 200
+            assert (await world.ask(get("/v1/responses/resp_1"))).code == 200
+            assert (await world.ask(post("/v1/responses/resp_1/cancel", b""))).code == 200
+            lines = [asked.line.split()[:2] for asked in server.asked]
+            assert lines == [
+                ["POST", "/tokenize"],
+                ["GET", "/v1/responses/resp_1"],
+                ["POST", "/v1/responses/resp_1/cancel"],
+            ]
+        async with a_world("one", "two") as world:
+            answer = await world.ask(post("/tokenize", b'{"prompt": "x"}'))
+            assert answer.code == 400
+            assert "one, two" in answer.error["message"]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"nonsense", b'{"model": 5}', b'{"model": "one"'[:9], b'{"model": null}', b'\xff{"model": "one"}'],
+)
+def test_nonsense_gets_400_in_openais_shape(body: bytes) -> None:
+    async def scenario() -> None:
+        async with a_world() as world:
+            answer = await world.ask(post("/v1/completions", body))
+            assert answer.code == 400
+            assert answer.error.keys() == {"message", "type", "param", "code"}
+            assert answer.error["type"] == "BadRequestError"
+
+    run(scenario)
+
+
+def test_a_model_that_comes_too_late_in_the_body() -> None:
+    async def scenario() -> None:
+        async with a_world(max_head_bytes=1 << 20) as world:
+            server = await world.server("one")
+            late = b'{"prompt": "' + b"x" * (3 << 20) + b'", "model": "one"}'
+            answer = await world.ask(post("/v1/completions", late))
+            assert answer.code == 413
+            assert "/models/NAME/v1/completions" in answer.error["message"]
+            assert server.asked == []
+            assert (await world.ask(post("/models/one/v1/completions", late))).code == 200
+            early = b'{"model": "one", "prompt": "' + b"x" * (3 << 20) + b'"}'
+            assert (await world.ask(post("/v1/completions", early))).code == 200
+            assert [len(asked.body) for asked in server.asked] == [len(late), len(early)]
+
+    run(scenario)
+
+
+# What cannot be had
+
+
+def test_errors_of_the_fleet() -> None:
+    async def scenario() -> None:
+        async with a_world() as world:
+            answer = await world.ask(ask("three"))
+            assert (answer.code, answer.error["type"]) == (404, "NotFoundError")
+            assert "one, two" in answer.error["message"]
+            world.fleet.refusal = NOT_NOW
+            answer = await world.ask(ask())
+            assert (answer.code, answer.headers["retry-after"]) == (503, "7")
+            assert answer.error["message"] == "all seats are taken"
+            world.fleet.refusal = ServerFailed("it will not start", 0)
+            answer = await world.ask(ask())
+            assert (answer.code, answer.headers["retry-after"]) == (503, "1")
+
+    run(scenario)
+
+
+def test_a_server_that_cannot_be_reached_is_asked_again_elsewhere() -> None:
+    async def scenario() -> None:
+        async with a_world() as world:
+            server = await world.server("one")
+            alive = world.fleet.servers["one"]
+            dead = Address("http://127.0.0.1:1")
+            world.fleet.servers["one"] = dead
+
+            def report_failure(_: object, error: str) -> None:
+                world.fleet.failures.append(error)
+                world.fleet.servers["one"] = alive
+
+            world.fleet.report_failure = report_failure  # type: ignore[method-assign,assignment]
+            assert (await world.ask(ask())).code == 200
+            assert len(world.fleet.failures) == 1
+            assert len(server.asked) == 1
+            world.fleet.report_failure = lambda *_: None  # type: ignore[method-assign]
+            world.fleet.servers["one"] = dead
+            answer = await world.ask(ask())
+            assert (answer.code, answer.error["type"]) == (502, "BadGatewayError")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200 OK\r\nconte", b"nonsense\r\n\r\n"])
+def test_a_server_that_dies_before_it_answers(sent: bytes) -> None:
+    """It got the request, so nobody else gets it: it may be what killed the server."""
+
+    async def serve(asked: Asked) -> None:
+        await asked.send(sent)
+        asked.writer.close()
+
+    async def scenario() -> None:
+        async with a_world() as world:
+            server = await world.server("one", serve)
+            answer = await world.ask(ask())
+            assert answer.code == 502
+            assert len(server.asked) == len(world.fleet.failures) == 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_server_that_closes_every_connection_at_once(reads: bool) -> None:
+    """A write then meets a transport that is closed already, of which nobody was told yet."""
+
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if reads:
+            await reader.read(1)
+        writer.close()
+
+    async def scenario() -> None:
+        async with a_world() as world:
+            listening = await asyncio.start_server(close, "127.0.0.1", 0)
+            world.closing.append(listening)
+            world.fleet.servers["one"] = Address(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+            answers = await asyncio.gather(*(world.ask(ask()) for _ in range(100)))
+            assert {answer.code for answer in answers} == {502}
+
+    run(scenario)
+
+
+def test_connections_that_a_server_closes_between_requests_are_nobodys_trouble() -> None:
+    async def scenario() -> None:
+        async with a_world() as world:
+
+            async def serve(asked: Asked) -> None:
+                await asked.send(OK)
+                asyncio.get_running_loop().call_later(0.001, asked.writer.close)
+
+            await world.server("one", serve)
+
+            async def client(number: int) -> set[int]:
+                await asyncio.sleep(number * 0.0003)
+                return {(await world.ask(ask())).code for _ in range(20)}
+
+            codes = await asyncio.gather(*(client(number) for number in range(16)))
+            assert set().union(*codes) == {200}
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_server_that_dies_while_it_answers(is_stream: bool) -> None:
+    async def serve(asked: Asked) -> None:
+        if is_stream:
+            await asked.send(STREAM + chunk(b"data: {}\n\n"))
+        else:
+            await asked.send(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhalf")
+        asked.writer.close()
+
+    async def scenario() -> None:
+        async with a_world() as world:
+            server = await world.server("one", serve)
+            answer = await world.ask(ask(stream=is_stream))
+            assert answer.code == 200
+            assert not answer.whole, "nobody may take it for the whole answer"
+            if is_stream:
+                event = answer.body.split(b"\n\n")[-2]
+                assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == 502
+            assert len(server.asked) == len(world.fleet.failures) == 1
+
+    run(scenario)
+
+
+def test_a_connection_that_the_server_closed_while_idle_is_not_the_clients_trouble() -> None:
+    async def scenario() -> None:
+        async with a_world() as world:
+            closes = False
+
+            async def serve(asked: Asked) -> None:
+                if closes and len(server.asked) == 2:
+                    return asked.writer.close()
+                await answer_ok(asked)
+
+            server = await world.server("one", serve)
+            assert (await world.ask(ask())).code == 200
+            closes = True
+            assert (await world.ask(ask())).code == 200
+            assert (len(server.asked), server.connections) == (3, 2)
+            assert world.fleet.failures == []
+
+    run(scenario)
+
+
+def test_a_long_body_goes_over_a_connection_that_is_sure_to_be_open() -> None:
+    """It cannot be sent twice, and a server may close an idle connection at any moment."""
+
+    async def scenario() -> None:
+        async with a_world() as world:
+            server = await world.server("one")
+            assert (await world.ask(ask())).code == 200
+            body = b'{"model": "one", "prompt": "' + b"x" * (1 << 20) + b'"}'
+            assert (await world.ask(post("/v1/completions", body))).code == 200
+            assert [len(asked.body) for asked in server.asked][1:] == [len(body)]
+            assert server.connections == 2
+
+    run(scenario)
+
+
+# What ends early
+
+
+@pytest.mark.parametrize("when", ["held", "asked", "streamed"])
+def test_a_client_that_goes_away_ends_its_request(when: str) -> None:
+    async def scenario() -> None:
+        noticed = asyncio.Event()
+
+        async def serve(asked: Asked) -> None:
+            if when == "streamed":
+                await asked.send(STREAM + chunk(b"data: 1\n\n"))
+            await asked.gone()
+            noticed.set()
+
+        async with a_world() as world:
+            server = await world.server("one", serve)
+            if when == "held":
+                world.fleet.held = asyncio.Event()
+            client = await world.client()
+            await client.send(ask(stream=True))
+            if when == "held":
+                await until(lambda: world.fleet.waiting == 1)
+            elif when == "asked":
+                await until(lambda: len(server.asked) == 1)
+            else:
+                await client.head()
+            client.close()
+            if when == "held":
+                await until(lambda: world.fleet.waiting == 0)
+                assert server.asked == []
+            else:
+                await noticed.wait()
+            await until(lambda: not world.fleet.granted)
+            assert world.fleet.failures == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("when", ["asked", "streamed", "stuck"])
+def test_a_lease_that_is_revoked_ends_the_request_at_both_ends(when: str) -> None:
+    async def scenario() -> None:
+        noticed = asyncio.Event()
+
+        async def serve(asked: Asked) -> None:
+            if when != "asked":
+                await asked.send(STREAM + chunk(b"data: 1\n\n"))
+            if when == "stuck":
+                asked.writer.write(chunk(bytes(64 << 20)))
+            await asked.gone()
+            noticed.set()
+
+        async with a_world() as world:
+            server = await world.server("one", serve)
+            client = await world.client(limit=1 << 16)
+            await client.send(ask(stream=True))
+            await until(lambda: len(server.asked) == 1)
+            if when != "asked":
+                await client.head()
+                assert (await client.chunk()).startswith(b"data: 1\n\n")
+            if when == "stuck":
+                client.reader._transport.pause_reading()  # type: ignore[attr-defined]
+                await asyncio.sleep(0.1)
+            (lease,) = world.fleet.granted
+            lease.revoked.set_result("the model is put to sleep")
+            await until(lambda: not world.fleet.granted)
+            await noticed.wait()
+            if when == "asked":
+                answer = await client.answer()
+                assert (answer.code, answer.error["message"]) == (503, "the model is put to sleep")
+            elif when == "streamed":
+                event = (await client.chunk()).strip()
+                assert json.loads(event.removeprefix(b"data: "))["error"]["message"] == "the model is put to sleep"
+                assert await client.reader.read() == b"", "the stream's end is not claimed"
+
+    run(scenario)
+
+
+def test_requests_that_wait_do_not_fill_memory() -> None:
+    async def scenario() -> None:
+        async with a_world(max_held_bytes=1 << 20) as world:
+            server = await world.server("one")
+            world.fleet.held = asyncio.Event()
+            body = b'{"model": "one", "prompt": "' + b"x" * (3 << 19) + b'"}'
+            answer = await world.ask(post("/v1/completions", body))
+            assert (answer.code, answer.headers["retry-after"]) == (503, "1")
+            assert answer.error["message"] == exchange.TOO_MUCH
+            small = await world.client()
+            await small.send(ask())
+            await until(lambda: world.fleet.waiting == 1)
+            world.fleet.held.set()
+            assert (await small.answer()).code == 200
+            assert len(server.asked) == 1
+
+    run(scenario)
+
+
+def test_a_slow_client_slows_its_server_down() -> None:
+    """The front holds a bounded part of an answer that nobody takes."""
+
+    async def scenario() -> None:
+        written = 0
+
+        async def serve(asked: Asked) -> None:
+            nonlocal written
+            await asked.send(STREAM)
+            for _ in range(256):
+                await asked.send(chunk(bytes(1 << 18)))
+                written += 1 << 18
+            await asked.send(chunk(b""))
+
+        async with a_world() as world:
+            await world.server("one", serve)
+            client = await world.client(limit=1 << 16)
+            await client.send(ask(stream=True))
+            last = -1
+            while written != last:
+                last = written
+                await asyncio.sleep(0.3)
+            assert 0 < written < 32 << 20
+            answer = await client.answer()
+            assert len(answer.body) == 256 << 18
+
+    run(scenario)
+
+
+def test_a_slow_server_slows_its_client_down() -> None:
+    async def scenario() -> None:
+        async with a_world() as world:
+            read = asyncio.Event()
+
+            async def serve(asked: Asked) -> None:
+                await read.wait()
+                left = int(asked.header("content-length") or 0)
+                while left:
+                    left -= len(await asked.reader.read(min(left, 1 << 20)))
+                await asked.send(OK)
+
+            await world.server("one", serve, reads_body=False)
+            client = await world.client()
+            size = 128 << 20
+            await client.send(
+                post("/v1/completions", b"", f"Content-Length: {size}").replace(b"Content-Length: 0\r\n", b"")
+            )
+            sent = b'{"model": "one", "prompt": "'
+            await client.send(sent)
+            taken, piece = len(sent), bytes(1 << 18)
+            while taken < size:
+                client.writer.write(piece[: size - taken])
+                taken += min(len(piece), size - taken)
+                try:
+                    await asyncio.wait_for(client.writer.drain(), 0.5)
+                except asyncio.TimeoutError:
+                    break
+            assert taken < 64 << 20
+            read.set()
+            client.writer.write(bytes(size - taken))
+            assert (await client.answer()).code == 200
+
+    run(scenario)

@@ -1,0 +1,267 @@
+"""Who may ask what of the front, and that no other way to write a path says something else."""
+
+from __future__ import annotations
+
+import pytest
+from front_world import World, a_world, ask, get, post, run, until
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cumem_sleep.asgi import not_canonical
+from cumem_sleep.serve.access import place_of
+
+TOKEN, KEY = "operator's-token", "client's-key"
+DEV_MODE = [
+    "/sleep",
+    "/wake_up",
+    "/is_sleeping",
+    "/collective_rpc",
+    "/reset_prefix_cache",
+    "/reset_mm_cache",
+    "/server_info",
+    "/update_weights",
+    "/pause",
+    "/start_weight_update",
+    "/finish_weight_update",
+    "/resume",
+    "/abort_requests",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/adapters",
+    "/scale_elastic_ep",
+    "/start_profile",
+    "/reload_weights",
+    "/wake",
+    "/openapi.json",
+    "/docs",
+    "/load",
+    "/weight_checker",
+    "/fault_tolerance/apply",
+]
+ODD = [
+    r"/{0}",
+    r"//{0}",
+    r"/./{0}",
+    r"/x/../{0}",
+    r"/%2f{0}",
+    r"/{0}/",
+    r"/{0}//",
+    r"/{0}%00",
+    r"/{0}%0a",
+    r"/{0};x=1",
+    r"/{0}%20",
+    r"/%2e/{0}",
+    r"/v1/..%2f{0}",
+    r"\{0}",
+    r"/%5c{0}",
+    r"/v1/responses/..%2f..%2f{0}",
+    r"/v1/responses/%2e%2e/{0}",
+    r"/models/one/{0}",
+    r"/models/one//{0}",
+    r"/v1/completions%3f/{0}",
+    r"/models/one/v1/responses/../../{0}",
+    r"/v1/completions/../../{0}",
+    r"/v1/responses/x/../{0}",
+    r"/v1/completions#/{0}",
+    r"http://127.0.0.1/{0}",
+    r"http://127.0.0.1//{0}",
+]
+
+
+def bearer(token: str) -> str:
+    return f"Authorization: Bearer {token}"
+
+
+async def raw(world: World, request: bytes) -> bytes:
+    client = await world.client()
+    await client.send(request)
+    return await client.reader.readline()
+
+
+@pytest.mark.parametrize("path", DEV_MODE)
+def test_what_servers_have_beside_the_models_cannot_be_reached(path: str) -> None:
+    """Whoever asks, and however the path is written."""
+
+    async def scenario() -> None:
+        async with a_world("one", api_keys=[KEY], admin_token=TOKEN) as world:
+            server = await world.server("one")
+            for odd in ("{0}", *ODD):
+                target = odd.format(path.lstrip("/") if odd != "{0}" else path)
+                for method in ("POST", "GET"):
+                    body = b'{"model": "one"}' if method == "POST" else b""
+                    lines = [f"{method} {target} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", bearer(TOKEN)]
+                    status = await raw(world, "\r\n".join((*lines, "Connection: close", "", "")).encode() + body)
+                    assert status.split()[1] in (b"200", b"400", b"404", b"405"), (target, status)
+            lines = {asked.line for asked in server.asked}
+            assert lines <= {"POST /v1/completions HTTP/1.1"}, "what is before a fragment"
+
+    run(scenario)
+
+
+PARTS = "/ // sleep collective_rpc v1 models one completions responses tokenize cancel .. . %2f %2e %00 \\ ? # : @ r_1"
+PIECES = st.sampled_from((*PARTS.split(), "http://x", " ", "é", "admin", "\n", "\x00", "a" * 300))
+
+
+@given(st.lists(PIECES, max_size=12).map("".join) | st.text(max_size=40))
+@settings(max_examples=500, deadline=None)
+def test_only_paths_of_the_list_become_targets(path: str) -> None:
+    place = place_of("/" + path)
+    if place is None or place.name:
+        return
+    target = place_of(place.target)
+    assert target is not None
+    assert target.target == place.target
+    assert not any(name in place.target for name in ("sleep", "rpc", "admin", "..", "//", "%", "\\", "\n", " "))
+
+
+@given(st.lists(PIECES, min_size=1, max_size=8).map("".join))
+@settings(max_examples=300, deadline=None)
+def test_a_path_that_can_be_read_in_two_ways_is_not_canonical(path: str) -> None:
+    scope = {"path": "/" + path, "raw_path": ("/" + path).encode()}
+    odd = "//" in "/" + path or "\\" in path or "%2f" in path or not path.isprintable()
+    odd |= any(part in (".", "..") for part in path.split("/"))
+    assert bool(not_canonical(scope)) == odd
+
+
+@pytest.mark.parametrize("lines", [(), (bearer("wrong"),), (bearer(KEY + "x"),), ("Authorization: Basic " + KEY,)])
+def test_without_a_key_nothing_is_told_or_done(lines: tuple[str, ...]) -> None:
+    async def scenario() -> None:
+        async with a_world(api_keys=["other", KEY], admin_token=TOKEN) as world:
+            server = await world.server("one")
+            looks = ("/v1/models", "/v1/models/one", "/status", "/status/live", "/metrics", "/version", "/nothing")
+            requests = [get(path, *lines) for path in looks]
+            requests += [post("/v1/completions", b'{"model": "one"}', *lines), post("/admin/stop", b"{}", *lines)]
+            for request in requests:
+                answer = await world.ask(request)
+                assert (answer.code, answer.headers["www-authenticate"]) == (401, "Bearer"), request
+                assert answer.error["type"] == "AuthenticationError"
+            for path in ("/", "/page.js", "/health"):
+                assert (await world.ask(get(path, *lines))).code == 200
+            assert world.fleet.calls == server.asked == []
+
+    run(scenario)
+
+
+def test_a_key_opens_the_models_and_the_token_everything_and_no_server_sees_them() -> None:
+    async def scenario() -> None:
+        async with a_world(api_keys=["other", KEY], admin_token=TOKEN) as world:
+            server = await world.server("one")
+            for token in (KEY, "other", TOKEN):
+                request = post("/v1/completions", b'{"model": "one"}', bearer(token))
+                assert (await world.ask(request)).code == 200
+                assert (await world.ask(get("/v1/models", bearer(token)))).code == 200
+            assert [asked.header("authorization") for asked in server.asked] == [None] * 3
+            call = b'{"model": "one"}'
+            assert (await world.ask(post("/admin/sleep", call, bearer(KEY)))).code == 401
+            assert world.fleet.calls == []
+            assert (await world.ask(post("/admin/sleep", call, bearer(TOKEN)))).code == 200
+            assert world.fleet.calls == [("sleep", "one", None)]
+
+    run(scenario)
+
+
+def test_only_an_operator_sees_where_servers_are() -> None:
+    async def scenario() -> None:
+        async with a_world("one", admin_token=TOKEN) as world:
+            await world.server("one")
+            answer = await world.ask(get("/status"))
+            assert answer.code == 200
+            assert b"secret" not in answer.body
+            assert not {"url", "log", "pid"} & answer.json["models"][0].keys()
+            answer = await world.ask(get("/status", bearer(TOKEN)))
+            assert answer.json["models"][0]["log"] == "/secret/folder/one.log"
+            assert answer.json["operator"] is True
+            request = post("/v1/completions", b'{"model": "one"}', bearer(TOKEN))
+            assert (await world.ask(request)).code == 200
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("path", ["/admin/sleep", "/admin/wake", "/admin/stop"])
+def test_without_an_admin_token_nobody_is_an_operator(path: str) -> None:
+    async def scenario() -> None:
+        async with a_world() as world:
+            for lines in ((), (bearer(""),), (bearer("None"),)):
+                assert (await world.ask(post(path, b'{"model": "one"}', *lines))).code == 403
+            assert world.fleet.calls == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        (("Origin: http://elsewhere",), 403),
+        (("Origin: null",), 403),
+        (("Origin: http://front", "Sec-Fetch-Site: cross-site"), 403),
+        (("Sec-Fetch-Site: same-site",), 403),
+        (("Origin: http://front",), 200),
+        (("Origin: https://proxy", "Sec-Fetch-Site: same-origin"), 200),
+        ((), 200),
+    ],
+)
+def test_a_page_of_somebody_else_cannot_make_a_browser_wake_models(lines: tuple[str, ...], code: int) -> None:
+    """A form or script of any page may post plain text anywhere without being asked."""
+
+    async def scenario() -> None:
+        async with a_world("one", admin_token=TOKEN) as world:
+            server = await world.server("one")
+            request = post("/v1/completions", b'{"model": "one"}', "Content-Type: text/plain", *lines)
+            assert (await world.ask(request)).code == code
+            assert len(server.asked) == (code == 200)
+
+    run(scenario)
+
+
+def test_first_lines_without_end_are_cut_off() -> None:
+    async def scenario() -> None:
+        async with a_world("one") as world:
+            client = await world.client()
+            await client.send(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+            client.writer.write(b"X-Long: " + b"x" * (1 << 20))
+            assert (await client.reader.readline()).split()[1] == b"400"
+
+    run(scenario)
+
+
+def test_websockets_are_refused() -> None:
+    async def scenario() -> None:
+        async with a_world("one") as world:
+            lines = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Key: x", "Sec-WebSocket-Version: 13")
+            answer = await world.ask(get("/v1/realtime?model=one", *lines))
+            assert answer.code == 501
+            assert "websockets are not served" in answer.error["message"]
+
+    run(scenario)
+
+
+WIRE = (
+    b"GET ",
+    b"POST ",
+    b"/v1/completions",
+    b"/admin/stop",
+    b" HTTP/1.1\r\n",
+    b"Host: x\r\n",
+    b"\r\n",
+    b"\xff",
+    b"{}",
+)
+WIRE += (b"Content-Length: 9\r\n", b"Transfer-Encoding: chunked\r\n", b"0\r\n\r\n", b"\x00")
+
+
+@given(st.lists(st.sampled_from(WIRE) | st.binary(max_size=20), max_size=12).map(b"".join))
+@settings(max_examples=40, deadline=None)
+@pytest.mark.slow
+def test_whatever_bytes_come_the_front_lives_and_nothing_is_called(noise: bytes) -> None:
+    async def scenario() -> None:
+        async with a_world("one", admin_token=TOKEN) as world:
+            await world.server("one")
+            client = await world.client()
+            await client.send(noise)
+            client.writer.write_eof()
+            await client.reader.read()
+            assert (await world.ask(ask())).code == 200
+            assert world.fleet.calls == []
+            await until(lambda: not world.fleet.granted)
+
+    run(scenario)

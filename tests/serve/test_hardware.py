@@ -1,0 +1,56 @@
+"""What the machine says of its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cumem_sleep.serve import hardware
+from cumem_sleep.serve.hardware import Gpu
+
+GIB = 1 << 30
+TWO = "0, GPU-aa, NVIDIA H200, 143771, 512\n1, GPU-bb, NVIDIA H200, 143771, 1024\n"
+
+
+@pytest.fixture
+def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What `nvidia-smi` says is written there."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\ncat {tmp_path}/says\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    return tmp_path / "says"
+
+
+def test_gpus_are_numbered_as_they_are_visible(says: Path) -> None:
+    says.write_text(TWO)
+    first, second = hardware.gpus(None)
+    assert first == Gpu(0, "GPU-aa", "NVIDIA H200", 143771 << 20, 512 << 20)
+    assert second.used_bytes == 1 << 30
+    assert [(gpu.number, gpu.uuid) for gpu in hardware.gpus("1")] == [(0, "GPU-bb")]
+    assert [(gpu.number, gpu.uuid) for gpu in hardware.gpus("GPU-bb, 0")] == [(0, "GPU-bb"), (1, "GPU-aa")]
+    assert [(gpu.number, gpu.uuid) for gpu in hardware.gpus("7,1")] == [(1, "GPU-bb")]
+
+
+@pytest.mark.parametrize("text", ["no devices were found", "0, GPU-aa, H200, [N/A], [N/A]"])
+def test_without_an_answer_there_are_none(says: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    says.write_text(text)
+    assert hardware.gpus(None) == []
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert hardware.gpus(None) == []
+
+
+def test_a_containers_limit_counts_without_its_page_cache(tmp_path: Path) -> None:
+    assert hardware.host_available_bytes(tmp_path) is None
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable: {64 << 20} kB\n")
+    assert hardware.host_available_bytes(tmp_path) == 64 * GIB
+    folder = tmp_path / "sys/fs/cgroup"
+    folder.mkdir(parents=True)
+    (folder / "memory.max").write_text("max\n")
+    assert hardware.host_available_bytes(tmp_path) == 64 * GIB
+    (folder / "memory.max").write_text(f"{32 * GIB}\n")
+    (folder / "memory.current").write_text(f"{10 * GIB}\n")
+    (folder / "memory.stat").write_text(f"anon {4 * GIB}\ninactive_file {6 * GIB}\n")
+    assert hardware.host_available_bytes(tmp_path) == 28 * GIB

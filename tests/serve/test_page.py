@@ -1,0 +1,262 @@
+"""The page at `/` in a real browser: what it shows, that it follows, what its buttons do, and how it reads."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chromium import PROGRAM, Page, a_page
+from front_world import World, a_world, get, run
+
+import cumem_sleep.serve.page as served
+from cumem_sleep.serve.fleet import Refused
+from cumem_sleep.serve.status import Phase
+
+STATIC = Path(served.__file__).parent / "static"
+TOKEN = "operator's-token"
+LONG_NAME = "a-model-with-a-name-that-is-as-long-as-names-of-models-are/today-FP8"
+needs_browser = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
+pytestmark = pytest.mark.slow
+
+CONTRAST = """
+(() => {
+  const parse = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = (color) => {
+    const linear = (part) => part <= .03928 ? part / 12.92 : ((part + .055) / 1.055) ** 2.4;
+    const [r, g, b] = parse(color).map((part) => linear(part / 255));
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const behind = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const color = getComputedStyle(at).backgroundColor;
+      if (parse(color)[3] !== 0) return color;
+    }
+    return getComputedStyle(document.body).backgroundColor;
+  };
+  const poor = [];
+  for (const element of document.querySelectorAll("body *")) {
+    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+    if (!own || !element.offsetWidth || element.disabled) continue;
+    const [one, two] = [light(getComputedStyle(element).color), light(behind(element))];
+    const ratio = (Math.max(one, two) + .05) / (Math.min(one, two) + .05);
+    if (ratio < 4.5) poor.push(`${element.textContent.trim()}: ${ratio.toFixed(2)}`);
+  }
+  return poor;
+})()
+"""
+
+
+async def opened(world: World, page: Page) -> None:
+    await page.looks(1000, 800)
+    await page.go(f"http://127.0.0.1:{world.port}/")
+    await page.until("document.querySelector('#link').className === 'link live'")
+
+
+async def enter(page: Page, token: str) -> None:
+    """With the keyboard alone."""
+    await page.until("document.querySelector('#ask').open")
+    await page.value("document.querySelector('#token').select()")
+    await page.type(token)
+    await page.press("Enter", 13)
+
+
+def tell(world: World, phase: Phase) -> None:
+    world.fleet.phase = phase
+    world.fleet.changed.set()
+
+
+@needs_browser
+def test_it_shows_who_is_awake_and_follows() -> None:
+    async def scenario() -> None:
+        async with a_world("one", "two") as world, a_page() as page:
+            await opened(world, page)
+            text = await page.value("document.body.innerText")
+            for wanted in (
+                "GPU 0",
+                "H200",
+                "40 B of 100 B in use",
+                "one",
+                "two",
+                "asleep, level 1",
+                "fell asleep at level 1 in 250 ms",
+            ):
+                assert wanted in text, text
+            assert await page.value("document.querySelectorAll('[data-call]').length") == 0, "nobody is an operator"
+            label = "document.querySelector('#gpus [role=img]').getAttribute('aria-label')"
+            assert await page.value(label) == "GPU 0: one 90 percent, awake"
+            bar, part = [
+                await page.value(f"document.querySelector('#gpus .bar{at}').offsetWidth") for at in ("", " span")
+            ]
+            assert abs(part / bar - 0.9) < 0.02
+            tell(world, Phase.WAKING)
+            await page.until("document.querySelector('.state').textContent === 'waking'")
+            tell(world, Phase.AWAKE)
+            await page.until("document.querySelector('#news').textContent === 'one is awake, two is awake'")
+            assert page.complaints == []
+            hosts = {re.match(r"\w+://([^/]*)", url)[1] for url in page.requests}  # type: ignore[index]
+            assert hosts == {f"127.0.0.1:{world.port}"}, "it works offline"
+
+    run(scenario)
+
+
+@needs_browser
+def test_buttons_are_for_those_with_the_token() -> None:
+    async def scenario() -> None:
+        async with a_world("one", "two", admin_token=TOKEN) as world, a_page() as page:
+            await opened(world, page)
+            await page.value("document.querySelector('#key').click()")
+            await enter(page, TOKEN)
+            await page.until("document.querySelectorAll('[data-call]').length === 6")
+            states = "[...document.querySelectorAll('[data-model=two] button')].map((b) => [b.textContent, b.disabled])"
+            assert await page.value(states) == [["Wake", False], ["Sleep", True], ["Stop", False]]
+            await page.value("document.querySelector('[data-model=two] [data-call=wake]').focus()")
+            await page.press("Enter", 13)
+            await _until_called(world, ("wake", "two"))
+            await page.value("document.querySelector('[data-model=two] [data-call=stop]').focus()")
+            tell(world, Phase.AWAKE)
+            await page.until("!document.querySelector('[data-model=two] [data-call=sleep]').disabled")
+            focused = "document.activeElement.getAttribute('aria-label')"
+            assert await page.value(focused) == "Stop two", "news take nobody's focus away"
+            await page.go(f"http://127.0.0.1:{world.port}/")
+            await page.until("document.querySelectorAll('[data-call]').length === 6")
+            await page.value("document.querySelector('#key').click(), document.querySelector('#forget').click()")
+            await page.until("document.querySelectorAll('[data-call]').length === 0 && last !== null && !last.operator")
+            assert page.complaints == []
+
+    run(scenario)
+
+
+@needs_browser
+def test_where_keys_are_needed_it_asks_for_one_and_says_what_fails() -> None:
+    async def scenario() -> None:
+        async with a_world("one", api_keys=["key"], admin_token=TOKEN) as world, a_page() as page:
+            await page.looks(1000, 800)
+            await page.go(f"http://127.0.0.1:{world.port}/")
+            await page.until("document.querySelector('#link').textContent === 'a token is needed'")
+            await enter(page, "wrong")
+            await page.until("document.querySelector('#link').textContent === 'this token is not accepted'")
+            assert await page.value("document.querySelectorAll('#models li').length") == 0
+            await enter(page, TOKEN)
+            await page.until("document.querySelectorAll('[data-call]').length === 3")
+            world.fleet.refusal = Refused("<b>somebody else</b> started it")
+            await page.value("document.querySelector('[data-call=stop]').click()")
+            await page.until("!document.querySelector('#problem').hidden")
+            said = await page.value("document.querySelector('#problem').textContent")
+            assert said == "stop one: <b>somebody else</b> started it"
+
+    run(scenario)
+
+
+@needs_browser
+def test_it_comes_back_when_the_front_does() -> None:
+    async def scenario() -> None:
+        async with a_world("one") as world, a_page() as page:
+            await opened(world, page)
+            world.fleet.ended = True
+            world.fleet.changed.set()
+            await page.until("document.querySelector('#link').className === 'link lost'")
+            world.fleet.ended = False
+            await page.until("document.querySelector('#link').className === 'link live'")
+
+    run(scenario)
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("phase", [Phase.ASLEEP, Phase.AWAKE, Phase.WAKING])
+def test_it_can_be_read_on_a_phone_by_day_and_night(scheme: str, phase: Phase) -> None:
+    async def scenario() -> None:
+        async with a_world("one", LONG_NAME) as world, a_page() as page:
+            world.fleet.phase = phase
+            world.fleet.config.front.admin_token = TOKEN
+            await opened(world, page)
+            await page.looks(360, 700, scheme)
+            failed = "last.models.map((model) => ({...model, error: 'it failed'}))"
+            await page.value(f"show({{...last, operator: true, models: {failed}}})")
+            assert await page.value("document.documentElement.scrollWidth") <= 360
+            assert await page.value(CONTRAST) == []
+            buttons = "[...document.querySelectorAll('button')].filter((each) => each.offsetWidth)"
+            assert await page.value(f"{buttons}.filter((each) => each.offsetHeight < 40).length") == 0
+            assert await page.value(f"{buttons}.every((each) => each.textContent)")
+            assert await page.value("document.querySelector('#token').labels.length") == 1
+
+    run(scenario)
+
+
+# Without a browser
+
+
+def test_its_files_need_nothing_else_and_its_headers_forbid_the_rest() -> None:
+    async def scenario() -> None:
+        async with a_world("one", api_keys=["key"]) as world:
+            for path, (_, kind) in served._FILES.items():
+                answer = await world.ask(get(path))
+                assert (answer.code, answer.headers["content-type"]) == (200, kind)
+                policy = answer.headers["content-security-policy"]
+                assert policy.startswith("default-src 'none'")
+                assert "unsafe" not in policy
+                assert (await world.ask(get(path, f"If-None-Match: {answer.headers['etag']}"))).code == 304
+                head = await world.client()
+                await head.send(get(path, method="HEAD"))
+                assert (await head.head()).code == 200
+
+    run(scenario)
+    for file in STATIC.iterdir():
+        text = file.read_text()
+        assert not re.search(r"(?:src|href|url)\s*[=(]\s*[\"']?(?:https?:)?//", text), file
+        assert "innerHTML" not in text
+        assert not re.search(r"\sstyle=|\son\w+=", text), "the policy would not let it"
+
+
+async def _until_called(world: World, *calls: tuple[Any, ...]) -> None:
+    while world.fleet.calls != [*calls]:
+        await asyncio.sleep(0.01)
+
+
+# The demo
+
+
+@needs_browser
+def test_a_newcomer_sees_a_switch() -> None:
+    """`serve --demo` as it is documented: the page, a click, and a request that pushes the model out again."""
+
+    async def scenario() -> None:
+        command = (sys.executable, "-m", "cumem_sleep", "serve", "--demo", "--port", "0")
+        demo = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        assert demo.stderr is not None
+        try:
+            said = ""
+            while "admin token: " not in said:
+                said += (await demo.stderr.readline()).decode()
+            port, token = re.findall(r"http://127\.0\.0\.1:(\d+)/ \(admin token: ([^)]+)\)", said)[0]
+            reading = asyncio.create_task(demo.stderr.read())
+            async with a_page() as page:
+                await page.looks(1000, 1000)
+                await page.go(f"http://127.0.0.1:{port}/")
+                await page.until("last && last.simulated && last.models.every((model) => model.phase !== 'starting')")
+                await page.value(f"use('{token}')")
+                await page.until("last && last.operator")
+                first, second = await page.value("last.models.slice(0, 2).map((model) => model.name)")
+                for name, other in ((first, second), (second, first), (first, second)):
+                    await page.until(f"!{button(name, 'wake')}.disabled || {phase(name)} === 'awake'")
+                    await page.value(f"{button(name, 'wake')}.click()")
+                    await page.until(f"{phase(name)} === 'awake' && {phase(other)} !== 'awake'")
+                reading.cancel()
+                assert page.complaints == []
+        finally:
+            demo.terminate()
+            assert await demo.wait() == 0
+
+    run(scenario)
+
+
+def button(model: str, call: str) -> str:
+    return f"document.querySelector('[data-model=\"{model}\"] [data-call={call}]')"
+
+
+def phase(model: str) -> str:
+    return f"last.models.find((model) => model.name === '{model}').phase"

@@ -1,0 +1,73 @@
+"""What docs/several-models.md says of the front is what the front does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from front_world import StubFleet
+
+from cumem_sleep.serve.access import Need, place_of
+from cumem_sleep.serve.config import Front
+from cumem_sleep.serve.metrics import FleetCollector
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "several-models.md").read_text()
+
+
+def rows(after: str) -> list[list[str]]:
+    """The cells of the first table after a heading."""
+    text = PAGE.partition(f"{after}\n")[2]
+    lines = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert lines is not None
+    return [[cell.strip() for cell in line.strip("\n")[1:-1].split("|")] for line in lines[0].splitlines()[2:]]
+
+
+def metrics() -> dict[str, set[str]]:
+    """The labels of every metric, by its name."""
+    families: list[Any] = list(FleetCollector(StubFleet("one")).collect())  # type: ignore[arg-type]
+    return {family.name + "_total" * (family.type == "counter"): set(family._labelnames) for family in families}
+
+
+def test_every_metric_is_on_the_page_with_its_labels() -> None:
+    assert {row[0].strip("`"): set(re.findall(r"\w+", row[1])) for row in rows("## Metrics")} == metrics()
+
+
+def test_queries_name_metrics_and_labels_that_exist() -> None:
+    known = metrics()
+    for name, selector in re.findall(r"\((cumem_sleep:serve_\w+)(?:\{([^}]*)\})?", PAGE):
+        assert set(re.findall(r"(\w+)=", selector)) <= known[name]
+
+
+def test_paths_on_the_page_need_what_it_says() -> None:
+    needs = {"nothing": Need.NOTHING, "the admin token": Need.ADMIN, "an API key, if there are any": Need.KEY}
+    found = 0
+    for paths, _, need in rows("### An operator's calls"):
+        method = paths.strip("`").split()[0]
+        for path in re.findall(r"/[\w/]+", paths):
+            place = place_of(path)
+            assert place is not None
+            assert place.need is needs[need]
+            assert method in place.methods
+            found += 1
+    assert found == 8
+
+
+def test_every_key_of_the_front_is_on_the_page() -> None:
+    keys = {field.alias or name for name, field in Front.model_fields.items()}
+    assert {key for row in rows("Of the front:\n") for key in re.findall(r"`(\w+)`", row[0])} == keys
+
+
+def test_what_the_front_costs_is_what_was_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "results" / "serve_overhead.json").read_text())
+    overhead = measured["overhead"]
+    table = {row[0]: row[1:] for row in rows("### What the front costs")}
+    for name in ("first streamed token", "whole answer"):
+        more = overhead[name]["more"]
+        assert table[name] == [f"{more['median_ms']:.1f} ms", f"{more['p99_ms']:.1f} ms"]
+    said = PAGE.partition("### What the front costs")[2].partition("\n## ")[0]
+    assert f"{overhead['cpu of the front']['us_per_piece']:.0f} µs" in said
+    assert f"{measured['memory']['more_bytes'] / 2**20:.0f} MiB" in said
+    assert f"{overhead['requests in flight']} streams of {overhead['pieces of an answer']} pieces" in said

@@ -1,0 +1,236 @@
+"""Random traffic through `cumem-sleep serve`, as a process, over servers at which much goes wrong.
+
+It prints what became of the requests. For long:
+
+    SERVE_REQUESTS=50000 SERVE_FAULTS=0.2 pytest -m slow tests/serve/test_traffic.py -s
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers_of_tests import FAULTY
+
+REQUESTS = int(os.environ.get("SERVE_REQUESTS", "400"))
+FAULTS = float(os.environ.get("SERVE_FAULTS", "1.0"))  # 1: a change of a server in three goes wrong, or is slow
+CLIENTS = 48
+WAIT_S = 60.0
+GPUS = {f"model-{number}": [[0], [1]][number % 2] if number < 8 else [0, 1] for number in range(10)}
+FLAT_BYTES = 24 << 20  # what the front's memory may grow by after the first tenth of the requests, however many come
+
+
+@dataclass
+class Answer:
+    """A whole answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    is_whole: bool
+
+
+@dataclass
+class Tally:
+    """What became of the requests."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    longest_s: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+
+def models_yaml(folder: Path, faults: float) -> Path:
+    for number in (0, 1):
+        (folder / f"gpu{number}").mkdir()
+    models: dict[str, Any] = {}
+    for seed, (name, gpus) in enumerate(GPUS.items()):
+        folders = " ".join(str(folder / f"gpu{gpu}") for gpu in gpus)
+        command = f"{FAULTY} --uds {{socket}} --served-model-name {name} --gpus {folders}"
+        command += f" --record {folder / 'record'} --faults {faults} --seed {seed}"
+        common = {"wait": WAIT_S, "drain": "500ms", "idle": {1: "1s", 2: "3s"}, "host_memory": "10GiB"}
+        models[name] = {
+            "command": command,
+            "gpus": gpus,
+            "at_start": ["asleep", "awake", "stopped"][seed % 3],
+            **common,
+        }
+    models["model-3"]["keep"] = "300ms"
+    file = folder / "models.yaml"
+    front = {"port": 0, "admin_token": "secret"}
+    whole = {"front": front, "logs": str(folder / "logs"), "host_memory": "45GiB", "models": models}
+    file.write_text(json.dumps(whole, indent=1))
+    return file
+
+
+@asynccontextmanager
+async def front(folder: Path, faults: float) -> AsyncIterator[tuple[int, int]]:
+    """The command, as a process: its port and its pid."""
+    command = [sys.executable, "-m", "cumem_sleep", "serve", str(models_yaml(folder, faults))]
+    log = (folder / "front.log").open("wb")
+    process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+    try:
+        while "listens at" not in (folder / "front.log").read_text():
+            assert process.returncode is None, (folder / "front.log").read_text()
+            await asyncio.sleep(0.05)
+        port = (folder / "front.log").read_text().partition("listens at http://127.0.0.1:")[2].partition(";")[0]
+        yield int(port), process.pid
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        await process.wait()
+    assert process.returncode == 0
+
+
+async def ask(port: int, path: str, body: dict[str, Any] | None, leaves_after: float | None = None) -> Answer | None:
+    """One request on a connection of its own; None if the client left before the end of the answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        content = json.dumps(body).encode() if body is not None else b""
+        method = "POST" if body is not None else "GET"
+        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer secret\r\n"
+        writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        try:
+            whole = await asyncio.wait_for(reader.read(-1), leaves_after)
+        except asyncio.TimeoutError:
+            return None
+    finally:
+        writer.close()
+    return parse(whole)
+
+
+def parse(whole: bytes) -> Answer:
+    head, _, body = whole.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    is_whole = True
+    if headers.get("transfer-encoding") == "chunked":
+        pieces, rest = [], body
+        while rest:
+            size, _, rest = rest.partition(b"\r\n")
+            pieces.append(rest[: int(size, 16)])
+            rest = rest[int(size, 16) + 2 :]
+        is_whole = bool(pieces) and pieces[-1] == b""
+        body = b"".join(pieces)
+    elif "content-length" in headers:
+        is_whole = len(body) == int(headers["content-length"])
+    return Answer(int(first.split()[1]), headers, body, is_whole)
+
+
+def judge(answer: Answer, name: str, words: int, streams: bool) -> str:
+    """What became of a request; an empty word for what must not be."""
+    if answer.status in (502, 503):
+        error = json.loads(answer.body)["error"]
+        is_right = error["message"] and (answer.status == 502 or int(answer.headers["retry-after"]) >= 1)
+        return f"refused with {answer.status}" if is_right and answer.is_whole else ""
+    if answer.status != 200:
+        return ""
+    if not streams:
+        if not answer.is_whole:
+            return "broke off"
+        text = json.loads(answer.body)["choices"][0]["text"]
+        return (
+            "answered"
+            if f"This is {name},".startswith(" ".join(text.split()[:3])) and len(text.split()) == words
+            else ""
+        )
+    events = [line.removeprefix("data: ") for line in answer.body.decode().split("\n\n") if line.startswith("data: ")]
+    if not answer.is_whole or not events or events[-1] != "[DONE]":
+        return "broke off"
+    if any("error" in json.loads(event) for event in events[:-1]):
+        return "ended with an error"
+    texts = [json.loads(event)["choices"][0]["text"].strip() for event in events[:-1]]
+    return "answered" if is_answer(texts, name, words) else ""
+
+
+def is_answer(texts: list[str], name: str, words: int) -> bool:
+    return len(texts) == words and f"This is {name},".startswith(" ".join(texts[:3]))
+
+
+async def client(port: int, chance: random.Random, numbers: list[int], tally: Tally) -> None:
+    while numbers:
+        number = numbers.pop()
+        name = f"model-{min(int(chance.expovariate(0.35)) + number // 400, 99) % len(GPUS)}"
+        words, streams = chance.randint(1, 12), chance.random() < 0.6
+        body = {"model": name, "prompt": "?" * chance.choice((1, 100, 20000)), "max_tokens": words, "stream": streams}
+        leaves_after = chance.uniform(0.0, 0.3) if chance.random() < 0.1 else None
+        started = time.monotonic()
+        answer = await ask(port, "/v1/completions", body, leaves_after)
+        if answer is None:
+            tally.outcomes["left"] += 1
+            continue
+        tally.longest_s = max(tally.longest_s, time.monotonic() - started)
+        outcome = judge(answer, name, words, streams)
+        tally.outcomes[outcome] += 1
+        if not outcome:
+            tally.wrong.append(f"{name}: {answer}")
+        if chance.random() < 0.02:
+            await asyncio.sleep(chance.uniform(0.0, 0.5))
+
+
+async def watch(port: int, pid: int, numbers: list[int], total: int, sizes: list[int]) -> None:
+    """The status never shows more than there is; the front's memory is sampled."""
+    while numbers:
+        answer = await ask(port, "/status", None)
+        assert answer is not None
+        status = json.loads(answer.body)
+        for gpu in status["gpus"]:
+            assert sum(holder["share"] for holder in gpu["holders"]) <= 1, gpu
+        assert status["host"]["held_bytes"] <= status["host"]["budget_bytes"]
+        if len(numbers) < 0.9 * total:
+            sizes.append(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+        await asyncio.sleep(0.1)
+
+
+async def traffic(folder: Path, total: int, faults: float) -> tuple[Tally, list[int]]:
+    chance, tally, sizes = random.Random(total), Tally(), [0]
+    numbers = list(range(total))
+    async with front(folder, faults) as (port, pid):
+        clients = [client(port, random.Random(chance.random()), numbers, tally) for _ in range(CLIENTS)]
+        sizes.clear()
+        await asyncio.gather(*clients, watch(port, pid, numbers, total, sizes))
+        answer = await ask(port, "/status", None)
+        assert answer is not None
+        for model in json.loads(answer.body)["models"]:
+            assert (model["waiting"], model["running"]) == (0, 0), f"somebody was lost: {model}"
+        log = (folder / "front.log").read_text()
+        assert "Traceback" not in log, log[log.index("Traceback") :][:3000]
+    return tally, sizes
+
+
+def check(folder: Path, total: int, faults: float) -> None:
+    started = time.monotonic()
+    tally, sizes = asyncio.run(traffic(folder, total, faults))
+    record = folder / "record"
+    print(f"\n{total} requests in {time.monotonic() - started:.0f} s: {dict(tally.outcomes)};", end=" ")
+    print(f"the longest took {tally.longest_s:.1f} s; memory {min(sizes) >> 20} to {max(sizes) >> 20} MiB")
+    assert not record.exists(), record.read_text()
+    assert not tally.wrong, tally.wrong[:3]
+    assert tally.outcomes.total() == total
+    assert tally.longest_s <= WAIT_S + 10
+    assert max(sizes) - sizes[0] <= FLAT_BYTES
+    if not faults:
+        assert tally.outcomes.keys() <= {"answered", "left"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_random_traffic_while_much_goes_wrong(tmp_path: Path) -> None:
+    check(tmp_path, REQUESTS, FAULTS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_random_traffic_while_nothing_goes_wrong(tmp_path: Path) -> None:
+    check(tmp_path, REQUESTS, faults=0.0)
