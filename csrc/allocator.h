@@ -1,4 +1,5 @@
-// The malloc and free hooks that PyTorch's caching allocator calls, the tag of each thread, and the table of segments.
+// The malloc and free hooks that PyTorch's caching allocator calls, the label of each thread, and the table of
+// segments.
 //
 // Nothing here takes the Python interpreter lock: the hooks run on whichever thread PyTorch calls them from, with or
 // without it, and holding a lock of ours while waiting for the interpreter would deadlock.
@@ -14,12 +15,29 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "vmm.h"
 
 namespace cumem_sleep {
+
+// Who says what becomes of the bytes at a sleep. Memory of a pool (kByLevel) and of a region sleep apart from each
+// other, by calls of their own.
+enum class Backup {
+    kByLevel,  // of a pool: the level, or the tags of the call
+    kAlways,   // of a region whose bytes are kept
+    kNever,    // of a region whose bytes are dropped
+};
+
+// What an allocation is given, and keeps.
+struct Label {
+    std::string tag = "default";
+    Backup backup = Backup::kByLevel;
+
+    bool operator<(const Label& other) const { return std::tie(tag, backup) < std::tie(other.tag, other.backup); }
+};
 
 // One allocation that was handed out. Everything but `mapping`, the flags and `pins` stays as it was made.
 struct Segment {
@@ -30,7 +48,7 @@ struct Segment {
         kDropped,   // asleep; its bytes are gone
     };
 
-    Segment(uint64_t segment_id, int device, size_t bytes, std::string segment_tag);
+    Segment(uint64_t segment_id, int device, size_t bytes, const Label& label);
 
     // Physical memory under its address again (Mapping::map), on any thread. It must be pinned.
     void map();
@@ -44,6 +62,7 @@ struct Segment {
 
     const uint64_t id;  // never used twice in a process, unlike addresses
     const std::string tag;
+    const Backup backup;
     Mapping mapping;
     std::atomic<Sleep> sleep{Sleep::kAwake};
     std::atomic<bool> freed{false};       // written under the table's mutex
@@ -64,8 +83,10 @@ class SegmentTable {
     static SegmentTable& get();
 
     // Maps new memory of at least `bytes` (rounded up to the granularity). Throws DriverError, OutOfDeviceMemory or
-    // InvalidState, having undone every step.
-    SegmentPtr allocate(size_t bytes, int device, const std::string& tag);
+    // InvalidState, having undone every step. Memory of a region is refused as if the device were full where less than
+    // the margin would stay free.
+    SegmentPtr allocate(size_t bytes, int device, const Label& label);
+    void set_region_margin(size_t bytes) { region_margin_ = bytes; }
 
     // Gives the segment at `address` back, asleep or awake, after waiting for the work that runs on its device; may be
     // called beside a graph capture. If an operation has the segment pinned, the memory goes when the operation ends.
@@ -136,11 +157,18 @@ class SegmentTable {
     std::vector<SegmentPtr> unreleased_;  // asleep, but the driver would not take their memory
     std::vector<uint64_t> freed_;         // with a backup, for take_freed
     uint64_t next_id_ = 1;
+    std::atomic<size_t> region_margin_{0};
 };
 
-// The tag that the calling thread's allocations get; "default" until set. Returns what it was.
-std::string exchange_thread_tag(const std::string& tag);
-const std::string& thread_tag();
+// A copy that is never destroyed: threads allocate until the process ends, and later than their own objects do.
+const Label* kept_label(const Label& label);
+// What the calling thread's allocations get: its own label, or that of the process as long as it has none (null).
+const Label& thread_label();
+// Returns the thread's own, which was. The label must be kept.
+const Label* exchange_thread_label(const Label* label);
+// What threads without a label of their own give; memory of a pool called "default" until set. The driver at
+// `driver_path` is opened when the preload hook asks for the first time, so that this touches no GPU.
+void set_process_label(const Label& label, const std::string& driver_path);
 
 // Called, without the interpreter lock, after a hook freed a segment that leaves more to be given back: not after each,
 // because what Python does then costs as much as a driver call or two.
@@ -153,4 +181,8 @@ void set_free_listener(void (*listener)());
 extern "C" {
 __attribute__((visibility("default"))) void* cumem_sleep_malloc(size_t bytes, int device, CUstream stream);
 __attribute__((visibility("default"))) void cumem_sleep_free(void* address, size_t bytes, int device, CUstream stream);
+// What the preload hook asks (csrc/preload): whether the calling thread's allocations belong to a region; whether
+// an address was handed out by `cumem_sleep_malloc`.
+__attribute__((visibility("default"))) bool cumem_sleep_wants();
+__attribute__((visibility("default"))) bool cumem_sleep_owns(void* address);
 }

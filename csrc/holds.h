@@ -1,4 +1,4 @@
-// What the caller of the layer holds for a scope: segments, an address on its way to it, a tag, the thread's CUDA
+// What the caller of the layer holds for a scope: segments, an address on its way to it, a label, the thread's CUDA
 // state. Objects rather than pairs of calls, so that an interrupt between the two loses nothing.
 #pragma once
 
@@ -32,8 +32,8 @@ class Pinned {
 // Memory on its way to a caller: freed with this object unless it was handed out. Destroyed with the interpreter lock.
 class Allocation {
   public:
-    Allocation(size_t bytes, const std::string& tag, int device)
-        : address_(SegmentTable::get().allocate(bytes, device, tag)->mapping.address()) {}
+    Allocation(size_t bytes, const Label& label, int device)
+        : address_(SegmentTable::get().allocate(bytes, device, label)->mapping.address()) {}
     ~Allocation();
     Allocation(const Allocation&) = delete;
     Allocation& operator=(const Allocation&) = delete;
@@ -44,20 +44,20 @@ class Allocation {
     CUdeviceptr address_;
 };
 
-// The tag of the thread for a scope; only that thread gets its old tag back.
-class ThreadTag {
+// The label of the thread for a scope; only that thread gets its old label back.
+class ThreadLabel {
   public:
-    explicit ThreadTag(const std::string& tag)
-        : thread_(std::this_thread::get_id()), outer_(exchange_thread_tag(tag)) {}
-    ~ThreadTag() { restore(); }
-    ThreadTag(const ThreadTag&) = delete;
-    ThreadTag& operator=(const ThreadTag&) = delete;
+    explicit ThreadLabel(const Label& label)
+        : thread_(std::this_thread::get_id()), outer_(exchange_thread_label(kept_label(label))) {}
+    ~ThreadLabel() { restore(); }
+    ThreadLabel(const ThreadLabel&) = delete;
+    ThreadLabel& operator=(const ThreadLabel&) = delete;
 
     void restore();
 
   private:
     const std::thread::id thread_;
-    const std::string outer_;
+    const Label* const outer_;
     bool active_ = true;
 };
 

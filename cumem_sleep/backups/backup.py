@@ -24,6 +24,7 @@ class Backup:
         encoding: how it is compressed; None: the bytes as they are.
         complete: every byte was copied, and found to be those of the digest; only then may it be restored from.
         digest: of the bytes at sleep; None where nothing will be compared with it.
+        retained: whether it stays while the segment is awake; None: as the settings say.
         being_prepared: it is filled in the background (`prepare`), so it stays although it is not complete.
     """
 
@@ -32,6 +33,7 @@ class Backup:
     encoding: Encoding | None = None
     complete: bool = False
     digest: Digest | None = None
+    retained: bool | None = None
     being_prepared: bool = False
 
     @property

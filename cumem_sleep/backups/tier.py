@@ -11,6 +11,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from ..digest.reference import Digest
 from ..extents import Extent, Transfers
 from .limits import HostLimit
@@ -101,6 +104,9 @@ class Tier(Protocol):
 
     def settle(self) -> None:
         """Do now what `release_later` has put off."""
+
+    def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """What lies there, for the CPU: not a copy, where it is memory of this process. No copy to it is in flight."""
 
     def transfers(self) -> Transfers:
         """For the copies of one operation."""
