@@ -1,8 +1,8 @@
-"""Builds two shared objects: the extension `cumem_sleep._core` and the simulated driver `libcuda_sim.so`.
+"""Builds the extension `cumem_sleep._core`, the simulated driver `libcuda_sim.so`, and the hook that LD_PRELOAD names.
 
 Only headers of CUDA are needed: from CUDA_HOME or CUDA_PATH, else from the wheel `nvidia-cuda-runtime`, a build
 requirement, else from /usr/local/cuda. Nothing is linked against CUDA. CUMEM_SLEEP_SANITIZE=address,undefined (any
-list that the compiler's -fsanitize takes) builds both with sanitizers, and has the states of segments checked.
+list that the compiler's -fsanitize takes) builds the first two with sanitizers, and has the states of segments checked.
 """
 
 import importlib.metadata
@@ -17,6 +17,9 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 SIMULATED_DRIVER = "cumem_sleep.libcuda_sim"
+# By this name those look for it who start processes with torch_memory_saver's LD_PRELOAD.
+PRELOAD_HOOK = "cumem_sleep.integrations.torch_memory_saver.shim.torch_memory_saver_hook_mode_preload"
+PLAIN_LIBRARIES = {SIMULATED_DRIVER: ".so", PRELOAD_HOOK: ".abi3.so"}
 
 
 def cuda_include() -> str:
@@ -46,7 +49,7 @@ def sources(folder: str) -> list[str]:
 
 
 class BuildExt(build_ext):
-    """Gives the simulated driver the file name of a plain shared object: it is not a Python module."""
+    """Gives plain shared objects, which are no Python modules, their file names."""
 
     def finalize_options(self) -> None:
         """Build all anew: what `build/` holds may have been built with other flags."""
@@ -65,8 +68,9 @@ class BuildExt(build_ext):
 
     def get_ext_filename(self, fullname: str) -> str:
         """Where the extension `fullname` is put, relative to the root of packages."""
-        if fullname.endswith(SIMULATED_DRIVER.rpartition(".")[2]):
-            return f"{fullname.replace('.', os.sep)}.so"
+        for name, suffix in PLAIN_LIBRARIES.items():
+            if fullname.endswith(name.rpartition(".")[2]):
+                return f"{fullname.replace('.', os.sep)}{suffix}"
         return super().get_ext_filename(fullname)
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
@@ -80,9 +84,10 @@ compile_args = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", 
 if os.environ.get("CUMEM_SLEEP_WERROR") == "1":
     compile_args.append("-Werror")
 link_args = ["-pthread"]
-if not sanitize:  # Python's own flags ask for debug information: nine tenths of a wheel
-    compile_args.append("-g0")
-    link_args.append("-Wl,--strip-all")
+# Python's own flags ask for debug information: nine tenths of a wheel
+plain_compile_args, plain_link_args = [*compile_args, "-g0"], [*link_args, "-Wl,--strip-all"]
+if not sanitize:
+    compile_args, link_args = plain_compile_args, plain_link_args
 else:
     flags = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g"]
     compile_args += [*flags, "-DCUMEM_DEBUG"]  # which checks invariants too
@@ -113,6 +118,14 @@ setup(
                 "-Wl,--version-script=csrc/sim/exports.map",
                 "-ldl",
             ],
+            language="c++",
+        ),
+        Extension(
+            PRELOAD_HOOK,
+            sources("csrc/preload"),
+            # Never with sanitizers: it is loaded into programs that have no runtime of theirs.
+            extra_compile_args=[*plain_compile_args, "-Wpedantic"],
+            extra_link_args=[*plain_link_args, "-Wl,--as-needed", "-ldl"],
             language="c++",
         ),
     ],

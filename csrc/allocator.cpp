@@ -13,15 +13,9 @@ namespace cumem_sleep {
 
 namespace {
 
-// A copy that is never destroyed: a thread may still allocate after its own thread_local objects are destroyed.
-const std::string* kept_tag(const std::string& tag) {
-    static std::mutex mutex;
-    static auto* const tags = new std::set<std::string>;
-    std::lock_guard<std::mutex> lock(mutex);
-    return &*tags->insert(tag).first;
-}
-
-thread_local const std::string* current_tag = nullptr;
+thread_local const Label* current_label = nullptr;
+std::atomic<const Label*> process_label{nullptr};
+std::atomic<const std::string*> driver_to_open{nullptr};
 
 std::atomic<void (*)()> free_listener{nullptr};
 
@@ -41,8 +35,8 @@ size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) /
 
 }  // namespace
 
-Segment::Segment(uint64_t segment_id, int device, size_t bytes, std::string segment_tag)
-    : id(segment_id), tag(std::move(segment_tag)), mapping(device, bytes) {}
+Segment::Segment(uint64_t segment_id, int device, size_t bytes, const Label& label)
+    : id(segment_id), tag(label.tag), backup(label.backup), mapping(device, bytes) {}
 
 void Segment::map() {
     ContextScope context(mapping.device());
@@ -86,15 +80,18 @@ SegmentTable& SegmentTable::get() {
     return *table;
 }
 
-SegmentPtr SegmentTable::allocate(size_t bytes, int device, const std::string& tag) {
+SegmentPtr SegmentTable::allocate(size_t bytes, int device, const Label& label) {
     ContextScope context(device);
     const size_t whole = round_up(std::max<size_t>(bytes, 1), granularity(device));
     if (whole < bytes)
         throw InvalidState("cannot allocate " + std::to_string(bytes) + " bytes: more than the address space");
+    if (const size_t margin = region_margin_; margin > 0 && label.backup != Backup::kByLevel)
+        if (const size_t free_bytes = memory_info(device).free_bytes; free_bytes < whole || free_bytes - whole < margin)
+            throw OutOfDeviceMemory(device, whole, free_bytes > margin ? free_bytes - margin : 0, "");
     SegmentPtr segment;
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        segment = std::make_shared<Segment>(next_id_++, device, whole, tag);
+        segment = std::make_shared<Segment>(next_id_++, device, whole, label);
     }
     try {
         segment->mapping.reserve();
@@ -425,15 +422,25 @@ void SegmentTable::destroy_or_defer(const SegmentPtr& segment) noexcept {
     deferred_.push_back(segment);
 }
 
-std::string exchange_thread_tag(const std::string& tag) {
-    const std::string before = thread_tag();
-    current_tag = kept_tag(tag);
-    return before;
+const Label* kept_label(const Label& label) {
+    static std::mutex mutex;
+    static auto* const labels = new std::set<Label>;
+    std::lock_guard<std::mutex> lock(mutex);
+    return &*labels->insert(label).first;
 }
 
-const std::string& thread_tag() {
-    if (!current_tag) current_tag = kept_tag("default");
-    return *current_tag;
+const Label& thread_label() {
+    if (current_label) return *current_label;
+    if (const Label* label = process_label) return *label;
+    static const Label* const of_no_scope = kept_label({});
+    return *of_no_scope;
+}
+
+const Label* exchange_thread_label(const Label* label) { return std::exchange(current_label, label); }
+
+void set_process_label(const Label& label, const std::string& driver_path) {
+    driver_to_open = &kept_label({driver_path})->tag;
+    process_label = kept_label(label);
 }
 
 void set_free_listener(void (*listener)()) { free_listener = listener; }
@@ -445,7 +452,7 @@ using namespace cumem_sleep;
 void* cumem_sleep_malloc(size_t bytes, int device, CUstream) {
     try {
         RelaxedCaptureScope relaxed;
-        return reinterpret_cast<void*>(SegmentTable::get().allocate(bytes, device, thread_tag())->mapping.address());
+        return reinterpret_cast<void*>(SegmentTable::get().allocate(bytes, device, thread_label())->mapping.address());
     } catch (const OutOfDeviceMemory&) {
         return nullptr;  // expected: PyTorch frees its cache, retries, and raises its own error
     } catch (const std::exception& error) {
@@ -462,4 +469,23 @@ void cumem_sleep_free(void* address, size_t, int, CUstream) {
     } catch (const std::exception& error) {
         fprintf(stderr, "cumem-sleep: free: %s\n", error.what());
     }
+}
+
+bool cumem_sleep_wants() {
+    if (Driver::is_forked() || thread_label().backup == Backup::kByLevel) return false;
+    if (Driver::is_open()) return true;
+    const std::string* const path = driver_to_open;
+    if (!path) return false;
+    try {
+        Driver::open(*path);
+        return true;
+    } catch (const std::exception& error) {
+        if (driver_to_open.exchange(nullptr)) fprintf(stderr, "cumem-sleep: nothing will sleep: %s\n", error.what());
+        return false;
+    }
+}
+
+bool cumem_sleep_owns(void* address) {
+    const SegmentPtr segment = SegmentTable::get().find(reinterpret_cast<CUdeviceptr>(address));
+    return segment && segment->mapping.address() == reinterpret_cast<CUdeviceptr>(address);
 }

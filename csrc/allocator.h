@@ -1,4 +1,4 @@
-// The malloc and free hooks that PyTorch's caching allocator calls, each thread's current tag, and the table of
+// The malloc and free hooks that PyTorch's caching allocator calls, the label of each thread, and the table of
 // segments.
 //
 // Nothing here takes the Python interpreter lock: the hooks run on whichever thread PyTorch calls them from, with or
@@ -15,12 +15,29 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "vmm.h"
 
 namespace cumem_sleep {
+
+// What decides about the bytes at a sleep. Memory of a pool (kByLevel) and of a region sleep apart from each
+// other, by calls of their own.
+enum class Backup {
+    kByLevel,  // of a pool: the level, or the tags of the call
+    kAlways,   // of a region whose bytes are kept
+    kNever,    // of a region whose bytes are dropped
+};
+
+// What an allocation is given, and keeps.
+struct Label {
+    std::string tag = "default";
+    Backup backup = Backup::kByLevel;
+
+    bool operator<(const Label& other) const { return std::tie(tag, backup) < std::tie(other.tag, other.backup); }
+};
 
 // One allocation that was handed out. Everything but `mapping`, the flags and `holds` stays as it was made.
 struct Segment {
@@ -31,7 +48,7 @@ struct Segment {
         kDropped,   // asleep; its bytes are gone
     };
 
-    Segment(uint64_t segment_id, int device, size_t bytes, std::string segment_tag);
+    Segment(uint64_t segment_id, int device, size_t bytes, const Label& label);
 
     // Maps physical memory under its address again (Mapping::map), on any thread. The segment must be held.
     void map();
@@ -45,6 +62,7 @@ struct Segment {
 
     const uint64_t id;  // never used twice in a process, unlike addresses
     const std::string tag;
+    const Backup backup;
     Mapping mapping;
     std::atomic<Sleep> sleep{Sleep::kAwake};
     std::atomic<bool> freed{false};       // written with the table's mutex held
@@ -65,8 +83,10 @@ class SegmentTable {
     static SegmentTable& get();
 
     // Maps new memory of at least `bytes` (rounded up to the granularity). Throws DriverError, OutOfDeviceMemory or
-    // InvalidState, having undone every step.
-    SegmentPtr allocate(size_t bytes, int device, const std::string& tag);
+    // InvalidState, having undone every step. Memory of a region is refused as if the device were full where less than
+    // the margin would stay free.
+    SegmentPtr allocate(size_t bytes, int device, const Label& label);
+    void set_region_margin(size_t bytes) { region_margin_ = bytes; }
 
     // Frees the segment at `address`, asleep or awake, after waiting for the work that runs on its device. May be
     // called during a graph capture. If an operation holds the segment, its memory is freed when the operation ends.
@@ -138,11 +158,18 @@ class SegmentTable {
     std::vector<SegmentPtr> unreleased_;  // asleep, but the driver refused to release their memory
     std::vector<uint64_t> freed_;         // with a backup, for take_freed
     uint64_t next_id_ = 1;
+    std::atomic<size_t> region_margin_{0};
 };
 
-// Sets the tag that the calling thread's allocations get ("default" until set). Returns the previous one.
-std::string exchange_thread_tag(const std::string& tag);
-const std::string& thread_tag();
+// A copy that is never destroyed: a thread may still allocate after its own thread_local objects are destroyed.
+const Label* kept_label(const Label& label);
+// What the calling thread's allocations get: the thread's own label, or that of the process if it has none (null).
+const Label& thread_label();
+// Sets the thread's own label, which must be kept. Returns the previous one.
+const Label* exchange_thread_label(const Label* label);
+// The label that threads without their own get; memory of a pool called "default" until set. The driver at
+// `driver_path` is opened when the preload hook asks for the first time, so that this touches no GPU.
+void set_process_label(const Label& label, const std::string& driver_path);
 
 // Called, without the interpreter lock, after a hook freed a segment whose backup or memory is still to be released.
 // Not called after every free, because the work in Python costs as much as a driver call or two.
@@ -155,4 +182,8 @@ void set_free_listener(void (*listener)());
 extern "C" {
 __attribute__((visibility("default"))) void* cumem_sleep_malloc(size_t bytes, int device, CUstream stream);
 __attribute__((visibility("default"))) void cumem_sleep_free(void* address, size_t bytes, int device, CUstream stream);
+// What the preload hook asks (csrc/preload): whether the calling thread's allocations belong to a region; whether
+// an address was handed out by `cumem_sleep_malloc`.
+__attribute__((visibility("default"))) bool cumem_sleep_wants();
+__attribute__((visibility("default"))) bool cumem_sleep_owns(void* address);
 }

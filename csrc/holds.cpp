@@ -15,8 +15,8 @@ Allocation::~Allocation() {
     cumem_sleep_free(reinterpret_cast<void*>(address_), 0, 0, nullptr);
 }
 
-void ThreadTag::restore() {
-    if (std::exchange(active_, false) && thread_ == std::this_thread::get_id()) exchange_thread_tag(outer_);
+void ThreadLabel::restore() {
+    if (std::exchange(active_, false) && thread_ == std::this_thread::get_id()) exchange_thread_label(outer_);
 }
 
 }  // namespace cumem_sleep

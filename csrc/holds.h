@@ -1,4 +1,4 @@
-// What Python holds for a scope: segments, an address not yet handed out, a tag, the thread's CUDA state. These are
+// What Python holds for a scope: segments, an address not yet handed out, a label, the thread's CUDA state. These are
 // objects rather than pairs of calls, so that an interrupt between the two calls loses nothing.
 #pragma once
 
@@ -33,8 +33,8 @@ class HeldSegments {
 // interpreter lock held.
 class Allocation {
   public:
-    Allocation(size_t bytes, const std::string& tag, int device)
-        : address_(SegmentTable::get().allocate(bytes, device, tag)->mapping.address()) {}
+    Allocation(size_t bytes, const Label& label, int device)
+        : address_(SegmentTable::get().allocate(bytes, device, label)->mapping.address()) {}
     ~Allocation();
     Allocation(const Allocation&) = delete;
     Allocation& operator=(const Allocation&) = delete;
@@ -45,20 +45,20 @@ class Allocation {
     CUdeviceptr address_;
 };
 
-// Sets the thread's tag for a scope. `restore` takes effect on that thread only.
-class ThreadTag {
+// Sets the thread's label for a scope. `restore` takes effect on that thread only.
+class ThreadLabel {
   public:
-    explicit ThreadTag(const std::string& tag)
-        : thread_(std::this_thread::get_id()), outer_(exchange_thread_tag(tag)) {}
-    ~ThreadTag() { restore(); }
-    ThreadTag(const ThreadTag&) = delete;
-    ThreadTag& operator=(const ThreadTag&) = delete;
+    explicit ThreadLabel(const Label& label)
+        : thread_(std::this_thread::get_id()), outer_(exchange_thread_label(kept_label(label))) {}
+    ~ThreadLabel() { restore(); }
+    ThreadLabel(const ThreadLabel&) = delete;
+    ThreadLabel& operator=(const ThreadLabel&) = delete;
 
     void restore();
 
   private:
     const std::thread::id thread_;
-    const std::string outer_;
+    const Label* const outer_;
     bool active_ = true;
 };
 

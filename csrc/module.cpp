@@ -73,6 +73,10 @@ void bind_devices(py::module_& module) {
 }
 
 void bind_segment(py::module_& module) {
+    py::enum_<Backup>(module, "Backup")
+        .value("BY_LEVEL", Backup::kByLevel)
+        .value("ALWAYS", Backup::kAlways)
+        .value("NEVER", Backup::kNever);
     py::class_<Segment, SegmentPtr> segment(module, "Segment");
     py::enum_<Segment::Sleep>(segment, "Sleep")
         .value("AWAKE", Segment::Sleep::kAwake)
@@ -80,6 +84,7 @@ void bind_segment(py::module_& module) {
         .value("DROPPED", Segment::Sleep::kDropped);
     segment.def_readonly("id", &Segment::id)
         .def_readonly("tag", &Segment::tag)
+        .def_readonly("backup", &Segment::backup)
         .def_property_readonly("sleep", [](const Segment& self) { return self.sleep.load(); })
         .def_property_readonly("freed", [](const Segment& self) { return self.freed.load(); })
         .def(
@@ -101,7 +106,10 @@ void bind_segment(py::module_& module) {
 void bind_segment_table(py::module_& module) {
     module.def("segments", [] { return SegmentTable::get().segments(); }, NoGil(), "Handed out, oldest first.");
     py::class_<Allocation>(module, "Allocation")
-        .def(py::init<size_t, std::string, int>(), py::arg("bytes"), py::arg("tag"), py::arg("device"), NoGil())
+        .def(py::init([](size_t bytes, std::string tag, int device, Backup backup) {
+                 return std::make_unique<Allocation>(bytes, Label{std::move(tag), backup}, device);
+             }),
+             py::arg("bytes"), py::arg("tag"), py::arg("device"), py::arg("backup") = Backup::kByLevel, NoGil())
         .def_property_readonly("handed_out", &Allocation::hand_out,
                                "The address, which from then on is the caller's to free. Not a call, because Python\n"
                                "handles signals after calls.");
@@ -135,11 +143,25 @@ void bind_segment_table(py::module_& module) {
 }
 
 void bind_thread_state(py::module_& module) {
-    py::class_<ThreadTag>(module, "ThreadTag")
-        .def(py::init<std::string>(), py::arg("tag"))
-        .def("__enter__", [](ThreadTag&) {})
-        .def("__exit__", [](ThreadTag& self, const py::args&) { self.restore(); });
-    module.def("thread_tag", [] { return thread_tag(); });
+    py::class_<ThreadLabel>(module, "ThreadLabel", "What the thread's allocations get, for a scope.")
+        .def(py::init([](std::string tag, Backup backup) {
+                 return std::make_unique<ThreadLabel>(Label{std::move(tag), backup});
+             }),
+             py::arg("tag"), py::arg("backup") = Backup::kByLevel)
+        .def("__enter__", [](ThreadLabel&) {})
+        .def("__exit__", [](ThreadLabel& self, const py::args&) { self.restore(); });
+    module.def("thread_tag", [] { return thread_label().tag; });
+    module.def("thread_backup", [] { return thread_label().backup; });
+    module.def(
+        "set_process_label",
+        [](std::string tag, Backup backup, const std::string& driver_path) {
+            set_process_label({std::move(tag), backup}, driver_path);
+        },
+        py::arg("tag"), py::arg("backup"), py::arg("driver_path"),
+        "What allocations of threads get that have entered nothing.");
+    module.def(
+        "set_region_margin", [](size_t bytes) { SegmentTable::get().set_region_margin(bytes); }, py::arg("bytes"),
+        "Refuse memory of a region where less than this would stay free on its device.");
     using CurrentContext = Entered<SavedContext>;
     py::class_<CurrentContext>(module, "CurrentContext",
                                "Restore the thread's current CUDA context, whatever PyTorch does inside.")

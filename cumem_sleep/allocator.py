@@ -10,37 +10,47 @@ import atexit
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import ClassVar, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from . import _core, log
 from .backups.store import BackupStore
 from .backups.tier import Held
 from .codec.compressor import Compressor
 from .digest.device import DeviceDigester
-from .driver import open_driver
+from .driver import driver_path, open_driver
 from .errors import CumemSleepError, InvalidArgument, InvalidArgumentType, InvalidState, OutOfDeviceMemory
+from .integrations import preload
 from .integrations.torch import TorchPools, torch_with_cuda
 from .levels import (
     DEFAULT_TAG,
     DEFERRABLE_TAGS,
     GRAPH_TAG,
     RUNTIME_TAG,
+    Choice,
     checked_tag,
     checked_tags,
     dropped_at_level,
     dropped_unless,
+    in_pools,
+    in_regions,
+    with_tag,
+    without_backup,
+    woken_in_pools,
 )
 from .operations.layer import Layer
 from .operations.prepare import Preparation
 from .operations.sleep import sleep
 from .operations.wake import asleep, wake, wanting
 from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
-from .segments import total_bytes
+from .segments import describe, total_bytes
 from .settings import Settings
 from .transfer.restorer import Restorer
 from .tuning import Tuning
@@ -110,6 +120,7 @@ class CuMemAllocator:
         )
         self._torch_pools: TorchPools | None = None
         self._used_tags: set[str] = set()
+        self._region_tags: set[str] = set()
         self._warm_devices: set[int] = set()
         self._preparation: Preparation | None = None
         self._totals: dict[str, OperationTotals] = {}
@@ -150,9 +161,12 @@ class CuMemAllocator:
         self._open()
         pools = self._pools(import_torch=True)
         self._used_tags.add(tag)
-        with _core.ThreadTag(tag), nullcontext() if pools is None else pools.use():
+        with _core.ThreadLabel(tag), nullcontext() if pools is None else pools.use():
             yield
             self._warn_of_empty_pool(tag)
+        self._leave(pools)
+
+    def _leave(self, pools: TorchPools | None) -> None:
         if pools is not None and not pools.is_capturing():
             log.run(self._lock, self._warm_up)
         if self.settings.prepare and self.prepares_after_pools:
@@ -176,15 +190,182 @@ class CuMemAllocator:
         if pools is None:
             raise InvalidState("cudagraph_pool needs PyTorch and a GPU that it reaches")
         self._used_tags.add(GRAPH_TAG)
-        with _core.ThreadTag(GRAPH_TAG):
+        with _core.ThreadLabel(GRAPH_TAG):
             yield pools.graph_pool_id()
+
+    # Regions
+
+    @contextmanager
+    def use_region(self, tag: str | None = None, *, backup: bool = False) -> Iterator[None]:
+        """What this thread's PyTorch allocates inside belongs to a region: as in `use_memory_pool`, but it sleeps and
+        wakes by `sleep_regions` and `wake_regions` only, and is backed up or not as it is said here, whatever its tag.
+
+        Regions and pools nest in each other; the innermost counts. Pools with the same tags are not concerned: `sleep`,
+        `discard`, `wake_up` and `usage` do not know of regions.
+
+        Args:
+            tag: any name, by which regions sleep and wake. None: `default`.
+            backup: whether a sleep keeps the bytes.
+
+        Raises:
+            InvalidArgument: not a tag.
+            DriverError: no usable driver.
+        """
+        tag = DEFAULT_TAG if tag is None else checked_tag(tag)
+        self._open()
+        pools = self._pools(import_torch=True)
+        self._region_tags.add(tag)
+        with _core.ThreadLabel(tag, _backup(backup)), nullcontext() if pools is None else pools.use():
+            yield
+        self._leave(pools)
+
+    @contextmanager
+    def outside_regions(self) -> Iterator[None]:
+        """What this thread's PyTorch allocates inside is ordinary memory, even in a region or pool."""
+        self._open()
+        pools = self._pools(import_torch=True)
+        with _core.ThreadLabel(DEFAULT_TAG), nullcontext() if pools is None else pools.use(ordinary=True):
+            yield
+
+    @contextmanager
+    def region_graph_pool(
+        self, tag: str | None = None, *, backup: bool = False, shared_by: Hashable = None
+    ) -> Iterator[tuple[int, int]]:
+        """As `cudagraph_pool`, for memory of a region.
+
+        Args:
+            tag, backup: as for `use_region`.
+            shared_by: graphs that are captured with the same value share a pool, as graphs do that are given one pool
+                of PyTorch's. None: the graph has its own, whose memory is free once the graph is gone.
+
+        Raises:
+            InvalidArgument: not a tag.
+            InvalidState: PyTorch does not reach a GPU here.
+        """
+        tag = DEFAULT_TAG if tag is None else checked_tag(tag)
+        self._open()
+        pools = self._pools(import_torch=True)
+        if pools is None:
+            raise InvalidState("region_graph_pool needs PyTorch and a GPU that it reaches")
+        self._region_tags.add(tag)
+        with _core.ThreadLabel(tag, _backup(backup)):
+            if shared_by is None:
+                with pools.pool_of_one_graph() as pool_id:
+                    yield pool_id
+            else:
+                yield pools.graph_pool_id((tag, backup, shared_by))
+
+    def make_process_a_region(self, tag: str | None = None, *, backup: bool = False) -> None:
+        """From here on, what threads get from cudaMalloc belongs to a region, unless they are in another, or in a pool.
+
+        So PyTorch's own caching allocator gets memory that sleeps, on every thread, as does any library that calls the
+        CUDA runtime. What was allocated before is not concerned. Touches no GPU.
+
+        Args:
+            tag, backup: as for `use_region`.
+
+        Raises:
+            InvalidArgument: not a tag.
+            InvalidState: the hook is not in front of cudaMalloc: the process has to be started with it in LD_PRELOAD
+                (`cumem_sleep.integrations.preload.library_path()`).
+        """
+        tag = DEFAULT_TAG if tag is None else checked_tag(tag)
+        if not preload.serve():
+            raise InvalidState(
+                "nothing is in front of cudaMalloc in this process, so its memory cannot be a region's: start it with"
+                f" LD_PRELOAD={preload.library_path()}"
+            )
+        self._region_tags.add(tag)
+        _core.set_process_label(tag, _backup(backup), driver_path(self.settings.driver))
+
+    def set_region_margin_bytes(self, nbytes: int) -> None:
+        """Refuse memory of regions, as if the device were full, where less than this would stay free; 0: no margin.
+
+        Raises:
+            InvalidArgument: not a number of bytes.
+        """
+        _check_integer("nbytes", nbytes, minimum=0)
+        _core.set_region_margin(nbytes)
+
+    def sleep_regions(self, tags: str | Iterable[str] | None = None) -> SleepReport:
+        """Give the device memory of regions back: all or nothing, as `sleep`.
+
+        Args:
+            tags: of which regions; None: of all.
+
+        Raises:
+            InvalidArgument: a tag that no region ever had.
+            InvalidState, OutOfHostMemory, DriverError: as `sleep`.
+        """
+        meant = in_regions(None if tags is None else self._known_region_tags(tags))
+        return self._operate(partial(sleep, self._layer, meant, without_backup), "sleep", _trim)
+
+    def wake_regions(
+        self, tags: str | Iterable[str] | None = None, *, retain_backups: bool | None = None
+    ) -> WakeReport:
+        """Take the device memory of regions again, at the same addresses, and restore what was backed up.
+
+        Args:
+            tags: of which regions, exactly; None: of all.
+            retain_backups: whether the backups stay until the next sleep, which then copies only what changed. None: as
+                the settings say.
+
+        Raises:
+            InvalidArgument: a tag that no region ever had.
+            OutOfDeviceMemory, BackupMismatch, CodecError, DriverError: as `wake_up`.
+        """
+        meant = in_regions(None if tags is None else self._known_region_tags(tags))
+        retained = self.settings.retain_backups if retain_backups is None else retain_backups
+        return self._operate(partial(self._wake_regions, meant, retained), "wake", partial(_make_way, meant))
+
+    def _wake_regions(self, meant: Choice, retained: bool) -> WakeReport:
+        woken = asleep(meant)
+        report = wake(self._layer, meant)
+        self._store.retain(woken, retained=retained)
+        return report
+
+    def region_usage(self) -> dict[str, TagUsage]:
+        """What the segments of regions of each tag hold, and their backups."""
+        return self._usage_of(in_regions())
+
+    def read_backup(self, address: int, nbytes: int, *, copy: bool = True) -> npt.NDArray[np.uint8] | None:
+        """The bytes that the backup of this device memory holds: those at its last sleep. It may be asleep or awake.
+
+        Args:
+            address: in memory of this layer, with `nbytes` from there on in the same segment.
+            copy: False: not copied, where the bytes lie together and uncompressed in pinned memory of this process.
+                Then the array is valid only until that memory sleeps or wakes the next time, or is freed.
+
+        Returns:
+            The bytes, which without a copy cannot be written to; None: it is awake, and has no backup.
+
+        Raises:
+            InvalidArgument: not in one segment of this layer.
+            InvalidState: it sleeps without a backup.
+        """
+        _check_integer("address", address, minimum=0)
+        _check_integer("nbytes", nbytes, minimum=1)
+        return self._with_lock_held("read_backup", partial(self._read_backup, address, nbytes, copy))
+
+    def _read_backup(self, address: int, nbytes: int, copy: bool) -> npt.NDArray[np.uint8] | None:
+        for segment in _core.segments():
+            if segment.address <= address and address + nbytes <= segment.address + segment.bytes:
+                break
+        else:
+            raise InvalidArgument(f"address=0x{address:x}, nbytes={nbytes}: not in one segment of this layer")
+        if self._store.get(segment) is None:
+            if segment.sleep == _Sleep.AWAKE:
+                return None
+            raise InvalidState(f"{describe(segment)} sleeps without a backup: its bytes were dropped")
+        content = self._store.read(segment, address - segment.address, nbytes)
+        return content.copy() if copy else content
 
     def malloc(self, nbytes: int, tag: str | None = None, device: int = 0) -> int:
         """Allocate device memory without PyTorch.
 
         Args:
             nbytes: at least 1; rounded up to the device's granularity (2 MiB).
-            tag: as for `use_memory_pool`; None is the pool's that this thread is in, `default` outside.
+            tag: as for `use_memory_pool`; None is the pool's or region's that this thread is in, `default` outside.
             device: CUDA ordinal.
 
         Returns:
@@ -198,15 +379,18 @@ class CuMemAllocator:
         _check_integer("nbytes", nbytes, minimum=1)
         _check_integer("device", device, minimum=0)
         self._open()
-        tag = _core.thread_tag() if tag is None else checked_tag(tag)
+        if tag is None:
+            tag, backup = _core.thread_tag(), _core.thread_backup()
+        else:
+            tag, backup = checked_tag(tag), _core.Backup.BY_LEVEL
         if device >= (count := _core.device_count()):
             raise InvalidArgument(f"device={device}: there are {count}, numbered from 0")
         free_bytes, total_bytes = _core.memory_info(device)
         if nbytes > total_bytes:  # beyond what the driver can be asked for, it answers "invalid value"
             raise OutOfDeviceMemory(nbytes, free_bytes, device)
-        self._used_tags.add(tag)
+        (self._used_tags if backup == _core.Backup.BY_LEVEL else self._region_tags).add(tag)
         return _core.Allocation(
-            nbytes, tag, device
+            nbytes, tag, device, backup
         ).handed_out  # no call after this, nor signal: the address may be lost
 
     def free(self, address: int) -> None:
@@ -265,7 +449,7 @@ class CuMemAllocator:
             is_dropped = dropped_unless(self._tags_to_back_up(offload_tags))
         if is_dropped is None:
             return self._counted(lambda: SleepReport(note="level 0 keeps all memory; nothing was done"), "sleep")
-        return self._operate(partial(sleep, self._layer, None, is_dropped), "sleep", _trim)
+        return self._operate(partial(sleep, self._layer, in_pools(), with_tag(is_dropped)), "sleep", _trim)
 
     def discard(self, tags: str | Iterable[str]) -> SleepReport:
         """Drop these tags, without a backup, and leave the rest as it is. What sleeps already keeps its backup.
@@ -275,7 +459,7 @@ class CuMemAllocator:
             InvalidState, DriverError: as `sleep`.
         """
         chosen = self._known_tags(tags)
-        return self._operate(partial(sleep, self._layer, chosen, lambda _: True, "discard"), "discard")
+        return self._operate(partial(sleep, self._layer, in_pools(chosen), lambda _: True, "discard"), "discard")
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
         """Take device memory again, at the same addresses, and restore what was backed up.
@@ -295,8 +479,8 @@ class CuMemAllocator:
             CodecError: a compressed backup cannot be decoded here.
             DriverError: the driver refused a call.
         """
-        chosen = None if tags is None else self._known_tags(tags)
-        return self._operate(partial(wake, self._layer, chosen), "wake", partial(_make_way, chosen))
+        meant = woken_in_pools(None if tags is None else self._known_tags(tags))
+        return self._operate(partial(wake, self._layer, meant), "wake", partial(_make_way, meant))
 
     # Preparing
 
@@ -324,7 +508,9 @@ class CuMemAllocator:
     def _begin_preparing(self) -> Preparation:
         self._stop_preparing()
         is_dropped = dropped_at_level(1)
-        wanted = [s for s in _core.segments() if s.sleep == _Sleep.AWAKE and is_dropped and not is_dropped(s.tag)]
+        meant = in_pools()
+        awake = [segment for segment in _core.segments() if segment.sleep == _Sleep.AWAKE and meant(segment)]
+        wanted = [segment for segment in awake if is_dropped and not is_dropped(segment.tag)]
         self._store.check(self._store.needed_bytes(wanted, compressed=self._compressor.on), wanted)
         preparation = Preparation(wanted, self._layer, self._warm_up)
         self._preparation = preparation  # before it starts: whatever happens, it can be stopped
@@ -343,20 +529,23 @@ class CuMemAllocator:
     # Looking
 
     def usage(self) -> dict[str, TagUsage]:
-        """What the segments of each tag hold, and their backups."""
+        """What the segments of each tag hold, and their backups; those of regions are in `region_usage`."""
+        return self._usage_of(in_pools())
+
+    def _usage_of(self, meant: Choice) -> dict[str, TagUsage]:
         if not _core.driver_is_open():
             return {}
-        return self._with_lock_held("usage", self._usage)
+        return self._with_lock_held("usage", partial(self._usage, meant))
 
-    def _usage(self) -> dict[str, TagUsage]:
+    def _usage(self, meant: Choice) -> dict[str, TagUsage]:
         by_tag: dict[str, list[_core.Segment]] = {}
-        for segment in _core.segments():
+        for segment in filter(meant, _core.segments()):
             by_tag.setdefault(segment.tag, []).append(segment)
         held = self._store.held(chain.from_iterable(by_tag.values()))
         is_in_vault = bool(held and self._store.place().vault)
-        return {tag: self._usage_of(segments, held, is_in_vault) for tag, segments in by_tag.items()}
+        return {tag: self._tag_usage(segments, held, is_in_vault) for tag, segments in by_tag.items()}
 
-    def _usage_of(self, segments: list[_core.Segment], held: Mapping[int, Held], is_in_vault: bool) -> TagUsage:
+    def _tag_usage(self, segments: list[_core.Segment], held: Mapping[int, Held], is_in_vault: bool) -> TagUsage:
         backups = [held[segment.id] for segment in segments if segment.id in held]
         host_bytes = sum(each.bytes for each in backups)
         return TagUsage(
@@ -377,8 +566,8 @@ class CuMemAllocator:
         return self._with_lock_held("backup_place", self._store.place)
 
     def get_current_usage(self) -> int:
-        """Bytes of all segments, mapped or not (vLLM's call)."""
-        return total_bytes(_core.segments())
+        """Bytes of all segments but those of regions, mapped or not (vLLM's call, which wants none before its own)."""
+        return total_bytes(filter(in_pools(), _core.segments()))
 
     def totals(self) -> dict[str, OperationTotals]:
         """What all sleeps, wakes and discards did so far, by operation."""
@@ -549,7 +738,17 @@ class CuMemAllocator:
         return chosen
 
     def _all_tags(self) -> set[str]:
-        return {*DEFERRABLE_TAGS, *self._used_tags, *(segment.tag for segment in _core.segments())}
+        return {*DEFERRABLE_TAGS, *self._used_tags, *(segment.tag for segment in filter(in_pools(), _core.segments()))}
+
+    def _known_region_tags(self, tags: str | Iterable[str]) -> set[str]:
+        """The tags, if a region ever had each of them."""
+        chosen = checked_tags(tags, "tags")
+        known = {*self._region_tags, *(segment.tag for segment in filter(in_regions(), _core.segments()))}
+        if unknown := chosen - known:
+            raise InvalidArgument(
+                f"tags={sorted(unknown)!r}: no region ever had such a tag; known are {', '.join(sorted(known)) or '-'}"
+            )
+        return chosen
 
 
 def _forget_freed_backups() -> None:
@@ -579,13 +778,19 @@ def _check_integer(name: str, value: object, minimum: int) -> None:
         raise InvalidArgument(f"{name}={value!r}: at least {minimum} is allowed")
 
 
+def _backup(backup: bool) -> _core.Backup:
+    if not isinstance(backup, bool):
+        raise InvalidArgumentType(f"backup={backup!r}: True or False is allowed")
+    return _core.Backup.ALWAYS if backup else _core.Backup.NEVER
+
+
 def _trim(pools: TorchPools) -> None:
     """Memory that no tensor uses need not be backed up."""
     pools.trim()
 
 
-def _make_way(tags: set[str] | None, pools: TorchPools) -> None:
-    """Where a wake of these tags would not fit, PyTorch's unused cache goes."""
-    if any(nbytes > _core.memory_info(device)[0] for device, nbytes in wanting(asleep(tags)).items()):
+def _make_way(meant: Choice, pools: TorchPools) -> None:
+    """Where a wake of these segments would not fit, PyTorch's unused cache goes."""
+    if any(nbytes > _core.memory_info(device)[0] for device, nbytes in wanting(asleep(meant)).items()):
         gc.collect()
         pools.trim()

@@ -6,6 +6,15 @@ from . import _core
 from .errors import DriverError
 
 
+def driver_path(driver: str) -> str:
+    """Of the shared object that the setting `driver` names."""
+    if driver != "sim":
+        return "libcuda.so.1"
+    from .sim import library_path
+
+    return str(library_path())
+
+
 def open_driver(driver: str) -> None:
     """Open the driver that the setting names, `cuda` or `sim`; once per process, opening the same again does nothing.
 
@@ -13,15 +22,10 @@ def open_driver(driver: str) -> None:
         DriverError: it was not found, is too old, or fails to initialise.
         InvalidState: the process already uses the other one.
     """
-    if driver == "sim":
-        from .sim import library_path
-
-        _core.open_driver(str(library_path()))
-        return
     try:
-        _core.open_driver("libcuda.so.1")
+        _core.open_driver(driver_path(driver))
     except DriverError as error:
-        if error.call != "dlopen":
+        if driver == "sim" or error.call != "dlopen":
             raise
         raise DriverError(
             "dlopen",

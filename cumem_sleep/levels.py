@@ -1,9 +1,14 @@
-"""From a level, or tags, to a plan: what a sleep keeps, backs up and drops."""
+"""From a level, or tags, to a plan: what a sleep keeps, backs up and drops.
+
+Memory of pools sleeps by level or tags. Memory of regions has a plan of its own (`Segment.backup`), and sleeps and
+wakes by other calls: neither touches the other's, whatever the tags.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from . import _core
 from .errors import InvalidArgument, InvalidArgumentType
 
 DEFAULT_TAG = "default"
@@ -22,6 +27,7 @@ _DESCRIBED = [f"{level} ({text})" for level, (text, _) in LEVELS.items()]
 ALLOWED_LEVELS = f"{', '.join(_DESCRIBED[:-1])} and {_DESCRIBED[-1]} are allowed"
 
 IsDropped = Callable[[str], bool]
+Choice = Callable[[_core.Segment], bool]
 
 
 def dropped_at_level(level: object) -> IsDropped | None:
@@ -45,9 +51,32 @@ def dropped_unless(kept: set[str]) -> IsDropped:
     return lambda tag: tag not in kept
 
 
-def wakes_with(tag: str, tags: set[str] | None) -> bool:
-    """Whether a wake of `tags` (None: all) wakes memory of this tag."""
-    return tags is None or tag in tags or tag not in DEFERRABLE_TAGS
+def in_pools(tags: set[str] | None = None) -> Choice:
+    """Memory of pools with these tags (None: all)."""
+    return lambda segment: segment.backup == _core.Backup.BY_LEVEL and (tags is None or segment.tag in tags)
+
+
+def in_regions(tags: set[str] | None = None) -> Choice:
+    """Memory of regions with these tags (None: all)."""
+    return lambda segment: segment.backup != _core.Backup.BY_LEVEL and (tags is None or segment.tag in tags)
+
+
+def with_tag(is_chosen: IsDropped) -> Choice:
+    """What has a tag of which that holds."""
+    return lambda segment: is_chosen(segment.tag)
+
+
+def without_backup(segment: _core.Segment) -> bool:
+    """Whether a sleep of its region drops it."""
+    return segment.backup == _core.Backup.NEVER
+
+
+def woken_in_pools(tags: set[str] | None) -> Choice:
+    """What a wake of pools with `tags` (None: all) wakes."""
+    is_of_a_pool = in_pools()
+    return lambda segment: (
+        is_of_a_pool(segment) and (tags is None or segment.tag in tags or segment.tag not in DEFERRABLE_TAGS)
+    )
 
 
 def checked_tag(tag: object) -> str:

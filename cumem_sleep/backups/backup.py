@@ -24,6 +24,7 @@ class Backup:
         encoding: how it is compressed; None: not compressed.
         complete: every byte was copied and verified against the digest. Only complete backups may be restored.
         digest: of the bytes at sleep; None if nothing will be compared with it.
+        retained: whether it stays while the segment is awake; None: as the settings say.
         being_prepared: it is being filled in the background (`prepare`), so it is kept although it is incomplete.
     """
 
@@ -32,6 +33,7 @@ class Backup:
     encoding: Encoding | None = None
     complete: bool = False
     digest: Digest | None = None
+    retained: bool | None = None
     being_prepared: bool = False
 
     @property

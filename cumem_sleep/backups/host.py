@@ -97,6 +97,11 @@ class HostTier(Tier):
     def settle(self) -> None:  # noqa: D102
         self._releasing.finish()
 
+    @staticmethod
+    def content(extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:  # noqa: D102
+        held = np.frombuffer(memoryview(cast(_core.HostBlock, extent)), np.uint8)
+        return held[offset : offset + nbytes]
+
     def transfers(self) -> HostTransfers:  # noqa: D102
         return HostTransfers(self._settings.prefault_threads, self._tuning.touch_bytes)
 
@@ -187,8 +192,7 @@ class HostLane:
 
     def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """The bytes there."""
-        held = np.frombuffer(memoryview(cast(_core.HostBlock, extent)), np.uint8)
-        return held[offset : offset + nbytes]
+        return HostTier.content(extent, offset, nbytes)
 
     def synchronize(self) -> None:
         """Wait for all of it."""

@@ -9,9 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
+
 from .. import _core
 from ..codec.encoding import EncodedChunk, Encoding
-from ..codec.exponent import least_bytes
+from ..codec.exponent import CHUNK_BYTES, decode, least_bytes
 from ..digest.reference import Digest
 from ..errors import InvalidState
 from ..extents import Extent, Piece, Transfers
@@ -258,7 +261,40 @@ class BackupStore:
                     f"the segment at 0x{segment.address:x} has no complete backup of its bytes: it stays awake"
                 )
 
+    # Reading
+
+    def read(self, segment: _core.Segment, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """So many bytes of the complete backup of `segment`, from `offset` on.
+
+        Where they lie together and uncompressed in memory of this process, they are not copied: the array is valid as
+        long as the backup stays as it is.
+
+        Raises:
+            InvalidState: it has none.
+        """
+        backup = self._complete(segment)
+        start, end = segment.address + offset, segment.address + offset + nbytes
+        parts: list[npt.NDArray[np.uint8]] = []
+        for chunk in backup.chunks():
+            if start < chunk.address + CHUNK_BYTES and chunk.address < end:
+                stored = self._tier.content(chunk.extent, chunk.offset, chunk.bytes)
+                content = decode(chunk.code, stored, [chunk.bytes])
+                parts.append(content[max(0, start - chunk.address) : end - chunk.address])
+        for piece in () if backup.encoding is not None else backup.pieces():
+            first, last = max(start, piece.address), min(end, piece.address + piece.bytes)
+            if first < last:
+                parts.append(self._tier.content(piece.extent, piece.offset + first - piece.address, last - first))
+        content = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        content.flags.writeable = False  # what is written there would be restored, or rather refused
+        return content
+
     # Letting go
+
+    def retain(self, segments: Iterable[_core.Segment], *, retained: bool) -> None:
+        """Whether the backups of `segments` stay while these are awake, whatever the settings say."""
+        for segment in segments:
+            if (backup := self._backups.get(segment.id)) is not None:
+                backup.retained = retained
 
     def forget(self, segment_ids: Iterable[int]) -> None:
         """Release these segments' backups."""
@@ -353,7 +389,7 @@ class BackupStore:
         if backup.segment.freed or not (backup.complete or backup.being_prepared):
             return False
         if backup.segment.sleep == _Sleep.AWAKE:
-            return self._settings.retain_backups
+            return self._settings.retain_backups if backup.retained is None else backup.retained
         return backup.segment.sleep == _Sleep.BACKED_UP
 
     def _complete(self, segment: _core.Segment) -> Backup:

@@ -11,6 +11,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from ..digest.reference import Digest
 from ..extents import Extent, Transfers
 from ..report import BackupPlace
@@ -123,6 +126,9 @@ class Tier(Protocol):
 
     def settle(self) -> None:
         """Finish now what `release_later` has deferred."""
+
+    def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """What lies there, for the CPU: not a copy, where it is memory of this process. No copy to it is in flight."""
 
     def transfers(self) -> Transfers:
         """For the copies of one operation."""

@@ -223,6 +223,14 @@ class VaultTier(Tier):
     def settle(self) -> None:  # noqa: D102
         pass
 
+    @staticmethod
+    def content(extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:  # noqa: D102
+        (mine,) = _mine([extent])
+        content = b"".join(
+            os.pread(mine.slabs.descriptor(slab)[0], size, start) for slab, start, size in mine.ranges(offset, nbytes)
+        )
+        return np.frombuffer(content, np.uint8)
+
     def transfers(self) -> VaultTransfers:  # noqa: D102
         return VaultTransfers(self)
 
@@ -464,11 +472,7 @@ class VaultLane:
 
     def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """What lies there."""
-        (mine,) = _mine([extent])
-        content = b"".join(
-            os.pread(mine.slabs.descriptor(slab)[0], size, start) for slab, start, size in mine.ranges(offset, nbytes)
-        )
-        return np.frombuffer(content, np.uint8)
+        return VaultTier.content(extent, offset, nbytes)
 
     def _begin(self, client: VaultClient, request: int) -> None:
         self._begun.append((client, request))

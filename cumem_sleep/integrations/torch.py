@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -38,20 +38,24 @@ class TorchPools:
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._allocator: Any = None
-        self._graph_pools: dict[int, Any] = {}
+        self._graph_pools: dict[tuple[int, Hashable], Any] = {}  # by device, and who shares it
         self._configuration_lock = threading.Lock()
         self._configuration: str | None = None  # to be put back when the last thread has left its pool
         self._inside = 0
         self._version = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
     @contextmanager
-    def use(self) -> Iterator[None]:
-        """What this thread allocates inside comes from the layer's hooks, on every visible device."""
+    def use(self, *, ordinary: bool = False) -> Iterator[None]:
+        """What this thread allocates inside comes from the layer's hooks, on every visible device.
+
+        Args:
+            ordinary: the opposite: it comes from PyTorch's own allocator, although the thread is in a pool of ours.
+        """
         pools: list[tuple[int, Any]] = []
         try:
             with self._without_expandable_segments(), ExitStack() as stack:
                 for device in range(self._torch.cuda.device_count()):
-                    pool = self._new_pool(device)
+                    pool = self._new_pool(device, ordinary=ordinary)
                     pools.append((device, pool))
                     stack.enter_context(self._torch.cuda.use_mem_pool(pool, device=device))
                 yield
@@ -60,19 +64,33 @@ class TorchPools:
                 self._give_up(device, pool)
             self.trim()
 
-    def graph_pool_id(self) -> tuple[int, int]:
-        """The id of the pool to capture CUDA graphs of the current device into, made at first use."""
-        device = self._torch.cuda.current_device()
-        if device not in self._graph_pools:
-            self._graph_pools[device] = self._new_pool(device)
-            _make_immortal(self._graph_pools[device])
-        pool_id: tuple[int, int] = self._graph_pools[device].id
+    def graph_pool_id(self, shared_by: Hashable = None) -> tuple[int, int]:
+        """The id of the pool to capture CUDA graphs of the current device into, made at first use.
+
+        Args:
+            shared_by: those who give the same share a pool.
+        """
+        key = self._torch.cuda.current_device(), shared_by
+        if key not in self._graph_pools:
+            self._graph_pools[key] = self._new_pool(key[0])
+            _make_immortal(self._graph_pools[key])
+        pool_id: tuple[int, int] = self._graph_pools[key].id
         return pool_id
+
+    @contextmanager
+    def pool_of_one_graph(self) -> Iterator[tuple[int, int]]:
+        """The id of a pool for the graph that is captured inside: its memory is free once the graph is gone."""
+        device = self._torch.cuda.current_device()
+        pool = self._new_pool(device)
+        try:
+            yield pool.id
+        finally:
+            self._give_up(device, pool)
 
     def release(self) -> None:
         """Give up the graph pools: their memory goes back once the graphs that use it are gone."""
         while self._graph_pools:
-            device, pool = self._graph_pools.popitem()
+            (device, _), pool = self._graph_pools.popitem()
             self._torch._C._cuda_releasePool(device, pool.id)
         self.trim()
 
@@ -85,8 +103,8 @@ class TorchPools:
         """Whether this thread's current stream is capturing a CUDA graph."""
         return bool(self._torch.cuda.is_initialized() and self._torch.cuda.is_current_stream_capturing())
 
-    def _new_pool(self, device: int) -> Any:
-        if self._allocator is None:
+    def _new_pool(self, device: int, *, ordinary: bool = False) -> Any:
+        if self._allocator is None and not ordinary:
             self._allocator = self._torch.cuda.memory.CUDAPluggableAllocator(
                 _core.__file__, "cumem_sleep_malloc", "cumem_sleep_free"
             )
@@ -100,7 +118,7 @@ class TorchPools:
         previous = self._torch.cuda.current_device()
         self._torch.cuda._maybe_exchange_device(device)
         try:
-            return self._torch.cuda.MemPool(self._allocator._allocator)
+            return self._torch.cuda.MemPool(None if ordinary else self._allocator._allocator)
         finally:
             self._torch.cuda._exchange_device(previous)
 

@@ -14,7 +14,7 @@ from ..codec.workbench import Count, Workbench, close_all, parts_to_count
 from ..digest.device import DigestRun
 from ..digest.reference import Digest
 from ..errors import CodecError, CumemSleepError, DriverError, InvalidState, OutOfHostMemory
-from ..levels import IsDropped
+from ..levels import Choice
 from ..report import PhaseTimer, SleepReport
 from ..segments import by_device, describe, total_bytes
 from .layer import Layer, quiesce
@@ -22,28 +22,28 @@ from .layer import Layer, quiesce
 _Sleep = _core.Segment.Sleep
 
 
-def sleep(layer: Layer, tags: set[str] | None, is_dropped: IsDropped, operation: str = "sleep") -> SleepReport:
-    """Take the physical memory of what is awake, with a backup unless its tag is dropped; all or nothing.
+def sleep(layer: Layer, is_meant: Choice, is_dropped: Choice, operation: str = "sleep") -> SleepReport:
+    """Take the physical memory of what is awake, with a backup unless it is dropped; all or nothing.
 
     An error, or a stop, before the memory is released leaves everything mapped with its bytes.
 
     Args:
-        tags: only memory of these; None: of all.
+        is_meant: whether a segment is to sleep.
         operation: what the report calls it.
 
     Raises:
         InvalidState, OutOfHostMemory, DriverError: as `CuMemAllocator.sleep`.
     """
     timer = PhaseTimer()
-    of_tags = [segment for segment in _core.segments() if tags is None or segment.tag in tags]
+    meant = [segment for segment in _core.segments() if is_meant(segment)]
     # What an earlier failure left asleep, with its memory, is dropped for good.
-    segments = [s for s in of_tags if s.sleep == _Sleep.AWAKE or (s.keeps_bytes and is_dropped(s.tag))]
+    segments = [s for s in meant if s.sleep == _Sleep.AWAKE or (s.keeps_bytes and is_dropped(s))]
     if not segments:
         note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
         return SleepReport(seconds=timer.seconds, note=note, operation=operation)
     with _told_if_not_undone(segments), _core.HeldSegments(segments) as held:
-        dropped = [segment for segment in held if is_dropped(segment.tag)]
-        backed_up = [segment for segment in held if not is_dropped(segment.tag)]
+        dropped = [segment for segment in held if is_dropped(segment)]
+        backed_up = [segment for segment in held if not is_dropped(segment)]
         with timer("quiesce"):
             quiesce(held)
         layer.store.claim(backed_up)

@@ -9,7 +9,7 @@ from .. import _core
 from ..codec.workbench import Workbench, close_all
 from ..digest.reference import Digest
 from ..errors import BackupMismatch, OutOfDeviceMemory
-from ..levels import wakes_with
+from ..levels import Choice
 from ..report import PhaseTimer, WakeReport
 from ..segments import by_device, describe, total_bytes
 from ..transfer.restorer import ToRestore
@@ -18,9 +18,9 @@ from .layer import Layer
 _Sleep = _core.Segment.Sleep
 
 
-def asleep(tags: set[str] | None) -> list[_core.Segment]:
-    """What a wake of these tags (None: all) wakes."""
-    return [s for s in _core.segments() if s.sleep != _Sleep.AWAKE and wakes_with(s.tag, tags)]
+def asleep(is_meant: Choice) -> list[_core.Segment]:
+    """Those of `is_meant` that sleep."""
+    return [segment for segment in _core.segments() if segment.sleep != _Sleep.AWAKE and is_meant(segment)]
 
 
 def wanting(segments: Sequence[_core.Segment]) -> dict[int, int]:
@@ -28,14 +28,14 @@ def wanting(segments: Sequence[_core.Segment]) -> dict[int, int]:
     return {device: total_bytes(mine) for device, mine in by_device(s for s in segments if not s.has_memory).items()}
 
 
-def wake(layer: Layer, tags: set[str] | None) -> WakeReport:
-    """Wake these tags (None: all); if anything fails, what was taken goes back, and everything stays asleep.
+def wake(layer: Layer, is_meant: Choice) -> WakeReport:
+    """Wake what is meant; if anything fails, what was taken goes back, and everything stays asleep.
 
     Raises:
         OutOfDeviceMemory, BackupMismatch, CodecError, DriverError: as `CuMemAllocator.wake_up`.
     """
     timer = PhaseTimer()
-    sleeping = asleep(tags)
+    sleeping = asleep(is_meant)
     if not sleeping:
         return WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep")
     with _core.HeldSegments(sleeping) as segments:

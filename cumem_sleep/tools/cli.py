@@ -18,7 +18,7 @@ from .. import __version__, _core
 from ..allocator import CuMemAllocator
 from ..errors import BackupMismatch, CumemSleepError, InvalidArgument
 from ..settings import parse_bytes
-from . import bench, demo, doctor, help_texts, serve, simulated, vault
+from . import bench, demo, doctor, help_texts, serve, shim, simulated, vault
 from .console import print_all, progress_bar, say
 from .layout import lay_out
 from .machine import Machine
@@ -133,9 +133,15 @@ def _parser() -> argparse.ArgumentParser:
         epilog=help_texts.DOCTOR_EPILOG,
     )
     doctor_command.set_defaults(run=_doctor, command="doctor")
+    text = "print the folder of a package that puts this layer in another's place"
+    shim_command = new(
+        commands.add_parser, "shim", help=text, description=help_texts.SHIM_DESCRIPTION, epilog=help_texts.SHIM_EPILOG
+    )
+    shim_command.add_argument("package", choices=sorted(shim.FOLDERS), help="whose interface it has")
+    shim_command.set_defaults(run=_shim, command="shim")
     vault.add_command(new, commands, _size, _path, _vault, _vault_status)
     serve.add_commands(new, commands, _path, _serve, _ask)
-    for each in (command, bench_command, doctor_command):
+    for each in (command, bench_command, doctor_command, shim_command):
         each.add_argument("--json", action="store_true", help="print JSON (progress goes to standard error)")
     parsed: argparse.ArgumentParser = parser
     return parsed
@@ -256,6 +262,15 @@ def _doctor(options: argparse.Namespace) -> int:
     with progress_bar() as progress:
         report = doctor.examine(Machine(), lambda name: progress(name, 0, 0))
     return _show(options, report, doctor.SIMULATED_NOTE, report.table(), report.conclusion())
+
+
+def _shim(options: argparse.Namespace) -> int:
+    folder = shim.FOLDERS[options.package]
+    if options.json:
+        _print_json(options, False, None, {"package": options.package, "folder": str(folder)})
+    else:
+        print(folder)
+    return EXIT_OK
 
 
 def _vault(options: argparse.Namespace) -> int:

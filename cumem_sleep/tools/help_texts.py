@@ -102,6 +102,17 @@ how to read it:
   "first sleep" allocates and pins host memory; before "prepared sleep", "prepare" has done that."""
 
 
+SHIM_DESCRIPTION = """\
+Prints the folder of a package with another's name and interface, which this layer serves.
+First in PYTHONPATH, it takes that one's place, in child processes too. Nothing is installed
+or changed; without the variable all is as before."""
+
+SHIM_EPILOG = """\
+examples:
+  export PYTHONPATH="$(cumem-sleep shim torch_memory_saver)"
+  PYTHONPATH=$(cumem-sleep shim torch_memory_saver) python -m sglang.launch_server --enable-memory-saver ..."""
+
+
 def environment() -> str:
     """Every variable with its meaning, from the docstrings of the settings."""
     texts = {**variables.described(Settings), **variables.described(GateSettings), **variables.OTHERS}

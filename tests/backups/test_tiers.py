@@ -142,6 +142,7 @@ class TestCopies:
                 lane.write(extents[1], start, address + PAGE + start, PAGE // 2)
             lane.synchronize()
             assert lane.content(extents[1], 16, PAGE).tobytes() == content[PAGE + 16 : 2 * PAGE + 16]
+        assert tier.content(extents[1], 16, PAGE).tobytes() == content[PAGE + 16 : 2 * PAGE + 16]
         target = allocator.malloc(4 * PAGE, "weights")
         with lane_of(tier) as lane:
             lane.read(target, extents[0], 0, PAGE)

@@ -90,6 +90,14 @@ def test_every_command_and_every_error_begins_alike(
 # Usage
 
 
+def test_the_folder_of_a_shim_is_printed_and_holds_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["shim", "torch_memory_saver"]) == 0
+    folder = pathlib.Path(capsys.readouterr().out.rstrip("\n"))
+    assert (folder / "torch_memory_saver" / "__init__.py").is_file()
+    code, found = run_json(capsys, "shim", "torch_memory_saver")
+    assert (code, found["ok"], found["folder"]) == (0, True, str(folder))
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["--version"])

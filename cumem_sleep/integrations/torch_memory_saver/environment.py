@@ -1,0 +1,103 @@
+"""torch_memory_saver's environment: its TMS_ variables, and LD_PRELOAD for child processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import InvalidArgument
+from .. import preload
+
+_TRUE, _FALSE = ("1", "true", "TRUE", "yes", "YES"), ("0", "false", "FALSE", "no", "NO")
+BACKENDS = ("mmap", "pinned")
+DEFAULT_BACKEND = "pinned"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the TMS_ variables say.
+
+    Attributes:
+        enable: TMS_INIT_ENABLE: the whole process is a region, called `default`.
+        enable_cpu_backup: TMS_INIT_ENABLE_CPU_BACKUP: and is backed up.
+        cpu_backup_backend: TMS_INIT_CPU_BACKUP_BACKEND: where no region names one.
+        retain_cpu_backup: TMS_RETAIN_CPU_BACKUP: what `retain_cpu_backup` is at first.
+    """
+
+    enable: bool = False
+    enable_cpu_backup: bool = False
+    cpu_backup_backend: str = DEFAULT_BACKEND
+    retain_cpu_backup: bool = False
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] | None = None) -> Environment:
+        """What they say now. TMS_DISK_BACKUP_DIR and TMS_DISK_BACKUP_CHUNK_MB say nothing without disk backups.
+
+        Raises:
+            InvalidArgument: one has a bad value; the message names it.
+            NotImplementedError: TMS_INIT_ENABLE_DISK_BACKUP is on.
+        """
+        environment = os.environ if environment is None else environment
+        if _flag(environment, "TMS_INIT_ENABLE_DISK_BACKUP"):
+            raise NotImplementedError("TMS_INIT_ENABLE_DISK_BACKUP: " + NO_DISK_BACKUP)
+        return cls(
+            enable=_flag(environment, "TMS_INIT_ENABLE"),
+            enable_cpu_backup=_flag(environment, "TMS_INIT_ENABLE_CPU_BACKUP"),
+            cpu_backup_backend=checked_backend(
+                "TMS_INIT_CPU_BACKUP_BACKEND", environment.get("TMS_INIT_CPU_BACKUP_BACKEND") or DEFAULT_BACKEND
+            ),
+            retain_cpu_backup=_flag(environment, "TMS_RETAIN_CPU_BACKUP"),
+        )
+
+
+NO_DISK_BACKUP = (
+    "cumem-sleep keeps no backups in files: use enable_cpu_backup=True, or a region without a backup whose bytes are"
+    " written anew"
+)
+
+
+def checked_backend(name: str, value: object) -> str:
+    """A backend of backups in host memory.
+
+    Raises:
+        InvalidArgument: it is none; the message begins with `name`.
+    """
+    if value not in BACKENDS:
+        raise InvalidArgument(f"{name}={value!r}: mmap or pinned is allowed")
+    return str(value)
+
+
+def _flag(environment: Mapping[str, str], name: str) -> bool:
+    text = environment.get(name, "")
+    if text not in ("", *_TRUE, *_FALSE):
+        raise InvalidArgument(f"{name}={text!r}: 1, true, yes, 0, false or no is allowed")
+    return text in _TRUE
+
+
+def hook_path() -> Path:
+    """The library for LD_PRELOAD."""
+    return preload.library_path()
+
+
+@contextmanager
+def configure_subprocess() -> Iterator[None]:
+    """Processes that are started inside get the hook in front of cudaMalloc, before what LD_PRELOAD names already."""
+    with changed("LD_PRELOAD", ":".join(filter(None, [str(hook_path()), os.environ.get("LD_PRELOAD", "")]))):
+        yield
+
+
+@contextmanager
+def changed(name: str, value: str) -> Iterator[None]:
+    """An environment variable has this value inside."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before

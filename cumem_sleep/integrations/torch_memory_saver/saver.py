@@ -1,0 +1,251 @@
+"""`TorchMemorySaver`: each of its calls, in terms of the allocator's regions. It decides nothing about memory."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from ... import log
+from ...allocator import CuMemAllocator
+from ...errors import InvalidArgument, InvalidState
+from ...levels import DEFAULT_TAG
+from .. import preload
+from .environment import NO_DISK_BACKUP, Environment, checked_backend
+from .native import Native
+
+HOOK_MODES = ("preload", "torch")
+
+
+class TorchMemorySaver:
+    """torch_memory_saver's singleton, served by the allocator of this process.
+
+    Its errors are those of this package. What is asleep already may be paused again, and what is awake resumed.
+    """
+
+    def __init__(self) -> None:
+        self._impl: Native | None = None  # as in torch_memory_saver, None until the first use: trainers ask
+        self._hook_mode = "preload"
+        self._retain_cpu_backup = False
+        self._lock = threading.Lock()
+
+    # Regions
+
+    @contextmanager
+    def region(
+        self,
+        tag: str = DEFAULT_TAG,
+        enable_cpu_backup: bool = False,
+        enable_disk_backup: bool = False,
+        cpu_backup_backend: str | None = None,
+    ) -> Iterator[None]:
+        """What this thread's PyTorch allocates inside can be paused: `CuMemAllocator.use_region`.
+
+        Raises:
+            NotImplementedError: `enable_disk_backup`.
+            InvalidArgument: not a tag; a backend that does not exist, or without a backup.
+        """
+        if enable_disk_backup:
+            raise NotImplementedError(f"region(tag={tag!r}, enable_disk_backup=True): {NO_DISK_BACKUP}")
+        _check_backend(enable_cpu_backup, cpu_backup_backend)
+        native = self._initialized()
+        with self._allocator().use_region(tag, backup=bool(enable_cpu_backup)), native.backend(cpu_backup_backend):
+            yield
+
+    @contextmanager
+    def cuda_graph(
+        self,
+        cuda_graph: Any,
+        pool: Any = None,
+        stream: Any = None,
+        capture_error_mode: str = "global",
+        tag: str = DEFAULT_TAG,
+        enable_cpu_backup: bool = False,
+        cpu_backup_backend: str | None = None,
+    ) -> Iterator[None]:
+        """`torch.cuda.graph`, with memory that can be paused.
+
+        With the hook in front of cudaMalloc it comes from `pool` itself. Without, from a pool of the region instead,
+        one for each `pool` that is given.
+        """
+        import torch
+
+        _check_backend(enable_cpu_backup, cpu_backup_backend)
+        native = self._initialized()
+        allocator, backup = self._allocator(), bool(enable_cpu_backup)
+        capture = {"stream": stream, "capture_error_mode": capture_error_mode}
+        if preload.serve():
+            with (
+                torch.cuda.graph(cuda_graph, pool=pool, **capture),
+                native.region(tag, backup=backup),
+                native.backend(cpu_backup_backend),
+            ):
+                yield
+            return
+        with (
+            allocator.region_graph_pool(tag, backup=backup, shared_by=pool) as own_pool,
+            torch.cuda.graph(cuda_graph, pool=cast(Any, own_pool), **capture),
+            native.backend(cpu_backup_backend),
+        ):
+            yield
+
+    @contextmanager
+    def disable(self) -> Iterator[None]:
+        """What this thread's PyTorch allocates inside is ordinary memory.
+
+        Raises:
+            InvalidState: the thread is in no region, and the process is none.
+        """
+        native = self._initialized()
+        if not native.in_region:
+            raise InvalidState(
+                "disable() outside of a region: enter one first, or start the process with TMS_INIT_ENABLE=1 and the"
+                " hook in LD_PRELOAD"
+            )
+        with self._allocator().outside_regions():
+            yield
+
+    def pause(self, tag: str | None = None) -> None:
+        """Regions of this tag (None: all) give their memory back: all or nothing, `CuMemAllocator.sleep_regions`.
+
+        A tag that no region has is passed over, as in torch_memory_saver.
+        """
+        self._initialized()
+        if (tags := self._known(tag)) != set():
+            self._allocator().sleep_regions(tags)
+
+    def resume(self, tag: str | None = None) -> None:
+        """They take it again: all or nothing, `CuMemAllocator.wake_regions`."""
+        self._initialized()
+        if (tags := self._known(tag)) != set():
+            self._allocator().wake_regions(tags, retain_backups=self._retain_cpu_backup)
+
+    # Backups
+
+    @property
+    def retain_cpu_backup(self) -> bool:
+        """Whether `resume` leaves backups in host memory: then the next `pause` copies only what changed."""
+        self._initialized()
+        return self._retain_cpu_backup
+
+    @retain_cpu_backup.setter
+    def retain_cpu_backup(self, value: bool) -> None:
+        self._initialized()
+        self._retain_cpu_backup = bool(value)
+
+    def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
+        """The bytes of a tensor at the last pause, as a tensor on the CPU; None: it is awake and has no backup.
+
+        Args:
+            zero_copy: not copied where they lie together and uncompressed in pinned memory of this process. It may be
+                read, until the tensor's memory is paused or resumed the next time, or freed.
+
+        Raises:
+            InvalidArgument: not a contiguous tensor on the GPU, in memory of a region.
+            InvalidState: it sleeps without a backup.
+        """
+        if not x.is_cuda or not x.is_contiguous():
+            raise InvalidArgument(
+                f"get_cpu_backup: a contiguous tensor on a GPU is wanted, not {x.shape} on {x.device}"
+            )
+        self._initialized()
+        import torch
+
+        if not x.nbytes:
+            return torch.empty(x.shape, dtype=x.dtype)
+        content = self._allocator().read_backup(x.data_ptr(), x.nbytes, copy=not zero_copy)
+        if content is None:
+            return None
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(content).view(x.dtype).view(x.shape)
+
+    def set_disk_backup_dir(self, path: str) -> None:
+        """Refused: there are no backups in files.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(f"set_disk_backup_dir({path!r}): {NO_DISK_BACKUP}")
+
+    # What else it exports
+
+    @property
+    def enabled(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def hook_mode(self) -> str:
+        """`preload` or `torch`: it makes no difference, regions are served by hooks of PyTorch's in both."""
+        return self._hook_mode
+
+    @hook_mode.setter
+    def hook_mode(self, hook_mode: str) -> None:
+        if hook_mode not in HOOK_MODES:
+            raise InvalidArgument(f"hook_mode={hook_mode!r}: preload or torch is allowed")
+        self._hook_mode = hook_mode
+
+    @property
+    def memory_margin_bytes(self) -> int:
+        """Can only be set: an allocation in a region fails, as if the GPU were full, where less would stay free."""
+        raise NotImplementedError("memory_margin_bytes can only be set")
+
+    @memory_margin_bytes.setter
+    def memory_margin_bytes(self, value: int) -> None:
+        self._initialized()
+        self._allocator().set_region_margin_bytes(value)
+
+    # Its first use
+
+    def begin_with_process(self) -> None:
+        """Where TMS_INIT_ENABLE is on, initialise on import, since memory is allocated before anything is asked of us.
+
+        What stands in the way is raised at the first use.
+        """
+        try:
+            is_wanted = Environment.read().enable and preload.serve()
+        except (InvalidArgument, NotImplementedError):
+            return
+        if is_wanted:
+            self._initialized()
+
+    def _ensure_initialized(self) -> None:
+        self._initialized()
+
+    def _initialized(self) -> Native:
+        """Read the environment, at the first use: then, and not on import, the layer is opened."""
+        with self._lock:
+            if self._impl is None:
+                environment = Environment.read()
+                if environment.enable:
+                    self._allocator().make_process_a_region(backup=environment.enable_cpu_backup)
+                preload.serve()
+                self._retain_cpu_backup = environment.retain_cpu_backup
+                self._impl = Native(environment.cpu_backup_backend)
+                log.info("cumem-sleep: torch_memory_saver is served by this layer (%s)", _what_serves(environment))
+            return self._impl
+
+    def _allocator(self) -> CuMemAllocator:
+        return CuMemAllocator.get_instance()
+
+    def _known(self, tag: str | None) -> set[str] | None:
+        """That tag as an argument, or none at all if no region has it; None for all."""
+        if not tag:
+            return None
+        return {tag} & self._allocator().region_usage().keys()
+
+
+def _check_backend(enable_cpu_backup: bool, backend: str | None) -> None:
+    if backend is None:
+        return
+    if not enable_cpu_backup:
+        raise InvalidArgument(f"cpu_backup_backend={backend!r}: needs enable_cpu_backup=True")
+    checked_backend("cpu_backup_backend", backend)
+
+
+def _what_serves(environment: Environment) -> str:
+    hook = "with the hook in front of cudaMalloc" if preload.serve() else "without a hook in front of cudaMalloc"
+    return hook + (", the whole process is a region" if environment.enable else "")

@@ -1,0 +1,367 @@
+"""torch_memory_saver's interface: every name of it, on the simulated driver and without PyTorch where it can be."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from support import AWAKE, BACKED_UP, DROPPED, PAGE, Memory
+from torch_memory_saver_calls import SHIM, FakeTensor, run_with_shim
+
+from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, OutOfDeviceMemory, OutOfHostMemory, _core
+from cumem_sleep.integrations.torch_memory_saver import TorchMemorySaver, configure_subprocess
+from cumem_sleep.integrations.torch_memory_saver.environment import Environment
+
+Sleep = _core.Segment.Sleep
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*os.environ]:
+        if name.startswith("TMS_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def saver(allocator: CuMemAllocator) -> Iterator[TorchMemorySaver]:
+    yield TorchMemorySaver()
+    allocator.set_region_margin_bytes(0)
+
+
+def malloc(saver: TorchMemorySaver, nbytes: int = PAGE, **region: object) -> int:
+    with saver.region(**region):  # type: ignore[arg-type]
+        return CuMemAllocator.get_instance().malloc(nbytes)
+
+
+def states() -> dict[int, Sleep]:
+    return {segment.address: segment.sleep for segment in _core.segments()}
+
+
+class TestRegions:
+    def test_the_default_is_called_default_and_not_backed_up(self, saver: TorchMemorySaver) -> None:
+        address = malloc(saver)
+        saver.pause("default")
+        assert states() == {address: DROPPED}
+        saver.resume("default")
+        assert states() == {address: AWAKE}
+
+    def test_pause_and_resume_keep_address_and_bytes(self, saver: TorchMemorySaver, memory: Memory) -> None:
+        address = malloc(saver, tag="weights", enable_cpu_backup=True)
+        content = memory.fill_random(address, PAGE)
+        saver.pause()
+        assert states() == {address: BACKED_UP}
+        saver.resume()
+        assert memory.read(address, PAGE) == content
+
+    def test_tags_are_paused_and_resumed_in_any_order(self, saver: TorchMemorySaver) -> None:
+        a, b = malloc(saver, tag="type1"), malloc(saver, tag="type2")
+        saver.pause("type1")
+        saver.pause("type2")
+        saver.resume("type2")
+        assert states() == {a: DROPPED, b: AWAKE}
+        saver.resume("type1")
+        saver.pause("type1")
+        saver.resume("type1")
+        assert states() == {a: AWAKE, b: AWAKE}
+
+    def test_backup_is_the_regions_own(self, saver: TorchMemorySaver) -> None:
+        kept, lost = malloc(saver, tag="x", enable_cpu_backup=True), malloc(saver, tag="x")
+        saver.pause("x")
+        assert states() == {kept: BACKED_UP, lost: DROPPED}
+        saver.resume()
+
+    def test_the_innermost_counts_and_the_outer_comes_back(self, saver: TorchMemorySaver) -> None:
+        allocator = CuMemAllocator.get_instance()
+        with saver.region("outer", True):
+            first = allocator.malloc(PAGE)
+            with saver.region("grad_buffer"):
+                inner = allocator.malloc(PAGE)
+            second = allocator.malloc(PAGE)
+        saver.pause()
+        assert states() == {first: BACKED_UP, inner: DROPPED, second: BACKED_UP}
+        saver.resume()
+
+    def test_another_thread_is_in_none(self, saver: TorchMemorySaver) -> None:
+        allocator, found = CuMemAllocator.get_instance(), list[int]()
+        with saver.region("x"):
+            thread = threading.Thread(target=lambda: found.append(allocator.malloc(PAGE)))
+            thread.start()
+            thread.join()
+        saver.pause()
+        assert states() == {found[0]: AWAKE}
+
+    @pytest.mark.parametrize("tag", [None, ""])
+    def test_no_tag_means_all(self, saver: TorchMemorySaver, tag: str | None) -> None:
+        malloc(saver, tag="a")
+        malloc(saver, tag="b", enable_cpu_backup=True)
+        saver.pause(tag)
+        assert set(states().values()) == {DROPPED, BACKED_UP}
+        saver.resume(tag)
+        assert set(states().values()) == {AWAKE}
+
+    def test_a_tag_that_no_region_has_is_passed_over(self, saver: TorchMemorySaver) -> None:
+        """As when SGLang pauses `cuda_graph` without having captured any."""
+        address = malloc(saver, tag="a")
+        saver.pause("cuda_graph")
+        saver.resume("cuda_graph")
+        assert states() == {address: AWAKE}
+
+    def test_pausing_and_resuming_twice_is_harmless(self, saver: TorchMemorySaver) -> None:
+        malloc(saver, tag="a")
+        malloc(saver, tag="b")
+        saver.pause("a")
+        saver.pause()
+        saver.pause("a")
+        assert set(states().values()) == {DROPPED}
+        saver.resume("b")
+        saver.resume()
+        saver.resume()
+        assert set(states().values()) == {AWAKE}
+
+    def test_disable_leaves_the_region_and_comes_back(self, saver: TorchMemorySaver) -> None:
+        allocator = CuMemAllocator.get_instance()
+        with saver.region("a"):
+            with saver.disable():
+                outside = allocator.malloc(PAGE)
+            inside = allocator.malloc(PAGE)
+        saver.pause()
+        assert states() == {outside: AWAKE, inside: DROPPED}
+        saver.resume()
+
+    def test_disable_outside_of_a_region_is_refused(self, saver: TorchMemorySaver) -> None:
+        with pytest.raises(InvalidState, match="outside of a region"), saver.disable():
+            pass
+
+    def test_errors_are_exceptions_and_change_nothing(self, saver: TorchMemorySaver, memory: Memory) -> None:
+        address = malloc(saver, enable_cpu_backup=True)
+        content = memory.fill_random(address, PAGE)
+        object.__setattr__(CuMemAllocator.get_instance()._store._tier._settings, "host_budget_bytes", 1)  # type: ignore[attr-defined]
+        with pytest.raises(OutOfHostMemory):
+            saver.pause()
+        assert states() == {address: AWAKE}
+        assert memory.read(address, PAGE) == content
+
+
+class TestRetention:
+    def test_without_host_memory_goes_back_at_the_resume(self, saver: TorchMemorySaver) -> None:
+        allocator = CuMemAllocator.get_instance()
+        malloc(saver, enable_cpu_backup=True)
+        assert saver.retain_cpu_backup is False
+        saver.pause()
+        assert allocator._store.host_bytes == PAGE
+        saver.resume()
+        assert allocator._store.host_bytes == 0
+
+    def test_with_unchanged_bytes_are_not_copied_again(self, saver: TorchMemorySaver, memory: Memory) -> None:
+        allocator = CuMemAllocator.get_instance()
+        saver.retain_cpu_backup = True
+        same, changed = (malloc(saver, enable_cpu_backup=True) for _ in range(2))
+        saver.pause()
+        saver.resume()
+        memory.fill_random(changed, PAGE)
+        before = allocator.totals()["sleep"].bytes
+        saver.pause()
+        after = allocator.totals()["sleep"].bytes
+        assert (after["copied"] - before["copied"], after["clean"] - before["clean"]) == (PAGE, PAGE)
+        assert set(states()) == {same, changed}
+        saver.resume()
+
+    def test_is_asked_for_at_the_resume(self, saver: TorchMemorySaver) -> None:
+        """Switched off, it concerns what is resumed after that."""
+        allocator = CuMemAllocator.get_instance()
+        malloc(saver, enable_cpu_backup=True)
+        saver.pause()
+        saver.retain_cpu_backup = True
+        saver.resume()
+        saver.retain_cpu_backup = False
+        allocator.usage()
+        assert allocator._store.host_bytes == PAGE
+        saver.pause()
+        saver.resume()
+        assert allocator._store.host_bytes == 0
+
+    def test_the_variable_switches_it_on(self, saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TMS_RETAIN_CPU_BACKUP", "1")
+        assert saver.retain_cpu_backup is True
+
+
+class TestCpuBackup:
+    @pytest.fixture(autouse=True)
+    def torch(self) -> object:
+        return pytest.importorskip("torch", reason="get_cpu_backup returns tensors: pip install torch")
+
+    @pytest.mark.parametrize("zero_copy", [False, True])
+    def test_is_read_while_it_sleeps(
+        self, saver: TorchMemorySaver, memory: Memory, torch: object, zero_copy: bool
+    ) -> None:
+        address = malloc(saver, enable_cpu_backup=True)
+        values = np.random.default_rng(0).standard_normal((10, 20, 30)).astype(np.float32)
+        memory.write(address + 512, values.tobytes())
+        tensor = FakeTensor(address + 512, values.shape, torch.float32, values.nbytes)  # type: ignore[attr-defined]
+        assert saver.get_cpu_backup(tensor) is None
+        saver.pause()
+        backup = saver.get_cpu_backup(tensor, zero_copy=zero_copy)
+        assert (backup.device.type, backup.dtype, tuple(backup.shape)) == ("cpu", tensor.dtype, tensor.shape)
+        assert np.array_equal(backup.numpy(), values)
+        del backup
+        saver.resume()
+        assert saver.get_cpu_backup(tensor) is None
+
+    def test_stays_readable_where_it_is_retained(self, saver: TorchMemorySaver, memory: Memory, torch: object) -> None:
+        saver.retain_cpu_backup = True
+        address = malloc(saver, enable_cpu_backup=True)
+        content = memory.fill_random(address, PAGE)
+        tensor = FakeTensor(address, (PAGE,), torch.uint8, PAGE)  # type: ignore[attr-defined]
+        saver.pause()
+        first = saver.get_cpu_backup(tensor, zero_copy=True).data_ptr()
+        saver.resume()
+        assert saver.get_cpu_backup(tensor, zero_copy=True).data_ptr() == first
+        memory.fill_random(address, PAGE)
+        assert saver.get_cpu_backup(tensor).numpy().tobytes() == content
+
+    def test_what_cannot_be_had_is_refused(self, saver: TorchMemorySaver, torch: object) -> None:
+        address = malloc(saver)
+        saver.pause()
+        of_bytes = torch.uint8  # type: ignore[attr-defined]
+        with pytest.raises(InvalidState, match="without a backup"):
+            saver.get_cpu_backup(FakeTensor(address, (4,), of_bytes, 4))
+        with pytest.raises(InvalidArgument, match="not in one segment"):
+            saver.get_cpu_backup(FakeTensor(4096, (4,), of_bytes, 4))
+        with pytest.raises(InvalidArgument, match="contiguous"):
+            saver.get_cpu_backup(FakeTensor(address, (4,), of_bytes, 4, contiguous=False))
+        with pytest.raises(InvalidArgument, match="on a GPU"):
+            saver.get_cpu_backup(torch.zeros(4))  # type: ignore[attr-defined]
+        saver.resume()
+
+
+class TestTheRestOfTheInterface:
+    def test_disk_backups_are_refused_by_name(self, saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(NotImplementedError, match="enable_disk_backup"), saver.region(enable_disk_backup=True):
+            pass
+        with pytest.raises(NotImplementedError, match="set_disk_backup_dir"):
+            saver.set_disk_backup_dir("/tmp")
+        monkeypatch.setenv("TMS_INIT_ENABLE_DISK_BACKUP", "1")
+        with pytest.raises(NotImplementedError, match="TMS_INIT_ENABLE_DISK_BACKUP"):
+            TorchMemorySaver().pause()
+
+    @pytest.mark.parametrize("backend", ["mmap", "pinned"])
+    def test_backends_are_taken(self, saver: TorchMemorySaver, backend: str) -> None:
+        malloc(saver, enable_cpu_backup=True, cpu_backup_backend=backend)
+        saver.pause()
+        saver.resume()
+
+    def test_other_backends_are_refused(self, saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(ValueError, match="enable_cpu_backup"), saver.region(cpu_backup_backend="mmap"):
+            pass
+        with pytest.raises(ValueError, match="'disk'"), saver.region("x", True, cpu_backup_backend="disk"):
+            pass
+        monkeypatch.setenv("TMS_INIT_CPU_BACKUP_BACKEND", "disk")
+        with pytest.raises(InvalidArgument, match="TMS_INIT_CPU_BACKUP_BACKEND='disk'"):
+            TorchMemorySaver().pause()
+
+    def test_the_margin_can_be_set_and_not_read(self, saver: TorchMemorySaver) -> None:
+        saver.memory_margin_bytes = _core.memory_info(0)[1] if _core.driver_is_open() else 1 << 60
+        with pytest.raises(OutOfDeviceMemory):
+            malloc(saver)
+        saver.memory_margin_bytes = 0
+        malloc(saver)
+        with pytest.raises(NotImplementedError):
+            _ = saver.memory_margin_bytes
+
+    def test_hook_modes(self, saver: TorchMemorySaver) -> None:
+        for mode in ("torch", "preload"):
+            saver.hook_mode = mode
+            malloc(saver, tag=mode)
+        assert saver.enabled
+        with pytest.raises(InvalidArgument, match="'other'"):
+            saver.hook_mode = "other"
+
+    def test_the_first_use_logs_who_serves(self, saver: TorchMemorySaver, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.INFO, "cumem_sleep"):
+            saver.pause()
+            saver.pause()
+        said = [message for message in caplog.messages if "torch_memory_saver" in message]
+        assert said == [
+            "cumem-sleep: torch_memory_saver is served by this layer (without a hook in front of cudaMalloc)"
+        ]
+
+    def test_configure_subprocess_puts_the_hook_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("LD_PRELOAD", raising=False)
+        with configure_subprocess():
+            hook = os.environ["LD_PRELOAD"]
+        assert os.path.dirname(hook) == str(SHIM)
+        assert "LD_PRELOAD" not in os.environ
+        monkeypatch.setenv("LD_PRELOAD", "/other.so")
+        with configure_subprocess():
+            assert os.environ["LD_PRELOAD"] == f"{hook}:/other.so"
+        assert os.environ["LD_PRELOAD"] == "/other.so"
+
+    @pytest.mark.parametrize(
+        ("text", "on"), [("1", True), ("true", True), ("YES", True), ("0", False), ("no", False), ("", False)]
+    )
+    def test_variables_that_are_on_or_off(self, text: str, on: bool) -> None:
+        assert Environment.read({"TMS_INIT_ENABLE": text}).enable is on
+
+    def test_a_variable_that_is_neither_is_refused(self) -> None:
+        with pytest.raises(InvalidArgument, match="TMS_RETAIN_CPU_BACKUP='2'"):
+            Environment.read({"TMS_RETAIN_CPU_BACKUP": "2"})
+
+    def test_a_process_that_is_to_be_a_region_needs_the_hook(
+        self, saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TMS_INIT_ENABLE", "1")
+        with pytest.raises(InvalidState, match="LD_PRELOAD="):
+            saver.pause()
+
+
+class TestBesideVllm:
+    def test_each_has_its_own_weights(self, saver: TorchMemorySaver, memory: Memory) -> None:
+        """An engine with vLLM's calls, and a trainer with these, in one process."""
+        allocator = CuMemAllocator.get_instance()
+        trainers = malloc(saver, tag="weights", enable_cpu_backup=True)
+        assert allocator.get_current_usage() == 0  # else vLLM would not start
+        engines = allocator.malloc(PAGE, tag="weights")
+        contents = {address: memory.fill_random(address, PAGE) for address in (trainers, engines)}
+        saver.pause("weights")
+        assert states() == {trainers: BACKED_UP, engines: AWAKE}
+        allocator.sleep(1)
+        saver.resume("weights")
+        assert states() == {trainers: AWAKE, engines: BACKED_UP}
+        allocator.wake_up()
+        assert {address: memory.read(address, PAGE) for address in contents} == contents
+
+
+@pytest.mark.slow
+class TestTheShim:
+    def test_a_package_of_that_name_is_found_in_child_processes_too(self) -> None:
+        process = run_with_shim(
+            """
+            import subprocess, sys, torch_memory_saver
+            code = "import torch_memory_saver as t; print(t.__file__, type(t.torch_memory_saver).__module__)"
+            assert "torch" not in sys.modules
+            subprocess.run([sys.executable, "-c", code], check=True)
+            """
+        )
+        assert process.returncode == 0, process.stderr
+        file, module = process.stdout.split()
+        assert file == str(SHIM / "torch_memory_saver" / "__init__.py")
+        assert module == "cumem_sleep.integrations.torch_memory_saver.saver"
+
+    def test_it_has_the_modules_that_others_import(self) -> None:
+        process = run_with_shim(
+            """
+            from torch_memory_saver import configure_subprocess, torch_memory_saver
+            from torch_memory_saver.entrypoint import TorchMemorySaver
+            from torch_memory_saver.hooks.base import HookMode
+            from torch_memory_saver.hooks.mode_preload import configure_subprocess as same
+            from torch_memory_saver.utils import change_env, get_binary_path_from_package, is_xpu
+            assert isinstance(torch_memory_saver, TorchMemorySaver) and same is configure_subprocess and not is_xpu()
+            print(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))
+            """
+        )
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.strip() == str(SHIM / "torch_memory_saver_hook_mode_preload.abi3.so")

@@ -1,0 +1,292 @@
+"""What SGLang, slime, miles and verl call of torch_memory_saver, as they call it.
+
+Where each call was found is in docs/torch-memory-saver.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from support import AWAKE, BACKED_UP, DROPPED, PAGE, Memory
+from torch_memory_saver_calls import SHIM, run_with_shim
+
+from cumem_sleep import CuMemAllocator, _core
+from cumem_sleep.integrations.torch_memory_saver import TorchMemorySaver
+
+PRELOADED = SHIM / "torch_memory_saver_hook_mode_preload.abi3.so"
+
+
+@pytest.fixture
+def saver(allocator: CuMemAllocator) -> Iterator[TorchMemorySaver]:
+    yield TorchMemorySaver()
+    allocator.set_region_margin_bytes(0)
+
+
+def asleep() -> dict[str, set[_core.Segment.Sleep]]:
+    found: dict[str, set[_core.Segment.Sleep]] = {}
+    for segment in _core.segments():
+        found.setdefault(segment.tag, set()).add(segment.sleep)
+    return found
+
+
+class TestSGLang:
+    """And verl, which reaches it by `release_memory_occupation` and `resume_memory_occupation`."""
+
+    def test_release_and_resume_memory_occupation(self, saver: TorchMemorySaver, memory: Memory) -> None:
+        allocator = CuMemAllocator.get_instance()
+        with saver.region("weights", enable_cpu_backup=True):
+            weights = allocator.malloc(2 * PAGE)
+        with saver.region("kv_cache"):
+            allocator.malloc(PAGE)
+        content = memory.fill_random(weights, 2 * PAGE)
+        for tag in ("kv_cache", "weights", "cuda_graph"):
+            saver.pause(tag=tag)
+        assert asleep() == {"weights": {BACKED_UP}, "kv_cache": {DROPPED}}
+        for tag in ("cuda_graph", "weights"):
+            saver.resume(tag=tag)
+        assert asleep() == {"weights": {AWAKE}, "kv_cache": {DROPPED}}
+        assert memory.read(weights, 2 * PAGE) == content
+        saver.resume(tag="kv_cache")
+        assert asleep()["kv_cache"] == {AWAKE}
+
+    def test_the_cache_of_a_draft_model_is_paused_with_the_models(self, saver: TorchMemorySaver) -> None:
+        allocator = CuMemAllocator.get_instance()
+        for _ in range(2):
+            with saver.region(tag="kv_cache"):
+                allocator.malloc(PAGE)
+        saver.pause("kv_cache")
+        assert asleep() == {"kv_cache": {DROPPED}}
+        saver.resume("kv_cache")
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs the wheel of SGLang")
+    def test_its_adapter(self) -> None:
+        """SGLang's own module: what it imports of SGLang's, which wants all of its dependencies, is stood in for."""
+        process = run_with_shim(
+            """
+            import importlib.util, pathlib, sys, types
+            folder = pathlib.Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
+            common = types.ModuleType("sglang.srt.utils.common")
+            common.is_xpu = lambda: False
+            for name in ("sglang", "sglang.srt", "sglang.srt.utils"):
+                sys.modules[name] = types.ModuleType(name)
+            sys.modules[common.__name__] = common
+            path = folder / "srt" / "utils" / "torch_memory_saver_adapter.py"
+            spec = importlib.util.spec_from_file_location("sglang.srt.utils.torch_memory_saver_adapter", path)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            assert module.import_error is None
+
+            import os
+            from cumem_sleep import CuMemAllocator
+            adapter = module.TorchMemorySaverAdapter.create(enable=True)
+            assert adapter.enabled
+            adapter.check_validity("test")
+            with adapter.configure_subprocess():
+                assert "torch_memory_saver_hook_mode_preload" in os.environ["LD_PRELOAD"]
+            allocator = CuMemAllocator.get_instance()
+            with adapter.region("weights", enable_cpu_backup=True):
+                allocator.malloc(1)
+                with adapter.disable():
+                    ordinary = allocator.malloc(1)
+            with adapter.region(tag="kv_cache"):
+                allocator.malloc(1)
+            for tag in ("kv_cache", "weights", "cuda_graph"):
+                adapter.pause(tag)
+            usage = allocator.region_usage()
+            assert {tag: each.mapped_bytes for tag, each in usage.items()} == {"weights": 0, "kv_cache": 0}
+            for tag in ("cuda_graph", "weights", "kv_cache"):
+                adapter.resume(tag)
+            assert all(each.mapped_bytes for each in allocator.region_usage().values())
+            try:
+                graph = adapter.cuda_graph(
+                    cuda_graph=None, pool=None, stream=None, tag="cuda_graph", enable_cpu_backup=True
+                )
+                with graph:
+                    pass
+            except Exception as error:
+                print(type(error).__name__)
+            """
+        )
+        assert process.returncode == 0, process.stderr
+        # Without a GPU no graph is captured; without PyTorch there is none at all.
+        assert process.stdout.strip() in ("InvalidState", "ModuleNotFoundError")
+
+
+class TestSlime:
+    def test_the_library_is_found_beside_the_package(self) -> None:
+        process = run_with_shim(
+            """
+            import os, torch_memory_saver
+            print(os.path.dirname(os.path.dirname(torch_memory_saver.__file__)))
+            """
+        )
+        assert process.returncode == 0, process.stderr
+        assert pathlib.Path(process.stdout.strip(), PRELOADED.name).is_file()
+
+    def test_buffers_of_deep_ep_are_left_out(self, saver: TorchMemorySaver) -> None:
+        assert saver._impl is None  # it then does nothing
+        allocator = CuMemAllocator.get_instance()
+        with saver.region("default", enable_cpu_backup=True):
+            assert saver._impl is not None
+            cdll = saver._impl._binary_wrapper.cdll
+            before = cdll.tms_get_interesting_region()
+            cdll.tms_set_interesting_region(False)
+            allocator.malloc(PAGE)
+            cdll.tms_set_interesting_region(before)
+            allocator.malloc(PAGE)
+            assert cdll.tms_get_enable_cpu_backup()
+            assert (cdll.tms_get_current_tag(), cdll.tms_get_cpu_backup_backend()) == (b"default", b"pinned")
+        saver.pause()
+        assert asleep() == {"default": {AWAKE, BACKED_UP}}
+        saver.resume()
+
+
+class TestMiles:
+    def test_gradients_are_dropped_and_parameters_stay_for_the_update(self, saver: TorchMemorySaver) -> None:
+        allocator = CuMemAllocator.get_instance()
+        saver.memory_margin_bytes = PAGE
+        for tag, backup in (("default", True), ("grad_buffer", False), ("param_buffer", False)):
+            with saver.region(tag=tag, enable_cpu_backup=backup):
+                allocator.malloc(PAGE)
+        saver.pause(tag="grad_buffer")
+        saver.pause(tag="default")
+        assert asleep() == {"default": {BACKED_UP}, "grad_buffer": {DROPPED}, "param_buffer": {AWAKE}}
+        saver.pause(tag="param_buffer")
+        saver.resume(tag=None)
+        assert asleep() == {"default": {AWAKE}, "grad_buffer": {AWAKE}, "param_buffer": {AWAKE}}
+
+    def test_switching_the_region_on_where_there_is_none_changes_nothing(self, saver: TorchMemorySaver) -> None:
+        """It does so after DeepEP's buffers, whatever was before."""
+        saver.pause()
+        assert saver._impl is not None
+        cdll = saver._impl._binary_wrapper.cdll
+        cdll.tms_set_interesting_region(False)
+        cdll.tms_set_interesting_region(True)
+        assert not cdll.tms_get_interesting_region()
+
+    def test_disk_backups_are_not_in_the_library(self) -> None:
+        """It looks for the name of the variable there, and then says what is missing."""
+        assert b"TMS_INIT_ENABLE_DISK_BACKUP" not in PRELOADED.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.sim
+class TestTheHook:
+    """A process that is started as slime and miles start theirs: with LD_PRELOAD and TMS_INIT_ENABLE."""
+
+    CODE = """
+        import ctypes, threading
+        from torch_memory_saver import torch_memory_saver as saver
+        from cumem_sleep import CuMemAllocator, _core
+        allocator = CuMemAllocator.get_instance()
+        assert not _core.driver_is_open()  # importing touches no GPU
+        runtime = ctypes.CDLL(None)  # where libraries find cudaMalloc
+
+        def allocate(nbytes=1 << 20):
+            address = ctypes.c_void_p()
+            status = runtime.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(nbytes))
+            return address.value if status == 0 else -status
+        """
+
+    def run(self, code: str, library: pathlib.Path | None = None, **environment: str) -> str:
+        preloaded = ":".join(str(path) for path in (PRELOADED, library) if path)
+        process = run_with_shim(self.CODE + code, LD_PRELOAD=preloaded, **environment)
+        assert process.returncode == 0, process.stderr
+        assert process.stderr == ""
+        return process.stdout
+
+    def test_the_whole_process_is_a_region(self) -> None:
+        self.run(
+            """
+        first = allocate()
+        found = []
+        thread = threading.Thread(target=lambda: found.append(allocate()))
+        thread.start()
+        thread.join()
+        ctypes.memset(first, 7, 100)
+        saver.pause()
+        assert allocator.region_usage()["default"].segments == 2
+        assert allocator.region_usage()["default"].mapped_bytes == 0
+        assert allocator.region_usage()["default"].host_bytes == 2 * (2 << 20)
+        saver.resume()
+        assert ctypes.string_at(first, 100) == bytes([7]) * 100
+        assert allocator.get_current_usage() == 0
+        for address in (first, *found):
+            assert runtime.cudaFree(ctypes.c_void_p(address)) == 0
+        assert allocator.region_usage() == {}
+        """,
+            TMS_INIT_ENABLE="1",
+            TMS_INIT_ENABLE_CPU_BACKUP="1",
+        )
+
+    def test_a_region_inside_counts_and_disable_leaves_it(self, runtime: pathlib.Path) -> None:
+        self.run(
+            """
+        with saver.region("grad_buffer"):
+            allocate()
+        with saver.disable():
+            outside = allocate()
+            assert runtime.cudaFree(ctypes.c_void_p(outside)) == 0
+            assert runtime.frees() == 1
+        inside = allocate()
+        saver.pause()
+        usage = allocator.region_usage()
+        assert {tag: each.host_bytes for tag, each in usage.items()} == {"grad_buffer": 0, "default": 2 << 20}
+        assert outside < 1 << 20 < inside
+        """,
+            runtime,
+            TMS_INIT_ENABLE="1",
+            TMS_INIT_ENABLE_CPU_BACKUP="1",
+        )
+
+    def test_a_full_device_is_said_so_that_pytorch_tries_again(self) -> None:
+        self.run(
+            """
+        assert allocate(1 << 45) == -2  # cudaErrorMemoryAllocation
+        allocate()
+        """,
+            TMS_INIT_ENABLE="1",
+        )
+
+    def test_without_the_variable_only_regions_are_served(self, runtime: pathlib.Path) -> None:
+        """Outside of them the runtime's own functions are called, as they are before this layer says anything."""
+        self.run(
+            """
+        assert allocate() < 1 << 20
+        saver.pause()
+        assert allocate() < 1 << 20
+        with saver.region("a"):
+            assert allocate() > 1 << 20
+        assert allocate() < 1 << 20
+        assert allocator.region_usage()["a"].segments == 1
+        """,
+            runtime,
+        )
+
+    def test_a_program_that_uses_no_cuda_runs_with_it(self) -> None:
+        environment = {**os.environ, "LD_PRELOAD": str(PRELOADED)}
+        process = subprocess.run(["true"], env=environment, capture_output=True, text=True, check=True)
+        assert process.stderr == ""
+
+    @pytest.fixture
+    def runtime(self, tmp_path: pathlib.Path) -> pathlib.Path:
+        """In the place of libcudart: small numbers for addresses."""
+        source, library = tmp_path / "runtime.c", tmp_path / "libruntime.so"
+        source.write_text(
+            """
+            #include <stddef.h>
+            static int frees_;
+            int frees(void) { return frees_; }
+            int cudaMalloc(void** address, size_t bytes) { *address = (void*)4096; return bytes == 0; }
+            int cudaFree(void* address) { frees_++; return address != (void*)4096; }
+            int cudaGetDevice(int* device) { *device = 0; return 0; }
+            """
+        )
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+        return library
