@@ -41,6 +41,8 @@ class Settings:
             stores the bytes as they are.
         vault: where backups lie: `off`, in pinned memory of this process; `auto`, in the vault that answers at its
             default socket, else as `off`; or the path of a vault's socket.
+        agreement_timeout_s: where several ranks sleep and wake together: for how long one that is ready waits for the
+            others before all undo their half.
 
     Raises:
         InvalidArgument: a value is not allowed; the message names the field, the value and what is allowed.
@@ -56,6 +58,7 @@ class Settings:
     prepare_bytes_per_second: int = 5_000_000_000
     compress: str = "off"
     vault: str = "off"
+    agreement_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         _one_of("driver", self.driver, ("cuda", "sim"))
@@ -67,6 +70,7 @@ class Settings:
         if self.prepare_bytes_per_second is None:
             raise InvalidArgumentType("prepare_bytes_per_second=None: a whole number is wanted")
         _integer("prepare_bytes_per_second", self.prepare_bytes_per_second, minimum=0)
+        _seconds("agreement_timeout_s", self.agreement_timeout_s)
         for name in ("retain_backups", "poison", "prepare"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentType(f"{name}={getattr(self, name)!r}: True or False is allowed")
@@ -132,6 +136,15 @@ def _parse_threads(variable: str, text: str) -> int:
     return int(text)
 
 
+def _parse_seconds(variable: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise InvalidArgument(f"{variable}={text!r}: {_ALLOWED_SECONDS}") from None
+    _seconds(variable, seconds)
+    return seconds
+
+
 def _parse_vault(variable: str, text: str) -> str:
     _vault(variable, text)
     return text
@@ -148,7 +161,10 @@ _PARSERS: dict[str, Any] = {
     "prepare_bytes_per_second": parse_bytes,
     "compress": _parse_choice("off", "auto"),
     "vault": _parse_vault,
+    "agreement_timeout_s": _parse_seconds,
 }
+_MOST_S = 24 * 3600
+_ALLOWED_SECONDS = f"seconds from 0.1 to {_MOST_S} are allowed"
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -173,3 +189,10 @@ def _integer(name: str, value: object, minimum: int) -> None:
         raise InvalidArgumentType(f"{name}={value!r}: a whole number is wanted, or None")
     if value < minimum:
         raise InvalidArgument(f"{name}={value!r}: at least {minimum} is allowed")
+
+
+def _seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidArgumentType(f"{name}={value!r}: {_ALLOWED_SECONDS}")
+    if not 0.1 <= value <= _MOST_S:  # nor NaN
+        raise InvalidArgument(f"{name}={value!r}: {_ALLOWED_SECONDS}")
