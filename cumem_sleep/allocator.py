@@ -159,6 +159,11 @@ class CuMemAllocator:
             how = "" if mesh.record is not None else ", on several hosts"
             log.info("cumem-sleep: rank %d of %d sleeps and wakes with the others%s", mesh.rank, mesh.size, how)
 
+    @property
+    def agreement(self) -> Agreement | None:
+        """With the ranks of the group that was joined; None: this process sleeps and wakes alone."""
+        return self._agreement
+
     def _leave(self) -> None:
         """The other ranks find that this one has ended."""
         if self._agreement is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -140,8 +141,9 @@ def _parse_seconds(variable: str, text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        raise InvalidArgument(f"{variable}={text!r}: {_ALLOWED_SECONDS}") from None
-    _seconds(variable, seconds)
+        seconds = math.nan
+    if not _is_allowed(seconds):
+        raise InvalidArgument(f"{variable}={text!r}: {_ALLOWED_SECONDS}")
     return seconds
 
 
@@ -194,5 +196,9 @@ def _integer(name: str, value: object, minimum: int) -> None:
 def _seconds(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidArgumentType(f"{name}={value!r}: {_ALLOWED_SECONDS}")
-    if not 0.1 <= value <= _MOST_S:  # nor NaN
+    if not _is_allowed(value):
         raise InvalidArgument(f"{name}={value!r}: {_ALLOWED_SECONDS}")
+
+
+def _is_allowed(seconds: float) -> bool:
+    return 0.1 <= seconds <= _MOST_S  # nor NaN

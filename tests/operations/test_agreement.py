@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -268,3 +271,68 @@ def test_a_rank_that_is_killed_at_every_step(operation: str, size: int, stride: 
 def _come_to(them: Ranks, operation: str) -> list[Outcome]:
     """Where `operation` has something to do."""
     return _done(them, "sleep", {} if operation == "wake_up" else {"level": 0})
+
+
+@pytest.mark.slow
+def test_a_group_of_torch_distributed(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script = Path(__file__).with_name("gloo_rank.py")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), "2", str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            cwd=tmp_path,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=100)[0].split() for process in processes]
+    assert said == [["DriverError", str(PAGE), str(PAGE)], ["RankFailed", str(PAGE), str(PAGE)]]
+
+
+class TestSeveralHosts:
+    """Without a record that all can reach: rank 0 decides."""
+
+    def test_all_or_none(self) -> None:
+        with ranks(3, several_hosts=True) as them:
+            before = _done(them, "sleep", {"level": 0})
+            for operation, arguments in CYCLE:
+                for rank in range(3):
+                    if operation != "wake_up":
+                        outcomes = them.operate(operation, arguments, at=rank, fault=("cuMemUnmap", 0))
+                        assert_failed(outcomes, before, rank)
+                before = _done(them, operation, arguments)
+
+    def test_a_rank_that_is_not_called(self) -> None:
+        with ranks(2, timeout_s=SHORT_S, several_hosts=True) as them:
+            before = _done(them, "sleep", {"level": 0})
+            for other in (0, 1):
+                them.begin(other, "operate", "sleep", {}, None, {})
+                outcome = them.answer(other)
+                assert (outcome.failed_rank, outcome.state) == (1 - other, before[other].state)
+                _done(them, "sleep", {})
+                _done(them, "wake_up", {})
+
+    @pytest.mark.slow
+    def test_a_rank_that_is_stopped_at_every_step(self) -> None:
+        """One that left the decision to rank 0, which stopped then, says that it does not know; a call mends that."""
+        undecided, step, stopped = 0, 0, True
+        with ranks(2, timeout_s=SHORT_S, several_hosts=True) as them:
+            while stopped:
+                for rank in range(2):
+                    extra = {"step": step, "signal": int(signal.SIGSTOP)} if rank == 0 else {}
+                    them.begin(rank, "operate", "sleep", {}, None, extra)
+                stopped = them.until_stopped(0)
+                other = them.answer(1)
+                if stopped:
+                    them.signal(0, signal.SIGCONT)
+                outcomes = [them.answer(0), other]
+                if "it may have gone on" in other.text:
+                    undecided += 1
+                    assert "this rank has undone its half" in other.text
+                else:
+                    assert_together(outcomes)
+                _done(them, "sleep", {})
+                _done(them, "wake_up", {})
+                step += 1
+        assert undecided < step
