@@ -127,10 +127,17 @@ void bind_segment_table(py::module_& module) {
         });
     module.def(
         "put_to_sleep",
-        [](const std::vector<SegmentPtr>& backed_up, const std::vector<SegmentPtr>& dropped) {
-            return SegmentTable::get().put_to_sleep(backed_up, dropped, &stop_if_asked);
+        [](const std::vector<SegmentPtr>& backed_up, const std::vector<SegmentPtr>& dropped,
+           const py::function& last_check) {
+            const WithoutInterpreter unlocked;
+            return SegmentTable::get().put_to_sleep(backed_up, dropped, [&last_check] {
+                const py::gil_scoped_acquire gil;
+                last_check();
+            });
         },
-        py::arg("backed_up"), py::arg("dropped"), NoGil(), "All or none; returns the bytes that were released.");
+        py::arg("backed_up"), py::arg("dropped"), py::arg("last_check"),
+        "All or none; returns the bytes that were released. `last_check` is called when all are detached: what it\n"
+        "raises undoes that.");
     module.def("finish_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().finish_wake(all); });
     module.def("undo_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().undo_wake(all); }, NoGil());
     module.def(

@@ -11,11 +11,11 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from .digest.device import DeviceDigester
 from .driver import driver_path, open_driver
 from .errors import CumemSleepError, InvalidArgument, InvalidArgumentType, InvalidState, OutOfDeviceMemory
 from .integrations import preload
-from .integrations.torch import TorchPools, torch_with_cuda
+from .integrations.torch import TorchPools, as_group, torch_with_cuda
 from .levels import (
     DEFAULT_TAG,
     DEFERRABLE_TAGS,
@@ -45,10 +45,12 @@ from .levels import (
     without_backup,
     woken_in_pools,
 )
+from .operations.agreement import Agreement, Call
 from .operations.layer import Layer
 from .operations.prepare import Preparation
 from .operations.sleep import sleep
 from .operations.wake import asleep, wake, wanting
+from .ranks.mesh import connect
 from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
 from .segments import describe, total_bytes
 from .settings import Settings
@@ -77,10 +79,11 @@ class CuMemAllocator:
 
     Args:
         settings: how to behave; by default what the environment says (`Settings.from_environment`).
+        group: of the ranks that sleep and wake together, see `join`; None: this process sleeps and wakes alone.
 
     Raises:
-        InvalidArgument: an environment variable has a bad value.
-        InvalidState: another allocator of this process still has memory handed out.
+        InvalidArgument: an environment variable has a bad value; not a group that can be used.
+        InvalidState: another allocator of this process still has memory handed out; a rank cannot be reached.
     """
 
     instance: ClassVar[CuMemAllocator | None] = None
@@ -91,7 +94,7 @@ class CuMemAllocator:
     _warned_of_empty_pool: ClassVar[bool] = False
     _instance_lock: ClassVar[_core.OperationLock] = _core.OperationLock()
 
-    def __init__(self, settings: Settings | None = None) -> None:
+    def __init__(self, settings: Settings | None = None, group: Any = None) -> None:
         if settings is not None and not isinstance(settings, Settings):
             raise InvalidArgumentType(f"settings={settings!r}: a cumem_sleep.Settings is wanted, or None")
         self.settings = Settings.from_environment() if settings is None else settings
@@ -103,6 +106,7 @@ class CuMemAllocator:
                     "this process already has a CuMemAllocator with memory handed out; use get_instance()"
                 )
             other._stop_background_work()
+            other._leave()
             if not _core.driver_is_forked():
                 # What its thread has left, which nobody could ask it for any more.
                 log.run(other._lock, other._clear_store)
@@ -124,6 +128,9 @@ class CuMemAllocator:
         self._warm_devices: set[int] = set()
         self._preparation: Preparation | None = None
         self._totals: dict[str, OperationTotals] = {}
+        self._agreement: Agreement | None = None
+        if group is not None:
+            self.join(group)
         # Nothing fails, and no signal is handled, between these two: there is always one that can be used.
         CuMemAllocator.instance = self
         if other is not None:
@@ -139,6 +146,61 @@ class CuMemAllocator:
     def _make_instance(cls) -> CuMemAllocator:
         with cls._instance_lock.hold():
             return cls.instance if cls.instance is not None else cls()
+
+    # Several ranks
+
+    def join(self, group: Any) -> None:
+        """From now on sleep, wake and discard together with the other ranks of a group: all of them, or none.
+
+        Every rank of the group calls this, at the same time, and later every sleep (but at level 0), wake and discard,
+        with whatever tags. Each does its first half, waits until all are ready, and only then goes on. If one fails,
+        ends, or is not ready within `Settings.agreement_timeout_s`, all undo their half. Another group takes the place
+        of the one before. A group of one changes nothing.
+
+        Args:
+            group: a `torch.distributed` process group with a CPU backend (gloo), which is used in this call only.
+
+        Raises:
+            InvalidArgument: a group without a CPU backend, or that this process is not in.
+            InvalidState: a rank cannot be reached.
+        """
+        ranks = as_group(group)
+        mesh = connect(ranks, self.settings.agreement_timeout_s) if ranks.size > 1 else None
+        self._leave()
+        if mesh is not None:
+            self._agreement = Agreement(mesh, self.settings.agreement_timeout_s)
+            how = "" if mesh.record is not None else ", on several hosts"
+            log.info("cumem-sleep: rank %d of %d sleeps and wakes with the others%s", mesh.rank, mesh.size, how)
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """With the ranks of the group that was joined; None: this process sleeps and wakes alone."""
+        return self._agreement
+
+    def _leave(self) -> None:
+        """The other ranks find that this one has ended."""
+        if self._agreement is not None:
+            self._agreement.mesh.close()
+            self._agreement = None
+
+    @contextmanager
+    def _all_ranks(self, operation: str) -> Iterator[Call]:
+        """Around an operation of all ranks: what fails before it begins is told to the others, too."""
+        agreement = self._agreement
+        if agreement is None:
+            yield Call()
+            return
+        call = agreement.call(operation)
+        try:
+            yield call
+        except BaseException as error:
+            with suppress(InvalidState):  # called from inside another operation: the others wait in vain
+                log.run(self._lock, partial(self._refuse, call, error))
+            raise
+
+    def _refuse(self, call: Call, error: BaseException) -> None:
+        with self._lock.hold():
+            call.refuse(error)
 
     # Allocating
 
@@ -164,9 +226,9 @@ class CuMemAllocator:
         with _core.ThreadLabel(tag), nullcontext() if pools is None else pools.use():
             yield
             self._warn_of_empty_pool(tag)
-        self._leave(pools)
+        self._leave_pool(pools)
 
-    def _leave(self, pools: TorchPools | None) -> None:
+    def _leave_pool(self, pools: TorchPools | None) -> None:
         if pools is not None and not pools.is_capturing():
             log.run(self._lock, self._warm_up)
         if self.settings.prepare and self.prepares_after_pools:
@@ -217,7 +279,7 @@ class CuMemAllocator:
         self._region_tags.add(tag)
         with _core.ThreadLabel(tag, _backup(backup)), nullcontext() if pools is None else pools.use():
             yield
-        self._leave(pools)
+        self._leave_pool(pools)
 
     @contextmanager
     def outside_regions(self) -> Iterator[None]:
@@ -288,7 +350,7 @@ class CuMemAllocator:
         _core.set_region_margin(nbytes)
 
     def sleep_regions(self, tags: str | Iterable[str] | None = None) -> SleepReport:
-        """Give the device memory of regions back: all or nothing, as `sleep`.
+        """Give the device memory of regions back: all or nothing, as `sleep`, but of this process alone.
 
         Args:
             tags: of which regions; None: of all.
@@ -298,7 +360,8 @@ class CuMemAllocator:
             InvalidState, OutOfHostMemory, DriverError: as `sleep`.
         """
         meant = in_regions(None if tags is None else self._known_region_tags(tags))
-        return self._operate(partial(sleep, self._layer, meant, without_backup), "sleep", _trim)
+        alone = Call()
+        return self._operate(alone, partial(sleep, self._layer, alone, meant, without_backup), "sleep", _trim)
 
     def wake_regions(
         self, tags: str | Iterable[str] | None = None, *, retain_backups: bool | None = None
@@ -316,11 +379,11 @@ class CuMemAllocator:
         """
         meant = in_regions(None if tags is None else self._known_region_tags(tags))
         retained = self.settings.retain_backups if retain_backups is None else retain_backups
-        return self._operate(partial(self._wake_regions, meant, retained), "wake", partial(_make_way, meant))
+        return self._operate(Call(), partial(self._wake_regions, meant, retained), "wake", partial(_make_way, meant))
 
     def _wake_regions(self, meant: Choice, retained: bool) -> WakeReport:
         woken = asleep(meant)
-        report = wake(self._layer, meant)
+        report = wake(self._layer, Call(), meant)
         self._store.retain(woken, retained=retained)
         return report
 
@@ -438,7 +501,14 @@ class CuMemAllocator:
             InvalidState: a CUDA graph is being captured, or something wrote to the memory while it was backed up.
             OutOfHostMemory: a limit leaves too little for the backups.
             DriverError: the driver refused a call.
+            RankFailed: another rank failed, or did not answer, so that no rank sleeps.
         """
+        with self._all_ranks("sleep") as call:
+            return self._sleep(call, level, offload_tags)
+
+    def _sleep(
+        self, call: Call, level: int | str | Iterable[str] | None, offload_tags: str | Iterable[str] | None
+    ) -> SleepReport:
         if level is not None and offload_tags is not None:
             raise InvalidArgument(f"sleep(level={level!r}, offload_tags={offload_tags!r}): give one of the two")
         if isinstance(level, Iterable) and not (isinstance(level, str) and _is_number(level)):
@@ -449,17 +519,20 @@ class CuMemAllocator:
             is_dropped = dropped_unless(self._tags_to_back_up(offload_tags))
         if is_dropped is None:
             return self._counted(lambda: SleepReport(note="level 0 keeps all memory; nothing was done"), "sleep")
-        return self._operate(partial(sleep, self._layer, in_pools(), with_tag(is_dropped)), "sleep", _trim)
+        work = partial(sleep, self._layer, call, in_pools(), with_tag(is_dropped))
+        return self._operate(call, work, "sleep", _trim)
 
     def discard(self, tags: str | Iterable[str]) -> SleepReport:
         """Drop these tags, without a backup, and leave the rest as it is. What sleeps already keeps its backup.
 
         Raises:
             InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
-            InvalidState, DriverError: as `sleep`.
+            InvalidState, DriverError, RankFailed: as `sleep`.
         """
-        chosen = self._known_tags(tags)
-        return self._operate(partial(sleep, self._layer, in_pools(chosen), lambda _: True, "discard"), "discard")
+        with self._all_ranks("discard") as call:
+            chosen = self._known_tags(tags)
+            work = partial(sleep, self._layer, call, in_pools(chosen), lambda _: True, "discard")
+            return self._operate(call, work, "discard")
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
         """Take device memory again, at the same addresses, and restore what was backed up.
@@ -478,9 +551,11 @@ class CuMemAllocator:
             BackupMismatch: restored bytes are not those at sleep.
             CodecError: a compressed backup cannot be decoded here.
             DriverError: the driver refused a call.
+            RankFailed: another rank failed, or did not answer, so that no rank wakes.
         """
-        meant = woken_in_pools(None if tags is None else self._known_tags(tags))
-        return self._operate(partial(wake, self._layer, meant), "wake", partial(_make_way, meant))
+        with self._all_ranks("wake_up") as call:
+            meant = woken_in_pools(None if tags is None else self._known_tags(tags))
+            return self._operate(call, partial(wake, self._layer, call, meant), "wake", partial(_make_way, meant))
 
     # Preparing
 
@@ -650,18 +725,26 @@ class CuMemAllocator:
         return self._torch_pools
 
     def _operate(
-        self, work: Callable[[], _Report], operation: str, make_way: Callable[[TorchPools], None] | None = None
+        self,
+        call: Call,
+        work: Callable[[], _Report],
+        operation: str,
+        make_way: Callable[[TorchPools], None] | None = None,
     ) -> _Report:
         """The report of `work`, logged and counted; if it raises, that is counted among the failures."""
         name = "wake_up" if operation == "wake" else operation
-        return self._with_lock_held(name, partial(self._counted, work, operation), make_way)
+        return self._with_lock_held(name, partial(self._counted, work, operation, call), make_way)
 
-    def _counted(self, work: Callable[[], _Report], operation: str) -> _Report:
+    def _counted(self, work: Callable[[], _Report], operation: str, call: Call | None = None) -> _Report:
         try:
+            if call is not None:
+                call.begin()
             report = replace(work(), simulated=_core.driver_is_simulated())
             if not report.note:
                 report = replace(report, place=self._store.place())
-        except BaseException:
+        except BaseException as error:
+            if call is not None:
+                call.refuse(error)  # with the lock held still: no other operation comes between
             totals = self._totals.get(operation, OperationTotals())
             self._totals[operation] = replace(totals, failures=totals.failures + 1)
             raise

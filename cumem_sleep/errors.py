@@ -32,16 +32,19 @@ class CumemSleepError(RuntimeError):
         asleep_segments: segments that are asleep although the sleep failed, because the driver also refused to undo it.
             The next `wake_up` brings them back with their bytes. Usually empty.
         lost_segments: the same, but dropped: their bytes are gone.
+        rank: of this process, if it failed as one of several ranks, and all of them have undone their half.
     """
 
     asleep_segments: tuple[str, ...] = ()
     lost_segments: tuple[str, ...] = ()
+    rank: int | None = None
 
     def __str__(self) -> str:
         asleep = f"asleep until the next wake_up: {', '.join(self.asleep_segments)}" if self.asleep_segments else ""
         lost = f"asleep, their bytes lost: {', '.join(self.lost_segments)}" if self.lost_segments else ""
         refused = asleep or lost
-        return _sentence(super().__str__(), refused and "the driver refused to undo this", asleep, lost)
+        of_rank = "" if self.rank is None else f"this was rank {self.rank}, and the other ranks did not go on"
+        return _sentence(super().__str__(), of_rank, refused and "the driver refused to undo this", asleep, lost)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _restored, (type(self), self.args, self.__dict__)
@@ -157,6 +160,29 @@ class BackupMismatch(CumemSleepError):
 
 class CodecError(CumemSleepError):
     """A compressed backup cannot be decoded here: everything stays asleep, with its backups."""
+
+
+class RankFailed(CumemSleepError):
+    """Another rank of the engine failed, has ended, or did not answer in time: this one has undone its half.
+
+    All ranks are as they were before the call. It can be made again, on all of them.
+
+    Attributes:
+        operation: `sleep`, `wake_up` or `discard`.
+        failed_rank: which rank; this one, if it answered when the others had given up on it.
+        reason: why, in words: its error, or what became of it.
+        undecided: only over several hosts: this rank undid its half without knowing whether rank 0 went on. Call again.
+    """
+
+    def __init__(self, operation: str, failed_rank: int, ranks: int, reason: str, undecided: bool = False) -> None:
+        self.operation = operation
+        self.failed_rank = failed_rank
+        self.reason = reason
+        self.undecided = undecided
+        super().__init__(
+            f"{operation}: rank {failed_rank} of {ranks} {reason};"
+            + (" this rank has undone its half" if undecided else " no rank went on, and all is as it was")
+        )
 
 
 class VaultError(CumemSleepError):

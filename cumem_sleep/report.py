@@ -11,20 +11,27 @@ from .errors import format_bytes
 
 
 class PhaseTimer:
-    """Adds up the seconds spent in named phases, in the order in which they first ran."""
+    """Adds up the seconds spent in named phases, in the order in which they first ended.
+
+    What a phase inside another one takes counts for the inner one only.
+    """
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
+        self._inner_s = 0.0
         self.phases: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Time what runs inside as part of `phase`."""
-        start = time.perf_counter()
+        start, before_s = time.perf_counter(), self._inner_s
+        self._inner_s = 0.0
         try:
             yield
         finally:
-            self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - start
+            elapsed_s = time.perf_counter() - start
+            self.phases[phase] = self.phases.get(phase, 0.0) + elapsed_s - self._inner_s
+            self._inner_s = before_s + elapsed_s
 
     @property
     def seconds(self) -> float:
@@ -69,7 +76,7 @@ class SleepReport:
         left_bytes: what is still in use afterwards on the devices concerned, by this process (the CUDA context,
             graphs, buffers of NCCL, memory of no pool) and by others; 0 where nothing was done.
         seconds: the whole call.
-        phases: seconds by phase.
+        phases: seconds by phase; `agree` is with the other ranks, until the last of them was ready.
         note: why nothing was done, if nothing was.
         simulated: it ran on the simulated driver, so the seconds mean nothing.
         operation: `sleep`, or `discard`.
@@ -117,7 +124,7 @@ class WakeReport:
         stored_bytes: what the restored bytes take in host memory; less than restored_bytes if they are compressed.
         seconds: the whole call.
         phases: seconds by phase: `copy` (with mapping and digests beside it), `map` (what was left to map after that),
-            `verify` (what was left of the digests).
+            `verify` (what was left of the digests), `agree` (with the other ranks, until the last of them was ready).
         note: why nothing was done, if nothing was.
         simulated: it ran on the simulated driver, so the seconds mean nothing.
         operation: `wake`.

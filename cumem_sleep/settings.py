@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -41,6 +42,8 @@ class Settings:
             bytes as they are.
         vault: where backups are stored: `off`, in pinned memory of this process; `auto`, in the vault if one answers at
             its default socket, otherwise as `off`; or the path of a vault's socket.
+        agreement_timeout_s: where several ranks sleep and wake together: how long a rank that is ready waits for the
+            others before all undo their half.
 
     Raises:
         InvalidArgument: a value is not allowed; the message names the field, the value and what is allowed.
@@ -56,6 +59,7 @@ class Settings:
     prepare_bytes_per_second: int = 5_000_000_000
     compress: str = "off"
     vault: str = "off"
+    agreement_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         _one_of("driver", self.driver, ("cuda", "sim"))
@@ -67,6 +71,7 @@ class Settings:
         if self.prepare_bytes_per_second is None:
             raise InvalidArgumentType("prepare_bytes_per_second=None: expected a whole number")
         _integer("prepare_bytes_per_second", self.prepare_bytes_per_second, minimum=0)
+        _seconds("agreement_timeout_s", self.agreement_timeout_s)
         for name in ("retain_backups", "poison", "prepare"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentType(f"{name}={getattr(self, name)!r}: True or False is allowed")
@@ -132,6 +137,16 @@ def _parse_threads(variable: str, text: str) -> int:
     return int(text)
 
 
+def _parse_seconds(variable: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not _is_allowed(seconds):
+        raise InvalidArgument(f"{variable}={text!r}: {_ALLOWED_SECONDS}")
+    return seconds
+
+
 def _parse_vault(variable: str, text: str) -> str:
     _vault(variable, text)
     return text
@@ -148,7 +163,10 @@ _PARSERS: dict[str, Any] = {
     "prepare_bytes_per_second": parse_bytes,
     "compress": _parse_choice("off", "auto"),
     "vault": _parse_vault,
+    "agreement_timeout_s": _parse_seconds,
 }
+_MOST_S = 24 * 3600
+_ALLOWED_SECONDS = f"seconds from 0.1 to {_MOST_S} are allowed"
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -173,3 +191,14 @@ def _integer(name: str, value: object, minimum: int) -> None:
         raise InvalidArgumentType(f"{name}={value!r}: expected a whole number or None")
     if value < minimum:
         raise InvalidArgument(f"{name}={value!r}: at least {minimum} is allowed")
+
+
+def _seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidArgumentType(f"{name}={value!r}: {_ALLOWED_SECONDS}")
+    if not _is_allowed(value):
+        raise InvalidArgument(f"{name}={value!r}: {_ALLOWED_SECONDS}")
+
+
+def _is_allowed(seconds: float) -> bool:
+    return 0.1 <= seconds <= _MOST_S  # nor NaN

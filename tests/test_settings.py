@@ -35,6 +35,7 @@ def test_every_field_has_a_variable() -> None:
         "prepare_bytes_per_second": ("5GB", 5 * 10**9),
         "compress": ("auto", "auto"),
         "vault": ("/run/user/7/vault.sock", "/run/user/7/vault.sock"),
+        "agreement_timeout_s": ("2.5", 2.5),
     }
     assert {field.name for field in dataclasses.fields(Settings)} == set(values)
     environment = {PREFIX + name.upper(): text for name, (text, _) in values.items()}
@@ -93,6 +94,9 @@ def test_false(text: str) -> None:
         ("PREFAULT_THREADS", "1.5"),
         ("PREFAULT_THREADS", "many"),
         ("PREFAULT_THREADS", "²"),
+        ("AGREEMENT_TIMEOUT_S", "soon"),
+        ("AGREEMENT_TIMEOUT_S", "0"),
+        ("AGREEMENT_TIMEOUT_S", "nan"),
     ],
 )
 def test_bad_variable_is_named_with_its_value_and_what_is_allowed(variable: str, text: str) -> None:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import accumulate, chain
 
 from .. import _core, log
@@ -17,28 +18,32 @@ from ..errors import CodecError, CumemSleepError, DriverError, InvalidState, Out
 from ..levels import Choice
 from ..report import PhaseTimer, SleepReport
 from ..segments import by_device, describe, total_bytes
+from .agreement import Call
 from .layer import Layer, quiesce
 
 _Sleep = _core.Segment.Sleep
 
 
-def sleep(layer: Layer, is_meant: Choice, is_dropped: Choice, operation: str = "sleep") -> SleepReport:
+def sleep(layer: Layer, call: Call, is_meant: Choice, is_dropped: Choice, operation: str = "sleep") -> SleepReport:
     """Take the physical memory of what is awake, with a backup unless it is dropped; all or nothing.
 
-    An error, or a stop, before the memory is released leaves everything mapped with its bytes.
+    An error, or a stop, before the memory is released leaves everything mapped with its bytes. So does one of another
+    rank: they agree when all of it is unmapped.
 
     Args:
+        call: of all ranks.
         is_meant: whether a segment is to sleep.
         operation: what the report calls it.
 
     Raises:
-        InvalidState, OutOfHostMemory, DriverError: as `CuMemAllocator.sleep`.
+        InvalidState, OutOfHostMemory, DriverError, RankFailed: as `CuMemAllocator.sleep`.
     """
     timer = PhaseTimer()
     meant = [segment for segment in _core.segments() if is_meant(segment)]
     # What an earlier failure left asleep, with its memory, is dropped for good.
     segments = [s for s in meant if s.sleep == _Sleep.AWAKE or (s.keeps_bytes and is_dropped(s))]
     if not segments:
+        call.agree(timer)
         note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
         return SleepReport(seconds=timer.seconds, note=note, operation=operation)
     with _told_if_not_undone(segments), _core.HeldSegments(segments) as held:
@@ -56,7 +61,7 @@ def sleep(layer: Layer, is_meant: Choice, is_dropped: Choice, operation: str = "
                     _check_unchanged(layer, backed_up, copied, digests)
                 layer.store.require(backed_up, digests.taken)
         with timer("release"):
-            freed_bytes = _core.put_to_sleep(backed_up, dropped)
+            freed_bytes = _core.put_to_sleep(backed_up, dropped, partial(_agree, call, timer))
     copied_bytes = total_bytes(copied)
     return SleepReport(
         freed_bytes=freed_bytes,
@@ -70,6 +75,11 @@ def sleep(layer: Layer, is_meant: Choice, is_dropped: Choice, operation: str = "
         phases=timer.phases,
         operation=operation,
     )
+
+
+def _agree(call: Call, timer: PhaseTimer) -> None:
+    _core.stop_if_asked()
+    call.agree(timer)
 
 
 class _BackingUp:

@@ -13,6 +13,7 @@ from ..levels import Choice
 from ..report import PhaseTimer, WakeReport
 from ..segments import by_device, describe, total_bytes
 from ..transfer.restorer import ToRestore
+from .agreement import Call
 from .layer import Layer
 
 _Sleep = _core.Segment.Sleep
@@ -28,15 +29,18 @@ def wanting(segments: Sequence[_core.Segment]) -> dict[int, int]:
     return {device: total_bytes(mine) for device, mine in by_device(s for s in segments if not s.has_memory).items()}
 
 
-def wake(layer: Layer, is_meant: Choice) -> WakeReport:
+def wake(layer: Layer, call: Call, is_meant: Choice) -> WakeReport:
     """Wake what is meant; if anything fails, what was taken goes back, and everything stays asleep.
 
+    So it does if anything fails on another rank: they agree when all is verified.
+
     Raises:
-        OutOfDeviceMemory, BackupMismatch, CodecError, DriverError: as `CuMemAllocator.wake_up`.
+        OutOfDeviceMemory, BackupMismatch, CodecError, DriverError, RankFailed: as `CuMemAllocator.wake_up`.
     """
     timer = PhaseTimer()
     sleeping = asleep(is_meant)
     if not sleeping:
+        call.agree(timer)
         return WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep")
     with _core.HeldSegments(sleeping) as segments:
         restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
@@ -74,6 +78,7 @@ def wake(layer: Layer, is_meant: Choice) -> WakeReport:
                 if checked:
                     with timer("verify"):
                         _verify(checked, expected, digests.finish())
+            call.agree(timer)
             _core.finish_wake(segments)
         except BaseException:
             _core.undo_wake(segments)  # leaves alone what finish_wake has woken

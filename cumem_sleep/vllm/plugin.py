@@ -10,13 +10,14 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from .. import _core
 from ..allocator import CuMemAllocator
 from ..errors import CumemSleepError, InvalidState
 from ..settings import PREFIX, Settings, parse_bool
-from . import compatibility
+from . import compatibility, engine_group
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -123,13 +124,16 @@ def _take_over() -> None:
     CuMemAllocator.prepares_after_pools = False
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
     WorkerWrapperBase.sleep = sleep
+    WorkerWrapperBase.wake_up = wake_up
+    WorkerWrapperBase.discard = discard
     WorkerWrapperBase.cumem_sleep_status = cumem_sleep_status
     compatibility.register_backend(NAME, f"{__package__}.backend", "CumemSleepBackend")
 
 
 def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The worker's method; then, if the settings say so, make the backups for the first sleep in the background."""
+    """The worker's method. After it, the engine's workers form a group and, if set so, prepare their first sleep."""
     result = self.worker.compile_or_warm_up_model(*args, **kwargs)
+    engine_group.join(self.worker)
     allocator = CuMemAllocator.instance
     if allocator is not None and allocator.settings.prepare and allocator.get_current_usage():
         try:
@@ -147,13 +151,23 @@ def sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
     then take the model to be awake: its next wake would wake nothing and run the model on unmapped memory.
     """
     try:
-        return self.worker.sleep(*args, **kwargs)
+        return engine_group.told_once(self.worker, partial(self.worker.sleep, *args, **kwargs))
     except AssertionError as error:
         allocator = CuMemAllocator.instance
         usages = [] if allocator is None else list(allocator.usage().values())
         if not usages or any(usage.asleep_segments < usage.segments for usage in usages):
             raise
         logger.warning("another process took GPU memory while this one fell asleep: %s", error)
+
+
+def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The worker's own."""
+    return engine_group.told_once(self.worker, partial(self.worker.wake_up, *args, **kwargs))
+
+
+def discard(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The worker's own."""
+    return engine_group.told_once(self.worker, partial(self.worker.discard, *args, **kwargs))
 
 
 def cumem_sleep_status(self: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
 
 from running import RunningVault
 
-from cumem_sleep import CuMemAllocator, DriverError, OutOfDeviceMemory, _core, sim
+from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfDeviceMemory, RankFailed, _core, sim
 from cumem_sleep.vllm import compatibility
 
 skip_unless_vllm()
@@ -487,3 +487,49 @@ def test_engine_has_what_the_gate_calls(vllm_version: tuple[int, int]) -> None:
             method = getattr(engine, name)
             assert inspect.iscoroutinefunction(method)
             inspect.signature(method).bind(None, *arguments, **keywords)
+
+
+class TestSeveralWorkers:
+    """One of the workers of an engine, whose others are not there: what it does with an error that all have."""
+
+    @pytest.fixture
+    def of_two(self, worker: Any, plugged: Stock, monkeypatch: pytest.MonkeyPatch) -> Any:
+        wrapper = plugged.wrapper.__new__(plugged.wrapper)
+        wrapper.worker = worker
+        worker.vllm_config.parallel_config = types.SimpleNamespace(world_size=2, distributed_executor_backend="mp")
+        mesh = types.SimpleNamespace(size=2, rank=0, gone=set())
+        allocator = CuMemAllocator.get_instance()
+        monkeypatch.setattr(type(allocator), "agreement", types.SimpleNamespace(mesh=mesh))
+        wrapper.mesh = mesh
+        return wrapper
+
+    @pytest.mark.parametrize("call", ["sleep", "wake_up"])
+    @pytest.mark.parametrize(("rank", "gone", "raises"), [(0, set(), False), (1, set(), True), (0, {1}, True)])
+    def test_the_last_one_tells(
+        self, of_two: Any, monkeypatch: pytest.MonkeyPatch, call: str, rank: int, gone: set[int], raises: bool
+    ) -> None:
+        def fail(*arguments: object, **names: object) -> None:
+            raise RankFailed(call, 0, 2, "failed")
+
+        monkeypatch.setattr(of_two.worker, call, fail)
+        of_two.mesh.rank, of_two.mesh.gone = rank, gone
+        with pytest.raises(RankFailed) if raises else nullcontext():
+            assert getattr(of_two, call)() is None
+
+    def test_what_only_this_one_knows_is_raised(self, of_two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*arguments: object, **names: object) -> None:
+            raise InvalidState("alone")
+
+        monkeypatch.setattr(of_two.worker, "sleep", fail)
+        with pytest.raises(InvalidState, match="alone"):
+            of_two.sleep()
+
+    def test_the_groups_that_make_an_engine_are_there(self, plugged: Stock) -> None:
+        from vllm.distributed import parallel_state
+
+        from cumem_sleep.vllm.engine_group import _GROUPS
+
+        assert {name for name in _GROUPS if hasattr(parallel_state, name)} >= {"get_tp_group", "get_pp_group"}
+        source = inspect.getsource(parallel_state.GroupCoordinator)
+        assert "self.cpu_group" in source
+        assert "self.world_size" in source

@@ -1,0 +1,284 @@
+"""All ranks or none: between the halves of a sleep, a wake or a discard, the ranks of an engine agree.
+
+A round is one operation of all ranks. A rank that has done its first half votes; when it has heard the votes of all, or
+of one that failed, or its time is up, it puts down what follows, and what was put down first is the decision. Until it
+has read that decision, a rank can still undo its half, and does nothing that could not be undone.
+
+On one host the decision is in a record that belongs to no process (`ranks.decisions`), so that a rank may be stopped or
+killed at any moment, and no two ranks ever read different decisions. Over several hosts rank 0 decides, after every
+other rank has left that to it; a rank that then hears nothing undoes its half and says that it does not know.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from .. import _core
+from ..errors import CumemSleepError, RankFailed
+from ..ranks.decisions import GO, Decision, Why
+from ..ranks.mesh import Kind, Mesh, Message
+from ..report import PhaseTimer
+
+LOOK_S = 0.02  # between looks for a wish to stop
+# For how long a rank that missed a round waits for the others to begin the next. As a rule nobody comes: its call is
+# the one that the others gave up on.
+LATE_S = 1.0
+TEXT_S = 1.0  # for an error's text, which was sent before the decision that it led to
+
+
+@dataclass
+class _Heard:
+    """What the other ranks said of one round."""
+
+    operations: dict[int, str] = field(default_factory=dict)
+    votes: dict[int, Decision] = field(default_factory=dict)
+    yours: set[int] = field(default_factory=set)
+
+
+class Call:
+    """One operation, of a process that is alone: it agrees with itself."""
+
+    def begin(self) -> None:
+        """The operation begins; with the lock held, as the others."""
+
+    def agree(self, timer: PhaseTimer) -> None:
+        """Return if the second half is to follow.
+
+        Raises:
+            RankFailed: another rank failed.
+            OperationStopped: this one was asked to stop.
+        """
+
+    def refuse(self, error: BaseException) -> None:
+        """The operation failed; unless the ranks have agreed already, they undo their half."""
+
+
+class Agreement:
+    """What one rank knows of the rounds."""
+
+    def __init__(self, mesh: Mesh, timeout_s: float) -> None:
+        self.mesh = mesh
+        self.timeout_s = timeout_s
+        self.round = 0  # the last one that this rank has begun, or missed
+        self.missed = False  # the others have decided a round without this rank, just before its current one
+        self._heard: dict[int, _Heard] = {}
+        self._told: dict[int, Decision] = {}  # where there is no record: what rank 0 said
+
+    def call(self, operation: str) -> Call:
+        """For one operation."""
+        return RankCall(self, operation)
+
+    def heard(self, round_: int) -> _Heard:
+        """What is known of a round."""
+        return self._heard.setdefault(round_, _Heard())
+
+    def listen(self, timeout_s: float) -> None:
+        """Wait for messages, at most so long."""
+        self.mesh.receive(timeout_s, self._take)
+
+    def next_round(self) -> int:
+        """Of the operation that begins: the first that did not end because this rank was missing.
+
+        One that ended for another reason is the one that begins here, later than there.
+        """
+        self.listen(0)
+        self.missed = False
+        self.round += 1
+        while decision := self.decision(self.round):
+            was_missing = decision.failed == self.mesh.rank
+            if not was_missing and decision.why is not Why.LATE:  # that was a round of the late rank alone
+                break
+            self.missed |= was_missing
+            self.round += 1
+        for number in [number for number in self._heard if number < self.round]:
+            del self._heard[number]
+        for number in [number for number in self._told if number < self.round]:
+            del self._told[number]
+        return self.round
+
+    def decision(self, round_: int) -> Decision | None:
+        """What was decided, as far as this rank can know without asking."""
+        record = self.mesh.record
+        if record is not None:
+            return record.of(round_)
+        if round_ in self._told:
+            return self._told[round_]
+        # Who gave up has not left it to rank 0 to decide, and will not.
+        votes = self.heard(round_).votes
+        return next((vote for vote in votes.values() if not vote.go), None)
+
+    def decide(self, round_: int, wanted: Decision) -> Decision:
+        """The decision: `wanted`, unless another rank was first."""
+        if not wanted.go:  # before it is decided, because it says more
+            self.mesh.send(Message(Kind.VOTE, round_, decision=wanted))
+        if self.mesh.record is not None:
+            return self.mesh.record.decide(round_, wanted)
+        if self.mesh.rank == 0:
+            return self._decide_for_all(round_, wanted)
+        return self._let_rank_0_decide(round_, wanted)
+
+    def _decide_for_all(self, round_: int, wanted: Decision) -> Decision:
+        others = set(range(1, self.mesh.size))
+        heard, deadline = self.heard(round_), time.monotonic() + self.timeout_s
+        while wanted.go and (missing := others - heard.yours):
+            votes = (vote for vote in heard.votes.values() if not vote.go)
+            if (no := next(votes, None)) is not None:
+                wanted = no
+            elif gone := missing & self.mesh.gone:
+                wanted = Decision(min(gone), Why.ENDED)
+            elif time.monotonic() > deadline:
+                wanted = Decision(min(missing), Why.UNFINISHED)
+            else:
+                self.listen(LOOK_S)
+        self._told[round_] = wanted
+        self.mesh.send(Message(Kind.DECIDED, round_, decision=wanted))
+        return wanted
+
+    def _let_rank_0_decide(self, round_: int, wanted: Decision) -> Decision:
+        if not wanted.go:
+            return wanted  # rank 0 waits for the word that this rank has not given
+        self.mesh.send(Message(Kind.YOURS, round_), 0)
+        deadline = time.monotonic() + self.timeout_s
+        while round_ not in self._told:
+            if 0 in self.mesh.gone or time.monotonic() > deadline:
+                return Decision(0, Why.UNDECIDED)
+            self.listen(LOOK_S)
+        return self._told[round_]
+
+    def _take(self, sender: int, message: Message) -> None:
+        heard = self.heard(message.round)
+        if message.kind is Kind.BEGUN:
+            heard.operations[sender] = message.operation
+        elif message.kind is Kind.VOTE:
+            heard.votes[sender] = message.decision
+        elif message.kind is Kind.YOURS:
+            heard.yours.add(sender)
+        else:
+            self._told[message.round] = message.decision
+
+
+class RankCall(Call):
+    """One operation of one rank of several."""
+
+    def __init__(self, agreement: Agreement, operation: str) -> None:
+        self._agreement = agreement
+        self._mesh = agreement.mesh
+        self._operation = operation
+        self._round = 0
+        self._concluded = False
+
+    def begin(self) -> None:
+        """Tell the others. What they have decided already, or where a rank has ended, does not begin.
+
+        Raises:
+            RankFailed: so it is.
+        """
+        self._round = self._agreement.next_round()
+        self._mesh.send(Message(Kind.BEGUN, self._round, self._operation))
+        if (decision := self._agreement.decision(self._round)) is not None:
+            self._conclude(decision)
+        elif self._mesh.gone:
+            self._conclude(Decision(min(self._mesh.gone), Why.ENDED))
+
+    def agree(self, timer: PhaseTimer) -> None:
+        """See `Call.agree`."""
+        with timer("agree"):
+            self._agree()
+
+    def _agree(self) -> None:
+        stopped: _core.OperationStopped | None = None
+        try:
+            _core.stop_if_asked()
+            self._mesh.send(Message(Kind.VOTE, self._round))
+            wanted = self._outcome_of_votes()
+        except _core.OperationStopped as error:
+            stopped, wanted = error, Decision(self._mesh.rank, Why.INTERRUPTED)
+        try:
+            self._conclude(wanted)
+        except RankFailed:
+            if stopped is not None:
+                raise stopped from None
+            raise
+
+    def refuse(self, error: BaseException) -> None:
+        """See `Call.refuse`. The error is told to the others, and says which rank it was."""
+        if self._concluded:
+            return
+        if self._round == 0:  # what fails before it begins is in a round, too: the others wait for it
+            self._round = self._agreement.next_round()
+        is_error = isinstance(error, Exception)
+        text = f"{type(error).__name__}: {error}" if is_error else ""
+        refusal = Decision(self._mesh.rank, Why.REFUSED if is_error else Why.INTERRUPTED, text)
+        self._agreement.decide(self._round, refusal)
+        self._concluded = True
+        if isinstance(error, CumemSleepError):
+            error.rank = self._mesh.rank
+
+    def _conclude(self, wanted: Decision) -> None:
+        decision = self._agreement.decide(self._round, wanted)
+        self._concluded = True
+        if not decision.go:
+            raise self._failure(decision)
+
+    def _outcome_of_votes(self) -> Decision:
+        agreement, rank = self._agreement, self._mesh.rank
+        heard = agreement.heard(self._round)
+        others = set(range(self._mesh.size)) - {rank}
+        start = time.monotonic()
+        while True:
+            if (decision := agreement.decision(self._round)) is not None:
+                return decision
+            for number, vote in heard.votes.items():
+                if not vote.go:
+                    return vote
+                if heard.operations.get(number, self._operation) != self._operation:
+                    return Decision(number, Why.OTHER_OPERATION, heard.operations[number])
+            missing = others - set(heard.votes)
+            if not missing:
+                return GO
+            if gone := missing & self._mesh.gone:
+                return Decision(min(gone), Why.ENDED)
+            waited_s = time.monotonic() - start
+            if agreement.missed and waited_s > min(LATE_S, agreement.timeout_s) and not heard.operations:
+                return Decision(rank, Why.LATE)
+            if waited_s > agreement.timeout_s:
+                silent = missing - set(heard.operations)
+                return Decision(min(silent or missing), Why.SILENT if silent else Why.UNFINISHED)
+            agreement.listen(min(LOOK_S, agreement.timeout_s))
+            _core.stop_if_asked()
+
+    def _failure(self, decision: Decision) -> RankFailed:
+        text = decision.text or self._text_of(decision)
+        return RankFailed(
+            self._operation,
+            decision.failed,
+            self._mesh.size,
+            _reason(decision.why, text, self._agreement.timeout_s),
+            undecided=decision.why is Why.UNDECIDED,
+        )
+
+    def _text_of(self, decision: Decision) -> str:
+        """What the rank that failed said, before it was decided: the record has no text, and is faster."""
+        votes = self._agreement.heard(self._round).votes
+        ends_at = time.monotonic() + TEXT_S
+        while True:
+            self._agreement.listen(0)
+            texts = [vote.text for vote in votes.values() if vote.failed == decision.failed and vote.text]
+            if texts or decision.why is not Why.REFUSED or time.monotonic() > ends_at:
+                return texts[0] if texts else ""
+            self._agreement.listen(LOOK_S)
+
+
+def _reason(why: Why, text: str, timeout_s: float) -> str:
+    in_time = f"within {timeout_s:g} s (CUMEM_SLEEP_AGREEMENT_TIMEOUT_S)"
+    return {
+        Why.REFUSED: f"failed: {text}" if text else "failed",
+        Why.INTERRUPTED: "was interrupted",
+        Why.ENDED: "has ended, or its connection is lost: restart the engine",
+        Why.UNFINISHED: f"was not ready {in_time}: it hangs, or its copies take longer",
+        Why.SILENT: f"did not begin {in_time}: it was not called, or is stopped",
+        Why.LATE: "was called when the others had given up on it",
+        Why.OTHER_OPERATION: f"was asked for something else ({text})",
+        Why.UNDECIDED: "was to decide, and has not answered: it may have gone on",
+    }.get(why, why.name)
