@@ -24,6 +24,8 @@ in_processes=(tests/gpu tests/tools/test_bench.py tests/tools/test_cli.py tests/
 
 # What starts vaults, each with a context of its own.
 with_vaults=(tests/vault tests/backups/test_tiers.py)
+# Speaks HTTP and reaches no GPU, with packages that such a host may lack.
+without_gpu=(tests/serve)
 
 suite() {
     local name=$1
@@ -63,10 +65,10 @@ switching() {
 for what in "$@"; do
     echo "== $what"
     case $what in
-    tests) suite tests "${with_vaults[@]/#/--ignore=}" ;;
+    tests) suite tests "${with_vaults[@]/#/--ignore=}" "${without_gpu[@]/#/--ignore=}" ;;
     vault_tests) suite vault_tests "${with_vaults[@]}" ;;
     tests_1) suite tests_1 "${in_processes[@]}" ;;
-    tests_2) suite tests_2 "${in_processes[@]/#/--ignore=}" "${with_vaults[@]/#/--ignore=}" ;;
+    tests_2) suite tests_2 "${in_processes[@]/#/--ignore=}" "${with_vaults[@]/#/--ignore=}" "${without_gpu[@]/#/--ignore=}" ;;
     sanitizer)
         # Errors of API calls are not its business here: the suite provokes them on purpose and checks them. Left out is
         # what measures time or fills the GPU, and what needs PyTorch or CuPy to give memory up, which they do not do

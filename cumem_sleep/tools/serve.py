@@ -100,7 +100,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         what = f"{error.name} is not installed"
         raise InvalidArgument(f"`serve` needs more packages ({what}): pip install 'cumem-sleep[serve]'") from None
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("cumem_sleep").setLevel(logging.INFO)
+    logging.getLogger("cumem_sleep.serve").setLevel(logging.INFO)
     with ExitStack() as ends:
         if options.demo:
             folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="cumem-sleep-demo-")))
