@@ -33,8 +33,8 @@ class HeldSegments {
 // interpreter lock held.
 class Allocation {
   public:
-    Allocation(size_t bytes, const Label& label, int device)
-        : address_(SegmentTable::get().allocate(bytes, device, label)->mapping.address()) {}
+    Allocation(size_t bytes, const std::string& tag, int device, Backup backup)
+        : address_(SegmentTable::get().allocate(bytes, device, {tag, backup})->mapping.address()) {}
     ~Allocation();
     Allocation(const Allocation&) = delete;
     Allocation& operator=(const Allocation&) = delete;

@@ -106,10 +106,9 @@ void bind_segment(py::module_& module) {
 void bind_segment_table(py::module_& module) {
     module.def("segments", [] { return SegmentTable::get().segments(); }, NoGil(), "Handed out, oldest first.");
     py::class_<Allocation>(module, "Allocation")
-        .def(py::init([](size_t bytes, std::string tag, int device, Backup backup) {
-                 return std::make_unique<Allocation>(bytes, Label{std::move(tag), backup}, device);
-             }),
-             py::arg("bytes"), py::arg("tag"), py::arg("device"), py::arg("backup") = Backup::kByLevel, NoGil())
+        // No factory: pybind11 registers what one returns before NoGil() ends.
+        .def(py::init<size_t, std::string, int, Backup>(), py::arg("bytes"), py::arg("tag"), py::arg("device"),
+             py::arg("backup") = Backup::kByLevel, NoGil())
         .def_property_readonly("handed_out", &Allocation::hand_out,
                                "The address, which from then on is the caller's to free. Not a call, because Python\n"
                                "handles signals after calls.");

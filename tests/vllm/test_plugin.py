@@ -105,7 +105,7 @@ class TestLoading:
         load()
         assert early.CuMemAllocator is early.Allocator is CuMemAllocator
         assert early.other is other
-        assert "replaced where it was imported already: early.Allocator, early.CuMemAllocator\n" in logged.getvalue()
+        assert "in modules that had already imported it: early.Allocator, early.CuMemAllocator\n" in logged.getvalue()
 
     def test_no_lazy_module_is_loaded_by_looking_for_the_class(
         self, stock: Stock, monkeypatch: pytest.MonkeyPatch
