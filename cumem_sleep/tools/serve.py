@@ -97,8 +97,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     try:
         from ..serve import demo, main
     except ImportError as error:
-        what = f"{error.name} is not installed"
-        raise InvalidArgument(f"`serve` needs more packages ({what}): pip install 'cumem-sleep[serve]'") from None
+        raise _not_installed(error) from None
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("cumem_sleep.serve").setLevel(logging.INFO)
     with ExitStack() as ends:
@@ -123,21 +122,29 @@ def read(path: Path) -> Config:
     """The configuration in a file.
 
     Raises:
-        InvalidArgument: it is wrong.
+        InvalidArgument: it is wrong, or packages are missing.
     """
-    from ..serve.config import ConfigError, load
-
+    try:
+        from ..serve.config import ConfigError, load
+    except ImportError as error:
+        raise _not_installed(error) from None
     try:
         return load(path)
     except ConfigError as error:
         raise InvalidArgument(str(error)) from None
 
 
+def _not_installed(error: ImportError) -> InvalidArgument:
+    return InvalidArgument(
+        f"`serve` needs more packages ({error.name} is not installed): pip install 'cumem-sleep[serve]'"
+    )
+
+
 def check(options: argparse.Namespace) -> Table:
     """What a file says, model by model.
 
     Raises:
-        InvalidArgument: it is wrong.
+        InvalidArgument: it is wrong, or packages are missing.
     """
     if options.config is None:
         raise InvalidArgument("--check needs a file, as in `cumem-sleep serve models.yaml --check`")
