@@ -14,21 +14,21 @@ BREAKS = {
         """
         with _core.HeldSegments([segment]):
             segment.lend()
-            _core.put_to_sleep([], [segment])
+            _core.put_to_sleep([], [segment], lambda: None)
         """,
         "dropped, its mapping detached, lent",
     ),
     "backed up without a backup": (
         """
         with _core.HeldSegments([segment]):
-            _core.put_to_sleep([segment], [])
+            _core.put_to_sleep([segment], [], lambda: None)
         """,
         "backed up, its mapping detached",
     ),
     "memory that nobody will release": (
         """
         with _core.HeldSegments([segment]):
-            _core.put_to_sleep([], [segment])
+            _core.put_to_sleep([], [segment], lambda: None)
             segment.map()
         """,
         "dropped, its mapping mapped, held 0 times",

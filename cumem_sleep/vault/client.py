@@ -342,7 +342,7 @@ class VaultClient:
             self._unclaimed += [each.number for each in backups]
             self._closed_slabs += self.slabs.close_unused()
             with suppress(VaultLost):
-                self._wait_until(lambda: not self._given_up)  # these may have handed out more
+                self._wait_until(lambda: not any(self._given_up.values()))  # these may have handed out more
                 while self._unclaimed or self._closed_slabs:
                     numbers = self._unclaimed[:_RELEASED_AT_ONCE]
                     self._ask("release", numbers=numbers, slabs=self._closed_slabs)

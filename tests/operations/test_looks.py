@@ -25,7 +25,7 @@ LOOKS = {
         "digest/device.py:_sums_of_memory",
         "backups/filling.py:start",
         "backups/filling.py:finish",
-        "put_to_sleep",
+        "operations/sleep.py:_agree",
     },
     "wake of all": {
         "transfer/lanes.py:run",
@@ -72,18 +72,13 @@ class Looks:
         self._patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> Looks:
-        self._look, put_to_sleep = _core.stop_if_asked, _core.put_to_sleep
+        self._look = _core.stop_if_asked
 
         def look() -> None:
             self._note(name_of_code(sys._getframe(1).f_code))
             self._look()
 
-        def put(backed_up: list[_core.Segment], dropped: list[_core.Segment]) -> int:
-            self._note("put_to_sleep")
-            return put_to_sleep(backed_up, dropped)
-
         self._patch.setattr(_core, "stop_if_asked", look)
-        self._patch.setattr(_core, "put_to_sleep", put)
         self._before = signal.signal(signal.SIGUSR1, self._handle)
         return self
 

@@ -76,9 +76,9 @@ def descriptors_left(pid: int, count: int) -> Iterator[None]:
 
 
 SHORT = {
-    "client": r"this process can open no more files|\w+: this process has as many files open as it may"
+    "client": r"this process can open no more files|\w+: this process has reached its limit of open files"
     "|cuMemCreate failed with CUDA_ERROR_OPERATING_SYSTEM",  # memory of the simulated driver is a file
-    "vault": r"the vault can open no more files|in the vault: \w+: this process has as many files open as it may",
+    "vault": r"the vault can open no more files|in the vault: \w+: this process has reached its limit of open files",
 }
 
 
