@@ -10,7 +10,7 @@ import atexit
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -25,35 +25,38 @@ from .backups.store import BackupStore
 from .backups.tier import Held
 from .codec.compressor import Compressor
 from .digest.device import DeviceDigester
-from .driver import driver_path, open_driver
-from .errors import CumemSleepError, InvalidArgument, InvalidArgumentType, InvalidState, OutOfDeviceMemory
-from .integrations import preload
+from .driver import open_driver
+from .errors import (
+    CumemSleepError,
+    InvalidArgument,
+    InvalidArgumentType,
+    InvalidState,
+    OutOfDeviceMemory,
+    check_integer,
+)
 from .integrations.torch import TorchPools, as_group, torch_with_cuda
 from .levels import (
-    DEFAULT_TAG,
     DEFERRABLE_TAGS,
-    GRAPH_TAG,
-    RUNTIME_TAG,
     Choice,
-    checked_tag,
-    checked_tags,
     dropped_at_level,
     dropped_unless,
     in_pools,
     in_regions,
     with_tag,
-    without_backup,
     woken_in_pools,
 )
 from .operations.agreement import Agreement, Call
 from .operations.layer import Layer
 from .operations.prepare import Preparation
+from .operations.room import make_room, trim
 from .operations.sleep import sleep
-from .operations.wake import asleep, wake, wanting
+from .operations.wake import wake
 from .ranks.mesh import connect
+from .regions import Regions
 from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
-from .segments import describe, total_bytes
+from .segments import describe, segment_around, total_bytes
 from .settings import Settings
+from .tags import DEFAULT_TAG, GRAPH_TAG, RUNTIME_TAG, UsedTags, checked_tag, checked_tags, tag_or_default
 from .transfer.restorer import Restorer
 from .tuning import Tuning
 from .variables import warn_of_misspelt
@@ -123,8 +126,8 @@ class CuMemAllocator:
             self.settings, self.tuning, self._lock, self._store, self._digester, self._compressor, self._restorer
         )
         self._torch_pools: TorchPools | None = None
-        self._used_tags: set[str] = set()
-        self._region_tags: set[str] = set()
+        self._used_tags = UsedTags(in_pools(), "no memory was ever given such a tag", DEFERRABLE_TAGS)
+        self._region_tags = UsedTags(in_regions(), "no region ever had such a tag")
         self._warm_devices: set[int] = set()
         self._preparation: Preparation | None = None
         self._totals: dict[str, OperationTotals] = {}
@@ -219,23 +222,11 @@ class CuMemAllocator:
             InvalidArgument: not a tag.
             DriverError: no usable driver.
         """
-        tag = DEFAULT_TAG if tag is None else checked_tag(tag)
-        self._open()
-        pools = self._pools(import_torch=True)
-        self._used_tags.add(tag)
-        with _core.ThreadLabel(tag), nullcontext() if pools is None else pools.use():
+        tag = tag_or_default(tag)
+        with self._allocating(tag):
+            self._used_tags.add(tag)
             yield
             self._warn_of_empty_pool(tag)
-        self._leave_pool(pools)
-
-    def _leave_pool(self, pools: TorchPools | None) -> None:
-        if pools is not None and not pools.is_capturing():
-            log.run(self._lock, self._warm_up)
-        if self.settings.prepare and self.prepares_after_pools:
-            try:
-                self.prepare()
-            except CumemSleepError as error:
-                log.warning("prepare did not begin, the next sleep copies everything: %s", error)
 
     @contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
@@ -247,181 +238,14 @@ class CuMemAllocator:
         Raises:
             InvalidState: PyTorch does not reach a GPU here.
         """
-        self._open()
-        pools = self._pools(import_torch=True)
-        if pools is None:
-            raise InvalidState("cudagraph_pool needs PyTorch and a GPU that it reaches")
-        self._used_tags.add(GRAPH_TAG)
-        with _core.ThreadLabel(GRAPH_TAG):
+        with self._capturing("cudagraph_pool", GRAPH_TAG) as pools:
+            self._used_tags.add(GRAPH_TAG)
             yield pools.graph_pool_id()
 
-    # Regions
-
-    @contextmanager
-    def use_region(self, tag: str | None = None, *, backup: bool = False) -> Iterator[None]:
-        """What this thread's PyTorch allocates inside belongs to a region: as in `use_memory_pool`, but it sleeps and
-        wakes by `sleep_regions` and `wake_regions` only, and is backed up or not as it is said here, whatever its tag.
-
-        Regions and pools nest in each other; the innermost counts. Pools with the same tags are not concerned: `sleep`,
-        `discard`, `wake_up` and `usage` do not know of regions.
-
-        Args:
-            tag: any name, by which regions sleep and wake. None: `default`.
-            backup: whether a sleep keeps the bytes.
-
-        Raises:
-            InvalidArgument: not a tag.
-            DriverError: no usable driver.
-        """
-        tag = DEFAULT_TAG if tag is None else checked_tag(tag)
-        self._open()
-        pools = self._pools(import_torch=True)
-        self._region_tags.add(tag)
-        with _core.ThreadLabel(tag, _backup(backup)), nullcontext() if pools is None else pools.use():
-            yield
-        self._leave_pool(pools)
-
-    @contextmanager
-    def outside_regions(self) -> Iterator[None]:
-        """What this thread's PyTorch allocates inside is ordinary memory, even in a region or pool."""
-        self._open()
-        pools = self._pools(import_torch=True)
-        with _core.ThreadLabel(DEFAULT_TAG), nullcontext() if pools is None else pools.use(ordinary=True):
-            yield
-
-    @contextmanager
-    def region_graph_pool(
-        self, tag: str | None = None, *, backup: bool = False, shared_by: Hashable = None
-    ) -> Iterator[tuple[int, int]]:
-        """As `cudagraph_pool`, for memory of a region.
-
-        Args:
-            tag, backup: as for `use_region`.
-            shared_by: graphs that are captured with the same value share a pool, as graphs do that are given one pool
-                of PyTorch's. None: the graph has its own, whose memory is free once the graph is gone.
-
-        Raises:
-            InvalidArgument: not a tag.
-            InvalidState: PyTorch does not reach a GPU here.
-        """
-        tag = DEFAULT_TAG if tag is None else checked_tag(tag)
-        self._open()
-        pools = self._pools(import_torch=True)
-        if pools is None:
-            raise InvalidState("region_graph_pool needs PyTorch and a GPU that it reaches")
-        self._region_tags.add(tag)
-        with _core.ThreadLabel(tag, _backup(backup)):
-            if shared_by is None:
-                with pools.pool_of_one_graph() as pool_id:
-                    yield pool_id
-            else:
-                yield pools.graph_pool_id((tag, backup, shared_by))
-
-    def make_process_a_region(self, tag: str | None = None, *, backup: bool = False) -> None:
-        """From here on, what threads get from cudaMalloc belongs to a region, unless they are in another, or in a pool.
-
-        So PyTorch's own caching allocator gets memory that sleeps, on every thread, as does any library that calls the
-        CUDA runtime. What was allocated before is not concerned. Touches no GPU.
-
-        Args:
-            tag, backup: as for `use_region`.
-
-        Raises:
-            InvalidArgument: not a tag.
-            InvalidState: the hook is not in front of cudaMalloc: the process has to be started with it in LD_PRELOAD
-                (`cumem_sleep.integrations.preload.library_path()`).
-        """
-        tag = DEFAULT_TAG if tag is None else checked_tag(tag)
-        if not preload.serve():
-            raise InvalidState(
-                "nothing is in front of cudaMalloc in this process, so its memory cannot be a region's: start it with"
-                f" LD_PRELOAD={preload.library_path()}"
-            )
-        self._region_tags.add(tag)
-        _core.set_process_label(tag, _backup(backup), driver_path(self.settings.driver))
-
-    def set_region_margin_bytes(self, nbytes: int) -> None:
-        """Refuse memory of regions, as if the device were full, where less than this would stay free; 0: no margin.
-
-        Raises:
-            InvalidArgument: not a number of bytes.
-        """
-        _check_integer("nbytes", nbytes, minimum=0)
-        _core.set_region_margin(nbytes)
-
-    def sleep_regions(self, tags: str | Iterable[str] | None = None) -> SleepReport:
-        """Give the device memory of regions back: all or nothing, as `sleep`, but of this process alone.
-
-        Args:
-            tags: of which regions; None: of all.
-
-        Raises:
-            InvalidArgument: a tag that no region ever had.
-            InvalidState, OutOfHostMemory, DriverError: as `sleep`.
-        """
-        meant = in_regions(None if tags is None else self._known_region_tags(tags))
-        alone = Call()
-        return self._operate(alone, partial(sleep, self._layer, alone, meant, without_backup), "sleep", _trim)
-
-    def wake_regions(
-        self, tags: str | Iterable[str] | None = None, *, retain_backups: bool | None = None
-    ) -> WakeReport:
-        """Take the device memory of regions again, at the same addresses, and restore what was backed up.
-
-        Args:
-            tags: of which regions, exactly; None: of all.
-            retain_backups: whether the backups stay until the next sleep, which then copies only what changed. None: as
-                the settings say.
-
-        Raises:
-            InvalidArgument: a tag that no region ever had.
-            OutOfDeviceMemory, BackupMismatch, CodecError, DriverError: as `wake_up`.
-        """
-        meant = in_regions(None if tags is None else self._known_region_tags(tags))
-        retained = self.settings.retain_backups if retain_backups is None else retain_backups
-        return self._operate(Call(), partial(self._wake_regions, meant, retained), "wake", partial(_make_way, meant))
-
-    def _wake_regions(self, meant: Choice, retained: bool) -> WakeReport:
-        woken = asleep(meant)
-        report = wake(self._layer, Call(), meant)
-        self._store.retain(woken, retained=retained)
-        return report
-
-    def region_usage(self) -> dict[str, TagUsage]:
-        """What the segments of regions of each tag hold, and their backups."""
-        return self._usage_of(in_regions())
-
-    def read_backup(self, address: int, nbytes: int, *, copy: bool = True) -> npt.NDArray[np.uint8] | None:
-        """The bytes that the backup of this device memory holds: those at its last sleep. It may be asleep or awake.
-
-        Args:
-            address: in memory of this layer, with `nbytes` from there on in the same segment.
-            copy: False: not copied, where the bytes lie together and uncompressed in pinned memory of this process.
-                Then the array is valid only until that memory sleeps or wakes the next time, or is freed.
-
-        Returns:
-            The bytes, which without a copy cannot be written to; None: it is awake, and has no backup.
-
-        Raises:
-            InvalidArgument: not in one segment of this layer.
-            InvalidState: it sleeps without a backup.
-        """
-        _check_integer("address", address, minimum=0)
-        _check_integer("nbytes", nbytes, minimum=1)
-        return self._with_lock_held("read_backup", partial(self._read_backup, address, nbytes, copy))
-
-    def _read_backup(self, address: int, nbytes: int, copy: bool) -> npt.NDArray[np.uint8] | None:
-        for segment in _core.segments():
-            if segment.address <= address and address + nbytes <= segment.address + segment.bytes:
-                break
-        else:
-            raise InvalidArgument(f"address=0x{address:x}, nbytes={nbytes}: not in one segment of this layer")
-        if self._store.get(segment) is None:
-            if segment.sleep == _Sleep.AWAKE:
-                return None
-            raise InvalidState(f"{describe(segment)} sleeps without a backup: its bytes were dropped")
-        content = self._store.read(segment, address - segment.address, nbytes)
-        return content.copy() if copy else content
+    @property
+    def regions(self) -> Regions:
+        """Memory with a plan of its own, which sleeps and wakes apart from pools."""
+        return Regions(self._layer, self._region_tags, self._allocating, self._capturing, self._operate, self._usage_of)
 
     def malloc(self, nbytes: int, tag: str | None = None, device: int = 0) -> int:
         """Allocate device memory without PyTorch.
@@ -439,8 +263,8 @@ class CuMemAllocator:
             OutOfDeviceMemory: the device has too little free memory. Nothing was taken.
             DriverError: any other refusal.
         """
-        _check_integer("nbytes", nbytes, minimum=1)
-        _check_integer("device", device, minimum=0)
+        check_integer("nbytes", nbytes, minimum=1)
+        check_integer("device", device, minimum=0)
         self._open()
         if tag is None:
             tag, backup = _core.thread_tag(), _core.thread_backup()
@@ -464,7 +288,7 @@ class CuMemAllocator:
             InvalidState: not the address of an allocation (never was, or freed before).
             DriverError: the driver refused; the memory is still there.
         """
-        _check_integer("address", address, minimum=0)
+        check_integer("address", address, minimum=0)
         if address >= 1 << 64:
             raise InvalidState(f"0x{address:x} is not an address: more than 64 bits")
         self._open()
@@ -520,7 +344,7 @@ class CuMemAllocator:
         if is_dropped is None:
             return self._counted(lambda: SleepReport(note="level 0 keeps all memory; nothing was done"), "sleep")
         work = partial(sleep, self._layer, call, in_pools(), with_tag(is_dropped))
-        return self._operate(call, work, "sleep", _trim)
+        return self._operate(call, work, "sleep", trim)
 
     def discard(self, tags: str | Iterable[str]) -> SleepReport:
         """Drop these tags, without a backup, and leave the rest as it is. What sleeps already keeps its backup.
@@ -530,7 +354,7 @@ class CuMemAllocator:
             InvalidState, DriverError, RankFailed: as `sleep`.
         """
         with self._all_ranks("discard") as call:
-            chosen = self._known_tags(tags)
+            chosen = self._used_tags.checked(tags)
             work = partial(sleep, self._layer, call, in_pools(chosen), lambda _: True, "discard")
             return self._operate(call, work, "discard")
 
@@ -554,8 +378,8 @@ class CuMemAllocator:
             RankFailed: another rank failed, or did not answer, so that no rank wakes.
         """
         with self._all_ranks("wake_up") as call:
-            meant = woken_in_pools(None if tags is None else self._known_tags(tags))
-            return self._operate(call, partial(wake, self._layer, call, meant), "wake", partial(_make_way, meant))
+            meant = woken_in_pools(None if tags is None else self._used_tags.checked(tags))
+            return self._operate(call, partial(wake, self._layer, call, meant), "wake", partial(make_room, meant))
 
     # Preparing
 
@@ -604,7 +428,7 @@ class CuMemAllocator:
     # Looking
 
     def usage(self) -> dict[str, TagUsage]:
-        """What the segments of each tag hold, and their backups; those of regions are in `region_usage`."""
+        """What the segments of each tag hold, and their backups; those of regions are in `regions.usage`."""
         return self._usage_of(in_pools())
 
     def _usage_of(self, meant: Choice) -> dict[str, TagUsage]:
@@ -639,6 +463,34 @@ class CuMemAllocator:
         if not _core.driver_is_open():  # then there are none, and who answers for `auto` is not looked up
             return BackupPlace("" if self.settings.vault in ("off", "auto") else self.settings.vault)
         return self._with_lock_held("backup_place", self._store.place)
+
+    def read_backup(self, address: int, nbytes: int, *, copy: bool = True) -> npt.NDArray[np.uint8] | None:
+        """The bytes that the backup of this device memory holds: those at its last sleep. It may be asleep or awake.
+
+        Args:
+            address: in memory of this layer, with `nbytes` from there on in the same segment.
+            copy: False: not copied, where the bytes lie together and uncompressed in pinned memory of this process.
+                Then the array is valid only until that memory sleeps or wakes the next time, or is freed.
+
+        Returns:
+            The bytes, which without a copy cannot be written to; None: it is awake, and has no backup.
+
+        Raises:
+            InvalidArgument: not in one segment of this layer.
+            InvalidState: it sleeps without a backup.
+        """
+        check_integer("address", address, minimum=0)
+        check_integer("nbytes", nbytes, minimum=1)
+        return self._with_lock_held("read_backup", partial(self._read_backup, address, nbytes, copy))
+
+    def _read_backup(self, address: int, nbytes: int, copy: bool) -> npt.NDArray[np.uint8] | None:
+        segment = segment_around(address, nbytes)
+        if self._store.get(segment) is None:
+            if segment.sleep == _Sleep.AWAKE:
+                return None
+            raise InvalidState(f"{describe(segment)} sleeps without a backup: its bytes were dropped")
+        content = self._store.read(segment, address - segment.address, nbytes)
+        return content.copy() if copy else content
 
     def get_current_usage(self) -> int:
         """Bytes of all segments but those of regions, mapped or not (vLLM's call, which wants none before its own)."""
@@ -689,6 +541,37 @@ class CuMemAllocator:
             self._driver_checked = True
         if _core.driver_is_forked():
             _core.device_count()  # raises, and says why
+
+    @contextmanager
+    def _allocating(
+        self, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL, *, ordinary: bool = False
+    ) -> Iterator[None]:
+        """What this thread allocates inside has this tag and plan; `ordinary`: PyTorch's comes from no pool."""
+        self._open()
+        pools = self._pools(import_torch=True)
+        with _core.ThreadLabel(tag, backup), nullcontext() if pools is None else pools.use(ordinary=ordinary):
+            yield
+        if not ordinary:
+            self._leave_pool(pools)
+
+    @contextmanager
+    def _capturing(self, call: str, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL) -> Iterator[TorchPools]:
+        """As `_allocating`, for CUDA graphs, whose pool the caller chooses."""
+        self._open()
+        pools = self._pools(import_torch=True)
+        if pools is None:
+            raise InvalidState(f"{call} needs PyTorch and a GPU that it reaches")
+        with _core.ThreadLabel(tag, backup):
+            yield pools
+
+    def _leave_pool(self, pools: TorchPools | None) -> None:
+        if pools is not None and not pools.is_capturing():
+            log.run(self._lock, self._warm_up)
+        if self.settings.prepare and self.prepares_after_pools:
+            try:
+                self.prepare()
+            except CumemSleepError as error:
+                log.warning("prepare did not begin, the next sleep copies everything: %s", error)
 
     def _warn_of_empty_pool(self, tag: str) -> None:
         """Say once why a pool is left while this layer holds no memory at all: nothing of it would sleep."""
@@ -799,37 +682,14 @@ class CuMemAllocator:
             if held:
                 _core.reclaim()
 
-    def _known_tags(self, tags: str | Iterable[str]) -> set[str]:
-        """The tags, if memory was ever given each of them (`weights` and `kv_cache` always count)."""
-        chosen = checked_tags(tags, "tags")
-        known = self._all_tags()
-        if unknown := chosen - known:
-            raise InvalidArgument(
-                f"tags={sorted(unknown)!r}: no memory was ever given such a tag; known are {', '.join(sorted(known))}"
-            )
-        return chosen
-
     def _tags_to_back_up(self, tags: str | Iterable[str]) -> set[str]:
         """The tags. vLLM names all that it may use; but if not one is known they are misspelt, and all is lost."""
         chosen = checked_tags(tags, "offload_tags")
-        known = {DEFAULT_TAG, RUNTIME_TAG, GRAPH_TAG, *self._all_tags()}
+        known = {DEFAULT_TAG, RUNTIME_TAG, GRAPH_TAG, *self._used_tags.all()}
         if chosen and not chosen & known:
             raise InvalidArgument(
                 f"offload_tags={sorted(chosen)!r}: no memory was ever given any of these tags, so everything would be"
                 f" dropped; known are {', '.join(sorted(known))}. offload_tags=() drops everything"
-            )
-        return chosen
-
-    def _all_tags(self) -> set[str]:
-        return {*DEFERRABLE_TAGS, *self._used_tags, *(segment.tag for segment in filter(in_pools(), _core.segments()))}
-
-    def _known_region_tags(self, tags: str | Iterable[str]) -> set[str]:
-        """The tags, if a region ever had each of them."""
-        chosen = checked_tags(tags, "tags")
-        known = {*self._region_tags, *(segment.tag for segment in filter(in_regions(), _core.segments()))}
-        if unknown := chosen - known:
-            raise InvalidArgument(
-                f"tags={sorted(unknown)!r}: no region ever had such a tag; known are {', '.join(sorted(known)) or '-'}"
             )
         return chosen
 
@@ -852,28 +712,3 @@ def _stop_at_exit() -> None:
 
 def _is_number(text: str) -> bool:
     return text.strip().lstrip("+-").isdecimal()
-
-
-def _check_integer(name: str, value: object, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidArgumentType(f"{name}={value!r}: a whole number is wanted")
-    if value < minimum:
-        raise InvalidArgument(f"{name}={value!r}: at least {minimum} is allowed")
-
-
-def _backup(backup: bool) -> _core.Backup:
-    if not isinstance(backup, bool):
-        raise InvalidArgumentType(f"backup={backup!r}: True or False is allowed")
-    return _core.Backup.ALWAYS if backup else _core.Backup.NEVER
-
-
-def _trim(pools: TorchPools) -> None:
-    """Memory that no tensor uses need not be backed up."""
-    pools.trim()
-
-
-def _make_way(meant: Choice, pools: TorchPools) -> None:
-    """Where a wake of these segments would not fit, PyTorch's unused cache goes."""
-    if any(nbytes > _core.memory_info(device)[0] for device, nbytes in wanting(asleep(meant)).items()):
-        gc.collect()
-        pools.trim()

@@ -217,3 +217,14 @@ def _restored(kind: type[CumemSleepError], arguments: tuple[object, ...], facts:
 
 def _sentence(*parts: str) -> str:
     return ": ".join(part for part in parts if part)
+
+
+def check_integer(name: str, value: object, minimum: int) -> None:
+    """
+    Raises:
+        InvalidArgument: the argument called `name` is not a whole number, or is below `minimum`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidArgumentType(f"{name}={value!r}: a whole number is wanted")
+    if value < minimum:
+        raise InvalidArgument(f"{name}={value!r}: at least {minimum} is allowed")

@@ -6,14 +6,11 @@ wakes by other calls: neither touches the other's, whatever the tags.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from . import _core
 from .errors import InvalidArgument, InvalidArgumentType
 
-DEFAULT_TAG = "default"
-GRAPH_TAG = "cudagraph"
-RUNTIME_TAG = "runtime"  # vLLM's tag for memory that belongs to no model, such as LoRA's buffers
 # The only tags that a wake by tags may leave asleep, and that a level may drop (as in vLLM).
 DEFERRABLE_TAGS = ("weights", "kv_cache")
 
@@ -77,33 +74,3 @@ def woken_in_pools(tags: set[str] | None) -> Choice:
     return lambda segment: (
         is_of_a_pool(segment) and (tags is None or segment.tag in tags or segment.tag not in DEFERRABLE_TAGS)
     )
-
-
-def checked_tag(tag: object) -> str:
-    """Returns the tag if it is valid.
-
-    Raises:
-        InvalidArgument: it is not a string, is empty, or cannot be passed to C++.
-    """
-    if not isinstance(tag, str):
-        raise InvalidArgumentType(f"tag={tag!r}: expected a string")
-    if not tag or "\0" in tag:
-        raise InvalidArgument(f"tag={tag!r}: a tag has at least one character, and no null characters")
-    try:
-        tag.encode()
-    except UnicodeEncodeError:
-        raise InvalidArgument(f"tag={tag!r}: not valid Unicode") from None
-    return tag
-
-
-def checked_tags(tags: object, name: str) -> set[str]:
-    """The tags in the argument called `name`, which is one tag or several.
-
-    Raises:
-        InvalidArgument: it contains something that is not a tag.
-    """
-    if isinstance(tags, str):
-        tags = (tags,)
-    if not isinstance(tags, Iterable) or isinstance(tags, bytes):
-        raise InvalidArgumentType(f"{name}={tags!r}: expected a string or several strings")
-    return {checked_tag(tag) for tag in tags}

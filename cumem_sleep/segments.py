@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from . import _core
-from .errors import format_bytes
+from .errors import InvalidArgument, format_bytes
 
 
 def total_bytes(segments: Iterable[_core.Segment]) -> int:
@@ -24,3 +24,15 @@ def by_device(segments: Iterable[_core.Segment]) -> dict[int, list[_core.Segment
 def describe(segment: _core.Segment) -> str:
     """Its tag, address, size and device, for messages."""
     return f"segment {segment.tag} at 0x{segment.address:x} ({format_bytes(segment.bytes)}, device {segment.device})"
+
+
+def segment_around(address: int, nbytes: int) -> _core.Segment:
+    """The segment that this device memory lies in.
+
+    Raises:
+        InvalidArgument: it does not lie in one.
+    """
+    for segment in _core.segments():
+        if segment.address <= address and address + nbytes <= segment.address + segment.bytes:
+            return segment
+    raise InvalidArgument(f"address=0x{address:x}, nbytes={nbytes}: not in one segment of this layer")

@@ -41,8 +41,8 @@ def run(steps: int, train: Callable[[], None], update: Callable[[], None], gener
     share = spent_s / (time.perf_counter() - start)
     print(f"{steps} steps: {share:.0%} of the time was spent on going to sleep and waking")
     allocator = CuMemAllocator.get_instance()
-    print(allocator.sleep_regions())
-    print(allocator.wake_regions())
+    print(allocator.regions.sleep())
+    print(allocator.regions.wake())
 
 
 def with_a_model() -> None:

@@ -14,7 +14,7 @@ Sleep = _core.Segment.Sleep
 
 
 def malloc_in_region(allocator: CuMemAllocator, tag: str, *, backup: bool, nbytes: int = PAGE) -> int:
-    with allocator.use_region(tag, backup=backup):
+    with allocator.regions.use(tag, backup=backup):
         return allocator.malloc(nbytes)
 
 
@@ -27,10 +27,10 @@ class TestBackupIsOfTheRegion:
         kept = malloc_in_region(allocator, "same", backup=True)
         lost = malloc_in_region(allocator, "same", backup=False)
         content = memory.fill_random(kept, PAGE)
-        report = allocator.sleep_regions("same")
+        report = allocator.regions.sleep("same")
         assert (report.copied_bytes, report.dropped_bytes) == (PAGE, PAGE)
         assert states() == {kept: BACKED_UP, lost: DROPPED}
-        report_of_wake = allocator.wake_regions("same")
+        report_of_wake = allocator.regions.wake("same")
         assert (report_of_wake.verified_bytes, report_of_wake.mapped_bytes) == (PAGE, 2 * PAGE)
         assert memory.read(kept, PAGE) == content
 
@@ -38,74 +38,74 @@ class TestBackupIsOfTheRegion:
     @pytest.mark.parametrize("backup", [True, False])
     def test_whatever_the_tag_is_called(self, allocator: CuMemAllocator, tag: str, backup: bool) -> None:
         address = malloc_in_region(allocator, tag, backup=backup)
-        allocator.sleep_regions()
+        allocator.regions.sleep()
         assert states() == {address: BACKED_UP if backup else DROPPED}
-        allocator.wake_regions([tag])
+        allocator.regions.wake([tag])
         assert states() == {address: AWAKE}
 
     def test_a_region_that_is_entered_again_adds_to_it(self, allocator: CuMemAllocator) -> None:
         addresses = [malloc_in_region(allocator, "x", backup=True) for _ in range(2)]
-        allocator.sleep_regions("x")
+        allocator.regions.sleep("x")
         assert states() == dict.fromkeys(addresses, BACKED_UP)
 
     def test_regions_nest_and_leaving_one_restores_the_outer(self, allocator: CuMemAllocator) -> None:
-        with allocator.use_region("outer", backup=True):
+        with allocator.regions.use("outer", backup=True):
             first = allocator.malloc(PAGE)
-            with allocator.use_region("inner"):
+            with allocator.regions.use("inner"):
                 inner = allocator.malloc(PAGE)
-                with allocator.outside_regions():
+                with allocator.regions.outside():
                     outside = allocator.malloc(PAGE)
             second = allocator.malloc(PAGE)
-        with allocator.use_memory_pool("outer"), allocator.use_region("inner"):
+        with allocator.use_memory_pool("outer"), allocator.regions.use("inner"):
             nested = allocator.malloc(PAGE)
         assert _core.thread_backup() == _core.Backup.BY_LEVEL
-        allocator.sleep_regions()
+        allocator.regions.sleep()
         assert states() == {first: BACKED_UP, inner: DROPPED, outside: AWAKE, second: BACKED_UP, nested: DROPPED}
 
     def test_one_with_an_exception_in_it_is_left(self, allocator: CuMemAllocator) -> None:
-        with pytest.raises(KeyError), allocator.use_region("x", backup=True):
+        with pytest.raises(KeyError), allocator.regions.use("x", backup=True):
             raise KeyError
         assert (_core.thread_tag(), _core.thread_backup()) == ("default", _core.Backup.BY_LEVEL)
 
     def test_a_tag_that_is_named_is_a_pools(self, allocator: CuMemAllocator) -> None:
-        with allocator.use_region("x", backup=True):
+        with allocator.regions.use("x", backup=True):
             address = allocator.malloc(PAGE, tag="x")
-        allocator.sleep_regions()
+        allocator.regions.sleep()
         assert states() == {address: AWAKE}
 
 
 class TestTags:
     def test_exactly_those_sleep_and_wake(self, allocator: CuMemAllocator) -> None:
         a, b, c = (malloc_in_region(allocator, tag, backup=True) for tag in "abc")
-        allocator.sleep_regions(["a", "b"])
+        allocator.regions.sleep(["a", "b"])
         assert states() == {a: BACKED_UP, b: BACKED_UP, c: AWAKE}
-        allocator.wake_regions("b")
+        allocator.regions.wake("b")
         assert states() == {a: BACKED_UP, b: AWAKE, c: AWAKE}
-        allocator.sleep_regions()
-        allocator.wake_regions()
+        allocator.regions.sleep()
+        allocator.regions.wake()
         assert set(states().values()) == {AWAKE}
 
     def test_asking_twice_is_harmless(self, allocator: CuMemAllocator) -> None:
         malloc_in_region(allocator, "a", backup=True)
-        allocator.sleep_regions("a")
-        assert allocator.sleep_regions("a").note
-        allocator.wake_regions("a")
-        assert allocator.wake_regions("a").note
+        allocator.regions.sleep("a")
+        assert allocator.regions.sleep("a").note
+        allocator.regions.wake("a")
+        assert allocator.regions.wake("a").note
 
-    @pytest.mark.parametrize("call", ["sleep_regions", "wake_regions"])
+    @pytest.mark.parametrize("call", ["sleep", "wake"])
     def test_an_unknown_one_is_refused(self, allocator: CuMemAllocator, call: str) -> None:
         malloc_in_region(allocator, "a", backup=True)
         with pytest.raises(InvalidArgument, match=r"\['b'\].*known are a"):
-            getattr(allocator, call)(["a", "b"])
+            getattr(allocator.regions, call)(["a", "b"])
         assert set(states().values()) == {AWAKE}
 
     @pytest.mark.parametrize("tag", ["", "a\0b", 7])
     def test_what_is_no_tag_is_refused(self, allocator: CuMemAllocator, tag: str) -> None:
-        with pytest.raises(InvalidArgument), allocator.use_region(tag):
+        with pytest.raises(InvalidArgument), allocator.regions.use(tag):
             pass
 
     def test_backup_is_true_or_false(self, allocator: CuMemAllocator) -> None:
-        with pytest.raises(InvalidArgument, match="backup='cpu'"), allocator.use_region("x", backup="cpu"):  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgument, match="backup='cpu'"), allocator.regions.use("x", backup="cpu"):  # type: ignore[arg-type]
             pass
 
 
@@ -139,18 +139,18 @@ class TestBesidePools:
         assert states()[addresses["region weights"]] == AWAKE
 
     def test_a_sleep_of_regions_leaves_pools_awake(self, allocator: CuMemAllocator, addresses: dict[str, int]) -> None:
-        allocator.sleep_regions()
+        allocator.regions.sleep()
         after = states()
         assert [after[addresses[name]] for name in ("weights", "kv_cache")] == [AWAKE, AWAKE]
 
     def test_neither_wakes_the_other(self, allocator: CuMemAllocator, addresses: dict[str, int]) -> None:
         allocator.sleep(1)
-        allocator.sleep_regions()
+        allocator.regions.sleep()
         allocator.wake_up()  # which wakes every tag
         after = states()
         assert [after[addresses[name]] for name in addresses] == [AWAKE, AWAKE, BACKED_UP, DROPPED]
         allocator.sleep(1)
-        allocator.wake_regions()
+        allocator.regions.wake()
         after = states()
         assert [after[addresses[name]] for name in addresses] == [BACKED_UP, DROPPED, AWAKE, AWAKE]
         allocator.wake_up()
@@ -161,20 +161,20 @@ class TestBesidePools:
         """Other tags than weights and kv_cache wake with the first: not those of regions."""
         extra = malloc_in_region(allocator, "extra", backup=True)
         allocator.sleep(1)
-        allocator.sleep_regions()
+        allocator.regions.sleep()
         allocator.wake_up(["weights"])
         after = states()
         assert (after[addresses["weights"]], after[addresses["kv_cache"]], after[extra]) == (AWAKE, DROPPED, BACKED_UP)
         allocator.wake_up()
-        allocator.wake_regions()
+        allocator.regions.wake()
 
     @pytest.mark.usefixtures("addresses")
     def test_usage_is_counted_apart(self, allocator: CuMemAllocator) -> None:
         """None may be in use before vLLM loads a model."""
         assert {tag: usage.bytes for tag, usage in allocator.usage().items()} == {"weights": PAGE, "kv_cache": PAGE}
         assert allocator.get_current_usage() == 2 * PAGE
-        allocator.sleep_regions()
-        usage = allocator.region_usage()
+        allocator.regions.sleep()
+        usage = allocator.regions.usage()
         assert {tag: each.mapped_bytes for tag, each in usage.items()} == {"weights": 0, "kv_cache": 0}
         assert usage["weights"].host_bytes == PAGE
 
@@ -197,41 +197,41 @@ class TestBesidePools:
 class TestRetainedBackups:
     def test_by_default_unchanged_bytes_are_not_copied_again(self, allocator: CuMemAllocator) -> None:
         malloc_in_region(allocator, "a", backup=True)
-        allocator.sleep_regions()
-        allocator.wake_regions()
-        report = allocator.sleep_regions()
+        allocator.regions.sleep()
+        allocator.regions.wake()
+        report = allocator.regions.sleep()
         assert (report.copied_bytes, report.clean_bytes) == (0, PAGE)
 
     def test_without_no_host_memory_stays(self, allocator: CuMemAllocator, memory: Memory) -> None:
         address = malloc_in_region(allocator, "a", backup=True)
         content = memory.fill_random(address, PAGE)
-        allocator.sleep_regions()
+        allocator.regions.sleep()
         assert allocator._store.host_bytes == PAGE
-        allocator.wake_regions(retain_backups=False)
+        allocator.regions.wake(retain_backups=False)
         assert allocator._store.host_bytes == 0
         assert allocator.read_backup(address, PAGE) is None
-        assert allocator.sleep_regions().copied_bytes == PAGE
-        allocator.wake_regions(retain_backups=True)
+        assert allocator.regions.sleep().copied_bytes == PAGE
+        allocator.regions.wake(retain_backups=True)
         assert allocator._store.host_bytes == PAGE
         assert memory.read(address, PAGE) == content
 
     def test_only_those_that_wake_are_concerned(self, allocator: CuMemAllocator) -> None:
         malloc_in_region(allocator, "a", backup=True)
         malloc_in_region(allocator, "b", backup=True)
-        allocator.sleep_regions()
-        allocator.wake_regions("a", retain_backups=False)
-        assert {tag: usage.host_bytes for tag, usage in allocator.region_usage().items()} == {"a": 0, "b": PAGE}
+        allocator.regions.sleep()
+        allocator.regions.wake("a", retain_backups=False)
+        assert {tag: usage.host_bytes for tag, usage in allocator.regions.usage().items()} == {"a": 0, "b": PAGE}
 
     def test_what_the_settings_say_holds_where_nothing_is_said(
         self, make_allocator: Callable[..., CuMemAllocator]
     ) -> None:
         allocator = make_allocator(retain_backups=False)
         malloc_in_region(allocator, "a", backup=True)
-        allocator.sleep_regions()
-        allocator.wake_regions()
+        allocator.regions.sleep()
+        allocator.regions.wake()
         assert allocator._store.host_bytes == 0
-        allocator.sleep_regions()
-        allocator.wake_regions(retain_backups=True)
+        allocator.regions.sleep()
+        allocator.regions.wake(retain_backups=True)
         assert allocator._store.host_bytes == PAGE
 
 
@@ -243,7 +243,7 @@ class TestAllOrNothing:
         address = malloc_in_region(allocator, "a", backup=True, nbytes=2 * PAGE)
         content = memory.fill_random(address, 2 * PAGE)
         with pytest.raises(OutOfHostMemory):
-            allocator.sleep_regions()
+            allocator.regions.sleep()
         assert states() == {address: AWAKE}
         assert memory.read(address, 2 * PAGE) == content
 
@@ -251,13 +251,13 @@ class TestAllOrNothing:
     def test_a_failed_wake_leaves_all_asleep_with_its_backup(self, allocator: CuMemAllocator, memory: Memory) -> None:
         kept, lost = (malloc_in_region(allocator, "a", backup=backup) for backup in (True, False))
         content = memory.fill_random(kept, PAGE)
-        allocator.sleep_regions()
+        allocator.regions.sleep()
         blocker = allocator.malloc(_core.memory_info(0)[0])
         with pytest.raises(OutOfDeviceMemory):
-            allocator.wake_regions(retain_backups=False)
+            allocator.regions.wake(retain_backups=False)
         assert (states()[kept], states()[lost]) == (BACKED_UP, DROPPED)
         allocator.free(blocker)
-        allocator.wake_regions(retain_backups=False)
+        allocator.regions.wake(retain_backups=False)
         assert memory.read(kept, PAGE) == content
 
 
@@ -266,7 +266,7 @@ class TestReadingBackups:
     def test_of_what_sleeps(self, allocator: CuMemAllocator, memory: Memory, copy: bool) -> None:
         address = malloc_in_region(allocator, "a", backup=True, nbytes=3 * PAGE)
         content = memory.fill_random(address, 3 * PAGE)
-        allocator.sleep_regions()
+        allocator.regions.sleep()
         for offset, nbytes in ((0, 3 * PAGE), (5, 7), (PAGE - 1, PAGE + 2), (3 * PAGE - 1, 1)):
             read = allocator.read_backup(address + offset, nbytes, copy=copy)
             assert read is not None
@@ -279,7 +279,7 @@ class TestReadingBackups:
         monkeypatch.setattr(allocator.tuning, "slab_bytes", PAGE)
         address = malloc_in_region(allocator, "a", backup=True, nbytes=3 * PAGE)
         content = memory.fill_random(address, 3 * PAGE)
-        allocator.sleep_regions()
+        allocator.regions.sleep()
         read = allocator.read_backup(address + 3, 3 * PAGE - 5, copy=False)
         assert read is not None
         assert read.tobytes() == content[3:-2]
@@ -291,7 +291,7 @@ class TestReadingBackups:
         address = malloc_in_region(allocator, "a", backup=True, nbytes=nbytes)
         content = bf16_weights(nbytes, np.random.default_rng(1))
         memory.write(address, content)
-        report = allocator.sleep_regions()
+        report = allocator.regions.sleep()
         assert report.stored_bytes < report.copied_bytes
         read = allocator.read_backup(address + 12345, nbytes - 23456)
         assert read is not None
@@ -301,8 +301,8 @@ class TestReadingBackups:
         address = malloc_in_region(allocator, "a", backup=True)
         assert allocator.read_backup(address, PAGE) is None
         content = memory.fill_random(address, PAGE)
-        allocator.sleep_regions()
-        allocator.wake_regions(retain_backups=True)
+        allocator.regions.sleep()
+        allocator.regions.wake(retain_backups=True)
         memory.fill_random(address, PAGE)
         read = allocator.read_backup(address, PAGE)
         assert read is not None
@@ -310,7 +310,7 @@ class TestReadingBackups:
 
     def test_without_a_copy_is_where_it_lies(self, allocator: CuMemAllocator) -> None:
         address = malloc_in_region(allocator, "a", backup=True)
-        allocator.sleep_regions()
+        allocator.regions.sleep()
         first, second = (allocator.read_backup(address, PAGE, copy=False) for _ in range(2))
         copied = allocator.read_backup(address, PAGE)
         assert first is not None
@@ -320,7 +320,7 @@ class TestReadingBackups:
 
     def test_of_what_was_dropped_is_refused(self, allocator: CuMemAllocator) -> None:
         address = malloc_in_region(allocator, "a", backup=False)
-        allocator.sleep_regions()
+        allocator.regions.sleep()
         with pytest.raises(InvalidState, match="sleeps without a backup"):
             allocator.read_backup(address, PAGE)
 
@@ -335,14 +335,14 @@ class TestMargin:
     @pytest.fixture(autouse=True)
     def no_margin_afterwards(self, allocator: CuMemAllocator) -> object:
         yield
-        allocator.set_region_margin_bytes(0)
+        allocator.regions.set_margin_bytes(0)
 
     @pytest.mark.sim
     def test_refuses_as_if_the_device_were_full(self, allocator: CuMemAllocator) -> None:
-        with allocator.use_region("a"):
+        with allocator.regions.use("a"):
             allocator.malloc(PAGE)  # the driver's own needs show now
             free_bytes = _core.memory_info(0)[0]
-            allocator.set_region_margin_bytes(free_bytes - PAGE)
+            allocator.regions.set_margin_bytes(free_bytes - PAGE)
             address = allocator.malloc(PAGE)
             with pytest.raises(OutOfDeviceMemory):
                 allocator.malloc(1)
@@ -352,33 +352,33 @@ class TestMargin:
 
     def test_does_not_keep_regions_from_waking(self, allocator: CuMemAllocator) -> None:
         address = malloc_in_region(allocator, "a", backup=True)
-        allocator.sleep_regions()
-        allocator.set_region_margin_bytes(_core.memory_info(0)[0])
-        allocator.wake_regions()
+        allocator.regions.sleep()
+        allocator.regions.set_margin_bytes(_core.memory_info(0)[0])
+        allocator.regions.wake()
         assert states() == {address: AWAKE}
 
     @pytest.mark.parametrize("nbytes", [-1, 0.5, None])
     def test_is_a_number_of_bytes(self, allocator: CuMemAllocator, nbytes: int) -> None:
         with pytest.raises(InvalidArgument, match="nbytes="):
-            allocator.set_region_margin_bytes(nbytes)
+            allocator.regions.set_margin_bytes(nbytes)
 
 
 @pytest.mark.skipif(not SIMULATED, reason="with a GPU, PyTorch may be there")
 def test_graph_pools_need_pytorch_and_a_gpu(allocator: CuMemAllocator) -> None:
-    with pytest.raises(InvalidState, match="region_graph_pool needs PyTorch"), allocator.region_graph_pool("a"):
+    with pytest.raises(InvalidState, match=r"regions\.graph_pool needs PyTorch"), allocator.regions.graph_pool("a"):
         pass
 
 
 def test_without_the_hook_a_process_is_no_region(allocator: CuMemAllocator) -> None:
     with pytest.raises(InvalidState, match="LD_PRELOAD="):
-        allocator.make_process_a_region()
+        allocator.regions.use_for_process()
     assert _core.thread_backup() == _core.Backup.BY_LEVEL
 
 
 def test_a_freed_region_leaves_nothing(allocator: CuMemAllocator) -> None:
     address = malloc_in_region(allocator, "a", backup=True)
-    allocator.sleep_regions()
+    allocator.regions.sleep()
     allocator.free(address)
-    assert allocator.region_usage() == {}
+    assert allocator.regions.usage() == {}
     assert allocator._store.host_bytes == 0
     assert not SIMULATED or sim.stats().live_handles == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import _core
 from ..allocator import CuMemAllocator
-from ..levels import checked_tag
+from ..tags import checked_tag
 
 
 def cupy_allocator(tag: str = "weights") -> Callable[[int], Any]:

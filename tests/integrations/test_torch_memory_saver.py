@@ -29,7 +29,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def saver(allocator: CuMemAllocator) -> Iterator[TorchMemorySaver]:
     yield TorchMemorySaver()
-    allocator.set_region_margin_bytes(0)
+    allocator.regions.set_margin_bytes(0)
 
 
 def malloc(saver: TorchMemorySaver, nbytes: int = PAGE, **region: object) -> int:

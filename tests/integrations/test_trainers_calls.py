@@ -24,7 +24,7 @@ PRELOADED = SHIM / "torch_memory_saver_hook_mode_preload.abi3.so"
 @pytest.fixture
 def saver(allocator: CuMemAllocator) -> Iterator[TorchMemorySaver]:
     yield TorchMemorySaver()
-    allocator.set_region_margin_bytes(0)
+    allocator.regions.set_margin_bytes(0)
 
 
 def asleep() -> dict[str, set[_core.Segment.Sleep]]:
@@ -98,11 +98,11 @@ class TestSGLang:
                 allocator.malloc(1)
             for tag in ("kv_cache", "weights", "cuda_graph"):
                 adapter.pause(tag)
-            usage = allocator.region_usage()
+            usage = allocator.regions.usage()
             assert {tag: each.mapped_bytes for tag, each in usage.items()} == {"weights": 0, "kv_cache": 0}
             for tag in ("cuda_graph", "weights", "kv_cache"):
                 adapter.resume(tag)
-            assert all(each.mapped_bytes for each in allocator.region_usage().values())
+            assert all(each.mapped_bytes for each in allocator.regions.usage().values())
             try:
                 graph = adapter.cuda_graph(
                     cuda_graph=None, pool=None, stream=None, tag="cuda_graph", enable_cpu_backup=True
@@ -211,15 +211,15 @@ class TestTheHook:
         thread.join()
         ctypes.memset(first, 7, 100)
         saver.pause()
-        assert allocator.region_usage()["default"].segments == 2
-        assert allocator.region_usage()["default"].mapped_bytes == 0
-        assert allocator.region_usage()["default"].host_bytes == 2 * (2 << 20)
+        assert allocator.regions.usage()["default"].segments == 2
+        assert allocator.regions.usage()["default"].mapped_bytes == 0
+        assert allocator.regions.usage()["default"].host_bytes == 2 * (2 << 20)
         saver.resume()
         assert ctypes.string_at(first, 100) == bytes([7]) * 100
         assert allocator.get_current_usage() == 0
         for address in (first, *found):
             assert runtime.cudaFree(ctypes.c_void_p(address)) == 0
-        assert allocator.region_usage() == {}
+        assert allocator.regions.usage() == {}
         """,
             TMS_INIT_ENABLE="1",
             TMS_INIT_ENABLE_CPU_BACKUP="1",
@@ -236,7 +236,7 @@ class TestTheHook:
             assert runtime.frees() == 1
         inside = allocate()
         saver.pause()
-        usage = allocator.region_usage()
+        usage = allocator.regions.usage()
         assert {tag: each.host_bytes for tag, each in usage.items()} == {"grad_buffer": 0, "default": 2 << 20}
         assert outside < 1 << 20 < inside
         """,
@@ -264,7 +264,7 @@ class TestTheHook:
         with saver.region("a"):
             assert allocate() > 1 << 20
         assert allocate() < 1 << 20
-        assert allocator.region_usage()["a"].segments == 1
+        assert allocator.regions.usage()["a"].segments == 1
         """,
             runtime,
         )

@@ -79,16 +79,16 @@ def check(memory: Memory, contents: dict[int, bytes]) -> None:
 
 def test_regions_sleep_and_their_backups_are_read(through: MakeAllocator, memory: Memory, compress: str) -> None:
     allocator = through(compress=compress)
-    with allocator.use_region("weights", backup=True):
+    with allocator.regions.use("weights", backup=True):
         address = allocator.malloc(2 * PAGE)
     content = bf16_weights(2 * PAGE, np.random.default_rng(7))
     memory.write(address, content)
-    allocator.sleep_regions()
+    allocator.regions.sleep()
     for copy in (True, False):
         read = allocator.read_backup(address + 5, 2 * PAGE - 9, copy=copy)
         assert read is not None
         assert read.tobytes() == content[5:-4]
-    allocator.wake_regions(retain_backups=False)
+    allocator.regions.wake(retain_backups=False)
     assert memory.read(address, 2 * PAGE) == content
     assert allocator.read_backup(address, 1) is None
     assert allocator._store.host_bytes == 0

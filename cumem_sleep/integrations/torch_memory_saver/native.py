@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 from ... import _core
-from ...levels import DEFAULT_TAG, checked_tag
+from ...tags import DEFAULT_TAG, checked_tag
 
 
 class Native:

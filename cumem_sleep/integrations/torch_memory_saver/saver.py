@@ -11,7 +11,7 @@ from typing import Any, cast
 from ... import log
 from ...allocator import CuMemAllocator
 from ...errors import InvalidArgument, InvalidState
-from ...levels import DEFAULT_TAG
+from ...tags import DEFAULT_TAG
 from .. import preload
 from .environment import NO_DISK_BACKUP, Environment, checked_backend
 from .native import Native
@@ -41,7 +41,7 @@ class TorchMemorySaver:
         enable_disk_backup: bool = False,
         cpu_backup_backend: str | None = None,
     ) -> Iterator[None]:
-        """What this thread's PyTorch allocates inside can be paused: `CuMemAllocator.use_region`.
+        """What this thread's PyTorch allocates inside can be paused: `Regions.use`.
 
         Raises:
             NotImplementedError: `enable_disk_backup`.
@@ -51,7 +51,7 @@ class TorchMemorySaver:
             raise NotImplementedError(f"region(tag={tag!r}, enable_disk_backup=True): {NO_DISK_BACKUP}")
         _check_backend(enable_cpu_backup, cpu_backup_backend)
         native = self._initialized()
-        with self._allocator().use_region(tag, backup=bool(enable_cpu_backup)), native.backend(cpu_backup_backend):
+        with self._allocator().regions.use(tag, backup=bool(enable_cpu_backup)), native.backend(cpu_backup_backend):
             yield
 
     @contextmanager
@@ -85,7 +85,7 @@ class TorchMemorySaver:
                 yield
             return
         with (
-            allocator.region_graph_pool(tag, backup=backup, shared_by=pool) as own_pool,
+            allocator.regions.graph_pool(tag, backup=backup, shared_by=pool) as own_pool,
             torch.cuda.graph(cuda_graph, pool=cast(Any, own_pool), **capture),
             native.backend(cpu_backup_backend),
         ):
@@ -104,23 +104,23 @@ class TorchMemorySaver:
                 "disable() outside of a region: enter one first, or start the process with TMS_INIT_ENABLE=1 and the"
                 " hook in LD_PRELOAD"
             )
-        with self._allocator().outside_regions():
+        with self._allocator().regions.outside():
             yield
 
     def pause(self, tag: str | None = None) -> None:
-        """Regions of this tag (None: all) give their memory back: all or nothing, `CuMemAllocator.sleep_regions`.
+        """Regions of this tag (None: all) give their memory back: all or nothing, `Regions.sleep`.
 
         A tag that no region has is passed over, as in torch_memory_saver.
         """
         self._initialized()
         if (tags := self._known(tag)) != set():
-            self._allocator().sleep_regions(tags)
+            self._allocator().regions.sleep(tags)
 
     def resume(self, tag: str | None = None) -> None:
-        """They take it again: all or nothing, `CuMemAllocator.wake_regions`."""
+        """They take it again: all or nothing, `Regions.wake`."""
         self._initialized()
         if (tags := self._known(tag)) != set():
-            self._allocator().wake_regions(tags, retain_backups=self._retain_cpu_backup)
+            self._allocator().regions.wake(tags, retain_backups=self._retain_cpu_backup)
 
     # Backups
 
@@ -196,7 +196,7 @@ class TorchMemorySaver:
     @memory_margin_bytes.setter
     def memory_margin_bytes(self, value: int) -> None:
         self._initialized()
-        self._allocator().set_region_margin_bytes(value)
+        self._allocator().regions.set_margin_bytes(value)
 
     # Its first use
 
@@ -221,7 +221,7 @@ class TorchMemorySaver:
             if self._impl is None:
                 environment = Environment.read()
                 if environment.enable:
-                    self._allocator().make_process_a_region(backup=environment.enable_cpu_backup)
+                    self._allocator().regions.use_for_process(backup=environment.enable_cpu_backup)
                 preload.serve()
                 self._retain_cpu_backup = environment.retain_cpu_backup
                 self._impl = Native(environment.cpu_backup_backend)
@@ -235,7 +235,7 @@ class TorchMemorySaver:
         """That tag as an argument, or none at all if no region has it; None for all."""
         if not tag:
             return None
-        return {tag} & self._allocator().region_usage().keys()
+        return {tag} & self._allocator().regions.usage().keys()
 
 
 def _check_backend(enable_cpu_backup: bool, backend: str | None) -> None:

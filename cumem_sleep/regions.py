@@ -1,0 +1,210 @@
+"""`Regions`: memory whose backup is decided where it is allocated, and that sleeps and wakes apart from pools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Protocol, TypeVar
+
+from . import _core
+from .driver import driver_path
+from .errors import InvalidArgumentType, InvalidState, check_integer
+from .integrations import preload
+from .integrations.torch import TorchPools
+from .levels import Choice, in_regions, without_backup
+from .operations.agreement import Call
+from .operations.layer import Layer
+from .operations.room import make_room, trim
+from .operations.sleep import sleep
+from .operations.wake import asleep, wake
+from .report import SleepReport, TagUsage, WakeReport
+from .tags import DEFAULT_TAG, UsedTags, tag_or_default
+
+_Report = TypeVar("_Report", SleepReport, WakeReport)
+
+
+class Allocating(Protocol):
+    """As `CuMemAllocator._allocating`."""
+
+    def __call__(  # noqa: D102
+        self, tag: str, backup: _core.Backup = ..., *, ordinary: bool = False
+    ) -> AbstractContextManager[None]: ...
+
+
+class Capturing(Protocol):
+    """As `CuMemAllocator._capturing`."""
+
+    def __call__(  # noqa: D102
+        self, call: str, tag: str, backup: _core.Backup = ...
+    ) -> AbstractContextManager[TorchPools]: ...
+
+
+class Operate(Protocol):
+    """As `CuMemAllocator._operate`."""
+
+    def __call__(  # noqa: D102
+        self,
+        call: Call,
+        work: Callable[[], _Report],
+        operation: str,
+        make_way: Callable[[TorchPools], None] | None = None,
+    ) -> _Report: ...
+
+
+class Regions:
+    """The regions of an allocator, `CuMemAllocator.regions`.
+
+    What is allocated in a region is backed up or not as it is said there, whatever its tag. It sleeps and wakes by the
+    calls here only: the allocator's `sleep`, `discard`, `wake_up` and `usage` do not know of regions, and these calls
+    do not know of pools, though both may use the same tags.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        tags: UsedTags,
+        allocating: Allocating,
+        capturing: Capturing,
+        operate: Operate,
+        usage_of: Callable[[Choice], dict[str, TagUsage]],
+    ) -> None:
+        self._layer = layer
+        self._tags = tags
+        self._allocating = allocating
+        self._capturing = capturing
+        self._operate = operate
+        self._usage_of = usage_of
+
+    # Allocating
+
+    @contextmanager
+    def use(self, tag: str | None = None, *, backup: bool = False) -> Iterator[None]:
+        """What this thread's PyTorch allocates inside belongs to a region, as in `CuMemAllocator.use_memory_pool`.
+
+        Regions and pools nest in each other; the innermost counts.
+
+        Args:
+            tag: any name, by which regions sleep and wake. None: `default`.
+            backup: whether a sleep keeps the bytes.
+
+        Raises:
+            InvalidArgument: not a tag.
+            DriverError: no usable driver.
+        """
+        tag = tag_or_default(tag)
+        with self._allocating(tag, _plan(backup)):
+            self._tags.add(tag)
+            yield
+
+    def outside(self) -> AbstractContextManager[None]:
+        """What this thread's PyTorch allocates inside is ordinary memory, even in a region or pool."""
+        return self._allocating(DEFAULT_TAG, ordinary=True)
+
+    @contextmanager
+    def graph_pool(
+        self, tag: str | None = None, *, backup: bool = False, shared_by: Hashable = None
+    ) -> Iterator[tuple[int, int]]:
+        """As `CuMemAllocator.cudagraph_pool`, for memory of a region.
+
+        Args:
+            tag, backup: as for `use`.
+            shared_by: graphs that are captured with the same value share a pool, as graphs do that are given one pool
+                of PyTorch's. None: the graph has its own, whose memory is free once the graph is gone.
+
+        Raises:
+            InvalidArgument: not a tag.
+            InvalidState: PyTorch does not reach a GPU here.
+        """
+        tag = tag_or_default(tag)
+        with self._capturing("regions.graph_pool", tag, _plan(backup)) as pools:
+            self._tags.add(tag)
+            if shared_by is None:
+                with pools.pool_of_one_graph() as pool_id:
+                    yield pool_id
+            else:
+                yield pools.graph_pool_id((tag, backup, shared_by))
+
+    def use_for_process(self, tag: str | None = None, *, backup: bool = False) -> None:
+        """From here on, what threads get from cudaMalloc belongs to a region, unless they are in another, or in a pool.
+
+        So PyTorch's own caching allocator gets memory that sleeps, on every thread, as does any library that calls the
+        CUDA runtime. What was allocated before is not concerned. Touches no GPU.
+
+        Args:
+            tag, backup: as for `use`.
+
+        Raises:
+            InvalidArgument: not a tag.
+            InvalidState: the hook is not in front of cudaMalloc: the process has to be started with it in LD_PRELOAD
+                (`cumem_sleep.integrations.preload.library_path()`).
+        """
+        tag, plan = tag_or_default(tag), _plan(backup)
+        if not preload.serve():
+            raise InvalidState(
+                "nothing is in front of cudaMalloc in this process, so its memory cannot be a region's: start it with"
+                f" LD_PRELOAD={preload.library_path()}"
+            )
+        self._tags.add(tag)
+        _core.set_process_label(tag, plan, driver_path(self._layer.settings.driver))
+
+    def set_margin_bytes(self, nbytes: int) -> None:
+        """Refuse memory of regions, as if the device were full, where less than this would stay free; 0: no margin.
+
+        Raises:
+            InvalidArgument: not a number of bytes.
+        """
+        check_integer("nbytes", nbytes, minimum=0)
+        _core.set_region_margin(nbytes)
+
+    # Sleeping and waking
+
+    def sleep(self, tags: str | Iterable[str] | None = None) -> SleepReport:
+        """Give the device memory of regions back: all or nothing, as `CuMemAllocator.sleep`, but of this process alone.
+
+        Args:
+            tags: of which regions; None: of all.
+
+        Raises:
+            InvalidArgument: a tag that no region ever had.
+            InvalidState, OutOfHostMemory, DriverError: as `CuMemAllocator.sleep`.
+        """
+        alone = Call()
+        return self._operate(
+            alone, partial(sleep, self._layer, alone, self._meant(tags), without_backup), "sleep", trim
+        )
+
+    def wake(self, tags: str | Iterable[str] | None = None, *, retain_backups: bool | None = None) -> WakeReport:
+        """Take the device memory of regions again, at the same addresses, and restore what was backed up.
+
+        Args:
+            tags: of which regions, exactly; None: of all.
+            retain_backups: whether the backups stay until the next sleep, which then copies only what changed. None: as
+                the settings say.
+
+        Raises:
+            InvalidArgument: a tag that no region ever had.
+            OutOfDeviceMemory, BackupMismatch, CodecError, DriverError: as `CuMemAllocator.wake_up`.
+        """
+        meant = self._meant(tags)
+        retained = self._layer.settings.retain_backups if retain_backups is None else retain_backups
+        return self._operate(Call(), partial(self._wake, meant, retained), "wake", partial(make_room, meant))
+
+    def _wake(self, meant: Choice, retained: bool) -> WakeReport:
+        woken = asleep(meant)
+        report = wake(self._layer, Call(), meant)
+        self._layer.store.retain(woken, retained=retained)
+        return report
+
+    def usage(self) -> dict[str, TagUsage]:
+        """What the segments of regions of each tag hold, and their backups."""
+        return self._usage_of(in_regions())
+
+    def _meant(self, tags: str | Iterable[str] | None) -> Choice:
+        return in_regions(None if tags is None else self._tags.checked(tags))
+
+
+def _plan(backup: bool) -> _core.Backup:
+    if not isinstance(backup, bool):
+        raise InvalidArgumentType(f"backup={backup!r}: True or False is allowed")
+    return _core.Backup.ALWAYS if backup else _core.Backup.NEVER

@@ -1,0 +1,90 @@
+"""Tags: which words can be one, and which of them memory was ever given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from . import _core
+from .errors import InvalidArgument, InvalidArgumentType
+
+DEFAULT_TAG = "default"
+GRAPH_TAG = "cudagraph"
+RUNTIME_TAG = "runtime"  # vLLM's tag for memory that belongs to no model, such as LoRA's buffers
+
+
+class UsedTags:
+    """The tags of pools, or of regions, so far. A call that names another one has probably misspelt it."""
+
+    def __init__(
+        self, meant: Callable[[_core.Segment], bool], otherwise: str, always: Iterable[str] = frozenset()
+    ) -> None:
+        """
+        Args:
+            meant: which segments' tags count; those that the hooks allocated never came by `add`.
+            otherwise: what is said of another tag.
+            always: tags that count from the first.
+        """
+        self._meant = meant
+        self._otherwise = otherwise
+        self._added = set(always)
+
+    def add(self, tag: str) -> None:
+        """It counts from now on, though nothing may have been allocated with it."""
+        self._added.add(tag)
+
+    def all(self) -> set[str]:
+        """Every tag that counts."""
+        return {*self._added, *(segment.tag for segment in filter(self._meant, _core.segments()))}
+
+    def checked(self, tags: str | Iterable[str]) -> set[str]:
+        """The tags, if each of them counts.
+
+        Raises:
+            InvalidArgument: one does not.
+        """
+        chosen = checked_tags(tags, "tags")
+        known = self.all()
+        if unknown := chosen - known:
+            raise InvalidArgument(
+                f"tags={sorted(unknown)!r}: {self._otherwise}; known are {', '.join(sorted(known)) or '-'}"
+            )
+        return chosen
+
+
+def tag_or_default(tag: str | None) -> str:
+    """The tag; `default` for None.
+
+    Raises:
+        InvalidArgument: as `checked_tag`.
+    """
+    return DEFAULT_TAG if tag is None else checked_tag(tag)
+
+
+def checked_tag(tag: object) -> str:
+    """Returns the tag if it is valid.
+
+    Raises:
+        InvalidArgument: it is not a string, is empty, or cannot be passed to C++.
+    """
+    if not isinstance(tag, str):
+        raise InvalidArgumentType(f"tag={tag!r}: expected a string")
+    if not tag or "\0" in tag:
+        raise InvalidArgument(f"tag={tag!r}: a tag has at least one character, and no null characters")
+    try:
+        tag.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"tag={tag!r}: not valid Unicode") from None
+    return tag
+
+
+def checked_tags(tags: object, name: str) -> set[str]:
+    """The tags in the argument called `name`, which is one tag or several.
+
+    Raises:
+        InvalidArgument: it contains something that is not a tag.
+    """
+    if isinstance(tags, str):
+        tags = (tags,)
+    if not isinstance(tags, Iterable) or isinstance(tags, bytes):
+        raise InvalidArgumentType(f"{name}={tags!r}: expected a string or several strings")
+    return {checked_tag(tag) for tag in tags}
