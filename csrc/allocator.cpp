@@ -167,12 +167,15 @@ void SegmentTable::note_backup(Segment& segment) {
     if (is_new && segment.freed) freed_.push_back(segment.id);
 }
 
+// Giving back host memory takes driver calls, so what is freed while they are suspended is told afterwards.
 std::vector<uint64_t> SegmentTable::take_freed() {
+    if (driver_calls_suspended()) return {};
     std::lock_guard<std::mutex> lock(mutex_);
     return std::exchange(freed_, {});
 }
 
 bool SegmentTable::has_freed() const {
+    if (driver_calls_suspended()) return false;
     std::lock_guard<std::mutex> lock(mutex_);
     return !freed_.empty();
 }
@@ -365,7 +368,7 @@ std::string SegmentTable::describe() const {
 }
 
 size_t SegmentTable::reclaim() noexcept {
-    if (!Driver::is_open() || Driver::is_forked()) return 0;
+    if (!Driver::is_open() || Driver::is_forked() || driver_calls_suspended()) return 0;
     std::vector<SegmentPtr> deferred;
     {
         std::lock_guard<std::mutex> lock(mutex_);

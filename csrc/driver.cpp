@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 namespace cumem_sleep {
@@ -18,6 +19,10 @@ constexpr int kOldestDriver = 12000;
 
 std::atomic<const Driver*> open_driver{nullptr};
 std::atomic<bool> forked{false};  // a hook reads it eight times; getpid, a system call, would cost a microsecond
+
+std::atomic<bool> suspended{false};
+std::atomic<int> calls_under_way{0};  // or blocks of them
+thread_local int calls_of_this_thread = 0;
 
 std::string sentence(const std::string& call, const std::string& error, const std::string& detail,
                      const std::string& segment) {
@@ -41,6 +46,37 @@ CUcontext primary_context(int device) {
 }
 
 }  // namespace
+
+bool suspend_driver_calls(std::chrono::nanoseconds at_most) {
+    const auto end = std::chrono::steady_clock::now() + at_most;
+    suspended = true;
+    while (calls_under_way > 0) {
+        if (std::chrono::steady_clock::now() >= end) {
+            suspended = false;
+            return false;
+        }
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    return true;
+}
+
+void resume_driver_calls() { suspended = false; }
+
+bool driver_calls_suspended() noexcept { return suspended; }
+
+// Counted first: either suspend_driver_calls sees this thread, or this thread sees that calls are suspended.
+DriverCalls::DriverCalls() noexcept {
+    if (calls_of_this_thread == 0) ++calls_under_way;
+    allowed_ = calls_of_this_thread > 0 || !suspended;
+    if (allowed_)
+        ++calls_of_this_thread;
+    else
+        --calls_under_way;
+}
+
+DriverCalls::~DriverCalls() {
+    if (allowed_ && --calls_of_this_thread == 0) --calls_under_way;
+}
 
 DriverError::DriverError(std::string call_name, std::string error_name, std::string detail_text,
                          std::string segment_text)
@@ -163,6 +199,11 @@ void Driver::fail(const char* call, CUresult result, const std::string& segment)
     const char* text = nullptr;
     get_error_string.attempt(result, &text);
     throw DriverError(call, error_name(result), text ? text : "", segment);
+}
+
+void Driver::fail_suspended(const char* call) {
+    throw InvalidState(std::string(call) +
+                       " while the CUDA state of this process is checkpointed (level 3): wake it up first");
 }
 
 std::optional<std::string> driver_path() {

@@ -6,6 +6,7 @@
 
 #include <cuda.h>
 
+#include <chrono>
 #include <cstddef>
 #include <optional>
 #include <stdexcept>
@@ -36,8 +37,32 @@ class InvalidState : public std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// One driver call. Calling it throws DriverError unless CUDA_SUCCESS comes back; `attempt` is for destructors and for
-// callers that handle the result. `symbol` is the exported name, `name` the documented one.
+// While the CUDA state of this process is checkpointed (level 3), a driver call would wait until another process
+// restores it, and whoever asks for that must not wait. So calls are suspended before: all of them fail at once then.
+//
+// Waits until no call runs, and returns whether they are suspended; after `at_most` it leaves all as it was.
+bool suspend_driver_calls(std::chrono::nanoseconds at_most);
+void resume_driver_calls();
+bool driver_calls_suspended() noexcept;
+
+// Around driver calls, not only of this layer: they are not suspended meanwhile, and `allowed` says if they are
+// already. Nests on a thread.
+class DriverCalls {
+  public:
+    DriverCalls() noexcept;
+    ~DriverCalls();
+    DriverCalls(const DriverCalls&) = delete;
+    DriverCalls& operator=(const DriverCalls&) = delete;
+
+    bool allowed() const { return allowed_; }
+
+  private:
+    bool allowed_;
+};
+
+// One driver call. Calling it throws DriverError unless CUDA_SUCCESS comes back, and InvalidState while calls are
+// suspended; `attempt`, which answers CUDA_ERROR_NOT_PERMITTED then, is for destructors and for callers that handle the
+// result. `symbol` is the exported name, `name` the documented one.
 template <typename Function>
 class Call;
 
@@ -48,7 +73,10 @@ class Call<CUresult(Args...)> {
     constexpr explicit Call(const char* call_name) : Call(call_name, call_name) {}
 
     void operator()(Args... args) const;
-    CUresult attempt(Args... args) const { return function_(args...); }
+    CUresult attempt(Args... args) const {
+        const DriverCalls calls;
+        return calls.allowed() ? function_(args...) : CUDA_ERROR_NOT_PERMITTED;
+    }
 
     const char* const name;
     const char* const symbol;
@@ -78,6 +106,7 @@ class Driver {
     bool simulated() const { return simulated_; }
     std::string error_name(CUresult result) const;
     [[noreturn]] void fail(const char* call, CUresult result, const std::string& segment = {}) const;
+    [[noreturn]] static void fail_suspended(const char* call);
 
     // Once per process, before everything else.
     Call<decltype(cuInit)> init{"cuInit"};
@@ -160,6 +189,8 @@ class Driver {
 
 template <typename... Args>
 void Call<CUresult(Args...)>::operator()(Args... args) const {
+    const DriverCalls calls;
+    if (!calls.allowed()) Driver::fail_suspended(name);
     if (CUresult result = function_(args...); result != CUDA_SUCCESS) Driver::get().fail(name, result);
 }
 

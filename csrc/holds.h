@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -72,6 +73,15 @@ class Entered {
 
   private:
     std::unique_ptr<Scope> scope_;
+};
+
+class EnteredDriverCalls {
+  public:
+    bool enter() { return scope_.emplace().allowed(); }
+    void leave() { scope_.reset(); }
+
+  private:
+    std::optional<DriverCalls> scope_;
 };
 
 }  // namespace cumem_sleep

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <memory>
 #include <tuple>
 #include <utility>
@@ -39,6 +40,15 @@ void bind_driver(py::module_& module) {
     module.def("driver_path", &driver_path, "Of this process's driver; None if it has no usable one.");
     module.def("driver_is_simulated", &driver_is_simulated);
     module.def("driver_version", [] { return Driver::get().version(); });
+
+    module.def(
+        "suspend_driver_calls",
+        [](double timeout_s) {
+            return suspend_driver_calls(std::chrono::nanoseconds(static_cast<int64_t>(timeout_s * 1e9)));
+        },
+        py::arg("timeout_s"), NoGil(), "Let driver calls fail from now on; False: some did not end in time.");
+    module.def("resume_driver_calls", &resume_driver_calls);
+    module.def("driver_calls_suspended", &driver_calls_suspended);
 
     module.def("device_count", &device_count, NoGil());
     module.def("device_info", &device_info, py::arg("device"), NoGil());
@@ -174,6 +184,13 @@ void bind_thread_state(py::module_& module) {
         .def(py::init<>())
         .def("__enter__", &CurrentContext::enter)
         .def("__exit__", [](CurrentContext& self, const py::args&) { self.leave(); });
+    py::class_<EnteredDriverCalls>(
+        module, "DriverCalls",
+        "Driver calls of the thread, also PyTorch's: they are not suspended meanwhile. `with` gives\n"
+        "whether they are allowed.")
+        .def(py::init<>())
+        .def("__enter__", &EnteredDriverCalls::enter)
+        .def("__exit__", [](EnteredDriverCalls& self, const py::args&) { self.leave(); });
     using RelaxedCapture = Entered<RelaxedCaptureScope>;
     py::class_<RelaxedCapture>(module, "RelaxedCapture",
                                "Lets the thread work during other threads' graph captures, for a scope.")

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from . import _core, log
 from .backups.store import BackupStore
 from .backups.tier import Held
+from .checkpoint.process import Checkpointed
 from .codec.compressor import Compressor
 from .digest.device import DeviceDigester
 from .driver import open_driver
@@ -42,15 +43,17 @@ from .levels import (
     dropped_unless,
     in_pools,
     in_regions,
+    is_deep,
     with_tag,
     woken_in_pools,
 )
 from .operations.agreement import Agreement, Call
+from .operations.deepen import DeepSleep, everything_sleeps
 from .operations.layer import Layer
 from .operations.prepare import Preparation
 from .operations.room import make_room, trim
 from .operations.sleep import sleep
-from .operations.wake import wake
+from .operations.wake import asleep, wake, wanting
 from .ranks.mesh import connect
 from .regions import Regions
 from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
@@ -94,6 +97,8 @@ class CuMemAllocator:
     tuning: ClassVar[Tuning] = Tuning()
     # Whether leaving a pool is when `Settings.prepare` begins; vLLM's plugin begins after the warm-up instead.
     prepares_after_pools: ClassVar[bool] = True
+    # Whether the end of a sleep is when `Settings.deep_after_s` begins; vLLM's workers call the driver after that.
+    deepens_after_sleeps: ClassVar[bool] = True
     _warned_of_empty_pool: ClassVar[bool] = False
     _instance_lock: ClassVar[_core.OperationLock] = _core.OperationLock()
 
@@ -111,6 +116,7 @@ class CuMemAllocator:
             other._stop_background_work()
             other._leave()
             if not _core.driver_is_forked():
+                other._come_back()
                 # What its thread has left, which nobody could ask it for any more.
                 log.run(other._lock, other._clear_store)
         self._lock: _core.OperationLock = _core.OperationLock()
@@ -132,6 +138,7 @@ class CuMemAllocator:
         self._preparation: Preparation | None = None
         self._totals: dict[str, OperationTotals] = {}
         self._agreement: Agreement | None = None
+        self._deep = DeepSleep()
         if group is not None:
             self.join(group)
         # Nothing fails, and no signal is handled, between these two: there is always one that can be used.
@@ -266,6 +273,7 @@ class CuMemAllocator:
         check_integer("nbytes", nbytes, minimum=1)
         check_integer("device", device, minimum=0)
         self._open()
+        self._come_back()
         if tag is None:
             tag, backup = _core.thread_tag(), _core.thread_backup()
         else:
@@ -292,6 +300,7 @@ class CuMemAllocator:
         if address >= 1 << 64:
             raise InvalidState(f"0x{address:x} is not an address: more than 64 bits")
         self._open()
+        self._come_back()
         _core.free(address)
         self._forget_freed()
 
@@ -313,7 +322,10 @@ class CuMemAllocator:
 
         Args:
             level: 0 touches nothing. 1 (the default) backs up all but `kv_cache`, which it drops. 2 drops `weights`
-                and `kv_cache` and backs up the rest. As in vLLM, tags given here are taken as `offload_tags`.
+                and `kv_cache` and backs up the rest. 3 goes on from level 1: the CUDA state of the process (context,
+                modules, graphs) leaves the GPU too, and no thread may use CUDA until the process wakes; where that is
+                not possible, it stays at level 1, and the report says why. As in vLLM, tags given here are taken as
+                `offload_tags`.
             offload_tags: instead of a level: exactly these tags are backed up, every other one is dropped. (vLLM's own
                 allocator, called without arguments, backs up `default` alone; this one sleeps at level 1.)
 
@@ -325,6 +337,7 @@ class CuMemAllocator:
             InvalidState: a CUDA graph is being captured, or something wrote to the memory while it was backed up.
             OutOfHostMemory: a limit leaves too little for the backups.
             DriverError: the driver refused a call.
+            CheckpointFailed: at level 3, all sleeps, but the CUDA state can neither leave the GPU nor be used there.
             RankFailed: another rank failed, or did not answer, so that no rank sleeps.
         """
         with self._all_ranks("sleep") as call:
@@ -344,7 +357,36 @@ class CuMemAllocator:
         if is_dropped is None:
             return self._counted(lambda: SleepReport(note="level 0 keeps all memory; nothing was done"), "sleep")
         work = partial(sleep, self._layer, call, in_pools(), with_tag(is_dropped))
-        return self._operate(call, work, "sleep", trim)
+        if is_deep(level):
+            self._deep.expect()
+            work = partial(self._deepen, work)
+        report = self._operate(call, work, "sleep")
+        if self.deepens_after_sleeps:
+            self.deepen_when_idle()
+        return report
+
+    def _deepen(self, work: Callable[[], SleepReport]) -> SleepReport:
+        self._stop_preparing()
+        agreement = self._agreement
+        return self._deep.deepen(work, 1 if agreement is None else agreement.mesh.size)
+
+    def deepen_when_idle(self) -> None:
+        """Begin to count the seconds after which a process that sleeps at level 1 goes on to level 3 by itself.
+
+        Does nothing if `Settings.deep_after_s` is not set, or if memory is awake.
+        """
+        seconds = self.settings.deep_after_s
+        if seconds is not None and not self._deep.is_away and everything_sleeps():
+            self._deep.after(seconds, self._deepen_now)
+
+    def _deepen_now(self) -> None:
+        self._deep.expect()
+        self._operate(Call(), partial(self._deepen, _all_asleep_still), "sleep")
+
+    @property
+    def checkpoint(self) -> Checkpointed | None:
+        """Of the CUDA state of this process, while it sleeps at level 3; None: it does not. Touches no GPU."""
+        return self._deep.taken
 
     def discard(self, tags: str | Iterable[str]) -> SleepReport:
         """Drop these tags, without a backup, and leave the rest as it is. What sleeps already keeps its backup.
@@ -371,7 +413,9 @@ class CuMemAllocator:
 
         Raises:
             InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
-            OutOfDeviceMemory: the device has too little free memory.
+            OutOfDeviceMemory: the device has too little free memory; at level 3 that includes what the CUDA state of the
+                process needs, which then stays away.
+            CheckpointFailed: the driver does not bring that state back.
             BackupMismatch: restored bytes are not those at sleep.
             CodecError: a compressed backup cannot be decoded here.
             DriverError: the driver refused a call.
@@ -379,7 +423,7 @@ class CuMemAllocator:
         """
         with self._all_ranks("wake_up") as call:
             meant = woken_in_pools(None if tags is None else self._used_tags.checked(tags))
-            return self._operate(call, partial(wake, self._layer, call, meant), "wake", partial(make_room, meant))
+            return self._operate(call, partial(wake, self._layer, call, meant), "wake", meant)
 
     # Preparing
 
@@ -422,6 +466,7 @@ class CuMemAllocator:
             self._preparation.stop()
 
     def _stop_background_work(self) -> None:
+        self._deep.stop()
         self._stop_preparing()
         self._store.stop()
 
@@ -434,7 +479,7 @@ class CuMemAllocator:
     def _usage_of(self, meant: Choice) -> dict[str, TagUsage]:
         if not _core.driver_is_open():
             return {}
-        return self._with_lock_held("usage", partial(self._usage, meant))
+        return self._with_lock_held("usage", partial(self._usage, meant), stays_away=True)
 
     def _usage(self, meant: Choice) -> dict[str, TagUsage]:
         by_tag: dict[str, list[_core.Segment]] = {}
@@ -462,7 +507,7 @@ class CuMemAllocator:
         """Where backups lie: in memory of this process, or in which vault. Touches no GPU."""
         if not _core.driver_is_open():  # then there are none, and who answers for `auto` is not looked up
             return BackupPlace("" if self.settings.vault in ("off", "auto") else self.settings.vault)
-        return self._with_lock_held("backup_place", self._store.place)
+        return self._with_lock_held("backup_place", self._store.place, stays_away=True)
 
     def read_backup(self, address: int, nbytes: int, *, copy: bool = True) -> npt.NDArray[np.uint8] | None:
         """The bytes that the backup of this device memory holds: those at its last sleep. It may be asleep or awake.
@@ -481,7 +526,8 @@ class CuMemAllocator:
         """
         check_integer("address", address, minimum=0)
         check_integer("nbytes", nbytes, minimum=1)
-        return self._with_lock_held("read_backup", partial(self._read_backup, address, nbytes, copy))
+        work = partial(self._read_backup, address, nbytes, copy)
+        return self._with_lock_held("read_backup", work, stays_away=True)
 
     def _read_backup(self, address: int, nbytes: int, copy: bool) -> npt.NDArray[np.uint8] | None:
         segment = segment_around(address, nbytes)
@@ -518,6 +564,7 @@ class CuMemAllocator:
     def release_pools(self) -> None:
         """Give up the PyTorch pool for CUDA graphs and return free pool memory to the device. Live tensors stay."""
         if self._torch_pools is not None and not _core.driver_is_forked():
+            self._come_back()
             gc.collect()
             self._torch_pools.release()
             self._forget_freed()
@@ -548,6 +595,7 @@ class CuMemAllocator:
     ) -> Iterator[None]:
         """What this thread allocates inside has this tag and plan; `ordinary`: PyTorch's comes from no pool."""
         self._open()
+        self._come_back()
         pools = self._pools(import_torch=True)
         with _core.ThreadLabel(tag, backup), nullcontext() if pools is None else pools.use(ordinary=ordinary):
             yield
@@ -558,6 +606,7 @@ class CuMemAllocator:
     def _capturing(self, call: str, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL) -> Iterator[TorchPools]:
         """As `_allocating`, for CUDA graphs, whose pool the caller chooses."""
         self._open()
+        self._come_back()
         pools = self._pools(import_torch=True)
         if pools is None:
             raise InvalidState(f"{call} needs PyTorch and a GPU that it reaches")
@@ -607,22 +656,28 @@ class CuMemAllocator:
                 self._torch_pools = TorchPools(torch)
         return self._torch_pools
 
-    def _operate(
-        self,
-        call: Call,
-        work: Callable[[], _Report],
-        operation: str,
-        make_way: Callable[[TorchPools], None] | None = None,
-    ) -> _Report:
-        """The report of `work`, logged and counted; if it raises, that is counted among the failures."""
-        name = "wake_up" if operation == "wake" else operation
-        return self._with_lock_held(name, partial(self._counted, work, operation, call), make_way)
+    def _operate(self, call: Call, work: Callable[[], _Report], operation: str, woken: Choice | None = None) -> _Report:
+        """The report of `work`, logged and counted; if it raises, that is counted among the failures.
+
+        Args:
+            woken: for a wake: what it wakes.
+        """
+        if woken is not None:
+            self._deep.stay()
+            needed = partial(_needed_by, woken)
+            return self._with_lock_held(
+                "wake_up", partial(self._counted, work, operation, call), partial(make_room, woken), needed=needed
+            )
+        make_way = trim if operation == "sleep" else None
+        return self._with_lock_held(operation, partial(self._counted, work, operation, call), make_way, stays_away=True)
 
     def _counted(self, work: Callable[[], _Report], operation: str, call: Call | None = None) -> _Report:
         try:
             if call is not None:
                 call.begin()
             report = replace(work(), simulated=_core.driver_is_simulated())
+            if isinstance(report, WakeReport):
+                report = self._deep.told(report)
             if not report.note:
                 report = replace(report, place=self._store.place())
         except BaseException as error:
@@ -637,34 +692,56 @@ class CuMemAllocator:
         return report
 
     def _with_lock_held(
-        self, name: str, work: Callable[[], _Result], make_way: Callable[[TorchPools], None] | None = None
+        self,
+        name: str,
+        work: Callable[[], _Result],
+        make_way: Callable[[TorchPools], None] | None = None,
+        *,
+        stays_away: bool = False,
+        needed: Callable[[], Mapping[int, int]] = dict,
     ) -> _Result:
         """The result of `work`, which runs with the lock held, on a thread of its own.
 
         Args:
             make_way: called before, on the caller's thread and without the lock: so what the garbage collector runs
                 there may call the allocator.
+            stays_away: at level 3 `work` calls no driver, and the process stays there. Otherwise it comes back first.
+            needed: the bytes by device that `work` needs; if they are not free, the process does not come back.
         """
         self._open()
         if (pools := self._pools()) is not None:
-            with _core.CurrentContext():
-                if pools.is_capturing():
-                    raise InvalidState(f"{name} while this thread captures a CUDA graph: call it after the capture")
-                if make_way is not None:
-                    make_way(pools)
-        return log.run(self._lock, partial(self._with_lock, work))
+            with _core.DriverCalls() as allowed:  # not at level 3, where no thread captures a graph
+                if allowed:
+                    _prepare_thread(name, pools, make_way)
+        return log.run(self._lock, partial(self._with_lock, work, stays_away, needed))
 
-    def _with_lock(self, work: Callable[[], _Result]) -> _Result:
+    def _with_lock(
+        self, work: Callable[[], _Result], stays_away: bool, needed: Callable[[], Mapping[int, int]]
+    ) -> _Result:
         try:
-            with self._lock.hold(), _core.CurrentContext():
-                _core.reclaim()
-                self._store.prune()
-                try:
-                    return work()
-                finally:
-                    self._store.prune()
+            with self._lock.hold():
+                if self._deep.is_away:
+                    if stays_away:
+                        return work()
+                    self._deep.come_back(needed())
+                with _core.CurrentContext():
+                    return self._between_prunes(work)
         finally:
             self._store.look_for_freed()
+
+    def _between_prunes(self, work: Callable[[], _Result]) -> _Result:
+        _core.reclaim()
+        self._store.prune()
+        try:
+            return work()
+        finally:
+            if not self._deep.is_away:
+                self._store.prune()
+
+    def _come_back(self) -> None:
+        """If the process sleeps at level 3, it is at level 1 afterwards."""
+        if self._deep.is_away:
+            self._with_lock_held("coming back from level 3", lambda: None)
 
     def _clear_store(self) -> None:
         with self._lock.hold():
@@ -701,11 +778,36 @@ def _forget_freed_backups() -> None:
         instance._forget_freed_now()
 
 
+def _needed_by(woken: Choice) -> dict[int, int]:
+    return wanting(asleep(woken))
+
+
+def _all_asleep_still() -> SleepReport:
+    """What a sleep at level 1 reports that finds nothing awake.
+
+    Raises:
+        InvalidState: something woke meanwhile.
+    """
+    if not everything_sleeps():
+        raise InvalidState("something woke meanwhile")
+    return SleepReport(note="everything sleeps already")
+
+
+def _prepare_thread(name: str, pools: TorchPools, make_way: Callable[[TorchPools], None] | None) -> None:
+    """What is to be done on the caller's thread, and without the lock, before an operation."""
+    with _core.CurrentContext():
+        if pools.is_capturing():
+            raise InvalidState(f"{name} while this thread captures a CUDA graph: call it after the capture")
+        if make_way is not None:
+            make_way(pools)
+
+
 @atexit.register
 def _stop_at_exit() -> None:
     _core.on_free(None)
     for allocator in list(_allocators):
         allocator._stop_background_work()
+        allocator._deep.end_with_process()
     for store in list(_stores):
         store.stop()
 

@@ -162,6 +162,28 @@ class CodecError(CumemSleepError):
     """A compressed backup cannot be decoded here: everything stays asleep, with its backups."""
 
 
+class CheckpointFailed(CumemSleepError):
+    """The CUDA state of this process cannot be brought back to the GPU.
+
+    Attributes:
+        reason: what failed, in words.
+        state: in which state CUDA says that the process is. `CHECKPOINTED` and `LOCKED`: nothing is lost, and the next
+            `wake_up` tries again. `FAILED`: it is lost, and the process has to be restarted.
+    """
+
+    def __init__(self, what: str, reason: str, state: str) -> None:
+        self.reason = reason
+        self.state = state
+        advice = {
+            "CHECKPOINTED": "nothing is lost: call wake_up again",
+            "LOCKED": "nothing is lost: call wake_up again",
+            "FAILED": "CUDA cannot restore it any more: restart this process",
+        }.get(state, "call wake_up again, or restart this process")
+        super().__init__(
+            f"this process did not come back from {what}: {reason}; CUDA's state of it is {state}: {advice}"
+        )
+
+
 class RankFailed(CumemSleepError):
     """Another rank of the engine failed, has ended, or did not answer in time: this one has undone its half.
 

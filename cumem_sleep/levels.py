@@ -19,7 +19,9 @@ LEVELS: Mapping[int, tuple[str, tuple[str, ...] | None]] = {
     0: ("keep all", None),
     1: ("back up all but kv_cache", ("kv_cache",)),
     2: ("drop weights and kv_cache", DEFERRABLE_TAGS),
+    3: ("level 1, then the CUDA state leaves the GPU", ("kv_cache",)),
 }
+_DEEP = 3
 _DESCRIBED = [f"{level} ({text})" for level, (text, _) in LEVELS.items()]
 ALLOWED_LEVELS = f"{', '.join(_DESCRIBED[:-1])} and {_DESCRIBED[-1]} are allowed"
 
@@ -41,6 +43,11 @@ def dropped_at_level(level: object) -> IsDropped | None:
         raise InvalidArgument(f"level={level!r}: {ALLOWED_LEVELS}")
     _, dropped = LEVELS[level]
     return None if dropped is None else dropped.__contains__
+
+
+def is_deep(level: object) -> bool:
+    """Whether a sleep at this level goes on from level 1 to the CUDA state of the process."""
+    return level == _DEEP
 
 
 def dropped_unless(kept: set[str]) -> IsDropped:

@@ -15,7 +15,6 @@ from .integrations.torch import TorchPools
 from .levels import Choice, in_regions, without_backup
 from .operations.agreement import Call
 from .operations.layer import Layer
-from .operations.room import make_room, trim
 from .operations.sleep import sleep
 from .operations.wake import asleep, wake
 from .report import SleepReport, TagUsage, WakeReport
@@ -44,11 +43,7 @@ class Operate(Protocol):
     """As `CuMemAllocator._operate`."""
 
     def __call__(  # noqa: D102
-        self,
-        call: Call,
-        work: Callable[[], _Report],
-        operation: str,
-        make_way: Callable[[TorchPools], None] | None = None,
+        self, call: Call, work: Callable[[], _Report], operation: str, woken: Choice | None = None
     ) -> _Report: ...
 
 
@@ -170,9 +165,7 @@ class Regions:
             InvalidState, OutOfHostMemory, DriverError: as `CuMemAllocator.sleep`.
         """
         alone = Call()
-        return self._operate(
-            alone, partial(sleep, self._layer, alone, self._meant(tags), without_backup), "sleep", trim
-        )
+        return self._operate(alone, partial(sleep, self._layer, alone, self._meant(tags), without_backup), "sleep")
 
     def wake(self, tags: str | Iterable[str] | None = None, *, retain_backups: bool | None = None) -> WakeReport:
         """Take the device memory of regions again, at the same addresses, and restore what was backed up.
@@ -188,7 +181,7 @@ class Regions:
         """
         meant = self._meant(tags)
         retained = self._layer.settings.retain_backups if retain_backups is None else retain_backups
-        return self._operate(Call(), partial(self._wake, meant, retained), "wake", partial(make_room, meant))
+        return self._operate(Call(), partial(self._wake, meant, retained), "wake", meant)
 
     def _wake(self, meant: Choice, retained: bool) -> WakeReport:
         woken = asleep(meant)

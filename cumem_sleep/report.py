@@ -75,8 +75,11 @@ class SleepReport:
         stored_bytes: what the copied bytes take in host memory; less than copied_bytes if they are compressed.
         left_bytes: what is still in use afterwards on the devices concerned, by this process (the CUDA context,
             graphs, buffers of NCCL, memory of no pool) and by others; 0 where nothing was done.
+        checkpointed_bytes: at level 3, of the CUDA state of this process that left its devices as well.
+        why_not_deeper: why a sleep at level 3 stayed at level 1, if it did.
         seconds: the whole call.
-        phases: seconds by phase; `agree` is with the other ranks, until the last of them was ready.
+        phases: seconds by phase; `agree` is with the other ranks, until the last of them was ready; `lock` and
+            `checkpoint` take the CUDA state off the GPU.
         note: why nothing was done, if nothing was.
         simulated: it ran on the simulated driver, so the seconds mean nothing.
         operation: `sleep`, or `discard`.
@@ -90,6 +93,8 @@ class SleepReport:
     dropped_bytes: int = 0
     stored_bytes: int = 0
     left_bytes: int = 0
+    checkpointed_bytes: int = 0
+    why_not_deeper: str = ""
     seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
@@ -103,13 +108,15 @@ class SleepReport:
         copy_s = self.phases.get("copy", 0.0)
         rate = f" at {rate_gbps(self.copied_bytes, copy_s):.1f} GB/s" if self.copied_bytes else ""
         found = f", of which {format_bytes(self.found_bytes)} found in the vault" if self.found_bytes else ""
+        taken = f", checkpointed {format_bytes(self.checkpointed_bytes)}" if self.checkpointed_bytes else ""
+        stayed = f", stays at level 1: {self.why_not_deeper}" if self.why_not_deeper else ""
         left = f", {format_bytes(self.left_bytes)} left on the GPU" if self.left_bytes else ""
         return (
             f"{_prefix(self.simulated)}{self.operation}: freed {format_bytes(self.freed_bytes)} in {self.seconds:.3f} s"
             f" (copied {format_bytes(self.copied_bytes)}{rate}{_stored('as', self.stored_bytes, self.copied_bytes)},"
             f" unchanged {format_bytes(self.clean_bytes)}{found},"
             f" dropped {format_bytes(self.dropped_bytes)})"
-            f"{_in(self.place, self.copied_bytes + self.clean_bytes)}{left}{_phases(self.phases)}"
+            f"{_in(self.place, self.copied_bytes + self.clean_bytes)}{taken}{stayed}{left}{_phases(self.phases)}"
         )
 
 
@@ -123,8 +130,9 @@ class WakeReport:
         verified_bytes: of these, proven equal to the bytes at sleep by their digest.
         stored_bytes: what the restored bytes take in host memory; less than restored_bytes if they are compressed.
         seconds: the whole call.
-        phases: seconds by phase: `copy` (with mapping and digests beside it), `map` (what was left to map after that),
-            `verify` (what was left of the digests), `agree` (with the other ranks, until the last of them was ready).
+        phases: seconds by phase: `restore` and `unlock` (from level 3), `copy` (with mapping and digests beside it),
+            `map` (what was left to map after that), `verify` (what was left of the digests), `agree` (with the other
+            ranks, until the last of them was ready).
         note: why nothing was done, if nothing was.
         simulated: it ran on the simulated driver, so the seconds mean nothing.
         operation: `wake`.

@@ -44,6 +44,8 @@ class Settings:
             its default socket, otherwise as `off`; or the path of a vault's socket.
         agreement_timeout_s: where several ranks sleep and wake together: how long a rank that is ready waits for the
             others before all undo their half.
+        deep_after_s: seconds after which a process that sleeps at level 1 goes on to level 3 by itself; None (unset):
+            never.
 
     Raises:
         InvalidArgument: a value is not allowed; the message names the field, the value and what is allowed.
@@ -60,6 +62,7 @@ class Settings:
     compress: str = "off"
     vault: str = "off"
     agreement_timeout_s: float = 60.0
+    deep_after_s: float | None = None
 
     def __post_init__(self) -> None:
         _one_of("driver", self.driver, ("cuda", "sim"))
@@ -72,6 +75,8 @@ class Settings:
             raise InvalidArgumentType("prepare_bytes_per_second=None: expected a whole number")
         _integer("prepare_bytes_per_second", self.prepare_bytes_per_second, minimum=0)
         _seconds("agreement_timeout_s", self.agreement_timeout_s)
+        if self.deep_after_s is not None:
+            _seconds("deep_after_s", self.deep_after_s)
         for name in ("retain_backups", "poison", "prepare"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentType(f"{name}={getattr(self, name)!r}: True or False is allowed")
@@ -164,6 +169,7 @@ _PARSERS: dict[str, Any] = {
     "compress": _parse_choice("off", "auto"),
     "vault": _parse_vault,
     "agreement_timeout_s": _parse_seconds,
+    "deep_after_s": _parse_seconds,
 }
 _MOST_S = 24 * 3600
 _ALLOWED_SECONDS = f"seconds from 0.1 to {_MOST_S} are allowed"

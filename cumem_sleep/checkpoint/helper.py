@@ -1,0 +1,151 @@
+"""The helper of a process that sleeps at level 3: `python -m cumem_sleep.checkpoint.helper PID DRIVER`.
+
+While the CUDA state of a process is checkpointed, whatever in it calls the driver waits until another process restores
+it. This is the other process. It has no CUDA context, so it takes no memory of a GPU. It reads one request a line from
+standard input and writes one answer a line to standard output, in JSON, and ends with the process it serves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from .. import _core
+from ..errors import CumemSleepError, DriverError
+from .device_memory import free_bytes
+
+_State = _core.ProcessState
+
+
+class TooLittleMemory(Exception):
+    """For a restore; the argument says for each GPU that is short of it: (needed, free) bytes."""
+
+
+class Target:
+    """The process that is checkpointed and restored. Every method goes by the state in which CUDA says it is.
+
+    Args:
+        pid: its number.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._seconds: dict[str, float] = {}
+
+    def examine(self) -> dict[str, Any]:
+        """Whether this driver can checkpoint processes at all."""
+        return {"can_checkpoint": _core.can_checkpoint()}
+
+    def checkpoint(self, lock_timeout_s: float, uuids: Sequence[str]) -> dict[str, Any]:
+        """Lock it and take its CUDA state off these GPUs; if that fails, unlock it again.
+
+        Returns:
+            By GPU, how many bytes that freed (`freed_bytes`), and how many are free now (`free_bytes`).
+        """
+        before = free_bytes(self._pid, uuids)
+        with self._timed("lock"):
+            _core.lock_process(self._pid, lock_timeout_s)
+        try:
+            with self._timed("checkpoint"):
+                _core.checkpoint_process(self._pid)
+        except DriverError:
+            if _core.process_state(self._pid) == _State.LOCKED:
+                _core.unlock_process(self._pid)
+            raise
+        after = free_bytes(self._pid, uuids)
+        freed = {uuid: max(0, after[uuid] - before[uuid]) for uuid in uuids}
+        return {"freed_bytes": freed, "free_bytes": after}
+
+    def restore(self, needed_bytes: Mapping[str, int]) -> dict[str, Any]:
+        """Bring its CUDA state back and unlock it; whichever of that has been done already is not done again.
+
+        Args:
+            needed_bytes: by GPU, what must be free for that.
+
+        Raises:
+            TooLittleMemory: less is. Nothing was done.
+        """
+        if _core.process_state(self._pid) == _State.CHECKPOINTED:
+            free = free_bytes(self._pid, list(needed_bytes))
+            if short := {uuid: (needed, free[uuid]) for uuid, needed in needed_bytes.items() if needed > free[uuid]}:
+                raise TooLittleMemory(short)
+            with self._timed("restore"):
+                _core.restore_process(self._pid)
+        if _core.process_state(self._pid) == _State.LOCKED:
+            with self._timed("unlock"):
+                _core.unlock_process(self._pid)
+        return {}
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what one request says, and describe what came of it."""
+        self._seconds = {}
+        actions: dict[str, Callable[..., dict[str, Any]]] = {
+            "examine": self.examine,
+            "checkpoint": self.checkpoint,
+            "restore": self.restore,
+        }
+        arguments = dict(request)
+        try:
+            answer = actions[arguments.pop("do")](**arguments)
+        except TooLittleMemory as error:
+            answer = {"too_little": error.args[0]}
+        except DriverError as error:
+            answer = {"call": error.call, "error": error.error, "detail": error.detail}
+        except (CumemSleepError, OSError) as error:
+            answer = {"call": "", "error": "", "detail": str(error)}
+        return {**answer, "seconds": self._seconds, "state": self._state()}
+
+    def _state(self) -> str:
+        try:
+            return _core.process_state(self._pid).name
+        except (CumemSleepError, OSError) as error:
+            return f"not known ({error})"
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = time.perf_counter() - start
+
+
+def main(pid: int, driver: str) -> None:
+    """Answer requests until nobody can make any."""
+    target = Target(pid)
+    try:
+        _core.open_driver(driver)
+        print(json.dumps(target.answer({"do": "examine"})), flush=True)
+    except CumemSleepError as error:
+        print(json.dumps({"detail": str(error), "state": "not known"}), flush=True)
+        return
+    for line in _requests(pid):
+        print(json.dumps(target.answer(json.loads(line))), flush=True)
+
+
+def _requests(pid: int) -> Iterator[bytes]:
+    """Lines from standard input, while the process lives that writes them; a child of it may keep the pipe open."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    poll.register(sys.stdin.fileno(), select.POLLIN)
+    received = b""
+    while True:
+        ready = [file for file, _ in poll.poll()]
+        if process in ready or not (part := os.read(sys.stdin.fileno(), 1 << 16)):
+            return
+        *lines, received = (received + part).split(b"\n")
+        yield from lines
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,254 @@
+"""The checkpoint of this process's own CUDA state: taken and brought back by a helper process."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Any
+
+from .. import _core, log
+from ..errors import CheckpointFailed, CumemSleepError, OutOfDeviceMemory
+
+# How long threads of this process, and work on the GPU, may take to leave the driver alone.
+_LOCK_WITHIN_S = 10.0
+# A checkpoint copies everything that is left, and writes down what is pinned: 2.3 s for 61 GiB of it.
+_ANSWER_WITHIN_S = 180.0
+
+
+class Refused(Exception):
+    """The CUDA state stays on the GPU, and works as before; the argument says why."""
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """What a checkpoint did.
+
+    Attributes:
+        freed_bytes: by device, what the CUDA state took there (as its free memory grew meanwhile).
+        free_bytes: by device, what was free after it.
+        total_bytes: by device.
+        seconds: by phase: `lock`, `checkpoint`.
+    """
+
+    freed_bytes: Mapping[int, int]
+    free_bytes: Mapping[int, int]
+    total_bytes: Mapping[int, int]
+    seconds: Mapping[str, float]
+
+
+class ProcessCheckpoint:
+    """Whether the CUDA state of this process is on the GPU. Its methods are called one at a time.
+
+    Attributes:
+        taken: the last checkpoint, while it has not been brought back.
+    """
+
+    def __init__(self) -> None:
+        self.taken: Checkpointed | None = None
+        self._uuids: dict[int, str] = {}  # by device
+        self._helper: _Helper | None = None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the state is not on the GPU, or cannot be used there because a checkpoint failed half-way."""
+        return _core.driver_calls_suspended()
+
+    def begin_helper(self) -> None:
+        """Start the helper, if there is none, and do not wait until it is ready."""
+        with suppress(_HelperLost):
+            self._started_helper()
+
+    def take(self) -> Checkpointed:
+        """Take the CUDA state off the GPU. From then on all driver calls of this layer fail at once.
+
+        Raises:
+            Refused: it cannot be; all is as before.
+            CheckpointFailed: it can neither be taken nor brought back.
+        """
+        devices = {device: _core.device_info(device) for device in range(_core.device_count())}
+        self._uuids = {device: info.uuid for device, info in devices.items()}
+        try:
+            helper = self._ready_helper()
+        except _HelperLost as error:
+            raise Refused(str(error)) from None
+        if not _core.suspend_driver_calls(_LOCK_WITHIN_S):
+            raise Refused(f"other threads of this process called CUDA for longer than {_LOCK_WITHIN_S:.0f} s")
+        try:
+            answer = helper.ask(
+                {"do": "checkpoint", "lock_timeout_s": _LOCK_WITHIN_S, "uuids": list(self._uuids.values())}
+            )
+        except _HelperLost as error:
+            answer = {"detail": str(error), "state": "not known"}
+        if answer["state"] != "CHECKPOINTED":
+            reason = _reason(answer)
+            if answer["state"] != "RUNNING":
+                self._bring_back({}, f"a checkpoint that failed ({reason})")
+            _core.resume_driver_calls()
+            raise Refused(reason)
+        self.taken = Checkpointed(
+            {device: answer["freed_bytes"][uuid] for device, uuid in self._uuids.items()},
+            {device: answer["free_bytes"][uuid] for device, uuid in self._uuids.items()},
+            {device: info.total_bytes for device, info in devices.items()},
+            answer["seconds"],
+        )
+        return self.taken
+
+    def bring_back(self, also_needed_bytes: Mapping[int, int]) -> Mapping[str, float]:
+        """Put the CUDA state on the GPU again, and let driver calls through.
+
+        Args:
+            also_needed_bytes: by device, what has to be free there besides: else the state does not come back either.
+
+        Returns:
+            Seconds by phase: `restore`, `unlock`.
+
+        Raises:
+            OutOfDeviceMemory: too little is free. All is as before, and this can be tried again.
+            CheckpointFailed: the driver refused; the message says whether trying again makes sense.
+        """
+        if not self.is_away:
+            return {}
+        own_bytes: Mapping[int, int] = self.taken.freed_bytes if self.taken is not None else {}
+        needed = {
+            uuid: own_bytes.get(device, 0) + also_needed_bytes.get(device, 0) for device, uuid in self._uuids.items()
+        }
+        seconds = self._bring_back(needed, "level 3")
+        self.taken = None
+        _core.resume_driver_calls()
+        return seconds
+
+    def _bring_back(self, needed_bytes: Mapping[str, int], what: str) -> Mapping[str, float]:
+        """Ask a helper, and if that one is lost a new one, to restore and unlock."""
+        answer: dict[str, Any] = {}
+        for _ in range(2):
+            try:
+                answer = self._ready_helper().ask({"do": "restore", "needed_bytes": needed_bytes})
+                break
+            except _HelperLost as error:
+                answer = {"detail": str(error), "state": "not known"}
+        if answer["state"] == "RUNNING":
+            seconds: Mapping[str, float] = answer["seconds"]
+            return seconds
+        if short := answer.get("too_little"):
+            device, (needed, free) = next((d, short[uuid]) for d, uuid in self._uuids.items() if uuid in short)
+            raise OutOfDeviceMemory(needed, free, device, "cuCheckpointProcessRestore")
+        raise CheckpointFailed(what, _reason(answer), answer["state"])
+
+    def end_with_process(self) -> None:
+        """At exit: bring the state back, so that libraries can let go of it; where that fails, end the process at once.
+
+        Otherwise their calls into the driver would wait for ever.
+        """
+        if self.is_away and not _core.driver_is_forked():
+            try:
+                self.bring_back({})
+            except CumemSleepError as error:
+                log.error("this process ends at once, because its CUDA state did not come back: %s", error)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)
+        self._end_helper()
+
+    def _started_helper(self) -> _Helper:
+        if self._helper is None or not self._helper.runs():
+            self._end_helper()
+            self._helper = _Helper()
+        return self._helper
+
+    def _ready_helper(self) -> _Helper:
+        helper = self._started_helper()
+        helper.wait_until_ready()
+        return helper
+
+    def _end_helper(self) -> None:
+        if self._helper is not None:
+            self._helper.end()
+            self._helper = None
+
+
+class _HelperLost(Exception):
+    """The helper could not be started, has ended, or does not answer; the argument says which."""
+
+
+class _Helper:
+    """The other process (`helper.py`), and how to ask it.
+
+    Raises:
+        _HelperLost: it cannot be started.
+    """
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._ready: dict[str, Any] | None = None
+        self._received = b""
+        program = f"{__package__}.helper"
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", program, str(self._owner), str(_core.driver_path())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # so that a Ctrl-C for this process does not end it
+                bufsize=0,
+            )
+        except OSError as error:
+            raise _HelperLost(f"the helper process cannot be started: {error}") from None
+
+    def runs(self) -> bool:
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def wait_until_ready(self) -> None:
+        if self._ready is None:
+            self._ready = self._answer()
+        if "can_checkpoint" not in self._ready:
+            raise _HelperLost(f"the helper process cannot use the driver: {self._ready.get('detail')}")
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            _pipe(self._process.stdin).write(json.dumps(request).encode() + b"\n")
+        except OSError as error:
+            self.end()
+            raise _HelperLost(f"the helper process has ended ({error})") from None
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        """The next line that it writes. An interrupt does not end the wait: what was begun has to be finished."""
+        output = _pipe(self._process.stdout).fileno()
+        poll = select.poll()
+        poll.register(output, select.POLLIN)
+        end = time.monotonic() + _ANSWER_WITHIN_S
+        while b"\n" not in self._received:
+            is_there = poll.poll(max(0.0, end - time.monotonic()) * 1000)
+            part = os.read(output, 1 << 16) if is_there else b""
+            if not part:
+                self.end()
+                why = "has ended" if is_there else f"has not answered within {_ANSWER_WITHIN_S:.0f} s"
+                raise _HelperLost(f"the helper process {why}")
+            self._received += part
+        line, _, self._received = self._received.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def end(self) -> None:
+        if self._owner != os.getpid():
+            return
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            _pipe(pipe).close()
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None  # they were asked for
+    return pipe
+
+
+def _reason(answer: Mapping[str, Any]) -> str:
+    failed = f"{answer['call']} failed with {answer['error']}" if answer.get("call") else ""
+    return ": ".join(part for part in (failed, answer.get("detail", "")) if part)

@@ -1,0 +1,137 @@
+"""From level 1 to level 3: the CUDA state of the process leaves the GPU as well; and back, before anything else."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from .. import _core, log
+from ..checkpoint.process import Checkpointed, ProcessCheckpoint, Refused
+from ..errors import CumemSleepError, counted
+from ..report import SleepReport, WakeReport
+
+_Sleep = _core.Segment.Sleep
+
+
+class DeepSleep:
+    """Level 3 of this process. All but `expect`, `is_away`, `after` and the ends are called with the lock held."""
+
+    def __init__(self) -> None:
+        self._checkpoint = ProcessCheckpoint()
+        self._came_back: Mapping[str, float] = {}
+        self._timer: _core.Worker | None = None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the CUDA state is not on the GPU: then nothing in this process may call the driver."""
+        return self._checkpoint.is_away
+
+    @property
+    def taken(self) -> Checkpointed | None:
+        """The checkpoint, while the state is away."""
+        return self._checkpoint.taken
+
+    def expect(self) -> None:
+        """Get ready for `deepen`, on a thread that may run finalisers.
+
+        What the garbage collector finds later might call the driver, and wait for ever.
+        """
+        if not self.is_away:
+            self._checkpoint.begin_helper()
+            gc.collect()
+
+    def deepen(self, work: Callable[[], SleepReport], ranks: int) -> SleepReport:
+        """The report of `work`, a sleep at level 1, and of going on from there to level 3, or of why that cannot be.
+
+        Raises:
+            CheckpointFailed: the CUDA state could neither be taken nor brought back.
+        """
+        report = work()
+        if self.is_away:
+            return report
+        try:
+            _refuse_unless_possible(ranks)
+            taken = self._checkpoint.take()
+        except Refused as refused:
+            log.warning("level 3 is not possible, so this process stays at level 1: %s", refused)
+            return replace(report, why_not_deeper=str(refused))
+        devices = [device for device, nbytes in taken.freed_bytes.items() if nbytes]
+        return replace(
+            report,
+            note="",
+            checkpointed_bytes=sum(taken.freed_bytes.values()),
+            left_bytes=sum(taken.total_bytes[device] - taken.free_bytes[device] for device in devices),
+            seconds=report.seconds + sum(taken.seconds.values()),
+            phases={**report.phases, **taken.seconds},
+        )
+
+    def come_back(self, needed_bytes: Mapping[int, int]) -> None:
+        """Bring the CUDA state back to the GPU; as at level 1 from then on.
+
+        Args:
+            needed_bytes: by device, what the caller needs besides.
+
+        Raises:
+            OutOfDeviceMemory: too little memory is free for both: nothing was done.
+            CheckpointFailed: the driver refused.
+        """
+        self._came_back = self._checkpoint.bring_back(needed_bytes)
+        log.info(
+            "cumem-sleep: back from level 3 in %.3f s, at level 1 now",
+            sum(self._came_back.values()),
+        )
+
+    def told(self, report: WakeReport) -> WakeReport:
+        """The report of a wake, with the time that coming back took before it."""
+        phases, self._came_back = self._came_back, {}
+        if not phases:
+            return report
+        return replace(report, seconds=report.seconds + sum(phases.values()), phases={**phases, **report.phases})
+
+    def after(self, seconds: float, deepen: Callable[[], object]) -> None:
+        """Call `deepen` once, on a thread of its own, when `stay` is not called for so long."""
+        self.stay()
+        timer = _core.Worker("cumem-deepen")
+
+        def wait() -> None:
+            if timer.pause(seconds):
+                return
+            try:
+                deepen()
+            except CumemSleepError as error:
+                log.error("this process did not go from level 1 to level 3: %s", error)
+
+        self._timer = timer
+        timer.start(wait)
+
+    def stay(self) -> None:
+        """Do not go deeper by itself, after all. Does not wait for a thread that is at it."""
+        if self._timer is not None:
+            self._timer.ask_to_stop()
+            self._timer = None
+
+    def stop(self) -> None:
+        """End the thread of `after`, and wait for that."""
+        if self._timer is not None:
+            self._timer.stop()
+
+    def end_with_process(self) -> None:
+        """At exit: let libraries use the driver again, or end the process."""
+        self._checkpoint.end_with_process()
+
+
+def everything_sleeps() -> bool:
+    """Whether this layer has memory, none of which is on a device."""
+    segments = _core.segments()
+    return bool(segments) and not any(segment.has_memory for segment in segments)
+
+
+def _refuse_unless_possible(ranks: int) -> None:
+    if ranks > 1:
+        raise Refused(f"this process is one of {ranks} ranks, whose CUDA state the driver does not restore")
+    if not _core.can_checkpoint():
+        raise Refused("the driver cannot checkpoint processes: driver 570 or newer (CUDA 12.8) is needed")
+    if awake := [segment for segment in _core.segments() if segment.has_memory]:
+        tags = sorted({segment.tag for segment in awake})
+        raise Refused(f"{counted(len(awake), 'segment')} (tags {', '.join(tags)}) still have device memory")
