@@ -176,16 +176,25 @@ Driver::Driver(const std::string& path) : path_(path) {
     resolve(memcpy_dtoh_async);
     resolve(memset_d32_async);
     resolve(exchange_capture_mode);
+    resolve_if_found(checkpoint_get_state);
+    resolve_if_found(checkpoint_lock);
+    resolve_if_found(checkpoint_checkpoint);
+    resolve_if_found(checkpoint_restore);
+    resolve_if_found(checkpoint_unlock);
     check("cuInit", init.attempt(0));
 }
 
 template <typename Function>
+void Driver::resolve_if_found(Call<Function>& call) {
+    call.function_ = reinterpret_cast<decltype(call.function_)>(dlsym(library_, call.symbol));
+}
+
+template <typename Function>
 void Driver::resolve(Call<Function>& call) {
-    void* symbol = dlsym(library_, call.symbol);
-    if (!symbol)
+    resolve_if_found(call);
+    if (!call.found())
         throw DriverError("dlsym", "CUDA_ERROR_NOT_FOUND",
                           path_ + " has no " + call.symbol + ": update the NVIDIA driver (CUDA 12.0 is needed)");
-    call.function_ = reinterpret_cast<decltype(call.function_)>(symbol);
 }
 
 std::string Driver::error_name(CUresult result) const {

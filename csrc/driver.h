@@ -12,6 +12,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda_checkpoint.h"
+
 namespace cumem_sleep {
 
 // A driver call failed. `call` and `error` are CUDA's own names; `segment` says which memory it was about, or is empty.
@@ -77,6 +79,8 @@ class Call<CUresult(Args...)> {
         const DriverCalls calls;
         return calls.allowed() ? function_(args...) : CUDA_ERROR_NOT_PERMITTED;
     }
+    // False only for a call that older drivers lack; it must not be called then.
+    bool found() const { return function_ != nullptr; }
 
     const char* const name;
     const char* const symbol;
@@ -175,11 +179,20 @@ class Driver {
     // thread's capture would otherwise forbid, and that would invalidate it.
     Call<decltype(cuThreadExchangeStreamCaptureMode)> exchange_capture_mode{"cuThreadExchangeStreamCaptureMode"};
 
+    // Process checkpoints (checkpoint.h), since driver 570: older ones lack the calls. No context required.
+    Call<decltype(cuCheckpointProcessGetState)> checkpoint_get_state{"cuCheckpointProcessGetState"};
+    Call<decltype(cuCheckpointProcessLock)> checkpoint_lock{"cuCheckpointProcessLock"};
+    Call<decltype(cuCheckpointProcessCheckpoint)> checkpoint_checkpoint{"cuCheckpointProcessCheckpoint"};
+    Call<decltype(cuCheckpointProcessRestore)> checkpoint_restore{"cuCheckpointProcessRestore"};
+    Call<decltype(cuCheckpointProcessUnlock)> checkpoint_unlock{"cuCheckpointProcessUnlock"};
+
   private:
     explicit Driver(const std::string& path);
 
     template <typename Function>
     void resolve(Call<Function>& call);
+    template <typename Function>
+    void resolve_if_found(Call<Function>& call);
 
     std::string path_;
     void* library_ = nullptr;

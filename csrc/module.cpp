@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "allocator.h"
+#include "checkpoint.h"
 #include "device_info.h"
 #include "driver.h"
 #include "errors.h"
@@ -62,6 +63,25 @@ void bind_driver(py::module_& module) {
     module.def("synchronize", &synchronize, py::arg("device"), NoGil());
     module.def("release_waiter", &release_waiter, py::arg("device"), NoGil(),
                "Free the device page that makes waiting cheap, if there is one; waits for the device.");
+}
+
+void bind_checkpoint(py::module_& module) {
+    py::enum_<ProcessState>(module, "ProcessState")
+        .value("RUNNING", ProcessState::kRunning)
+        .value("LOCKED", ProcessState::kLocked)
+        .value("CHECKPOINTED", ProcessState::kCheckpointed)
+        .value("FAILED", ProcessState::kFailed);
+    module.def("can_checkpoint", &can_checkpoint,
+               "Whether the open driver has CUDA's calls for process checkpoints: 570 or newer.");
+    module.def("process_state", &process_state, py::arg("pid"), NoGil());
+    module.def("lock_process", &lock_process, py::arg("pid"), py::arg("timeout_s"), NoGil(),
+               "Block the further driver calls of another process. CUDA_ERROR_NOT_READY after the timeout: it still\n"
+               "runs.");
+    module.def("checkpoint_process", &checkpoint_process, py::arg("pid"), NoGil(),
+               "Take the memory of a locked process off its GPUs.");
+    module.def("restore_process", &restore_process, py::arg("pid"), NoGil(),
+               "Give a checkpointed process its GPU memory back; it stays locked.");
+    module.def("unlock_process", &unlock_process, py::arg("pid"), NoGil(), "Let a locked process go on.");
 }
 
 void bind_devices(py::module_& module) {
@@ -345,6 +365,7 @@ PYBIND11_MODULE(_core, module) {
     py::register_exception_translator(&translate_error);
     module.attr("CHECKS_INVARIANTS") = kChecksInvariants;
     bind_driver(module);
+    bind_checkpoint(module);
     bind_devices(module);
     bind_segment(module);
     bind_segment_table(module);

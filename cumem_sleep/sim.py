@@ -10,15 +10,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import pathlib
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cumem_sleep.errors import InvalidArgument, InvalidArgumentType, InvalidState
+from cumem_sleep.errors import DriverError, InvalidArgument, InvalidArgumentType, InvalidState
 
 _MAX_BYTES = 2**63 - 1
 _MAX_COUNT = 2**64 - 1
 _MAX_DEVICES = 64
+_MAX_PID = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class SimStats:
         reserved_bytes: address space reserved, mapped or not.
         registered_bytes: host memory registered.
         calls: how often each call was made since the last `reset()`, including failed ones, by CUDA name.
+        blocked_calls: how many calls had to wait since then, because another process had locked this one.
     """
 
     live_handles: int
@@ -38,25 +41,35 @@ class SimStats:
     reserved_bytes: int
     registered_bytes: int
     calls: Mapping[str, int]
+    blocked_calls: int = 0
 
 
-def configure(device_bytes: int | None = None, devices: int | None = None) -> None:
-    """Set the memory of every simulated device and their number, at any time; None keeps the current value.
+def configure(device_bytes: int | None = None, devices: int | None = None, context_bytes: int | None = None) -> None:
+    """Set the memory of every simulated device, their number, and what a context takes of that memory.
 
-    A smaller device only refuses new memory.
+    None keeps the current value. All can be set at any time: a smaller device only refuses new memory, and contexts
+    that exist stay as large as they are.
     """
     if device_bytes is not None:
         _check_number("device_bytes", device_bytes, 1, _MAX_BYTES)
     if devices is not None:
         _check_number("devices", devices, 1, _MAX_DEVICES)
+    if context_bytes is not None:
+        _check_number("context_bytes", context_bytes, 0, _MAX_BYTES)
     if _driver().cumemSimConfigure(device_bytes or 0, devices or 0) != 0:
         raise InvalidArgument(f"devices={devices!r}: the simulated driver does not accept it")
+    if context_bytes is not None:
+        _driver().cumemSimSetContextBytes(context_bytes)
 
 
 def fail(call: str, after: int = 0, error: str = "CUDA_ERROR_OUT_OF_MEMORY", times: int = 1) -> None:
     """Let the next `after` calls of a driver call through, then fail the following `times` with `error`.
 
-    Rules add up: each counts the calls that no rule failed. A failed call has no effect.
+    Rules add up: each counts the calls that no rule failed. A failed call has no effect, with one exception:
+    `CUDA_ERROR_UNKNOWN` of cuCheckpointProcessCheckpoint or cuCheckpointProcessRestore leaves the process that it was
+    about in the state FAILED, if it was in the right state before. Such a process never returns from its next driver
+    call. The rules are those of the process that makes the call; a process can start with some
+    (`CUMEM_SLEEP_SIM_FAIL`).
 
     Args:
         call: the CUDA name, e.g. "cuMemCreate".
@@ -89,11 +102,39 @@ def stats() -> SimStats:
         held.reserved_bytes,
         held.registered_bytes,
         types.MappingProxyType(calls),
+        held.blocked_calls,
     )
 
 
+def process_memory(pid: int, uuid: str) -> tuple[int, int]:
+    """What a process uses of a device, and how much memory that has, in bytes; as NVML tells it, without a context.
+
+    Simulated devices are not shared: no other process takes part of their memory. A checkpointed process uses 4 MiB of
+    each device on which it has a context.
+
+    Args:
+        pid: any process that runs on the simulated driver, this one too.
+        uuid: of the device, as in `DeviceInfo.uuid`.
+
+    Raises:
+        DriverError: `CUDA_ERROR_INVALID_VALUE`: there is no such process; `CUDA_ERROR_NOT_INITIALIZED`: it does not
+            use the simulated driver; `CUDA_ERROR_NOT_PERMITTED`: it is another user's; `CUDA_ERROR_INVALID_DEVICE`: it
+            sees no such device.
+    """
+    _check_number("pid", pid, -_MAX_PID, _MAX_PID)
+    used, total = ctypes.c_uint64(), ctypes.c_uint64()
+    driver = _driver()
+    code = driver.cumemSimProcessMemory(pid, _uuid_bytes(uuid), ctypes.byref(used), ctypes.byref(total))
+    if code != 0:
+        raise DriverError("cumemSimProcessMemory", _error_name(driver, code), f"pid={pid}, uuid={uuid}")
+    return used.value, total.value
+
+
 def reset() -> None:
-    """Forget injected failures, set call counts to zero and clear sticky errors. Memory is not touched."""
+    """Forget injected failures, set call counts (`blocked_calls` too) to zero and clear sticky errors.
+
+    Memory is not touched.
+    """
     _driver().cumemSimReset()
 
 
@@ -113,6 +154,7 @@ class _Statistics(ctypes.Structure):
         ("mapped_bytes", ctypes.c_uint64),
         ("reserved_bytes", ctypes.c_uint64),
         ("registered_bytes", ctypes.c_uint64),
+        ("blocked_calls", ctypes.c_uint64),
     ]
 
 
@@ -130,6 +172,11 @@ def _driver() -> ctypes.CDLL:
 def _open(path: str) -> ctypes.CDLL:
     driver = ctypes.CDLL(path)
     driver.cumemSimConfigure.argtypes = [ctypes.c_uint64, ctypes.c_int]
+    driver.cumemSimSetContextBytes.argtypes = [ctypes.c_uint64]
+    driver.cumemSimSetContextBytes.restype = None
+    numbers = ctypes.POINTER(ctypes.c_uint64)
+    driver.cumemSimProcessMemory.argtypes = [ctypes.c_int, ctypes.c_char_p, numbers, numbers]
+    driver.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
     driver.cumemSimFail.argtypes = [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64]
     driver.cumemSimReset.argtypes = []
     driver.cumemSimReset.restype = None
@@ -149,6 +196,21 @@ def _check_number(name: str, value: object, least: int, most: int) -> None:
         raise InvalidArgumentType(f"{name}={value!r}: expected a whole number")
     if not least <= value <= most:
         raise InvalidArgument(f"{name}={value!r}: expected a number from {least} to {most}")
+
+
+def _uuid_bytes(uuid: object) -> bytes:
+    if not isinstance(uuid, str):
+        raise InvalidArgumentType(f"uuid={uuid!r}: expected the UUID of a device, as nvidia-smi prints it")
+    digits = uuid.removeprefix("GPU-").replace("-", "")
+    if not re.fullmatch("[0-9a-fA-F]{32}", digits):
+        raise InvalidArgument(f"uuid={uuid!r}: expected the UUID of a device, as nvidia-smi prints it")
+    return bytes.fromhex(digits)
+
+
+def _error_name(driver: ctypes.CDLL, code: int) -> str:
+    name = ctypes.c_char_p()
+    driver.cuGetErrorName(code, ctypes.byref(name))
+    return name.value.decode() if name.value else f"CUresult {code}"
 
 
 def _check_text(name: str, value: object) -> None:

@@ -28,6 +28,8 @@ _OTHERS = {
     "SIM_DEVICES": "how many GPUs the simulated driver has (1)",
     "SIM_DEVICE_ORDER": "numbers of the host's GPUs, in the order of the simulated driver's ordinals",
     "SIM_DEVICE_BYTES": "memory of each simulated GPU, in bytes",
+    "SIM_CONTEXT_BYTES": "memory that a context takes on a simulated GPU, in bytes (0)",
+    "SIM_FAIL": "failures that the simulated driver starts with, as cuMemCreate:0:CUDA_ERROR_OUT_OF_MEMORY:1",
     "SIM_DRIVER_VERSION": "the version that the simulated driver reports (13000)",
     "SIM_COPY_DELAY_US": "how much longer each simulated copy takes, in microseconds (200)",
     "SIM_FABRIC": "1: simulated GPUs claim to support fabric handles",

@@ -265,6 +265,7 @@ def defaults() -> dict[str, str]:
         "CUMEM_SLEEP_MAX_HELD_BYTES": "`256MiB`",
         "CUMEM_SLEEP_SIM_DEVICE_BYTES": f"`{1 << 30}`",
         "CUMEM_SLEEP_SIM_DEVICE_ORDER": "none",
+        "CUMEM_SLEEP_SIM_FAIL": "none",
         plugin.DISABLE: "`0`",
         plugin.compatibility.UNTESTED: "`0`",
         "CUMEM_SLEEP_SERVE_URL": "`http://127.0.0.1:8000`",

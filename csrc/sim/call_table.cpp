@@ -71,6 +71,11 @@ constexpr const char* kCallNames[] = {
     "cuLaunchHostFunc",
     "cuPointerGetAttribute",
     "cuTensorMapEncodeTiled",
+    "cuCheckpointProcessGetState",
+    "cuCheckpointProcessLock",
+    "cuCheckpointProcessCheckpoint",
+    "cuCheckpointProcessRestore",
+    "cuCheckpointProcessUnlock",
 };
 
 }  // namespace

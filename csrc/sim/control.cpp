@@ -1,6 +1,7 @@
 #include "control.h"
 
 #include "error_names.h"
+#include "process_board.h"
 #include "simulation.h"
 
 using namespace cumem_sim;
@@ -11,7 +12,14 @@ int cumemSimConfigure(std::uint64_t device_bytes, int devices) {
     const Lock lock(sim.mutex);
     if (device_bytes > 0) sim.settings.device_bytes = device_bytes;
     if (devices > 0) sim.settings.devices = devices;
+    publish(sim.settings);
     return 0;
+}
+
+void cumemSimSetContextBytes(std::uint64_t context_bytes) {
+    Simulation& sim = Simulation::instance();
+    const Lock lock(sim.mutex);
+    sim.settings.context_bytes = context_bytes;
 }
 
 int cumemSimFail(const char* call, std::uint64_t after, int error, std::uint64_t times) {
@@ -27,6 +35,7 @@ void cumemSimReset() {
     Simulation& sim = Simulation::instance();
     const Lock lock(sim.mutex);
     sim.calls.reset();
+    blocked_calls() = 0;
     for (const auto& device : sim.devices) device->primary.fault = CUDA_SUCCESS;
 }
 
@@ -34,6 +43,7 @@ void cumemSimStats(CumemSimStatistics* statistics) {
     Simulation& sim = Simulation::instance();
     const Lock lock(sim.mutex);
     *statistics = CumemSimStatistics{};
+    statistics->blocked_calls = blocked_calls();
     statistics->live_handles = sim.handles.size();
     for (const auto& [base, mapping] : sim.mappings) statistics->mapped_bytes += mapping->size;
     for (const auto& [base, size] : sim.reservations) statistics->reserved_bytes += size;

@@ -6,4 +6,6 @@
 
 #pragma GCC visibility push(default)
 #include <cuda.h>
+
+#include "../cuda_checkpoint.h"
 #pragma GCC visibility pop

@@ -1,10 +1,13 @@
 // Devices, what they can do, and their primary contexts; each thread has a stack of current contexts.
+#include "devices.h"
+
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <string>
+#include <utility>
 
 #include "capture_rules.h"
+#include "process_board.h"
 #include "registration.h"
 #include "simulation.h"
 #include "streams.h"
@@ -59,8 +62,7 @@ int attribute(const Device& device, int attrib) {
 CUresult write_uuid(const char* name, CUuuid* uuid, CUdevice dev) {
     return driver_call(name, Needs::kInit, [&](Call& call) {
         require(uuid, CUDA_ERROR_INVALID_VALUE);
-        std::memset(uuid, 0, sizeof *uuid);
-        std::snprintf(uuid->bytes, sizeof uuid->bytes, "cumem-sim-%05d", call.sim.device(dev).number);
+        *uuid = uuid_of(call.sim.device(dev).number);
         return CUDA_SUCCESS;
     });
 }
@@ -78,8 +80,20 @@ Context& live_context(Simulation& sim, CUcontext handle) {
     return context;
 }
 
+// A context takes memory of its own.
+void create(Call& call, Device& device) {
+    Simulation& sim = call.sim;
+    const std::uint64_t bytes = sim.settings.context_bytes;
+    const std::uint64_t used = used_bytes(device);
+    require(used <= sim.settings.device_bytes && bytes <= sim.settings.device_bytes - used, CUDA_ERROR_OUT_OF_MEMORY);
+    device.primary.legacy = new_legacy_stream(sim, device.primary);
+    device.primary.bytes = bytes;
+    charge(device, bytes);
+}
+
 void destroy(Call& call, Context& context) {
     Simulation& sim = call.sim;
+    refund(sim.device(context.device), std::exchange(context.bytes, 0));
     for (const auto& capture : std::vector<std::shared_ptr<Capture>>(sim.captures)) {
         if (&capture->streams.front()->context == &context) end_capture(sim, *capture);
     }
@@ -93,6 +107,12 @@ void destroy(Call& call, Context& context) {
 }
 
 }  // namespace
+
+CUuuid cumem_sim::uuid_of(int number) {
+    CUuuid uuid{};
+    std::snprintf(uuid.bytes, sizeof uuid.bytes, "cumem-sim-%05d", number);
+    return uuid;
+}
 
 CUresult CUDAAPI cuDeviceGetCount(int* count) {
     return driver_call("cuDeviceGetCount", Needs::kInit, [&](Call& call) {
@@ -163,9 +183,11 @@ CUresult CUDAAPI cuDeviceCanAccessPeer(int* canAccessPeer, CUdevice dev, CUdevic
 CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext* pctx, CUdevice dev) {
     return driver_call("cuDevicePrimaryCtxRetain", Needs::kInit, [&](Call& call) {
         require(pctx, CUDA_ERROR_INVALID_VALUE);
-        Context& context = call.sim.device(dev).primary;
-        if (context.retains++ == 0) context.legacy = new_legacy_stream(call.sim, context);
-        *pctx = context.handle;
+        Device& device = call.sim.device(dev);
+        if (device.primary.retains == 0) create(call, device);
+        ++device.primary.retains;
+        publish(device);
+        *pctx = device.primary.handle;
         return CUDA_SUCCESS;
     });
 }

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "error_names.h"
+#include "process_board.h"
 #include "simulation.h"
 
 using namespace cumem_sim;
@@ -32,13 +33,14 @@ void* find_symbol(const std::string& name) {
 }  // namespace
 
 CUresult CUDAAPI cuInit(unsigned int Flags) {
-    return driver_call("cuInit", Needs::kNothing, [&](Call& call) {
+    return driver_call("cuInit", Needs::kUnlocked, [&](Call& call) {
         require(!call.sim.forked, CUDA_ERROR_NOT_INITIALIZED);
         require(Flags == 0, CUDA_ERROR_INVALID_VALUE);
         if (!call.sim.settings.error.empty()) {
             std::fprintf(stderr, "libcuda_sim: %s\n", call.sim.settings.error.c_str());
             return CUDA_ERROR_INVALID_VALUE;
         }
+        make_board(call.sim);
         call.sim.initialized = true;
         return CUDA_SUCCESS;
     });
@@ -71,7 +73,7 @@ CUresult CUDAAPI cuGetErrorString(CUresult error, const char** pStr) {
 // Here every call has one version, and there are no per-thread default streams: `cudaVersion` and `flags` are ignored.
 CUresult CUDAAPI cuGetProcAddress(const char* symbol, void** pfn, int cudaVersion, cuuint64_t flags,
                                   CUdriverProcAddressQueryResult* symbolStatus) {
-    return driver_call("cuGetProcAddress", Needs::kNothing, [&](Call& call) {
+    return driver_call("cuGetProcAddress", Needs::kUnlocked, [&](Call& call) {
         require(symbol && pfn && cudaVersion <= call.sim.settings.driver_version, CUDA_ERROR_INVALID_VALUE);
         require(flags <= CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM, CUDA_ERROR_INVALID_VALUE);
         // Only names in the table: dlsym would also find symbols of the libraries that this one is linked to.

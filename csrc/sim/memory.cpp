@@ -28,7 +28,7 @@ CUresult CUDAAPI cuMemAlloc(CUdeviceptr* dptr, std::size_t bytesize) {
         std::memset(memory, 0xDB, bytesize);
         *dptr = reinterpret_cast<CUdeviceptr>(memory);
         call.sim.allocations.emplace(*dptr, Allocation{&device, size});
-        device.used_bytes += size;
+        charge(device, size);
         return CUDA_SUCCESS;
     });
 }
@@ -42,7 +42,7 @@ CUresult CUDAAPI cuMemFree(CUdeviceptr dptr) {
         const auto allocation = call.sim.allocations.find(dptr);  // another thread may have freed it in the meantime
         require(allocation != call.sim.allocations.end(), CUDA_ERROR_INVALID_VALUE);
         munmap(reinterpret_cast<void*>(dptr), allocation->second.size);
-        allocation->second.device->used_bytes -= allocation->second.size;
+        refund(*allocation->second.device, allocation->second.size);
         call.sim.allocations.erase(allocation);
         return CUDA_SUCCESS;
     });

@@ -6,8 +6,11 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <sstream>
 #include <type_traits>
 
+#include "error_names.h"
+#include "process_board.h"
 #include "vmm.h"
 
 namespace cumem_sim {
@@ -52,6 +55,35 @@ std::vector<int> order_from_environment(std::string& error) {
     return order;
 }
 
+// "cuMemCreate:3:CUDA_ERROR_OUT_OF_MEMORY:2": a call, how many come before, the error, how often. Whether it was one.
+bool add_failure(CallTable& calls, const std::string& text) {
+    std::istringstream fields(text);
+    std::string call, after, error, times;
+    std::getline(fields, call, ':');
+    std::getline(fields, after, ':');
+    std::getline(fields, error, ':');
+    std::getline(fields, times);
+    const auto is_count = [](const std::string& digits) {
+        return !digits.empty() && digits.size() < 19 && digits.find_first_not_of("0123456789") == std::string::npos;
+    };
+    const int index = calls.find(call);
+    const int code = error_code(error);
+    if (index == CallTable::kUnknown || code <= 0 || !is_count(after) || !is_count(times)) return false;
+    const std::uint64_t count = std::stoull(times);
+    calls.add_failure(index, std::stoull(after), static_cast<CUresult>(code), count);
+    return count > 0;
+}
+
+void add_failures_from_environment(CallTable& calls, std::string& error) {
+    const char* const text = std::getenv("CUMEM_SLEEP_SIM_FAIL");
+    std::istringstream rules(text ? text : "");
+    for (std::string rule; std::getline(rules, rule, ',');) {
+        if (add_failure(calls, rule)) continue;
+        error = std::string("CUMEM_SLEEP_SIM_FAIL=\"") + text + "\": \"" + rule +
+                "\" is no rule such as cuMemCreate:0:CUDA_ERROR_OUT_OF_MEMORY:1 (call:after:error:times)";
+    }
+}
+
 // The mutex is held across fork(), so that the child gets a consistent state although it has no other threads.
 void before_fork() { Simulation::instance().mutex.lock(); }
 void after_fork_in_parent() { Simulation::instance().mutex.unlock(); }
@@ -59,6 +91,7 @@ void after_fork_in_child() {
     Simulation& sim = Simulation::instance();
     sim.forked = sim.initialized;
     withdraw_device_memory(sim);
+    leave_board();
     sim.mutex.unlock();
 }
 
@@ -72,6 +105,7 @@ Settings Settings::from_environment() {
     };
     settings.device_bytes =
         number("CUMEM_SLEEP_SIM_DEVICE_BYTES", settings.device_bytes, kGranularityBytes, std::uint64_t{1} << 46);
+    settings.context_bytes = number("CUMEM_SLEEP_SIM_CONTEXT_BYTES", 0, 0, std::uint64_t{1} << 46);
     settings.devices = static_cast<int>(number("CUMEM_SLEEP_SIM_DEVICES", 1, 1, kMaxDevices));
     settings.device_order = order_from_environment(settings.error);
     settings.driver_version = static_cast<int>(number("CUMEM_SLEEP_SIM_DRIVER_VERSION", 13000, 1000, 1000000));
@@ -81,7 +115,10 @@ Settings Settings::from_environment() {
     return settings;
 }
 
-Simulation::Simulation() { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
+Simulation::Simulation() {
+    add_failures_from_environment(calls, settings.error);
+    pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+}
 
 Simulation& Simulation::instance() {
     static Simulation* const simulation = new Simulation;  // leaked: see the head of simulation.h
@@ -113,7 +150,7 @@ Call enter(Simulation& sim, Lock& lock, const char* name, Needs needs) {
         std::abort();
     }
     sim.calls.count(index);
-    if (needs != Needs::kNothing) {
+    if (needs != Needs::kNothing && needs != Needs::kUnlocked) {
         require(sim.initialized && !sim.forked, CUDA_ERROR_NOT_INITIALIZED);
         // CUDA forbids driver calls from host functions: a program that made one would hang on a GPU.
         require(!this_thread().runs_stream_work, CUDA_ERROR_NOT_PERMITTED);

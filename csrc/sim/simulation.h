@@ -7,7 +7,8 @@
 //
 // What each file holds: devices.cpp (devices, contexts), vmm.cpp (reserve, create, map, access), registration.cpp
 // (host memory), streams.cpp (streams, events, host functions), copies.cpp, captures.cpp, initialization.cpp (cuInit,
-// errors, symbol lookup), call_table.cpp and control.cpp (injected failures, statistics).
+// errors, symbol lookup), process_board.cpp and checkpoint.cpp (other processes), call_table.cpp and control.cpp
+// (injected failures, statistics).
 #pragma once
 
 #include <array>
@@ -66,6 +67,7 @@ struct Context {
     CUcontext handle = nullptr;
     int device = 0;
     unsigned retains = 0;
+    std::uint64_t bytes = 0;        // of device memory
     CUresult fault = CUDA_SUCCESS;  // sticky: set by stream work that went wrong
     std::shared_ptr<Stream> legacy;
     std::vector<std::shared_ptr<Stream>> streams;  // the legacy stream and destroyed ones that still have work too
@@ -80,7 +82,7 @@ struct HeldElsewhere {
 struct Device {
     int ordinal = 0;               // in this process
     int number = 0;                // in the host: processes may order its devices differently
-    std::uint64_t used_bytes = 0;  // ask used_bytes() of vmm.h
+    std::uint64_t used_bytes = 0;  // ask used_bytes() of vmm.h, which changes it too
     std::vector<HeldElsewhere> held_elsewhere;
     Context primary;
 };
@@ -184,6 +186,7 @@ struct Event {
 
 struct Settings {
     std::uint64_t device_bytes = std::uint64_t{1} << 30;
+    std::uint64_t context_bytes = 0;
     int devices = 1;
     std::vector<int> device_order;  // each ordinal's number in the host; devices not named follow at the end
     int driver_version = 13000;
@@ -267,7 +270,8 @@ class Unlocked {
     Lock& lock_;
 };
 
-enum class Needs { kNothing, kInit, kContext };
+// All but the first and kInitThoughLocked wait while this process is locked by a checkpoint call of another.
+enum class Needs { kNothing, kUnlocked, kInitThoughLocked, kInit, kContext };
 
 // What a call body works with.
 struct Call {
@@ -281,6 +285,18 @@ struct Call {
     }
 };
 
+// In existence while a call is in progress; holds one up that has to wait (process_board.h).
+class Passage {
+  public:
+    explicit Passage(Needs needs);
+    ~Passage();
+    Passage(const Passage&) = delete;
+    Passage& operator=(const Passage&) = delete;
+
+  private:
+    bool counted_ = false;
+};
+
 // Counts the call, applies an injected failure, and checks what the call needs. Throws Refused.
 Call enter(Simulation& sim, Lock& lock, const char* name, Needs needs);
 
@@ -289,6 +305,7 @@ Call enter(Simulation& sim, Lock& lock, const char* name, Needs needs);
 template <typename Body>
 CUresult driver_call(const char* name, Needs needs, Body body) {
     Simulation& sim = Simulation::instance();
+    const Passage passage(needs);  // before the lock, which calls that never wait take too
     try {
         Lock lock(sim.mutex);
         Call call = enter(sim, lock, name, needs);

@@ -12,6 +12,7 @@
 #include <csignal>
 
 #include "capture_rules.h"
+#include "process_board.h"
 
 using namespace cumem_sim;
 
@@ -28,6 +29,7 @@ void keep_library_loaded() {
 
 void finish(Simulation& sim, Work& work) {
     work.completion->done = true;
+    work_ended();
     sim.progress.notify_all();
 }
 
@@ -166,6 +168,7 @@ void enqueue(Call& call, const std::shared_ptr<Stream>& stream, Work work) {
     if (!stream->has_worker) start_worker(stream);
     stream->last = work.completion;
     stream->queue.push_back(std::move(work));
+    work_enqueued();
     call.sim.progress.notify_all();
 }
 

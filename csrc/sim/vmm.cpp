@@ -16,6 +16,8 @@
 #include <cstdio>
 #include <string>
 
+#include "process_board.h"
+
 using namespace cumem_sim;
 
 namespace {
@@ -162,7 +164,7 @@ Physical::Physical(Device& device, std::size_t size, bool exportable)
         close(fd_);
         throw Refused{CUDA_ERROR_OUT_OF_MEMORY};
     }
-    device_.used_bytes += size_;
+    charge(device_, size_);
 }
 
 Physical::Physical(Device& device, std::size_t size, ImportedFile file)
@@ -174,7 +176,17 @@ Physical::~Physical() {
         return;
     }
     close(fd_);
-    if (!is_import_) device_.used_bytes -= size_;
+    if (!is_import_) refund(device_, size_);
+}
+
+void charge(Device& device, std::uint64_t bytes) {
+    device.used_bytes += bytes;
+    publish(device);
+}
+
+void refund(Device& device, std::uint64_t bytes) {
+    device.used_bytes -= bytes;
+    publish(device);
 }
 
 std::uint64_t used_bytes(Device& device) {
@@ -182,7 +194,7 @@ std::uint64_t used_bytes(Device& device) {
     const auto is_free = [&](const HeldElsewhere& memory) {
         if (is_imported(memory.fd)) return false;
         close(memory.fd);
-        device.used_bytes -= memory.size;
+        refund(device, memory.size);
         return true;
     };
     held.erase(std::remove_if(held.begin(), held.end(), is_free), held.end());

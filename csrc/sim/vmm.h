@@ -14,6 +14,8 @@ std::vector<std::shared_ptr<Mapping>> mappings_of(const Simulation& sim, CUdevic
 
 // How much of the device's memory this process uses; memory that others have imported counts until they release it.
 std::uint64_t used_bytes(Device& device);
+void charge(Device& device, std::uint64_t bytes);
+void refund(Device& device, std::uint64_t bytes);
 
 // Whether any part of the range is reserved address space.
 bool overlaps_reservation(const Simulation& sim, CUdeviceptr address, std::size_t size);

@@ -140,6 +140,11 @@ CALLS: dict[str, tuple[str, list[Any]]] = {
     "cuEventQuery": ("", [Handle]),
     "cuLaunchHostFunc": ("", [Handle, HostFunction, ctypes.c_void_p]),
     "cuPointerGetAttribute": ("", [Ref, Int, Address]),
+    "cuCheckpointProcessGetState": ("", [Int, Ref]),
+    "cuCheckpointProcessLock": ("", [Int, Ref]),
+    "cuCheckpointProcessCheckpoint": ("", [Int, Ref]),
+    "cuCheckpointProcessRestore": ("", [Int, Ref]),
+    "cuCheckpointProcessUnlock": ("", [Int, Ref]),
     "cuTensorMapEncodeTiled": ("", [Ref, Int, UInt, Ref, Ref, Ref, Ref, Ref, Int, Int, Int, Int]),
 }
 
