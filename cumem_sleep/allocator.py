@@ -675,9 +675,7 @@ class CuMemAllocator:
         try:
             if call is not None:
                 call.begin()
-            report = replace(work(), simulated=_core.driver_is_simulated())
-            if isinstance(report, WakeReport):
-                report = self._deep.told(report)
+            report = self._deep.told(replace(work(), simulated=_core.driver_is_simulated()))
             if not report.note:
                 report = replace(report, place=self._store.place())
         except BaseException as error:

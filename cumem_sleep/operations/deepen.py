@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from .. import _core, log
 from ..checkpoint.process import Checkpointed, ProcessCheckpoint, Refused
 from ..errors import CumemSleepError, counted
 from ..report import SleepReport, WakeReport
 
-_Sleep = _core.Segment.Sleep
+_Report = TypeVar("_Report", SleepReport, WakeReport)
 
 
 class DeepSleep:
@@ -77,15 +78,12 @@ class DeepSleep:
             CheckpointFailed: the driver refused.
         """
         self._came_back = self._checkpoint.bring_back(needed_bytes)
-        log.info(
-            "cumem-sleep: back from level 3 in %.3f s, at level 1 now",
-            sum(self._came_back.values()),
-        )
+        log.info("cumem-sleep: back from level 3 in %.3f s, at level 1 now", sum(self._came_back.values()))
 
-    def told(self, report: WakeReport) -> WakeReport:
-        """The report of a wake, with the time that coming back took before it."""
+    def told(self, report: _Report) -> _Report:
+        """The report of an operation; that of a wake with the time that coming back took before it."""
         phases, self._came_back = self._came_back, {}
-        if not phases:
+        if not phases or not isinstance(report, WakeReport):
             return report
         return replace(report, seconds=report.seconds + sum(phases.values()), phases={**phases, **report.phases})
 
