@@ -2,4 +2,5 @@
 
 from support import MIB
 
-CONTEXT_BYTES = 32 * MIB  # of device memory, that a simulated context takes
+LEFT_AT_LEVEL_1 = 32 * MIB
+LEFT_AT_LEVEL_3 = 4 * MIB

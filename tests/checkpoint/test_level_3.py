@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
-from checkpointing import CONTEXT_BYTES
+from checkpointing import LEFT_AT_LEVEL_1, LEFT_AT_LEVEL_3
 from support import MIB, PAGE, Memory, assert_no_threads, hooks, in_thread, raises, run_together
 
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, SleepReport, _core, sim
@@ -17,7 +18,6 @@ from cumem_sleep.checkpoint import process
 
 pytestmark = pytest.mark.sim
 
-LEFT_BYTES = 4 * MIB  # of a checkpointed process
 BYTES = bytes(range(256)) * (PAGE // 256)
 
 
@@ -30,31 +30,31 @@ def weights(allocator: CuMemAllocator, memory: Memory) -> int:
     return address
 
 
+@functools.cache
+def uuid() -> str:
+    return _core.device_info(0).uuid
+
+
 def used_bytes() -> int:
     """As another process sees it."""
-    return sim.process_memory(os.getpid(), _uuid)[0]
+    return sim.process_memory(os.getpid(), uuid())[0]
 
 
 @pytest.fixture(autouse=True)
-def _uuid_known(allocator: CuMemAllocator) -> None:
-    global _uuid
-    allocator.free(allocator.malloc(PAGE))
-    _uuid = _core.device_info(0).uuid
-
-
-_uuid = ""
+def _uuid_is_known(left_at_level_1: None) -> None:  # noqa: ARG001  (opens the driver)
+    uuid()
 
 
 def assert_deep(allocator: CuMemAllocator) -> None:
     assert _core.driver_calls_suspended()
     assert allocator.checkpoint is not None
-    assert used_bytes() == LEFT_BYTES
+    assert used_bytes() == LEFT_AT_LEVEL_3
 
 
 def assert_at_level_1(allocator: CuMemAllocator) -> None:
     assert not _core.driver_calls_suspended()
     assert allocator.checkpoint is None
-    assert used_bytes() > LEFT_BYTES
+    assert used_bytes() > LEFT_AT_LEVEL_3
     assert all(segment.sleep != _core.Segment.Sleep.AWAKE for segment in _core.segments())
 
 
@@ -67,8 +67,8 @@ class TestSleepAndWake:
         report = allocator.sleep(level=3)
         assert_deep(allocator)
         assert (report.freed_bytes, report.dropped_bytes) == (3 * PAGE, 2 * PAGE)
-        assert report.checkpointed_bytes >= CONTEXT_BYTES - LEFT_BYTES
-        assert report.left_bytes == LEFT_BYTES
+        assert report.checkpointed_bytes >= LEFT_AT_LEVEL_1 - LEFT_AT_LEVEL_3
+        assert report.left_bytes == LEFT_AT_LEVEL_3
         assert report.why_not_deeper == ""
         assert {"lock", "checkpoint"} <= report.phases.keys()
         woken = allocator.wake_up()
@@ -234,7 +234,7 @@ class TestMemory:
         used = used_bytes()
         sim.configure(device_bytes=used + free_bytes)
 
-    @pytest.mark.parametrize("short_bytes", [1, CONTEXT_BYTES])
+    @pytest.mark.parametrize("short_bytes", [1, LEFT_AT_LEVEL_1])
     def test_too_little_for_both(
         self, allocator: CuMemAllocator, memory: Memory, weights: int, short_bytes: int
     ) -> None:
