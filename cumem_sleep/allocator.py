@@ -277,7 +277,8 @@ class CuMemAllocator:
             tag, backup = _core.thread_tag(), _core.thread_backup()
         else:
             tag, backup = checked_tag(tag), _core.Backup.BY_LEVEL
-        allocation = self._on_the_gpu(partial(_allocated, nbytes, tag, device, backup))
+        with self.using_cuda():
+            allocation = _allocated(nbytes, tag, device, backup)
         (self._used_tags if backup == _core.Backup.BY_LEVEL else self._region_tags).add(tag)
         return allocation.handed_out  # no call after this, nor signal: the address may be lost
 
@@ -293,7 +294,8 @@ class CuMemAllocator:
         if address >= 1 << 64:
             raise InvalidState(f"0x{address:x} is not an address: more than 64 bits")
         self._open()
-        self._on_the_gpu(partial(_core.free, address))
+        with self.using_cuda():
+            _core.free(address)
         self._forget_freed()
 
     # Sleeping and waking
@@ -360,7 +362,14 @@ class CuMemAllocator:
     def _deepen(self, work: Callable[[], SleepReport]) -> SleepReport:
         self._stop_preparing()
         agreement = self._agreement
-        return self._deep.deepen(work, 1 if agreement is None else agreement.mesh.size)
+        return self._deep.deepen(partial(self._settled, work), 1 if agreement is None else agreement.mesh.size)
+
+    def _settled(self, work: Callable[[], SleepReport]) -> SleepReport:
+        """Afterwards nothing is left to be given back, which at level 3 nobody could."""
+        report = work()
+        if not self._deep.is_away:
+            self._store.settle()
+        return report
 
     def deepen(self) -> SleepReport:
         """Go on from level 1 (or 2) to level 3, as `sleep(level=3)` does after it has put the memory to sleep.
@@ -787,14 +796,6 @@ class CuMemAllocator:
         """If the process sleeps at level 3, it is at level 1 afterwards."""
         if self._deep.is_away:
             self._with_lock_held("coming back from level 3", lambda: None)
-
-    def _on_the_gpu(self, work: Callable[[], _Result]) -> _Result:
-        """The result of `work`, which calls the driver without the lock: it does not go to level 3 meanwhile."""
-        while True:
-            self._come_back()
-            with _core.DriverCalls() as allowed:
-                if allowed:
-                    return work()
 
     def _clear_store(self) -> None:
         with self._lock.hold():

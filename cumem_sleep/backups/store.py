@@ -315,6 +315,11 @@ class BackupStore:
         retained = [b for b in self._backups.values() if b.complete and b.segment.sleep == _Sleep.AWAKE]
         self._mark(retained, needed=False)
 
+    def settle(self) -> None:
+        """`prune`, and return when what nobody needs has gone back to the system."""
+        self.prune()
+        self._tier.settle()
+
     def prune_freed(self) -> None:
         """Forget the segments freed since the last call, and look at nothing else: every free by a hook calls this."""
         while freed := _core.take_freed():  # other threads may free more meanwhile
