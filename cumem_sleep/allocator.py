@@ -11,7 +11,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -45,9 +45,9 @@ from .levels import (
     with_tag,
     woken_in_pools,
 )
-from .operations.agreement import Agreement, Call
+from .operations.agreement import Agreement, Call, all_ranks
 from .operations.layer import Layer
-from .operations.prepare import Preparation
+from .operations.prepare import Preparation, wanted_ahead
 from .operations.room import make_room, trim
 from .operations.sleep import sleep
 from .operations.wake import wake
@@ -56,7 +56,7 @@ from .regions import Regions
 from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
 from .segments import describe, segment_around, total_bytes
 from .settings import Settings
-from .tags import DEFAULT_TAG, GRAPH_TAG, RUNTIME_TAG, UsedTags, checked_tag, checked_tags, tag_or_default
+from .tags import DEFAULT_TAG, GRAPH_TAG, UsedTags, checked_tag, tag_or_default
 from .transfer.restorer import Restorer
 from .tuning import Tuning
 from .variables import warn_of_misspelt
@@ -128,7 +128,6 @@ class CuMemAllocator:
         self._torch_pools: TorchPools | None = None
         self._used_tags = UsedTags(in_pools(), "no memory was ever given such a tag", DEFERRABLE_TAGS)
         self._region_tags = UsedTags(in_regions(), "no region ever had such a tag")
-        self._warm_devices: set[int] = set()
         self._preparation: Preparation | None = None
         self._totals: dict[str, OperationTotals] = {}
         self._agreement: Agreement | None = None
@@ -186,24 +185,8 @@ class CuMemAllocator:
             self._agreement.mesh.close()
             self._agreement = None
 
-    @contextmanager
-    def _all_ranks(self, operation: str) -> Iterator[Call]:
-        """Around an operation of all ranks: what fails before it begins is told to the others, too."""
-        agreement = self._agreement
-        if agreement is None:
-            yield Call()
-            return
-        call = agreement.call(operation)
-        try:
-            yield call
-        except BaseException as error:
-            with suppress(InvalidState):  # called from inside another operation: the others wait in vain
-                log.run(self._lock, partial(self._refuse, call, error))
-            raise
-
-    def _refuse(self, call: Call, error: BaseException) -> None:
-        with self._lock.hold():
-            call.refuse(error)
+    def _all_ranks(self, operation: str) -> AbstractContextManager[Call]:
+        return all_ranks(self._agreement, operation, self._lock)
 
     # Allocating
 
@@ -340,7 +323,7 @@ class CuMemAllocator:
         if offload_tags is None:
             is_dropped = dropped_at_level(level)
         else:
-            is_dropped = dropped_unless(self._tags_to_back_up(offload_tags))
+            is_dropped = dropped_unless(self._used_tags.to_back_up(offload_tags))
         if is_dropped is None:
             return self._counted(lambda: SleepReport(note="level 0 keeps all memory; nothing was done"), "sleep")
         work = partial(sleep, self._layer, call, in_pools(), with_tag(is_dropped))
@@ -406,12 +389,7 @@ class CuMemAllocator:
 
     def _begin_preparing(self) -> Preparation:
         self._stop_preparing()
-        is_dropped = dropped_at_level(1)
-        meant = in_pools()
-        awake = [segment for segment in _core.segments() if segment.sleep == _Sleep.AWAKE and meant(segment)]
-        wanted = [segment for segment in awake if is_dropped and not is_dropped(segment.tag)]
-        self._store.check(self._store.needed_bytes(wanted, compressed=self._compressor.on), wanted)
-        preparation = Preparation(wanted, self._layer, self._warm_up)
+        preparation = Preparation(wanted_ahead(self._layer), self._layer, self._warm_up)
         self._preparation = preparation  # before it starts: whatever happens, it can be stopped
         preparation.start()
         return preparation
@@ -587,17 +565,9 @@ class CuMemAllocator:
         log.warning("nothing was allocated in the memory pool %r, so nothing of it can sleep: %s", tag, why)
 
     def _warm_up(self) -> None:
-        """Compile what the first sleep and wake would otherwise wait for, once, when a pool is left."""
-        if self._torch_pools is None:
-            return
-        for device in {segment.device for segment in _core.segments()} - self._warm_devices:
-            self._warm_devices.add(device)
-            with _core.CurrentContext(), _core.RelaxedCapture():
-                if self.settings.verify == "wake" or self.settings.retain_backups:
-                    self._digester.warm_up(device)
-                if self._digester.on_gpu:
-                    self._restorer.warm_up(device)
-                self._compressor.warm_up(device)
+        """Where there is PyTorch, without which nothing is compiled."""
+        if self._torch_pools is not None:
+            self._layer.warm_up()
 
     def _pools(self, *, import_torch: bool = False) -> TorchPools | None:
         """The PyTorch pools, if PyTorch is in use (or `import_torch`) and reaches the GPU of this driver."""
@@ -681,17 +651,6 @@ class CuMemAllocator:
         with self._store.turn() as held:
             if held:
                 _core.reclaim()
-
-    def _tags_to_back_up(self, tags: str | Iterable[str]) -> set[str]:
-        """The tags. vLLM names all that it may use; but if not one is known they are misspelt, and all is lost."""
-        chosen = checked_tags(tags, "offload_tags")
-        known = {DEFAULT_TAG, RUNTIME_TAG, GRAPH_TAG, *self._used_tags.all()}
-        if chosen and not chosen & known:
-            raise InvalidArgument(
-                f"offload_tags={sorted(chosen)!r}: no memory was ever given any of these tags, so everything would be"
-                f" dropped; known are {', '.join(sorted(known))}. offload_tags=() drops everything"
-            )
-        return chosen
 
 
 def _forget_freed_backups() -> None:
