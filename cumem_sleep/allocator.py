@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import atexit
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -34,7 +33,7 @@ from .errors import (
     OutOfDeviceMemory,
     check_integer,
 )
-from .integrations.torch import TorchPools, as_group, torch_with_cuda
+from .integrations.torch import TorchPools, as_group
 from .levels import (
     DEFERRABLE_TAGS,
     Choice,
@@ -51,6 +50,7 @@ from .operations.prepare import Preparation, wanted_ahead
 from .operations.room import make_room, trim
 from .operations.sleep import sleep
 from .operations.wake import wake
+from .pools import Pools
 from .ranks.mesh import connect
 from .regions import Regions
 from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
@@ -94,7 +94,6 @@ class CuMemAllocator:
     tuning: ClassVar[Tuning] = Tuning()
     # Whether leaving a pool is when `Settings.prepare` begins; vLLM's plugin begins after the warm-up instead.
     prepares_after_pools: ClassVar[bool] = True
-    _warned_of_empty_pool: ClassVar[bool] = False
     _instance_lock: ClassVar[_core.OperationLock] = _core.OperationLock()
 
     def __init__(self, settings: Settings | None = None, group: Any = None) -> None:
@@ -125,7 +124,7 @@ class CuMemAllocator:
         self._layer = Layer(
             self.settings, self.tuning, self._lock, self._store, self._digester, self._compressor, self._restorer
         )
-        self._torch_pools: TorchPools | None = None
+        self._pools = Pools()
         self._used_tags = UsedTags(in_pools(), "no memory was ever given such a tag", DEFERRABLE_TAGS)
         self._region_tags = UsedTags(in_regions(), "no region ever had such a tag")
         self._preparation: Preparation | None = None
@@ -209,7 +208,7 @@ class CuMemAllocator:
         with self._allocating(tag):
             self._used_tags.add(tag)
             yield
-            self._warn_of_empty_pool(tag)
+            self._pools.warn_of_empty(tag)
 
     @contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
@@ -495,9 +494,9 @@ class CuMemAllocator:
 
     def release_pools(self) -> None:
         """Give up the PyTorch pool for CUDA graphs and return free pool memory to the device. Live tensors stay."""
-        if self._torch_pools is not None and not _core.driver_is_forked():
+        if self._pools.found is not None and not _core.driver_is_forked():
             gc.collect()
-            self._torch_pools.release()
+            self._pools.found.release()
             self._forget_freed()
 
     def close(self) -> None:
@@ -524,25 +523,20 @@ class CuMemAllocator:
     def _allocating(
         self, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL, *, ordinary: bool = False
     ) -> Iterator[None]:
-        """What this thread allocates inside has this tag and plan; `ordinary`: PyTorch's comes from no pool."""
         self._open()
-        pools = self._pools(import_torch=True)
-        with _core.ThreadLabel(tag, backup), nullcontext() if pools is None else pools.use(ordinary=ordinary):
+        with self._pools.allocating(tag, backup, ordinary=ordinary):
             yield
         if not ordinary:
-            self._leave_pool(pools)
+            self._leave_pool()
 
-    @contextmanager
-    def _capturing(self, call: str, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL) -> Iterator[TorchPools]:
-        """As `_allocating`, for CUDA graphs, whose pool the caller chooses."""
+    def _capturing(
+        self, call: str, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL
+    ) -> AbstractContextManager[TorchPools]:
         self._open()
-        pools = self._pools(import_torch=True)
-        if pools is None:
-            raise InvalidState(f"{call} needs PyTorch and a GPU that it reaches")
-        with _core.ThreadLabel(tag, backup):
-            yield pools
+        return self._pools.capturing(call, tag, backup)
 
-    def _leave_pool(self, pools: TorchPools | None) -> None:
+    def _leave_pool(self) -> None:
+        pools = self._pools.found
         if pools is not None and not pools.is_capturing():
             log.run(self._lock, self._warm_up)
         if self.settings.prepare and self.prepares_after_pools:
@@ -551,31 +545,10 @@ class CuMemAllocator:
             except CumemSleepError as error:
                 log.warning("prepare did not begin, the next sleep copies everything: %s", error)
 
-    def _warn_of_empty_pool(self, tag: str) -> None:
-        """Say once why a pool is left while this layer holds no memory at all: nothing of it would sleep."""
-        if CuMemAllocator._warned_of_empty_pool or _core.segments():
-            return
-        CuMemAllocator._warned_of_empty_pool = True
-        if _core.driver_is_simulated():
-            why = "on the simulated driver PyTorch does not allocate from this layer, only `malloc` and CuPy do"
-        elif self._torch_pools is None:
-            why = "PyTorch is not installed, or reaches no GPU (a build for the CPU?)"
-        else:
-            why = "what is built on the CPU and moved to the GPU later is not in it: build, or move, inside the pool"
-        log.warning("nothing was allocated in the memory pool %r, so nothing of it can sleep: %s", tag, why)
-
     def _warm_up(self) -> None:
         """Where there is PyTorch, without which nothing is compiled."""
-        if self._torch_pools is not None:
+        if self._pools.found is not None:
             self._layer.warm_up()
-
-    def _pools(self, *, import_torch: bool = False) -> TorchPools | None:
-        """The PyTorch pools, if PyTorch is in use (or `import_torch`) and reaches the GPU of this driver."""
-        if self._torch_pools is None and not _core.driver_is_simulated() and (import_torch or "torch" in sys.modules):
-            torch = torch_with_cuda()
-            if torch is not None:
-                self._torch_pools = TorchPools(torch)
-        return self._torch_pools
 
     def _operate(
         self,
@@ -616,7 +589,7 @@ class CuMemAllocator:
                 there may call the allocator.
         """
         self._open()
-        if (pools := self._pools()) is not None:
+        if (pools := self._pools.find()) is not None:
             with _core.CurrentContext():
                 if pools.is_capturing():
                     raise InvalidState(f"{name} while this thread captures a CUDA graph: call it after the capture")
