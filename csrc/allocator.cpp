@@ -8,6 +8,7 @@
 
 #include "driver.h"
 #include "invariants.h"
+#include "waiting.h"
 
 namespace cumem_sleep {
 
