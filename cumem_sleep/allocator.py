@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from . import _core, log
 from .backups.store import BackupStore
-from .backups.tier import Held
+from .backups.tier import Footprint
 from .codec.compressor import Compressor
 from .digest.device import DeviceDigester
 from .driver import open_driver
@@ -417,11 +417,11 @@ class CuMemAllocator:
         by_tag: dict[str, list[_core.Segment]] = {}
         for segment in filter(meant, _core.segments()):
             by_tag.setdefault(segment.tag, []).append(segment)
-        held = self._store.held(chain.from_iterable(by_tag.values()))
+        held = self._store.footprints(chain.from_iterable(by_tag.values()))
         is_in_vault = bool(held and self._store.place().vault)
         return {tag: self._tag_usage(segments, held, is_in_vault) for tag, segments in by_tag.items()}
 
-    def _tag_usage(self, segments: list[_core.Segment], held: Mapping[int, Held], is_in_vault: bool) -> TagUsage:
+    def _tag_usage(self, segments: list[_core.Segment], held: Mapping[int, Footprint], is_in_vault: bool) -> TagUsage:
         backups = [held[segment.id] for segment in segments if segment.id in held]
         host_bytes = sum(each.bytes for each in backups)
         return TagUsage(

@@ -19,7 +19,7 @@ from ..report import BackupPlace
 from ..settings import Settings
 from ..tuning import Tuning
 from . import limits
-from .tier import Content, Held, Stored, Tier, Turn, Wanted
+from .tier import Content, Footprint, Stored, Tier, Turn, Wanted
 
 _MOST_PREFAULT_THREADS = 16
 
@@ -49,8 +49,8 @@ class HostTier(Tier):
     def place(self) -> BackupPlace:  # noqa: D102
         return BackupPlace()
 
-    def held(self, backups: Sequence[Sequence[Extent]]) -> list[Held]:  # noqa: D102
-        return [Held(sum(extent.bytes for extent in extents)) for extents in backups]
+    def footprints(self, backups: Sequence[Sequence[Extent]]) -> list[Footprint]:  # noqa: D102
+        return [Footprint(sum(extent.bytes for extent in extents)) for extents in backups]
 
     def reserve(  # noqa: D102
         self,

@@ -25,7 +25,7 @@ from ..tuning import Tuning
 from .backup import Backup, extent_sizes
 from .filling import Filling
 from .limits import HostLimit, missing_bytes
-from .tier import Content, Held, Stored, Tier, Wanted
+from .tier import Content, Footprint, Stored, Tier, Wanted
 from .tiers import open_tier
 
 _Sleep = _core.Segment.Sleep
@@ -65,10 +65,10 @@ class BackupStore:
         """Where backups lie."""
         return self._tier.place()
 
-    def held(self, segments: Iterable[_core.Segment]) -> dict[int, Held]:
+    def footprints(self, segments: Iterable[_core.Segment]) -> dict[int, Footprint]:
         """What the backups of `segments` take of the host's memory, by the segments' ids."""
         backups = [backup for segment in segments if (backup := self._backups.get(segment.id))]
-        held = self._tier.held([backup.extents for backup in backups])
+        held = self._tier.footprints([backup.extents for backup in backups])
         return {backup.segment.id: each for backup, each in zip(backups, held, strict=True)}
 
     def is_clean(self, segment: _core.Segment, digest: Digest | None) -> bool:

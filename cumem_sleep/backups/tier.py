@@ -53,7 +53,7 @@ class Stored:
     is_encoded: bool
 
 
-class Held(NamedTuple):
+class Footprint(NamedTuple):
     """What a backup takes of the host's memory, and whether other processes share that (as far as one can know)."""
 
     bytes: int = 0
@@ -77,7 +77,7 @@ class Tier(Protocol):
     def place(self) -> BackupPlace:
         """Where extents lie, as far as that is known without asking anybody."""
 
-    def held(self, backups: Sequence[Sequence[Extent]]) -> list[Held]:
+    def footprints(self, backups: Sequence[Sequence[Extent]]) -> list[Footprint]:
         """What each of these backups takes of the host's memory; what several of them share counts once."""
 
     def extent_bytes(self, *, beside_work: bool) -> int:

@@ -27,7 +27,7 @@ from ..vault import protocol
 from ..vault.client import DEADLINE_S, Backup, Lent, Range, Sealed, Shown, SlabTable, VaultClient
 from ..vault.ledger import Key
 from . import limits
-from .tier import Content, Held, NotYet, Stored, Tier, Wanted
+from .tier import Content, Footprint, NotYet, Stored, Tier, Wanted
 
 _ENOUGH_BYTES = 1 << 62  # the vault finds room in its slabs
 
@@ -98,7 +98,7 @@ class VaultTier(Tier):
             return BackupPlace(str(self._path or protocol.default_socket()))
         return BackupPlace(str(self._client.path), str(self._client.lost or ""))
 
-    def held(self, backups: Sequence[Sequence[Extent]]) -> list[Held]:  # noqa: D102
+    def footprints(self, backups: Sequence[Sequence[Extent]]) -> list[Footprint]:  # noqa: D102
         counted: set[tuple[int, tuple[vault_ledger.Extent, ...]]] = set()
         owners = self._owners([extent for extents in backups for extent in _mine(extents)])
         held = []
@@ -106,7 +106,7 @@ class VaultTier(Tier):
             places = {(id(extent.slabs), extent.backup.extents) for extent in _mine(extents)} - counted
             counted |= places
             nbytes = sum(there.nbytes for _, ranges in places for there in ranges)
-            held.append(Held(nbytes, any(owners.get(extent.backup, 0) > 1 for extent in _mine(extents))))
+            held.append(Footprint(nbytes, any(owners.get(extent.backup, 0) > 1 for extent in _mine(extents))))
         return held
 
     def _owners(self, extents: Sequence[VaultExtent]) -> dict[Backup, int]:

@@ -117,7 +117,7 @@ class TestRoom:
 
     def test_what_is_held_is_counted_backup_by_backup(self, tier: Tier) -> None:
         reserved = tier.reserve([Wanted(0, [PAGE, 3 * PAGE]), Wanted(0, [PAGE // 2 + 16])])
-        whole, odd = tier.held(reserved)
+        whole, odd = tier.footprints(reserved)
         assert whole == (4 * PAGE, False)
         assert PAGE // 2 + 16 <= odd.bytes <= PAGE // 2 + (64 << 10)
         assert (tier.place().vault != "") is isinstance(tier, VaultTier)
