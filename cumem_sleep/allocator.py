@@ -275,7 +275,7 @@ class CuMemAllocator:
             raise InvalidState(f"0x{address:x} is not an address: more than 64 bits")
         self._open()
         _core.free(address)
-        self._forget_freed()
+        self._after_a_free()
 
     # Sleeping and waking
 
@@ -497,7 +497,7 @@ class CuMemAllocator:
         if self._pools.found is not None and not _core.driver_is_forked():
             gc.collect()
             self._pools.found.release()
-            self._forget_freed()
+            self._after_a_free()
 
     def close(self) -> None:
         """`release_pools`, and the host memory of backups of awake segments. The allocator stays usable."""
@@ -598,39 +598,25 @@ class CuMemAllocator:
         return log.run(self._lock, partial(self._with_lock, work))
 
     def _with_lock(self, work: Callable[[], _Result]) -> _Result:
-        try:
-            with self._lock.hold(), _core.CurrentContext():
-                _core.reclaim()
-                self._store.prune()
-                try:
-                    return work()
-                finally:
-                    self._store.prune()
-        finally:
-            self._store.look_for_freed()
+        with self._store.turns.operation():
+            return work()
 
     def _clear_store(self) -> None:
         with self._lock.hold():
             self._store.clear()
 
-    def _forget_freed(self) -> None:
-        """Host memory of freed segments goes now, unless an operation runs: then when that ends."""
+    def _after_a_free(self) -> None:
         if _core.has_freed():
-            log.run(self._lock, self._forget_freed_now)
+            log.run(self._lock, self._store.turns.after_a_free)
         else:
             _core.reclaim()
-
-    def _forget_freed_now(self) -> None:
-        with self._store.turn() as held:
-            if held:
-                _core.reclaim()
 
 
 def _forget_freed_backups() -> None:
     """Called, on a thread of its own, after PyTorch freed segments through the hook."""
     instance = CuMemAllocator.instance
     if instance is not None and not _core.driver_is_forked():
-        instance._forget_freed_now()
+        instance._store.turns.after_a_free()
 
 
 @atexit.register

@@ -27,6 +27,7 @@ from .filling import Filling
 from .limits import HostLimit, missing_bytes
 from .tier import Content, Footprint, Stored, Tier, Wanted
 from .tiers import open_tier
+from .turns import Turns
 
 _Sleep = _core.Segment.Sleep
 
@@ -44,7 +45,12 @@ class BackupStore:
     @cached_property
     def _tier(self) -> Tier:
         """Opened at the first use: making a store takes no memory and contacts no vault."""
-        return open_tier(self._settings, self._tuning, self.turn)
+        return open_tier(self._settings, self._tuning, self.turns.if_free)
+
+    @property
+    def turns(self) -> Turns:
+        """Who may change the backups when."""
+        return Turns(self._lock, self)  # not kept: a store that nobody uses goes at once, and what its tier holds
 
     @property
     def host_bytes(self) -> int:
@@ -320,23 +326,6 @@ class BackupStore:
         while freed := _core.take_freed():  # other threads may free more meanwhile
             backups = [self._backups.get(segment_id) for segment_id in freed]
             self.forget([backup.segment.id for backup in backups if backup is not None and backup.segment.freed])
-
-    @contextmanager
-    def turn(self) -> Iterator[bool]:
-        """Take the allocator's lock if it is free, and yield whether it was. Forgets what was freed meanwhile."""
-        with self._lock.hold(wait=False) as held:
-            yield held
-            if held:
-                self.prune_freed()
-        self.look_for_freed()
-
-    def look_for_freed(self) -> None:
-        """Call this after releasing the lock or failing to take it: memory may have been freed since the last check."""
-        while _core.has_freed():
-            with self._lock.hold(wait=False) as held:
-                if not held:
-                    return  # the operation that has the lock checks when it releases it
-                self.prune_freed()
 
     def clear(self) -> None:
         """Forget every backup of an awake segment; returns when the memory has gone back to the system."""

@@ -248,7 +248,7 @@ class Preparation:
         """Holds the allocator's lock; gives whether the segment is still awake (and this backup still to be made)."""
         while not self._worker.asked_to_stop:
             # Never waits for the lock: its holder may be waiting for this thread to stop.
-            with self._store.turn() as has_lock:
+            with self._store.turns.if_free() as has_lock:
                 if has_lock:
                     with _core.HeldSegments([segment]) as held:
                         awake = bool(held) and segment.sleep == _core.Segment.Sleep.AWAKE
@@ -261,6 +261,6 @@ class Preparation:
 
     def _prune(self) -> None:
         """What did not become complete goes, and what was freed: now, or when the operation that runs now has ended."""
-        with self._store.turn() as has_lock:
+        with self._store.turns.if_free() as has_lock:
             if has_lock:
                 self._store.prune()
