@@ -132,7 +132,7 @@ class BackupStore:
         """
         if not needed:
             return
-        self._tier.settle()
+        self._tier.finish_releasing()
         retained: list[Backup] = []
 
         def evictable() -> int:
@@ -196,7 +196,7 @@ class BackupStore:
 
     def claim(self, segments: Iterable[_core.Segment]) -> None:
         """Mark the backups of `segments` as needed until `prune`; forget those that were evicted."""
-        self._mark([backup for segment in segments if (backup := self.get(segment))], needed=True)
+        self._set_needed([backup for segment in segments if (backup := self.get(segment))], needed=True)
 
     def adopt(self, segments: Iterable[_core.Segment], digests: Mapping[int, Digest]) -> list[_core.Segment]:
         """Where the tier already stores the present bytes of `segments`, use that as their backup; returns these.
@@ -207,7 +207,7 @@ class BackupStore:
         adopted: list[_core.Segment] = []
         lacking = [s for s in segments if s.id in digests and not self.is_clean(s, digests[s.id])]
         contents = [Content(segment.device, digests[segment.id], segment.bytes) for segment in lacking]
-        for segment, content, found in zip(lacking, contents, self._tier.find(contents), strict=True):
+        for segment, content, found in zip(lacking, contents, self._tier.find_content(contents), strict=True):
             if found is None:
                 continue
             self.forget([segment.id])
@@ -319,7 +319,7 @@ class BackupStore:
             extents += self._take_out(segment_id)
         self._tier.release_later(extents)
         retained = [b for b in self._backups.values() if b.complete and b.segment.sleep == _Sleep.AWAKE]
-        self._mark(retained, needed=False)
+        self._set_needed(retained, needed=False)
 
     def prune_freed(self) -> None:
         """Forget the segments freed since the last call, and look at nothing else: every free by a hook calls this."""
@@ -331,7 +331,7 @@ class BackupStore:
         """Forget every backup of an awake segment; returns when the memory has gone back to the system."""
         if "_tier" not in self.__dict__:
             return
-        self._tier.settle()
+        self._tier.finish_releasing()
         self.forget(
             [segment_id for segment_id, backup in self._backups.items() if backup.segment.sleep != _Sleep.BACKED_UP]
         )
@@ -341,8 +341,8 @@ class BackupStore:
         if "_tier" in self.__dict__:
             self._tier.stop()
 
-    def _mark(self, backups: Sequence[Backup], *, needed: bool) -> None:
-        for place in self._tier.mark([backup.extents for backup in backups], needed=needed):
+    def _set_needed(self, backups: Sequence[Backup], *, needed: bool) -> None:
+        for place in self._tier.set_needed([backup.extents for backup in backups], needed=needed):
             self.forget([backups[place].segment.id])
 
     def _seal(self, segments: Iterable[_core.Segment]) -> None:
