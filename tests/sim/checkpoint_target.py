@@ -184,6 +184,7 @@ def answer(**names: object) -> None:
         "ctypes": ctypes,
         "sim": sim,
         "os": os,
+        "signal": signal,
         "Int": Int,
         "Address": Address,
         "HostFunction": HostFunction,

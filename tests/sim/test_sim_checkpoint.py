@@ -8,6 +8,7 @@ import functools
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -212,12 +213,22 @@ class TestProcesses:
             assert target.ask(f"driver('cuCheckpointProcess{change}', os.getpid(), None)") == OK
         assert target.ask("driver('cuCtxSynchronize')") == OK
 
-    def test_nothing_is_inherited(self, helper: Helper, target: Target) -> None:
-        """Neither by a forked child, which has no driver, nor by a program that is started."""
-        child = target.ask("os.fork() or os.read(0, 1)")
+    @pytest.mark.parametrize("fork", ["os.fork()", "ctypes.CDLL(None)._Fork()"])
+    def test_a_forked_child_is_another_process(self, helper: Helper, target: Target, fork: str) -> None:
+        """Also one made by a call that runs no handlers, as some programs do just before they start another."""
+        if "_Fork" in fork and not hasattr(ctypes.CDLL(None), "_Fork"):
+            pytest.skip("glibc before 2.34")
+        child = target.ask(f"{fork} or signal.pause()")
         assert helper("Lock", child) == NOT_INITIALIZED
         helper.all(target.pid, "Lock")
-        os.kill(child, 9)
+        os.kill(child, signal.SIGKILL)
+
+    def test_nothing_keeps_a_board_of_a_dead_process(self, helper: Helper, target: Target) -> None:
+        child = target.ask("os.fork() or signal.pause()")
+        descriptors = pathlib.Path(f"/proc/{child}/fd")
+        assert not [entry for entry in descriptors.iterdir() if "cumem-sim" in os.readlink(entry)]
+        os.kill(child, signal.SIGKILL)
+        helper.all(target.pid, "Lock")
 
 
 class TestBlocking:
