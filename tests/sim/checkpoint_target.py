@@ -176,7 +176,11 @@ def process_that_answers(command: list[str], **environment: object) -> Iterator[
         yield Target(process)
     finally:
         process.kill()
-        process.communicate()
+        process.wait(30)
+        for pipe in (process.stdin, process.stdout):
+            assert pipe
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
 
 def answer(**names: object) -> None:

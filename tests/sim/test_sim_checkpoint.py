@@ -92,6 +92,25 @@ def uuid(device: int = 0) -> str:
     return f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
 
+def has_board(pid: int) -> bool:
+    folder = pathlib.Path(f"/proc/{pid}/fd")
+    for descriptor in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed in the meantime
+            if "cumem-sim-process" in os.readlink(descriptor):
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def a_child(target: Target, fork: str) -> Iterator[int]:
+    child = target.ask(f"{fork} or signal.pause()")
+    assert child > 1  # to kill others would kill many
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 def used(target: Target, device: int = 0) -> int:
     return sim.process_memory(target.pid, uuid(device))[0]
 
@@ -218,17 +237,14 @@ class TestProcesses:
         """Also one made by a call that runs no handlers, as some programs do just before they start another."""
         if "_Fork" in fork and not hasattr(ctypes.CDLL(None), "_Fork"):
             pytest.skip("glibc before 2.34")
-        child = target.ask(f"{fork} or signal.pause()")
-        assert helper("Lock", child) == NOT_INITIALIZED
-        helper.all(target.pid, "Lock")
-        os.kill(child, signal.SIGKILL)
+        with a_child(target, fork) as child:
+            assert helper("Lock", child) == NOT_INITIALIZED
+            helper.all(target.pid, "Lock")
 
-    def test_nothing_keeps_a_board_of_a_dead_process(self, helper: Helper, target: Target) -> None:
-        child = target.ask("os.fork() or signal.pause()")
-        descriptors = pathlib.Path(f"/proc/{child}/fd")
-        assert not [entry for entry in descriptors.iterdir() if "cumem-sim" in os.readlink(entry)]
-        os.kill(child, signal.SIGKILL)
-        helper.all(target.pid, "Lock")
+    def test_nothing_keeps_a_board_of_a_dead_process(self, target: Target) -> None:
+        with a_child(target, "os.fork()") as child:
+            wait_until(lambda: not has_board(child))
+            assert has_board(target.pid)
 
 
 class TestBlocking:
