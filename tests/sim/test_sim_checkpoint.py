@@ -306,6 +306,7 @@ class TestLock:
         assert helper("Lock", target.pid, timeout_ms=20) == NOT_READY
         assert helper.state(target.pid) == RUNNING
         assert target.ask("driver.get(Int, 'cuDeviceGetCount')") == 1
+        assert target.ask("sim.stats().blocked_calls") == 0
         target.ask("worker.end_work()")
         helper.all(target.pid, *CHANGES)
 
