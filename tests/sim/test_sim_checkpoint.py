@@ -303,6 +303,7 @@ class TestLock:
         """A host function counts, and so does a call that waits for it."""
         target.ask("worker.keep_busy()")
         target.ask("worker.begin('cuCtxSynchronize')")
+        wait_until(lambda: target.ask("sim.stats().calls['cuCtxSynchronize']") == 1)
         assert helper("Lock", target.pid, timeout_ms=20) == NOT_READY
         assert helper.state(target.pid) == RUNNING
         assert target.ask("driver.get(Int, 'cuDeviceGetCount')") == 1
