@@ -139,7 +139,8 @@ class Target:
 
     def calls_made(self) -> int:
         """Without those that never wait, which a thread in the middle of an answer may make."""
-        return int(self.ask("sum(sim.stats().calls.values()) - sim.stats().calls['cuGetErrorName']"))
+        calls: dict[str, int] = self.ask("dict(sim.stats().calls)")
+        return sum(calls.values()) - calls["cuGetErrorName"]
 
     def kill(self, reap: bool = True) -> None:
         self._process.send_signal(signal.SIGKILL)

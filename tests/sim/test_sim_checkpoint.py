@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -359,8 +360,14 @@ class TestLock:
         with a_target() as other:
             other.ask("driver.ok('cuInit', 0)")
             other.ask(f"worker.begin('cuCheckpointProcessLock', {target.pid}, None)")
-            target.ask("worker.end_work_when_locked('cuCtxGetDevice', 0)")
-            assert helper("Lock", target.pid) == ILLEGAL_STATE
+            target.ask("worker.begin_when_locked('cuCtxGetDevice', 0)")
+            target.wait_for_blocked(1)
+            answers: list[str] = []
+            waiting = threading.Thread(target=lambda: answers.append(helper("Lock", target.pid)))
+            waiting.start()
+            target.ask("worker.end_work()")
+            waiting.join(30)
+            assert answers == [ILLEGAL_STATE]
             assert other.ask("worker.result()") == ("cuCheckpointProcessLock", OK)
 
 
