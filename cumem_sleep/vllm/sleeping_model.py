@@ -133,21 +133,21 @@ class SleepingModel:
         """Keep other API servers from changing anything until `let_go`; False if one is, or has since the last look."""
         if not self.several_servers:
             return True
-        if not self._siblings.listen():
+        if not self._siblings.share():
             return False
         if self._still_holds(self._seen):
             return True
-        self._siblings.listen_no_more()
+        self._siblings.unshare()
         return False
 
     def let_go(self) -> None:
         """After `keep_still`."""
         if self.several_servers:
-            self._siblings.listen_no_more()
+            self._siblings.unshare()
 
     async def _look_beside_siblings(self) -> None:
         while not self._changing:
-            heard = self._siblings.heard()
+            heard = self._siblings.read_shared()
             if heard is None:
                 return self._enter(Phase.CHANGING)
             self._adopt(heard)
@@ -158,7 +158,7 @@ class SleepingModel:
 
     def _still_holds(self, seen: int) -> bool:
         """Whether API servers have changed nothing since their number of changes was `seen`."""
-        heard = self._siblings.heard()
+        heard = self._siblings.read_shared()
         return heard is not None and int(heard.get("changes", 0)) == seen
 
     def _facts(self) -> dict[str, Any]:
@@ -247,13 +247,13 @@ class SleepingModel:
 
     @asynccontextmanager
     async def _without_siblings(self) -> AsyncIterator[None]:
-        async with self._siblings.excluded():
-            told = self._siblings.told()
+        async with self._siblings.exclusive():
+            told = self._siblings.read()
             self._adopt(told)
             try:
                 yield
             finally:
-                self._siblings.tell({**self._facts(), "changes": told.get("changes", 0) + 1})
+                self._siblings.write({**self._facts(), "changes": told.get("changes", 0) + 1})
 
     @asynccontextmanager
     async def change(self, disturbs: bool = True, gone: asyncio.Future[None] | None = None) -> AsyncIterator[None]:
