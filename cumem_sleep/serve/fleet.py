@@ -22,33 +22,13 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from . import hardware, servers
+from . import actions, events, hardware, servers
 from .address import Address, from_url
 from .config import Config
 from .engine import ASK_EVERY_S, Engine, Outcome
-from .events import (
-    Action,
-    Arrived,
-    Configured,
-    Died,
-    Done,
-    Event,
-    Gone,
-    Grant,
-    HostBytes,
-    Obeyed,
-    Ordered,
-    Refuse,
-    Removed,
-    Revoke,
-    Sleep,
-    Start,
-    Stop,
-    TimePassed,
-    Wake,
-)
+from .model import Model
 from .policy import STOP, Spec
-from .scheduler import Model, Scheduler
+from .scheduler import Scheduler
 from .servers import Server, StartFailed
 from .status import Counters, GpuStatus, Holder, HostStatus, ModelStatus, Phase, Status, Switch
 
@@ -183,7 +163,7 @@ class Fleet:
         await self._look_at_gpus()
         for name in self.config.models:
             self._new_unit(name)
-        self._handle(Configured(self._specs(), self._budget()))
+        self._handle(events.Configured(self._specs(), self._budget()))
         self._spawn(self._watch_gpus())
 
     async def stop(self) -> None:
@@ -238,7 +218,7 @@ class Fleet:
             if name not in self._units:
                 self._new_unit(name)
             self._units[name].aliases = tuple(config.models[name].aliases)
-        self._handle(Configured(self._specs(), self._budget()))
+        self._handle(events.Configured(self._specs(), self._budget()))
         return says
 
     # Requests
@@ -274,7 +254,7 @@ class Fleet:
         granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._waiting[request] = _Waiting(granted, state, now, self._scheduler.waited_s(state, now))
         try:
-            self._handle(Arrived(request, name, now + state.spec.wait_s))
+            self._handle(events.Arrived(request, name, now + state.spec.wait_s))
             try:
                 lease = await granted
             except ServeError as error:
@@ -288,7 +268,7 @@ class Fleet:
         finally:
             self._waiting.pop(request, None)
             self._leases.pop(request, None)
-            self._handle(Gone(request))
+            self._handle(events.Gone(request))
 
     def report_failure(self, lease: Lease, error: str) -> None:
         """The front could not reach the server of a lease, or it broke off: its health is looked at, at once."""
@@ -339,7 +319,7 @@ class Fleet:
         within_s = state.spec.drain_s + 3 * self.config.models[name].switch_timeout
         obeyed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._orders.setdefault((name, depth), []).append(obeyed)
-        self._handle(Ordered(name, depth))
+        self._handle(events.Ordered(name, depth))
         try:
             await asyncio.wait_for(obeyed, within_s)
         except asyncio.TimeoutError:
@@ -421,7 +401,7 @@ class Fleet:
 
     # Events and actions
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         if self._closed:
             return
         for action in self._scheduler.handle(event, time.monotonic()):
@@ -429,20 +409,20 @@ class Fleet:
         self._set_timer()
         self._tell()
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: actions.Action) -> None:
         match action:
-            case Grant():
+            case actions.Grant():
                 self._grant(action.request)
-            case Refuse():
+            case actions.Refuse():
                 kind = ServerFailed if action.failed else NotInTime
                 _fail(self._waiting[action.request].granted, kind(action.why, action.retry_after_s))
-            case Revoke():
+            case actions.Revoke():
                 if action.request in self._leases:
                     _resolve(self._leases[action.request].revoked, action.why)
-            case Obeyed():
+            case actions.Obeyed():
                 for future in self._orders.pop((action.model, action.depth), ()):
                     _fail(future, Refused(action.error)) if action.error else _resolve(future, None)
-            case Removed():
+            case actions.Removed():
                 self._remove(action.model)
             case _:
                 self._begin(action)
@@ -472,18 +452,21 @@ class Fleet:
 
     def _time_passed(self) -> None:
         self._timer, self._timer_at = None, math.inf
-        self._handle(TimePassed())
+        self._handle(events.TimePassed())
 
     # Changes of models
 
-    def _begin(self, action: Start | Wake | Sleep | Stop) -> None:
+    def _begin(self, action: actions.Change) -> None:
         unit = self._units[action.model]
         before, unit.change = unit.change, asyncio.create_task(self._change(unit, action, unit.change))
-        if before is not None and isinstance(action, Stop):
+        if before is not None and isinstance(action, actions.Stop):
             before.cancel()
 
     async def _change(
-        self, unit: _Unit, action: Start | Wake | Sleep | Stop, before: asyncio.Task[None] | None
+        self,
+        unit: _Unit,
+        action: actions.Change,
+        before: asyncio.Task[None] | None,
     ) -> None:
         """Do what the scheduler wants of a model, when what it wanted before has ended; and say what became of it."""
         if before is not None:
@@ -507,24 +490,24 @@ class Fleet:
         else:
             logger.info("%s: %s in %.3f s", unit.name, kind, seconds)
         operation, state, error_ = action.operation, outcome.state, outcome.error
-        self._handle(Done(unit.name, operation, error_, state, outcome.level, outcome.lacks_host_memory))
+        self._handle(events.Done(unit.name, operation, error_, state, outcome.level, outcome.lacks_host_memory))
 
-    async def _do(self, unit: _Unit, action: Start | Wake | Sleep | Stop) -> Outcome:
-        if isinstance(action, Start):
+    async def _do(self, unit: _Unit, action: actions.Change) -> Outcome:
+        if isinstance(action, actions.Start):
             return await self._start(unit)
-        if isinstance(action, Stop):
+        if isinstance(action, actions.Stop):
             if unit.server is not None:
                 await unit.server.stop()
             return Outcome(None, Phase.STOPPED)
         if unit.engine is None:
             return Outcome("it has no server", Phase.STOPPED)
-        if isinstance(action, Wake):
+        if isinstance(action, actions.Wake):
             return await unit.engine.wake(action.level)
         if (short := self._lacks_host_memory(action)) is not None:
             return short
         return await unit.engine.sleep(action.level, action.from_level)
 
-    def _lacks_host_memory(self, action: Sleep) -> Outcome | None:
+    def _lacks_host_memory(self, action: actions.Sleep) -> Outcome | None:
         """Looked up before the sleep: what the host can give now, whoever has taken the rest."""
         model = self.config.models.get(action.model)
         if model is not None and servers.uses_vault(model, os.environ):
@@ -580,14 +563,14 @@ class Fleet:
             return
         if nbytes is None:
             nbytes = int(sum(self._gpus[gpu].total_bytes for gpu in model.gpus if gpu in self._gpus) * model.share)
-        self._handle(HostBytes(unit.name, nbytes))
+        self._handle(events.HostBytes(unit.name, nbytes))
 
     def _died(self, unit: _Unit, error: str) -> None:
         logger.warning("%s: %s", unit.name, error)
         unit.restarts += 1
         if unit.change is not None:
             unit.change.cancel()
-        self._handle(Died(unit.name, error))
+        self._handle(events.Died(unit.name, error))
 
     async def _check_health(self, unit: _Unit) -> None:
         """A process that lives, and does not serve: it is stopped, and the next request starts it afresh."""
@@ -598,7 +581,7 @@ class Fleet:
             await asyncio.sleep(ASK_EVERY_S)
         if engine is unit.engine and state.is_up:
             logger.warning("%s: its server is not healthy, and is stopped", unit.name)
-            self._handle(Ordered(unit.name, STOP))
+            self._handle(events.Ordered(unit.name, STOP))
 
     def _watch_health(self, unit: _Unit, failures: int = 0) -> None:
         if unit.health is not None:
