@@ -44,6 +44,20 @@ class Update(Enum):
 class SleepingModel:
     """What is known about the model's sleep. Everything that changes it goes through `change`, one at a time.
 
+    What begins and ends each fact, and what it means for a request:
+
+    asleep        a sleep above level 0, or of the KV cache  a wake                 it may wake the model
+    level == 0    a sleep at level 0, or one that failed     a wake                 the same
+    weights_lost  a sleep at level 2                         weights are loaded     the same, and they are loaded
+    staged        a wake of weights that were dropped        they are, or a sleep   it wakes nothing
+    paused        POST /pause                                the engine is awake    it wakes nothing
+    kept          a sleep with requests in the engine        the engine is awake    none; a wake has to be whole
+    update        a call that begins to write weights        one that finishes      none; if torn, they stay lost
+    torn          a sleep that failed in some workers        `mend`                 before a wake, those are woken
+    failure       waking on request failed                   its time, or a wake    it is refused
+
+    `serves`, `lacks_memory` and `may_be_woken` are what they come to.
+
     Attributes:
         engine: vLLM's engine client.
         phase: see `Phase`. The facts below outlive an unknown phase.
