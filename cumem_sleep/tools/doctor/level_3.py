@@ -70,4 +70,4 @@ def refuse_unless_possible(device: int) -> None:
     for look in looks:
         check = look()
         if check.status is not Status.OK:
-            raise InvalidState(f"level 3 is not possible here: {check.found}: {check.advice}")
+            raise InvalidState(f"{check.name}: {check.found}: {check.advice}")
