@@ -453,6 +453,7 @@ void set_free_listener(void (*listener)()) { free_listener = listener; }
 using namespace cumem_sleep;
 
 void* cumem_sleep_malloc(size_t bytes, int device, CUstream) {
+    const DriverCalls whole;
     try {
         RelaxedCaptureScope relaxed;
         return reinterpret_cast<void*>(SegmentTable::get().allocate(bytes, device, thread_label())->mapping.address());
@@ -466,6 +467,7 @@ void* cumem_sleep_malloc(size_t bytes, int device, CUstream) {
 
 void cumem_sleep_free(void* address, size_t, int, CUstream) {
     if (!address || Driver::is_forked()) return;
+    const DriverCalls whole;  // if they are suspended, an operation frees it later
     try {
         const bool has_more = SegmentTable::get().free_for_good(reinterpret_cast<CUdeviceptr>(address));
         if (void (*listener)() = free_listener; listener && has_more) listener();

@@ -273,20 +273,13 @@ class CuMemAllocator:
         check_integer("nbytes", nbytes, minimum=1)
         check_integer("device", device, minimum=0)
         self._open()
-        self._come_back()
         if tag is None:
             tag, backup = _core.thread_tag(), _core.thread_backup()
         else:
             tag, backup = checked_tag(tag), _core.Backup.BY_LEVEL
-        if device >= (count := _core.device_count()):
-            raise InvalidArgument(f"device={device}: there are {count}, numbered from 0")
-        free_bytes, total_bytes = _core.memory_info(device)
-        if nbytes > total_bytes:  # beyond what the driver can be asked for, it answers "invalid value"
-            raise OutOfDeviceMemory(nbytes, free_bytes, device)
+        allocation = self._on_the_gpu(partial(_allocated, nbytes, tag, device, backup))
         (self._used_tags if backup == _core.Backup.BY_LEVEL else self._region_tags).add(tag)
-        return _core.Allocation(
-            nbytes, tag, device, backup
-        ).handed_out  # no call after this, nor signal: the address may be lost
+        return allocation.handed_out  # no call after this, nor signal: the address may be lost
 
     def free(self, address: int) -> None:
         """Give back what `malloc` returned, asleep or awake. Waits for the work that runs on its device first; a graph
@@ -300,8 +293,7 @@ class CuMemAllocator:
         if address >= 1 << 64:
             raise InvalidState(f"0x{address:x} is not an address: more than 64 bits")
         self._open()
-        self._come_back()
-        _core.free(address)
+        self._on_the_gpu(partial(_core.free, address))
         self._forget_freed()
 
     # Sleeping and waking
@@ -370,6 +362,19 @@ class CuMemAllocator:
         agreement = self._agreement
         return self._deep.deepen(work, 1 if agreement is None else agreement.mesh.size)
 
+    def deepen(self) -> SleepReport:
+        """Go on from level 1 (or 2) to level 3, as `sleep(level=3)` does after it has put the memory to sleep.
+
+        Returns:
+            What was done; `why_not_deeper` says why nothing was, if so.
+
+        Raises:
+            InvalidState: memory is awake.
+            CheckpointFailed: as `sleep`.
+        """
+        self._deep.expect()
+        return self._operate(Call(), partial(self._deepen, _all_asleep_still), "sleep")
+
     def deepen_when_idle(self) -> None:
         """Begin to count the seconds after which a process that sleeps at level 1 goes on to level 3 by itself.
 
@@ -377,11 +382,41 @@ class CuMemAllocator:
         """
         seconds = self.settings.deep_after_s
         if seconds is not None and not self._deep.is_away and everything_sleeps():
-            self._deep.after(seconds, self._deepen_now)
+            self._deep.after(seconds, self.deepen)
 
-    def _deepen_now(self) -> None:
-        self._deep.expect()
-        self._operate(Call(), partial(self._deepen, _all_asleep_still), "sleep")
+    @property
+    def may_deepen(self) -> bool:
+        """Whether the process is at level 3, or may go there at any time by itself."""
+        return self._deep.is_away or self._deep.waits
+
+    @contextmanager
+    def using_cuda(self) -> Iterator[None]:
+        """Around calls into CUDA that are not this layer's: at level 3 they would wait for ever.
+
+        So the process comes back to level 1 before, stays there until they are done, and begins to count its seconds
+        again.
+
+        Raises:
+            OutOfDeviceMemory, CheckpointFailed: it cannot come back; nothing was called.
+        """
+        try:
+            while True:
+                self._come_back()
+                with _core.DriverCalls() as allowed:  # or it went deeper again meanwhile
+                    if allowed:
+                        yield
+                        break
+        finally:
+            self.deepen_when_idle()
+
+    def prepare_to_end(self) -> None:
+        """Before this process ends: come back from level 3, so that libraries can let go of the GPU.
+
+        Where that fails the process ends at once: their calls would wait for ever.
+        """
+        if not _core.driver_is_forked():
+            self._deep.stop()
+            self._deep.end_with_process()
 
     @property
     def checkpoint(self) -> Checkpointed | None:
@@ -413,8 +448,8 @@ class CuMemAllocator:
 
         Raises:
             InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
-            OutOfDeviceMemory: the device has too little free memory; at level 3 that includes what the CUDA state of the
-                process needs, which then stays away.
+            OutOfDeviceMemory: the device has too little free memory; at level 3, for the CUDA state of the process as
+                well, which then stays away.
             CheckpointFailed: the driver does not bring that state back.
             BackupMismatch: restored bytes are not those at sleep.
             CodecError: a compressed backup cannot be decoded here.
@@ -664,30 +699,44 @@ class CuMemAllocator:
         """
         if woken is not None:
             self._deep.stay()
-            needed = partial(_needed_by, woken)
             return self._with_lock_held(
-                "wake_up", partial(self._counted, work, operation, call), partial(make_room, woken), needed=needed
+                "wake_up",
+                partial(self._counted, work, operation, call),
+                partial(make_room, woken),
+                come_back=partial(self._come_back_to_wake, woken),
             )
         make_way = trim if operation == "sleep" else None
         return self._with_lock_held(operation, partial(self._counted, work, operation, call), make_way, stays_away=True)
 
     def _counted(self, work: Callable[[], _Report], operation: str, call: Call | None = None) -> _Report:
-        try:
-            if call is not None:
-                call.begin()
-            report = self._deep.told(replace(work(), simulated=_core.driver_is_simulated()))
-            if not report.note:
-                report = replace(report, place=self._store.place())
-        except BaseException as error:
-            if call is not None:
-                call.refuse(error)  # with the lock held still: no other operation comes between
-            totals = self._totals.get(operation, OperationTotals())
-            self._totals[operation] = replace(totals, failures=totals.failures + 1)
-            raise
+        with self._failures_counted(operation):
+            try:
+                if call is not None:
+                    call.begin()
+                report = self._deep.told(replace(work(), simulated=_core.driver_is_simulated()))
+                if not report.note:
+                    report = replace(report, place=self._store.place())
+            except BaseException as error:
+                if call is not None:
+                    call.refuse(error)  # with the lock held still: no other operation comes between
+                raise
         if not report.note:
             self._totals[operation] = self._totals.get(operation, OperationTotals()).plus(report)
         log.info("cumem-sleep: %s", report)
         return report
+
+    @contextmanager
+    def _failures_counted(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            totals = self._totals.get(operation, OperationTotals())
+            self._totals[operation] = replace(totals, failures=totals.failures + 1)
+            raise
+
+    def _come_back_to_wake(self, woken: Choice) -> None:
+        with self._failures_counted("wake"):
+            self._deep.come_back(wanting(asleep(woken)))
 
     def _with_lock_held(
         self,
@@ -696,7 +745,7 @@ class CuMemAllocator:
         make_way: Callable[[TorchPools], None] | None = None,
         *,
         stays_away: bool = False,
-        needed: Callable[[], Mapping[int, int]] = dict,
+        come_back: Callable[[], None] | None = None,
     ) -> _Result:
         """The result of `work`, which runs with the lock held, on a thread of its own.
 
@@ -704,24 +753,22 @@ class CuMemAllocator:
             make_way: called before, on the caller's thread and without the lock: so what the garbage collector runs
                 there may call the allocator.
             stays_away: at level 3 `work` calls no driver, and the process stays there. Otherwise it comes back first.
-            needed: the bytes by device that `work` needs; if they are not free, the process does not come back.
+            come_back: does that.
         """
         self._open()
         if (pools := self._pools()) is not None:
             with _core.DriverCalls() as allowed:  # not at level 3, where no thread captures a graph
                 if allowed:
                     _prepare_thread(name, pools, make_way)
-        return log.run(self._lock, partial(self._with_lock, work, stays_away, needed))
+        return log.run(self._lock, partial(self._with_lock, work, stays_away, come_back or self._deep.come_back))
 
-    def _with_lock(
-        self, work: Callable[[], _Result], stays_away: bool, needed: Callable[[], Mapping[int, int]]
-    ) -> _Result:
+    def _with_lock(self, work: Callable[[], _Result], stays_away: bool, come_back: Callable[[], None]) -> _Result:
         try:
             with self._lock.hold():
                 if self._deep.is_away:
                     if stays_away:
                         return work()
-                    self._deep.come_back(needed())
+                    come_back()
                 with _core.CurrentContext():
                     return self._between_prunes(work)
         finally:
@@ -740,6 +787,14 @@ class CuMemAllocator:
         """If the process sleeps at level 3, it is at level 1 afterwards."""
         if self._deep.is_away:
             self._with_lock_held("coming back from level 3", lambda: None)
+
+    def _on_the_gpu(self, work: Callable[[], _Result]) -> _Result:
+        """The result of `work`, which calls the driver without the lock: it does not go to level 3 meanwhile."""
+        while True:
+            self._come_back()
+            with _core.DriverCalls() as allowed:
+                if allowed:
+                    return work()
 
     def _clear_store(self) -> None:
         with self._lock.hold():
@@ -776,8 +831,13 @@ def _forget_freed_backups() -> None:
         instance._forget_freed_now()
 
 
-def _needed_by(woken: Choice) -> dict[int, int]:
-    return wanting(asleep(woken))
+def _allocated(nbytes: int, tag: str, device: int, backup: _core.Backup) -> _core.Allocation:
+    if device >= (count := _core.device_count()):
+        raise InvalidArgument(f"device={device}: there are {count}, numbered from 0")
+    free_bytes, total_bytes = _core.memory_info(device)
+    if nbytes > total_bytes:  # beyond what the driver can be asked for, it answers "invalid value"
+        raise OutOfDeviceMemory(nbytes, free_bytes, device)
+    return _core.Allocation(nbytes, tag, device, backup)
 
 
 def _all_asleep_still() -> SleepReport:
@@ -805,7 +865,7 @@ def _stop_at_exit() -> None:
     _core.on_free(None)
     for allocator in list(_allocators):
         allocator._stop_background_work()
-        allocator._deep.end_with_process()
+        allocator.prepare_to_end()
     for store in list(_stores):
         store.stop()
 

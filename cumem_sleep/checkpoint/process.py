@@ -202,6 +202,10 @@ class ProcessCheckpoint:
             self._helper = None
 
 
+# There is one CUDA state, whichever allocator asks.
+THIS_PROCESS = ProcessCheckpoint()
+
+
 class _HelperLost(Exception):
     """The helper could not be started, has ended, or does not answer; the argument says which."""
 

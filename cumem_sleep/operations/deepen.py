@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TypeVar
 
 from .. import _core, log
-from ..checkpoint.process import Checkpointed, ProcessCheckpoint, Refused
+from ..checkpoint.process import THIS_PROCESS, Checkpointed, Refused
 from ..errors import CumemSleepError, counted
 from ..report import SleepReport, WakeReport
 
@@ -19,7 +20,7 @@ class DeepSleep:
     """Level 3 of this process. All but `expect`, `is_away`, `after` and the ends are called with the lock held."""
 
     def __init__(self) -> None:
-        self._checkpoint = ProcessCheckpoint()
+        self._checkpoint = THIS_PROCESS
         self._came_back: Mapping[str, float] = {}
         self._timer: _core.Worker | None = None
 
@@ -27,6 +28,11 @@ class DeepSleep:
     def is_away(self) -> bool:
         """Whether the CUDA state is not on the GPU: then nothing in this process may call the driver."""
         return self._checkpoint.is_away
+
+    @property
+    def waits(self) -> bool:
+        """Whether `after` has been called, and `stay` not since."""
+        return self._timer is not None
 
     @property
     def taken(self) -> Checkpointed | None:
@@ -57,7 +63,8 @@ class DeepSleep:
         except Refused as refused:
             log.warning("level 3 is not possible, so this process stays at level 1: %s", refused)
             return replace(report, why_not_deeper=str(refused))
-        devices = [device for device, nbytes in taken.freed_bytes.items() if nbytes]
+        mine = {segment.device for segment in _core.segments()}
+        devices = [device for device, nbytes in taken.freed_bytes.items() if nbytes or device in mine]
         return replace(
             report,
             note="",
@@ -67,7 +74,7 @@ class DeepSleep:
             phases={**report.phases, **taken.seconds},
         )
 
-    def come_back(self, needed_bytes: Mapping[int, int]) -> None:
+    def come_back(self, needed_bytes: Mapping[int, int] = MappingProxyType({})) -> None:
         """Bring the CUDA state back to the GPU; as at level 1 from then on.
 
         Args:
