@@ -11,7 +11,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -50,6 +50,7 @@ from .levels import (
 from .operations.agreement import Agreement, Call
 from .operations.deepen import DeepSleep, everything_sleeps
 from .operations.layer import Layer
+from .operations.left import LeftOnDevices
 from .operations.prepare import Preparation
 from .operations.room import make_room, trim
 from .operations.sleep import sleep
@@ -127,9 +128,17 @@ class CuMemAllocator:
         _stores.add(self._store)
         self._digester = DeviceDigester()
         self._restorer = Restorer(self.tuning)
+        self._left = LeftOnDevices()
         self._compressor = Compressor(self.settings.compress == "auto", self.tuning)
         self._layer = Layer(
-            self.settings, self.tuning, self._lock, self._store, self._digester, self._compressor, self._restorer
+            self.settings,
+            self.tuning,
+            self._lock,
+            self._store,
+            self._digester,
+            self._compressor,
+            self._restorer,
+            self._left,
         )
         self._torch_pools: TorchPools | None = None
         self._used_tags = UsedTags(in_pools(), "no memory was ever given such a tag", DEFERRABLE_TAGS)
@@ -249,6 +258,12 @@ class CuMemAllocator:
             self._used_tags.add(GRAPH_TAG)
             yield pools.graph_pool_id()
 
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Around what loads modules and captures CUDA graphs: sleeps report what it has left on the GPU by itself
+        (`SleepReport.left`). vLLM's plugin does so.
+        """
+        return self._left.warm_up()
+
     @property
     def regions(self) -> Regions:
         """Memory with a plan of its own, which sleeps and wakes apart from pools."""
@@ -277,9 +292,18 @@ class CuMemAllocator:
             tag, backup = _core.thread_tag(), _core.thread_backup()
         else:
             tag, backup = checked_tag(tag), _core.Backup.BY_LEVEL
-        allocation = self._on_the_gpu(partial(_allocated, nbytes, tag, device, backup))
+        allocation = self._on_the_gpu(partial(self._allocated, nbytes, tag, device, backup))
         (self._used_tags if backup == _core.Backup.BY_LEVEL else self._region_tags).add(tag)
         return allocation.handed_out  # no call after this, nor signal: the address may be lost
+
+    def _allocated(self, nbytes: int, tag: str, device: int, backup: _core.Backup) -> _core.Allocation:
+        if device >= (count := _core.device_count()):
+            raise InvalidArgument(f"device={device}: there are {count}, numbered from 0")
+        free_bytes, total_bytes = _core.memory_info(device)
+        if nbytes > total_bytes:  # beyond what the driver can be asked for, it answers "invalid value"
+            raise OutOfDeviceMemory(nbytes, free_bytes, device)
+        self._left.note_used(device, total_bytes - free_bytes)
+        return _core.Allocation(nbytes, tag, device, backup)
 
     def free(self, address: int) -> None:
         """Give back what `malloc` returned, asleep or awake. Waits for the work that runs on its device first; a graph
@@ -632,6 +656,8 @@ class CuMemAllocator:
         self._open()
         self._come_back()
         pools = self._pools(import_torch=True)
+        if pools is not None and (device := pools.device_in_use()) is not None:
+            self._left.note_before(device)
         with _core.ThreadLabel(tag, backup), nullcontext() if pools is None else pools.use(ordinary=ordinary):
             yield
         if not ordinary:
@@ -829,15 +855,6 @@ def _forget_freed_backups() -> None:
     instance = CuMemAllocator.instance
     if instance is not None and not _core.driver_is_forked():
         instance._forget_freed_now()
-
-
-def _allocated(nbytes: int, tag: str, device: int, backup: _core.Backup) -> _core.Allocation:
-    if device >= (count := _core.device_count()):
-        raise InvalidArgument(f"device={device}: there are {count}, numbered from 0")
-    free_bytes, total_bytes = _core.memory_info(device)
-    if nbytes > total_bytes:  # beyond what the driver can be asked for, it answers "invalid value"
-        raise OutOfDeviceMemory(nbytes, free_bytes, device)
-    return _core.Allocation(nbytes, tag, device, backup)
 
 
 def _all_asleep_still() -> SleepReport:
