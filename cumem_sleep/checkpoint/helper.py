@@ -21,6 +21,8 @@ from ..errors import CumemSleepError, DriverError
 from .device_memory import free_bytes
 
 _State = _core.ProcessState
+# What a checkpointed process keeps on a GPU. It may have had less there.
+_KEPT_BYTES = 4 << 20
 
 
 class TooLittleMemory(Exception):
@@ -59,7 +61,7 @@ class Target:
                 _core.unlock_process(self._pid)
             raise
         after = free_bytes(self._pid, uuids)
-        freed = {uuid: max(0, after[uuid] - before[uuid]) for uuid in uuids}
+        freed = {uuid: max(-_KEPT_BYTES, after[uuid] - before[uuid]) for uuid in uuids}
         return {"freed_bytes": freed, "free_bytes": after}
 
     def restore(self, needed_bytes: Mapping[str, int]) -> dict[str, Any]:

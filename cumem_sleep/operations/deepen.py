@@ -64,12 +64,12 @@ class DeepSleep:
             log.warning("level 3 is not possible, so this process stays at level 1: %s", refused)
             return replace(report, why_not_deeper=str(refused))
         mine = {segment.device for segment in _core.segments()}
-        devices = [device for device, nbytes in taken.freed_bytes.items() if nbytes or device in mine]
+        devices = [device for device, nbytes in taken.freed_bytes.items() if nbytes > 0 or device in mine]
         return replace(
             report,
             note="",
             left={},
-            checkpointed_bytes=sum(taken.freed_bytes.values()),
+            checkpointed_bytes=sum(max(0, nbytes) for nbytes in taken.freed_bytes.values()),
             left_bytes=sum(taken.total_bytes[device] - taken.free_bytes[device] for device in devices),
             seconds=report.seconds + sum(taken.seconds.values()),
             phases={**report.phases, **taken.seconds},
@@ -141,3 +141,5 @@ def _refuse_unless_possible(ranks: int) -> None:
     if awake := [segment for segment in _core.segments() if segment.has_memory]:
         tags = sorted({segment.tag for segment in awake})
         raise Refused(f"{counted(len(awake), 'segment')} (tags {', '.join(tags)}) still have device memory")
+    if _core.reclaim():  # at level 3 nobody could try again
+        raise Refused("the driver refuses to give memory back that nobody needs any more: see the driver's log")

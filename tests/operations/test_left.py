@@ -108,7 +108,7 @@ def test_a_device_without_notes_leaves_the_item_out(allocator: CuMemAllocator, t
     take(2 * MIB)
     allocator.malloc(PAGE, "weights", device=0)
     allocator.malloc(PAGE, "weights", device=1)
-    del allocator._left._before[1]  # as after a hook in front of cudaMalloc, which tells nobody
+    del allocator._layer.left._before[1]  # as after a hook in front of cudaMalloc, which tells nobody
     report = allocator.sleep()
     assert (report.left_bytes, report.left) == (2 * MIB, {})
 
@@ -116,7 +116,7 @@ def test_a_device_without_notes_leaves_the_item_out(allocator: CuMemAllocator, t
 def test_nothing_fails_for_a_note(allocator: CuMemAllocator, take: Take) -> None:
     take(2 * MIB)
     sim.fail("cuMemGetInfo")
-    allocator._left.note_before(0)
+    allocator._layer.left.note_before(0)
     allocator.malloc(PAGE, "weights")
     sim.fail("cuMemGetInfo", times=2)
     with allocator.warming_up():
@@ -151,7 +151,7 @@ def test_a_pool_of_pytorch_is_noted_before_it_is_entered(
     allocator._open()
     take(6 * MIB)
     with monkeypatch.context() as patch:
-        patch.setattr(allocator, "_pools", lambda **_: Pools())
+        patch.setattr(allocator._pools, "found", Pools())
         with pytest.raises(KeyError, match="entered"), allocator.use_memory_pool("weights"):
             pass
     take(2 * MIB)
