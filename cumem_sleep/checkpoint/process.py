@@ -116,7 +116,7 @@ class ProcessCheckpoint:
             )
         except _HelperLost as error:
             answer = {"detail": str(error), "state": "not known"}
-        if answer["state"] != "CHECKPOINTED":
+        if answer["state"] != "CHECKPOINTED" or "freed_bytes" not in answer:
             reason = _reason(answer)
             if answer["state"] != "RUNNING":
                 self._bring_back({}, f"a checkpoint that failed ({reason})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from support import DRIVER, SIMULATED
 
 from cumem_sleep import DriverError, InvalidState, OutOfDeviceMemory, _core
-from cumem_sleep.checkpoint import process
+from cumem_sleep.checkpoint import device_memory, process
 from cumem_sleep.driver import open_driver
 from cumem_sleep.tools import cli, doctor
 from cumem_sleep.tools.doctor import Check, DoctorReport, Status, gpus, host, level_3, packages, variables
@@ -502,14 +503,20 @@ def test_a_helper_that_may_not_ask_about_this_process(
         level_3.refuse_unless_possible(0)
 
 
-@pytest.mark.parametrize("error", [OSError("NVML: Insufficient Permissions"), ImportError("No module named 'pynvml'")])
-def test_free_memory_that_nobody_tells(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_that_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     open_driver(DRIVER)
-    monkeypatch.setattr(level_3, "free_bytes", failing(error))
+    monkeypatch.setattr(level_3, "free_bytes", failing(OSError("NVML: Insufficient Permissions")))
     check = level_3.free_memory([0])
     assert check.status is Status.WARN
-    assert f"does not say what is free: GPU 0: {error}" in check.found
-    assert "nvidia-ml-py" in check.advice
+    assert "does not say what is free: GPU 0: NVML: Insufficient Permissions" in check.found
+    assert "compute,utility" in check.advice
+
+
+def test_without_nvml_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(OSError, match="pip install nvidia-ml-py"):
+        device_memory._by_nvml(["GPU-0"])
+    assert device_memory._by_nvml([]) == {}
 
 
 # All together

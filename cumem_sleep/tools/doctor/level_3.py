@@ -53,10 +53,10 @@ def free_memory(devices: Sequence[int]) -> Check:
         uuid = _core.device_info(device).uuid
         try:
             free.append(f"GPU {device}: {format_bytes(free_bytes(os.getpid(), [uuid])[uuid])}")
-        except (CumemSleepError, OSError, ImportError) as error:
+        except (CumemSleepError, OSError) as error:
             troubles.append(f"GPU {device}: {error}")
     if troubles:
-        advice = "pip install nvidia-ml-py; start a container with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        advice = "a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility; until then a sleep stays at level 1"
         return Check(name, Status.WARN, f"{source} does not say what is free: {'; '.join(troubles)}", advice)
     return Check(name, Status.OK, f"{source} says what is free: {', '.join(free)}")
 
