@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from support import MIB, SIMULATED, Memory, quick_sums, write_safetensors
 
 from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, Settings, SleepReport, WakeReport, _core, sim
+from cumem_sleep.checkpoint.process import THIS_PROCESS
 from cumem_sleep.digest import device as digest
 from cumem_sleep.tools import bench, cli
 from cumem_sleep.tools.bench import link, memory, palette, plot, report, workload
@@ -305,7 +306,9 @@ def test_level_3_that_is_refused_when_it_is_tried(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUMEM_SLEEP_SIM_FAIL", "cuCheckpointProcessCheckpoint:0:CUDA_ERROR_NOT_SUPPORTED:1")
+    THIS_PROCESS._end_helper()  # the next one has it in its environment
     message = refused(capsys, *SMALL, "--level", "3")
+    THIS_PROCESS._end_helper()
     assert "'first level 3 sleep' stayed at level 1: cuCheckpointProcessCheckpoint failed with" in message
 
 
