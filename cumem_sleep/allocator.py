@@ -370,6 +370,19 @@ class CuMemAllocator:
         agreement = self._agreement
         return self._deep.deepen(work, 1 if agreement is None else agreement.mesh.size)
 
+    def deepen(self) -> SleepReport:
+        """Go on from level 1 (or 2) to level 3, as `sleep(level=3)` does after it has put the memory to sleep.
+
+        Returns:
+            What was done; `why_not_deeper` says why nothing was, if so.
+
+        Raises:
+            InvalidState: memory is awake.
+            CheckpointFailed: as `sleep`.
+        """
+        self._deep.expect()
+        return self._operate(Call(), partial(self._deepen, _all_asleep_still), "sleep")
+
     def deepen_when_idle(self) -> None:
         """Begin to count the seconds after which a process that sleeps at level 1 goes on to level 3 by itself.
 
@@ -377,11 +390,41 @@ class CuMemAllocator:
         """
         seconds = self.settings.deep_after_s
         if seconds is not None and not self._deep.is_away and everything_sleeps():
-            self._deep.after(seconds, self._deepen_now)
+            self._deep.after(seconds, self.deepen)
 
-    def _deepen_now(self) -> None:
-        self._deep.expect()
-        self._operate(Call(), partial(self._deepen, _all_asleep_still), "sleep")
+    @property
+    def may_deepen(self) -> bool:
+        """Whether the process is at level 3, or may go there at any time by itself."""
+        return self._deep.is_away or self._deep.waits
+
+    @contextmanager
+    def using_cuda(self) -> Iterator[None]:
+        """Around calls into CUDA that are not this layer's: at level 3 they would wait for ever.
+
+        So the process comes back to level 1 before, stays there until they are done, and begins to count its seconds
+        again.
+
+        Raises:
+            OutOfDeviceMemory, CheckpointFailed: it cannot come back; nothing was called.
+        """
+        try:
+            while True:
+                self._come_back()
+                with _core.DriverCalls() as allowed:  # or it went deeper again meanwhile
+                    if allowed:
+                        yield
+                        break
+        finally:
+            self.deepen_when_idle()
+
+    def prepare_to_end(self) -> None:
+        """Before this process ends: come back from level 3, so that libraries can let go of the GPU.
+
+        Where that fails the process ends at once: their calls would wait for ever.
+        """
+        if not _core.driver_is_forked():
+            self._deep.stop()
+            self._deep.end_with_process()
 
     @property
     def checkpoint(self) -> Checkpointed | None:
@@ -805,7 +848,7 @@ def _stop_at_exit() -> None:
     _core.on_free(None)
     for allocator in list(_allocators):
         allocator._stop_background_work()
-        allocator._deep.end_with_process()
+        allocator.prepare_to_end()
     for store in list(_stores):
         store.stop()
 

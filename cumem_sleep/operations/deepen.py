@@ -29,6 +29,11 @@ class DeepSleep:
         return self._checkpoint.is_away
 
     @property
+    def waits(self) -> bool:
+        """Whether `after` has been called, and `stay` not since."""
+        return self._timer is not None
+
+    @property
     def taken(self) -> Checkpointed | None:
         """The checkpoint, while the state is away."""
         return self._checkpoint.taken
