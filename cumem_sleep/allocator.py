@@ -456,8 +456,8 @@ class CuMemAllocator:
 
         Raises:
             InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
-            OutOfDeviceMemory: the device has too little free memory; at level 3 that includes what the CUDA state of the
-                process needs, which then stays away.
+            OutOfDeviceMemory: the device has too little free memory; at level 3 that includes what the CUDA state of
+                the process needs, which then stays away.
             CheckpointFailed: the driver does not bring that state back.
             BackupMismatch: restored bytes are not those at sleep.
             CodecError: a compressed backup cannot be decoded here.
