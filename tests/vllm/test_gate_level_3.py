@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from fake_vllm import AnotherClient, Client, FakeVllm, OldEngine
 from gate_client import Serve, run
 
-from cumem_sleep.vllm import SleepGate, metrics
+from cumem_sleep.vllm import metrics
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
@@ -71,7 +70,7 @@ class TestSleep:
 
     @pytest.mark.parametrize("level", [0, 1, 2, 3])
     def test_stays_whatever_sleep_follows(self, serve: Serve, level: int) -> None:
-        """vLLM would do nothing, but its pause before that calls workers."""
+        """VLLM would do nothing, but its pause before that calls workers."""
 
         async def scenario() -> None:
             client = serve()
