@@ -24,6 +24,7 @@ from .events import (
     Event,
     Gone,
     Grant,
+    HasLayer,
     HostBytes,
     Obeyed,
     Ordered,
@@ -36,7 +37,7 @@ from .events import (
     TimePassed,
     Wake,
 )
-from .policy import STOP, Spec, Use
+from .policy import OF_LAYER, STOP, Spec, Use
 from .status import Phase
 
 CHANGING = frozenset((Phase.STARTING, Phase.WAKING, Phase.FALLING_ASLEEP, Phase.STOPPING))
@@ -48,7 +49,9 @@ class Model:
 
     Attributes:
         level: at which it sleeps, or is about to.
-        stops_asleep: its server is being stopped while it sleeps.
+        changes_asleep: it goes deeper, or its server is being stopped, without having woken.
+        stays: it would go no deeper than it sleeps now, and is not asked again before it has woken.
+        has_layer: so that it need not wake to get from level 1 to 3.
         waiting: requests in the order of their arrival, with the time and the number of it.
         running: requests that were granted.
         operation: the number of the change that is under way.
@@ -71,7 +74,9 @@ class Model:
     spec: Spec
     phase: Phase = Phase.STOPPED
     level: int | None = None
-    stops_asleep: bool = False
+    changes_asleep: bool = False
+    stays: bool = False
+    has_layer: bool = False
     phase_since: float = 0.0
     waiting: dict[int, tuple[float, int]] = field(default_factory=dict)
     running: set[int] = field(default_factory=set)
@@ -114,7 +119,7 @@ class Model:
     @property
     def holds(self) -> bool:
         """Whether it holds its GPUs' memory, or may."""
-        return self.phase not in (Phase.STOPPED, Phase.ASLEEP) and not self.stops_asleep
+        return self.phase not in (Phase.STOPPED, Phase.ASLEEP) and not self.changes_asleep
 
     @property
     def is_up(self) -> bool:
@@ -189,6 +194,8 @@ class Scheduler:
                 model = self.models[event.model]
                 model.spec = replace(model.spec, host_bytes=event.host_bytes)
                 model.held_bytes = min(model.held_bytes, event.host_bytes)
+            case HasLayer():
+                self.models[event.model].has_layer = event.has_layer
             case Configured():
                 self._configured(event)
             case TimePassed():
@@ -302,7 +309,11 @@ class Scheduler:
             if model.phase is Phase.FALLING_ASLEEP:
                 model.refused.clear()
                 model.failures, model.error = 0, None
-            return self._become_asleep(model, event.level or model.level or 1)
+            self._become_asleep(model, event.level or model.level or 1)
+            if event.why_not_deeper:
+                model.stays, model.error = True, event.why_not_deeper
+                self._obey(model, event.why_not_deeper)
+            return None
         model.failures, model.error = 0, None
         if model.phase is Phase.STARTING:
             model.started_at = self._now
@@ -362,11 +373,12 @@ class Scheduler:
 
     def _become_awake(self, model: Model) -> None:
         model.level = model.draining_since = model.revoked_at = None
+        model.stays = model.changes_asleep = False
         self._become(model, Phase.AWAKE)
 
     def _become_asleep(self, model: Model, level: int) -> None:
         model.level = level
-        model.settles = model.boots = False
+        model.settles = model.boots = model.changes_asleep = False
         model.held_bytes = model.spec.host_bytes_at(level)
         model.draining_since = model.revoked_at = None
         self._become(model, Phase.ASLEEP)
@@ -378,7 +390,7 @@ class Scheduler:
         model.held_bytes = 0
         model.settles = False
         model.refused.clear()
-        model.stops_asleep = False
+        model.stays = model.changes_asleep = False
         self._become(model, Phase.STOPPED)
         self._obey(model)
         if model.removed:
@@ -534,7 +546,8 @@ class Scheduler:
             return self._become_stopped(model) if not model.running else None
         if model.phase is Phase.ASLEEP:
             if not self._go_deeper(model, depth):
-                self._obey(model, "it has to wake to go deeper, but its GPUs or the host's memory are in use")
+                in_use = "it has to wake to go deeper, but its GPUs or the host's memory are in use"
+                self._obey(model, model.error if model.stays else in_use)
             return None
         if model.phase is Phase.STOPPED:
             return self._become_stopped(model)
@@ -581,7 +594,7 @@ class Scheduler:
 
     def _begin_stop(self, model: Model) -> None:
         operation = self._begin_operation(model)
-        model.stops_asleep = model.phase is Phase.ASLEEP
+        model.changes_asleep = model.phase is Phase.ASLEEP
         self._become(model, Phase.STOPPING)
         self._do(Stop(model.spec.name, operation))
 
@@ -597,17 +610,22 @@ class Scheduler:
             self._begin_sleep(model, depth)
 
     def _go_deeper(self, model: Model, depth: int) -> bool:
-        """From one sleep to a deeper one. All but a stop take the GPUs, so that they must be free and not wanted."""
+        """From one sleep to a deeper one. Most take the GPUs in between, so that they must be free and not wanted."""
         if depth == STOP:
             if not self._locked() & model.spec.gpus:  # what is left of it goes, too
                 self._begin_stop(model)
             return True
+        if model.stays and depth == OF_LAYER:
+            return False
+        sleeps_on = model.has_layer and (model.level, depth) == (1, OF_LAYER)
         wanted = {gpu for other in self._wanted() for gpu in other.spec.gpus}
+        has_room = sleeps_on or (self._has_room(model) and not model.spec.gpus & wanted)
         more_bytes = max(0, model.spec.host_bytes_at(depth) - model.held_bytes)
         has_memory = more_bytes <= self.host_bytes - self.held_bytes()
-        if model.spec.gpus & (wanted | self._locked()) or not self._has_room(model) or not has_memory:
+        if model.spec.gpus & self._locked() or not has_room or not has_memory:
             return False
         model.held_bytes += more_bytes
+        model.changes_asleep = sleeps_on
         operation, level = self._begin_operation(model), model.level
         model.level = depth
         self._become(model, Phase.FALLING_ASLEEP)
