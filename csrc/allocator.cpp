@@ -8,6 +8,7 @@
 
 #include "driver.h"
 #include "invariants.h"
+#include "waiting.h"
 
 namespace cumem_sleep {
 
@@ -223,7 +224,7 @@ void SegmentTable::release(const std::vector<SegmentPtr>& segments) noexcept {
                 last.push_back(segment);
         }
     }
-    drop_lent(last);
+    drop_still_lent(last);
     {
         std::lock_guard<std::mutex> lock(mutex_);
         for (const SegmentPtr& segment : last)
@@ -233,7 +234,7 @@ void SegmentTable::release(const std::vector<SegmentPtr>& segments) noexcept {
     for (const SegmentPtr& segment : freed) destroy_or_defer(segment);
 }
 
-void SegmentTable::drop_lent(const std::vector<SegmentPtr>& segments) noexcept {
+void SegmentTable::drop_still_lent(const std::vector<SegmentPtr>& segments) noexcept {
     std::vector<SegmentPtr> lent;
     for (const SegmentPtr& segment : segments) {
         if (!segment->lent.exchange(false)) continue;
@@ -248,38 +249,42 @@ size_t SegmentTable::put_to_sleep(const std::vector<SegmentPtr>& backed_up, cons
                                   const std::function<void()>& last_check) {
     std::vector<SegmentPtr> all = backed_up;
     all.insert(all.end(), dropped.begin(), dropped.end());
-    // If undoing a step fails too, a segment that is not accessible counts as asleep: a wake maps it again, bytes
-    // intact.
-    const auto detached_sleep = [&](size_t i) {
+    const auto sleep_of = [&](size_t i) {
         return i < backed_up.size() ? Segment::Sleep::kBackedUp : Segment::Sleep::kDropped;
     };
-    size_t done = 0;
+    size_t detached = 0;
     try {
-        for (; done < all.size(); ++done) all[done]->mapping.detach();
+        for (; detached < all.size(); ++detached) all[detached]->mapping.detach();
         last_check();
     } catch (...) {
-        while (done > 0) {
-            --done;
-            const bool undone = try_twice([&] {
-                all[done]->mapping.map();
-                return true;
-            });
-            Segment& segment = *all[done];
-            segment.sleep = undone ? Segment::Sleep::kAwake : detached_sleep(done);
-            segment.keeps_bytes = segment.sleep == Segment::Sleep::kDropped;
-            check_valid(segment);
-            if (segment.sleep != Segment::Sleep::kBackedUp) continue;
-            std::lock_guard<std::mutex> lock(mutex_);
-            unreleased_.push_back(all[done]);
+        while (detached > 0) {
+            --detached;
+            keep_awake(all[detached], sleep_of(detached));
         }
         throw;
     }
     for (size_t i = 0; i < all.size(); ++i) {
-        all[i]->sleep = detached_sleep(i);
+        all[i]->sleep = sleep_of(i);
         all[i]->keeps_bytes = false;
         check_valid(*all[i]);
     }
     return release_all(all);
+}
+
+// Maps a detached segment again. If the driver refuses that, twice, the segment does sleep: `otherwise` says how.
+void SegmentTable::keep_awake(const SegmentPtr& segment, Segment::Sleep otherwise) {
+    const bool is_mapped = try_twice([&] {
+        segment->mapping.map();
+        return true;
+    });
+    segment->sleep = is_mapped ? Segment::Sleep::kAwake : otherwise;
+    // A backup has the bytes of one that is backed up, so its memory may go. A dropped one has them there and nowhere
+    // else.
+    segment->keeps_bytes = segment->sleep == Segment::Sleep::kDropped;
+    check_valid(*segment);
+    if (segment->sleep != Segment::Sleep::kBackedUp) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    unreleased_.push_back(segment);
 }
 
 size_t SegmentTable::release_all(const std::vector<SegmentPtr>& segments) noexcept {
@@ -453,6 +458,7 @@ void set_free_listener(void (*listener)()) { free_listener = listener; }
 using namespace cumem_sleep;
 
 void* cumem_sleep_malloc(size_t bytes, int device, CUstream) {
+    const DriverCalls whole;
     try {
         RelaxedCaptureScope relaxed;
         return reinterpret_cast<void*>(SegmentTable::get().allocate(bytes, device, thread_label())->mapping.address());
@@ -466,6 +472,7 @@ void* cumem_sleep_malloc(size_t bytes, int device, CUstream) {
 
 void cumem_sleep_free(void* address, size_t, int, CUstream) {
     if (!address || Driver::is_forked()) return;
+    const DriverCalls whole;  // if they are suspended, an operation frees it later
     try {
         const bool has_more = SegmentTable::get().free_for_good(reinterpret_cast<CUdeviceptr>(address));
         if (void (*listener)() = free_listener; listener && has_more) listener();

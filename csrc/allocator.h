@@ -114,13 +114,16 @@ class SegmentTable {
     std::vector<SegmentPtr> hold(const std::vector<SegmentPtr>& segments);
     void release(const std::vector<SegmentPtr>& segments) noexcept;
 
-    // Releases the physical memory of all `backed_up` and `dropped` segments, or of none. First every mapping is
-    // detached, which can be undone with the bytes intact; then `last_check` may still throw; then the memory is
-    // released. Throws what the driver or `last_check` threw, with everything mapped as before, except that a segment
-    // which the driver refuses to map again stays asleep; if it has no backup, it keeps its bytes for the next wake.
-    // Segments must be held and awake (or `keeps_bytes`, to be dropped now), and no work in flight may use them.
-    // Returns the bytes released; memory that the driver refuses to release stays with its segment, and `reclaim`
-    // retries it.
+    // Releases the physical memory of all `backed_up` and `dropped` segments, or of none. Segments must be held and
+    // awake (or `keeps_bytes`, to be dropped now), and no work in flight may use them. Returns the bytes released.
+    //
+    // First every mapping is detached, which can be undone with the bytes intact; then `last_check` may still throw;
+    // then the memory is released. Throws what the driver or `last_check` threw, with everything mapped as before.
+    // What the driver may refuse, and what that leaves:
+    //   to detach a mapping      all segments stay awake
+    //   to map it again, too     that segment sleeps. If it is backed up, its memory is not needed any more, and
+    //                            `reclaim` releases it; if it is dropped, it keeps its bytes for the next wake
+    //   to release its memory    that stays with the segment, which sleeps, and `reclaim` tries again
     size_t put_to_sleep(const std::vector<SegmentPtr>& backed_up, const std::vector<SegmentPtr>& dropped,
                         const std::function<void()>& last_check);
 
@@ -146,7 +149,8 @@ class SegmentTable {
     void destroy_or_defer(const SegmentPtr& segment) noexcept;
     size_t release_all(const std::vector<SegmentPtr>& segments) noexcept;
     void detach_unused(const std::vector<SegmentPtr>& segments) noexcept;
-    void drop_lent(const std::vector<SegmentPtr>& segments) noexcept;
+    void keep_awake(const SegmentPtr& segment, Segment::Sleep otherwise);
+    void drop_still_lent(const std::vector<SegmentPtr>& segments) noexcept;
 
     // Locked, before `mutex_`, while sleeping segments are taken down: an operation that could hold them in the middle
     // of that would map what is being released.

@@ -1,4 +1,4 @@
-// Releases the interpreter lock for a scope.
+// Python's interpreter lock: releasing it for a scope, and what becomes of threads without it while Python exits.
 #pragma once
 
 #include <Python.h>
@@ -12,6 +12,15 @@ namespace cumem_sleep {
 // ends with the process; it holds no lock of ours.
 [[noreturn]] inline void stay_until_the_process_ends() {
     for (;;) pause();
+}
+
+// While Python exits, no other thread gets the interpreter any more, so nobody may wait for one.
+inline bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+    return Py_IsFinalizing();
+#else
+    return _Py_IsFinalizing();
+#endif
 }
 
 class WithoutInterpreter {

@@ -25,6 +25,8 @@
 #include "tasks.h"
 #include "threads.h"
 #include "transfer.h"
+#include "waiting.h"
+#include "worker.h"
 
 namespace py = pybind11;
 using namespace cumem_sleep;
@@ -292,14 +294,16 @@ void bind_operations(py::module_& module) {
     module.attr("OperationStopped") = operation_stopped();
     module.def("stop_if_asked", &stop_if_asked, NoGil(),
                "Raise if the operation on this thread was asked to stop; elsewhere run pending signal handlers.");
-    py::class_<Held>(module, "Held")
-        .def("__enter__", [](Held& self) { return static_cast<bool>(self); })
-        .def("__exit__", [](Held& self, const py::args&) { self.release(); });
+    py::class_<LockGuard>(module, "LockGuard")
+        .def("__enter__", [](LockGuard& self) { return static_cast<bool>(self); })
+        .def("__exit__", [](LockGuard& self, const py::args&) { self.release(); });
     py::class_<OperationLock, std::shared_ptr<OperationLock>>(module, "OperationLock")
         .def(py::init<>())
         .def(
             "hold",
-            [](const std::shared_ptr<OperationLock>& self, bool wait) { return std::make_unique<Held>(self, wait); },
+            [](const std::shared_ptr<OperationLock>& self, bool wait) {
+                return std::make_unique<LockGuard>(self, wait);
+            },
             py::arg("wait") = true, "Holds the lock; `with` gives whether it could be taken.")
         .def("run", &OperationLock::run, py::arg("work"),
              "Call `work` on a thread of its own, so that signals do not disturb it; what it returns or raises. If a\n"

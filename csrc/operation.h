@@ -1,11 +1,15 @@
-// What Python's threads and signals must not disturb: operations, each on its own thread; the lock that serialises
-// them; background threads.
+// Operations: calls of Python that signals must not disturb, each on its own thread, and the lock that serialises them.
 //
 // Python runs signal handlers on the main thread, between any two of its steps, and raises their exceptions there, any
 // number of times. So no code on that thread can be sure to clean up. An operation therefore runs on its own thread,
 // where no handler runs. The caller waits here without the interpreter lock and lets signal handlers run. It takes a
 // handler's first exception as a request to stop, and raises it when the operation has ended. The operation checks for
 // that request (`stop_if_asked`) where it can still undo everything, and nowhere else.
+//
+// Who takes which error:
+//                      what `work` raises             what signal handlers raise meanwhile
+//   OperationLock::run  the caller                     the caller, instead; `work` is asked to stop
+//   call_undisturbed    reported as unraisable         nobody yet: handlers run afterwards
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,12 +18,8 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <optional>
-#include <string>
 #include <thread>
 #include <utility>
-
-#include "threads.h"
 
 namespace cumem_sleep {
 
@@ -34,8 +34,8 @@ class OperationStopped : public std::exception {
 // signal handlers and throws what they raise. Called without the interpreter lock.
 void stop_if_asked();
 
-// The lock that serialises operations. An object (`Held`) holds it, so that an error at any moment releases it. It is
-// not reentrant: a finaliser that the garbage collector runs must not begin an operation inside another.
+// The lock that serialises operations. An object (`LockGuard`) holds it, so that an error at any moment releases it. It
+// is not reentrant: a finaliser that the garbage collector runs must not begin an operation inside another.
 class OperationLock {
   public:
     // Waits if `wait`, and checks for requests to stop meanwhile; otherwise returns false if it would have to wait.
@@ -58,12 +58,13 @@ class OperationLock {
     std::thread::id owner_;
 };
 
-class Held {
+class LockGuard {
   public:
-    Held(std::shared_ptr<OperationLock> lock, bool wait) : lock_(lock->acquire(wait) ? std::move(lock) : nullptr) {}
-    ~Held() { release(); }
-    Held(const Held&) = delete;
-    Held& operator=(const Held&) = delete;
+    LockGuard(std::shared_ptr<OperationLock> lock, bool wait)
+        : lock_(lock->acquire(wait) ? std::move(lock) : nullptr) {}
+    ~LockGuard() { release(); }
+    LockGuard(const LockGuard&) = delete;
+    LockGuard& operator=(const LockGuard&) = delete;
 
     explicit operator bool() const { return lock_ != nullptr; }
     void release() {
@@ -78,33 +79,5 @@ class Held {
 // arbitrary place. Errors are reported as unraisable, like those of finalisers. If no thread can be started, `work`
 // runs here, and what signal handlers raise in it (anything but an error of this package) is thrown.
 void call_undisturbed(const pybind11::object& work);
-
-// A background thread that works until it is asked to stop. All methods but `start` may be called on any thread, its
-// own included. In a forked child, where the thread does not exist, it counts as ended.
-class Worker : public std::enable_shared_from_this<Worker> {
-  public:
-    explicit Worker(std::string name);
-
-    // Calls `work` on the thread, once. Throws InvalidState if no thread can be started.
-    void start(const pybind11::object& work);
-    bool running() const noexcept;
-    void ask_to_stop() noexcept { asked_.set(); }
-    bool asked_to_stop() const noexcept { return asked_.is_set(); }
-    bool is_this_thread() const noexcept;
-    // Waits until it is asked to stop, but no longer than this; returns whether it was.
-    bool pause(double seconds) const;
-    // Waits until it has ended, and checks for requests to stop meanwhile; returns whether it has ended.
-    bool wait(std::optional<double> timeout_s) const;
-    // Asks it to stop and waits until it has; on its own thread only asks.
-    void stop();
-
-  private:
-    void perform(PyObject* work) noexcept;
-
-    const std::string name_;
-    const pid_t process_;
-    std::atomic<bool> started_{false};
-    Event asked_, ended_;
-};
 
 }  // namespace cumem_sleep

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "operation.h"
+#include "threads.h"
 
 namespace py = pybind11;
 

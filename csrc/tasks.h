@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <memory>
 
+#include "ahead.h"
 #include "allocator.h"
 #include "host_memory.h"
-#include "threads.h"
 
 namespace cumem_sleep {
 

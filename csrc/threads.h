@@ -1,22 +1,12 @@
-// Threads of the layer, what they wait for, and work that they do ahead of its consumer. Nothing here uses the
-// interpreter.
+// Threads of the layer, and what they wait for. Nothing here uses the interpreter.
 #pragma once
-
-#include <sys/types.h>
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
-#include <exception>
 #include <functional>
-#include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
-#include <unordered_map>
-#include <utility>
 #include <vector>
 
 namespace cumem_sleep {
@@ -49,58 +39,5 @@ std::vector<std::string> thread_names();
 
 // For tests: only this many more threads can be started; a negative number lifts the limit.
 void allow_threads(int count) noexcept;
-
-// Threads that run tasks in order. Each task has a key, which says what it is for.
-//
-// The first tasks begin once all threads have started, or as many threads as there are tasks. Starting a thread takes
-// long while tasks fault in pages, because each change of the address space has to wait for them. If not every thread
-// can be started, none is used, and the thread that waits does the work.
-class Ahead {
-  public:
-    using Task = std::function<void()>;
-    using Tasks = std::vector<std::pair<uint64_t, std::vector<Task>>>;
-
-    // `tasks` begin with `start`.
-    Ahead(int threads, Tasks tasks);
-    ~Ahead();
-    Ahead(const Ahead&) = delete;
-    Ahead& operator=(const Ahead&) = delete;
-
-    void start();
-    // Appends tasks; they begin at once.
-    void add(Tasks tasks);
-    // Returns true when the tasks of `key` have run, false if they have not after `at_most`. Throws what one of them
-    // threw. Waiting again does nothing.
-    bool wait(uint64_t key, std::chrono::nanoseconds at_most);
-    // Waits for running tasks and drops those that have not begun. Stopping again does nothing.
-    void stop() noexcept;
-
-  private:
-    struct Step {
-        Task task;
-        bool queued = false;  // for a thread
-        bool has_run = false;
-        std::exception_ptr error;
-    };
-    using Steps = std::vector<std::shared_ptr<Step>>;
-
-    void note(uint64_t key, std::vector<Task> tasks);
-    void submit(const std::vector<uint64_t>& keys);
-    bool have_threads(size_t steps);
-    void work();
-    static void run(Step& step) noexcept;
-
-    const size_t threads_wanted_;
-    const pid_t process_;
-    std::mutex mutex_;
-    std::condition_variable changed_;
-    std::unordered_map<uint64_t, Steps> steps_;  // that have not been waited for
-    std::vector<uint64_t> not_submitted_;
-    std::deque<std::shared_ptr<Step>> queue_;
-    size_t begun_ = 0;  // threads
-    bool stopped_ = false;
-    std::mutex stopping_;  // guards `threads_` in `stop`
-    std::vector<std::thread> threads_;
-};
 
 }  // namespace cumem_sleep

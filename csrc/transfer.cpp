@@ -1,6 +1,7 @@
 #include "transfer.h"
 
 #include "driver.h"
+#include "waiting.h"
 
 namespace cumem_sleep {
 

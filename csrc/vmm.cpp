@@ -120,31 +120,46 @@ void Mapping::reserve() {
 void Mapping::map() {
     const State before = state_;
     try {
-        if (state_ == State::kUnmapped) {
-            handle_ = create();
-            state_ = State::kDetached;
-        }
-        if (state_ == State::kDetached) {
-            const Driver& driver = Driver::get();
-            const CUresult result = driver.mem_map.attempt(address_, bytes_, 0, handle_, 0);
-            if (result != CUDA_SUCCESS) driver.fail(driver.mem_map.name, result, describe());
-            state_ = State::kMappedWithoutAccess;
-        }
-        if (state_ == State::kMappedWithoutAccess) {
-            set_access();
-            state_ = State::kMapped;
-        }
+        if (state_ == State::kUnmapped) create();
+        if (state_ == State::kDetached) enter_range();
+        if (state_ == State::kMappedWithoutAccess) set_access();
     } catch (const std::exception&) {
-        const auto undo = [this](void (Mapping::*step)()) {
-            return try_twice([&] {
-                (this->*step)();
-                return true;
-            });
-        };
-        if (state_ == State::kMappedWithoutAccess && before < state_) undo(&Mapping::unmap);
-        if (state_ == State::kDetached && before < state_) undo(&Mapping::release);
+        return_to(before);
         throw;
     }
+}
+
+void Mapping::create() {
+    handle_ = new_handle();
+    state_ = State::kDetached;
+}
+
+void Mapping::enter_range() {
+    const Driver& driver = Driver::get();
+    const CUresult result = driver.mem_map.attempt(address_, bytes_, 0, handle_, 0);
+    if (result != CUDA_SUCCESS) driver.fail(driver.mem_map.name, result, describe());
+    state_ = State::kMappedWithoutAccess;
+}
+
+void Mapping::set_access() {
+    const Driver& driver = Driver::get();
+    std::vector<CUmemAccessDesc> access = peers_;
+    access.push_back({device_location(device_), CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
+    const CUresult result = driver.mem_set_access.attempt(address_, bytes_, access.data(), access.size());
+    if (result != CUDA_SUCCESS) driver.fail(driver.mem_set_access.name, result, describe());
+    state_ = State::kMapped;
+}
+
+// As far back as the driver lets it.
+void Mapping::return_to(State before) noexcept {
+    const auto undo = [this](void (Mapping::*step)()) {
+        try_twice([&] {
+            (this->*step)();
+            return true;
+        });
+    };
+    if (state_ == State::kMappedWithoutAccess && before < state_) undo(&Mapping::unmap);
+    if (state_ == State::kDetached && before < state_) undo(&Mapping::release);
 }
 
 void Mapping::adopt(CUmemGenericAllocationHandle handle) noexcept {
@@ -196,7 +211,7 @@ void Mapping::destroy() {
 }
 
 // Asks for the best handle that the device advertises, drops what the driver refuses, and remembers what it granted.
-CUmemGenericAllocationHandle Mapping::create() const {
+CUmemGenericAllocationHandle Mapping::new_handle() const {
     const Driver& driver = Driver::get();
     const std::optional<HandleSupport> granted = granted_support(device_);
     HandleSupport support = granted ? *granted : advertised_support(device_);
@@ -260,14 +275,6 @@ std::vector<CUmemAccessDesc> Mapping::peers_with_access() const {
         if (flags != CU_MEM_ACCESS_FLAGS_PROT_NONE) peers.push_back({location, static_cast<CUmemAccess_flags>(flags)});
     }
     return peers;
-}
-
-void Mapping::set_access() const {
-    const Driver& driver = Driver::get();
-    std::vector<CUmemAccessDesc> access = peers_;
-    access.push_back({device_location(device_), CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
-    const CUresult result = driver.mem_set_access.attempt(address_, bytes_, access.data(), access.size());
-    if (result != CUDA_SUCCESS) driver.fail(driver.mem_set_access.name, result, describe());
 }
 
 std::string Mapping::describe() const {

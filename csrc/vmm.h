@@ -31,8 +31,9 @@ class Mapping {
     Mapping& operator=(const Mapping&) = delete;
 
     // reserve, map, detach and release each take one step. If the driver refuses, they throw DriverError and change
-    // nothing; if the step was taken already, they do nothing. Only map() takes several steps: if the driver also
-    // refuses to undo one of them, the state reached stays, and calling map() again goes on from there.
+    // nothing; if the step was taken already, they do nothing. Only map() takes several steps, those that are missing:
+    // if the driver also refuses to undo one of them, the state reached stays, and calling map() again goes on from
+    // there.
     void reserve();
     // From unmapped: new physical memory with undefined bytes. Otherwise the same memory and the same bytes. Every peer
     // that had access when the memory was last mapped gets it again. Throws OutOfDeviceMemory.
@@ -60,10 +61,15 @@ class Mapping {
     bool is_mapped() const { return state_ >= State::kMappedWithoutAccess; }
 
   private:
-    CUmemGenericAllocationHandle create() const;
+    // The steps of map(), each from one state to the next, and of its way back.
+    void create();
+    void enter_range();
+    void set_access();
     void unmap();
+    void return_to(State before) noexcept;
+
+    CUmemGenericAllocationHandle new_handle() const;
     std::vector<CUmemAccessDesc> peers_with_access() const;
-    void set_access() const;
     std::string describe() const;
 
     const int device_;

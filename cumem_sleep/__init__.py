@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .allocator import CuMemAllocator
+    from .checkpoint.process import Checkpointed
     from .errors import (
         BackupMismatch,
+        CheckpointFailed,
         CodecError,
         CumemSleepError,
         DriverError,
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = [
     "BackupMismatch",
     "BackupPlace",
+    "CheckpointFailed",
+    "Checkpointed",
     "CodecError",
     "CuMemAllocator",
     "CumemSleepError",
@@ -63,6 +67,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "allocator": ("CuMemAllocator",),
+    "checkpoint.process": ("Checkpointed",),
     "integrations.cupy": ("cupy_allocator",),
     "operations.prepare": ("Preparation",),
     "report": ("BackupPlace", "OperationTotals", "SleepReport", "TagUsage", "WakeReport"),

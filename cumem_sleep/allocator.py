@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import atexit
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -22,7 +21,7 @@ import numpy.typing as npt
 
 from . import _core, log
 from .backups.store import BackupStore
-from .backups.tier import Held
+from .backups.tier import Footprint
 from .checkpoint.process import Checkpointed
 from .codec.compressor import Compressor
 from .digest.device import DeviceDigester
@@ -35,7 +34,7 @@ from .errors import (
     OutOfDeviceMemory,
     check_integer,
 )
-from .integrations.torch import TorchPools, as_group, torch_with_cuda
+from .integrations.torch import TorchPools, as_group
 from .levels import (
     DEFERRABLE_TAGS,
     Choice,
@@ -47,19 +46,20 @@ from .levels import (
     with_tag,
     woken_in_pools,
 )
-from .operations.agreement import Agreement, Call
+from .operations.agreement import Agreement, Call, all_ranks
 from .operations.deepen import DeepSleep, everything_sleeps
 from .operations.layer import Layer
-from .operations.prepare import Preparation
+from .operations.prepare import Preparation, wanted_ahead
 from .operations.room import make_room, trim
 from .operations.sleep import sleep
 from .operations.wake import asleep, wake, wanting
+from .pools import Pools
 from .ranks.mesh import connect
 from .regions import Regions
 from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
 from .segments import describe, segment_around, total_bytes
 from .settings import Settings
-from .tags import DEFAULT_TAG, GRAPH_TAG, RUNTIME_TAG, UsedTags, checked_tag, checked_tags, tag_or_default
+from .tags import DEFAULT_TAG, GRAPH_TAG, UsedTags, checked_tag, tag_or_default
 from .transfer.restorer import Restorer
 from .tuning import Tuning
 from .variables import warn_of_misspelt
@@ -99,7 +99,6 @@ class CuMemAllocator:
     prepares_after_pools: ClassVar[bool] = True
     # Whether the end of a sleep is when `Settings.deep_after_s` begins; vLLM's workers call the driver after that.
     deepens_after_sleeps: ClassVar[bool] = True
-    _warned_of_empty_pool: ClassVar[bool] = False
     _instance_lock: ClassVar[_core.OperationLock] = _core.OperationLock()
 
     def __init__(self, settings: Settings | None = None, group: Any = None) -> None:
@@ -131,10 +130,9 @@ class CuMemAllocator:
         self._layer = Layer(
             self.settings, self.tuning, self._lock, self._store, self._digester, self._compressor, self._restorer
         )
-        self._torch_pools: TorchPools | None = None
+        self._pools = Pools()
         self._used_tags = UsedTags(in_pools(), "no memory was ever given such a tag", DEFERRABLE_TAGS)
         self._region_tags = UsedTags(in_regions(), "no region ever had such a tag")
-        self._warm_devices: set[int] = set()
         self._preparation: Preparation | None = None
         self._totals: dict[str, OperationTotals] = {}
         self._agreement: Agreement | None = None
@@ -193,24 +191,8 @@ class CuMemAllocator:
             self._agreement.mesh.close()
             self._agreement = None
 
-    @contextmanager
-    def _all_ranks(self, operation: str) -> Iterator[Call]:
-        """Around an operation of all ranks: what fails before it begins is told to the others, too."""
-        agreement = self._agreement
-        if agreement is None:
-            yield Call()
-            return
-        call = agreement.call(operation)
-        try:
-            yield call
-        except BaseException as error:
-            with suppress(InvalidState):  # called from inside another operation: the others wait in vain
-                log.run(self._lock, partial(self._refuse, call, error))
-            raise
-
-    def _refuse(self, call: Call, error: BaseException) -> None:
-        with self._lock.hold():
-            call.refuse(error)
+    def _all_ranks(self, operation: str) -> AbstractContextManager[Call]:
+        return all_ranks(self._agreement, operation, self._lock)
 
     # Allocating
 
@@ -233,7 +215,7 @@ class CuMemAllocator:
         with self._allocating(tag):
             self._used_tags.add(tag)
             yield
-            self._warn_of_empty_pool(tag)
+            self._pools.warn_of_empty(tag)
 
     @contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
@@ -273,20 +255,14 @@ class CuMemAllocator:
         check_integer("nbytes", nbytes, minimum=1)
         check_integer("device", device, minimum=0)
         self._open()
-        self._come_back()
         if tag is None:
             tag, backup = _core.thread_tag(), _core.thread_backup()
         else:
             tag, backup = checked_tag(tag), _core.Backup.BY_LEVEL
-        if device >= (count := _core.device_count()):
-            raise InvalidArgument(f"device={device}: there are {count}, numbered from 0")
-        free_bytes, total_bytes = _core.memory_info(device)
-        if nbytes > total_bytes:  # beyond what the driver can be asked for, it answers "invalid value"
-            raise OutOfDeviceMemory(nbytes, free_bytes, device)
+        with self.using_cuda():
+            allocation = _allocated(nbytes, tag, device, backup)
         (self._used_tags if backup == _core.Backup.BY_LEVEL else self._region_tags).add(tag)
-        return _core.Allocation(
-            nbytes, tag, device, backup
-        ).handed_out  # no call after this, nor signal: the address may be lost
+        return allocation.handed_out  # no call after this, nor signal: the address may be lost
 
     def free(self, address: int) -> None:
         """Give back what `malloc` returned, asleep or awake. Waits for the work that runs on its device first; a graph
@@ -300,9 +276,9 @@ class CuMemAllocator:
         if address >= 1 << 64:
             raise InvalidState(f"0x{address:x} is not an address: more than 64 bits")
         self._open()
-        self._come_back()
-        _core.free(address)
-        self._forget_freed()
+        with self.using_cuda():
+            _core.free(address)
+        self._after_a_free()
 
     # Sleeping and waking
 
@@ -353,7 +329,7 @@ class CuMemAllocator:
         if offload_tags is None:
             is_dropped = dropped_at_level(level)
         else:
-            is_dropped = dropped_unless(self._tags_to_back_up(offload_tags))
+            is_dropped = dropped_unless(self._used_tags.to_back_up(offload_tags))
         if is_dropped is None:
             return self._counted(lambda: SleepReport(note="level 0 keeps all memory; nothing was done"), "sleep")
         work = partial(sleep, self._layer, call, in_pools(), with_tag(is_dropped))
@@ -368,7 +344,14 @@ class CuMemAllocator:
     def _deepen(self, work: Callable[[], SleepReport]) -> SleepReport:
         self._stop_preparing()
         agreement = self._agreement
-        return self._deep.deepen(work, 1 if agreement is None else agreement.mesh.size)
+        return self._deep.deepen(partial(self._settled, work), 1 if agreement is None else agreement.mesh.size)
+
+    def _settled(self, work: Callable[[], SleepReport]) -> SleepReport:
+        """Afterwards nothing is left to be given back, which at level 3 nobody could."""
+        report = work()
+        if not self._deep.is_away:
+            self._store.settle()
+        return report
 
     def deepen(self) -> SleepReport:
         """Go on from level 1 (or 2) to level 3, as `sleep(level=3)` does after it has put the memory to sleep.
@@ -456,8 +439,8 @@ class CuMemAllocator:
 
         Raises:
             InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
-            OutOfDeviceMemory: the device has too little free memory; at level 3 that includes what the CUDA state of
-                the process needs, which then stays away.
+            OutOfDeviceMemory: the device has too little free memory; at level 3, for the CUDA state of the process as
+                well, which then stays away.
             CheckpointFailed: the driver does not bring that state back.
             BackupMismatch: restored bytes are not those at sleep.
             CodecError: a compressed backup cannot be decoded here.
@@ -493,12 +476,7 @@ class CuMemAllocator:
 
     def _begin_preparing(self) -> Preparation:
         self._stop_preparing()
-        is_dropped = dropped_at_level(1)
-        meant = in_pools()
-        awake = [segment for segment in _core.segments() if segment.sleep == _Sleep.AWAKE and meant(segment)]
-        wanted = [segment for segment in awake if is_dropped and not is_dropped(segment.tag)]
-        self._store.check(self._store.needed_bytes(wanted, compressed=self._compressor.on), wanted)
-        preparation = Preparation(wanted, self._layer, self._warm_up)
+        preparation = Preparation(wanted_ahead(self._layer), self._layer, self._warm_up)
         self._preparation = preparation  # before it starts: whatever happens, it can be stopped
         preparation.start()
         return preparation
@@ -528,11 +506,11 @@ class CuMemAllocator:
         by_tag: dict[str, list[_core.Segment]] = {}
         for segment in filter(meant, _core.segments()):
             by_tag.setdefault(segment.tag, []).append(segment)
-        held = self._store.held(chain.from_iterable(by_tag.values()))
+        held = self._store.footprints(chain.from_iterable(by_tag.values()))
         is_in_vault = bool(held and self._store.place().vault)
         return {tag: self._tag_usage(segments, held, is_in_vault) for tag, segments in by_tag.items()}
 
-    def _tag_usage(self, segments: list[_core.Segment], held: Mapping[int, Held], is_in_vault: bool) -> TagUsage:
+    def _tag_usage(self, segments: list[_core.Segment], held: Mapping[int, Footprint], is_in_vault: bool) -> TagUsage:
         backups = [held[segment.id] for segment in segments if segment.id in held]
         host_bytes = sum(each.bytes for each in backups)
         return TagUsage(
@@ -606,11 +584,11 @@ class CuMemAllocator:
 
     def release_pools(self) -> None:
         """Give up the PyTorch pool for CUDA graphs and return free pool memory to the device. Live tensors stay."""
-        if self._torch_pools is not None and not _core.driver_is_forked():
+        if self._pools.found is not None and not _core.driver_is_forked():
             self._come_back()
             gc.collect()
-            self._torch_pools.release()
-            self._forget_freed()
+            self._pools.found.release()
+            self._after_a_free()
 
     def close(self) -> None:
         """`release_pools`, and the host memory of backups of awake segments. The allocator stays usable."""
@@ -636,27 +614,22 @@ class CuMemAllocator:
     def _allocating(
         self, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL, *, ordinary: bool = False
     ) -> Iterator[None]:
-        """What this thread allocates inside has this tag and plan; `ordinary`: PyTorch's comes from no pool."""
         self._open()
         self._come_back()
-        pools = self._pools(import_torch=True)
-        with _core.ThreadLabel(tag, backup), nullcontext() if pools is None else pools.use(ordinary=ordinary):
+        with self._pools.allocating(tag, backup, ordinary=ordinary):
             yield
         if not ordinary:
-            self._leave_pool(pools)
+            self._leave_pool()
 
-    @contextmanager
-    def _capturing(self, call: str, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL) -> Iterator[TorchPools]:
-        """As `_allocating`, for CUDA graphs, whose pool the caller chooses."""
+    def _capturing(
+        self, call: str, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL
+    ) -> AbstractContextManager[TorchPools]:
         self._open()
         self._come_back()
-        pools = self._pools(import_torch=True)
-        if pools is None:
-            raise InvalidState(f"{call} needs PyTorch and a GPU that it reaches")
-        with _core.ThreadLabel(tag, backup):
-            yield pools
+        return self._pools.capturing(call, tag, backup)
 
-    def _leave_pool(self, pools: TorchPools | None) -> None:
+    def _leave_pool(self) -> None:
+        pools = self._pools.found
         if pools is not None and not pools.is_capturing():
             log.run(self._lock, self._warm_up)
         if self.settings.prepare and self.prepares_after_pools:
@@ -665,39 +638,10 @@ class CuMemAllocator:
             except CumemSleepError as error:
                 log.warning("prepare did not begin, the next sleep copies everything: %s", error)
 
-    def _warn_of_empty_pool(self, tag: str) -> None:
-        """Say once why a pool is left while this layer holds no memory at all: nothing of it would sleep."""
-        if CuMemAllocator._warned_of_empty_pool or _core.segments():
-            return
-        CuMemAllocator._warned_of_empty_pool = True
-        if _core.driver_is_simulated():
-            why = "on the simulated driver PyTorch does not allocate from this layer, only `malloc` and CuPy do"
-        elif self._torch_pools is None:
-            why = "PyTorch is not installed, or reaches no GPU (a build for the CPU?)"
-        else:
-            why = "what is built on the CPU and moved to the GPU later is not in it: build, or move, inside the pool"
-        log.warning("nothing was allocated in the memory pool %r, so nothing of it can sleep: %s", tag, why)
-
     def _warm_up(self) -> None:
-        """Compile what the first sleep and wake would otherwise wait for, once, when a pool is left."""
-        if self._torch_pools is None:
-            return
-        for device in {segment.device for segment in _core.segments()} - self._warm_devices:
-            self._warm_devices.add(device)
-            with _core.CurrentContext(), _core.RelaxedCapture():
-                if self.settings.verify == "wake" or self.settings.retain_backups:
-                    self._digester.warm_up(device)
-                if self._digester.on_gpu:
-                    self._restorer.warm_up(device)
-                self._compressor.warm_up(device)
-
-    def _pools(self, *, import_torch: bool = False) -> TorchPools | None:
-        """The PyTorch pools, if PyTorch is in use (or `import_torch`) and reaches the GPU of this driver."""
-        if self._torch_pools is None and not _core.driver_is_simulated() and (import_torch or "torch" in sys.modules):
-            torch = torch_with_cuda()
-            if torch is not None:
-                self._torch_pools = TorchPools(torch)
-        return self._torch_pools
+        """Where there is PyTorch, without which nothing is compiled."""
+        if self._pools.found is not None:
+            self._layer.warm_up()
 
     def _operate(self, call: Call, work: Callable[[], _Report], operation: str, woken: Choice | None = None) -> _Report:
         """The report of `work`, logged and counted; if it raises, that is counted among the failures.
@@ -707,30 +651,44 @@ class CuMemAllocator:
         """
         if woken is not None:
             self._deep.stay()
-            needed = partial(_needed_by, woken)
             return self._with_lock_held(
-                "wake_up", partial(self._counted, work, operation, call), partial(make_room, woken), needed=needed
+                "wake_up",
+                partial(self._counted, work, operation, call),
+                partial(make_room, woken),
+                come_back=partial(self._come_back_to_wake, woken),
             )
         make_way = trim if operation == "sleep" else None
         return self._with_lock_held(operation, partial(self._counted, work, operation, call), make_way, stays_away=True)
 
     def _counted(self, work: Callable[[], _Report], operation: str, call: Call | None = None) -> _Report:
-        try:
-            if call is not None:
-                call.begin()
-            report = self._deep.told(replace(work(), simulated=_core.driver_is_simulated()))
-            if not report.note:
-                report = replace(report, place=self._store.place())
-        except BaseException as error:
-            if call is not None:
-                call.refuse(error)  # with the lock held still: no other operation comes between
-            totals = self._totals.get(operation, OperationTotals())
-            self._totals[operation] = replace(totals, failures=totals.failures + 1)
-            raise
+        with self._failures_counted(operation):
+            try:
+                if call is not None:
+                    call.begin()
+                report = self._deep.told(replace(work(), simulated=_core.driver_is_simulated()))
+                if not report.note:
+                    report = replace(report, place=self._store.place())
+            except BaseException as error:
+                if call is not None:
+                    call.refuse(error)  # with the lock held still: no other operation comes between
+                raise
         if not report.note:
             self._totals[operation] = self._totals.get(operation, OperationTotals()).plus(report)
         log.info("cumem-sleep: %s", report)
         return report
+
+    @contextmanager
+    def _failures_counted(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            totals = self._totals.get(operation, OperationTotals())
+            self._totals[operation] = replace(totals, failures=totals.failures + 1)
+            raise
+
+    def _come_back_to_wake(self, woken: Choice) -> None:
+        with self._failures_counted("wake"):
+            self._deep.come_back(wanting(asleep(woken)))
 
     def _with_lock_held(
         self,
@@ -739,7 +697,7 @@ class CuMemAllocator:
         make_way: Callable[[TorchPools], None] | None = None,
         *,
         stays_away: bool = False,
-        needed: Callable[[], Mapping[int, int]] = dict,
+        come_back: Callable[[], None] | None = None,
     ) -> _Result:
         """The result of `work`, which runs with the lock held, on a thread of its own.
 
@@ -747,37 +705,20 @@ class CuMemAllocator:
             make_way: called before, on the caller's thread and without the lock: so what the garbage collector runs
                 there may call the allocator.
             stays_away: at level 3 `work` calls no driver, and the process stays there. Otherwise it comes back first.
-            needed: the bytes by device that `work` needs; if they are not free, the process does not come back.
+            come_back: does that.
         """
         self._open()
-        if (pools := self._pools()) is not None:
+        if (pools := self._pools.find()) is not None:
             with _core.DriverCalls() as allowed:  # not at level 3, where no thread captures a graph
                 if allowed:
                     _prepare_thread(name, pools, make_way)
-        return log.run(self._lock, partial(self._with_lock, work, stays_away, needed))
+        if not stays_away:
+            come_back = come_back or self._deep.come_back
+        return log.run(self._lock, partial(self._with_lock, work, come_back))
 
-    def _with_lock(
-        self, work: Callable[[], _Result], stays_away: bool, needed: Callable[[], Mapping[int, int]]
-    ) -> _Result:
-        try:
-            with self._lock.hold():
-                if self._deep.is_away:
-                    if stays_away:
-                        return work()
-                    self._deep.come_back(needed())
-                with _core.CurrentContext():
-                    return self._between_prunes(work)
-        finally:
-            self._store.look_for_freed()
-
-    def _between_prunes(self, work: Callable[[], _Result]) -> _Result:
-        _core.reclaim()
-        self._store.prune()
-        try:
+    def _with_lock(self, work: Callable[[], _Result], come_back: Callable[[], None] | None) -> _Result:
+        with self._store.turns.operation(come_back):
             return work()
-        finally:
-            if not self._deep.is_away:
-                self._store.prune()
 
     def _come_back(self) -> None:
         """If the process sleeps at level 3, it is at level 1 afterwards."""
@@ -788,39 +729,27 @@ class CuMemAllocator:
         with self._lock.hold():
             self._store.clear()
 
-    def _forget_freed(self) -> None:
-        """Host memory of freed segments goes now, unless an operation runs: then when that ends."""
+    def _after_a_free(self) -> None:
         if _core.has_freed():
-            log.run(self._lock, self._forget_freed_now)
+            log.run(self._lock, self._store.turns.after_a_free)
         else:
             _core.reclaim()
-
-    def _forget_freed_now(self) -> None:
-        with self._store.turn() as held:
-            if held:
-                _core.reclaim()
-
-    def _tags_to_back_up(self, tags: str | Iterable[str]) -> set[str]:
-        """The tags. vLLM names all that it may use; but if not one is known they are misspelt, and all is lost."""
-        chosen = checked_tags(tags, "offload_tags")
-        known = {DEFAULT_TAG, RUNTIME_TAG, GRAPH_TAG, *self._used_tags.all()}
-        if chosen and not chosen & known:
-            raise InvalidArgument(
-                f"offload_tags={sorted(chosen)!r}: no memory was ever given any of these tags, so everything would be"
-                f" dropped; known are {', '.join(sorted(known))}. offload_tags=() drops everything"
-            )
-        return chosen
 
 
 def _forget_freed_backups() -> None:
     """Called, on a thread of its own, after PyTorch freed segments through the hook."""
     instance = CuMemAllocator.instance
     if instance is not None and not _core.driver_is_forked():
-        instance._forget_freed_now()
+        instance._store.turns.after_a_free()
 
 
-def _needed_by(woken: Choice) -> dict[int, int]:
-    return wanting(asleep(woken))
+def _allocated(nbytes: int, tag: str, device: int, backup: _core.Backup) -> _core.Allocation:
+    if device >= (count := _core.device_count()):
+        raise InvalidArgument(f"device={device}: there are {count}, numbered from 0")
+    free_bytes, total_bytes = _core.memory_info(device)
+    if nbytes > total_bytes:  # beyond what the driver can be asked for, it answers "invalid value"
+        raise OutOfDeviceMemory(nbytes, free_bytes, device)
+    return _core.Allocation(nbytes, tag, device, backup)
 
 
 def _all_asleep_still() -> SleepReport:

@@ -30,7 +30,7 @@ class TooMuchHeld(Exception):
 
 
 @dataclass
-class Held:
+class HeldRequests:
     """How much the held requests take.
 
     Attributes:
@@ -51,7 +51,7 @@ class Inbox:
     waiting leaves the pending read to the next reader.
     """
 
-    def __init__(self, receive: Receive, held: Held) -> None:
+    def __init__(self, receive: Receive, held: HeldRequests) -> None:
         self._receive = receive
         self._held = held
         self._early: deque[Message] = deque()

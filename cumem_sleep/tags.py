@@ -50,6 +50,21 @@ class UsedTags:
             )
         return chosen
 
+    def to_back_up(self, tags: str | Iterable[str]) -> set[str]:
+        """The tags. vLLM names all that it may use; but if not one counts they are misspelt, and all would be lost.
+
+        Raises:
+            InvalidArgument: not one counts.
+        """
+        chosen = checked_tags(tags, "offload_tags")
+        known = {DEFAULT_TAG, RUNTIME_TAG, GRAPH_TAG, *self.all()}
+        if chosen and not chosen & known:
+            raise InvalidArgument(
+                f"offload_tags={sorted(chosen)!r}: no memory was ever given any of these tags, so everything would be"
+                f" dropped; known are {', '.join(sorted(known))}. offload_tags=() drops everything"
+            )
+        return chosen
+
 
 def tag_or_default(tag: str | None) -> str:
     """The tag; `default` for None.

@@ -83,7 +83,7 @@ class Turns:
         self._errors: list[BaseException] = []
         hold = _core.OperationLock.hold
 
-        def counted(lock: _core.OperationLock, wait: bool = True) -> _core.Held:
+        def counted(lock: _core.OperationLock, wait: bool = True) -> _core.LockGuard:
             if on_preparing_thread() and not self._errors:
                 self._take()
             return hold(lock, wait)

@@ -25,6 +25,7 @@ from cumem_sleep import (
     sim,
     variables,
 )
+from cumem_sleep.pools import Pools
 
 MakeAllocator = Callable[..., CuMemAllocator]
 
@@ -212,7 +213,7 @@ class TestBadInput:
         yield
         assert used.usage() == before
 
-    @pytest.mark.parametrize("level", [3, -1, True, False, 2**70])
+    @pytest.mark.parametrize("level", [4, -1, True, False, 2**70])
     def test_level(self, used: CuMemAllocator, level: int) -> None:
         with pytest.raises(InvalidArgument, match=re.escape(f"level={level!r}")):
             used.sleep(level)
@@ -314,7 +315,7 @@ class TestBadInput:
 
     def test_errors_are_of_pythons_kinds_too(self, used: CuMemAllocator) -> None:
         with pytest.raises(ValueError, match="level"):
-            used.sleep(3)
+            used.sleep(4)
         with pytest.raises(TypeError, match="tag"):
             used.malloc(PAGE, 1)  # type: ignore[arg-type]
         with pytest.raises(RuntimeError):  # what vLLM's allocator raises
@@ -400,7 +401,7 @@ class TestEmptyPools:
 
     @pytest.fixture(autouse=True)
     def _anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(CuMemAllocator, "_warned_of_empty_pool", False)
+        monkeypatch.setattr(Pools, "warned_of_empty", False)
 
     @pytest.mark.sim
     def test_are_told_of_once_with_the_reason(
@@ -430,8 +431,8 @@ class TestEmptyPools:
     ) -> None:
         with monkeypatch.context() as context:
             context.setattr(_core, "driver_is_simulated", lambda: False)
-            context.setattr(allocator, "_torch_pools", torch_pools)
-            allocator._warn_of_empty_pool("weights")
+            context.setattr(allocator._pools, "found", torch_pools)
+            allocator._pools.warn_of_empty("weights")
         assert why in caplog.text
 
     def test_memory_in_the_pool_is_no_reason(self, allocator: CuMemAllocator, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ from support import PAGE, free_everything, fresh_allocator, hooks, quick_sums, r
 import cumem_sleep
 from cumem_sleep import CuMemAllocator, _core, sim
 from cumem_sleep.backups import limits as host_limits
+from cumem_sleep.backups.turns import Turns
 
 pytestmark = pytest.mark.sim
 
@@ -34,10 +35,10 @@ class Work:
     _patch: pytest.MonkeyPatch = field(default_factory=pytest.MonkeyPatch, compare=False, repr=False)
 
     def __enter__(self) -> Work:
-        run, forget = _core.OperationLock.run, CuMemAllocator._forget_freed_now
+        run, forget = _core.OperationLock.run, Turns.after_a_free
         self._patch.setattr(_core.OperationLock, "run", lambda lock, work: run(lock, partial(self._traced, work)))
         # After a free by a hook the extension calls it on a thread of its own.
-        self._patch.setattr(CuMemAllocator, "_forget_freed_now", lambda allocator: self._traced(forget, allocator))
+        self._patch.setattr(Turns, "after_a_free", lambda turns: self._traced(forget, turns))
         self.driver_calls = -sum(sim.stats().calls.values())
         sys.settrace(self._trace)
         return self

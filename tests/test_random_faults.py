@@ -210,7 +210,7 @@ class History:
         self.log.append(f"write 0x{each.address:x}")
 
     def sleep(self) -> None:
-        kind = self.random.choice(("level 1", "level 1", "level 2", "tags"))
+        kind = self.random.choice(("level 1", "level 1", "level 2", "level 3", "tags"))
         if kind == "tags":
             kept = set(self.random.sample(sorted(set(TAGS)), self.random.randint(1, 3)))
             self.attempt(
@@ -218,7 +218,7 @@ class History:
             )
         else:
             level = int(kind[-1])
-            dropped = {"kv_cache"} if level == 1 else {"kv_cache", "weights"}
+            dropped = {"kv_cache", "weights"} if level == 2 else {"kv_cache"}
             self.attempt(
                 f"sleep({level})", lambda: self.allocator.sleep(level), lambda error: self.slept(error, dropped)
             )

@@ -205,10 +205,10 @@ class Sequences(RuleBasedStateMachine):
                 ctypes.memmove(model.address, bytes(changed), model.nbytes)
                 self.models[segment.id] = replace(model, content=bytes(changed))
 
-    @rule(level=st.sampled_from([0, 1, 2]), failure=failures)
+    @rule(level=st.sampled_from([0, 1, 2, 3]), failure=failures)
     def sleep(self, level: int, failure: Failure) -> None:
         result = self.attempt(failure, lambda: self.allocator.sleep(level))
-        dropped = [set(), {"kv_cache"}, {"kv_cache", "weights"}][level]
+        dropped = [set(), {"kv_cache"}, {"kv_cache", "weights"}, {"kv_cache"}][level]
         self.slept(result, set(self.models) if level else set(), dropped)
 
     @rule(offload_tags=tag_sets, failure=failures)

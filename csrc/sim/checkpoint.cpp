@@ -86,7 +86,7 @@ CUresult CUDAAPI cuCheckpointProcessLock(int pid, CUcheckpointLockArgs* args) {
             try {
                 board.wait(deadline, [&] { return board->in_progress == 0; });
             } catch (const Refused&) {
-                board->open();
+                board->open();  // the process would too, with its next call
                 throw;
             }
             board->state = CU_PROCESS_STATE_LOCKED;

@@ -19,7 +19,7 @@ from ..report import BackupPlace
 from ..settings import Settings
 from ..tuning import Tuning
 from . import limits
-from .tier import Content, Held, Stored, Tier, Turn, Wanted
+from .tier import Footprint, Tier, Turn, Wanted
 
 _MOST_PREFAULT_THREADS = 16
 
@@ -49,8 +49,8 @@ class HostTier(Tier):
     def place(self) -> BackupPlace:  # noqa: D102
         return BackupPlace()
 
-    def held(self, backups: Sequence[Sequence[Extent]]) -> list[Held]:  # noqa: D102
-        return [Held(sum(extent.bytes for extent in extents)) for extents in backups]
+    def footprints(self, backups: Sequence[Sequence[Extent]]) -> list[Footprint]:  # noqa: D102
+        return [Footprint(sum(extent.bytes for extent in extents)) for extents in backups]
 
     def reserve(  # noqa: D102
         self,
@@ -69,18 +69,6 @@ class HostTier(Tier):
     def extent_bytes(self, *, beside_work: bool) -> int:  # noqa: D102
         return self._tuning.prepare_extent_bytes if beside_work else self._tuning.slab_bytes
 
-    def can_rewrite(self, extents: Sequence[Extent]) -> bool:  # noqa: ARG002, D102
-        return True
-
-    def find(self, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:  # noqa: D102
-        return [None] * len(contents)
-
-    def seal(self, sealed: Sequence[Stored]) -> None:  # noqa: D102
-        pass  # nobody else can access them
-
-    def mark(self, backups: Sequence[Sequence[Extent]], *, needed: bool) -> list[int]:  # noqa: ARG002, D102
-        return []  # only the store evicts them
-
     def release(self, extents: Iterable[Extent]) -> None:  # noqa: D102
         for block in _blocks(extents):
             self._unpinned.pop(id(block), None)
@@ -94,7 +82,7 @@ class HostTier(Tier):
             self._unpinned.pop(id(block), None)
         self._releasing.start(_blocks(extents))
 
-    def settle(self) -> None:  # noqa: D102
+    def finish_releasing(self) -> None:  # noqa: D102
         self._releasing.finish()
 
     @staticmethod

@@ -25,8 +25,9 @@ from ..tuning import Tuning
 from .backup import Backup, extent_sizes
 from .filling import Filling
 from .limits import HostLimit, missing_bytes
-from .tier import Content, Held, Stored, Tier, Wanted
+from .tier import Content, Footprint, Stored, Tier, Wanted
 from .tiers import open_tier
+from .turns import Turns
 
 _Sleep = _core.Segment.Sleep
 
@@ -44,7 +45,12 @@ class BackupStore:
     @cached_property
     def _tier(self) -> Tier:
         """Opened at the first use: making a store takes no memory and contacts no vault."""
-        return open_tier(self._settings, self._tuning, self.turn)
+        return open_tier(self._settings, self._tuning, self.turns.if_free)
+
+    @property
+    def turns(self) -> Turns:
+        """Who may change the backups when."""
+        return Turns(self._lock, self)  # not kept: a store that nobody uses goes at once, and what its tier holds
 
     @property
     def host_bytes(self) -> int:
@@ -65,10 +71,10 @@ class BackupStore:
         """Where backups lie."""
         return self._tier.place()
 
-    def held(self, segments: Iterable[_core.Segment]) -> dict[int, Held]:
+    def footprints(self, segments: Iterable[_core.Segment]) -> dict[int, Footprint]:
         """What the backups of `segments` take of the host's memory, by the segments' ids."""
         backups = [backup for segment in segments if (backup := self._backups.get(segment.id))]
-        held = self._tier.held([backup.extents for backup in backups])
+        held = self._tier.footprints([backup.extents for backup in backups])
         return {backup.segment.id: each for backup, each in zip(backups, held, strict=True)}
 
     def is_clean(self, segment: _core.Segment, digest: Digest | None) -> bool:
@@ -126,7 +132,7 @@ class BackupStore:
         """
         if not needed:
             return
-        self._tier.settle()
+        self._tier.finish_releasing()
         retained: list[Backup] = []
 
         def evictable() -> int:
@@ -190,7 +196,7 @@ class BackupStore:
 
     def claim(self, segments: Iterable[_core.Segment]) -> None:
         """Mark the backups of `segments` as needed until `prune`; forget those that were evicted."""
-        self._mark([backup for segment in segments if (backup := self.get(segment))], needed=True)
+        self._set_needed([backup for segment in segments if (backup := self.get(segment))], needed=True)
 
     def adopt(self, segments: Iterable[_core.Segment], digests: Mapping[int, Digest]) -> list[_core.Segment]:
         """Where the tier already stores the present bytes of `segments`, use that as their backup; returns these.
@@ -201,7 +207,7 @@ class BackupStore:
         adopted: list[_core.Segment] = []
         lacking = [s for s in segments if s.id in digests and not self.is_clean(s, digests[s.id])]
         contents = [Content(segment.device, digests[segment.id], segment.bytes) for segment in lacking]
-        for segment, content, found in zip(lacking, contents, self._tier.find(contents), strict=True):
+        for segment, content, found in zip(lacking, contents, self._tier.find_content(contents), strict=True):
             if found is None:
                 continue
             self.forget([segment.id])
@@ -313,7 +319,12 @@ class BackupStore:
             extents += self._take_out(segment_id)
         self._tier.release_later(extents)
         retained = [b for b in self._backups.values() if b.complete and b.segment.sleep == _Sleep.AWAKE]
-        self._mark(retained, needed=False)
+        self._set_needed(retained, needed=False)
+
+    def settle(self) -> None:
+        """`prune`, and return when what nobody needs has gone back to the system."""
+        self.prune()
+        self._tier.finish_releasing()
 
     def prune_freed(self) -> None:
         """Forget the segments freed since the last call, and look at nothing else: every free by a hook calls this."""
@@ -321,28 +332,11 @@ class BackupStore:
             backups = [self._backups.get(segment_id) for segment_id in freed]
             self.forget([backup.segment.id for backup in backups if backup is not None and backup.segment.freed])
 
-    @contextmanager
-    def turn(self) -> Iterator[bool]:
-        """Take the allocator's lock if it is free, and yield whether it was. Forgets what was freed meanwhile."""
-        with self._lock.hold(wait=False) as held:
-            yield held
-            if held:
-                self.prune_freed()
-        self.look_for_freed()
-
-    def look_for_freed(self) -> None:
-        """Call this after releasing the lock or failing to take it: memory may have been freed since the last check."""
-        while _core.has_freed():
-            with self._lock.hold(wait=False) as held:
-                if not held:
-                    return  # the operation that has the lock checks when it releases it
-                self.prune_freed()
-
     def clear(self) -> None:
         """Forget every backup of an awake segment; returns when the memory has gone back to the system."""
         if "_tier" not in self.__dict__:
             return
-        self._tier.settle()
+        self._tier.finish_releasing()
         self.forget(
             [segment_id for segment_id, backup in self._backups.items() if backup.segment.sleep != _Sleep.BACKED_UP]
         )
@@ -352,8 +346,8 @@ class BackupStore:
         if "_tier" in self.__dict__:
             self._tier.stop()
 
-    def _mark(self, backups: Sequence[Backup], *, needed: bool) -> None:
-        for place in self._tier.mark([backup.extents for backup in backups], needed=needed):
+    def _set_needed(self, backups: Sequence[Backup], *, needed: bool) -> None:
+        for place in self._tier.set_needed([backup.extents for backup in backups], needed=needed):
             self.forget([backups[place].segment.id])
 
     def _seal(self, segments: Iterable[_core.Segment]) -> None:

@@ -6,10 +6,11 @@ passes the same tests (`tests/backups/test_tiers.py`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,20 +54,23 @@ class Stored:
     is_encoded: bool
 
 
-class Held(NamedTuple):
+class Footprint(NamedTuple):
     """What a backup takes of the host's memory, and whether other processes share that (as far as one can know)."""
 
     bytes: int = 0
     is_shared: bool = False
 
 
-class Tier(Protocol):
-    """A place for extents. Not thread safe: the allocator's lock guards it."""
+class Tier(ABC):
+    """A place for extents. Not thread safe: the allocator's lock guards it.
 
-    @property
-    def unreleased_bytes(self) -> int:
-        """What `release_later` has not released yet."""
+    What every tier does is abstract. The rest is in two groups, of which a tier overrides all or nothing: those whose
+    extents other processes may share, or that evict by themselves; and those where releasing takes long.
+    """
 
+    # What every tier does
+
+    @abstractmethod
     def limits(self, held_bytes: int, needed_bytes: int | None = None) -> list[HostLimit]:
         """Every limit that `reserve` is checked against; exact only as far as they may be below `needed_bytes`.
 
@@ -74,12 +78,15 @@ class Tier(Protocol):
             held_bytes: the size of the caller's extents, including those that are not released yet.
         """
 
+    @abstractmethod
     def place(self) -> BackupPlace:
         """Where extents lie, as far as that is known without asking anybody."""
 
-    def held(self, backups: Sequence[Sequence[Extent]]) -> list[Held]:
+    @abstractmethod
+    def footprints(self, backups: Sequence[Sequence[Extent]]) -> list[Footprint]:
         """What each of these backups takes of the host's memory; what several of them share counts once."""
 
+    @abstractmethod
     def extent_bytes(self, *, beside_work: bool) -> int:
         """The largest size for an extent, so that reserving it does not keep others waiting.
 
@@ -87,6 +94,7 @@ class Tier(Protocol):
             beside_work: the model runs meanwhile.
         """
 
+    @abstractmethod
     def reserve(self, wanted: Sequence[Wanted], *, beside_work: bool = False) -> list[tuple[Extent, ...]]:
         """Extents for each of `wanted`, or none at all.
 
@@ -98,40 +106,56 @@ class Tier(Protocol):
             NotYet: it would have to wait.
         """
 
-    def can_rewrite(self, extents: Sequence[Extent]) -> bool:
-        """Whether a backup in these extents may be rewritten: not if others share them."""
+    @abstractmethod
+    def transfers(self) -> Transfers:
+        """For the copies of one operation."""
 
-    def find(self, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:
-        """For each content, extents that already hold it (the caller shares them from now on), or None."""
+    @abstractmethod
+    def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """What lies there, for the CPU: not a copy, where it is memory of this process. No copy to it is in flight."""
 
-    def seal(self, sealed: Sequence[Stored]) -> None:
+    @abstractmethod
+    def release(self, extents: Iterable[Extent]) -> None:
+        """Release them now; no copy to or from them is in flight."""
+
+    # Where several processes share extents, or the tier evicts what is merely retained. Otherwise: nobody, and nothing
+
+    def seal(self, sealed: Sequence[Stored]) -> None:  # noqa: B027
         """These have been written and verified to hold that content: others may share them from now on.
 
         Raises:
             CumemSleepError: the caller must no longer trust them.
         """
 
-    def mark(self, backups: Sequence[Sequence[Extent]], *, needed: bool) -> list[int]:
-        """Mark backups, each given by its extents, as needed, or as merely retained, so that they may be evicted.
+    def find_content(self, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:
+        """For each content, sealed extents that hold it (the caller shares them from now on), or None."""
+        return [None] * len(contents)
+
+    def can_rewrite(self, extents: Sequence[Extent]) -> bool:  # noqa: ARG002
+        """Whether a backup in these extents may be rewritten: not if others share them."""
+        return True
+
+    def set_needed(self, backups: Sequence[Sequence[Extent]], *, needed: bool) -> list[int]:  # noqa: ARG002
+        """These backups, each given by its extents, are needed from now on, or merely retained, and may be evicted.
 
         Returns:
             The indices of those that have been evicted.
         """
+        return []
 
-    def release(self, extents: Iterable[Extent]) -> None:
-        """Release them now; no copy to or from them is in flight."""
+    # Where releasing takes long. Otherwise it is done at once
+
+    @property
+    def unreleased_bytes(self) -> int:
+        """What `release_later` has not released yet."""
+        return 0
 
     def release_later(self, extents: Sequence[Extent]) -> None:
-        """Release them; if that takes long, in the background, without keeping the caller waiting."""
+        """Release them; in the background, without keeping the caller waiting."""
+        self.release(extents)
 
-    def settle(self) -> None:
+    def finish_releasing(self) -> None:  # noqa: B027
         """Finish now what `release_later` has deferred."""
 
-    def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """What lies there, for the CPU: not a copy, where it is memory of this process. No copy to it is in flight."""
-
-    def transfers(self) -> Transfers:
-        """For the copies of one operation."""
-
-    def stop(self) -> None:
-        """End background work. May be called without the lock."""
+    def stop(self) -> None:  # noqa: B027
+        """End background work, for the process exits. May be called without the lock."""

@@ -27,7 +27,7 @@ from ..vault import protocol
 from ..vault.client import DEADLINE_S, Backup, Lent, Range, Sealed, Shown, SlabTable, VaultClient
 from ..vault.ledger import Key
 from . import limits
-from .tier import Content, Held, NotYet, Stored, Tier, Wanted
+from .tier import Content, Footprint, NotYet, Stored, Tier, Wanted
 
 _ENOUGH_BYTES = 1 << 62  # the vault finds room in its slabs
 
@@ -85,10 +85,6 @@ class VaultTier(Tier):
         self._gpus: dict[int, str] = {}
         self._warned = False
 
-    @property
-    def unreleased_bytes(self) -> int:  # noqa: D102
-        return 0
-
     def limits(self, held_bytes: int, needed_bytes: int | None = None) -> list[limits.HostLimit]:  # noqa: ARG002, D102
         budget = self._settings.host_budget_bytes
         return [limits.HostLimit("budget", None if budget is None else max(0, budget - held_bytes))]
@@ -98,7 +94,7 @@ class VaultTier(Tier):
             return BackupPlace(str(self._path or protocol.default_socket()))
         return BackupPlace(str(self._client.path), str(self._client.lost or ""))
 
-    def held(self, backups: Sequence[Sequence[Extent]]) -> list[Held]:  # noqa: D102
+    def footprints(self, backups: Sequence[Sequence[Extent]]) -> list[Footprint]:  # noqa: D102
         counted: set[tuple[int, tuple[vault_ledger.Extent, ...]]] = set()
         owners = self._owners([extent for extents in backups for extent in _mine(extents)])
         held = []
@@ -106,7 +102,7 @@ class VaultTier(Tier):
             places = {(id(extent.slabs), extent.backup.extents) for extent in _mine(extents)} - counted
             counted |= places
             nbytes = sum(there.nbytes for _, ranges in places for there in ranges)
-            held.append(Held(nbytes, any(owners.get(extent.backup, 0) > 1 for extent in _mine(extents))))
+            held.append(Footprint(nbytes, any(owners.get(extent.backup, 0) > 1 for extent in _mine(extents))))
         return held
 
     def _owners(self, extents: Sequence[VaultExtent]) -> dict[Backup, int]:
@@ -145,7 +141,7 @@ class VaultTier(Tier):
     def can_rewrite(self, extents: Sequence[Extent]) -> bool:  # noqa: D102
         return all(each.sealed is None and self._keeps(each) for each in _mine(extents))
 
-    def find(self, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:  # noqa: D102
+    def find_content(self, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:  # noqa: D102
         found: list[tuple[Extent, ...] | None] = [None] * len(contents)
         if not contents:
             return found
@@ -180,7 +176,7 @@ class VaultTier(Tier):
         if described:
             client.seal(described)
 
-    def mark(self, backups: Sequence[Sequence[Extent]], *, needed: bool) -> list[int]:  # noqa: D102
+    def set_needed(self, backups: Sequence[Sequence[Extent]], *, needed: bool) -> list[int]:  # noqa: D102
         changing = [
             (place, extent)
             for place, extents in enumerate(backups)
@@ -217,12 +213,6 @@ class VaultTier(Tier):
         if self._client is not None:
             self._client.release([extent.backup for extent in mine if self._keeps(extent)])
 
-    def release_later(self, extents: Sequence[Extent]) -> None:  # noqa: D102
-        self.release(extents)
-
-    def settle(self) -> None:  # noqa: D102
-        pass
-
     @staticmethod
     def content(extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:  # noqa: D102
         (mine,) = _mine([extent])
@@ -233,9 +223,6 @@ class VaultTier(Tier):
 
     def transfers(self) -> VaultTransfers:  # noqa: D102
         return VaultTransfers(self)
-
-    def stop(self) -> None:  # noqa: D102
-        pass  # the connection ends with the process, and what it held goes back then
 
     def gpu(self, device: int) -> str:
         """The UUID of `device`: processes number GPUs differently."""

@@ -21,6 +21,8 @@ from ..errors import CumemSleepError, DriverError
 from .device_memory import free_bytes
 
 _State = _core.ProcessState
+# What a checkpointed process keeps on a GPU. It may have had less there.
+_KEPT_BYTES = 4 << 20
 
 
 class TooLittleMemory(Exception):
@@ -59,7 +61,7 @@ class Target:
                 _core.unlock_process(self._pid)
             raise
         after = free_bytes(self._pid, uuids)
-        freed = {uuid: max(0, after[uuid] - before[uuid]) for uuid in uuids}
+        freed = {uuid: max(-_KEPT_BYTES, after[uuid] - before[uuid]) for uuid in uuids}
         return {"freed_bytes": freed, "free_bytes": after}
 
     def restore(self, needed_bytes: Mapping[str, int]) -> dict[str, Any]:
@@ -76,11 +78,21 @@ class Target:
             if short := {uuid: (needed, free[uuid]) for uuid, needed in needed_bytes.items() if needed > free[uuid]}:
                 raise TooLittleMemory(short)
             with self._timed("restore"):
-                _core.restore_process(self._pid)
+                self._restore(needed_bytes)
         if _core.process_state(self._pid) == _State.LOCKED:
             with self._timed("unlock"):
                 _core.unlock_process(self._pid)
         return {}
+
+    def _restore(self, needed_bytes: Mapping[str, int]) -> None:
+        try:
+            _core.restore_process(self._pid)
+        except DriverError as error:
+            if error.error != "CUDA_ERROR_OUT_OF_MEMORY" or not needed_bytes:
+                raise
+            free = free_bytes(self._pid, list(needed_bytes))
+            fullest = min(needed_bytes, key=lambda uuid: free[uuid] - needed_bytes[uuid])
+            raise TooLittleMemory({fullest: (needed_bytes[fullest], free[fullest])}) from None
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Do what one request says, and describe what came of it."""

@@ -31,7 +31,8 @@ class Checkpointed:
     """What a checkpoint did.
 
     Attributes:
-        freed_bytes: by device, what the CUDA state took there (as its free memory grew meanwhile).
+        freed_bytes: by device, by how much its free memory grew: what the CUDA state took there. Negative, by up to
+            4 MiB, where it had less than that.
         free_bytes: by device, what was free after it.
         total_bytes: by device.
         seconds: by phase: `lock`, `checkpoint`.
@@ -171,6 +172,10 @@ class ProcessCheckpoint:
         if self._helper is not None:
             self._helper.end()
             self._helper = None
+
+
+# There is one CUDA state, whichever allocator asks.
+THIS_PROCESS = ProcessCheckpoint()
 
 
 class _HelperLost(Exception):

@@ -12,10 +12,13 @@ other rank has left that to it; a rank that then hears nothing undoes its half a
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
-from .. import _core
-from ..errors import CumemSleepError, RankFailed
+from .. import _core, log
+from ..errors import CumemSleepError, InvalidState, RankFailed
 from ..ranks.decisions import GO, Decision, Why
 from ..ranks.mesh import Kind, Mesh, Message
 from ..report import PhaseTimer
@@ -156,6 +159,30 @@ class Agreement:
             heard.yours.add(sender)
         else:
             self._told[message.round] = message.decision
+
+
+@contextmanager
+def all_ranks(agreement: Agreement | None, operation: str, lock: _core.OperationLock) -> Iterator[Call]:
+    """Around an operation of all ranks: what fails before it begins is told to the others, too.
+
+    Args:
+        agreement: None: of a process that is alone.
+    """
+    if agreement is None:
+        yield Call()
+        return
+    call = agreement.call(operation)
+    try:
+        yield call
+    except BaseException as error:
+        with suppress(InvalidState):  # called from inside another operation: the others wait in vain
+            log.run(lock, partial(_refuse, lock, call, error))
+        raise
+
+
+def _refuse(lock: _core.OperationLock, call: Call, error: BaseException) -> None:
+    with lock.hold():
+        call.refuse(error)
 
 
 class RankCall(Call):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TypeVar
 
 from .. import _core, log
-from ..checkpoint.process import Checkpointed, ProcessCheckpoint, Refused
+from ..checkpoint.process import THIS_PROCESS, Checkpointed, Refused
 from ..errors import CumemSleepError, counted
 from ..report import SleepReport, WakeReport
 
@@ -19,7 +20,7 @@ class DeepSleep:
     """Level 3 of this process. All but `expect`, `is_away`, `after` and the ends are called with the lock held."""
 
     def __init__(self) -> None:
-        self._checkpoint = ProcessCheckpoint()
+        self._checkpoint = THIS_PROCESS
         self._came_back: Mapping[str, float] = {}
         self._timer: _core.Worker | None = None
 
@@ -62,17 +63,18 @@ class DeepSleep:
         except Refused as refused:
             log.warning("level 3 is not possible, so this process stays at level 1: %s", refused)
             return replace(report, why_not_deeper=str(refused))
-        devices = [device for device, nbytes in taken.freed_bytes.items() if nbytes]
+        mine = {segment.device for segment in _core.segments()}
+        devices = [device for device, nbytes in taken.freed_bytes.items() if nbytes > 0 or device in mine]
         return replace(
             report,
             note="",
-            checkpointed_bytes=sum(taken.freed_bytes.values()),
+            checkpointed_bytes=sum(max(0, nbytes) for nbytes in taken.freed_bytes.values()),
             left_bytes=sum(taken.total_bytes[device] - taken.free_bytes[device] for device in devices),
             seconds=report.seconds + sum(taken.seconds.values()),
             phases={**report.phases, **taken.seconds},
         )
 
-    def come_back(self, needed_bytes: Mapping[int, int]) -> None:
+    def come_back(self, needed_bytes: Mapping[int, int] = MappingProxyType({})) -> None:
         """Bring the CUDA state back to the GPU; as at level 1 from then on.
 
         Args:
@@ -138,3 +140,5 @@ def _refuse_unless_possible(ranks: int) -> None:
     if awake := [segment for segment in _core.segments() if segment.has_memory]:
         tags = sorted({segment.tag for segment in awake})
         raise Refused(f"{counted(len(awake), 'segment')} (tags {', '.join(tags)}) still have device memory")
+    if _core.reclaim():  # at level 3 nobody could try again
+        raise Refused("the driver refuses to give memory back that nobody needs any more: see the driver's log")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .. import _core
 from ..backups.store import BackupStore
@@ -28,6 +28,18 @@ class Layer:
     digester: DeviceDigester
     compressor: Compressor
     restorer: Restorer
+    _warm_devices: set[int] = field(default_factory=set)
+
+    def warm_up(self) -> None:
+        """Compile what the first sleep and wake would otherwise wait for, once for each device with segments."""
+        for device in {segment.device for segment in _core.segments()} - self._warm_devices:
+            self._warm_devices.add(device)
+            with _core.CurrentContext(), _core.RelaxedCapture():
+                if self.settings.verify == "wake" or self.settings.retain_backups:
+                    self.digester.warm_up(device)
+                if self.digester.on_gpu:
+                    self.restorer.warm_up(device)
+                self.compressor.warm_up(device)
 
 
 def quiesce(segments: Sequence[_core.Segment]) -> None:

@@ -15,12 +15,26 @@ from ..codec.workbench import ChangedMeanwhile, Workbench
 from ..digest.device import DigestRun
 from ..errors import CodecError, CumemSleepError, InvalidState
 from ..extents import Piece
+from ..levels import dropped_at_level, in_pools
 from ..segments import total_bytes
 from .layer import Layer
 
 _SHORTEST_PAUSE_S = 0.0002  # lets whoever waits for the allocator have it
 _POLL_S = 0.001
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0  # for a tier that is still taking memory
+
+
+def wanted_ahead(layer: Layer) -> list[_core.Segment]:
+    """What a sleep at level 1 would back up.
+
+    Raises:
+        OutOfHostMemory: a limit leaves too little for all of it, compressed or not.
+    """
+    is_dropped, meant = dropped_at_level(1), in_pools()
+    awake = [segment for segment in _core.segments() if segment.sleep == _core.Segment.Sleep.AWAKE and meant(segment)]
+    wanted = [segment for segment in awake if is_dropped and not is_dropped(segment.tag)]
+    layer.store.check(layer.store.needed_bytes(wanted, compressed=layer.compressor.on), wanted)
+    return wanted
 
 
 class Preparation:
@@ -234,7 +248,7 @@ class Preparation:
         """Holds the allocator's lock; gives whether the segment is still awake (and this backup still to be made)."""
         while not self._worker.asked_to_stop:
             # Never waits for the lock: its holder may be waiting for this thread to stop.
-            with self._store.turn() as has_lock:
+            with self._store.turns.if_free() as has_lock:
                 if has_lock:
                     with _core.HeldSegments([segment]) as held:
                         awake = bool(held) and segment.sleep == _core.Segment.Sleep.AWAKE
@@ -247,6 +261,6 @@ class Preparation:
 
     def _prune(self) -> None:
         """What did not become complete goes, and what was freed: now, or when the operation that runs now has ended."""
-        with self._store.turn() as has_lock:
+        with self._store.turns.if_free() as has_lock:
             if has_lock:
                 self._store.prune()

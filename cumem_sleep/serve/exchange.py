@@ -12,7 +12,7 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..asgi import ClientGone, Held, Inbox, Message, Scope, Send, TooMuchHeld, deliver, error, header, refusal
+from ..asgi import ClientGone, HeldRequests, Inbox, Message, Scope, Send, TooMuchHeld, deliver, error, header, refusal
 from .access import Access, Place
 from .body import BadBody, ModelFinder, TooMuchStructure, finder_for
 from .fleet import Fleet, Lease, NotInTime, UnknownModel
@@ -43,7 +43,7 @@ class Ways:
 
     fleet: Fleet
     access: Access
-    held: Held
+    held: HeldRequests
     connections: Connections
     most_head_bytes: int
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from ..asgi import (
     ClientGone,
-    Held,
+    HeldRequests,
     Inbox,
     Message,
     Receive,
@@ -37,7 +37,7 @@ class Front:
     def __init__(self, fleet: Fleet) -> None:
         settings = fleet.config.front
         self._access = Access(settings)
-        held = Held(settings.max_held_bytes)
+        held = HeldRequests(settings.max_held_bytes)
         self._ways = Ways(fleet, self._access, held, Connections(), settings.max_head_bytes)
         self._answers = Answers(fleet, self._access)
         self._sweeper: asyncio.Task[None] | None = None

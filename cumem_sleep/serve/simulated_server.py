@@ -21,7 +21,7 @@ from urllib.parse import parse_qs
 
 import uvicorn
 
-from ..asgi import Held, Inbox, Message, Receive, Scope, Send, header, refusal, response
+from ..asgi import HeldRequests, Inbox, Message, Receive, Scope, Send, header, refusal, response
 
 MOST_BODY_BYTES = 1 << 30
 PARTS = frozenset(("weights", "kv_cache"))
@@ -72,7 +72,7 @@ class SimulatedServer:
         """Answer one request: ASGI."""
         if scope["type"] != "http":
             return
-        inbox = Inbox(receive, Held(MOST_BODY_BYTES))
+        inbox = Inbox(receive, HeldRequests(MOST_BODY_BYTES))
         body = await inbox.body(MOST_BODY_BYTES)
         method, path = str(scope["method"]), str(scope["path"])
         if (method, path) in _MODEL_PATHS:

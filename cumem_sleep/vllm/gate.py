@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlencode
 from ..asgi import (
     App,
     ClientGone,
-    Held,
+    HeldRequests,
     Inbox,
     Message,
     Receive,
@@ -95,7 +95,7 @@ class SleepGate:
         self._outcomes: Counter[str] = Counter()
         self._leases: set[Lease] = set()
         self._lease_ended = asyncio.Event()
-        self._held = Held(settings.max_held_bytes)
+        self._held = HeldRequests(settings.max_held_bytes)
         self._watch: asyncio.Task[None] | None = None
         self._dev_mode = os.environ.get("VLLM_SERVER_DEV_MODE", "0").strip() not in ("", "0")
         self.model = SleepingModel(settings, self._status)

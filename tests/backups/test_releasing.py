@@ -189,7 +189,7 @@ class TestGivingBack:
         most = [0]
 
         class Counted:
-            def __init__(self, held: _core.Held) -> None:
+            def __init__(self, held: _core.LockGuard) -> None:
                 self.held = held
 
             def __enter__(self) -> bool:

@@ -58,7 +58,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: pathlib.Path, allocator: CuMe
     tmp_path.chmod(0o700)
     with TIERS[request.param](tmp_path) as opened:
         yield opened
-        opened.settle()
+        opened.finish_releasing()
         opened.stop()
 
 
@@ -112,12 +112,12 @@ class TestRoom:
             tier.release(extents)
         for _ in range(3):
             tier.release_later(list(reserve(tier, *[8 << 20] * 7)))
-            tier.settle()
+            tier.finish_releasing()
             assert tier.unreleased_bytes == 0
 
     def test_what_is_held_is_counted_backup_by_backup(self, tier: Tier) -> None:
         reserved = tier.reserve([Wanted(0, [PAGE, 3 * PAGE]), Wanted(0, [PAGE // 2 + 16])])
-        whole, odd = tier.held(reserved)
+        whole, odd = tier.footprints(reserved)
         assert whole == (4 * PAGE, False)
         assert PAGE // 2 + 16 <= odd.bytes <= PAGE // 2 + (64 << 10)
         assert (tier.place().vault != "") is isinstance(tier, VaultTier)
@@ -222,7 +222,7 @@ class TestSharing:
         address, data = segment
         extents = reserve(tier, PAGE)
         write(tier, extents[0], address, PAGE)
-        assert tier.find([self.content(data[:PAGE])]) == [None]
+        assert tier.find_content([self.content(data[:PAGE])]) == [None]
         assert tier.can_rewrite(extents)
         tier.release(extents)
 
@@ -234,7 +234,7 @@ class TestSharing:
         extents = reserve(tier, PAGE)
         write(tier, extents[0], address, PAGE)
         tier.seal([Stored(content, extents, is_encoded=False)])
-        found, other = tier.find([content, Content(0, Digest(1, 2), PAGE)])
+        found, other = tier.find_content([content, Content(0, Digest(1, 2), PAGE)])
         assert other is None
         if found is None:  # the tier shares nothing: then its extents can be written again
             assert tier.can_rewrite(extents)
@@ -257,7 +257,7 @@ class TestSharing:
         extents = reserve(tier, PAGE)
         write(tier, extents[0], address, PAGE)
         tier.seal([Stored(content, extents, is_encoded=True)])
-        assert tier.find([content]) == [None]
+        assert tier.find_content([content]) == [None]
         tier.release(extents)
 
     def test_what_is_needed_is_not_evicted(self, tier: Tier, segment: tuple[int, bytes]) -> None:
@@ -265,8 +265,8 @@ class TestSharing:
         extents = reserve(tier, 4 * PAGE)
         write(tier, extents[0], address, 4 * PAGE)
         tier.seal([Stored(self.content(data), extents, is_encoded=False)])
-        assert tier.mark([extents], needed=False) == []
-        assert tier.mark([extents], needed=True) == []
+        assert tier.set_needed([extents], needed=False) == []
+        assert tier.set_needed([extents], needed=True) == []
         with pytest.raises(OutOfHostMemory):
             tier.reserve([Wanted(0, [1 << 60])])
         with lane_of(tier) as lane:

@@ -241,12 +241,12 @@ class TestRefused:
                 return True
 
         fill(allocator, memory, *TAGS)
-        allocator._torch_pools = Pools()  # type: ignore[assignment]
+        allocator._pools.found = Pools()  # type: ignore[assignment]
         try:
             with pytest.raises(InvalidState, match="prepare while this thread captures"):
                 allocator.prepare()
         finally:
-            allocator._torch_pools = None
+            allocator._pools.found = None
         assert allocator._preparation is None
         finished(allocator.prepare())
         assert backed_up_bytes(allocator) == 2 * PAGE

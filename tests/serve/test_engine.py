@@ -138,7 +138,7 @@ def test_without_the_layer_level_3_is_level_1() -> None:
         (httpx.ReadTimeout("late"), "late"),
     ],
 )
-def test_a_server_that_does_not_get_to_level_3_sleeps_at_level_1(answer: Any, why: str) -> None:
+def test_a_server_that_does_not_get_to_level_3_sleeps_at_level_1(answer: httpx.Response | Exception, why: str) -> None:
     outcome = do(Server(collective_rpc=[answer]), lambda one: _with_layer(one, 3))
     assert (outcome.error, outcome.state, outcome.level) == (None, Phase.ASLEEP, 1)
     assert why in outcome.why_not_deeper

@@ -139,7 +139,8 @@ class Target:
 
     def calls_made(self) -> int:
         """Without those that never wait, which a thread in the middle of an answer may make."""
-        return int(self.ask("sum(sim.stats().calls.values()) - sim.stats().calls['cuGetErrorName']"))
+        calls: dict[str, int] = self.ask("dict(sim.stats().calls)")
+        return sum(calls.values()) - calls["cuGetErrorName"]
 
     def kill(self, reap: bool = True) -> None:
         self._process.send_signal(signal.SIGKILL)
@@ -176,7 +177,11 @@ def process_that_answers(command: list[str], **environment: object) -> Iterator[
         yield Target(process)
     finally:
         process.kill()
-        process.communicate()
+        process.wait(30)
+        for pipe in (process.stdin, process.stdout):
+            assert pipe
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
 
 def answer(**names: object) -> None:
@@ -184,6 +189,7 @@ def answer(**names: object) -> None:
         "ctypes": ctypes,
         "sim": sim,
         "os": os,
+        "signal": signal,
         "Int": Int,
         "Address": Address,
         "HostFunction": HostFunction,

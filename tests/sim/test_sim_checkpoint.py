@@ -8,8 +8,10 @@ import functools
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -89,6 +91,25 @@ def a_target(**environment: object) -> contextlib.AbstractContextManager[Target]
 def uuid(device: int = 0) -> str:
     digits = f"cumem-sim-{device:05d}".encode().ljust(16, b"\0").hex()
     return f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+
+
+def has_board(pid: int) -> bool:
+    folder = pathlib.Path(f"/proc/{pid}/fd")
+    for descriptor in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed in the meantime
+            if "cumem-sim-process" in os.readlink(descriptor):
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def a_child(target: Target, fork: str) -> Iterator[int]:
+    child = target.ask(f"{fork} or signal.pause()")
+    assert child > 1  # to kill others would kill many
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def used(target: Target, device: int = 0) -> int:
@@ -212,12 +233,19 @@ class TestProcesses:
             assert target.ask(f"driver('cuCheckpointProcess{change}', os.getpid(), None)") == OK
         assert target.ask("driver('cuCtxSynchronize')") == OK
 
-    def test_nothing_is_inherited(self, helper: Helper, target: Target) -> None:
-        """Neither by a forked child, which has no driver, nor by a program that is started."""
-        child = target.ask("os.fork() or os.read(0, 1)")
-        assert helper("Lock", child) == NOT_INITIALIZED
-        helper.all(target.pid, "Lock")
-        os.kill(child, 9)
+    @pytest.mark.parametrize("fork", ["os.fork()", "ctypes.CDLL(None)._Fork()"])
+    def test_a_forked_child_is_another_process(self, helper: Helper, target: Target, fork: str) -> None:
+        """Also one made by a call that runs no handlers, as some programs do just before they start another."""
+        if "_Fork" in fork and not hasattr(ctypes.CDLL(None), "_Fork"):
+            pytest.skip("glibc before 2.34")
+        with a_child(target, fork) as child:
+            assert helper("Lock", child) == NOT_INITIALIZED
+            helper.all(target.pid, "Lock")
+
+    def test_nothing_keeps_a_board_of_a_dead_process(self, target: Target) -> None:
+        with a_child(target, "os.fork()") as child:
+            wait_until(lambda: not has_board(child))
+            assert has_board(target.pid)
 
 
 class TestBlocking:
@@ -276,9 +304,11 @@ class TestLock:
         """A host function counts, and so does a call that waits for it."""
         target.ask("worker.keep_busy()")
         target.ask("worker.begin('cuCtxSynchronize')")
+        wait_until(lambda: target.ask("sim.stats().calls['cuCtxSynchronize']") == 1)
         assert helper("Lock", target.pid, timeout_ms=20) == NOT_READY
         assert helper.state(target.pid) == RUNNING
         assert target.ask("driver.get(Int, 'cuDeviceGetCount')") == 1
+        assert target.ask("sim.stats().blocked_calls") == 0
         target.ask("worker.end_work()")
         helper.all(target.pid, *CHANGES)
 
@@ -330,8 +360,14 @@ class TestLock:
         with a_target() as other:
             other.ask("driver.ok('cuInit', 0)")
             other.ask(f"worker.begin('cuCheckpointProcessLock', {target.pid}, None)")
-            target.ask("worker.end_work_when_locked('cuCtxGetDevice', 0)")
-            assert helper("Lock", target.pid) == ILLEGAL_STATE
+            target.ask("worker.begin_when_locked('cuCtxGetDevice', 0)")
+            target.wait_for_blocked(1)
+            answers: list[str] = []
+            waiting = threading.Thread(target=lambda: answers.append(helper("Lock", target.pid)))
+            waiting.start()
+            target.ask("worker.end_work()")
+            waiting.join(30)
+            assert answers == [ILLEGAL_STATE]
             assert other.ask("worker.result()") == ("cuCheckpointProcessLock", OK)
 
 

@@ -5,6 +5,7 @@ This layer's own calls into the driver fail at level 3, and those of others wait
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from environment import Stock, skip_unless_vllm
 from real_worker import PAGE, Contents, asleep, backends
-from support import Memory, fresh_allocator
+from support import DEVICE_BYTES, Memory, fresh_allocator
 
 from cumem_sleep import CuMemAllocator, OutOfDeviceMemory, _core, sim
 from cumem_sleep.errors import CheckpointFailed
@@ -26,19 +27,34 @@ skip_unless_vllm()
 pytestmark = pytest.mark.sim
 
 WITHIN_S = 60.0
+OUTSIDE = 32 << 20
 SIM_FAIL = "CUMEM_SLEEP_SIM_FAIL"
 
 
-@pytest.fixture
-def context_bytes() -> Iterator[int]:
-    """What a context takes of a simulated GPU."""
-    sim.configure(context_bytes=32 << 20)
-    yield 32 << 20
-    sim.configure(device_bytes=256 << 20, context_bytes=0)
+class Properties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("type", "handles", "location", "device")),
+        ("win32", ctypes.c_void_p),
+        ("flags", ctypes.c_ulonglong),
+    )
 
 
 @pytest.fixture
-def executor(context_bytes: int, worker: Any, plugged: Stock) -> Any:
+def outside(memory: Memory) -> Iterator[int]:
+    """Bytes of device memory that no layer knows of, as CUDA's context and NCCL have."""
+    address = CuMemAllocator.get_instance().malloc(PAGE)  # opens the driver
+    driver, handle = ctypes.CDLL(_core.driver_path()), ctypes.c_ulonglong()
+    assert driver.cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(OUTSIDE), ctypes.byref(Properties(1, 0, 1)), 0) == 0
+    CuMemAllocator.get_instance().free(address)
+    yield OUTSIDE
+    sim.configure(device_bytes=DEVICE_BYTES)
+    assert driver.cuMemRelease(handle) == 0
+
+
+@pytest.fixture
+def executor(outside: int, worker: Any, plugged: Stock) -> Any:
     """VLLM's executor of one process, around its real worker."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -123,7 +139,7 @@ class TestSleepsAndWakes:
         assert not executor.is_sleeping
         assert nobody_waited()
 
-    def test_the_backend_itself_stays_at_level_1(self, plugged: Stock, context_bytes: int) -> None:
+    def test_the_backend_itself_stays_at_level_1(self, plugged: Stock, outside: int) -> None:
         """The worker calls CUDA after it."""
         factory = compatibility._backend_factory()
         if factory is None:
@@ -137,7 +153,7 @@ class TestSleepsAndWakes:
 
 
 class TestStatus:
-    def test_asks_nobody(self, executor: Any, contents: Contents, context_bytes: int) -> None:
+    def test_asks_nobody(self, executor: Any, contents: Contents, outside: int) -> None:
         (before,) = executor.collective_rpc("cumem_sleep_status")
         assert not before["checkpointed"]
         executor.sleep(level=3)
@@ -148,10 +164,10 @@ class TestStatus:
         assert status["checkpointed"]
         assert status["usage"]["weights"]["asleep_segments"] == 1
         assert status["device_total_bytes"] == before["device_total_bytes"]
-        assert status["device_used_bytes"] < context_bytes, "as after the checkpoint"
+        assert status["device_used_bytes"] < outside, "as after the checkpoint"
         assert is_deep()
         executor.wake_up()
-        assert executor.collective_rpc("cumem_sleep_status")[0]["device_used_bytes"] >= context_bytes
+        assert executor.collective_rpc("cumem_sleep_status")[0]["device_used_bytes"] >= outside
 
 
 class TestOtherCalls:
@@ -165,7 +181,7 @@ class TestOtherCalls:
         executor.sleep(level=3)
         assert is_deep()
         sim.reset()
-        assert executor.collective_rpc(call)[0][1] == 256 << 20
+        assert executor.collective_rpc(call)[0][1] == DEVICE_BYTES
         assert not is_deep()
         assert asleep() == {"weights", "kv_cache"}
         assert nobody_waited()
@@ -188,18 +204,18 @@ class TestOtherCalls:
     def test_without_memory_to_come_back_they_fail(self, executor: Any, worker: Any, contents: Contents) -> None:
         worker.asks = lambda: ask_cuda(worker)
         executor.sleep(level=3)
-        sim.configure(device_bytes=16 << 20)
+        sim.configure(device_bytes=OUTSIDE // 2)
         with pytest.raises(OutOfDeviceMemory):
             executor.collective_rpc("asks")
         assert is_deep()
-        sim.configure(device_bytes=256 << 20)
+        sim.configure(device_bytes=DEVICE_BYTES)
         executor.wake_up()
         assert contents.is_there("weights")
 
 
 class TestByItself:
     @pytest.fixture(autouse=True)
-    def _soon(self, plugged: Stock, context_bytes: int) -> None:
+    def _soon(self, plugged: Stock, outside: int) -> None:
         fresh_allocator(deep_after_s=0.1)
         CuMemAllocator.deepens_after_sleeps = False
 
@@ -222,10 +238,10 @@ class TestByItself:
         worker.slow = slow
         executor.sleep(level=1)
         executor.collective_rpc("slow")
-        assert seen == [(False, 256 << 20)]
+        assert seen == [(False, DEVICE_BYTES)]
         until(is_deep)
         executor.collective_rpc("slow")
-        assert seen[1:] == [(False, 256 << 20)]
+        assert seen[1:] == [(False, DEVICE_BYTES)]
         until(is_deep)
         executor.wake_up()
         assert allocator.checkpoint is None
@@ -287,12 +303,12 @@ class TestFailures:
 
     def test_of_memory(self, executor: Any, contents: Contents) -> None:
         executor.sleep(level=3)
-        sim.configure(device_bytes=16 << 20)
+        sim.configure(device_bytes=OUTSIDE // 2)
         with pytest.raises(OutOfDeviceMemory):
             executor.wake_up()
         assert executor.is_sleeping
         assert is_deep()
-        sim.configure(device_bytes=256 << 20)
+        sim.configure(device_bytes=DEVICE_BYTES)
         executor.wake_up()
         assert contents.is_there("weights")
 
@@ -308,7 +324,7 @@ class TestFailures:
         assert executor.is_sleeping, "its memory sleeps, whatever became of the rest"
         (status,) = executor.collective_rpc("cumem_sleep_status")
         assert status["checkpointed"], "nothing may call CUDA"
-        assert status["device_total_bytes"] == 256 << 20, "the last value"
+        assert status["device_total_bytes"] == DEVICE_BYTES, "the last value"
         executor.wake_up()
         assert not executor.is_sleeping
         assert contents.is_there("weights")
@@ -337,10 +353,10 @@ class TestShutdown:
 
         monkeypatch.setattr(type(worker), "shutdown", lambda self: pytest.fail("CUDA is asked"))
         executor.sleep(level=3)
-        sim.configure(device_bytes=16 << 20)
+        sim.configure(device_bytes=OUTSIDE // 2)
         with monkeypatch.context() as context:
             context.setattr("os._exit", end)
             with pytest.raises(Ended):
                 executor.shutdown()
-        sim.configure(device_bytes=256 << 20)
+        sim.configure(device_bytes=DEVICE_BYTES)
         executor.wake_up()

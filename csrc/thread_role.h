@@ -1,0 +1,17 @@
+// What the calling thread is for, if the layer started it to call Python. It decides where that thread looks for a
+// request to stop, and that it starts no further thread to work on.
+#pragma once
+
+namespace cumem_sleep {
+
+class Event;
+class Worker;
+
+struct ThreadRole {
+    const Event* operation_asked = nullptr;  // of an operation: set when that is to stop
+    const Worker* worker = nullptr;          // of a background thread
+};
+
+inline thread_local ThreadRole thread_role;
+
+}  // namespace cumem_sleep

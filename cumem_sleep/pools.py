@@ -1,0 +1,66 @@
+"""`Pools`: PyTorch's pools on this layer, and what a thread does to allocate from one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import ClassVar
+
+from . import _core, log
+from .errors import InvalidState
+from .integrations.torch import TorchPools, torch_with_cuda
+
+
+class Pools:
+    """The pools of an allocator whose driver is open.
+
+    Attributes:
+        found: PyTorch's, once it was in use and reached the GPU.
+    """
+
+    warned_of_empty: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.found: TorchPools | None = None
+
+    def find(self, *, import_torch: bool = False) -> TorchPools | None:
+        """PyTorch's pools, if it is in use (or `import_torch`) and reaches the GPU of this driver."""
+        if self.found is None and not _core.driver_is_simulated() and (import_torch or "torch" in sys.modules):
+            torch = torch_with_cuda()
+            if torch is not None:
+                self.found = TorchPools(torch)
+        return self.found
+
+    @contextmanager
+    def allocating(self, tag: str, backup: _core.Backup, *, ordinary: bool) -> Iterator[None]:
+        """What this thread allocates inside has this tag and plan; `ordinary`: PyTorch's comes from no pool."""
+        pools = self.find(import_torch=True)
+        with _core.ThreadLabel(tag, backup), nullcontext() if pools is None else pools.use(ordinary=ordinary):
+            yield
+
+    @contextmanager
+    def capturing(self, call: str, tag: str, backup: _core.Backup) -> Iterator[TorchPools]:
+        """As `allocating`, for CUDA graphs, whose pool the caller chooses.
+
+        Raises:
+            InvalidState: PyTorch does not reach a GPU here, which `call` needs.
+        """
+        pools = self.find(import_torch=True)
+        if pools is None:
+            raise InvalidState(f"{call} needs PyTorch and a GPU that it reaches")
+        with _core.ThreadLabel(tag, backup):
+            yield pools
+
+    def warn_of_empty(self, tag: str) -> None:
+        """Say once why a pool is left while this layer holds no memory at all: nothing of it would sleep."""
+        if Pools.warned_of_empty or _core.segments():
+            return
+        Pools.warned_of_empty = True
+        if _core.driver_is_simulated():
+            why = "on the simulated driver PyTorch does not allocate from this layer, only `malloc` and CuPy do"
+        elif self.found is None:
+            why = "PyTorch is not installed, or reaches no GPU (a build for the CPU?)"
+        else:
+            why = "what is built on the CPU and moved to the GPU later is not in it: build, or move, inside the pool"
+        log.warning("nothing was allocated in the memory pool %r, so nothing of it can sleep: %s", tag, why)

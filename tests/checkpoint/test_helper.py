@@ -1,0 +1,290 @@
+"""What fails in the helper, or around it: a process that sleeps, or works, or says that it cannot."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from support import PAGE, Memory, assert_clean_exit, run_script
+
+from cumem_sleep import CheckpointFailed, CuMemAllocator, DriverError, OutOfDeviceMemory, _core, sim
+from cumem_sleep.checkpoint.process import THIS_PROCESS
+
+pytestmark = pytest.mark.sim
+
+BYTES = b"kept" * (PAGE // 4)
+
+
+@pytest.fixture
+def new_helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """The next helper fails driver calls like this (CUMEM_SLEEP_SIM_FAIL)."""
+
+    def begin(failures: str = "") -> None:
+        monkeypatch.setenv("CUMEM_SLEEP_SIM_FAIL", failures)
+        THIS_PROCESS._end_helper()
+
+    yield begin
+    monkeypatch.delenv("CUMEM_SLEEP_SIM_FAIL", raising=False)
+    THIS_PROCESS._end_helper()
+
+
+@pytest.fixture
+def weights(allocator: CuMemAllocator, memory: Memory) -> int:
+    address = allocator.malloc(PAGE, "weights")
+    memory.write(address, BYTES)
+    return address
+
+
+def failing(call: str, error: str, after: int = 0, times: int = 1) -> str:
+    return f"cuCheckpointProcess{call}:{after}:CUDA_ERROR_{error}:{times}"
+
+
+class TestDriverErrors:
+    @pytest.mark.parametrize("call", ["Lock", "Checkpoint"])
+    def test_on_the_way_down(
+        self, allocator: CuMemAllocator, memory: Memory, weights: int, new_helper: Callable[[str], None], call: str
+    ) -> None:
+        new_helper(failing(call, "NOT_SUPPORTED"))
+        report = allocator.sleep(level=3)
+        assert f"cuCheckpointProcess{call} failed with CUDA_ERROR_NOT_SUPPORTED" in report.why_not_deeper
+        assert allocator.checkpoint is None
+        assert allocator.sleep(level=3).checkpointed_bytes > 0  # the next one does not fail
+        allocator.wake_up()
+        assert memory.read(weights, PAGE) == BYTES
+        assert sim.stats().blocked_calls == 0
+
+    @pytest.mark.parametrize("error", ["OUT_OF_MEMORY", "NOT_SUPPORTED"])
+    @pytest.mark.parametrize("call", ["Restore", "Unlock", "GetState"])
+    def test_on_the_way_back(
+        self,
+        allocator: CuMemAllocator,
+        memory: Memory,
+        weights: int,
+        new_helper: Callable[[str], None],
+        call: str,
+        error: str,
+    ) -> None:
+        # The state is asked for after each request; first when the helper starts, then after the checkpoint.
+        new_helper(failing(call, error, after=2 if call == "GetState" else 0))
+        allocator.sleep(level=3)
+        with pytest.raises((CheckpointFailed, DriverError)) as failed:
+            allocator.wake_up()
+        assert error in str(failed.value)
+        assert _core.driver_calls_suspended()
+        assert allocator.usage()["weights"].asleep_segments == 1
+        allocator.wake_up()
+        assert memory.read(weights, PAGE) == BYTES
+        assert sim.stats().blocked_calls == 0
+
+    def test_an_unlock_that_fails_after_a_checkpoint_that_failed(
+        self, allocator: CuMemAllocator, memory: Memory, weights: int, new_helper: Callable[[str], None]
+    ) -> None:
+        """Locked, and all asleep: said, and the next wake tries again."""
+        new_helper(f"{failing('Checkpoint', 'NOT_SUPPORTED')},{failing('Unlock', 'NOT_SUPPORTED', times=2)}")
+        with pytest.raises(CheckpointFailed) as failed:
+            allocator.sleep(level=3)
+        assert failed.value.state == "LOCKED"
+        assert "call wake_up again" in str(failed.value)
+        assert allocator.usage()["weights"].asleep_segments == 1
+        allocator.wake_up()
+        assert memory.read(weights, PAGE) == BYTES
+        assert sim.stats().blocked_calls == 0
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("call", ["Checkpoint", "Restore"])
+    def test_a_state_that_is_lost(self, call: str) -> None:
+        """It is said, by the call and by each that follows, and the process ends when it is told to."""
+        process = run_script(
+            """
+            allocator = fresh_allocator()
+            allocator.malloc(PAGE, "weights")
+            for call in (lambda: allocator.sleep(level=3), allocator.wake_up, allocator.wake_up):
+                try:
+                    call()
+                except CheckpointFailed as error:
+                    print(error.state, "restart this process" in str(error))
+            print(allocator.usage()["weights"].asleep_segments, sim.stats().blocked_calls)
+            """,
+            CUMEM_SLEEP_SIM_FAIL=failing(call, "UNKNOWN"),
+        )
+        lost = "FAILED True\n"
+        assert process.stdout == lost * (3 if call == "Checkpoint" else 2) + "1 0\n", process.stderr
+        assert process.returncode == 1
+        assert "ends at once" in process.stderr
+
+
+class TestTheProcess:
+    def test_killed_before(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
+        """The next one takes its place."""
+        for _ in range(2):
+            allocator.sleep(level=3)
+            _kill_helper()
+            allocator.wake_up()
+            _kill_helper()
+            assert memory.read(weights, PAGE) == BYTES
+
+    def test_stopped_and_killed_within_a_call(
+        self, allocator: CuMemAllocator, memory: Memory, weights: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from cumem_sleep.checkpoint import process
+
+        ask = process._Helper.ask
+
+        def killed(self: process._Helper, request: dict[str, object]) -> dict[str, object]:
+            monkeypatch.setattr(process._Helper, "ask", ask)
+            self._process.kill()
+            return ask(self, request)
+
+        monkeypatch.setattr(process._Helper, "ask", killed)
+        report = allocator.sleep(level=3)
+        assert "the helper process has ended" in report.why_not_deeper
+        assert not _core.driver_calls_suspended()
+        allocator.sleep(level=3)
+        monkeypatch.setattr(process._Helper, "ask", killed)
+        allocator.wake_up()
+        assert memory.read(weights, PAGE) == BYTES
+
+    def test_that_cannot_be_started(
+        self,
+        allocator: CuMemAllocator,
+        memory: Memory,
+        weights: int,
+        new_helper: Callable[[str], None],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        new_helper("")
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", "/nowhere/python")
+            assert "cannot be started" in allocator.sleep(level=3).why_not_deeper
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", "/bin/true")
+            assert "has ended" in allocator.sleep(level=3).why_not_deeper
+        assert allocator.sleep(level=3).checkpointed_bytes > 0
+        allocator.wake_up()
+        assert memory.read(weights, PAGE) == BYTES
+
+    def test_that_does_not_answer(
+        self, allocator: CuMemAllocator, memory: Memory, weights: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from cumem_sleep.checkpoint import process
+
+        allocator.sleep(level=3)
+        os.kill(_helper_pid(), signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "_ANSWER_WITHIN_S", 5.0)
+            allocator.wake_up()  # by the next helper
+        assert memory.read(weights, PAGE) == BYTES
+
+    def test_ends_with_this_process(self) -> None:
+        process = run_script(
+            """
+            allocator = fresh_allocator()
+            allocator.malloc(PAGE, "weights")
+            allocator.sleep(level=3)
+            from cumem_sleep.checkpoint.process import THIS_PROCESS
+            print(THIS_PROCESS._helper._process.pid, flush=True)
+            os.kill(os.getpid(), 9)
+            """
+        )
+        assert process.returncode == -signal.SIGKILL, process.stderr
+        _await_end(int(process.stdout))
+
+
+class TestExit:
+    @pytest.mark.parametrize("level", [3])
+    def test_at_level_3(self, level: int) -> None:
+        process = run_script(
+            f"""
+            allocator = fresh_allocator()
+            allocator.malloc(PAGE, "weights")
+            import atexit
+            atexit.register(lambda: print(sim.stats().blocked_calls, _core.driver_calls_suspended()))
+            assert not allocator.sleep(level={level}).why_not_deeper
+            """
+        )
+        assert_clean_exit(process)
+
+    def test_that_cannot_come_back(self) -> None:
+        process = run_script(
+            """
+            allocator = fresh_allocator()
+            allocator.malloc(PAGE, "weights")
+            allocator.sleep(level=3)
+            print("slept")
+            """,
+            CUMEM_SLEEP_SIM_FAIL=failing("Restore", "NOT_SUPPORTED", times=9),
+        )
+        assert (process.returncode, process.stdout) == (1, "slept\n")
+        assert "ends at once" in process.stderr
+
+    def test_old_driver(self) -> None:
+        process = run_script(
+            """
+            allocator = fresh_allocator()
+            allocator.malloc(PAGE, "weights")
+            print(allocator.sleep(level=3).why_not_deeper)
+            allocator.wake_up()
+            """,
+            CUMEM_SLEEP_SIM_DRIVER_VERSION="12060",
+        )
+        assert process.returncode == 0, process.stderr
+        assert "driver 570" in process.stdout
+
+    def test_fork(self) -> None:
+        """A child forked at level 3 cannot use the GPU, as any, and does not touch its parent's checkpoint."""
+        process = run_script(
+            """
+            import sys
+            allocator = fresh_allocator()
+            allocator.malloc(PAGE, "weights")
+            allocator.sleep(level=3)
+            child = os.fork()
+            if child == 0:
+                try:
+                    allocator.wake_up()
+                except InvalidState as error:
+                    print("forked" in str(error), flush=True)
+                sys.exit(0)
+            os.waitpid(child, 0)
+            assert allocator.checkpoint is not None
+            allocator.wake_up()
+            """,
+        )
+        assert process.stdout == "True\n", process.stderr
+        assert_clean_exit(process)
+
+
+@pytest.mark.usefixtures("weights")
+def test_out_of_memory_at_restore_is_typed(allocator: CuMemAllocator, new_helper: Callable[[str], None]) -> None:
+    """What the driver itself says, if the look before it was wrong."""
+    new_helper(failing("Restore", "OUT_OF_MEMORY"))
+    allocator.sleep(level=3)
+    with pytest.raises(OutOfDeviceMemory):
+        allocator.wake_up()
+    allocator.wake_up()
+
+
+def _helper_pid() -> int:
+    helper = THIS_PROCESS._helper
+    assert helper is not None
+    return helper._process.pid
+
+
+def _kill_helper() -> None:
+    os.kill(_helper_pid(), signal.SIGKILL)
+
+
+def _await_end(pid: int) -> None:
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    import select
+
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    assert poll.poll(30_000), "the helper lives on"
+    os.close(process)

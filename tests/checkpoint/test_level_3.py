@@ -1,0 +1,346 @@
+"""Level 3: the CUDA state leaves the GPU and comes back, and nothing calls the driver meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from checkpointing import LEFT_AT_LEVEL_1, LEFT_AT_LEVEL_3
+from support import MIB, PAGE, Memory, assert_no_threads, hooks, in_thread, raises, run_together
+
+from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, SleepReport, _core, sim
+from cumem_sleep.checkpoint import process
+
+pytestmark = pytest.mark.sim
+
+BYTES = bytes(range(256)) * (PAGE // 256)
+
+
+@pytest.fixture
+def weights(allocator: CuMemAllocator, memory: Memory) -> int:
+    """An address with `BYTES`, beside a KV cache."""
+    address = allocator.malloc(PAGE, "weights")
+    memory.write(address, BYTES)
+    allocator.malloc(2 * PAGE, "kv_cache")
+    return address
+
+
+@functools.cache
+def uuid() -> str:
+    return _core.device_info(0).uuid
+
+
+def used_bytes() -> int:
+    """As another process sees it."""
+    return sim.process_memory(os.getpid(), uuid())[0]
+
+
+@pytest.fixture(autouse=True)
+def _uuid_is_known(left_at_level_1: None) -> None:  # noqa: ARG001  (opens the driver)
+    uuid()
+
+
+def assert_deep(allocator: CuMemAllocator) -> None:
+    assert _core.driver_calls_suspended()
+    assert allocator.checkpoint is not None
+    assert used_bytes() == LEFT_AT_LEVEL_3
+
+
+def assert_at_level_1(allocator: CuMemAllocator) -> None:
+    assert not _core.driver_calls_suspended()
+    assert allocator.checkpoint is None
+    assert used_bytes() > LEFT_AT_LEVEL_3
+    assert all(segment.sleep != _core.Segment.Sleep.AWAKE for segment in _core.segments())
+
+
+def assert_nothing_asked() -> None:
+    assert sim.stats().blocked_calls == 0
+
+
+class TestSleepAndWake:
+    def test_there_and_back(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
+        report = allocator.sleep(level=3)
+        assert_deep(allocator)
+        assert (report.freed_bytes, report.dropped_bytes) == (3 * PAGE, 2 * PAGE)
+        assert report.checkpointed_bytes >= LEFT_AT_LEVEL_1 - LEFT_AT_LEVEL_3
+        assert report.left_bytes == LEFT_AT_LEVEL_3
+        assert report.why_not_deeper == ""
+        assert {"lock", "checkpoint"} <= report.phases.keys()
+        woken = allocator.wake_up()
+        assert woken.restored_bytes == PAGE
+        assert list(woken.phases)[:2] == ["restore", "unlock"]
+        assert woken.seconds >= sum(woken.phases.values())
+        assert allocator.checkpoint is None
+        assert memory.read(weights, PAGE) == BYTES
+        assert_nothing_asked()
+
+    def test_from_level_1(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
+        allocator.sleep(level=1)
+        report = allocator.sleep(level=3)
+        assert_deep(allocator)
+        assert (report.freed_bytes, report.note) == (0, "")
+        assert report.checkpointed_bytes > 0
+        assert allocator.totals()["sleep"].count == 2
+        allocator.wake_up()
+        assert memory.read(weights, PAGE) == BYTES
+
+    @pytest.mark.parametrize("level", [1, 2, 3, None])
+    def test_asking_again(self, allocator: CuMemAllocator, memory: Memory, weights: int, level: int | None) -> None:
+        """What sleeps already stays as it is, and keeps its backups."""
+        allocator.sleep(level=3)
+        assert "nothing to do" in allocator.sleep(level=level).note
+        assert "nothing to do" in allocator.discard("weights").note
+        assert_deep(allocator)
+        allocator.wake_up()
+        assert memory.read(weights, PAGE) == BYTES
+        assert_nothing_asked()
+
+    def test_by_tags(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
+        allocator.sleep(level=3)
+        allocator.wake_up(["weights"])
+        assert memory.read(weights, PAGE) == BYTES
+        assert allocator.usage()["kv_cache"].asleep_segments == 1
+        assert "still have device memory" not in allocator.sleep(level=3).why_not_deeper
+        assert_deep(allocator)
+        allocator.wake_up()
+
+    def test_many_times(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
+        held = None
+        for _ in range(8):
+            allocator.sleep(level=3)
+            allocator.wake_up()
+            now = (sim.stats().live_handles, sim.stats().registered_bytes, used_bytes(), threading.active_count())
+            assert held in (None, now)
+            held = now
+        assert memory.read(weights, PAGE) == BYTES
+        assert_nothing_asked()
+
+    def test_without_any_memory(self, allocator: CuMemAllocator) -> None:
+        allocator.sleep(level=3)
+        assert_deep(allocator)
+        assert allocator.wake_up().note
+        assert allocator.checkpoint is None
+
+    def test_ends_a_preparation(self, allocator: CuMemAllocator, weights: int) -> None:  # noqa: ARG002
+        preparation = allocator.prepare()
+        allocator.sleep(level=3)
+        assert_deep(allocator)
+        preparation.wait(30)
+        assert not preparation.running
+        assert_nothing_asked()
+        allocator.wake_up()
+
+    def test_a_new_allocator(self, allocator: CuMemAllocator, make_allocator: Callable[..., CuMemAllocator]) -> None:
+        allocator.sleep(level=3)
+        other = make_allocator()
+        assert not _core.driver_calls_suspended()
+        other.free(other.malloc(PAGE))
+        assert_nothing_asked()
+
+
+class TestMeanwhile:
+    """What is asked of the allocator at level 3."""
+
+    @pytest.mark.parametrize(
+        "look",
+        [
+            lambda allocator, _: allocator.usage(),
+            lambda allocator, _: allocator.regions.usage(),
+            lambda allocator, _: allocator.backup_place(),
+            lambda allocator, _: allocator.totals(),
+            lambda allocator, _: allocator.get_current_usage(),
+            lambda allocator, weights: allocator.read_backup(weights, PAGE),
+        ],
+    )
+    def test_looks_leave_it_there(
+        self, allocator: CuMemAllocator, weights: int, look: Callable[[CuMemAllocator, int], object]
+    ) -> None:
+        before = str(look(allocator, weights)) if look(allocator, weights) is not None else None
+        allocator.sleep(level=1)
+        before = str(look(allocator, weights))
+        allocator.sleep(level=3)
+        seen = str(look(allocator, weights))
+        assert_deep(allocator)
+        assert_nothing_asked()
+        if "checkpoint" not in seen:  # the totals count it
+            assert seen == before
+        allocator.wake_up()
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda allocator, _: allocator.free(allocator.malloc(PAGE, "more")),
+            lambda allocator, weights: allocator.free(weights),
+            lambda allocator, _: allocator.prepare().wait(30),
+            lambda allocator, _: allocator.release_backups(),
+            lambda allocator, _: allocator.close(),
+            lambda allocator, _: allocator.use_memory_pool("weights").__enter__(),
+        ],
+    )
+    def test_what_needs_the_gpu_comes_back_first(
+        self, allocator: CuMemAllocator, weights: int, use: Callable[[CuMemAllocator, int], object]
+    ) -> None:
+        allocator.sleep(level=3)
+        in_thread(lambda: use(allocator, weights))
+        assert_at_level_1(allocator)
+        assert_nothing_asked()
+        allocator.wake_up()
+
+    def test_the_hook_frees_later(self, allocator: CuMemAllocator, weights: int) -> None:
+        """A tensor that goes away meanwhile."""
+        pools = hooks()
+        allocator.sleep(level=3)
+        in_thread(lambda: pools.cumem_sleep_free(ctypes.c_void_p(weights), PAGE, 0, None))
+        assert_deep(allocator)
+        assert "weights" not in allocator.usage()
+        allocator.wake_up()
+        assert allocator.usage()["kv_cache"].mapped_bytes == 2 * PAGE
+        assert sim.stats().live_handles == 1
+        assert_nothing_asked()
+
+    def test_driver_calls_fail_at_once(self, allocator: CuMemAllocator, weights: int) -> None:  # noqa: ARG002
+        allocator.sleep(level=3)
+        with raises(InvalidState, "checkpointed", "wake it up first"):
+            _core.memory_info(0)
+        assert_nothing_asked()
+        allocator.wake_up()
+        _core.memory_info(0)
+
+    def test_threads_of_all_kinds(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
+        """Whatever comes between two steps of going down and coming back."""
+
+        def repeat(work: Callable[[], object]) -> Callable[[], None]:
+            return lambda: [work() for _ in range(25)] and None
+
+        run_together(
+            repeat(lambda: allocator.sleep(level=3)),
+            repeat(allocator.wake_up),
+            repeat(lambda: allocator.free(allocator.malloc(PAGE, "weights"))),
+            repeat(allocator.usage),
+        )
+        allocator.wake_up()
+        assert memory.read(weights, PAGE) == BYTES
+
+
+class TestMemory:
+    """Coming back takes memory, which is looked up before anything is done."""
+
+    def fill(self, free_bytes: int) -> None:
+        used = used_bytes()
+        sim.configure(device_bytes=used + free_bytes)
+
+    @pytest.mark.parametrize("short_bytes", [1, LEFT_AT_LEVEL_1])
+    def test_too_little_for_both(
+        self, allocator: CuMemAllocator, memory: Memory, weights: int, short_bytes: int
+    ) -> None:
+        report = allocator.sleep(level=3)
+        needed = report.checkpointed_bytes + 3 * PAGE
+        self.fill(needed - short_bytes)
+        with pytest.raises(OutOfDeviceMemory) as refused:
+            allocator.wake_up()
+        assert (refused.value.needed_bytes, refused.value.free_bytes) == (needed, needed - short_bytes)
+        assert refused.value.call == "cuCheckpointProcessRestore"
+        assert_deep(allocator)
+        assert allocator.totals()["wake"].failures == 1
+        self.fill(needed)
+        allocator.wake_up()
+        assert memory.read(weights, PAGE) == BYTES
+        assert_nothing_asked()
+
+    def test_enough_for_some_tags(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
+        report = allocator.sleep(level=3)
+        self.fill(report.checkpointed_bytes + PAGE)
+        with pytest.raises(OutOfDeviceMemory):
+            allocator.wake_up()
+        allocator.wake_up(["weights"])
+        assert memory.read(weights, PAGE) == BYTES
+        sim.configure(device_bytes=256 * MIB)
+        allocator.wake_up()
+
+
+class TestByItself:
+    """`deep_after_s`."""
+
+    def wait_until_deep(self, allocator: CuMemAllocator) -> None:
+        ends_at = time.monotonic() + 30
+        while allocator.checkpoint is None:
+            assert time.monotonic() < ends_at
+            time.sleep(0.01)
+
+    def test_after_a_while(self, make_allocator: Callable[..., CuMemAllocator], memory: Memory) -> None:
+        allocator = make_allocator(deep_after_s=0.1)
+        address = allocator.malloc(PAGE, "weights")
+        memory.write(address, BYTES)
+        for _ in range(2):
+            assert allocator.sleep().checkpointed_bytes == 0
+            self.wait_until_deep(allocator)
+            allocator.wake_up()
+            assert memory.read(address, PAGE) == BYTES
+        assert_nothing_asked()
+        assert_no_threads("cumem-deepen")
+
+    def test_not_once_it_has_woken(self, make_allocator: Callable[..., CuMemAllocator]) -> None:
+        allocator = make_allocator(deep_after_s=0.1)
+        allocator.malloc(PAGE, "weights")
+        allocator.sleep()
+        allocator.wake_up()
+        assert_no_threads("cumem-deepen")
+        assert allocator.checkpoint is None
+
+    def test_not_while_some_is_awake(self, make_allocator: Callable[..., CuMemAllocator]) -> None:
+        allocator = make_allocator(deep_after_s=0.1)
+        allocator.malloc(PAGE, "weights")
+        allocator.malloc(PAGE, "kv_cache")
+        allocator.discard("kv_cache")
+        assert_no_threads("cumem-deepen")
+
+
+class TestRefused:
+    """It stays at level 1, and says why."""
+
+    def assert_refused(self, allocator: CuMemAllocator, report: SleepReport, *words: str) -> None:
+        assert all(word in report.why_not_deeper for word in words), report.why_not_deeper
+        assert "stays at level 1" in str(report) or report.note
+        assert report.checkpointed_bytes == 0
+        assert_at_level_1(allocator)
+
+    def test_memory_of_regions(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
+        with allocator.regions.use("rollout", backup=True):
+            allocator.malloc(PAGE)
+        report = allocator.sleep(level=3)
+        assert "rollout" in report.why_not_deeper
+        assert allocator.checkpoint is None
+        allocator.regions.sleep()
+        allocator.sleep(level=3)
+        assert_deep(allocator)
+        allocator.regions.wake()
+        allocator.wake_up()
+        assert memory.read(weights, PAGE) == BYTES
+
+    @pytest.mark.usefixtures("weights")
+    def test_a_thread_that_stays_in_the_driver(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(process, "_LOCK_WITHIN_S", 0.05)
+        inside, leave = threading.Event(), threading.Event()
+
+        def stay() -> None:
+            with _core.DriverCalls() as allowed:
+                assert allowed
+                inside.set()
+                leave.wait(30)
+
+        thread = threading.Thread(target=stay)
+        thread.start()
+        inside.wait(30)
+        self.assert_refused(allocator, allocator.sleep(level=3), "other threads")
+        leave.set()
+        thread.join()
+        allocator.sleep(level=3)
+        assert_deep(allocator)
+        allocator.wake_up()
