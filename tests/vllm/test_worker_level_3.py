@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from real_worker import PAGE, Contents, asleep, backends
 from support import DEVICE_BYTES, Memory, fresh_allocator
 
 from cumem_sleep import CuMemAllocator, OutOfDeviceMemory, _core, sim
+from cumem_sleep.checkpoint.process import THIS_PROCESS
 from cumem_sleep.errors import CheckpointFailed
 from cumem_sleep.vllm import compatibility
 
@@ -51,6 +52,18 @@ def outside(memory: Memory) -> Iterator[int]:
     yield OUTSIDE
     sim.configure(device_bytes=DEVICE_BYTES)
     assert driver.cuMemRelease(handle) == 0
+
+
+@pytest.fixture
+def fail_helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Lets calls of the process fail that takes and restores checkpoints: (call, error), the first of each, or more."""
+
+    def fail(*rules: tuple[str, str], times: int = 1) -> None:
+        THIS_PROCESS._end_helper()
+        monkeypatch.setenv(SIM_FAIL, ",".join(f"cuCheckpointProcess{call}:0:{error}:{times}" for call, error in rules))
+
+    yield fail
+    THIS_PROCESS._end_helper()
 
 
 @pytest.fixture
@@ -277,8 +290,8 @@ class TestRefused:
         assert contents.is_there("weights")
         contents.free()
 
-    def test_by_the_driver(self, executor: Any, contents: Contents, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(SIM_FAIL, "cuCheckpointProcessLock:0:CUDA_ERROR_NOT_PERMITTED:1")
+    def test_by_the_driver(self, executor: Any, contents: Contents, fail_helper: Any) -> None:
+        fail_helper(("Lock", "CUDA_ERROR_NOT_PERMITTED"))
         executor.sleep(level=3)
         assert executor.is_sleeping
         assert not is_deep()
@@ -289,8 +302,8 @@ class TestRefused:
 
 
 class TestFailures:
-    def test_of_a_restore(self, executor: Any, contents: Contents, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(SIM_FAIL, "cuCheckpointProcessRestore:0:CUDA_ERROR_OUT_OF_MEMORY:1")
+    def test_of_a_restore(self, executor: Any, contents: Contents, fail_helper: Any) -> None:
+        fail_helper(("Restore", "CUDA_ERROR_OUT_OF_MEMORY"))
         executor.sleep(level=3)
         with pytest.raises(CheckpointFailed, match="call wake_up again"):
             executor.wake_up()
@@ -313,13 +326,9 @@ class TestFailures:
         assert contents.is_there("weights")
 
     def test_of_a_checkpoint_and_of_coming_back_from_it(
-        self, executor: Any, contents: Contents, monkeypatch: pytest.MonkeyPatch
+        self, executor: Any, contents: Contents, fail_helper: Any
     ) -> None:
-        monkeypatch.setenv(
-            SIM_FAIL,
-            "cuCheckpointProcessCheckpoint:0:CUDA_ERROR_NOT_PERMITTED:1,"
-            "cuCheckpointProcessUnlock:0:CUDA_ERROR_NOT_PERMITTED:2",
-        )
+        fail_helper(("Checkpoint", "CUDA_ERROR_NOT_PERMITTED"), ("Unlock", "CUDA_ERROR_NOT_PERMITTED"), times=2)
         executor.sleep(level=3)
         assert executor.is_sleeping, "its memory sleeps, whatever became of the rest"
         (status,) = executor.collective_rpc("cumem_sleep_status")
