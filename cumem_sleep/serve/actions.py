@@ -28,7 +28,7 @@ class Sleep:
 
     Attributes:
         more_bytes: of host memory, that it takes on top of what it holds.
-        from_level: it sleeps already, and has to be woken before it can go deeper.
+        from_level: it sleeps already, and has to be woken before it can go deeper; but not from 1 to 3.
     """
 
     model: str

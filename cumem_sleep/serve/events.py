@@ -35,6 +35,7 @@ class Done:
             `Phase.ASLEEP` or `Phase.STOPPED`; None where nobody knows.
         level: at which it sleeps, if it does.
         lacks_host_memory: the sleep failed for want of it, so a retry at this level is of no use.
+        why_not_deeper: it sleeps at a lesser level than was wanted, and would again.
     """
 
     model: str
@@ -43,6 +44,7 @@ class Done:
     state: Phase | None = None
     level: int | None = None
     lacks_host_memory: bool = False
+    why_not_deeper: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,14 @@ class HostBytes:
 
 
 @dataclass(frozen=True)
+class HasLayer:
+    """Whether cumem-sleep is in a model's server."""
+
+    model: str
+    has_layer: bool
+
+
+@dataclass(frozen=True)
 class Configured:
     """The models from now on. Those that are gone are stopped; so are those that only a restart changes."""
 
@@ -82,4 +92,4 @@ class TimePassed:
     """It is `next_time`, or later."""
 
 
-Event = Arrived | Gone | Done | Died | Ordered | HostBytes | Configured | TimePassed
+Event = Arrived | Gone | Done | Died | Ordered | HostBytes | HasLayer | Configured | TimePassed

@@ -17,7 +17,9 @@ class Model:
 
     Attributes:
         level: at which it sleeps, or is about to.
-        stops_asleep: its server is being stopped while it sleeps.
+        changes_asleep: it goes deeper, or its server is being stopped, without having woken.
+        stays: it would go no deeper than it sleeps now, and is not asked again before it has woken.
+        has_layer: so that it need not wake to get from level 1 to 3.
         waiting: requests in the order of their arrival, with the time and the number of it.
         running: requests that were granted.
         operation: the number of the change that is under way.
@@ -40,7 +42,9 @@ class Model:
     spec: Spec
     phase: Phase = Phase.STOPPED
     level: int | None = None
-    stops_asleep: bool = False
+    changes_asleep: bool = False
+    stays: bool = False
+    has_layer: bool = False
     phase_since: float = 0.0
     waiting: dict[int, tuple[float, int]] = field(default_factory=dict)
     running: set[int] = field(default_factory=set)
@@ -83,7 +87,7 @@ class Model:
     @property
     def holds(self) -> bool:
         """Whether it holds its GPUs' memory, or may."""
-        return self.phase not in (Phase.STOPPED, Phase.ASLEEP) and not self.stops_asleep
+        return self.phase not in (Phase.STOPPED, Phase.ASLEEP) and not self.changes_asleep
 
     @property
     def is_up(self) -> bool:

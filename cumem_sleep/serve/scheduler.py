@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from . import actions, events, policy
 from .model import CHANGING, Model
-from .policy import STOP, Spec
+from .policy import OF_LAYER, STOP, Spec
 from .status import Phase
 
 
@@ -82,6 +82,8 @@ class Scheduler:
                 model = self.models[event.model]
                 model.spec = replace(model.spec, host_bytes=event.host_bytes)
                 model.held_bytes = min(model.held_bytes, event.host_bytes)
+            case events.HasLayer():
+                self.models[event.model].has_layer = event.has_layer
             case events.Configured():
                 self._configured(event)
             case events.TimePassed():
@@ -197,7 +199,11 @@ class Scheduler:
             if model.phase is Phase.FALLING_ASLEEP:
                 model.refused.clear()
                 model.failures, model.error = 0, None
-            return self._become_asleep(model, event.level or model.level or 1)
+            self._become_asleep(model, event.level or model.level or 1)
+            if event.why_not_deeper:
+                model.stays, model.error = True, event.why_not_deeper
+                self._obey(model, event.why_not_deeper)
+            return None
         model.failures, model.error = 0, None
         if model.phase is Phase.STARTING:
             model.started_at = self._now
@@ -257,11 +263,12 @@ class Scheduler:
 
     def _become_awake(self, model: Model) -> None:
         model.level = model.draining_since = model.revoked_at = None
+        model.stays = model.changes_asleep = False
         self._become(model, Phase.AWAKE)
 
     def _become_asleep(self, model: Model, level: int) -> None:
         model.level = level
-        model.settles = model.boots = False
+        model.settles = model.boots = model.changes_asleep = False
         model.held_bytes = model.spec.host_bytes_at(level)
         model.draining_since = model.revoked_at = None
         self._become(model, Phase.ASLEEP)
@@ -273,7 +280,7 @@ class Scheduler:
         model.held_bytes = 0
         model.settles = False
         model.refused.clear()
-        model.stops_asleep = False
+        model.stays = model.changes_asleep = False
         self._become(model, Phase.STOPPED)
         self._obey(model)
         if model.removed:
@@ -429,7 +436,8 @@ class Scheduler:
             return self._become_stopped(model) if not model.running else None
         if model.phase is Phase.ASLEEP:
             if not self._go_deeper(model, depth):
-                self._obey(model, "it has to wake to go deeper, but its GPUs or the host's memory are in use")
+                in_use = "it has to wake to go deeper, but its GPUs or the host's memory are in use"
+                self._obey(model, model.error if model.stays else in_use)
             return None
         if model.phase is Phase.STOPPED:
             return self._become_stopped(model)
@@ -478,7 +486,7 @@ class Scheduler:
 
     def _begin_stop(self, model: Model) -> None:
         operation = self._begin_operation(model)
-        model.stops_asleep = model.phase is Phase.ASLEEP
+        model.changes_asleep = model.phase is Phase.ASLEEP
         self._become(model, Phase.STOPPING)
         self._do(actions.Stop(model.spec.name, operation))
 
@@ -494,17 +502,22 @@ class Scheduler:
             self._begin_sleep(model, depth)
 
     def _go_deeper(self, model: Model, depth: int) -> bool:
-        """From one sleep to a deeper one. All but a stop take the GPUs, so that they must be free and not wanted."""
+        """From one sleep to a deeper one. Most take the GPUs in between, so that they must be free and not wanted."""
         if depth == STOP:
             if not self._locked() & model.spec.gpus:  # what is left of it goes, too
                 self._begin_stop(model)
             return True
+        if model.stays and depth == OF_LAYER:
+            return False
+        sleeps_on = model.has_layer and (model.level, depth) == (1, OF_LAYER)
         wanted = {gpu for other in self._wanted() for gpu in other.spec.gpus}
+        has_room = sleeps_on or (self._has_room(model) and not model.spec.gpus & wanted)
         more_bytes = max(0, model.spec.host_bytes_at(depth) - model.held_bytes)
         has_memory = more_bytes <= self.host_bytes - self.held_bytes()
-        if model.spec.gpus & (wanted | self._locked()) or not self._has_room(model) or not has_memory:
+        if model.spec.gpus & self._locked() or not has_room or not has_memory:
             return False
         model.held_bytes += more_bytes
+        model.changes_asleep = sleeps_on
         operation, level = self._begin_operation(model), model.level
         model.level = depth
         self._become(model, Phase.FALLING_ASLEEP)

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from . import actions, events, hardware, servers
 from .address import Address, from_url
@@ -151,17 +151,18 @@ class Units:
         except Exception as error:  # or the model would be in this change for ever
             logger.exception("%s: %s", unit.name, kind)
             outcome = Outcome(f"{type(error).__name__}: {error}", None)
-        seconds, level = time.monotonic() - started, getattr(action, "level", None)
+        seconds, level = time.monotonic() - started, outcome.level or getattr(action, "level", None)
         unit.last_switch = Switch(kind, level, seconds, time.time(), outcome.error)
         self._counters.switches[unit.name, kind, "failed" if outcome.error else "ok"] += 1
         total_s = self._counters.switch_seconds.get((unit.name, kind), 0.0)
         self._counters.switch_seconds[unit.name, kind] = total_s + seconds
+        if outcome.why_not_deeper:
+            logger.warning("%s: stays at level %s: %s", unit.name, outcome.level, outcome.why_not_deeper)
         if outcome.error:
             logger.warning("%s: %s failed after %.3f s: %s", unit.name, kind, seconds, outcome.error)
         else:
             logger.info("%s: %s in %.3f s", unit.name, kind, seconds)
-        operation, state, error_ = action.operation, outcome.state, outcome.error
-        self._handle(events.Done(unit.name, operation, error_, state, outcome.level, outcome.lacks_host_memory))
+        self._handle(events.Done(unit.name, action.operation, **asdict(outcome)))
 
     async def _do(self, unit: Unit, action: actions.Change) -> Outcome:
         if isinstance(action, actions.Start):
@@ -229,6 +230,7 @@ class Units:
         assert unit.engine is not None
         unit.names = await unit.engine.names()
         unit.layer, nbytes = await unit.engine.facts()
+        self._handle(events.HasLayer(unit.name, unit.engine.has_layer))
         model = self.config.models.get(unit.name)
         if model is None or model.host_memory is not None:
             return
