@@ -439,7 +439,8 @@ def scenarios_table(result: dict[str, Any]) -> list[str]:
         "|---|---|",
     ]
     for name, outcome in outcomes.items():
-        ended = "" if outcome["passed"] else " **Failed.**"
+        not_run = f" **Not run**: {outcome['not_run']}." if "not_run" in outcome else " **Failed.**"
+        ended = "" if outcome["passed"] else not_run
         lines.append(f"| {name.replace('_', ' ')} | {outcome['says']}{ended} |")
     return lines
 
