@@ -77,6 +77,10 @@ class Layer:
     def wake(self) -> None:
         raise NotImplementedError
 
+    def facts(self) -> dict[str, int]:
+        """What the layer itself says of its last sleep or wake: bytes, by name."""
+        return {}
+
     def hooks(self) -> Hooks:
         """To be called inside a pool."""
         raise NotImplementedError
@@ -94,15 +98,21 @@ class CumemSleep(Layer):
         from cumem_sleep import CuMemAllocator
 
         self._allocator = CuMemAllocator.get_instance()
+        self._report: Any = None
 
     def pool(self, tag: str) -> AbstractContextManager[object]:
         return self._allocator.use_memory_pool(tag)
 
     def sleep(self, level: int) -> None:
-        self._allocator.sleep(level)
+        self._report = self._allocator.sleep(level)
 
     def wake(self) -> None:
-        self._allocator.wake_up()
+        self._report = self._allocator.wake_up()
+
+    def facts(self) -> dict[str, int]:
+        usages = self._allocator.usage().values()
+        report = {name: value for name, value in vars(self._report).items() if name.endswith("_bytes")}
+        return {**report, "pinned_by_itself_bytes": sum(usage.host_bytes - usage.vault_bytes for usage in usages)}
 
     def hooks(self) -> Hooks:
         from cumem_sleep import _core

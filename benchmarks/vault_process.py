@@ -70,6 +70,10 @@ class Vault:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def status(self) -> dict[str, Any]:
         client = VaultClient(Path(self.socket), "looks", 20.0)
         try:
