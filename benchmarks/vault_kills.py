@@ -239,7 +239,9 @@ def main() -> None:
         those = [kill for kill in kills if kill["when"] == when]
         failed = sum(any(kill["failures"]) for kill in those)
         longest = max((kill["longest_s"] for kill in those), default=0.0)
-        print(f"killed {when:12}{len(those):3} times; {failed:3} of these calls failed; the longest took {longest:.2f} s")
+        print(
+            f"killed {when:12}{len(those):3} times; {failed:3} of these calls failed; the longest took {longest:.2f} s"
+        )
     print(results.get("error") or "no wrong byte, and every retry worked")
     sys.exit(not results["complete"])
 

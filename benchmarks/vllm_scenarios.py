@@ -83,7 +83,9 @@ def run_in_process(name: str, work: Path, logs: Path, limit_s: float) -> dict[st
         except subprocess.TimeoutExpired:
             end([*descendants(process.pid), process.pid])
             process.wait()
-    late = f"no result in time ({limit_s:g} s)" if process.returncode == -signal.SIGKILL else "it ended without a result"
+    late = (
+        f"no result in time ({limit_s:g} s)" if process.returncode == -signal.SIGKILL else "it ended without a result"
+    )
     outcome = json.loads(result.read_text()) if result.exists() else {"passed": False, "error": late}
     lines = log.read_text(errors="replace").splitlines()
     outcome["says"] = SCENARIOS[name][0].__doc__

@@ -18,7 +18,7 @@ class Extension:
     def fill_with_normal_values(self) -> int:
         """Normally distributed matrices, as trained ones nearly are: vLLM's dummy weights are uniform.
 
-        Backups are made anew after it. Returns the bytes that were written.
+        Backups that were prepared are made anew after it. Returns the bytes that were written.
         """
         import torch
 
@@ -30,7 +30,9 @@ class Extension:
                 parameter.data.normal_(std=STANDARD_DEVIATION)
                 written += parameter.nbytes
         torch.cuda.synchronize()
-        CuMemAllocator.get_instance().prepare()
+        allocator = CuMemAllocator.get_instance()
+        if allocator.settings.prepare:
+            allocator.prepare()
         return written
 
     def limit_host_memory(self, rank: str, nbytes: str) -> None:

@@ -51,7 +51,10 @@ def test_every_way_is_measured(tmp_path: pathlib.Path) -> None:
         assert ways[way]["later sleep, nothing changed"][0]["layer"]["copied_bytes"] == 0
         assert ways[way]["later sleep, everything changed"][0]["layer"]["copied_bytes"] >= weights
     replica = ways["vault"]["replica"]["first sleep"][0]["layer"]
-    assert (replica["copied_bytes"], replica["found_bytes"]) == (0, ways["vault"]["first sleep"][0]["layer"]["copied_bytes"])
+    assert (replica["copied_bytes"], replica["found_bytes"]) == (
+        0,
+        ways["vault"]["first sleep"][0]["layer"]["copied_bytes"],
+    )
     held = ways["vault"]["vault while one and both sleep"]
     assert held["one"]["asleep_bytes"] == held["both"]["asleep_bytes"] == held["both"]["saved_bytes"]
     assert len(ways["together"]["wake"][0]["each"]) == 2

@@ -89,7 +89,7 @@ def pipeline_parallel_2(folder: Path) -> Facts:
 
 @scenario(gpus=2)
 def expert_parallel_2(folder: Path) -> Facts:
-    """A Mixture of Experts over two GPUs with `--enable-expert-parallel`: levels 1 and 2 with reload, the same tokens."""
+    """A Mixture of Experts on two GPUs with `--enable-expert-parallel`: levels 1 and 2 with reload, the same tokens."""
     facts: Facts = {}
     cycles_of_ranks(engine(checkpoint(folder, "MoE"), tensor_parallel_size=2, enable_expert_parallel=True), facts)
     return facts

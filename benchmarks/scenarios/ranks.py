@@ -1,4 +1,4 @@
-"""Two workers of one engine, and one of them cannot: all ranks sleep or wake, or none does, and that is what is said."""
+"""Two workers of one engine, and one of them cannot: both sleep or wake, or neither does, and that is what is said."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def process_of(server: GatedServer, rank: int) -> int:
 
 @scenario(gpus=2, alone=True, CUMEM_SLEEP_ON_REQUEST="reject", CUMEM_SLEEP_AGREEMENT_TIMEOUT_S="5", **DEV_MODE)
 def rank_stopped_and_killed(folder: Path) -> Facts:
-    """One of two ranks is stopped in a wake, and goes on: the retry works. Then it is killed: the engine ends, and says so."""
+    """A rank is stopped in a wake, and goes on: the retry works. Then it is killed: the engine ends, and says so."""
     from model_server import gpu_memory_in_use_bytes
 
     facts: Facts = {}
