@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,12 @@ class Vault:
             self._process = subprocess.Popen(
                 self._command, stdout=log, stderr=log, env={**os.environ, "PYTHONSAFEPATH": "1"}
             )
-        self._until(lambda: self._answers(), limit_s, "does not answer")
+        self._until(self._answers, limit_s, "does not answer")
 
     def wait_until_pinned(self, limit_s: float = 200.0) -> float:
         """Returns the seconds until it has all of its memory."""
         begin = time.perf_counter()
-        self._until(lambda: self._has_all(), limit_s, "has not taken its memory")
+        self._until(self._has_all, limit_s, "has not taken its memory")
         return time.perf_counter() - begin
 
     @property
@@ -111,7 +112,7 @@ class Vault:
         status = self.status()
         return bool(status["pinned_bytes"] >= status["memory_bytes"])
 
-    def _until(self, is_so: Any, limit_s: float, what: str) -> None:
+    def _until(self, is_so: Callable[[], bool], limit_s: float, what: str) -> None:
         ends_at = time.monotonic() + limit_s
         while not is_so():
             assert self._process is not None

@@ -36,7 +36,7 @@ class Extension:
         return written
 
     def limit_host_memory(self, rank: str, nbytes: str) -> None:
-        """This rank may take so much host memory for backups, or, without a number, what its settings allow.
+        """Let this rank take so much host memory for backups, or, without a number, what its settings allow.
 
         The budget of the settings holds for all ranks alike: it comes from the environment.
         """
