@@ -24,6 +24,7 @@ from layers import LAYERS, NotInstalled
 
 GIB = 1 << 30
 MIB = 1 << 20
+PAGE_BYTES = 2 * MIB
 
 FIRST_SLEEP = "first sleep"
 WAKE = "wake right after sleeping"
@@ -51,6 +52,11 @@ def qwen3_32b_bytes(decoder_layers: int, scale: int) -> list[int]:
     mlp = [2 * intermediate * hidden, hidden * intermediate]
     parameters = [vocabulary * hidden, *(attention + mlp) * decoder_layers, vocabulary * hidden]
     return [2 * count // scale // 512 * 512 for count in parameters]
+
+
+def segment_bytes(sizes: list[int]) -> int:
+    """What tensors of these sizes take in segments, which are whole pages."""
+    return sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes)
 
 
 @dataclass(frozen=True)

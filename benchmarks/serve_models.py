@@ -4,9 +4,9 @@
 
 Models with dummy weights: Qwen3-8B's shape in bf16, Qwen3-14B's in FP8, a small one, each with 90 % of the GPU.
 Requests go through the front, one after the other, to models at random: each must be answered with the tokens of the
-first time, and its first token counts as awake or as after a switch. Then many clients ask at once: every answer must be
-whole. The same server is asked directly and through the front, in turns. Last, a model is stopped and asked: that is a
-restart. A phase that fails says why, and the others are done. It needs the extra `serve`.
+first time, and its first token counts as awake or as after a switch. Then many clients ask at once: every answer must
+be whole. The same server is asked directly and through the front, in turns. Last, a model is stopped and asked: that is
+a restart. A phase that fails says why, and the others are done. It needs the extra `serve`.
 """
 
 from __future__ import annotations

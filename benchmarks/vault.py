@@ -29,7 +29,7 @@ from typing import Any
 
 from layers import SIMULATED, NotInstalled
 from model_server import exit_on_sigterm, gpu_memory_in_use_bytes
-from recording import GIB, LINK, Process, WorkerFailed, qwen3_32b_bytes
+from recording import GIB, LINK, Process, WorkerFailed, qwen3_32b_bytes, segment_bytes
 from vault_process import Vault
 
 KV_BYTES = int(54.63 * GIB)
@@ -108,7 +108,7 @@ class Bench:
         """Started when it is needed first; it serves all ways."""
         if self.vault is None:
             before = gpu_memory_in_use_bytes()
-            nbytes = max(int(ROOM * max(sum(self.sizes), 2 * sum(self.half))), 64 << 20)
+            nbytes = max(int(ROOM * max(segment_bytes(self.sizes), 2 * segment_bytes(self.half))), 64 << 20)
             vault = Vault(nbytes, *self._options, log=self._log)
             try:
                 vault.start()

@@ -165,7 +165,13 @@ class Worker:
         }
 
     def wake(self) -> dict[str, Any]:
-        return {"seconds": self._timed(self._layer.wake), "layer": self._layer.facts()}
+        available_before = _available_bytes()
+        seconds = self._timed(self._layer.wake)
+        return {
+            "seconds": seconds,
+            "host_bytes": available_before - _available_bytes(),
+            "layer": self._layer.facts(),
+        }
 
     def check(self) -> dict[str, Any]:
         """Every weight, against its checksum before the sleep."""
