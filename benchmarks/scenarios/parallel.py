@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,8 @@ def tensor_parallel_2_on_ray(folder: Path) -> Facts:
 
     facts: Facts = {"ray": ray.__version__}
     # vLLM joins what is there; by itself it would take a third of the memory for Ray's object store.
-    ray.init(num_gpus=2, object_store_memory=1 << 30, include_dashboard=False)
+    cluster = ray.init(num_gpus=2, object_store_memory=1 << 30, include_dashboard=False)
+    os.environ["RAY_ADDRESS"] = cluster.address_info["address"]
     try:
         llm = engine(folder, tensor_parallel_size=2, distributed_executor_backend="ray")
         cycles_of_ranks(llm, facts)
