@@ -113,7 +113,8 @@ class CumemSleep(Layer):
 
     def facts(self) -> dict[str, int]:
         usages = self._allocator.usage().values()
-        report = {name: value for name, value in vars(self._report).items() if name.endswith("_bytes")}
+        said = vars(self._report) if self._report is not None else {}
+        report = {name: value for name, value in said.items() if name.endswith("_bytes")}
         return {**report, "pinned_by_itself_bytes": sum(usage.host_bytes - usage.vault_bytes for usage in usages)}
 
     def hooks(self) -> Hooks:
