@@ -14,6 +14,8 @@ import pytest
 import cumem_sleep
 
 SCRIPT = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "on_gpu_host.sh"
+pytestmark = pytest.mark.sim
+
 PYTHON = '#!/bin/bash\necho "$*" >>"$CALLS"\ncase "$*" in *"$FAILS"*) exit 1 ;; *" shim "*) echo /shim ;; esac\n'
 
 
@@ -85,6 +87,7 @@ PARTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "script"), PARTS.items())
 def test_options_are_those_that_scripts_take(host: pathlib.Path, part: str, script: str) -> None:
     status, said, calls = run(host, part)

@@ -6,15 +6,19 @@ import contextlib
 import importlib
 import json
 import pathlib
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
+
+pytestmark = pytest.mark.sim
 
 
 @pytest.fixture
@@ -142,6 +146,142 @@ def test_an_engine_that_does_wrong_fails(
 ) -> None:
     with pytest.raises(AssertionError, match=said):
         play(ranks, monkeypatch, tmp_path, name, wrong)
+
+
+class Mortal(Engine):
+    """One whose rank 1 is a process: it may be stopped, and killed."""
+
+    def __enter__(self) -> Engine:
+        self.rank_1 = subprocess.Popen(["sleep", "600"])
+        return super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self.rank_1.kill()
+        self.rank_1.wait()
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, dict[str, str], Any]:
+        if path in ("/health", "/v1/completions"):
+            return (200 if self.wrong == "undead" else 503), {}, "the engine is dead"
+        if path == "/wake_up" and self._state() == "T":
+            with self.log.open("a") as log:
+                log.write("wake_up: rank 1 of 2 did not begin within 5 s (CUMEM_SLEEP_AGREEMENT_TIMEOUT_S)\n")
+            while self._state() == "T":
+                time.sleep(0.01)
+            if self._state() == "Z":
+                raise ConnectionResetError
+            return super()._change(False, 1)
+        return super().ask(method, path, body)
+
+    def _state(self) -> str:
+        return pathlib.Path(f"/proc/{self.rank_1.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def _call(self, method: str, arguments: list[str]) -> list[Any]:
+        return ["1", str(self.rank_1.pid)] if method == "process_id" else super()._call(method, arguments)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"), [("", ""), ("split", "no rank is awake"), ("undead", "the server says that it is not well")]
+)
+def test_a_rank_is_stopped_and_killed(
+    ranks: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, wrong: str, said: str
+) -> None:
+    engine = Mortal(tmp_path / "log", wrong)
+    monkeypatch.setattr(ranks, "GatedServer", lambda *_: engine)
+    expected = pytest.raises(AssertionError, match=said) if said else contextlib.nullcontext()
+    with expected:
+        facts = ranks.rank_stopped_and_killed(tmp_path / "model")
+        assert facts["answer of the wake whose rank was killed"][0] == 0
+    assert engine.rank_1.returncode is not None
+
+
+FAKE_TORCH = """
+import os
+class cuda:
+    mem_get_info = staticmethod(lambda: (1 << 30, 2 << 30))
+uint8 = None
+def empty(nbytes, dtype, device):
+    open(os.environ["TOOK"], "w").write(f"{os.environ['CUDA_VISIBLE_DEVICES']} {nbytes}")
+"""
+
+
+def test_another_process_takes_what_the_gpu_has(
+    ranks: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "torch.py").write_text(FAKE_TORCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("TOOK", str(tmp_path / "took"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    with ranks.gpu_is_full(1):
+        assert (tmp_path / "took").read_text() == f"5 {(1 << 30) - ranks.LEFT_BYTES}"
+
+
+class Replica(Engine):
+    """A server whose first sleep copies, or finds what another one has copied."""
+
+    slept: ClassVar[list[Replica]] = []
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, dict[str, str], Any]:
+        if path.startswith("/sleep") and self not in self.slept:
+            self.slept.append(self)
+        return super().ask(method, path, body)
+
+    def _call(self, method: str, arguments: list[str]) -> list[Any]:
+        del method, arguments
+        finds = self.slept.index(self) > 0 and self.wrong != "copies"
+        return [{"operations": {"sleep": {"bytes": {"copied": 10 * (not finds), "found": 10 * finds}}}}]
+
+
+@pytest.mark.parametrize("name", ["two_servers_through_the_vault", "replicas_on_two_gpus"])
+@pytest.mark.parametrize(
+    ("wrong", "held", "said"),
+    [("", 10, ""), ("copies", 10, "the second finds what the first has copied"), ("", 20, "one copy is kept")],
+)
+def test_two_servers_of_one_model_share_one_copy(
+    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, name: str, wrong: str, held: int, said: str
+) -> None:
+    class Vault(contextlib.nullcontext[Any]):
+        socket = "/vault.sock"
+
+        def __init__(self, nbytes: int) -> None:
+            super().__init__(self)
+            assert nbytes == 4 << 30
+
+        def wait_until_pinned(self) -> float:
+            return 1.0
+
+        def status(self) -> dict[str, Any]:
+            return {"asleep_bytes": held}
+
+    scenarios = module("scenarios.vault")
+    Replica.slept = []
+    monkeypatch.setattr(module("vault_process"), "Vault", Vault)
+    monkeypatch.setattr(scenarios, "GatedServer", lambda _folder, log, *_: Replica(tmp_path / log, wrong))
+    for variable in ("CUMEM_SLEEP_VAULT", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(variable, "")  # put back at the end
+    expected = pytest.raises(AssertionError, match=said) if said else contextlib.nullcontext()
+    with expected:
+        assert json.dumps(getattr(scenarios, name)(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(("left", "said"), [([2 << 30, 2 << 30], ""), ([2 << 30, 90 << 30], "both have given")])
+def test_both_engines_of_data_parallel_2_have_to_sleep(
+    parallel: ModuleType,
+    module: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    left: list[int],
+    said: str,
+) -> None:
+    class TwoEngines(Engine):
+        def ask(self, method: str, path: str, body: Any = None) -> tuple[int, dict[str, str], Any]:
+            return (200, {}, None) if path.startswith("/re") else super().ask(method, path, body)
+
+    monkeypatch.setattr(parallel, "GatedServer", lambda *_: TwoEngines(tmp_path / "log"))
+    monkeypatch.setattr(module("model_server"), "gpu_memory_in_use_bytes", lambda gpu: left[gpu])
+    expected = pytest.raises(AssertionError, match=said) if said else contextlib.nullcontext()
+    with expected:
+        facts = parallel.data_parallel_2(tmp_path / "model")
+        assert facts["bytes left asleep, by GPU"] == [left] * 3
 
 
 class Llm:

@@ -151,7 +151,7 @@ def rank_stopped_and_killed(folder: Path) -> Facts:
         _, before = server.tokens(PROMPTS[0])
         rank_1 = process_of(server, 1)
         server.expect(200, "POST", "/sleep?level=1")
-        os.kill(rank_1, signal.SIGSTOP)
+        stop(rank_1)
         try:
             wake: Future[Any] = pool.submit(server.ask, "POST", "/wake_up")
             _until(lambda: "did not begin within" in log_of(server), 30, "rank 0 gives up")
@@ -167,7 +167,7 @@ def rank_stopped_and_killed(folder: Path) -> Facts:
         check("tokens after the retry", server.tokens(PROMPTS[0]) == (200, before))
 
         server.expect(200, "POST", "/sleep?level=1")
-        os.kill(rank_1, signal.SIGSTOP)
+        stop(rank_1)
         wake = pool.submit(_ask_who_may_end, server, "POST", "/wake_up")
         time.sleep(1)  # rank 0 waits for it by now
         with timed(facts, "until the call ends s"):
@@ -181,6 +181,13 @@ def rank_stopped_and_killed(folder: Path) -> Facts:
     facts["bytes on the GPUs before and after"] = [empty, left]
     check(f"nothing is left: {empty}, {left}", all(b <= a + (64 << 20) for a, b in zip(empty, left, strict=True)))
     return facts
+
+
+def stop(process: int) -> None:
+    """Returns when it is stopped."""
+    os.kill(process, signal.SIGSTOP)
+    stat = Path(f"/proc/{process}/stat")
+    _until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10, "it is stopped")
 
 
 def _ask_who_may_end(server: GatedServer, method: str, path: str, prompt: str = "") -> list[Any]:
