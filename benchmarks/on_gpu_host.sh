@@ -20,12 +20,15 @@
 # Runs of the suite leave their output in OUT/tests*.txt, with the commit that $COMMIT names (a copy of the tree does not
 # know it), measurements their raw JSON, and all logs are in OUT/logs.tar.gz. A call of a lent machine may be short: $LIMIT_S
 # are the seconds that it has (580). Parts that do not fit any more say so; a part that fails loses none of the others.
+# $VAULT_OPTIONS and $MODELS_OPTIONS are passed on to these parts, $ONLY names some scenarios of `ranks`.
 set -uo pipefail
 out=$1
 shift
 site=${SITE:-/tmp/site}
-mkdir -p "$out/logs" "$site"
-export PYTHONPATH=$site:$PWD/benchmarks PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+vllm_site=${site}_of_vllm # a folder of its own: the suite tests more where it finds vLLM's packages
+mkdir -p "$out/logs" "$site" "$vllm_site"
+plain_path=$site:$PWD/benchmarks
+export PYTHONPATH=$plain_path PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 # Once for each state of the sources.
 sources=$(find csrc cumem_sleep setup.py pyproject.toml -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum | sha256sum)
 built=$site/.built-${sources:0:16}
@@ -65,9 +68,9 @@ limited() {
 unpack() {
     local archive mark
     for archive in .gpu/[123]/*.tar.xz; do
-        mark=$site/.unpacked-$(basename "$archive")
+        mark=$vllm_site/.unpacked-$(basename "$archive")
         if [ -f "$archive" ] && [ ! -f "$mark" ]; then
-            if ! tar xJf "$archive" -C "$site"; then return 1; fi
+            if ! tar xJf "$archive" -C "$vllm_site"; then return 1; fi
             touch "$mark"
         fi
     done
@@ -86,6 +89,7 @@ without_gpu=(tests/serve)
 
 suite() {
     local name=$1
+    local -x PYTHONPATH=$plain_path
     shift
     {
         echo "commit ${COMMIT:?names the commit under test}, $(date -u +%F)"
@@ -96,9 +100,11 @@ suite() {
     } | tee "$out/$name.txt"
 }
 
+# For all parts that follow, too.
 with_vllm() {
     export HF_HUB_OFFLINE=1 VLLM_USE_FLASHINFER_SAMPLER=0
-    python3 -c 'import importlib.metadata as m, importlib.util as u; assert u.find_spec("fastapi"), "vLLM is not complete"; m.version("vllm")'
+    PYTHONPATH=$plain_path:$vllm_site python3 -c 'import importlib.metadata as m, importlib.util as u; assert u.find_spec("fastapi"), "vLLM is not complete"; m.version("vllm")' || return 1
+    export PYTHONPATH=$plain_path:$vllm_site
 }
 
 # torch_memory_saver 0.0.10 in a folder of its own: this layer has a package of that name, too.
@@ -164,7 +170,11 @@ for what in "$@"; do
             done
         done
         ;;
-    vault) limited 420 python3 benchmarks/vault.py --out "$out/vault.json" --deadline "$(left 400)" ;;
+    vault)
+        with_vllm || echo "vLLM's own layer is not measured"
+        # shellcheck disable=SC2086 # several words
+        limited 420 python3 benchmarks/vault.py --out "$out/vault.json" --deadline "$(left 400)" ${VAULT_OPTIONS:-}
+        ;;
     vault_small) limited 150 python3 benchmarks/vault.py --out "$out/vault_small.json" --scale 8 --deadline "$(left 140)" ;;
     vault_kills) limited 240 python3 benchmarks/vault_kills.py --out "$out/vault_kills.json" --deadline "$(left 220)" ;;
     saver)
@@ -195,9 +205,8 @@ for what in "$@"; do
         with_vllm && timeout 540 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" \
             --only model_8b,model_32b,tensor_parallel_2 --jobs 2
         ;;
-    # Two at a time share the GPUs' memory and the start of their vLLM; those that starve one run alone.
     ranks)
-        with_vllm && limited 560 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" --gpus 2 --jobs 4 \
+        with_vllm && limited 560 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" --gpus 2 --jobs 6 \
             --limit "${SCENARIO_LIMIT_S:-150}" ${ONLY:+--only "$ONLY"}
         ;;
     vault_servers)
@@ -209,7 +218,11 @@ for what in "$@"; do
         with_vllm && limited 300 python3 benchmarks/vllm_serve.py --out "$out/vllm_serve.json" --ways vault,vault_compressed \
             --deadline "$(left 290)"
         ;;
-    models) with_vllm && limited 570 python3 benchmarks/serve_models.py --out "$out/serve_models.json" --deadline "$(left 540)" ;;
+    models)
+        # shellcheck disable=SC2086 # several words
+        with_vllm && limited 570 python3 benchmarks/serve_models.py --out "$out/serve_models.json" --deadline "$(left 540)" \
+            ${MODELS_OPTIONS:-}
+        ;;
     switching_vault)
         with_vllm && limited 300 python3 benchmarks/switching.py --out "$out/switching_vault.json" --load-format dummy \
             --ways level1-unprepared,vault --deadline "$(left 280)"

@@ -66,10 +66,20 @@ def test_what_is_carried_in_several_calls_is_unpacked_once_each(host: pathlib.Pa
         with tarfile.open(folder / f"of_{part}.tar.xz", "w:xz") as archive:
             archive.add(folder / "content", f"content_{part}")
         assert run(host)[0] == 0
-        assert (host / "site" / f"content_{part}").read_text() == part
-    (host / "site" / "content_1").unlink()
+        assert (host / "site_of_vllm" / f"content_{part}").read_text() == part
+    (host / "site_of_vllm" / "content_1").unlink()
     assert run(host)[0] == 0
-    assert not (host / "site" / "content_1").exists()
+    assert not (host / "site_of_vllm" / "content_1").exists()
+
+
+def test_the_suite_does_not_see_what_vllm_brings(host: pathlib.Path) -> None:
+    """With its packages it would test more than fits a call."""
+    (host / "bin" / "python3").write_text('#!/bin/bash\necho "${PYTHONPATH//*of_vllm*/vLLM} $1 $2" >>"$CALLS"\n')
+    calls = run(host, "ranks", "vault_tests", COMMIT="c0ffee")[2]
+    assert [call for call in calls if call.endswith((" --out", " -m pytest"))] == [
+        "vLLM benchmarks/vllm_scenarios.py --out",
+        f"{host / 'site'}:{host / 'checkout'}/benchmarks -m pytest",
+    ]
 
 
 PARTS = {

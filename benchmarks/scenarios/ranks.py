@@ -112,7 +112,7 @@ def rank_without_device_memory(folder: Path) -> Facts:
     return facts
 
 
-@scenario(gpus=2, alone=True, CUMEM_SLEEP_ON_REQUEST="reject", **DEV_MODE)
+@scenario(gpus=2, CUMEM_SLEEP_ON_REQUEST="reject", **DEV_MODE)
 def rank_without_host_memory(folder: Path) -> Facts:
     """One of two ranks may take no host memory: no rank sleeps, the error names the one, the retry works."""
     facts: Facts = {}
