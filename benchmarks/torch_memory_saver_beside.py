@@ -6,7 +6,8 @@ SITE is a folder in which torch_memory_saver is installed (`pip install --no-dep
 default, the one of this environment. Every way is a process of its own in which the same calls (`region`, `pause`,
 `resume`, hook mode `torch`, pinned backups) reach either package, with the tensors of a 32B model in bf16, 30 and
 61 GiB of them, and its KV cache without a backup. Every byte is checked after every resume. A way that fails says why,
-and the others are measured; results are written after each.
+and the others are measured; results are written after each. Last, `examples/training_loop.py` runs with either package:
+which share of its steps goes into pausing and resuming.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from layers import NotInstalled
+from layers import SIMULATED, NotInstalled
 from model_server import exit_on_sigterm
 from recording import GIB, Process, WorkerFailed, qwen3_32b_bytes, segment_bytes
 from vault import KV_BYTES, facts_of_machine
@@ -28,6 +32,7 @@ from vault_process import Vault
 from cumem_sleep.tools.shim import FOLDERS
 
 OURS = FOLDERS["torch_memory_saver"]
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "training_loop.py"
 LAYERS_IN = {30: 29, 61: 64}  # decoder layers, by GiB of weights
 NOT_RETAINED, RETAINED = "torch_memory_saver", "torch_memory_saver-retained"
 WAYS = {
@@ -71,9 +76,7 @@ def measure(process: Process, sizes: list[int], kv_bytes: int, pause_s: float) -
 
 def one_way(way: str, sizes: list[int], arguments: argparse.Namespace, ends_at: float) -> Facts:
     whose, layer, through_vault = WAYS[way]
-    first = str(OURS) if whose == "ours" else arguments.theirs
-    path = [str(Path(__file__).resolve().parent), first, *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    variables = variables_of(whose, arguments)
     kv_bytes = KV_BYTES // arguments.scale // 512 * 512
     if not through_vault:
         with Process(layer, ends_at, **variables) as process:
@@ -84,6 +87,48 @@ def one_way(way: str, sizes: list[int], arguments: argparse.Namespace, ends_at: 
         ready_s = vault.wait_until_pinned()
         with Process(layer, ends_at, **variables, CUMEM_SLEEP_VAULT=vault.socket) as process:
             return {**measure(process, sizes, kv_bytes, arguments.pause), "vault ready s": ready_s}
+
+
+# The example, with the package that is found first; what it says at its end of this layer is not theirs to say.
+LOOP = """
+import importlib.util, sys, types
+import torch_memory_saver as package
+spec = importlib.util.spec_from_file_location("loop", sys.argv[1])
+loop = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(loop)
+loop.torch_memory_saver = package.torch_memory_saver
+loop.torch_memory_saver.hook_mode = "torch"
+allocator = loop.CuMemAllocator
+if "cumem_sleep" not in package.__file__:
+    nothing = types.SimpleNamespace(sleep_regions=lambda: "theirs", wake_regions=lambda: "theirs")
+    loop.CuMemAllocator = types.SimpleNamespace(get_instance=lambda: nothing)
+loop.with_addresses(allocator.get_instance()) if len(sys.argv) > 2 else loop.with_a_model()
+"""
+
+
+def loop(whose: str, arguments: argparse.Namespace, ends_at: float) -> Facts:
+    """The share of its time, as the example says it, and how long all of it took."""
+    if whose == "theirs" and SIMULATED:
+        raise NotInstalled("torch_memory_saver needs a GPU")
+    begin = time.monotonic()
+    process = subprocess.run(
+        [sys.executable, "-c", LOOP, str(EXAMPLE), *(["simulated"] if SIMULATED else [])],
+        env={**os.environ, **variables_of(whose, arguments)},
+        capture_output=True,
+        text=True,
+        timeout=max(1.0, min(120.0, ends_at - begin)),
+        check=False,
+    )
+    if process.returncode:
+        raise WorkerFailed((process.stderr.strip() or "it ended").splitlines()[-1])
+    (said,) = (line for line in process.stdout.splitlines() if "of the time was spent" in line)
+    return {"says": said, "seconds with its start": round(time.monotonic() - begin, 2)}
+
+
+def variables_of(whose: str, arguments: argparse.Namespace) -> dict[str, str]:
+    first = str(OURS) if whose == "ours" else arguments.theirs
+    path = [str(Path(__file__).resolve().parent), first, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def seconds_of(steps: dict[str, list[Facts]]) -> dict[str, float]:
@@ -134,21 +179,36 @@ def main() -> None:
     results: Facts = {}
     whole: Facts = {"machine": facts_of_machine(), "targets": TARGETS, "results": results}
     failed = False
+
+    def measured(name: str, call: Callable[[], Facts]) -> Facts:
+        nonlocal failed
+        begin = time.monotonic()
+        try:
+            found = call()
+        except NotInstalled as error:
+            found = {"error": f"NOT MEASURED: {error}"}
+        except Exception as error:
+            failed = True
+            found = {"error": f"FAILED: {type(error).__name__}: {error}"}
+        print(f"{time.monotonic() - begin:6.1f} s  {name}", file=sys.stderr, flush=True)
+        return found
+
+    def save() -> None:
+        arguments.out.write_text(json.dumps(whole, indent=2) + "\n")
+
     for gib in map(int, arguments.gib.split(",")):
         sizes = qwen3_32b_bytes(LAYERS_IN[gib], arguments.scale)
         ways = results.setdefault(f"{gib} GiB", {})
         for way in arguments.ways.split(";"):
-            begin = time.monotonic()
-            try:
-                ways[way] = one_way(way, sizes, arguments, ends_at)
-            except NotInstalled as error:
-                ways[way] = {"error": f"NOT MEASURED: {error}"}
-            except Exception as error:
-                failed = True
-                ways[way] = {"error": f"FAILED: {type(error).__name__}: {error}"}
-            print(f"{time.monotonic() - begin:6.1f} s  {gib} GiB, {way}", file=sys.stderr, flush=True)
-            arguments.out.write_text(json.dumps(whole, indent=2) + "\n")
+            ways[way] = measured(f"{gib} GiB, {way}", partial(one_way, way, sizes, arguments, ends_at))
+            save()
+    loops: Facts = whole.setdefault("training loop", {})
+    for whose in ("theirs", "ours"):
+        loops[whose] = measured(f"training loop, {whose}", partial(loop, whose, arguments, ends_at))
+        save()
     print(*table(results), sep="\n")
+    for whose, facts in loops.items():
+        print(f"training loop, {whose}: {facts.get('says') or facts['error']}")
     sys.exit(failed)
 
 

@@ -45,7 +45,10 @@ def run(folder: pathlib.Path, *options: str, path: str = "") -> subprocess.Compl
 def test_ours_is_measured_and_who_is_missing_is_said(tmp_path: pathlib.Path) -> None:
     process = run(tmp_path, "--ways", "theirs;ours;ours, retained;ours, retained, vault")
     assert process.returncode == 0, process.stdout + process.stderr
-    ways = json.loads((tmp_path / "out.json").read_text())["results"]["30 GiB"]
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert "of the time was spent" in result["training loop"]["ours"]["says"]
+    assert "needs a GPU" in result["training loop"]["theirs"]["error"]
+    ways = result["results"]["30 GiB"]
     assert ways.pop("theirs")["error"].startswith("NOT MEASURED: torch_memory_saver ")
     for way, facts in ways.items():
         assert {step: len(answers) for step, answers in facts["steps"].items()} == {
