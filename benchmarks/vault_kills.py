@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import random
 import sys
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from model_server import exit_on_sigterm
-from recording import GIB, Process, WorkerFailed
+from recording import GIB, Process, WorkerFailed, segment_bytes
 from vault import facts_of_machine
 from vault_process import Vault
 
@@ -29,6 +30,10 @@ SEGMENTS = 16
 WHENS = ("in a sleep", "in a wake", "asleep")
 RETRY_S = 60.0  # a new vault pins its memory first
 HANGS_S = 30.0
+
+
+def sizes_of(nbytes: int) -> list[int]:
+    return [nbytes // SEGMENTS // 512 * 512] * SEGMENTS
 
 
 class Wrong(Exception):
@@ -64,7 +69,7 @@ class Clients:
             for _ in range(count):
                 process = Process("cumem-sleep", ends_at, CUMEM_SLEEP_VAULT=vault.socket)
                 self.processes.append(process)
-                process.ask("load", sizes=[nbytes // SEGMENTS // 512 * 512] * SEGMENTS, kv_bytes=64 << 20)
+                process.ask("load", sizes=sizes_of(nbytes), kv_bytes=64 << 20)
         except BaseException:
             self.close()
             raise
@@ -120,7 +125,7 @@ class Clients:
 def failure_of(process: Process, what: str) -> str:
     """What a call said that was begun; "" if it succeeded. A client that ended, or hung, is an error."""
     try:
-        with contextlib.redirect_stderr(None):  # the error is expected, and its traceback is long
+        with contextlib.redirect_stderr(io.StringIO()):  # the error is expected, and its traceback is long
             process.answer(what)
     except WorkerFailed as failure:
         if not process.is_running:
@@ -189,7 +194,8 @@ def run(arguments: argparse.Namespace, results: dict[str, Any], save: Any) -> No
     chance = random.Random(arguments.seed)
     nbytes = int(arguments.gib * GIB)
     ends_at = time.monotonic() + arguments.deadline
-    memory = int(2.5 * nbytes) + (64 << 20)
+    # Twice what both need: what a new vault adopts cannot be written to, and counts until it is given back.
+    memory = 4 * segment_bytes(sizes_of(nbytes)) + (64 << 20)
     with Vault(memory, *arguments.vault_options.split(), log=arguments.out.with_name("vault_kills.log")) as vault:
         vault.wait_until_pinned()
         clients = Clients(vault, nbytes, ends_at)
