@@ -118,13 +118,14 @@ HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}
 
 @dataclass
 class Bench:
-    """The front, and what is known of its models."""
+    """The front, and what is known of its models; the last of `models` is the smallest that has started."""
 
     front: Endpoint
     deadline: Deadline
     chance: random.Random
     facts: Facts = field(default_factory=dict)
     expected: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
+    models: list[str] = field(default_factory=lambda: list(MODELS))
 
     def prompt(self, number: int) -> list[int]:
         return [(7919 * (number + 1) * (j + 3)) % 150000 for j in range(32 + 16 * number)]
@@ -164,7 +165,7 @@ def spread(seconds: list[float]) -> Facts:
 
 def know_answers(bench: Bench) -> Facts:
     """Prefixes are not cached: what is cached is rounded otherwise."""
-    for model in MODELS:
+    for model in bench.models:
         for number in range(PROMPTS):
             bench.ask(model, number)
     return {"answers that are known": len(bench.expected)}
@@ -175,7 +176,7 @@ def one_after_the_other(bench: Bench, count: int) -> Facts:
     switches: list[Facts] = []
     last = bench.awake()
     for _ in range(count):
-        model = bench.chance.choice(list(MODELS))
+        model = bench.chance.choice(bench.models)
         answer = bench.ask(model, bench.chance.randrange(PROMPTS))
         if model == last:
             awake.append(answer.first_token_s)
@@ -188,7 +189,7 @@ def one_after_the_other(bench: Bench, count: int) -> Facts:
         "requests": count,
         "first token, awake": spread(awake),
         "first token, after a switch": {
-            model: spread([s["first_token_s"] for s in switches if s["new"] == model]) for model in MODELS
+            model: spread([s["first_token_s"] for s in switches if s["new"] == model]) for model in bench.models
         },
         "more than the sleep and the wake": spread([more_than_its_own(s, awake) for s in switches]),
         "within the target": sum(is_within(s, awake) for s in switches),
@@ -209,7 +210,7 @@ def is_within(switch: Facts, awake: list[float]) -> bool:
 
 def many_at_once(bench: Bench, count: int, clients: int) -> Facts:
     """Which requests share a batch changes the rounding, so tokens are counted, and not compared."""
-    asked = [(bench.chance.choice(list(MODELS)), bench.chance.randrange(PROMPTS)) for _ in range(count)]
+    asked = [(bench.chance.choice(bench.models), bench.chance.randrange(PROMPTS)) for _ in range(count)]
 
     def ask(request: tuple[str, int]) -> tuple[str, float]:
         model, number = request
@@ -238,7 +239,7 @@ def many_at_once(bench: Bench, count: int, clients: int) -> Facts:
 
 def overhead(bench: Bench, count: int, clients: int) -> Facts:
     """Of the smallest model, awake: alone, and by many clients at once."""
-    model = "small"
+    model = bench.models[-1]
     bench.ask(model, 0)
     ways = {"directly": bench.server_of(model), "through the front": bench.front}
     facts: Facts = {}
@@ -261,9 +262,10 @@ def overhead(bench: Bench, count: int, clients: int) -> Facts:
 
 
 def restart(bench: Bench) -> Facts:
-    """What a switch costs without sleep mode: the small model is stopped, and a request starts it."""
-    bench.front.call("POST", "/admin/stop", {"model": "small"}, limit_s=bench.deadline.limit(90.0))
-    return {"first token of a model that is started": bench.ask("small", 0).first_token_s}
+    """What a switch costs without sleep mode: the smallest model is stopped, and a request starts it."""
+    model = bench.models[-1]
+    bench.front.call("POST", "/admin/stop", {"model": model}, limit_s=bench.deadline.limit(90.0))
+    return {"first token of a model that is started": bench.ask(model, 0).first_token_s}
 
 
 # The front
@@ -335,9 +337,13 @@ def wait_until_started(bench: Bench, process: subprocess.Popen[bytes], log: Path
             raise Failed(f"not all models have started within {START_S:.0f} s: {last_words}")
         with contextlib.suppress(OSError, http.client.HTTPException):
             status = bench.status()
-            if failures := {name: model["error"] for name, model in status.items() if model["error"]}:
-                raise Failed(f"{failures}")
-            if all(model["phase"] in ("awake", "asleep") for model in status.values()):
+            for name in [name for name in bench.models if status[name]["error"]]:
+                bench.models.remove(name)
+                bench.facts["failed"][f"start of {name}"] = status[name]["error"]
+                bench.front.call("POST", "/admin/stop", {"model": name}, limit_s=90.0)  # or it is tried again
+            if not bench.models:
+                raise Failed("no model has started")
+            if all(status[name]["phase"] in ("awake", "asleep") for name in bench.models):
                 return {"seconds": round(time.monotonic() - begin, 1), "models": status}
         time.sleep(0.2)
 

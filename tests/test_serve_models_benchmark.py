@@ -52,6 +52,25 @@ def test_every_phase_is_measured(tmp_path: pathlib.Path) -> None:
     assert facts["the front ended in order"]
 
 
+def test_a_model_that_does_not_start_loses_nothing_of_the_others(tmp_path: pathlib.Path) -> None:
+    server = tmp_path / "server.py"
+    server.write_text(
+        "import sys\n"
+        "from cumem_sleep.serve import simulated_server as server\n"
+        "if 'fp8' in sys.argv:\n"
+        "    sys.exit('no such kernel')\n"
+        "raise SystemExit(server.main())\n"
+    )
+    process = run(tmp_path, f"{sys.executable} {server}")
+    assert process.returncode == 1
+    facts = json.loads((tmp_path / "out.json").read_text())
+    assert list(facts["failed"]) == ["start of fp8"]
+    assert "no such kernel" in facts["failed"]["start of fp8"]
+    assert facts["answers"] == {"answers that are known": 12}
+    assert facts["many at once"]["whole answers"]["count"] == 12
+    assert facts["the front ended in order"]
+
+
 def test_what_is_lost_is_said_and_the_other_phases_are_done(tmp_path: pathlib.Path) -> None:
     """A server whose answers change: tokens differ, and nothing is taken for measured."""
     server = tmp_path / "server.py"
