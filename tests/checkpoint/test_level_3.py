@@ -58,6 +58,13 @@ def assert_at_level_1(allocator: CuMemAllocator) -> None:
     assert all(segment.sleep != _core.Segment.Sleep.AWAKE for segment in _core.segments())
 
 
+def wait_until(is_so: Callable[[], object]) -> None:
+    ends_at = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < ends_at
+        time.sleep(0.01)
+
+
 def assert_nothing_asked() -> None:
     assert sim.stats().blocked_calls == 0
 
@@ -295,19 +302,13 @@ class TestMemory:
 class TestByItself:
     """`deep_after_s`."""
 
-    def wait_until_deep(self, allocator: CuMemAllocator) -> None:
-        ends_at = time.monotonic() + 30
-        while allocator.checkpoint is None:
-            assert time.monotonic() < ends_at
-            time.sleep(0.01)
-
     def test_after_a_while(self, make_allocator: Callable[..., CuMemAllocator], memory: Memory) -> None:
         allocator = make_allocator(deep_after_s=0.1)
         address = allocator.malloc(PAGE, "weights")
         memory.write(address, BYTES)
         for _ in range(2):
             assert allocator.sleep().checkpointed_bytes == 0
-            self.wait_until_deep(allocator)
+            wait_until(lambda: allocator.checkpoint)
             allocator.wake_up()
             assert memory.read(address, PAGE) == BYTES
         assert_nothing_asked()
@@ -325,7 +326,7 @@ class TestByItself:
         allocator = make_allocator(deep_after_s=3600)
         allocator.malloc(PAGE, "weights")
         allocator.sleep()
-        assert threads_of_ours("cumem-deepen")
+        wait_until(lambda: threads_of_ours("cumem-deepen"))
         allocator.wake_up()
         assert_no_threads("cumem-deepen")
 
