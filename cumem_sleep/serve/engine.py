@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from .address import Address
+from .policy import OF_LAYER
 from .status import Phase
 
 ASK_WITHIN_S = 10.0
@@ -28,12 +29,14 @@ class Outcome:
         state: awake, asleep, or stopped (nobody answers there); None if nobody knows.
         level: at which it sleeps, as far as is known.
         lacks_host_memory: the server refused to sleep for want of it.
+        why_not_deeper: it sleeps, but at a lesser level than was wanted.
     """
 
     error: str | None = None
     state: Phase | None = None
     level: int | None = None
     lacks_host_memory: bool = False
+    why_not_deeper: str = ""
 
 
 class Failed(Exception):
@@ -104,13 +107,18 @@ class Engine:
         return Outcome(None, Phase.ASLEEP, 2) if sleeps else Outcome(None, Phase.AWAKE)
 
     async def sleep(self, level: int, from_level: int | None = None) -> Outcome:
-        """Put it to sleep, perhaps from a lesser sleep, from which it has to wake first."""
+        """Put it to sleep, perhaps from a lesser sleep, from which it has to wake first; but not to get from 1 to 3.
+
+        Level 3 is level 1, and then the layer's: vLLM has none, or takes it for 2.
+        """
+        if from_level == 1 and level == OF_LAYER:
+            return await self._deepen()
         if from_level is not None:
             woken = await self.wake(from_level)
             if woken.error is not None:
                 return woken
         try:
-            await self._post("/sleep", level=level)
+            await self._post("/sleep", level=1 if level == OF_LAYER else level)
         except Failed as error:
             if error.is_unknown:
                 return Outcome(str(error), Phase.AWAKE)
@@ -119,7 +127,21 @@ class Engine:
             return Outcome(str(error), state, lacks_host_memory=lacks and state is Phase.AWAKE)
         except (httpx.HTTPError, OSError) as error:
             return Outcome(f"/sleep: {_text(error)}")
-        return Outcome(None, Phase.ASLEEP, level)
+        return await self._deepen() if level == OF_LAYER else Outcome(None, Phase.ASLEEP, level)
+
+    async def _deepen(self) -> Outcome:
+        """From level 1 to 3. Whatever becomes of it, the server sleeps, and is woken from either in the same way."""
+        if not self.has_layer:
+            return Outcome(None, Phase.ASLEEP, 1, why_not_deeper="cumem-sleep is not in its server")
+        try:
+            answer = await self._client.post("/collective_rpc", json={"method": "cumem_sleep_deepen"})
+            _check("/collective_rpc", answer)
+            workers = answer.json()["results"]
+            why = next((str(each["why"]) for each in workers if each["why"]), "")
+            level = OF_LAYER if all(each["checkpointed"] for each in workers) else 1
+            return Outcome(None, Phase.ASLEEP, level, why_not_deeper=why)
+        except (Failed, httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
+            return Outcome(None, Phase.ASLEEP, 1, why_not_deeper=f"/collective_rpc: {_text(error)}")
 
     async def wake(self, level: int) -> Outcome:
         """Wake it from this level; weights that were dropped are loaded again before the KV cache comes."""

@@ -1,4 +1,4 @@
-"""What the scheduler is told, and what it wants done."""
+"""What the scheduler is told. Used as `events.Arrived`, beside `actions.Grant`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from .policy import Spec
 from .status import Phase
-
-# Events
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,7 @@ class Done:
             `Phase.ASLEEP` or `Phase.STOPPED`; None where nobody knows.
         level: at which it sleeps, if it does.
         lacks_host_memory: the sleep failed for want of it, so a retry at this level is of no use.
+        why_not_deeper: it sleeps at a lesser level than was wanted, and would again.
     """
 
     model: str
@@ -45,6 +44,7 @@ class Done:
     state: Phase | None = None
     level: int | None = None
     lacks_host_memory: bool = False
+    why_not_deeper: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,14 @@ class HostBytes:
 
 
 @dataclass(frozen=True)
+class HasLayer:
+    """Whether cumem-sleep is in a model's server."""
+
+    model: str
+    has_layer: bool
+
+
+@dataclass(frozen=True)
 class Configured:
     """The models from now on. Those that are gone are stopped; so are those that only a restart changes."""
 
@@ -84,95 +92,4 @@ class TimePassed:
     """It is `next_time`, or later."""
 
 
-Event = Arrived | Gone | Done | Died | Ordered | HostBytes | Configured | TimePassed
-
-# Actions
-
-
-@dataclass(frozen=True)
-class Start:
-    """Start a server, or find out what a server by URL is in."""
-
-    model: str
-    operation: int
-
-
-@dataclass(frozen=True)
-class Wake:
-    """Wake a model that sleeps at this level."""
-
-    model: str
-    operation: int
-    level: int
-
-
-@dataclass(frozen=True)
-class Sleep:
-    """Put a model to sleep.
-
-    Attributes:
-        more_bytes: of host memory, that it takes on top of what it holds.
-        from_level: it sleeps already, and has to be woken before it can go deeper.
-    """
-
-    model: str
-    operation: int
-    level: int
-    more_bytes: int = 0
-    from_level: int | None = None
-
-
-@dataclass(frozen=True)
-class Stop:
-    """End a server's process."""
-
-    model: str
-    operation: int
-
-
-@dataclass(frozen=True)
-class Grant:
-    """The request may run: its model is awake, and stays so until `Gone`."""
-
-    request: int
-
-
-@dataclass(frozen=True)
-class Refuse:
-    """The request will not run.
-
-    Attributes:
-        failed: because the server fails, not because time is up.
-    """
-
-    request: int
-    why: str
-    retry_after_s: float
-    failed: bool = False
-
-
-@dataclass(frozen=True)
-class Revoke:
-    """The request has to end now; `Gone` is to follow."""
-
-    request: int
-    why: str
-
-
-@dataclass(frozen=True)
-class Obeyed:
-    """An operator's order was carried out, or could not be."""
-
-    model: str
-    depth: int
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Removed:
-    """A model that is not configured any more has been stopped."""
-
-    model: str
-
-
-Action = Start | Wake | Sleep | Stop | Grant | Refuse | Revoke | Obeyed | Removed
+Event = Arrived | Gone | Done | Died | Ordered | HostBytes | HasLayer | Configured | TimePassed

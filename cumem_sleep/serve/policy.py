@@ -20,7 +20,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 STOP = 100
-"""The deepest sleep: no process. The others are vLLM's levels."""
+"""The deepest sleep: no process. The others are levels of sleep."""
+
+OF_LAYER = 3
+"""The level that only servers with this package have; the others are vLLM's own."""
 
 ATTEMPTS = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0

@@ -77,7 +77,7 @@ class SimulatedServer:
         method, path = str(scope["method"]), str(scope["path"])
         if (method, path) in _MODEL_PATHS:
             return await self._run_model(path, scope, body or b"", inbox, send)
-        for message in await self._answer(method, path, scope):
+        for message in await self._answer(method, path, scope, body or b""):
             await send(message)
 
     # What runs the model
@@ -140,12 +140,16 @@ class SimulatedServer:
 
     # What changes it, and looks
 
-    async def _answer(self, method: str, path: str, scope: Scope) -> list[Message]:
+    async def _answer(self, method: str, path: str, scope: Scope, body: bytes) -> list[Message]:
         query = parse_qs(bytes(scope.get("query_string", b"")).decode("latin-1"))
         if (method, path) == ("POST", "/sleep"):
             return await self._sleep(int(query.get("level", ["1"])[-1]))
         if (method, path) == ("POST", "/wake_up"):
             return await self._wake(frozenset(query.get("tags", PARTS)))
+        if (method, path) == ("POST", "/collective_rpc") and _object(body).get("method") == "cumem_sleep_deepen":
+            self.level = 3 if self.asleep else 0
+            why = "" if self.asleep else "it is awake"
+            return response(200, {"results": [{"checkpointed": not why, "why": why}]})
         if (method, path) in (("POST", "/reload_weights"), ("POST", "/collective_rpc")):
             usage = {"weights": {"bytes": self.options.weights_bytes}}
             return response(200, {"results": [{"version": "simulated", "usage": usage}]})

@@ -9,14 +9,18 @@ from __future__ import annotations
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 from ..allocator import CuMemAllocator
+from ..levels import is_deep
 
 
 class CumemSleepBackend(SleepModeBackend):  # type: ignore[misc]
     """Sleeps and wakes this process's `CuMemAllocator`."""
 
     def suspend(self, level: int = 1) -> None:
-        """Level 1 backs up all but the KV cache; level 2 drops the weights too. A failure changes nothing."""
-        CuMemAllocator.get_instance().sleep(level=level)
+        """Level 1 backs up all but the KV cache; level 2 drops the weights too. A failure changes nothing.
+
+        Level 3 is level 1 here: the worker calls CUDA after this, so the plugin goes on when it has done so.
+        """
+        CuMemAllocator.get_instance().sleep(level=1 if is_deep(level) else level)
         self._state = self._state_of_memory()
 
     def resume(self, tags: list[str] | None = None) -> None:

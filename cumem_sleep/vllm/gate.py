@@ -40,7 +40,7 @@ from .engine_door import LEASE, EngineDoor, Lease
 from .gate_settings import GateSettings
 from .routes import GUARDED, RELOAD, WAKE, Kind, Routes, Taken, kind_of, route_path
 from .siblings import BETWEEN_S, Busy
-from .sleeping_model import Phase, SleepingModel
+from .sleeping_model import TAGS, Phase, SleepingModel
 from .worker_methods import Effect
 
 logger = logging.getLogger("cumem_sleep")
@@ -421,12 +421,17 @@ class SleepGate:
         model = self.model
         level, mode = _level(query), query.get("mode", ["abort"])[-1]
         if level is None or mode not in MODES:
-            return refusal(400, "level is 0, 1 or 2, and mode is abort, wait or keep")
+            return refusal(400, "level is 0, 1, 2 or 3, and mode is abort, wait or keep")
+        is_deep = level == 3
+        level = 1 if is_deep else level  # vLLM itself knows no other
         wanted = {"level": level, "mode": mode} if model.has_sleep_modes else {"level": level}
         scope = {**scope, "query_string": urlencode(wanted).encode()}  # so that it can be read in one way only
         if level == 2 and mode == "keep":
             return _conflict("requests cannot be kept over a level-2 sleep: they would run before weights are loaded")
         async with model.change(gone=gone):
+            await model.look_how_deep()
+            if model.checkpointed or (is_deep and model.asleep >= TAGS and not model.torn):
+                return await self._deepen(is_deep)
             if not await self._is_clear(self._settings.request_deadline_s):
                 late = {"Retry-After": str(self._settings.retry_after_s)}
                 return refusal(503, f"{self._in_engine()} requests are still running: nothing has changed", late)
@@ -441,7 +446,22 @@ class SleepGate:
             if code < 300:
                 model.slept(level)
                 await self._see_to_requests_left(level, mode)
+                if is_deep:
+                    return await self._deepen()
             return answer
+
+    async def _deepen(self, is_wanted: bool = True) -> list[Message]:
+        """Go on to level 3, or answer for a model that is there already: it stays there, whatever is wanted."""
+        model, why = self.model, ""
+        if is_wanted:
+            try:
+                why = await model.deepen()
+            except Exception as error:
+                return refusal(500, f"the model sleeps at level {model.level}, and level 3 failed: {error}")
+        if why and model.checkpointed:
+            return refusal(500, f"the model sleeps, and POST /wake_up may wake it: {why}")
+        said = {"status": "sleeping", "level": 3 if model.checkpointed else model.level}
+        return response(200, {**said, "why_not_deeper": why} if why else said)
 
     async def _see_to_requests_left(self, level: int, mode: str) -> None:
         """Requests left in the engine would run when the scheduler resumes: at the first tag (0.18), or the last."""
@@ -490,7 +510,10 @@ class SleepGate:
         return response(200, {"status": "weights reloaded"})
 
     async def _write(self, taken: Taken, scope: Scope, inbox: Inbox) -> list[Message]:
-        """A call that may touch weights. Its body is read before its turn, so that a slow body delays nobody."""
+        """A call that may touch weights, or that goes to level 3.
+
+        Its body is read before its turn, so that a slow body delays nobody.
+        """
         body = await inbox.body(MOST_WRITTEN_BYTES)
         if body is None:
             return refusal(413, f"at most {MOST_WRITTEN_BYTES >> 20} MiB are allowed")
@@ -504,6 +527,9 @@ class SleepGate:
             return _conflict("only vLLM may change the workers' sleep: POST /sleep or /wake_up instead")
         gone = asyncio.ensure_future(inbox.until_gone())
         try:
+            if effect is Effect.DEEPENS:
+                async with self.model.change(disturbs=False, gone=gone):
+                    return await _called(self._app, scope, inbox, gone)
             async with self.model.alone(gone):
                 if (conflict := await self._conflict_of(effect)) is not None:
                     return conflict
@@ -557,6 +583,7 @@ class SleepGate:
         try:
             await asyncio.wait_for(model.look(), HEALTH_WITHIN_S)
             await model.engine.check_health()
+            await model.look_how_deep()
         except Exception as error:
             logger.debug("vLLM itself answers for its health: %s", error)
             return await self._app(scope, inbox, send)
@@ -565,8 +592,7 @@ class SleepGate:
         awake = model.phase is Phase.AWAKE  # without its weights: no request will be served
         hopeless = awake or (self._settings.on_request == "wake" and self._failure() is not None)
         code = 503 if hopeless and self._settings.health == "auto" else self._health_code()
-        level = 2 if model.weights_lost else model.level
-        body = {"status": "weights_missing" if awake else model.phase.value, "asleep": not awake, "level": level}
+        body = {"status": "weights_missing" if awake else model.phase.value, "asleep": not awake, "level": model.depth}
         headers = {"Retry-After": str(self._settings.retry_after_s)} if code == 503 else {}
         await deliver(scope, inbox, send, response(code, body, headers))
 
@@ -627,7 +653,7 @@ def _level(query: dict[str, list[str]]) -> int | None:
         level = float(query.get("level", ["1"])[-1])
     except ValueError:
         return None
-    return int(level) if level in (0.0, 1.0, 2.0) else None
+    return int(level) if level in (0.0, 1.0, 2.0, 3.0) else None
 
 
 async def _called(app: App, scope: Scope, inbox: Inbox, gone: asyncio.Future[None]) -> list[Message]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypedDict
 
 logger = logging.getLogger("cumem_sleep")
@@ -56,6 +56,22 @@ class RankStatus(TypedDict):
     operations: dict[str, Operation]
     device_used_bytes: int
     device_total_bytes: int
+    checkpointed: bool
+
+
+def asleep_and_lost(ranks: Iterable[RankStatus]) -> tuple[set[str], bool]:
+    """The tags of memory that is asleep in any worker, and whether any of it is weights without a backup."""
+    usages = [(tag, usage) for rank in ranks for tag, usage in rank["usage"].items() if usage["asleep_segments"]]
+    lost = any(tag == "weights" and usage["backed_up_bytes"] < usage["bytes"] for tag, usage in usages)
+    return {tag for tag, _ in usages}, lost
+
+
+def sleep_level(rank: RankStatus) -> int:
+    """How deep one worker sleeps: 0 if weights are awake, 3 if nothing in its process may call CUDA."""
+    asleep, lost = asleep_and_lost([rank])
+    if rank["checkpointed"]:
+        return 3
+    return 0 if "weights" not in asleep else 2 if lost else 1
 
 
 class WorkerStatus:
@@ -150,6 +166,8 @@ class Collector:
             simulated = str(worker["simulated"]).lower()
             devices = ",".join(map(str, worker["devices"]))
             gauge("info", "Workers.", 1, rank=rank, devices=devices, simulated=simulated)
+            text = "How deep the worker sleeps: 0 to 3. At 3 the device's numbers are those of when it fell asleep."
+            gauge("sleep_level", text, sleep_level(worker), rank=rank)
             text = "Device memory in use, by all processes."
             gauge("device_used_bytes", text, worker["device_used_bytes"], rank=rank)
             gauge("device_total_bytes", "Device memory.", worker["device_total_bytes"], rank=rank)

@@ -17,8 +17,9 @@ from typing import Any
 from .. import _core
 from ..allocator import CuMemAllocator
 from ..errors import CumemSleepError, InvalidState
+from ..levels import is_deep
 from ..settings import PREFIX, Settings, parse_bool
-from . import compatibility, engine_group
+from . import compatibility, deep_worker, engine_group
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -122,21 +123,23 @@ def _take_over() -> None:
         logger.info(
             "vLLM's own CuMemAllocator was replaced in modules that had already imported it: %s", ", ".join(others)
         )
-    CuMemAllocator.prepares_after_pools = False
+    CuMemAllocator.prepares_after_pools = CuMemAllocator.deepens_after_sleeps = False
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
     WorkerWrapperBase.sleep = sleep
     WorkerWrapperBase.wake_up = wake_up
     WorkerWrapperBase.discard = discard
+    WorkerWrapperBase.cumem_sleep_deepen = cumem_sleep_deepen
     WorkerWrapperBase.cumem_sleep_status = cumem_sleep_status
+    WorkerWrapperBase.worker = deep_worker.WORKER
     compatibility.register_backend(NAME, f"{__package__}.backend", "CumemSleepBackend")
 
 
 def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's method. After it, the engine's workers form a group and, if set so, prepare their first sleep."""
-    allocator = CuMemAllocator.instance
+    worker, allocator = deep_worker.of(self), CuMemAllocator.instance
     with nullcontext() if allocator is None else allocator.warming_up():
-        result = self.worker.compile_or_warm_up_model(*args, **kwargs)
-    engine_group.join(self.worker)
+        result = worker.compile_or_warm_up_model(*args, **kwargs)
+    engine_group.join(worker)
     allocator = CuMemAllocator.instance
     if allocator is not None and allocator.settings.prepare and allocator.get_current_usage():
         try:
@@ -146,47 +149,72 @@ def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The worker's method, without an assertion that fails because of other processes.
+def sleep(self: Any, level: int = 1, **kwargs: Any) -> Any:
+    """The worker's method, without an assertion that fails because of other processes. At level 3 it goes on from 1.
 
     At its end it asserts that the GPU has more free memory than before. If another process (a model that wakes, say)
     took more memory meanwhile than this one released, the assertion fails although all memory is asleep. vLLM would
     then take the model to be awake: its next wake would wake nothing and run the model on unmapped memory.
+
+    The worker never hears of level 3: it asks CUDA for free memory at the end, and before 0.33 takes 3 for 2.
     """
+    worker = deep_worker.of(self)
+    own_level = 1 if is_deep(level) else level
     try:
-        return engine_group.told_once(self.worker, partial(self.worker.sleep, *args, **kwargs))
+        result = engine_group.told_once(worker, partial(worker.sleep, level=own_level, **kwargs))
     except AssertionError as error:
         allocator = CuMemAllocator.instance
         usages = [] if allocator is None else list(allocator.usage().values())
         if not usages or any(usage.asleep_segments < usage.segments for usage in usages):
             raise
         logger.warning("another process took GPU memory while this one fell asleep: %s", error)
+        result = None
+    if is_deep(level):
+        deep_worker.deepen(worker)
+    else:
+        deep_worker.deepen_when_idle(worker)
+    return result
 
 
 def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The worker's own."""
-    return engine_group.told_once(self.worker, partial(self.worker.wake_up, *args, **kwargs))
+    """The worker's own, which calls the allocator before CUDA: so that comes back from level 3 itself."""
+    worker = deep_worker.of(self)
+    return engine_group.told_once(worker, partial(worker.wake_up, *args, **kwargs))
 
 
 def discard(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's own."""
-    return engine_group.told_once(self.worker, partial(self.worker.discard, *args, **kwargs))
+    worker = deep_worker.of(self)
+    return engine_group.told_once(worker, partial(worker.discard, *args, **kwargs))
+
+
+def cumem_sleep_deepen(self: Any) -> dict[str, Any]:
+    """One worker's answer to `collective_rpc("cumem_sleep_deepen")`: whether it is at level 3 now, or why not.
+
+    vLLM's own sleep does nothing where memory sleeps already. An error would be no answer: see `told_once`.
+    """
+    why = deep_worker.deepen(deep_worker.of(self))
+    return {"rank": deep_worker.of(self).rank, "checkpointed": _core.driver_calls_suspended(), "why": why}
 
 
 def cumem_sleep_status(self: Any) -> dict[str, Any]:
-    """One worker's answer to `collective_rpc("cumem_sleep_status")`: plain numbers, for metrics and for people."""
+    """One worker's answer to `collective_rpc("cumem_sleep_status")`: plain numbers, for metrics and for people.
+
+    Touches no GPU at level 3 (`checkpointed`): the device's numbers are the last ones then.
+    """
     allocator = CuMemAllocator.get_instance()
     devices = sorted({segment.device for segment in _core.segments()})
-    free_bytes, total_bytes = (sum(numbers) for numbers in zip((0, 0), *map(_core.memory_info, devices), strict=True))
+    memory = deep_worker.device_memory(allocator, devices)
     return {
-        "rank": self.worker.rank,
+        "rank": deep_worker.of(self).rank,
         "devices": devices,
         "simulated": allocator.settings.driver == "sim",
         "usage": {tag: asdict(usage) for tag, usage in allocator.usage().items()},
         "place": asdict(allocator.backup_place()),
         "operations": {operation: asdict(totals) for operation, totals in allocator.totals().items()},
-        "device_used_bytes": total_bytes - free_bytes,
-        "device_total_bytes": total_bytes,
+        "device_used_bytes": sum(total_bytes - free_bytes for free_bytes, total_bytes in memory),
+        "device_total_bytes": sum(total_bytes for _, total_bytes in memory),
+        "checkpointed": _core.driver_calls_suspended(),
     }
 
 

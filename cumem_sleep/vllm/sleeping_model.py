@@ -15,7 +15,7 @@ from ..asgi import ClientGone
 from . import metrics
 from .gate_settings import GateSettings
 from .siblings import Busy, Siblings
-from .worker_methods import Effect
+from .worker_methods import DEEPEN, Effect
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -44,10 +44,25 @@ class Update(Enum):
 class SleepingModel:
     """What is known about the model's sleep. Everything that changes it goes through `change`, one at a time.
 
+    What begins and ends each fact, and what it means for a request:
+
+    asleep        a sleep above level 0, or of the KV cache  a wake                 it may wake the model
+    level == 0    a sleep at level 0, or one that failed     a wake                 the same
+    weights_lost  a sleep at level 2                         weights are loaded     the same, and they are loaded
+    staged        a wake of weights that were dropped        they are, or a sleep   it wakes nothing
+    paused        POST /pause                                the engine is awake    it wakes nothing
+    kept          a sleep with requests in the engine        the engine is awake    none; a wake has to be whole
+    update        a call that begins to write weights        one that finishes      none; if torn, they stay lost
+    torn          a sleep that failed in some workers        `mend`                 before a wake, those are woken
+    failure       waking on request failed                   its time, or a wake    it is refused
+
+    `serves`, `lacks_memory` and `may_be_woken` are what they come to.
+
     Attributes:
         engine: vLLM's engine client.
         phase: see `Phase`. The facts below outlive an unknown phase.
-        level: the level of the sleep; None while awake.
+        level: the level of the sleep; None while awake. At level 3, that from which it went there.
+        checkpointed: it went on to level 3: the workers' CUDA state is not on the GPU.
         asleep: the tags of memory that is asleep.
         weights_lost: weights were dropped (level 2) and not reloaded, so answers would be plausible garbage.
         paused: somebody called POST /pause, and a request must not resume the engine.
@@ -66,7 +81,7 @@ class SleepingModel:
         self.phase = Phase.UNKNOWN
         self.level: int | None = None
         self.asleep: set[str] = set()
-        self.weights_lost = self.paused = self.staged = self.kept = self.torn = False
+        self.weights_lost = self.paused = self.staged = self.kept = self.torn = self.checkpointed = False
         self.failure: tuple[str, float] | None = None
         self.changed = asyncio.Event()
         self.several_servers = False
@@ -93,6 +108,11 @@ class SleepingModel:
         return bool(self.asleep) or self.weights_lost
 
     @property
+    def depth(self) -> int | None:
+        """The level that it sleeps at, or whose lost weights keep it from serving; None if it is awake."""
+        return 3 if self.checkpointed else 2 if self.weights_lost else self.level
+
+    @property
     def may_be_woken(self) -> bool:
         """Whether the model is asleep in a way that a request may end."""
         return (self.level == 0 or self.lacks_memory) and not self.paused and not self.staged
@@ -111,7 +131,7 @@ class SleepingModel:
             return "the model is falling asleep or waking up"
         if self.phase is Phase.AWAKE:
             return "weights were dropped at level 2 and not reloaded: POST /reload_weights"
-        return f"the model is asleep (level {self.level}): POST /wake_up"
+        return f"the model is asleep (level {3 if self.checkpointed else self.level}): POST /wake_up"
 
     # What the engine says
 
@@ -133,21 +153,21 @@ class SleepingModel:
         """Keep other API servers from changing anything until `let_go`; False if one is, or has since the last look."""
         if not self.several_servers:
             return True
-        if not self._siblings.listen():
+        if not self._siblings.share():
             return False
         if self._still_holds(self._seen):
             return True
-        self._siblings.listen_no_more()
+        self._siblings.unshare()
         return False
 
     def let_go(self) -> None:
         """After `keep_still`."""
         if self.several_servers:
-            self._siblings.listen_no_more()
+            self._siblings.unshare()
 
     async def _look_beside_siblings(self) -> None:
         while not self._changing:
-            heard = self._siblings.heard()
+            heard = self._siblings.read_shared()
             if heard is None:
                 return self._enter(Phase.CHANGING)
             self._adopt(heard)
@@ -158,12 +178,12 @@ class SleepingModel:
 
     def _still_holds(self, seen: int) -> bool:
         """Whether API servers have changed nothing since their number of changes was `seen`."""
-        heard = self._siblings.heard()
+        heard = self._siblings.read_shared()
         return heard is not None and int(heard.get("changes", 0)) == seen
 
     def _facts(self) -> dict[str, Any]:
         """What the other API servers must know and the engine cannot tell them."""
-        names = ("level", "weights_lost", "paused", "staged", "kept", "torn")
+        names = ("level", "weights_lost", "paused", "staged", "kept", "torn", "checkpointed")
         facts = {name: getattr(self, name) for name in names}
         return {**facts, "asleep": sorted(self.asleep), "update": self.update.value}
 
@@ -195,14 +215,15 @@ class SleepingModel:
 
     def _learn_awake(self) -> None:
         self.level, self.asleep, self.failure = None, set(), None
-        self.paused = self.kept = False
+        self.paused = self.kept = self.checkpointed = False
         self._enter(Phase.AWAKE)
 
     def _learn_asleep(self, ranks: list[metrics.RankStatus] | None, scheduler_paused: bool) -> None:
         if ranks is not None:
-            self.asleep, lost = _asleep_and_lost(ranks)
+            self.asleep, lost = metrics.asleep_and_lost(ranks)
             if lost:
                 self._lose_weights()
+            self.learn_depth(ranks)
         elif not self.asleep and self.level != 0 and not scheduler_paused:
             self.asleep = set(TAGS)  # vLLM means memory but does not say which
         if self.asleep:
@@ -210,6 +231,16 @@ class SleepingModel:
         # Otherwise somebody has paused it, unless it is a sleep at level 0: vLLM itself queues or rejects requests
         # then.
         self._enter(Phase.ASLEEP if self.asleep or self.level == 0 else Phase.AWAKE)
+
+    def learn_depth(self, ranks: Iterable[metrics.RankStatus]) -> None:
+        """Note whether workers are at level 3, where they go, and from where they come, by themselves as well."""
+        self.checkpointed = any(rank["checkpointed"] for rank in ranks)
+
+    async def look_how_deep(self) -> None:
+        """For a model known to be asleep, which is not asked otherwise: find out whether it is at level 3 now."""
+        changes = self._changes
+        if self.asleep and (ranks := await self._status.fresh(self.engine)) and changes == self._changes:
+            self.learn_depth(ranks)
 
     def _enter(self, phase: Phase) -> None:
         if phase is not self.phase:
@@ -247,13 +278,13 @@ class SleepingModel:
 
     @asynccontextmanager
     async def _without_siblings(self) -> AsyncIterator[None]:
-        async with self._siblings.excluded():
-            told = self._siblings.told()
+        async with self._siblings.exclusive():
+            told = self._siblings.read()
             self._adopt(told)
             try:
                 yield
             finally:
-                self._siblings.tell({**self._facts(), "changes": told.get("changes", 0) + 1})
+                self._siblings.write({**self._facts(), "changes": told.get("changes", 0) + 1})
 
     @asynccontextmanager
     async def change(self, disturbs: bool = True, gone: asyncio.Future[None] | None = None) -> AsyncIterator[None]:
@@ -295,6 +326,23 @@ class SleepingModel:
         """Abort what is in the engine, so that nothing runs when its scheduler resumes; it stays paused."""
         await self.engine.pause_generation(mode="abort", clear_cache=False)
 
+    async def deepen(self) -> str:
+        """Go on from a sleep to level 3; returns what failed, in words, or "".
+
+        Afterwards `checkpointed` says what is so: a checkpoint may fail, and not be taken back either.
+
+        Raises:
+            Exception: the engine's own.
+        """
+        try:
+            answers = await self.engine.collective_rpc(DEEPEN)
+        except Exception as error:
+            if "not implemented" in str(error):  # vLLM's words for a method that its workers do not have
+                return "cumem-sleep is not active in vLLM's workers"
+            raise
+        self.checkpointed = any(answer["checkpointed"] for answer in answers)
+        return next((str(answer["why"]) for answer in answers if answer["why"]), "")
+
     def slept(self, level: int) -> None:
         """Note that a sleep succeeded."""
         if level == 0 and not self.has_sleep_modes:
@@ -321,7 +369,7 @@ class SleepingModel:
         if not self.asleep:
             # Ask twice: the first answer may be lost, because vLLM's executors leave answers after the failure unread.
             ranks = await self._status.fresh(self.engine) or await self._status.fresh(self.engine) or []
-            asleep, lost = _asleep_and_lost(ranks)
+            asleep, lost = metrics.asleep_and_lost(ranks)
             self.torn = bool(asleep)
             if lost:
                 self._lose_weights()
@@ -385,9 +433,10 @@ class SleepingModel:
             async with self.change(disturbs=False):
                 if not self.may_be_woken:
                     return
+                level = 3 if self.checkpointed else self.level
                 start, what = (
                     time.perf_counter(),
-                    f"level {self.level}{', weights loaded' if self.weights_lost else ''}",
+                    f"level {level}{', weights loaded' if self.weights_lost else ''}",
                 )
                 await self.mend()
                 if self.several_servers and self.asleep:
@@ -423,10 +472,3 @@ def _retrieve(question: asyncio.Task[bool]) -> None:
     """Retrieve the exception, in case nobody waited for the question."""
     if not question.cancelled():
         question.exception()
-
-
-def _asleep_and_lost(ranks: Iterable[metrics.RankStatus]) -> tuple[set[str], bool]:
-    """The tags of memory that is asleep in any worker, and whether any of it is weights without a backup."""
-    usages = [(tag, usage) for rank in ranks for tag, usage in rank["usage"].items() if usage["asleep_segments"]]
-    lost = any(tag == "weights" and usage["backed_up_bytes"] < usage["bytes"] for tag, usage in usages)
-    return {tag for tag, _ in usages}, lost

@@ -9,6 +9,7 @@ from enum import Enum
 class Effect(Enum):
     """What a method does to sleeping memory."""
 
+    DEEPENS = "goes from a sleep to level 3"
     CHANGES_SLEEP = "changes the sleep"  # without the engine's knowledge, which would run the model on sleeping memory
     RUNS = "runs the model"  # needs all memory awake and the weights loaded
     STARTS = "starts a weight update"  # nothing is loaded until it is finished
@@ -19,7 +20,10 @@ class Effect(Enum):
     WRITES = "may touch weights"  # not known to be anything else
 
 
+DEEPEN = "cumem_sleep_deepen"
+
 _METHODS = {
+    Effect.DEEPENS: (DEEPEN,),
     Effect.CHANGES_SLEEP: (
         *("sleep", "wake_up", "discard", "checkpoint_prepare", "checkpoint_restore", "shutdown"),
         *("execute_method", "sleep_mode_backend"),  # the first calls any other method
@@ -46,7 +50,7 @@ _EFFECTS = {name: effect for effect, names in _METHODS.items() for name in names
 
 def effect_of(method: str, loading: tuple[str, ...] = ()) -> Effect:
     """What a worker method does; `loading` names a trainer's own methods that load all weights."""
-    if method in loading and _EFFECTS.get(method) is not Effect.CHANGES_SLEEP:
+    if method in loading and _EFFECTS.get(method) not in (Effect.CHANGES_SLEEP, Effect.DEEPENS):
         return Effect.LOADS
     return _EFFECTS.get(method, Effect.WRITES)
 

@@ -80,12 +80,12 @@ class FaultyServer(SimulatedServer):
             self.take()
         return await self.perhaps_lost(await super()._wake(tags))
 
-    async def _answer(self, method: str, path: str, scope: Any) -> list[Message]:
-        if path == "/collective_rpc" and self.has_layer:
+    async def _answer(self, method: str, path: str, scope: Any, body: bytes) -> list[Message]:
+        if path == "/collective_rpc" and self.has_layer and b"deepen" not in body:
             return response(200, {"results": [{"version": "simulated", "usage": {"weights": {"bytes": 10 << 30}}}]})
         if path == "/reload_weights":
             self.lost = False
-        return await super()._answer(method, path, scope)
+        return await super()._answer(method, path, scope, body)
 
     async def perhaps_lost(self, answer: list[Message]) -> list[Message]:
         """The connection may break off before the answer, although it was done."""

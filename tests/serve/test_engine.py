@@ -85,6 +85,65 @@ def test_a_deeper_sleep_wakes_in_between() -> None:
     assert server.called == ["wake_up", "sleep?level=2"]
 
 
+def _deepened(*whys: str) -> httpx.Response:
+    return httpx.Response(200, json={"results": [{"checkpointed": not why, "why": why} for why in whys]})
+
+
+async def _with_layer(one: Engine, *levels: int) -> Outcome:
+    one.has_layer = True
+    return await one.sleep(*levels)
+
+
+def test_level_3_is_level_1_and_more() -> None:
+    server = Server(collective_rpc=[_deepened("", "")])
+    assert do(server, lambda one: _with_layer(one, 3)) == Outcome(None, Phase.ASLEEP, 3)
+    assert server.called == ["sleep?level=1", "collective_rpc"]
+    assert do(server, lambda one: one.wake(3)) == Outcome(None, Phase.AWAKE)
+
+
+def test_from_level_1_to_3_nothing_wakes() -> None:
+    server = Server(collective_rpc=[_deepened("")])
+    assert do(server, lambda one: _with_layer(one, 3, 1)) == Outcome(None, Phase.ASLEEP, 3)
+    assert server.called == ["collective_rpc"]
+
+
+def test_from_level_2_to_3_the_weights_come_back_first() -> None:
+    server = Server(collective_rpc=[_deepened("")])
+    assert do(server, lambda one: _with_layer(one, 3, 2)) == Outcome(None, Phase.ASLEEP, 3)
+    assert server.called[-2:] == ["sleep?level=1", "collective_rpc"]
+    assert "reload_weights" in server.called
+
+
+def test_without_the_layer_level_3_is_level_1() -> None:
+    """VLLM takes it for level 2, or refuses it."""
+
+    async def without_layer(one: Engine) -> Outcome:
+        one.has_layer = False
+        return await one.sleep(3)
+
+    server = Server()
+    outcome = do(server, without_layer)
+    assert (outcome.error, outcome.state, outcome.level) == (None, Phase.ASLEEP, 1)
+    assert "not in its server" in outcome.why_not_deeper
+    assert server.called == ["sleep?level=1"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (_deepened("", "one of 2 ranks"), "one of 2 ranks"),
+        (httpx.Response(500, json={"error": {"message": "it failed"}}), "it failed"),
+        (httpx.Response(404), "/collective_rpc"),
+        (httpx.Response(200, json={"results": [{}]}), "/collective_rpc"),
+        (httpx.ReadTimeout("late"), "late"),
+    ],
+)
+def test_a_server_that_does_not_get_to_level_3_sleeps_at_level_1(answer: httpx.Response | Exception, why: str) -> None:
+    outcome = do(Server(collective_rpc=[answer]), lambda one: _with_layer(one, 3))
+    assert (outcome.error, outcome.state, outcome.level) == (None, Phase.ASLEEP, 1)
+    assert why in outcome.why_not_deeper
+
+
 @pytest.mark.parametrize("lost", [1, 2])
 def test_a_call_is_made_again_when_its_answer_is_lost(lost: int) -> None:
     server = Server(sleep=[*[LOST] * lost, httpx.Response(200)], wake_up=[*[LOST] * lost, httpx.Response(200)])

@@ -10,26 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from cumem_sleep.serve import policy
-from cumem_sleep.serve.events import (
-    Action,
-    Arrived,
-    Configured,
-    Died,
-    Done,
-    Event,
-    Gone,
-    Grant,
-    Obeyed,
-    Ordered,
-    Refuse,
-    Removed,
-    Revoke,
-    Sleep,
-    Start,
-    Stop,
-    TimePassed,
-    Wake,
-)
+from cumem_sleep.serve.actions import Action, Grant, Obeyed, Refuse, Removed, Revoke, Sleep, Start, Stop, Wake
+from cumem_sleep.serve.events import Arrived, Configured, Died, Done, Event, Gone, HasLayer, Ordered, TimePassed
 from cumem_sleep.serve.policy import STOP, Spec
 from cumem_sleep.serve.scheduler import Scheduler
 from cumem_sleep.serve.status import Phase
@@ -98,15 +80,18 @@ class World:
         return self.send(Gone(request))
 
     def done(
-        self, model: str, error: str | None = None, state: Phase | None = None, lacks: bool = False
+        self, model: str, error: str | None = None, state: Phase | None = None, lacks: bool = False, stays: str = ""
     ) -> list[Action]:
-        """The change of a model that is under way ends; after an error the server is in `state`."""
+        """The change of a model that is under way ends; after an error the server is in `state`.
+
+        `stays`: why it sleeps at level 1 and not at 3.
+        """
         change = self.changes.pop(model)
         if error is None:
             state = {Start: Phase.AWAKE, Wake: Phase.AWAKE, Sleep: Phase.ASLEEP, Stop: Phase.STOPPED}[type(change)]
         level = None
         if isinstance(change, Sleep):
-            level = change.level if error is None else change.from_level
+            level = (1 if stays else change.level) if error is None else change.from_level
         elif isinstance(change, Wake):
             level = change.level
         if state is not None:
@@ -117,7 +102,12 @@ class World:
             self.host[model] = self.spec(model).host_bytes_at(level)
         if state is Phase.STOPPED:
             self.host[model] = 0
-        return self.send(Done(model, change.operation, error, state, level, lacks))
+        return self.send(Done(model, change.operation, error, state, level, lacks, stays))
+
+    def has_layer(self, *models: str) -> None:
+        for model in models:
+            self.layered.add(model)
+            self.send(HasLayer(model, True))
 
     def die(self, model: str) -> list[Action]:
         self.changes.pop(model, None)
@@ -163,6 +153,7 @@ class World:
                 self.begin(action)
 
     gone: list[Spec] = field(default_factory=list)
+    layered: set[str] = field(default_factory=set)
 
     def begin(self, change: Change) -> None:
         assert change.model not in self.changes or isinstance(change, Stop), f"{change} while {self.changes}"
@@ -182,9 +173,16 @@ class World:
 
     def holds(self, model: str) -> bool:
         """Whether a model has memory of its GPUs, or takes or gives it now."""
-        if self.truth[model] is Phase.ASLEEP and isinstance(self.changes.get(model), Stop):
+        stops = isinstance(self.changes.get(model), Stop)
+        if self.truth[model] is Phase.ASLEEP and (stops or self.sleeps_on(model)):
             return False
         return self.truth[model] is Phase.AWAKE or model in self.changes
+
+    def sleeps_on(self, model: str) -> bool:
+        """Whether it goes from level 1 to 3 without waking, which leaves it asleep in any case."""
+        change = self.changes.get(model)
+        deepens = isinstance(change, Sleep) and (change.from_level, change.level) == (1, 3)
+        return deepens and model in self.layered
 
     def check(self) -> None:
         gpus = {gpu for spec in self.specs for gpu in spec.gpus}
@@ -540,6 +538,45 @@ def test_idle_models_go_deeper_and_deeper() -> None:
     assert world.scheduler.next_time() == math.inf
 
 
+def test_with_the_layer_level_3_needs_no_gpu() -> None:
+    world = World([spec("a", idle=((60.0, 1), (600.0, 3))), spec("b")])
+    world.has_layer("a")
+    awake(world, "a", "b")
+    world.pass_time(600.0)
+    assert world.phase("b") is Phase.AWAKE
+    assert world.changes["a"] == Sleep("a", world.changes["a"].operation, 3, 0, 1)
+    assert world.scheduler.free_share(0) == 0.0, "it holds none of it"
+    world.done("a")
+    assert (world.phase("a"), world.level["a"]) == (Phase.ASLEEP, 3)
+
+
+def test_a_model_that_stays_at_level_1_is_not_asked_again_before_it_has_woken() -> None:
+    world = World([spec("a", idle=((60.0, 1), (600.0, 3), (7200.0, STOP)))])
+    world.has_layer("a")
+    for _ in range(2):
+        awake(world, "a")
+        world.pass_time(60.0)
+        world.done("a")
+        world.pass_time(540.0)
+        world.done("a", stays="it is one of 2 ranks")
+        world.pass_time(60.0)
+        assert not world.changes
+        assert (world.phase("a"), world.level["a"]) == (Phase.ASLEEP, 1)
+        world.send(Ordered("a", 3))
+        assert world.obeyed[-1].error == "it is one of 2 ranks"
+    world.pass_time(7200.0)
+    assert isinstance(world.changes["a"], Stop)
+
+
+def test_an_order_that_leads_to_a_lesser_sleep_says_so() -> None:
+    world = World([spec("a")])
+    awake(world, "a")
+    world.send(Ordered("a", 3))
+    world.done("a", stays="the driver is too old")
+    assert world.obeyed[-1].error == "the driver is too old"
+    assert world.scheduler.models["a"].level == 1
+
+
 def test_going_deeper_takes_no_gpu_that_is_in_use() -> None:
     world = World([spec("a", idle=((60.0, 1), (600.0, 2))), spec("b")])
     awake(world, "a", "b")
@@ -649,7 +686,7 @@ def random_specs(chance: random.Random) -> list[Spec]:
             share=chance.choice((1.0, 1.0, 0.5, 0.3)),
             keep_s=chance.choice((0.0, 0.0, 2.0)),
             drain_s=chance.choice((0.5, 3.0)),
-            idle=chance.choice(((), ((1.0, 1),), ((0.5, 1), (2.0, 2), (5.0, STOP)))),
+            idle=chance.choice(((), ((1.0, 1),), ((0.5, 1), (2.0, 2), (5.0, STOP)), ((0.5, 1), (1.5, 3)))),
             levels=chance.choice(((1, 2, STOP), (2,), (1, STOP), (1, 3, 2))),
             at_start=chance.choice(("stopped", "asleep", "awake")),
             host_bytes=chance.choice((0, 300, 600)),
@@ -706,8 +743,9 @@ class Traffic:
             return
         model = chance.choice(list(world.changes))
         change = world.changes[model]
-        if isinstance(change, Stop) or chance.random() > self.faults * 0.3:
-            world.done(model)
+        if isinstance(change, Stop) or chance.random() > self.faults * 0.3 or world.sleeps_on(model):
+            stays = getattr(change, "level", 0) == 3 and isinstance(change, Sleep) and chance.random() < self.faults
+            world.done(model, stays="it stays" * stays)
             return
         states: dict[type[Change], list[Phase | None]] = {
             Start: [Phase.STOPPED],
@@ -757,6 +795,7 @@ class Traffic:
 def run(seed: int, steps: int) -> World:
     chance = random.Random(seed)
     world = World(random_specs(chance))
+    world.has_layer(*(each.name for each in world.specs if chance.random() < 0.5))
     traffic = Traffic(chance, world, faults=chance.choice((0.0, 0.3, 1.0)))
     for _ in range(steps):
         traffic.step()

@@ -31,6 +31,9 @@ class FakeEngine:
         self.backed_up = False
         self.place = {"vault": "", "lost": ""}
         self.dead = False
+        self.checkpointed = False
+        self.why_not_deeper = ""
+        self.stuck = False  # half-way: the checkpoint that failed cannot be taken back
         self.fails: dict[str, list[BaseException]] = defaultdict(list)
         self.waits: dict[str, asyncio.Event] = {}
         self.entered: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
@@ -68,6 +71,7 @@ class FakeEngine:
         wanted = set(self.asleep if tags is None else tags) - {"scheduling"}
         if wanted <= self.asleep:
             self.asleep -= wanted
+            self.checkpointed = self.checkpointed and not wanted
         if not self.asleep:
             self.scheduler_paused = False
         return not self.asleep
@@ -119,9 +123,18 @@ class FakeEngine:
             if not self.plugin:
                 raise RuntimeError(f"Call to collective_rpc method failed: Method {method!r} is not implemented.")
             return [self.status(0), self.status(1)]
+        if method == "cumem_sleep_deepen":
+            return [self._deepen(0), self._deepen(1)]
         if method in ("reload_weights", "update_weights"):
             self.write_weights()
         return [None]
+
+    def _deepen(self, rank: int) -> dict[str, Any]:
+        if not self.plugin:
+            raise RuntimeError("Call to collective_rpc method failed: Method 'cumem_sleep_deepen' is not implemented.")
+        why = self.why_not_deeper or ("" if self.asleep == TAGS else "something is awake")
+        self.checkpointed = self.checkpointed or self.stuck or not why
+        return {"rank": rank, "checkpointed": self.checkpointed, "why": why}
 
     def write_weights(self) -> None:
         if "weights" in self.asleep:
@@ -162,6 +175,7 @@ class FakeEngine:
             },
             "device_used_bytes": 50,
             "device_total_bytes": 2000,
+            "checkpointed": self.checkpointed,
         }
 
     async def generate(self) -> str:
@@ -334,7 +348,7 @@ class FakeVllm:
         engine = self.engine
         if path == "/sleep":
             level = query.get("level", ["1"])[0]
-            if not level.isdigit():
+            if level not in ("0", "1", "2"):
                 return 422, {"detail": "level"}
             modes = (query.get("mode", ["abort"])[0],) if not isinstance(engine, OldEngine) else ()
             await engine.sleep(int(level), *modes)

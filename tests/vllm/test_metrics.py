@@ -162,6 +162,7 @@ async def _ask(status: metrics.WorkerStatus, engine: FakeEngine) -> None:
 
 EXPECTED = {
     "info": [({"devices": "4", "simulated": "true"}, 1)],
+    "sleep_level": [({}, 1)],
     "device_used_bytes": [({}, 50)],
     "device_total_bytes": [({}, 2000)],
     "memory_bytes": [

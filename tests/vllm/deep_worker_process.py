@@ -1,0 +1,45 @@
+"""A worker for `vllm serve --worker-cls deep_worker_process.DeepWorker`: it calls the driver itself, as PyTorch does.
+
+At level 3 such a call waits until the process is restored, which here would be for ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+
+from watched_worker import WatchedWorker
+
+from cumem_sleep import _core
+
+
+class DeepWorker(WatchedWorker):
+    """`WatchedWorker`, at whose ends the driver is called past this layer."""
+
+    def sleep(self, level: int = 1) -> None:
+        super().sleep(level)
+        self.call_driver()
+
+    def call_driver(self) -> int:
+        count = ctypes.c_int()
+        assert ctypes.CDLL(_core.driver_path()).cuDeviceGetCount(ctypes.byref(count)) == 0
+        return count.value
+
+    def list_loras(self) -> set[int]:
+        self.call_driver()
+        return set()
+
+    def shutdown(self) -> None:
+        self.call_driver()
+        self._say("shut down")
+
+    def fill_gpu(self) -> None:
+        """As if another process had taken the memory."""
+        from cumem_sleep import sim
+
+        sim.configure(device_bytes=1 << 20)
+
+    def _say(self, what: str) -> None:
+        with open(os.environ["WATCHED_WORKER_RECORD"], "a") as record:
+            record.write(json.dumps({"said": what}) + "\n")

@@ -1,0 +1,158 @@
+"""A real `vllm serve` at level 3: it answers, wakes for a request, and ends on SIGTERM within its usual time.
+
+Real are the API server with the gate, the engine core in a process of its own, and its executor. The worker is
+`DeepWorker`, on the simulated driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from environment import skip_unless_vllm
+
+skip_unless_vllm()
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
+
+STARTS_WITHIN_S = 240.0
+ENDS_WITHIN_S = 60.0  # it takes a few seconds; a call into the driver at level 3 would take for ever
+ANSWERS_WITHIN_S = 60.0
+PROGRAM = """
+import pathlib, sys
+import watched_server
+folder = pathlib.Path(sys.argv[1])
+watched_server.prepare_process(folder / "platform")
+from vllm.entrypoints.openai import api_server
+import uvloop
+line = ["--worker-cls", "deep_worker_process.DeepWorker", "--middleware", "cumem_sleep.vllm.SleepGate"]
+args = watched_server.arguments(watched_server.model_folder(folder / "model"), *line, "--port", sys.argv[2])
+uvloop.run(api_server.run_server(args))
+"""
+
+
+class Server:
+    """The server's process, and how to ask it."""
+
+    def __init__(self, folder: pathlib.Path, **environment: str) -> None:
+        for name in ("platform", "model"):
+            (folder / name).mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        here = str(pathlib.Path(__file__).parent)
+        paths = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.record = folder / "platform" / "touches.jsonl"
+        self.log = (folder / "log").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", PROGRAM, str(folder), str(self.port)],
+            env={**os.environ, "PYTHONPATH": paths, "VLLM_LOGGING_LEVEL": "INFO", **environment},
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        end = time.monotonic() + STARTS_WITHIN_S
+        while True:
+            try:
+                self.get("/health")
+                return
+            except OSError:
+                assert self.process.poll() is None, self.said()
+                assert time.monotonic() < end, self.said()
+                time.sleep(0.2)
+
+    def said(self) -> str:
+        self.log.seek(0)
+        return self.log.read()[-6000:]
+
+    def get(self, path: str) -> Any:
+        return self.ask(path, None)
+
+    def ask(self, path: str, body: Any) -> Any:
+        """The answer's code and body."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWERS_WITHIN_S) as answer:
+                code, content = answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            code, content = error.code, error.read()
+        try:
+            return code, json.loads(content)
+        except ValueError:
+            return code, content.decode()
+
+    def is_gone(self) -> bool:
+        """Nothing is left of it and of its children."""
+        try:
+            os.killpg(self.process.pid, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.log.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("server"), CUMEM_SLEEP_ON_REQUEST="wake", CUMEM_SLEEP_HEALTH="ok")
+    yield server
+    server.end()
+
+
+def deepen(server: Server) -> None:
+    assert server.ask("/sleep?level=3", {}) == (200, {"status": "sleeping", "level": 3}), server.said()
+
+
+def complete(server: Server) -> str:
+    code, body = server.ask("/v1/completions", {"model": "model", "prompt": "hello", "max_tokens": 3})
+    assert code == 200, body
+    return str(body["choices"][0]["text"])
+
+
+def test_answers_wakes_and_ends(server: Server) -> None:
+    assert "bad" not in complete(server)
+    deepen(server)
+    assert server.get("/health") == (200, {"status": "asleep", "asleep": True, "level": 3})
+    assert server.get("/is_sleeping") == (200, {"is_sleeping": True})
+    assert server.get("/v1/models")[0] == 200
+    assert 'cumem_sleep:sleep_level{rank="0"} 3.0' in server.get("/metrics")[1]
+    deepen(server)  # it is there
+    assert "good" in complete(server), "the request woke it"
+    assert server.get("/health")[1] == ""
+    deepen(server)
+    assert server.ask("/wake_up", {})[0] == 200
+    assert server.ask("/sleep?level=1", {})[0] == 200
+    deepen(server)  # without waking
+    code, answer = server.ask("/collective_rpc", {"method": "list_loras"})  # it calls the driver
+    assert code == 200, answer
+    assert server.get("/health")[1]["level"] == 1, "which it was brought back for"
+    deepen(server)
+    assert server.ask("/pause", {})[0] == 200  # vLLM clears the caches of its workers
+    assert server.ask("/wake_up", {})[0] == 200
+    assert server.ask("/resume", {})[0] == 200
+    assert "good" in complete(server)
+    deepen(server)
+    server.process.send_signal(signal.SIGTERM)
+    server.process.wait(ENDS_WITHIN_S)
+    assert '{"said": "shut down"}' in server.record.read_text(), server.said()
+    end = time.monotonic() + ENDS_WITHIN_S
+    while not server.is_gone():
+        assert time.monotonic() < end, server.said()
+        time.sleep(0.05)
