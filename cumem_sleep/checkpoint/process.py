@@ -8,7 +8,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
@@ -95,8 +95,11 @@ class ProcessCheckpoint:
         with suppress(_HelperLost):
             self._started_helper()
 
-    def take(self) -> Checkpointed:
+    def take(self, check: Callable[[], None]) -> Checkpointed:
         """Take the CUDA state off the GPU. From then on all driver calls of this layer fail at once.
+
+        Args:
+            check: called when driver calls fail already, so that nothing changes any more; may raise `Refused`.
 
         Raises:
             Refused: it cannot be; all is as before.
@@ -110,6 +113,11 @@ class ProcessCheckpoint:
             raise Refused(str(error)) from None
         if not _core.suspend_driver_calls(_LOCK_WITHIN_S):
             raise Refused(f"other threads of this process called CUDA for longer than {_LOCK_WITHIN_S:.0f} s")
+        try:
+            check()
+        except Refused:
+            _core.resume_driver_calls()
+            raise
         try:
             answer = helper.ask(
                 {"do": "checkpoint", "lock_timeout_s": _LOCK_WITHIN_S, "uuids": list(self._uuids.values())}

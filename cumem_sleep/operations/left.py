@@ -24,7 +24,7 @@ class LeftOnDevices:
     def note_before(self, device: int) -> None:
         """As `note_used`, for a caller that has not asked the driver."""
         if device not in self._before:
-            with suppress(CumemSleepError):
+            with suppress(CumemSleepError), _core.RelaxedCapture():  # a thread may be capturing a graph
                 free_bytes, total = _core.memory_info(device)
                 self.note_used(device, total - free_bytes)
 

@@ -65,7 +65,8 @@ examples:
 DOCTOR_DESCRIPTION = """\
 Checks the driver, the GPUs, the host memory and the Python packages, and says
 what is wrong or slow and what to do about it. To find out what the driver really
-grants, it briefly allocates 2 MiB (and a CUDA context) on each GPU. It changes nothing.
+grants, it briefly allocates 2 MiB (and a CUDA context) on each GPU, and starts the helper
+process of level 3. It makes no checkpoint, and changes nothing.
 
 A warning means less speed or a missing feature; a failure means that the layer cannot work."""
 

@@ -361,6 +361,28 @@ class TestRefused:
         assert memory.read(weights, PAGE) == BYTES
 
     @pytest.mark.usefixtures("weights")
+    def test_what_a_thread_allocates_while_it_goes_down(
+        self, allocator: CuMemAllocator, memory: Memory, weights: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """After the look whether all sleeps, and before driver calls fail."""
+        suspend = _core.suspend_driver_calls
+        late: list[int] = []
+
+        def after_a_malloc(timeout_s: float) -> bool:
+            late.append(in_thread(lambda: allocator.malloc(PAGE, "late")))
+            return suspend(timeout_s)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_core, "suspend_driver_calls", after_a_malloc)
+            report = allocator.sleep(level=3)
+        assert "1 segment (tags late) still have device memory" in report.why_not_deeper
+        assert not _core.driver_calls_suspended()
+        allocator.sleep(level=3)
+        assert_deep(allocator)
+        allocator.wake_up()
+        assert memory.read(weights, PAGE) == BYTES
+        allocator.free(late[0])
+
     def test_a_thread_that_stays_in_the_driver(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -6,6 +6,7 @@ between the executor and the allocator.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import json
 import pathlib
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 from environment import Stock, skip_unless_vllm
 from real_worker import PAGE, Contents, asleep, backends
-from support import Memory, fresh_allocator
+from support import Cuda, Memory, fresh_allocator
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
 
@@ -281,6 +282,20 @@ class TestExecutor:
         allocator = fresh_allocator(prepare=True)
         assert executor.collective_rpc("compile_or_warm_up_model") == ["compiled"]
         assert allocator._preparation is None
+
+    def test_what_the_warm_up_brought_is_told_by_itself(self, executor: Any, make_allocator: Any) -> None:
+        allocator = make_allocator()
+        address = allocator.malloc(PAGE, "weights")
+        cuda, graphs = Cuda(), ctypes.c_uint64()
+        cuda.enter()
+        executor.driver_worker.worker.compile_or_warm_up_model = lambda: cuda.call(
+            "cuMemAlloc_v2", ctypes.byref(graphs), ctypes.c_size_t(3 * PAGE)
+        )
+        executor.collective_rpc("compile_or_warm_up_model")
+        assert allocator.sleep(1).left["modules_and_graphs"] == 3 * PAGE
+        cuda.call("cuMemFree_v2", graphs)
+        cuda.leave()
+        allocator.free(address)
 
     def test_a_warm_up_that_fails(self, executor: Any, make_allocator: Any) -> None:
         allocator = fresh_allocator(prepare=True)
