@@ -109,9 +109,11 @@ class Server:
         self.log.close()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"), CUMEM_SLEEP_ON_REQUEST="wake", CUMEM_SLEEP_HEALTH="ok")
+@pytest.fixture
+def server(tmp_path: pathlib.Path) -> Iterator[Server]:
+    server = Server(
+        tmp_path, CUMEM_SLEEP_ON_REQUEST="wake", CUMEM_SLEEP_HEALTH="ok", CUMEM_SLEEP_SIM_CONTEXT_BYTES=str(32 << 20)
+    )
     yield server
     server.end()
 
@@ -149,9 +151,27 @@ def test_answers_wakes_and_ends(server: Server) -> None:
     assert server.ask("/resume", {})[0] == 200
     assert "good" in complete(server)
     deepen(server)
+    ends(server)
+    assert '{"said": "shut down"}' in server.record.read_text(), server.said()
+
+
+def test_ends_where_it_cannot_come_back(server: Server) -> None:
+    """Another model has the memory."""
+    assert "bad" not in complete(server)
+    assert server.ask("/collective_rpc", {"method": "fill_gpu"})[0] == 200
+    deepen(server)
+    code, answer = server.ask("/wake_up", {})
+    assert code == 500, answer
+    assert server.get("/health")[1] == {"status": "asleep", "asleep": True, "level": 3}
+    ends(server)
+    assert "shut down" not in (server.record.read_text() if server.record.exists() else "")
+    assert "its CUDA state did not come back" in server.said()
+
+
+def ends(server: Server) -> None:
+    """On SIGTERM, with all of its processes."""
     server.process.send_signal(signal.SIGTERM)
     server.process.wait(ENDS_WITHIN_S)
-    assert '{"said": "shut down"}' in server.record.read_text(), server.said()
     end = time.monotonic() + ENDS_WITHIN_S
     while not server.is_gone():
         assert time.monotonic() < end, server.said()
