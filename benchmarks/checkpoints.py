@@ -30,7 +30,7 @@ Shard = dict[str, tuple[int, ...]]  # shapes by name of tensor
 
 @dataclass(frozen=True)
 class Shape:
-    """What a Qwen3's size is made of."""
+    """What a Qwen3's size is made of. With `experts`, it is a Qwen3-MoE, and `intermediate` is that of an expert."""
 
     hidden: int
     layers: int
@@ -39,6 +39,8 @@ class Shape:
     intermediate: int
     tied: bool = False
     vocabulary: int = VOCABULARY
+    experts: int = 0
+    experts_per_token: int = 0
 
     def shards(self) -> dict[str, Shard]:
         """What each file holds."""
@@ -57,8 +59,8 @@ class Shape:
 
     def config(self) -> dict[str, Any]:
         return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
+            "architectures": ["Qwen3MoeForCausalLM" if self.experts else "Qwen3ForCausalLM"],
+            "model_type": "qwen3_moe" if self.experts else "qwen3",
             "attention_bias": False,
             "attention_dropout": 0.0,
             "bos_token_id": 1,
@@ -78,6 +80,19 @@ class Shape:
             "torch_dtype": "bfloat16",
             "use_cache": True,
             "vocab_size": self.vocabulary,
+            **(self._config_of_experts() if self.experts else {}),
+        }
+
+    def _config_of_experts(self) -> dict[str, Any]:
+        return {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": self.intermediate,
+            "norm_topk_prob": True,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
         }
 
     def _layer(self, number: int) -> Shard:
@@ -91,10 +106,20 @@ class Shape:
             f"{layer}.self_attn.k_norm.weight": (HEAD_DIM,),
             f"{layer}.self_attn.o_proj.weight": (self.hidden, self.heads * HEAD_DIM),
             f"{layer}.post_attention_layernorm.weight": (self.hidden,),
-            f"{layer}.mlp.gate_proj.weight": (self.intermediate, self.hidden),
-            f"{layer}.mlp.up_proj.weight": (self.intermediate, self.hidden),
-            f"{layer}.mlp.down_proj.weight": (self.hidden, self.intermediate),
+            **self._mlp(f"{layer}.mlp"),
         }
+
+    def _mlp(self, name: str) -> Shard:
+        parts: Shard = {"gate_proj": (self.intermediate, self.hidden), "up_proj": (self.intermediate, self.hidden)}
+        parts["down_proj"] = (self.hidden, self.intermediate)
+        if not self.experts:
+            return {f"{name}.{part}.weight": sizes for part, sizes in parts.items()}
+        experts = {
+            f"{name}.experts.{number}.{part}.weight": sizes
+            for number in range(self.experts)
+            for part, sizes in parts.items()
+        }
+        return {f"{name}.gate.weight": (self.experts, self.hidden), **experts}
 
 
 SHAPES = {
@@ -103,6 +128,7 @@ SHAPES = {
     "8B": Shape(4096, 36, 32, 8, 12288),
     "14B": Shape(5120, 40, 40, 8, 17408),
     "32B": Shape(5120, 64, 64, 8, 25600),
+    "MoE": Shape(1024, 12, 16, 8, 768, tied=True, experts=16, experts_per_token=4),  # no Qwen3's; as small as 0.6B
 }
 
 

@@ -13,6 +13,7 @@ import importlib.util
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 SIMULATED = os.environ.get("CUMEM_SLEEP_DRIVER") == "sim"
@@ -56,9 +57,10 @@ class Layer:
     needs_gpu: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        if importlib.util.find_spec(self.packages[0]) is None:
+        found = importlib.util.find_spec(self.packages[0])
+        if found is None:
             raise NotInstalled(f"{self.packages[1]} is not installed")
-        if SIMULATED and self.needs_gpu:
+        if SIMULATED and self.needs_gpu and "cumem_sleep" not in Path(found.origin or "").parts:
             raise NotInstalled(f"{self.packages[1]} needs a GPU")
 
     def version(self) -> str:
@@ -77,6 +79,10 @@ class Layer:
     def wake(self) -> None:
         raise NotImplementedError
 
+    def facts(self) -> dict[str, int]:
+        """What the layer itself says of its last sleep or wake: bytes, by name."""
+        return {}
+
     def hooks(self) -> Hooks:
         """To be called inside a pool."""
         raise NotImplementedError
@@ -94,15 +100,22 @@ class CumemSleep(Layer):
         from cumem_sleep import CuMemAllocator
 
         self._allocator = CuMemAllocator.get_instance()
+        self._report: Any = None
 
     def pool(self, tag: str) -> AbstractContextManager[object]:
         return self._allocator.use_memory_pool(tag)
 
     def sleep(self, level: int) -> None:
-        self._allocator.sleep(level)
+        self._report = self._allocator.sleep(level)
 
     def wake(self) -> None:
-        self._allocator.wake_up()
+        self._report = self._allocator.wake_up()
+
+    def facts(self) -> dict[str, int]:
+        usages = self._allocator.usage().values()
+        said = vars(self._report) if self._report is not None else {}
+        report = {name: value for name, value in said.items() if name.endswith("_bytes")}
+        return {**report, "pinned_by_itself_bytes": sum(usage.host_bytes - usage.vault_bytes for usage in usages)}
 
     def hooks(self) -> Hooks:
         from cumem_sleep import _core

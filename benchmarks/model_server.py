@@ -226,11 +226,12 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             yield json.loads(content)
 
 
-def gpu_memory_in_use_bytes() -> int | None:
-    """Of the first GPU, by all processes; `None` where there is no tool to ask."""
+def gpu_memory_in_use_bytes(gpu: int = 0) -> int | None:
+    """Of this one of the visible GPUs, by all processes; `None` where there is no tool to ask."""
     if shutil.which("nvidia-smi") is None:
         return None
-    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    device = visible[gpu] if visible else str(gpu)
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={device}"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)

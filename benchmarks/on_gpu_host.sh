@@ -1,21 +1,81 @@
 #!/usr/bin/env bash
 # Builds the project on a GPU host without network and runs what needs a GPU; raw results go to the folder $1.
-#   benchmarks/on_gpu_host.sh OUT [tests|tests_1|tests_2] [vault_tests] [sanitizer] [decoder] [bench] [compressed] [codec] [small] [prepare]
-#       [beside] [vault] [host_memory] [peers] [switching] [switching_fp8] [scenarios] [two_gpus] [serve]
-# What `peers` compares with comes from .gpu/peers.tar.xz (benchmarks/peers_bundle.py), if it is there; vLLM for
-# the last five from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed. Both parts of that benchmark add to one file,
-# which begins as .gpu/switching.json if that is there.
-# Real weights for `compressed` and `codec` are those of .gpu/checkpoint.safetensors, if it is there.
+#   benchmarks/on_gpu_host.sh OUT PART...
+#
+# The suite, and the memory layer alone (seconds on an H200 in brackets; those marked ~ are estimates):
+#   tests [560]  or its halves tests_1, tests_2;  vault_tests [~150] belongs to it;  sanitizer [240]
+#   bench [100]  small [60]  beside [120]  decoder [100]  compressed [280]  codec [200]  host_memory [120]  prepare [90]
+#   peers [500]  needs .gpu/peers.tar.xz (benchmarks/peers_bundle.py)
+#   vault [~300]  vault_small [~80]  vault_kills [~100]
+#   saver [~420]  saver_30 [~150]  saver_tests [~240]
+# With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
+#   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]  models [~360]
+#   vault_servers [~70]  scenarios [300]  two_gpus [400]  ranks [~400, two GPUs; with Ray from .gpu/3/*.tar.xz, if it is there]
+#
+# What is in .gpu may come in several calls to one machine: each call unpacks what it finds, once. Other things in .gpu:
+# switching.json, to which both parts of that benchmark add; checkpoint.safetensors, real weights for `compressed` and
+# `codec`; base.tar.gz, an earlier commit for `beside`; saver/, the `test` folder of torch_memory_saver's repository and its
+# wheel, for the parts of that name.
+#
 # Runs of the suite leave their output in OUT/tests*.txt, with the commit that $COMMIT names (a copy of the tree does not
-# know it), measurements their raw JSON. A call of a lent machine may be short: $LIMIT_S are the seconds that it has (580).
-# `tests` is the suite in under ten minutes, `tests_1` and `tests_2` are its halves; `vault_tests` belongs to it.
+# know it), measurements their raw JSON, and all logs are in OUT/logs.tar.gz. A call of a lent machine may be short: $LIMIT_S
+# are the seconds that it has (580). Parts that do not fit any more say so; a part that fails loses none of the others.
+# $VAULT_OPTIONS and $MODELS_OPTIONS are passed on to these parts, $ONLY names some scenarios of `ranks`.
 set -uo pipefail
 out=$1
 shift
-mkdir -p "$out"
-export PYTHONPATH=/tmp/site:$PWD/benchmarks PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
-python3 -m pip install --no-build-isolation --no-deps -q --upgrade --target /tmp/site . || exit 1
+site=${SITE:-/tmp/site}
+vllm_site=${site}_of_vllm # a folder of its own: the suite tests more where it finds vLLM's packages
+mkdir -p "$out/logs" "$site" "$vllm_site"
+plain_path=$site:$PWD/benchmarks
+export PYTHONPATH=$plain_path PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+# Once for each state of the sources.
+sources=$(find csrc cumem_sleep setup.py pyproject.toml -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum | sha256sum)
+built=$site/.built-${sources:0:16}
+if [ ! -f "$built" ]; then
+    python3 -m pip install --no-build-isolation --no-deps -q --upgrade --target "$site" . || exit 1
+    touch "$built"
+fi
+echo "== built after ${SECONDS} s"
 status=0
+
+# Few files come back from such a host.
+# shellcheck disable=SC2329 # the trap calls it
+pack_logs() {
+    find "$out" -maxdepth 1 -name '*.log' -exec mv -t "$out/logs" {} + 2>/dev/null
+    tar czf "$out/logs.tar.gz" -C "$out" logs && rm -rf "$out/logs"
+}
+trap pack_logs EXIT
+
+# Seconds that are left of this call, for a part that takes at most so many.
+left() {
+    local rest=$((${LIMIT_S:-580} - SECONDS - 10))
+    echo $((rest < $1 ? rest : $1))
+}
+
+# Runs a measurement for at most so many seconds; it ends what it has started when it is told to.
+limited() {
+    local seconds
+    seconds=$(left "$1")
+    shift
+    if [ "$seconds" -lt 30 ]; then
+        echo "NOT RUN, too little time is left: $*"
+        return 1
+    fi
+    timeout -k 30 "$seconds" "$@"
+}
+
+unpack() {
+    local archive mark
+    for archive in .gpu/[123]/*.tar.xz; do
+        mark=$vllm_site/.unpacked-$(basename "$archive")
+        if [ -f "$archive" ] && [ ! -f "$mark" ]; then
+            if ! tar xJf "$archive" -C "$vllm_site"; then return 1; fi
+            touch "$mark"
+        fi
+    done
+}
+unpack || status=1
 checkpoint=()
 if [ -f .gpu/checkpoint.safetensors ]; then checkpoint=(--checkpoint .gpu/checkpoint.safetensors); fi
 
@@ -29,6 +89,7 @@ without_gpu=(tests/serve)
 
 suite() {
     local name=$1
+    local -x PYTHONPATH=$plain_path
     shift
     {
         echo "commit ${COMMIT:?names the commit under test}, $(date -u +%F)"
@@ -39,14 +100,32 @@ suite() {
     } | tee "$out/$name.txt"
 }
 
+# For all parts that follow, too.
 with_vllm() {
-    local archive
     export HF_HUB_OFFLINE=1 VLLM_USE_FLASHINFER_SAMPLER=0
-    if ! python3 -c 'import importlib.metadata; importlib.metadata.version("vllm")' 2>/dev/null; then
-        for archive in .gpu/1/*.tar.xz .gpu/2/*.tar.xz; do
-            [ ! -f "$archive" ] || tar xJf "$archive" -C /tmp/site || return 1
-        done
-    fi
+    PYTHONPATH=$plain_path:$vllm_site python3 -c 'import importlib.metadata as m, importlib.util as u; assert u.find_spec("fastapi"), "vLLM is not complete"; m.version("vllm")' || return 1
+    export PYTHONPATH=$plain_path:$vllm_site
+}
+
+# torch_memory_saver 0.0.10 in a folder of its own: this layer has a package of that name, too.
+theirs=${site}_of_torch_memory_saver
+with_saver() {
+    local wheel
+    for wheel in .gpu/saver/*.whl; do
+        [ -d "$theirs" ] || python3 -m pip install -q --no-index --no-deps --target "$theirs" "$wheel" || return 1
+    done
+}
+
+# Its own tests, unchanged, on this layer; those that look into its C library cannot pass (docs/torch-memory-saver.md).
+saver_tests() {
+    local shim
+    shim=$(PYTHONPATH=$site python3 -m cumem_sleep shim torch_memory_saver) || return 1
+    {
+        echo "commit ${COMMIT:?names the commit under test}, $(date -u +%F), torch_memory_saver's test folder, with $shim first"
+        nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+        PYTHONPATH=$shim:$site timeout -k 5 "$(left 240)" python3 -m pytest -v -p no:cacheprovider --timeout=60 --tb=short \
+            .gpu/saver/test/test_examples.py .gpu/saver/test/test_configure_subprocess.py 2>&1
+    } | tee "$out/saver_tests.txt"
 }
 
 # The rest of ten minutes; what is not measured by then keeps what it has.
@@ -91,7 +170,22 @@ for what in "$@"; do
             done
         done
         ;;
-    vault) timeout 120 python3 benchmarks/vault.py --gib 8 --out "$out/vault.json" ;;
+    vault)
+        with_vllm || echo "vLLM's own layer is not measured"
+        # shellcheck disable=SC2086 # several words
+        limited 420 python3 benchmarks/vault.py --out "$out/vault.json" --deadline "$(left 400)" ${VAULT_OPTIONS:-}
+        ;;
+    vault_small) limited 150 python3 benchmarks/vault.py --out "$out/vault_small.json" --scale 8 --deadline "$(left 140)" ;;
+    vault_kills) limited 240 python3 benchmarks/vault_kills.py --out "$out/vault_kills.json" --deadline "$(left 220)" ;;
+    saver)
+        with_saver && limited 570 python3 benchmarks/torch_memory_saver_beside.py --out "$out/saver.json" --theirs "$theirs" \
+            --deadline "$(left 550)"
+        ;;
+    saver_30)
+        with_saver && limited 240 python3 benchmarks/torch_memory_saver_beside.py --out "$out/saver_30.json" --theirs "$theirs" \
+            --gib 30 --deadline "$(left 220)"
+        ;;
+    saver_tests) saver_tests ;;
     compressed) timeout 280 python3 benchmarks/compressed.py --out "$out/compressed.json" "${checkpoint[@]}" ;;
     codec) timeout 200 python3 benchmarks/codec.py --out "$out/codec.json" "${checkpoint[@]}" ;;
     small)
@@ -102,7 +196,7 @@ for what in "$@"; do
     prepare) timeout 200 python3 benchmarks/prepare_cost.py --out "$out/prepare_cost.json" ;;
     peers)
         # After --deadline seconds no process is started that would end later; a minute on, none is left.
-        if [ -f .gpu/peers.tar.xz ]; then tar xJf .gpu/peers.tar.xz -C /tmp/site || exit 1; fi
+        if [ -f .gpu/peers.tar.xz ]; then tar xJf .gpu/peers.tar.xz -C "$site" || exit 1; fi
         timeout -k 10 580 python3 -m pytest -p no:cacheprovider benchmarks/test_peers.py --deadline=450 \
             --benchmark-json="$out/peers.json" 2>&1 | tee "$out/peers.txt"
         ;;
@@ -111,7 +205,28 @@ for what in "$@"; do
         with_vllm && timeout 540 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" \
             --only model_8b,model_32b,tensor_parallel_2 --jobs 2
         ;;
-    serve) with_vllm && timeout 580 python3 benchmarks/vllm_serve.py --out "$out/vllm_serve.json" ;;
+    ranks)
+        with_vllm && limited 560 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" --gpus 2 --jobs 6 \
+            --limit "${SCENARIO_LIMIT_S:-150}" ${ONLY:+--only "$ONLY"}
+        ;;
+    vault_servers)
+        with_vllm && limited 200 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" \
+            --only two_servers_through_the_vault --limit 150
+        ;;
+    serve) with_vllm && limited 570 python3 benchmarks/vllm_serve.py --out "$out/vllm_serve.json" --deadline "$(left 550)" ;;
+    serve_vault)
+        with_vllm && limited 300 python3 benchmarks/vllm_serve.py --out "$out/vllm_serve.json" --ways vault,vault_compressed \
+            --deadline "$(left 290)"
+        ;;
+    models)
+        # shellcheck disable=SC2086 # several words
+        with_vllm && limited 570 python3 benchmarks/serve_models.py --out "$out/serve_models.json" --deadline "$(left 540)" \
+            ${MODELS_OPTIONS:-}
+        ;;
+    switching_vault)
+        with_vllm && limited 300 python3 benchmarks/switching.py --out "$out/switching_vault.json" --load-format dummy \
+            --ways level1-unprepared,vault --deadline "$(left 280)"
+        ;;
     switching) switching ;;
     switching_fp8) switching --fp8 --ways vllm,level1 ;;
     *) echo "unknown: $what" && false ;;

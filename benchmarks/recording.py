@@ -24,6 +24,7 @@ from layers import LAYERS, NotInstalled
 
 GIB = 1 << 30
 MIB = 1 << 20
+PAGE_BYTES = 2 * MIB
 
 FIRST_SLEEP = "first sleep"
 WAKE = "wake right after sleeping"
@@ -51,6 +52,11 @@ def qwen3_32b_bytes(decoder_layers: int, scale: int) -> list[int]:
     mlp = [2 * intermediate * hidden, hidden * intermediate]
     parameters = [vocabulary * hidden, *(attention + mlp) * decoder_layers, vocabulary * hidden]
     return [2 * count // scale // 512 * 512 for count in parameters]
+
+
+def segment_bytes(sizes: list[int]) -> int:
+    """What tensors of these sizes take in segments, which are whole pages."""
+    return sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ class WorkerFailed(Exception):
 class Process:
     """A worker process: `ask` sends a command and returns its answer, or kills it at `ends_at` (`time.monotonic`)."""
 
-    def __init__(self, layer: str, ends_at: float) -> None:
+    def __init__(self, layer: str, ends_at: float, **environment: str) -> None:
         folder = Path(__file__).resolve().parent
         path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed in close()
@@ -130,12 +136,12 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, "PYTHONPATH": path, "CUMEM_SLEEP_DISABLE": "1"},  # leaves vLLM as it is
+            env={**os.environ, "PYTHONPATH": path, "CUMEM_SLEEP_DISABLE": "1", **environment},  # leaves vLLM as it is
             bufsize=0,
         )
         self._unread = b""
         try:
-            self.version: str = self._answer()["version"]
+            self.version: str = self.answer()["version"]
         except BaseException:
             self.close()
             raise
@@ -147,13 +153,27 @@ class Process:
         self.close()
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
+        self.begin(command, **arguments)
+        return self.answer(command)
+
+    def begin(self, command: str, **arguments: Any) -> None:
+        """As `ask`, without its answer."""
         with contextlib.suppress(BrokenPipeError):  # the answer, or its absence, says why
             self._process.stdin.write(json.dumps({"command": command, **arguments}).encode() + b"\n")
-        return self._answer(command)
+
+    def kill(self) -> None:
+        """With SIGKILL; `close` comes after it."""
+        self._process.kill()
+        self._process.wait()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
 
     def close(self) -> None:
         """End the process, and wait until its memory is free again."""
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
@@ -162,7 +182,7 @@ class Process:
         self._process.stdout.close()
         self._errors.close()
 
-    def _answer(self, command: str = "start") -> dict[str, Any]:
+    def answer(self, command: str = "start") -> dict[str, Any]:
         start = time.monotonic()
         deadline = min(start + ANSWER_S, self._ends_at)
         while b"\n" not in self._unread:

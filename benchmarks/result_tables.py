@@ -394,6 +394,8 @@ SERVE_TITLES = {
     "touched": "cumem-sleep, host memory used before",
     "prepared": "cumem-sleep, `CUMEM_SLEEP_PREPARE=1`",
     "compressed": "the same, `CUMEM_SLEEP_COMPRESS=auto`",
+    "vault": "cumem-sleep, the vault",
+    "vault_compressed": "the same, `CUMEM_SLEEP_COMPRESS=auto`",
     "vllm": "vLLM's own",
 }
 
@@ -439,7 +441,8 @@ def scenarios_table(result: dict[str, Any]) -> list[str]:
         "|---|---|",
     ]
     for name, outcome in outcomes.items():
-        ended = "" if outcome["passed"] else " **Failed.**"
+        not_run = f" **Not run**: {outcome['not_run']}." if "not_run" in outcome else " **Failed.**"
+        ended = "" if outcome["passed"] else not_run
         lines.append(f"| {name.replace('_', ' ')} | {outcome['says']}{ended} |")
     return lines
 

@@ -11,6 +11,7 @@ Tokens must be the ones that the model answered with when it had just started; a
     level1   this layer at level 1, its backups prepared in the background while the model serves
     level2   this layer at level 2: weights are dropped and read from the checkpoint again
     level1-unprepared, vllm-level2   not measured unless named
+    vault    not unless named: this layer at level 1, not prepared, through a vault that has its memory
 
 The second server starts while the first one sleeps. The first sleep of each server, which takes and pins host memory,
 is recorded apart. `--fp8` measures with weights quantised to FP8 while they are loaded, as ways of their own.
@@ -41,7 +42,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -58,6 +59,7 @@ from model_server import (
     exit_on_sigterm,
     gpu_memory_in_use_bytes,
 )
+from vault_process import Vault, VaultFailed
 
 from cumem_sleep.tools.bench.host_memory import touch_host_memory
 
@@ -67,6 +69,7 @@ GATE = "cumem_sleep.vllm.SleepGate"
 RAM_DISK = Path("/dev/shm")
 SLOW_WRITE_S = 90.0  # checkpoints that would take longer to write go to the RAM disk
 HOST_MEMORY_PER_WEIGHT = 1.3  # as much as any layer takes
+VAULT_PER_WEIGHT = 1.1
 PREPARE_S = 30.0  # a 14B model's backups take 7 s
 STATUS = "cumem_sleep_status"  # of a worker whose memory is in this layer; vLLM alone does not know it
 
@@ -100,6 +103,7 @@ WAYS = {
     "level1": Way("cumem-sleep, level 1", 1, PREPARED, gate=True),
     "level2": Way("cumem-sleep, level 2", 2, PREPARED, gate=True),
     "level1-unprepared": Way("cumem-sleep, level 1, not prepared", 1, UNPREPARED, gate=True),
+    "vault": Way("cumem-sleep, the vault", 1, {**UNPREPARED, "CUMEM_SLEEP_VAULT": "vault.sock"}, gate=True),
     "restart": Way("restart", None, THEIRS),
 }
 DEFAULT_WAYS = "vllm,level1,level2,restart"  # restarts last: the others fill the compile cache
@@ -250,6 +254,7 @@ class Bench:
         self._work: Path = arguments.work
         self._work.mkdir(parents=True, exist_ok=True)
         self._began = time.monotonic()
+        self.vault: Vault | None = None
         folder = arguments.checkpoints or self._work
         names = arguments.models.split(",")
         self.models = [
@@ -275,8 +280,9 @@ class Bench:
                 if "restart" in records:
                     measure_restarts(self, records["restart"])
                 else:
-                    measure_sleeping(self, records)
-            except ServerFailed as error:
+                    with self._vault_of(records):
+                        measure_sleeping(self, records)
+            except (ServerFailed, VaultFailed) as error:
                 self._fail(records, str(error))
             except OutOfTime as error:
                 self._fail(records, str(error))
@@ -286,6 +292,19 @@ class Bench:
                 raise
             finally:
                 self.results.save()
+
+    @contextlib.contextmanager
+    def _vault_of(self, records: Mapping[str, Record]) -> Iterator[None]:
+        """Has all of its memory before the first server starts; with ways that use none there is none."""
+        if "vault" not in records:
+            yield
+            return
+        nbytes = max(int(VAULT_PER_WEIGHT * sum(model.shape.weights_bytes for model in self.models)), 64 << 20)
+        with Vault(nbytes, log=self.arguments.out.with_name("switching_vault.log")) as vault:
+            self.say(f"the vault has its memory after {vault.wait_until_pinned(self.deadline.limit(120)):.1f} s")
+            self.vault = vault
+            yield
+            self.say(f"the vault: {vault.status()}")
 
     def server(self, model: Model, way: Way) -> Server:
         """Not started yet."""
@@ -307,6 +326,8 @@ class Bench:
             "VLLM_SERVER_DEV_MODE": "1",  # or there is no /sleep
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
         }
+        if self.vault is not None and "CUMEM_SLEEP_VAULT" in way.environment:
+            environment["CUMEM_SLEEP_VAULT"] = self.vault.socket
         port = arguments.port + self.models.index(model)
         log = self._work / f"server-{model.name}.log"
         command += shlex.split(arguments.server_args)

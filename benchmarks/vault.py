@@ -1,176 +1,324 @@
-"""First and later sleeps and wakes through the vault, beside those of a process that pins its own memory.
+"""Sleeps and wakes of a 32B model's memory through the vault, beside those of processes that pin their own memory.
 
-    python benchmarks/vault.py --out results/vault.json [--gib 16]
+    python benchmarks/vault.py --out results/vault.json                 # about five minutes on an H200
+    python benchmarks/vault.py --out results/vault.json --scale 8       # with an eighth of the memory: one minute
 
-Each sleeper is a process of its own, with the same weights (bf16, normally distributed, made from one seed). `own,
-first` is the first process that touches so much of this machine's memory, `own, again` the next one. The vault has all
-of its memory pinned before its clients begin. The link's rates are those of one copy of 1 GiB of pinned memory, the
-best of six, in 10⁹ bytes per second.
+Each sleeper is a process of its own (`worker.py`): 258 segments, 61.02 GiB of weights (bf16, normally distributed, made
+from a seed), 54.63 GiB of KV cache; every byte is checked after every wake. The ways:
+
+    own         the first process that touches so much of this machine's memory, and pins it itself
+    own_again   the next one
+    vllm        vLLM's own layer, if vLLM is installed
+    vault       a client of a vault that has all its memory; then a replica of it, while the first one sleeps
+    compressed  a client of the vault, with compressed backups
+    together    two clients of half the size, with different weights, that sleep and wake at the same moment
+
+A way that fails says why, and the others are measured. Results are written after each; a file that is there already
+keeps its other ways.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from record import GIB, write
+from layers import SIMULATED, NotInstalled
+from model_server import exit_on_sigterm, gpu_memory_in_use_bytes
+from recording import GIB, LINK, Process, WorkerFailed, qwen3_32b_bytes, segment_bytes
+from vault_process import Vault
 
-SEGMENT_BYTES = 512 << 20
-
-
-def sleeper(socket: str, nbytes: int, compress: str) -> None:
-    """In a process of its own: cycles, and their seconds, one JSON line each time that a line comes in."""
-    import torch
-
-    from cumem_sleep import CuMemAllocator, Settings
-
-    allocator = CuMemAllocator(Settings(vault=socket, compress=compress))
-    torch.manual_seed(1)
-    with allocator.use_memory_pool("weights"):
-        weights = [
-            torch.randn(SEGMENT_BYTES // 2, dtype=torch.bfloat16, device="cuda") for _ in range(nbytes // SEGMENT_BYTES)
-        ]
-    torch.cuda.synchronize()
-    sums = [int(weight.view(torch.int16).sum(dtype=torch.int64)) for weight in weights]
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        results: dict[str, Any] = {}
-        for step in line.split():
-            if step == "wait":
-                time.sleep(3)
-            elif step == "change":
-                for weight in weights:
-                    weight[0] += 1
-                torch.cuda.synchronize()
-                sums = [int(weight.view(torch.int16).sum(dtype=torch.int64)) for weight in weights]
-            else:
-                name = "wake" if step.startswith("wake") else "sleep"
-                report = allocator.wake_up() if name == "wake" else allocator.sleep()
-                results[step] = {"seconds": round(report.seconds, 4)}
-                if name == "sleep":
-                    results[step] |= {"copied": report.copied_bytes, "stored": report.stored_bytes}
-                else:
-                    found = [int(weight.view(torch.int16).sum(dtype=torch.int64)) for weight in weights]
-                    assert found == sums, "wrong bytes"
-                    assert report.verified_bytes == nbytes
-        print(json.dumps(results), flush=True)
+KV_BYTES = int(54.63 * GIB)
+LINK_BYTES = 4 * GIB
+ROOM = 1.06  # of the vault, per byte of one copy
+FIRST, REPLICA, OTHER = 1, 1, 2  # seeds: a replica has the same weights
+Steps = dict[str, Any]
 
 
-class Process:
-    """A sleeper, and what it answers."""
+class Sleeper:
+    """A process with weights, asleep or awake; `steps` is what was measured of it."""
 
-    def __init__(self, socket: str, nbytes: int, compress: str) -> None:
-        command = [sys.executable, __file__, "--sleeper", socket, str(nbytes), compress]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._answer()
+    def __init__(self, bench: Bench, sizes: list[int], seed: int, layer: str = "cumem-sleep", **variables: str) -> None:
+        self._bench = bench
+        self.process = Process(layer, bench.ends_at, **variables)
+        self.steps: Steps = {"bytes": sum(sizes)}
+        self.process.ask("load", sizes=sizes, kv_bytes=bench.kv_bytes, seed=seed)
 
-    def __call__(self, steps: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(steps + "\n")
-        self._process.stdin.flush()
-        return self._answer()
+    def __enter__(self) -> Sleeper:
+        return self
 
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a sleeper ended with {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    def __exit__(self, *_: object) -> None:
+        self.process.close()
 
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+    def sleep(self, step: str) -> None:
+        self.begin("sleep")
+        self.end_sleep(step)
+
+    def begin(self, what: str) -> None:
+        self.process.begin(what, **({"level": 1} if what == "sleep" else {}))
+
+    def end_sleep(self, step: str) -> None:
+        self._add(step, self.process.answer("sleep"))
+
+    def wake(self, step: str) -> None:
+        self.begin("wake")
+        self.end_wake(step)
+
+    def end_wake(self, step: str) -> None:
+        self._add(step, self.process.answer("wake"))
+        if differing := self.process.ask("check")["differing_tensors"]:
+            raise WorkerFailed(f"{step}: bytes differ after it, in tensors {differing}")
+
+    def change(self) -> None:
+        self.process.ask("change")
+
+    def all_steps(self) -> None:
+        self.sleep("first sleep")
+        self.wake("wake")
+        self.sleep("later sleep, nothing changed")
+        time.sleep(self._bench.pause_s)
+        self.wake("wake, later")
+        self.change()
+        self.sleep("later sleep, everything changed")
+        self.wake("wake")
+
+    def _add(self, step: str, answer: Steps) -> None:
+        self.steps.setdefault(step, []).append(answer)
 
 
-def link_gbps() -> dict[str, float]:
-    import torch
+class Bench:
+    """What all ways have in common."""
 
-    host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(GIB, dtype=torch.uint8, device="cuda")
-    rates = {}
-    for name, target, source in (("to host", host, device), ("to device", device, host)):
-        best = 0.0
-        for _ in range(6):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
-            best = max(best, GIB / (time.perf_counter() - begin) / 1e9)
-        rates[name] = round(best, 2)
-    return rates
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.ends_at = time.monotonic() + arguments.deadline
+        self.pause_s: float = arguments.pause
+        self.sizes = qwen3_32b_bytes(arguments.decoder_layers, arguments.scale)
+        self.half = qwen3_32b_bytes(max(1, arguments.decoder_layers // 2 - 1), arguments.scale)
+        self.kv_bytes = KV_BYTES // arguments.scale // 512 * 512
+        self.vault: Vault | None = None
+        self._options = arguments.vault_options.split()
+        self._log: Path = arguments.out.with_name("vault.log")
+        self.facts: Steps = {}
+
+    def the_vault(self) -> Vault:
+        """Started when it is needed first; it serves all ways."""
+        if self.vault is None:
+            before = gpu_memory_in_use_bytes()
+            nbytes = max(int(ROOM * max(segment_bytes(self.sizes), 2 * segment_bytes(self.half))), 64 << 20)
+            vault = Vault(nbytes, *self._options, log=self._log)
+            try:
+                vault.start()
+                self.facts["seconds until all its memory is pinned"] = vault.wait_until_pinned()
+            except BaseException:
+                vault.close()
+                raise
+            self.vault = vault
+            self.facts["memory_bytes"] = nbytes
+            self.facts["gpu_bytes_before"] = before
+            self._see_gpu("with no client yet")
+        return self.vault
+
+    def client(self, sizes: list[int], seed: int, **variables: str) -> Sleeper:
+        return Sleeper(self, sizes, seed, CUMEM_SLEEP_VAULT=self.the_vault().socket, **variables)
+
+    def wait_until_unused(self) -> float:
+        """Seconds until the vault has nothing for anybody any more."""
+        begin = time.monotonic()
+        while (status := self.the_vault().status())["clients"] or status["asleep_bytes"] or status["awake_bytes"]:
+            if time.monotonic() > begin + 30:
+                raise WorkerFailed(f"the vault keeps what clients that ended have left: {status}")
+            time.sleep(0.02)
+        return time.monotonic() - begin
+
+    def see_vault_alone(self) -> None:
+        self.wait_until_unused()
+        self._see_gpu("after its clients have ended")
+
+    def _see_gpu(self, when: str) -> None:
+        used, before = gpu_memory_in_use_bytes(), self.facts["gpu_bytes_before"]
+        if used is not None and before is not None:
+            self.facts.setdefault("gpu bytes of the vault", {})[when] = used - before
 
 
-# The replica begins before the other's weights change: then they are equal. (When results/vault.json was measured they
-# were not, so its replica copied everything.)
-CYCLE = "first wake clean wake_again wait change dirty wait wake_later"
+def own(bench: Bench) -> Steps:
+    with Sleeper(bench, bench.sizes, FIRST) as sleeper:
+        sleeper.all_steps()
+        return sleeper.steps
+
+
+def vllm(bench: Bench) -> Steps:
+    with Sleeper(bench, bench.sizes, FIRST, "vllm") as sleeper:
+        sleeper.all_steps()
+        return sleeper.steps
+
+
+def vault(bench: Bench) -> Steps:
+    with bench.client(bench.sizes, FIRST) as first:
+        first.sleep("first sleep")
+        one = bench.the_vault().status()
+        with bench.client(bench.sizes, REPLICA) as replica:
+            replica.sleep("first sleep")
+            both = bench.the_vault().status()
+            replica.wake("wake")
+            replica.sleep("later sleep, nothing changed")
+            replica.wake("wake")
+        first.wake("wake")
+        first.sleep("later sleep, nothing changed")
+        time.sleep(bench.pause_s)
+        first.wake("wake, later")
+        first.change()
+        first.sleep("later sleep, everything changed")
+        first.wake("wake")
+    bench.see_vault_alone()
+    held = {name: {key: status[key] for key in HELD} for name, status in (("one", one), ("both", both))}
+    return {**first.steps, "replica": replica.steps, "vault while one and both sleep": held}
+
+
+HELD = ("asleep_bytes", "awake_bytes", "shared_bytes", "saved_bytes", "free_bytes", "pinned_bytes")
+
+
+def compressed(bench: Bench) -> Steps:
+    with bench.client(bench.sizes, FIRST, CUMEM_SLEEP_COMPRESS="auto") as sleeper:
+        sleeper.all_steps()
+    bench.see_vault_alone()
+    return sleeper.steps
+
+
+def together(bench: Bench) -> Steps:
+    """Seconds of both from the moment at which both are told to."""
+    results: Steps = {}
+    with bench.client(bench.half, FIRST) as one, bench.client(bench.half, OTHER) as other:
+        for what in ("sleep", "wake"):
+            begin = time.monotonic()
+            for sleeper in (one, other):
+                sleeper.begin(what)
+            for sleeper in (one, other):
+                sleeper.end_sleep("first sleep") if what == "sleep" else sleeper.end_wake("wake")
+            key = "first sleep" if what == "sleep" else "wake"
+            each = [sleeper.steps[key][0]["seconds"] for sleeper in (one, other)]
+            results[key] = [{"seconds": max(each), "each": each, "until both were read": time.monotonic() - begin}]
+        results["bytes"] = one.steps["bytes"] + other.steps["bytes"]
+        results["the clients"] = [one.steps, other.steps]
+    bench.see_vault_alone()
+    return results
+
+
+WAYS: dict[str, Callable[[Bench], Steps]] = {
+    "own": own,
+    "own_again": own,
+    "vllm": vllm,
+    "vault": vault,
+    "compressed": compressed,
+    "together": together,
+}
+OF_THE_VAULT = ("vault", "compressed", "together")  # they come last, and leave it running
+STEPS = {
+    "first sleep": "to_host",
+    "later sleep, nothing changed": "",
+    "later sleep, everything changed": "to_host",
+    "wake": "to_device",
+    "wake, later": "to_device",
+}
+
+
+def table(result: Steps) -> list[str]:
+    """Seconds, the best of each, and how many times as long as the bytes take on the link."""
+    link = {name: LINK_BYTES / min(seconds) for name, seconds in result["link"].items()}
+    lines = [f"{'':34}" + "".join(f"{step:>34}" for step in STEPS)]
+    ways = {**result["ways"]}
+    if "replica" in ways.get("vault", {}):
+        ways["vault: replica"] = ways["vault"]["replica"]
+    for way, steps in ways.items():
+        if "error" in steps:
+            lines.append(f"{way:34}{steps['error'].splitlines()[0]}")
+            continue
+        cells = []
+        for step, direction in STEPS.items():
+            seconds = min((answer["seconds"] for answer in steps.get(step, ())), default=None)
+            times = f" ({seconds / (steps['bytes'] / link[direction]):.2f} x)" if seconds and direction else ""
+            cells.append("-" if seconds is None else f"{seconds:.3f}{times}")
+        lines.append(f"{way:34}" + "".join(f"{cell:>34}" for cell in cells))
+    for way, steps in ways.items():
+        if first := steps.get("first sleep"):
+            layer = first[0].get("layer", {})
+            shown = {key: f"{layer[key] / GIB:.2f}" for key in SHOWN if key in layer}
+            left = first[0].get("left_on_gpu_bytes", 0) / GIB
+            lines.append(f"{way:34}GiB of the first sleep: {shown}, left on the GPU {left:.2f}")
+    return [*lines, f"the vault: {result['vault']}"]
+
+
+SHOWN = ("copied_bytes", "found_bytes", "stored_bytes", "pinned_by_itself_bytes")
+
+
+def facts_of_machine() -> Steps:
+    if SIMULATED:
+        return {"simulated": True}
+    from record import machine
+
+    return machine()
+
+
+def measure(bench: Bench, names: list[str], result: Steps, save: Callable[[], None]) -> bool:
+    """Returns whether all ways were measured."""
+    complete = True
+    try:
+        for name in sorted(names, key=lambda way: way in OF_THE_VAULT):
+            begin = time.monotonic()
+            try:
+                result["ways"][name] = WAYS[name](bench)
+            except NotInstalled as error:
+                result["ways"][name] = {"error": f"NOT MEASURED: {error}"}
+            except Exception as error:
+                complete = False
+                result["ways"][name] = {"error": f"FAILED: {type(error).__name__}: {error}"}
+            result["vault"] = bench.facts
+            print(f"{time.monotonic() - begin:6.1f} s  {name}", file=sys.stderr, flush=True)
+            save()
+    finally:
+        if bench.vault is not None:
+            bench.vault.close()
+    return complete
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where the raw result goes (JSON)")
-    parser.add_argument("--gib", type=int, default=16, help="weights of each process, in GiB (default: 16)")
-    parser.add_argument("--sleeper", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, required=True, help="where the raw result goes (JSON)")
+    parser.add_argument("--ways", default=",".join(WAYS), help="which, separated by commas (default: %(default)s)")
+    parser.add_argument("--decoder-layers", type=int, default=64, help="of the 32B model (default: %(default)s)")
+    parser.add_argument("--scale", type=int, default=1, help="divide every tensor's size and the KV cache's by this")
+    parser.add_argument("--pause", type=float, default=3.0, help="seconds before a late wake (default: %(default)s)")
+    parser.add_argument("--deadline", type=float, default=540, help="seconds that all of it may take (%(default)s)")
+    parser.add_argument("--vault-options", default="", help="of `cumem-sleep vault`")
     arguments = parser.parse_args()
-    if arguments.sleeper:
-        socket, nbytes, compress = arguments.sleeper
-        sleeper(socket, int(nbytes), compress)
-        return
-    if arguments.out is None:
-        parser.error("--out is wanted")
-    nbytes = arguments.gib * GIB
-    results: dict[str, Any] = {"bytes": nbytes, "link_gbps": link_gbps()}
-    for name in ("own, first", "own, again"):
-        process = Process("off", nbytes, "off")
-        results[name] = process(CYCLE)
-        process.end()
-        print(name, results[name], file=sys.stderr)
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o700)
-        socket = f"{folder}/vault.sock"
-        command = [sys.executable, "-m", "cumem_sleep", "vault", "--memory", f"{2 * arguments.gib + 2}GiB"]
-        begin = time.perf_counter()
-        vault = subprocess.Popen([*command, "--socket", socket])
-        try:
-            while True:
-                status = subprocess.run(
-                    [sys.executable, "-m", "cumem_sleep", "vault", "status", "--json", "--socket", socket],
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                )
-                facts = json.loads(status.stdout) if status.returncode == 0 else {}
-                if facts and facts["pinned_bytes"] >= facts["memory_bytes"]:
-                    break
-                if vault.poll() is not None:
-                    raise SystemExit("the vault has ended")
-                time.sleep(0.5)
-            results["vault ready_s"] = round(time.perf_counter() - begin, 1)
-            first = Process(socket, nbytes, "off")
-            results["vault, first"] = first("first wake clean wake_again clean")
-            replica = Process(socket, nbytes, "off")
-            results["vault, replica"] = replica("first wake clean wake_again")
-            print("replica", results["vault, replica"], file=sys.stderr)
-            replica.end()
-            results["vault, first"] |= first("wake_again wait change dirty wait wake_later")
-            print("vault", results["vault, first"], file=sys.stderr)
-            first.end()
-            compressed = Process(socket, nbytes, "auto")
-            results["vault, compressed"] = compressed("first wake clean wait wake_later")
-            print("compressed", results["vault, compressed"], file=sys.stderr)
-            compressed.end()
-        finally:
-            vault.terminate()
-            vault.wait()
-    write(arguments.out, results)
+    names = arguments.ways.split(",")
+    if unknown := set(names) - set(WAYS):
+        parser.error(f"--ways: {', '.join(sorted(unknown))}: there are {', '.join(WAYS)}")
+    exit_on_sigterm()
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    bench = Bench(arguments)
+    with Process("none", bench.ends_at) as process:
+        link = process.ask("link", nbytes=LINK_BYTES // arguments.scale, rounds=3)
+        link = {name: [each * arguments.scale for each in link[name]] for name in LINK}
+    ways = json.loads(arguments.out.read_text()).get("ways", {}) if arguments.out.exists() else {}
+    result: Steps = {
+        "machine": facts_of_machine(),
+        "workload": {"weights_bytes": sum(bench.sizes), "segments": len(bench.sizes), "kv_cache_bytes": bench.kv_bytes},
+        "link_bytes": LINK_BYTES,
+        "link": link,
+        "ways": ways,
+        "vault": {},
+    }
+    complete = measure(bench, names, result, lambda: write(arguments.out, result))
+    print(*table(result), sep="\n")
+    sys.exit(not complete)
+
+
+def write(path: Path, result: Steps) -> None:
+    path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python benchmarks/vllm_serve.py --out result.json --shape 32B            # about four minutes on an H200
     python benchmarks/vllm_serve.py --out result.json --shape 32B --ways cold,prepared
+    python benchmarks/vllm_serve.py --out result.json --shape 32B --ways vault,vault_compressed    # about three minutes
 
 One server after the other, random weights (the same for all but `compressed`), torch.compile and CUDA graphs on. After
 every wake the greedy tokens must be those from before the first sleep. What the layer itself says about its phases is
@@ -11,11 +12,13 @@ kept as well. A result file that is there already keeps its other ways.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from checkpoints import SHAPES, write_config
 from model_server import Deadline, Server, exit_on_sigterm, gpu_memory_in_use_bytes
 from record import touch_host_memory
 from switching import SERVE, machine_facts
+from vault_process import Vault
 
 PROMPT = [(7919 * (j + 3)) % 150000 for j in range(64)]
 TOKENS = 16
@@ -32,14 +36,20 @@ WAYS = {
     "prepared": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "1"},
     "compressed": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "1", "CUMEM_SLEEP_COMPRESS": "auto"},
     "vllm": {"CUMEM_SLEEP_DISABLE": "1"},
+    "vault": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "0"},
+    "vault_compressed": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "0", "CUMEM_SLEEP_COMPRESS": "auto"},
 }
+USUAL = "cold,touched,prepared,compressed,vllm"
 SAYS = {
     "cold": "this layer; the first sleep takes and pins its host memory",
     "touched": "as cold, right after another process used as much host memory: the VM has its RAM by then",
     "prepared": "this layer, CUMEM_SLEEP_PREPARE=1: backups are made in the background after the start",
     "compressed": "as prepared, with CUMEM_SLEEP_COMPRESS=auto, and normally distributed weights",
     "vllm": "vLLM's own layer",
+    "vault": "this layer, through a vault that has all of its memory when the server starts",
+    "vault_compressed": "as vault, with CUMEM_SLEEP_COMPRESS=auto, and normally distributed weights",
 }
+OF_THE_VAULT = 1.1  # its memory, per byte of weights
 
 
 def wait_until_prepared(server: Server, limit_s: float) -> float:
@@ -53,6 +63,21 @@ def wait_until_prepared(server: Server, limit_s: float) -> float:
     raise server.failure(f"not prepared within {limit_s:.0f} s: {usage}")
 
 
+@contextlib.contextmanager
+def vault_of(way: str, arguments: argparse.Namespace, deadline: Deadline, facts: dict[str, Any]) -> Iterator[None]:
+    """The vault of the ways that use one, which then have `CUMEM_SLEEP_VAULT` in their environment."""
+    if "vault" not in way:
+        yield
+        return
+    nbytes = max(int(OF_THE_VAULT * SHAPES[arguments.shape].weights_bytes), 64 << 20)
+    with Vault(nbytes, log=arguments.out.with_name(f"{way}.log")) as vault:
+        facts["vault_ready_s"] = vault.wait_until_pinned(deadline.limit(120))
+        facts["gpu_bytes_of_the_vault"] = gpu_memory_in_use_bytes()
+        facts["environment"] = {**WAYS[way], "CUMEM_SLEEP_VAULT": vault.socket}
+        yield
+        facts["vault"] = vault.status()
+
+
 def measure(
     way: str, arguments: argparse.Namespace, deadline: Deadline, logs: Path, machine: dict[str, Any]
 ) -> dict[str, Any]:
@@ -62,14 +87,27 @@ def measure(
         *("--load-format", "dummy", "--skip-tokenizer-init", "--enable-sleep-mode", "--max-model-len", "4096"),
         *("--gpu-memory-utilization", str(arguments.gpu_memory_utilization), "--seed", "0"),
         *(() if way == "vllm" else ("--middleware", "cumem_sleep.vllm.SleepGate")),
-        *(("--worker-extension-cls", "worker_extension.Extension") if way == "compressed" else ()),
+        *(("--worker-extension-cls", "worker_extension.Extension") if "compressed" in way else ()),
     ]
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CACHE_ROOT": str(arguments.work / "cache"), **WAYS[way]}
-    server = Server(way, command, arguments.port, environment, logs / f"serve_{way}.log", deadline)
     facts: dict[str, Any] = {"says": SAYS[way], "environment": WAYS[way], "command": command[1:], "machine": machine}
+    with vault_of(way, arguments, deadline, facts):
+        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CACHE_ROOT": str(arguments.work / "cache")}
+        environment.update(facts["environment"])
+        server = Server(way, command, arguments.port, environment, logs / f"serve_{way}.log", deadline)
+        serve(way, server, arguments, facts)
+    lines = (logs / f"serve_{way}.log").read_text(errors="replace").splitlines()
+    facts["log"] = [line.split("] ", 1)[-1] for line in lines if any(word in line for word in WORDS)]
+    return facts
+
+
+WORDS = ("cumem-sleep:", "CuMemAllocator:", "Sleep mode freed", "It took", "Graph capturing finished", "init engine")
+
+
+def serve(way: str, server: Server, arguments: argparse.Namespace, facts: dict[str, Any]) -> None:
+    """From its start to its end."""
     try:
         facts["start_s"] = server.start(240)
-        if way == "compressed":  # how far weights shrink depends on their values
+        if WAYS[way].get("CUMEM_SLEEP_COMPRESS"):  # how far weights shrink depends on their values
             facts["bytes_of_normal_values"] = int(server.call_worker("fill_with_normal_values"))
         before = server.complete(PROMPT, TOKENS).tokens
         if WAYS[way].get("CUMEM_SLEEP_PREPARE") == "1":
@@ -97,24 +135,13 @@ def measure(
             facts["status"] = server.call_worker("cumem_sleep_status")
     finally:
         server.stop()
-    words = (
-        "cumem-sleep:",
-        "CuMemAllocator:",
-        "Sleep mode freed",
-        "It took",
-        "Graph capturing finished",
-        "init engine",
-    )
-    lines = (logs / f"serve_{way}.log").read_text(errors="replace").splitlines()
-    facts["log"] = [line.split("] ", 1)[-1] for line in lines if any(word in line for word in words)]
-    return facts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", choices=SHAPES, default="32B")
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}, separated by commas")
+    parser.add_argument("--ways", default=USUAL, help=f"of {', '.join(WAYS)}, separated by commas")
     parser.add_argument("--rounds", type=int, default=5, help="later sleeps")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
     parser.add_argument(
@@ -144,14 +171,14 @@ def main() -> None:
                 ways[way] = {"error": failed[way]}
         result = {"machine": machine, "shape": arguments.shape, "prompt": PROMPT, "ways": ways}
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"{'way':10}{'start':>8}{'first sleep':>13}{'later':>8}{'wake':>8}{'wake 3 s':>10}{'TTFT':>8}  s; asleep GiB")
+    print(f"{'way':18}{'start':>8}{'first sleep':>13}{'later':>8}{'wake':>8}{'wake 3 s':>10}{'TTFT':>8}  s; asleep GiB")
     for way, facts in ways.items():
         if way in failed:
-            print(f"{way:10}FAILED {failed[way]}")
+            print(f"{way:18}FAILED {failed[way]}")
         if "error" in facts:
             continue
         print(
-            f"{way:10}{facts['start_s']:8.1f}{facts['first_sleep_s'][0]:13.3f}"
+            f"{way:18}{facts['start_s']:8.1f}{facts['first_sleep_s'][0]:13.3f}"
             f"{statistics.median(facts['later_sleeps_s']):8.3f}{statistics.median(facts['wakes_s']):8.3f}"
             f"{facts['wake_after_3_s']:10.3f}{statistics.median(facts['first_token_s']):8.3f}"
             f"  {(facts['gpu_bytes_asleep'][-1] or 0) / (1 << 30):.2f}"

@@ -31,7 +31,10 @@ class TorchMemory:
 
         self._torch = torch
         torch.cuda.init()
-        torch.cuda.manual_seed_all(int.from_bytes(os.urandom(8), "little") >> 1)
+        self.seed(int.from_bytes(os.urandom(8), "little") >> 1)
+
+    def seed(self, seed: int) -> None:
+        self._torch.cuda.manual_seed_all(seed)
 
     def allocate(self, nbytes: int) -> Any:
         return self._torch.empty(nbytes // 2, dtype=self._torch.bfloat16, device="cuda")
@@ -87,7 +90,10 @@ class SimulatedMemory:
 
         self._np = np
         self._allocator = CuMemAllocator.get_instance()
-        self._random = np.random.default_rng()
+        self.seed(None)
+
+    def seed(self, seed: int | None) -> None:
+        self._random = self._np.random.default_rng(seed)
 
     def allocate(self, nbytes: int) -> Any:
         address = self._allocator.malloc(nbytes)  # under the pool's tag
@@ -131,7 +137,10 @@ class Worker:
         self._cache: Any = None
         self._expected: list[int] = []
 
-    def load(self, sizes: list[int], kv_bytes: int) -> dict[str, Any]:
+    def load(self, sizes: list[int], kv_bytes: int, seed: int | None = None) -> dict[str, Any]:
+        """Processes that load with one seed have the same weights."""
+        if seed is not None:
+            self._memory.seed(seed)
         with self._layer.pool("weights"):
             self._weights = [self._memory.allocate(nbytes) for nbytes in sizes]
         with self._layer.pool("kv_cache"):
@@ -152,10 +161,17 @@ class Worker:
             "seconds": seconds,
             "host_bytes": available_before - _available_bytes(),
             "left_on_gpu_bytes": self._memory.used_bytes(),
+            "layer": self._layer.facts(),
         }
 
     def wake(self) -> dict[str, Any]:
-        return {"seconds": self._timed(self._layer.wake)}
+        available_before = _available_bytes()
+        seconds = self._timed(self._layer.wake)
+        return {
+            "seconds": seconds,
+            "host_bytes": available_before - _available_bytes(),
+            "layer": self._layer.facts(),
+        }
 
     def check(self) -> dict[str, Any]:
         """Every weight, against its checksum before the sleep."""

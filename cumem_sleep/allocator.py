@@ -49,6 +49,7 @@ from .levels import (
 from .operations.agreement import Agreement, Call, all_ranks
 from .operations.deepen import DeepSleep, everything_sleeps
 from .operations.layer import Layer
+from .operations.left import LeftOnDevices
 from .operations.prepare import Preparation, wanted_ahead
 from .operations.room import make_room, trim
 from .operations.sleep import sleep
@@ -231,6 +232,12 @@ class CuMemAllocator:
             self._used_tags.add(GRAPH_TAG)
             yield pools.graph_pool_id()
 
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Around what loads modules and captures CUDA graphs: sleeps then tell what it has left on the GPU by itself
+        (`SleepReport.left`). In vLLM the plugin does so.
+        """
+        return self._layer.left.warm_up()
+
     @property
     def regions(self) -> Regions:
         """Memory with a plan of its own, which sleeps and wakes apart from pools."""
@@ -260,7 +267,7 @@ class CuMemAllocator:
         else:
             tag, backup = checked_tag(tag), _core.Backup.BY_LEVEL
         with self.using_cuda():
-            allocation = _allocated(nbytes, tag, device, backup)
+            allocation = _allocated(self._layer.left, nbytes, tag, device, backup)
         (self._used_tags if backup == _core.Backup.BY_LEVEL else self._region_tags).add(tag)
         return allocation.handed_out  # no call after this, nor signal: the address may be lost
 
@@ -616,6 +623,9 @@ class CuMemAllocator:
     ) -> Iterator[None]:
         self._open()
         self._come_back()
+        pools = self._pools.find(import_torch=True)
+        if pools is not None and (device := pools.device_in_use()) is not None:
+            self._layer.left.note_before(device)
         with self._pools.allocating(tag, backup, ordinary=ordinary):
             yield
         if not ordinary:
@@ -743,12 +753,13 @@ def _forget_freed_backups() -> None:
         instance._store.turns.after_a_free()
 
 
-def _allocated(nbytes: int, tag: str, device: int, backup: _core.Backup) -> _core.Allocation:
+def _allocated(left: LeftOnDevices, nbytes: int, tag: str, device: int, backup: _core.Backup) -> _core.Allocation:
     if device >= (count := _core.device_count()):
         raise InvalidArgument(f"device={device}: there are {count}, numbered from 0")
     free_bytes, total_bytes = _core.memory_info(device)
     if nbytes > total_bytes:  # beyond what the driver can be asked for, it answers "invalid value"
         raise OutOfDeviceMemory(nbytes, free_bytes, device)
+    left.note_used(device, total_bytes - free_bytes)
     return _core.Allocation(nbytes, tag, device, backup)
 
 

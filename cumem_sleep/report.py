@@ -75,6 +75,10 @@ class SleepReport:
         stored_bytes: what the copied bytes take in host memory; less than copied_bytes if they are compressed.
         left_bytes: what is still in use afterwards on the devices concerned, by this process (the CUDA context,
             graphs, buffers of NCCL, memory of no pool) and by others; 0 where nothing was done.
+        left: about how `left_bytes` is made up, by name. `awake`: memory of this layer. `context`: what was in use when
+            this layer first allocated there: the CUDA context, communicators, other processes. `modules_and_graphs`:
+            what came with the warm-up (`CuMemAllocator.warming_up`, vLLM's). `rest`: all else, other processes
+            included. An item is missing where nothing is known of it, or it does not fit into the sum any more.
         checkpointed_bytes: at level 3, of the CUDA state of this process that left its devices as well.
         why_not_deeper: why a sleep at level 3 stayed at level 1, if it did.
         seconds: the whole call.
@@ -93,6 +97,7 @@ class SleepReport:
     dropped_bytes: int = 0
     stored_bytes: int = 0
     left_bytes: int = 0
+    left: Mapping[str, int] = field(default_factory=dict)
     checkpointed_bytes: int = 0
     why_not_deeper: str = ""
     seconds: float = 0.0
@@ -110,7 +115,7 @@ class SleepReport:
         found = f", of which {format_bytes(self.found_bytes)} found in the vault" if self.found_bytes else ""
         taken = f", checkpointed {format_bytes(self.checkpointed_bytes)}" if self.checkpointed_bytes else ""
         stayed = f", stays at level 1: {self.why_not_deeper}" if self.why_not_deeper else ""
-        left = f", {format_bytes(self.left_bytes)} left on the GPU" if self.left_bytes else ""
+        left = f", {format_bytes(self.left_bytes)} left on the GPU{_items(self.left)}" if self.left_bytes else ""
         return (
             f"{_prefix(self.simulated)}{self.operation}: freed {format_bytes(self.freed_bytes)} in {self.seconds:.3f} s"
             f" (copied {format_bytes(self.copied_bytes)}{rate}{_stored('as', self.stored_bytes, self.copied_bytes)},"
@@ -237,6 +242,19 @@ def _stored(preposition: str, stored_bytes: int, nbytes: int) -> str:
     if not 0 < stored_bytes < nbytes:
         return ""
     return f" {preposition} {format_bytes(stored_bytes)}, {stored_bytes / nbytes:.3f} of it"
+
+
+_LEFT = {
+    "awake": "awake",
+    "context": "CUDA context and other processes",
+    "modules_and_graphs": "modules and graphs",
+    "rest": "the rest",
+}
+
+
+def _items(left: Mapping[str, int]) -> str:
+    items = [f"{format_bytes(left[name])} {words}" for name, words in _LEFT.items() if left.get(name)]
+    return f" (about {', '.join(items)})" if items else ""
 
 
 def _in(place: BackupPlace, nbytes: int) -> str:

@@ -421,8 +421,8 @@ def test_queries_name_metrics_and_labels_that_exist(families: dict[str, set[str]
 
 @pytest.mark.parametrize("path", [README, ROOT / "docs" / "index.md"], ids=lambda path: str(path.name))
 def test_the_table_of_levels_is_what_sleep_does(path: pathlib.Path) -> None:
-    table = {row[0]: row[1:] for row in rows(path.read_text()) if len(row) == 4 and row[0] in ("0", "1", "2")}
-    for level in (0, 1, 2):
+    table = {row[0]: row[1:] for row in rows(path.read_text()) if len(row) == 4 and row[0] in ("0", "1", "2", "3")}
+    for level in (0, 1, 2, 3):
         is_dropped = dropped_at_level(level)
         expected = [
             "stays" if is_dropped is None else "dropped" if is_dropped(tag) else "backed up"

@@ -36,6 +36,7 @@ def test_every_field_has_a_variable() -> None:
         "compress": ("auto", "auto"),
         "vault": ("/run/user/7/vault.sock", "/run/user/7/vault.sock"),
         "agreement_timeout_s": ("2.5", 2.5),
+        "deep_after_s": ("90", 90.0),
     }
     assert {field.name for field in dataclasses.fields(Settings)} == set(values)
     environment = {PREFIX + name.upper(): text for name, (text, _) in values.items()}

@@ -22,7 +22,16 @@ import cumem_sleep
 
 TESTS = pathlib.Path(__file__).resolve().parent
 BENCHMARKS = TESTS.parent / "benchmarks"
-MODULES = ("checkpoints", "model_server", "page_cache", "result_tables", "recording", "layers", "switching")
+MODULES = (
+    "checkpoints",
+    "model_server",
+    "page_cache",
+    "result_tables",
+    "recording",
+    "layers",
+    "switching",
+    "vault_process",
+)
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
@@ -289,7 +298,7 @@ def test_checkpoints_have_the_names_and_values_of_the_shape(
 def test_sizes_of_the_shapes(benchmark_module: Callable[[str], ModuleType]) -> None:
     shapes = benchmark_module("checkpoints").SHAPES
     sizes = {name: round(shape.weights_bytes / (1 << 30), 2) for name, shape in shapes.items() if name != "tiny"}
-    assert sizes == {"0.6B": 1.11, "8B": 15.26, "14B": 27.51, "32B": 61.02}
+    assert sizes == {"0.6B": 1.11, "8B": 15.26, "14B": 27.51, "32B": 61.02, "MoE": 1.27}
     assert "lm_head.weight" not in shapes["0.6B"].shards()["model-outer.safetensors"]
 
 
@@ -390,6 +399,16 @@ def test_the_next_way_begins_where_an_even_number_of_switches_ended(run: Run, tm
     assert [switch["reload_s"] is not None for switch in ways["level2"]["switches"]] == [True, True]
 
 
+def test_a_vault_serves_both_models(run: Run, tmp_path: pathlib.Path) -> None:
+    process = run("--ways", "vault", "--switches", "1", CUMEM_SLEEP_DRIVER="sim")
+    assert process.returncode == 0, process.stdout + process.stderr
+    way = result_of(tmp_path)["ways"]["vault"]
+    assert [sleep["model"] for sleep in way["first_sleeps"]] == ["A", "B"]
+    assert "the vault has its memory" in process.stdout
+    assert (tmp_path / "gpu").is_dir()
+    assert not list((tmp_path / "gpu").iterdir())
+
+
 # One model: vllm_serve.py
 
 
@@ -431,6 +450,17 @@ def test_serving_is_measured_and_later_runs_add_theirs(environment: dict[str, st
         assert (len(way["first_sleep_s"]), len(way["later_sleeps_s"]), len(way["wakes_s"])) == (1, 1, 2)
     assert "status" not in result["ways"]["vllm"]
     assert result["ways"]["prepared"]["status"]["usage"]["weights"]["backed_up_bytes"] == 2
+
+
+def test_serving_through_a_vault(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+    simulated = {**environment, "CUMEM_SLEEP_DRIVER": "sim"}
+    process = serve(simulated, tmp_path, "--ways", "vault,vault_compressed")
+    assert process.returncode == 0, process.stdout + process.stderr
+    for name, way in json.loads((tmp_path / "serve.json").read_text())["ways"].items():
+        assert way["tokens_identical"]
+        assert way["environment"]["CUMEM_SLEEP_VAULT"].endswith("vault.sock")
+        assert way["vault"]["pinned_bytes"] == way["vault"]["memory_bytes"]
+        assert way.get("bytes_of_normal_values") == (None if name == "vault" else 1 << 20)
 
 
 def test_other_tokens_after_a_wake_fail_and_the_next_way_is_measured(

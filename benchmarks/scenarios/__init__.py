@@ -1,6 +1,21 @@
 """What vLLM does with sleep mode, scenario by scenario; `benchmarks/vllm_scenarios.py` runs them. One topic a file."""
 
-from . import cycles, gate, layer, models
-from .registry import ALONE, LIMIT_S, OTHER_SHAPES, SCENARIOS, scenario
+from . import cycles, gate, layer, models, parallel, ranks, vault
+from .registry import ALONE, LIMIT_S, OTHER_SHAPES, SCENARIOS, TWO_GPUS, NotHere, scenario
 
-__all__ = ["ALONE", "LIMIT_S", "OTHER_SHAPES", "SCENARIOS", "cycles", "gate", "layer", "models", "scenario"]
+__all__ = [
+    "ALONE",
+    "LIMIT_S",
+    "OTHER_SHAPES",
+    "SCENARIOS",
+    "TWO_GPUS",
+    "NotHere",
+    "cycles",
+    "gate",
+    "layer",
+    "models",
+    "parallel",
+    "ranks",
+    "scenario",
+    "vault",
+]

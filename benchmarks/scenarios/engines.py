@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +86,16 @@ def pytorch_bytes_outside_of_pools() -> int:
     return int(torch.cuda.memory_reserved()) - allocator().get_current_usage()
 
 
-def cycle(llm: Any, facts: Facts, *, level: int = 1, selective: bool = False) -> None:
+def cycle(
+    llm: Any, facts: Facts, *, level: int = 1, selective: bool = False, asleep: Callable[[], None] = lambda: None
+) -> None:
+    """A sleep and a wake; `asleep` is called in between."""
     with timed(facts, f"sleep level {level} s"):
         llm.sleep(level=level)
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" and os.environ.get("CUMEM_SLEEP_DISABLE") != "1":
         usages = allocator().usage().values()
         check("all memory sleeps, in this layer", usages and all(u.asleep_segments == u.segments for u in usages))
+    asleep()
     if level == 2:
         llm.wake_up(tags=["weights"])
         with timed(facts, "reload_weights s"):

@@ -12,11 +12,16 @@ Facts = dict[str, Any]
 SCENARIOS: dict[str, tuple[Callable[[Path], Facts], dict[str, str]]] = {}
 ALONE: set[str] = set()  # those that take the whole GPU
 OTHER_SHAPES: set[str] = set()  # larger models, left out unless named
+TWO_GPUS: set[str] = set()  # left out unless named, or asked for by `--gpus 2`
 LIMIT_S = 360
 
 
+class NotHere(Exception):
+    """The scenario cannot be run on this machine; the text says why."""
+
+
 def scenario(
-    *, alone: bool = False, other_shape: bool = False, **environment: str
+    *, alone: bool = False, other_shape: bool = False, gpus: int = 1, **environment: str
 ) -> Callable[[Callable[[Path], Facts]], Callable[[Path], Facts]]:
     """Registers a function under its name, to be run with these environment variables."""
 
@@ -26,6 +31,8 @@ def scenario(
             ALONE.add(function.__name__)
         if other_shape:
             OTHER_SHAPES.add(function.__name__)
+        if gpus > 1:
+            TWO_GPUS.add(function.__name__)
         return function
 
     return register

@@ -26,8 +26,12 @@ def free_bytes(pid: int, uuids: Sequence[str]) -> dict[str, int]:
 
 
 def _by_nvml(uuids: Sequence[str]) -> dict[str, int]:
-    import pynvml
-
+    if not uuids:
+        return {}
+    try:
+        import pynvml
+    except ImportError as error:
+        raise OSError(f"NVML: {error}: pip install nvidia-ml-py") from None
     try:
         pynvml.nvmlInit()
         return {uuid: pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid)).free for uuid in uuids}

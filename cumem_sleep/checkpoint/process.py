@@ -44,6 +44,35 @@ class Checkpointed:
     seconds: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class Examination:
+    """What a helper finds out about this process without a checkpoint.
+
+    Attributes:
+        can_checkpoint: whether its driver is new enough, and has the calls.
+        state: in which state CUDA tells it that this process is, such as `RUNNING`; in words, if CUDA does not tell it.
+    """
+
+    can_checkpoint: bool
+    state: str
+
+
+def examine() -> Examination:
+    """Start a helper of its own, and end it again.
+
+    Raises:
+        Refused: it cannot be started, or cannot use the driver.
+    """
+    try:
+        helper = _Helper()
+        try:
+            return helper.wait_until_ready()
+        finally:
+            helper.end()
+    except _HelperLost as error:
+        raise Refused(str(error)) from None
+
+
 class ProcessCheckpoint:
     """Whether the CUDA state of this process is on the GPU. Its methods are called one at a time.
 
@@ -87,7 +116,7 @@ class ProcessCheckpoint:
             )
         except _HelperLost as error:
             answer = {"detail": str(error), "state": "not known"}
-        if answer["state"] != "CHECKPOINTED":
+        if answer["state"] != "CHECKPOINTED" or "freed_bytes" not in answer:
             reason = _reason(answer)
             if answer["state"] != "RUNNING":
                 self._bring_back({}, f"a checkpoint that failed ({reason})")
@@ -191,7 +220,7 @@ class _Helper:
 
     def __init__(self) -> None:
         self._owner = os.getpid()
-        self._ready: dict[str, Any] | None = None
+        self._found: Examination | None = None
         self._received = b""
         program = f"{__package__}.helper"
         try:
@@ -208,11 +237,13 @@ class _Helper:
     def runs(self) -> bool:
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def wait_until_ready(self) -> None:
-        if self._ready is None:
-            self._ready = self._answer()
-        if "can_checkpoint" not in self._ready:
-            raise _HelperLost(f"the helper process cannot use the driver: {self._ready.get('detail')}")
+    def wait_until_ready(self) -> Examination:
+        if self._found is None:
+            answer = self._answer()
+            if "can_checkpoint" not in answer:
+                raise _HelperLost(f"the helper process cannot use the driver: {answer.get('detail')}")
+            self._found = Examination(answer["can_checkpoint"], answer["state"])
+        return self._found
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         try:

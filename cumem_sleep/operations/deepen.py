@@ -68,6 +68,7 @@ class DeepSleep:
         return replace(
             report,
             note="",
+            left={},
             checkpointed_bytes=sum(max(0, nbytes) for nbytes in taken.freed_bytes.values()),
             left_bytes=sum(taken.total_bytes[device] - taken.free_bytes[device] for device in devices),
             seconds=report.seconds + sum(taken.seconds.values()),

@@ -13,6 +13,7 @@ from ..errors import DriverError, InvalidState
 from ..settings import Settings
 from ..transfer.restorer import Restorer
 from ..tuning import Tuning
+from .left import LeftOnDevices
 
 _CAPTURE_ERRORS = "CUDA_ERROR_STREAM_CAPTURE_"
 
@@ -28,6 +29,7 @@ class Layer:
     digester: DeviceDigester
     compressor: Compressor
     restorer: Restorer
+    left: LeftOnDevices = field(default_factory=LeftOnDevices)
     _warm_devices: set[int] = field(default_factory=set)
 
     def warm_up(self) -> None:

@@ -63,6 +63,8 @@ def sleep(layer: Layer, call: Call, is_meant: Choice, is_dropped: Choice, operat
         with timer("release"):
             freed_bytes = _core.put_to_sleep(backed_up, dropped, partial(_agree, call, timer))
     copied_bytes = total_bytes(copied)
+    devices = {segment.device for segment in segments}
+    left_bytes = _left_on(devices)
     return SleepReport(
         freed_bytes=freed_bytes,
         copied_bytes=copied_bytes,
@@ -70,7 +72,8 @@ def sleep(layer: Layer, call: Call, is_meant: Choice, is_dropped: Choice, operat
         clean_bytes=total_bytes(backed_up) - copied_bytes,
         found_bytes=total_bytes(backing_up.found.values()),
         dropped_bytes=total_bytes(dropped),
-        left_bytes=_left_on_devices(segments),
+        left_bytes=left_bytes,
+        left=layer.left.items(devices, left_bytes) if left_bytes else {},
         seconds=timer.seconds,
         phases=timer.phases,
         operation=operation,
@@ -340,10 +343,10 @@ def _check_unchanged(
         )
 
 
-def _left_on_devices(segments: Sequence[_core.Segment]) -> int:
-    """Bytes in use on the devices of these segments; 0 if the driver does not say, since all is asleep by now."""
+def _left_on(devices: Iterable[int]) -> int:
+    """Bytes in use on these devices; 0 if the driver does not say, since all is asleep by now."""
     try:
-        information = [_core.memory_info(device) for device in {segment.device for segment in segments}]
+        information = [_core.memory_info(device) for device in devices]
     except DriverError:
         return 0
     return sum(total_bytes - free_bytes for free_bytes, total_bytes in information)

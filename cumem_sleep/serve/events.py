@@ -1,4 +1,4 @@
-"""What the scheduler is told, and what it wants done."""
+"""What the scheduler is told. Used as `events.Arrived`, beside `actions.Grant`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from .policy import Spec
 from .status import Phase
-
-# Events
 
 
 @dataclass(frozen=True)
@@ -95,94 +93,3 @@ class TimePassed:
 
 
 Event = Arrived | Gone | Done | Died | Ordered | HostBytes | HasLayer | Configured | TimePassed
-
-# Actions
-
-
-@dataclass(frozen=True)
-class Start:
-    """Start a server, or find out what a server by URL is in."""
-
-    model: str
-    operation: int
-
-
-@dataclass(frozen=True)
-class Wake:
-    """Wake a model that sleeps at this level."""
-
-    model: str
-    operation: int
-    level: int
-
-
-@dataclass(frozen=True)
-class Sleep:
-    """Put a model to sleep.
-
-    Attributes:
-        more_bytes: of host memory, that it takes on top of what it holds.
-        from_level: it sleeps already, and has to be woken before it can go deeper; but not from 1 to 3.
-    """
-
-    model: str
-    operation: int
-    level: int
-    more_bytes: int = 0
-    from_level: int | None = None
-
-
-@dataclass(frozen=True)
-class Stop:
-    """End a server's process."""
-
-    model: str
-    operation: int
-
-
-@dataclass(frozen=True)
-class Grant:
-    """The request may run: its model is awake, and stays so until `Gone`."""
-
-    request: int
-
-
-@dataclass(frozen=True)
-class Refuse:
-    """The request will not run.
-
-    Attributes:
-        failed: because the server fails, not because time is up.
-    """
-
-    request: int
-    why: str
-    retry_after_s: float
-    failed: bool = False
-
-
-@dataclass(frozen=True)
-class Revoke:
-    """The request has to end now; `Gone` is to follow."""
-
-    request: int
-    why: str
-
-
-@dataclass(frozen=True)
-class Obeyed:
-    """An operator's order was carried out, or could not be."""
-
-    model: str
-    depth: int
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Removed:
-    """A model that is not configured any more has been stopped."""
-
-    model: str
-
-
-Action = Start | Wake | Sleep | Stop | Grant | Refuse | Revoke | Obeyed | Removed

@@ -14,44 +14,21 @@ import itertools
 import logging
 import math
 import os
-import shutil
 import time
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from . import hardware, servers
-from .address import Address, from_url
+from . import actions, events, hardware
+from .address import Address
 from .config import Config
-from .engine import ASK_EVERY_S, Engine, Outcome
-from .events import (
-    Action,
-    Arrived,
-    Configured,
-    Died,
-    Done,
-    Event,
-    Gone,
-    Grant,
-    HasLayer,
-    HostBytes,
-    Obeyed,
-    Ordered,
-    Refuse,
-    Removed,
-    Revoke,
-    Sleep,
-    Start,
-    Stop,
-    TimePassed,
-    Wake,
-)
+from .model import Model
 from .policy import STOP, Spec
-from .scheduler import Model, Scheduler
-from .servers import Server, StartFailed
-from .status import Counters, GpuStatus, Holder, HostStatus, ModelStatus, Phase, Status, Switch
+from .scheduler import Scheduler
+from .status import Counters, GpuStatus, Holder, HostStatus, ModelStatus, Phase, Status
+from .units import HOST_RESERVE_BYTES, Unit, Units
 
 __all__ = ["Address", "Fleet", "Lease", "NotInTime", "Refused", "ServeError", "ServerFailed", "UnknownModel"]
 
@@ -59,10 +36,7 @@ logger = logging.getLogger("cumem_sleep.serve")
 
 TOLD_EVERY_S = 0.1  # those who watch hear of changes at most so often
 LOOK_AT_GPUS_EVERY_S = 5.0
-LOOK_AT_HEALTH_EVERY_S = 2.0  # of servers by URL; the end of a process is seen at once
-UNHEALTHY_AFTER = 3  # looks in a row
 LEASES_END_WITHIN_S = 5.0
-HOST_RESERVE_BYTES = 2 << 30  # of what the system can give: for everybody else
 SIMULATED_GPU_BYTES = 80 << 30
 
 
@@ -115,29 +89,6 @@ class Lease:
 
 
 @dataclass(eq=False)
-class _Unit:
-    """What a model has beside what the scheduler knows.
-
-    Attributes:
-        server: its process; None if somebody else started it.
-        engine: for its calls; None before it has an address.
-        change: the start, sleep, wake or stop that is under way.
-    """
-
-    name: str
-    server: Server | None
-    address: Address | None = None
-    engine: Engine | None = None
-    change: asyncio.Task[None] | None = None
-    last_switch: Switch | None = None
-    layer: str | None = None
-    restarts: int = 0
-    health: asyncio.Task[None] | None = None
-    aliases: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-
-
-@dataclass(eq=False)
 class _Waiting:
     """A request that is not granted yet.
 
@@ -161,12 +112,9 @@ class Fleet:
         self.simulated = simulated
         self._version = metadata.version("cumem-sleep")
         self._budget_fixed = config.host_memory
-        self._logs = config.logs or servers.default_logs()
-        self._sockets = servers.new_socket_folder()
-        self._gpus: dict[int, hardware.Gpu] = {}
         self._names = config.names()
-        self._units: dict[str, _Unit] = {}
         self._scheduler = Scheduler((), 0)
+        self._units = Units(config, self._scheduler.models, self.counters, self._handle, simulated=simulated)
         self._requests = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
         self._leases: dict[int, Lease] = {}
@@ -183,8 +131,8 @@ class Fleet:
         """Begin: returns at once; servers start one after the other in the background."""
         await self._look_at_gpus()
         for name in self.config.models:
-            self._new_unit(name)
-        self._handle(Configured(self._specs(), self._budget()))
+            self._units.add(name)
+        self._handle(events.Configured(self._specs(), self._budget()))
         self._spawn(self._watch_gpus())
 
     async def stop(self) -> None:
@@ -201,23 +149,10 @@ class Fleet:
             await asyncio.sleep(0.01)
         if self._timer is not None:
             self._timer.cancel()
-        units = list(self._units.values())
-        for task in (*self._tasks, *(unit.change for unit in units), *(unit.health for unit in units)):
-            if task is not None:
-                task.cancel()
-        await asyncio.gather(*(self._end(unit) for unit in units))
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        for task in self._tasks:
+            task.cancel()
+        await self._units.end()
         self._tell()
-
-    async def _end(self, unit: _Unit) -> None:
-        for task in (unit.change, unit.health):
-            if task is not None:
-                with suppress(asyncio.CancelledError):
-                    await task
-        if unit.server is not None:
-            await unit.server.stop()
-        if unit.engine is not None:
-            await unit.engine.close()
 
     async def reload(self, config: Config) -> list[str]:
         """Take a new configuration; returns what was changed, and what only a restart changes, in sentences."""
@@ -235,11 +170,10 @@ class Fleet:
                 restarts = old.models[name].spec(name).identity != config.models[name].spec(name).identity
                 says.append(f"{name} was changed" + (": its server restarts when its requests have ended" * restarts))
         self.config, self._budget_fixed, self._names = config, config.host_memory, config.names()
+        self._units.config = config
         for name in config.models:
-            if name not in self._units:
-                self._new_unit(name)
-            self._units[name].aliases = tuple(config.models[name].aliases)
-        self._handle(Configured(self._specs(), self._budget()))
+            self._units.add(name)
+        self._handle(events.Configured(self._specs(), self._budget()))
         return says
 
     # Requests
@@ -275,7 +209,7 @@ class Fleet:
         granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._waiting[request] = _Waiting(granted, state, now, self._scheduler.waited_s(state, now))
         try:
-            self._handle(Arrived(request, name, now + state.spec.wait_s))
+            self._handle(events.Arrived(request, name, now + state.spec.wait_s))
             try:
                 lease = await granted
             except ServeError as error:
@@ -289,19 +223,12 @@ class Fleet:
         finally:
             self._waiting.pop(request, None)
             self._leases.pop(request, None)
-            self._handle(Gone(request))
+            self._handle(events.Gone(request))
 
     def report_failure(self, lease: Lease, error: str) -> None:
         """The front could not reach the server of a lease, or it broke off: its health is looked at, at once."""
-        unit = self._units.get(lease.model)
-        if unit is None or unit.address != lease.server or self._closed:
-            return
-        logger.warning("%s: %s", lease.model, error)
-        if unit.server is not None and (unit.health is None or unit.health.done()):
-            unit.health = asyncio.create_task(self._check_health(unit))
-        elif unit.server is None and unit.health is not None:
-            unit.health.cancel()
-            self._watch_health(unit, failures=UNHEALTHY_AFTER - 1)
+        if not self._closed:
+            self._units.suspect(lease.model, lease.server, error)
 
     # What an operator does
 
@@ -340,7 +267,7 @@ class Fleet:
         within_s = state.spec.drain_s + 3 * self.config.models[name].switch_timeout
         obeyed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._orders.setdefault((name, depth), []).append(obeyed)
-        self._handle(Ordered(name, depth))
+        self._handle(events.Ordered(name, depth))
         try:
             await asyncio.wait_for(obeyed, within_s)
         except asyncio.TimeoutError:
@@ -351,7 +278,7 @@ class Fleet:
     def status(self) -> Status:
         """Everything at this moment."""
         now, wall = time.monotonic(), time.time()
-        models = tuple(self._model_status(unit, now, wall) for unit in self._units.values() if self._knows(unit))
+        models = tuple(self._model_status(unit, now, wall) for unit in self._units if self._knows(unit))
         numbers = sorted({gpu for model in models for gpu in model.gpus})
         held = self._scheduler.held_bytes()
         host = HostStatus(self._scheduler.host_bytes, held, hardware.host_available_bytes())
@@ -377,10 +304,10 @@ class Fleet:
         server = self._units[self.resolve(model)].server
         return server.tail(lines) if server is not None else []
 
-    def _knows(self, unit: _Unit) -> bool:
+    def _knows(self, unit: Unit) -> bool:
         return unit.name in self._scheduler.models
 
-    def _model_status(self, unit: _Unit, now: float, wall: float) -> ModelStatus:
+    def _model_status(self, unit: Unit, now: float, wall: float) -> ModelStatus:
         state = self._scheduler.models[unit.name]
         return ModelStatus(
             name=unit.name,
@@ -408,7 +335,7 @@ class Fleet:
         models = self._scheduler.models.values()
         holding = [model for model in models if number in model.spec.gpus and model.holds]
         holders = tuple(Holder(model.spec.name, model.spec.share, model.phase) for model in holding)
-        gpu = self._gpus.get(number)
+        gpu = self._units.gpus.get(number)
         if gpu is not None:
             return GpuStatus(number, gpu.name, gpu.total_bytes, gpu.used_bytes, holders)
         if self.simulated:
@@ -422,7 +349,7 @@ class Fleet:
 
     # Events and actions
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         if self._closed:
             return
         for action in self._scheduler.handle(event, time.monotonic()):
@@ -430,23 +357,24 @@ class Fleet:
         self._set_timer()
         self._tell()
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: actions.Action) -> None:
         match action:
-            case Grant():
+            case actions.Grant():
                 self._grant(action.request)
-            case Refuse():
+            case actions.Refuse():
                 kind = ServerFailed if action.failed else NotInTime
                 _fail(self._waiting[action.request].granted, kind(action.why, action.retry_after_s))
-            case Revoke():
+            case actions.Revoke():
                 if action.request in self._leases:
                     _resolve(self._leases[action.request].revoked, action.why)
-            case Obeyed():
+            case actions.Obeyed():
                 for future in self._orders.pop((action.model, action.depth), ()):
                     _fail(future, Refused(action.error)) if action.error else _resolve(future, None)
-            case Removed():
-                self._remove(action.model)
+            case actions.Removed():
+                if (engine := self._units.remove(action.model)) is not None:
+                    self._spawn(engine.close())
             case _:
-                self._begin(action)
+                self._units.begin(action)
 
     def _grant(self, request: int) -> None:
         waiting, now = self._waiting[request], time.monotonic()
@@ -473,164 +401,9 @@ class Fleet:
 
     def _time_passed(self) -> None:
         self._timer, self._timer_at = None, math.inf
-        self._handle(TimePassed())
+        self._handle(events.TimePassed())
 
-    # Changes of models
-
-    def _begin(self, action: Start | Wake | Sleep | Stop) -> None:
-        unit = self._units[action.model]
-        before, unit.change = unit.change, asyncio.create_task(self._change(unit, action, unit.change))
-        if before is not None and isinstance(action, Stop):
-            before.cancel()
-
-    async def _change(
-        self, unit: _Unit, action: Start | Wake | Sleep | Stop, before: asyncio.Task[None] | None
-    ) -> None:
-        """Do what the scheduler wants of a model, when what it wanted before has ended; and say what became of it."""
-        if before is not None:
-            await asyncio.wait({before})
-        started = time.monotonic()
-        kind = type(action).__name__.lower()
-        try:
-            outcome = await self._do(unit, action)
-        except StartFailed as error:
-            outcome = Outcome(str(error), Phase.STOPPED)
-        except Exception as error:  # or the model would be in this change for ever
-            logger.exception("%s: %s", unit.name, kind)
-            outcome = Outcome(f"{type(error).__name__}: {error}", None)
-        seconds, level = time.monotonic() - started, outcome.level or getattr(action, "level", None)
-        unit.last_switch = Switch(kind, level, seconds, time.time(), outcome.error)
-        self.counters.switches[unit.name, kind, "failed" if outcome.error else "ok"] += 1
-        total_s = self.counters.switch_seconds.get((unit.name, kind), 0.0)
-        self.counters.switch_seconds[unit.name, kind] = total_s + seconds
-        if outcome.why_not_deeper:
-            logger.warning("%s: stays at level %s: %s", unit.name, outcome.level, outcome.why_not_deeper)
-        if outcome.error:
-            logger.warning("%s: %s failed after %.3f s: %s", unit.name, kind, seconds, outcome.error)
-        else:
-            logger.info("%s: %s in %.3f s", unit.name, kind, seconds)
-        self._handle(Done(unit.name, action.operation, **asdict(outcome)))
-
-    async def _do(self, unit: _Unit, action: Start | Wake | Sleep | Stop) -> Outcome:
-        if isinstance(action, Start):
-            return await self._start(unit)
-        if isinstance(action, Stop):
-            if unit.server is not None:
-                await unit.server.stop()
-            return Outcome(None, Phase.STOPPED)
-        if unit.engine is None:
-            return Outcome("it has no server", Phase.STOPPED)
-        if isinstance(action, Wake):
-            return await unit.engine.wake(action.level)
-        if (short := self._lacks_host_memory(action)) is not None:
-            return short
-        return await unit.engine.sleep(action.level, action.from_level)
-
-    def _lacks_host_memory(self, action: Sleep) -> Outcome | None:
-        """Looked up before the sleep: what the host can give now, whoever has taken the rest."""
-        model = self.config.models.get(action.model)
-        if model is not None and servers.uses_vault(model, os.environ):
-            return None  # its memory is pinned already, and it refuses itself what it has no room for
-        available, needed = hardware.host_available_bytes(), action.more_bytes
-        if not needed or available is None or self.simulated or needed + HOST_RESERVE_BYTES <= available:
-            return None
-        gib = 1 << 30
-        why = (
-            f"level {action.level} needs {needed / gib:.1f} GiB of host memory, and {available / gib:.1f} GiB are there"
-        )
-        return Outcome(why, Phase.AWAKE, lacks_host_memory=True)
-
-    async def _start(self, unit: _Unit) -> Outcome:
-        if unit.server is None:
-            return await self._find(unit)
-        config = self.config.models.get(unit.name)
-        if config is not None:
-            unit.server.model = config
-        if unit.engine is not None:
-            await unit.engine.close()
-        unit.address = await unit.server.start(lambda error: self._died(unit, error))
-        unit.engine = Engine(unit.address, unit.server.model.switch_timeout)
-        await self._learn(unit)
-        return Outcome(None, Phase.AWAKE)
-
-    async def _find(self, unit: _Unit) -> Outcome:
-        """A server by URL is asked what it is in, until it says so."""
-        config = self.config.models[unit.name]
-        address = from_url(config.url or "", config.api_key)
-        if unit.engine is None or unit.engine.address != address:
-            if unit.engine is not None:
-                await unit.engine.close()
-            unit.address, unit.engine = address, Engine(address, config.switch_timeout)
-        ends_at = time.monotonic() + min(config.start_timeout, config.switch_timeout)
-        while True:
-            found = await unit.engine.look()
-            if found.state in (Phase.AWAKE, Phase.ASLEEP):
-                await self._learn(unit)
-                self._watch_health(unit)
-                return found
-            if time.monotonic() > ends_at:
-                return found
-            await asyncio.sleep(ASK_EVERY_S)
-
-    async def _learn(self, unit: _Unit) -> None:
-        """What the layer in a server says, or else an estimate: what it may hold of its GPUs' memory."""
-        assert unit.engine is not None
-        unit.names = await unit.engine.names()
-        unit.layer, nbytes = await unit.engine.facts()
-        self._handle(HasLayer(unit.name, unit.engine.has_layer))
-        model = self.config.models.get(unit.name)
-        if model is None or model.host_memory is not None:
-            return
-        if nbytes is None:
-            nbytes = int(sum(self._gpus[gpu].total_bytes for gpu in model.gpus if gpu in self._gpus) * model.share)
-        self._handle(HostBytes(unit.name, nbytes))
-
-    def _died(self, unit: _Unit, error: str) -> None:
-        logger.warning("%s: %s", unit.name, error)
-        unit.restarts += 1
-        if unit.change is not None:
-            unit.change.cancel()
-        self._handle(Died(unit.name, error))
-
-    async def _check_health(self, unit: _Unit) -> None:
-        """A process that lives, and does not serve: it is stopped, and the next request starts it afresh."""
-        engine, state = unit.engine, self._scheduler.models[unit.name]
-        for _ in range(UNHEALTHY_AFTER):
-            if engine is None or not state.is_up or await engine.is_healthy():
-                return
-            await asyncio.sleep(ASK_EVERY_S)
-        if engine is unit.engine and state.is_up:
-            logger.warning("%s: its server is not healthy, and is stopped", unit.name)
-            self._handle(Ordered(unit.name, STOP))
-
-    def _watch_health(self, unit: _Unit, failures: int = 0) -> None:
-        if unit.health is not None:
-            unit.health.cancel()
-        unit.health = asyncio.create_task(self._see_health(unit, failures))
-
-    async def _see_health(self, unit: _Unit, failures: int) -> None:
-        """Of a server by URL: its process is not ours to watch."""
-        while unit.engine is not None:
-            found = await unit.engine.look()
-            failures = failures + 1 if found.state in (Phase.STOPPED, None) else 0
-            if failures >= UNHEALTHY_AFTER:
-                unit.health = None
-                return self._died(unit, found.error or "it cannot be reached")
-            await asyncio.sleep(LOOK_AT_HEALTH_EVERY_S if not failures else ASK_EVERY_S)
-
-    # Units
-
-    def _new_unit(self, name: str) -> None:
-        model = self.config.models[name]
-        server = Server(name, model, self._logs, self._sockets) if model.owned else None
-        self._units[name] = _Unit(name, server, aliases=tuple(model.aliases))
-
-    def _remove(self, name: str) -> None:
-        unit = self._units.pop(name)
-        if unit.health is not None:
-            unit.health.cancel()
-        if unit.engine is not None:
-            self._spawn(unit.engine.close())
+    # Facts
 
     def _specs(self) -> tuple[Spec, ...]:
         return tuple(model.spec(name) for name, model in self.config.models.items())
@@ -647,10 +420,10 @@ class Fleet:
     async def _look_at_gpus(self) -> None:
         if not self.simulated:
             found = await asyncio.to_thread(hardware.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-            self._gpus = {gpu.number: gpu for gpu in found}
+            self._units.gpus = {gpu.number: gpu for gpu in found}
 
     async def _watch_gpus(self) -> None:
-        while self._gpus:
+        while self._units.gpus:
             await asyncio.sleep(LOOK_AT_GPUS_EVERY_S)
             await self._look_at_gpus()
             self._tell()

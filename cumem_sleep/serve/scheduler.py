@@ -3,8 +3,8 @@
 Events go in with their time, actions come out; `next_time` says when `TimePassed` is wanted. What may be decided in
 more than one way is decided in `policy`.
 
-    actions = scheduler.handle(Arrived(1, "qwen-8b", deadline=300.0), now=0.0)    # [Wake("qwen-8b", ...)]
-    actions = scheduler.handle(Done("qwen-8b", operation=1), now=0.5)             # [Grant(1)]
+    actions = scheduler.handle(events.Arrived(1, "qwen-8b", deadline=300.0), now=0.0)  # [actions.Wake("qwen-8b", ...)]
+    actions = scheduler.handle(events.Done("qwen-8b", operation=1), now=0.5)           # [actions.Grant(1)]
 """
 
 from __future__ import annotations
@@ -12,124 +12,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from . import policy
-from .events import (
-    Action,
-    Arrived,
-    Configured,
-    Died,
-    Done,
-    Event,
-    Gone,
-    Grant,
-    HasLayer,
-    HostBytes,
-    Obeyed,
-    Ordered,
-    Refuse,
-    Removed,
-    Revoke,
-    Sleep,
-    Start,
-    Stop,
-    TimePassed,
-    Wake,
-)
-from .policy import OF_LAYER, STOP, Spec, Use
+from . import actions, events, policy
+from .model import CHANGING, Model
+from .policy import OF_LAYER, STOP, Spec
 from .status import Phase
-
-CHANGING = frozenset((Phase.STARTING, Phase.WAKING, Phase.FALLING_ASLEEP, Phase.STOPPING))
-
-
-@dataclass
-class Model:
-    """What is known of a model.
-
-    Attributes:
-        level: at which it sleeps, or is about to.
-        changes_asleep: it goes deeper, or its server is being stopped, without having woken.
-        stays: it would go no deeper than it sleeps now, and is not asked again before it has woken.
-        has_layer: so that it need not wake to get from level 1 to 3.
-        waiting: requests in the order of their arrival, with the time and the number of it.
-        running: requests that were granted.
-        operation: the number of the change that is under way.
-        last_used: when a request last ran or, before the first one, when it woke.
-        draining_since: when it began to let its requests end.
-        revoked_at: when those that did not were told to.
-        started_at: when its server became ready.
-        deaths: of its server in a row, with little time in between.
-        retry_at: a change that failed is not tried again before.
-        failures: in a row, of starts and wakes or of sleeps.
-        refused: depths at which it cannot sleep for now, until it has slept once.
-        held_bytes: host memory that its backups take, also while it is awake again.
-        boots: it is to be started (and put to sleep) although nobody waits for it.
-        settles: it was started without a request, and is to sleep at once.
-        order: a depth that an operator wants.
-        successor: what replaces `spec` when it has stopped. With `removed`, nothing does.
-        cause: what its waiting requests wait for.
-    """
-
-    spec: Spec
-    phase: Phase = Phase.STOPPED
-    level: int | None = None
-    changes_asleep: bool = False
-    stays: bool = False
-    has_layer: bool = False
-    phase_since: float = 0.0
-    waiting: dict[int, tuple[float, int]] = field(default_factory=dict)
-    running: set[int] = field(default_factory=set)
-    operation: int = 0
-    awake_since: float = 0.0
-    last_used: float = 0.0
-    draining_since: float | None = None
-    revoked_at: float | None = None
-    started_at: float = 0.0
-    deaths: int = 0
-    retry_at: float = 0.0
-    failures: int = 0
-    error: str | None = None
-    refused: set[int] = field(default_factory=set)
-    held_bytes: int = 0
-    boots: bool = False
-    settles: bool = False
-    order: int | None = None
-    successor: Spec | None = None
-    removed: bool = False
-    cause: str = ""
-    cause_since: float = 0.0
-    caused_s: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def oldest(self) -> float:
-        """When the request arrived that has waited longest; infinite without any."""
-        return next(iter(self.waiting.values()), (math.inf, 0))[0]
-
-    @property
-    def place(self) -> int:
-        """In the queue of models that are waited for: the number of that request's arrival."""
-        return next(iter(self.waiting.values()))[1]
-
-    @property
-    def use(self) -> Use:
-        """For the policy."""
-        return Use(self.spec, not self.running, self.last_used, self.awake_since)
-
-    @property
-    def holds(self) -> bool:
-        """Whether it holds its GPUs' memory, or may."""
-        return self.phase not in (Phase.STOPPED, Phase.ASLEEP) and not self.changes_asleep
-
-    @property
-    def is_up(self) -> bool:
-        """Awake, whether it takes new requests or not."""
-        return self.phase in (Phase.AWAKE, Phase.DRAINING)
-
-    @property
-    def must_leave(self) -> bool:
-        """It sleeps or stops as soon as its requests have ended, whether or not anybody wants its GPUs."""
-        return self.order is not None or self.successor is not None or self.removed
 
 
 class Scheduler:
@@ -142,19 +30,19 @@ class Scheduler:
         self._model_of: dict[int, Model] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._operations = self._arrivals = 0
-        self._actions: list[Action] = []
+        self._actions: list[actions.Action] = []
         self._now = now
         for spec in specs:
             self._add(spec)
 
-    def handle(self, event: Event, now: float) -> Sequence[Action]:
+    def handle(self, event: events.Event, now: float) -> Sequence[actions.Action]:
         """What is to be done after an event. Times never go back."""
         self._now = max(now, self._now)
         self._actions = []
         self._take(event)
         self._refuse_late()
         self._plan()
-        if isinstance(event, Arrived) and self._waits(event.request):
+        if isinstance(event, events.Arrived) and self._waits(event.request):
             heapq.heappush(self._deadlines, (event.deadline, event.request))
         return self._actions
 
@@ -178,38 +66,40 @@ class Scheduler:
 
     # Events
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: events.Event) -> None:
         match event:
-            case Arrived():
+            case events.Arrived():
                 self._arrived(event)
-            case Gone():
+            case events.Gone():
                 self._gone(event.request)
-            case Done():
+            case events.Done():
                 self._done(event)
-            case Died():
+            case events.Died():
                 self._died(self.models[event.model], event.error)
-            case Ordered():
+            case events.Ordered():
                 self._ordered(self.models[event.model], event.depth)
-            case HostBytes():
+            case events.HostBytes():
                 model = self.models[event.model]
                 model.spec = replace(model.spec, host_bytes=event.host_bytes)
                 model.held_bytes = min(model.held_bytes, event.host_bytes)
-            case HasLayer():
+            case events.HasLayer():
                 self.models[event.model].has_layer = event.has_layer
-            case Configured():
+            case events.Configured():
                 self._configured(event)
-            case TimePassed():
+            case events.TimePassed():
                 pass
 
     def _add(self, spec: Spec) -> None:
         self.models[spec.name] = Model(spec, phase_since=self._now, boots=spec.at_start != "stopped")
 
-    def _arrived(self, event: Arrived) -> None:
+    def _arrived(self, event: events.Arrived) -> None:
         model = self.models[event.model]
         if model.removed:
-            return self._do(Refuse(event.request, "the model is being removed", 60.0))
+            return self._do(actions.Refuse(event.request, "the model is being removed", 60.0))
         if self._is_hopeless(model):
-            return self._do(Refuse(event.request, model.error or "it fails", model.retry_at - self._now, failed=True))
+            return self._do(
+                actions.Refuse(event.request, model.error or "it fails", model.retry_at - self._now, failed=True)
+            )
         self._model_of[event.request] = model
         self._arrivals += 1
         model.waiting[event.request] = (self._now, self._arrivals)
@@ -241,7 +131,7 @@ class Scheduler:
         del self._model_of[request], model.waiting[request]
         why += f" ({model.error})" if model.error and not failed else ""
         after_s = max(1.0, model.retry_at - self._now)
-        self._do(Refuse(request, why, after_s, failed))
+        self._do(actions.Refuse(request, why, after_s, failed))
 
     def _is_hopeless(self, model: Model) -> bool:
         """Whether starting or waking it has failed so often that nobody is kept waiting for the next attempt."""
@@ -250,15 +140,15 @@ class Scheduler:
 
     def _ordered(self, model: Model, depth: int) -> None:
         if depth == STOP and not model.spec.owned:
-            return self._do(Obeyed(model.spec.name, depth, "its server was started by somebody else"))
+            return self._do(actions.Obeyed(model.spec.name, depth, "its server was started by somebody else"))
         if model.phase is Phase.STOPPED or (model.phase is Phase.ASLEEP and (model.level or 0) >= depth):
-            return self._do(Obeyed(model.spec.name, depth))
+            return self._do(actions.Obeyed(model.spec.name, depth))
         if model.order not in (None, depth):
             self._obey(model, "another order came")
         model.order = depth
         return None
 
-    def _configured(self, event: Configured) -> None:
+    def _configured(self, event: events.Configured) -> None:
         self.host_bytes = event.host_bytes
         specs = {spec.name: spec for spec in event.specs}
         for name, spec in specs.items():
@@ -278,7 +168,7 @@ class Scheduler:
 
     def _died(self, model: Model, error: str) -> None:
         for request in model.running:
-            self._do(Revoke(request, error))
+            self._do(actions.Revoke(request, error))
         has_run_long = self._now - model.started_at > policy.LONGEST_PAUSE_S
         model.deaths = 1 if has_run_long else model.deaths + 1
         model.failures = max(model.failures, model.deaths - 1)  # starts that succeed do not end the pauses
@@ -289,7 +179,7 @@ class Scheduler:
 
     # Changes that have ended
 
-    def _done(self, event: Done) -> None:
+    def _done(self, event: events.Done) -> None:
         model = self.models.get(event.model)
         if model is None or event.operation != model.operation:
             return
@@ -302,7 +192,7 @@ class Scheduler:
             self._failed(model, event.error)
             self._settle_failed(model, event)
 
-    def _succeeded(self, model: Model, event: Done) -> None:
+    def _succeeded(self, model: Model, event: events.Done) -> None:
         if model.phase is Phase.STOPPING or event.state is Phase.STOPPED:
             return self._become_stopped(model)
         if model.phase is Phase.FALLING_ASLEEP or event.state is Phase.ASLEEP:
@@ -324,7 +214,7 @@ class Scheduler:
         model.awake_since = model.last_used = self._now
         return None
 
-    def _sleep_failed(self, model: Model, event: Done, error: str) -> None:
+    def _sleep_failed(self, model: Model, event: events.Done, error: str) -> None:
         depth = model.level or 1
         if event.state is Phase.ASLEEP:  # it had slept already, and could not go deeper
             self._failed(model, error)
@@ -344,7 +234,7 @@ class Scheduler:
             self._obey(model, error)
         return None
 
-    def _settle_failed(self, model: Model, event: Done) -> None:
+    def _settle_failed(self, model: Model, event: events.Done) -> None:
         """Where a change that failed has left the model. What nobody knows is made certain."""
         is_hopeless = model.failures >= policy.ATTEMPTS
         may_restart = model.spec.owned and model.phase is not Phase.STARTING
@@ -397,7 +287,7 @@ class Scheduler:
             for request in [*model.waiting, *model.running]:
                 self._model_of.pop(request, None)
             del self.models[model.spec.name]
-            self._do(Removed(model.spec.name))
+            self._do(actions.Removed(model.spec.name))
         elif model.successor is not None:
             model.spec, model.successor = model.successor, None
             model.failures, model.error, model.retry_at = 0, None, 0.0
@@ -406,7 +296,7 @@ class Scheduler:
     def _obey(self, model: Model, error: str | None = None) -> None:
         """Its order, if there is one, was carried out, or cannot be."""
         if model.order is not None:
-            self._do(Obeyed(model.spec.name, model.order, error))
+            self._do(actions.Obeyed(model.spec.name, model.order, error))
             model.order = None
 
     # What follows
@@ -440,7 +330,7 @@ class Scheduler:
             model.settles = False
             for request in model.waiting:
                 model.running.add(request)
-                self._do(Grant(request))
+                self._do(actions.Grant(request))
             model.waiting.clear()
             model.last_used = self._now
 
@@ -531,14 +421,14 @@ class Scheduler:
         operation = self._begin_operation(model)
         self._become(model, Phase.WAKING)
         self._blame(model, "wake")
-        self._do(Wake(model.spec.name, operation, model.level or 1))
+        self._do(actions.Wake(model.spec.name, operation, model.level or 1))
         return None
 
     def _begin_start(self, model: Model) -> None:
         operation = self._begin_operation(model)
         self._become(model, Phase.STARTING)
         self._blame(model, "start")
-        self._do(Start(model.spec.name, operation))
+        self._do(actions.Start(model.spec.name, operation))
 
     def _leave(self, model: Model, depth: int) -> None:
         """Drain a model, and then put it to sleep at a depth (0: as its levels say); or go on with that."""
@@ -571,7 +461,9 @@ class Scheduler:
                 return False
             model.revoked_at = self._now
             for request in model.running:
-                self._do(Revoke(request, f"the GPU is needed for another model, after {model.spec.drain_s:g} s"))
+                self._do(
+                    actions.Revoke(request, f"the GPU is needed for another model, after {model.spec.drain_s:g} s")
+                )
         return self._now >= model.revoked_at + policy.REVOKED_WITHIN_S
 
     def _begin_sleep(self, model: Model, first: int) -> None:
@@ -590,13 +482,13 @@ class Scheduler:
         model.level = depth
         operation = self._begin_operation(model)
         self._become(model, Phase.FALLING_ASLEEP)
-        self._do(Sleep(model.spec.name, operation, depth, more_bytes))
+        self._do(actions.Sleep(model.spec.name, operation, depth, more_bytes))
 
     def _begin_stop(self, model: Model) -> None:
         operation = self._begin_operation(model)
         model.changes_asleep = model.phase is Phase.ASLEEP
         self._become(model, Phase.STOPPING)
-        self._do(Stop(model.spec.name, operation))
+        self._do(actions.Stop(model.spec.name, operation))
 
     def _idle(self, model: Model) -> None:
         if model.running or model.retry_at > self._now or model.phase not in (Phase.AWAKE, Phase.ASLEEP):
@@ -629,7 +521,7 @@ class Scheduler:
         operation, level = self._begin_operation(model), model.level
         model.level = depth
         self._become(model, Phase.FALLING_ASLEEP)
-        self._do(Sleep(model.spec.name, operation, depth, more_bytes, level))
+        self._do(actions.Sleep(model.spec.name, operation, depth, more_bytes, level))
         return True
 
     def _begin_operation(self, model: Model) -> int:
@@ -637,7 +529,7 @@ class Scheduler:
         model.operation = self._operations
         return self._operations
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: actions.Action) -> None:
         self._actions.append(action)
 
     # Times

@@ -177,6 +177,12 @@ def _add_bench_options(command: argparse.ArgumentParser) -> None:
         " (default: yes on a GPU, no on the simulated driver)",
     )
     command.add_argument(
+        "--level",
+        type=int,
+        choices=[3],
+        help="measure what level 3 adds to level 1, instead of all that is listed above",
+    )
+    command.add_argument(
         "--plot", type=_path, metavar="FILE", help="plot the seconds (.png, .svg, .pdf; needs matplotlib)"
     )
 
@@ -249,7 +255,8 @@ def _bench(options: argparse.Namespace) -> int:
         if workload.why:
             say(f"{'simulated: ' if room.simulated else ''}{workload.why}", style="")
         touch = not room.simulated if options.touch_host_memory is None else options.touch_host_memory
-        how = bench.Options(options.device, options.rounds, options.pause, touch, options.command_line)
+        deep = options.level == 3
+        how = bench.Options(options.device, options.rounds, options.pause, touch, deep, options.command_line)
         report = bench.run(allocator, workload, room, how, progress)
     code = _show(options, report, SIMULATED_NOTE, report.headline(), report.table(), report.conclusion())
     if options.plot is not None:  # last, so that a failure loses no measurement

@@ -85,6 +85,9 @@ The weights have the 258 segments that a Qwen3-32B has in vLLM, scaled to the si
 equal segments (--segment-size); or those of a model (--model). Contents are random. After
 each wake, outside of the measured time, every byte of the weights is checked.
 
+With --level 3, instead: level 1 and level 3 in turn, and of level 3 what it adds: lock and
+checkpoint, restore and unlock, and what is left on the GPU.
+
 The default sizes are those of a 32B model in vLLM on an H200, or as much as fits.
 On the simulated driver everything is small, and the times mean nothing."""
 
@@ -95,6 +98,7 @@ examples:
   cumem-sleep bench --model model.safetensors --rounds 5 --json > bench.json
   cumem-sleep bench --model Qwen3-8B/ --device 1
   cumem-sleep bench --weights 8GiB --segment-size 2MiB
+  cumem-sleep bench --level 3 --rounds 10
   CUMEM_SLEEP_DRIVER=sim cumem-sleep bench --pause 0
 
 how to read it:

@@ -37,7 +37,10 @@ class BestRate:
         return rate
 
 
+# Yields how to copy a batch, and is sent the bytes and seconds that it took. Where one ends, what it found out is its
+# value, for the one that it is a part of.
 Choices = Generator[Choice, tuple[int, float], None]
+_Trial = Generator[Choice, tuple[int, float], bool]
 
 
 def choices(best: BestRate, timed_bytes: int, tuning: Tuning) -> Choices:
@@ -50,29 +53,27 @@ def choices(best: BestRate, timed_bytes: int, tuning: Tuning) -> Choices:
     Args:
         timed_bytes: how many bytes are timed together for the engine's rate.
     """
-    least_bytes = tuning.least_timed_bytes
     if not best.value:
-        yield from _rate_alone(best, least_bytes, by_engine=False)
+        yield from _one_alone(best, tuning.least_timed_bytes, by_engine=False)
     while True:
-        if (yield from _rate_alone(best, least_bytes, by_engine=True)) >= _ENGINE_IS_BUSY * best.value:
-            while (yield from _engine_for_a_while(timed_bytes, _ENGINE_IS_BUSY * best.value, tuning.batches_in_flight)):
-                pass
+        is_engine_fast = yield from _one_alone(best, tuning.least_timed_bytes, by_engine=True)
+        while is_engine_fast:
+            is_engine_fast = yield from _engine_for_a_while(best, timed_bytes, tuning.batches_in_flight)
         for _ in range(tuning.batches_between_trials):
             yield Choice(by_engine=False, alone=False)
 
 
-def _rate_alone(best: BestRate, least_bytes: int, *, by_engine: bool) -> Generator[Choice, tuple[int, float], float]:
-    """The rate of the next batch that is large enough to time."""
+def _one_alone(best: BestRate, least_bytes: int, *, by_engine: bool) -> _Trial:
+    """Until a batch was large enough to time. Whether that was fast; its rate may be the best."""
     while True:
         nbytes, seconds = yield Choice(by_engine, alone=True)
         if nbytes >= least_bytes:
-            return best.see(nbytes, seconds)
+            return best.see(nbytes, seconds) >= _ENGINE_IS_BUSY * best.value
 
 
-def _engine_for_a_while(
-    timed_bytes: int, least_rate: float, in_flight: int
-) -> Generator[Choice, tuple[int, float], bool]:
-    """Whether this many bytes reach the rate, not counting the first batches, which still fill the queue."""
+def _engine_for_a_while(best: BestRate, timed_bytes: int, in_flight: int) -> _Trial:
+    """Until so many bytes are timed. Whether they were fast, not counting the first batches, which fill the queue."""
+    least_rate = _ENGINE_IS_BUSY * best.value
     for _ in range(in_flight):
         yield Choice(by_engine=True, alone=False)
     nbytes, seconds = 0, 0.0

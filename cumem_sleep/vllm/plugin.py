@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -135,8 +136,9 @@ def _take_over() -> None:
 
 def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's method. After it, the engine's workers form a group and, if set so, prepare their first sleep."""
-    worker = deep_worker.of(self)
-    result = worker.compile_or_warm_up_model(*args, **kwargs)
+    worker, allocator = deep_worker.of(self), CuMemAllocator.instance
+    with nullcontext() if allocator is None else allocator.warming_up():
+        result = worker.compile_or_warm_up_model(*args, **kwargs)
     engine_group.join(worker)
     allocator = CuMemAllocator.instance
     if allocator is not None and allocator.settings.prepare and allocator.get_current_usage():

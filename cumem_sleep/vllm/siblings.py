@@ -22,25 +22,28 @@ class Busy(Exception):
 
 
 class Siblings:
-    """A file that API servers share: a lock, and the facts that they tell each other.
+    """A file that API servers share: its content, facts for each other, and its lock (flock), shared or exclusive.
+
+    A server that changes the model's sleep has the lock exclusively, and writes the facts. A server whose requests are
+    on their way to the engine, or that reads the facts, shares it. Nobody waits for a shared lock.
 
     They are children of one process, after which the file is named.
     """
 
     def __init__(self) -> None:
         self._file = -1
-        self._has_turn = False
-        self._listeners = 0
+        self._is_exclusive = False
+        self._sharers = 0  # in this server, which has one lock for all of them
 
     @asynccontextmanager
-    async def excluded(self) -> AsyncIterator[None]:
-        """Exclusive lock: no sibling changes anything meanwhile, and no server listens.
+    async def exclusive(self) -> AsyncIterator[None]:
+        """Exclusive lock: no other server has any, and this one shares none.
 
         Raises:
             Busy: another server has the lock.
         """
         for _ in range(TRIES):
-            if not self._listeners and self._lock(fcntl.LOCK_EX):
+            if not self._sharers and self._lock(fcntl.LOCK_EX):
                 break
             await asyncio.sleep(BETWEEN_S)
         else:
@@ -48,44 +51,44 @@ class Siblings:
                 "another API server of this vLLM is changing the model's sleep, or requests are on their way to the"
                 " engine: try again when that is done"
             )
-        self._has_turn = True
+        self._is_exclusive = True
         try:
             yield
         finally:
-            self._has_turn = False
+            self._is_exclusive = False
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def tell(self, facts: dict[str, Any]) -> None:
-        """Tell the siblings; only inside `excluded`."""
+    def write(self, facts: dict[str, Any]) -> None:
+        """Replace the facts; only inside `exclusive`."""
         content = json.dumps(facts).encode()
         os.pwrite(self._opened(), content, 0)
         os.ftruncate(self._file, len(content))
 
-    def told(self) -> dict[str, Any]:
-        """The last facts told, {} at the start; only inside `excluded` or `heard`."""
+    def read(self) -> dict[str, Any]:
+        """The facts, {} at the start; only with a lock, shared or exclusive."""
         content = os.pread(self._opened(), 1 << 16, 0)
         return dict(json.loads(content)) if content else {}
 
-    def heard(self) -> dict[str, Any] | None:
-        """The last facts told; None while a sibling, or this server, changes something."""
-        if not self.listen():
+    def read_shared(self) -> dict[str, Any] | None:
+        """The facts; None while a sibling, or this server, changes something."""
+        if not self.share():
             return None
         try:
-            return self.told()
+            return self.read()
         finally:
-            self.listen_no_more()
+            self.unshare()
 
-    def listen(self) -> bool:
-        """Shared lock: nobody changes anything until `listen_no_more`. False if a server is changing something."""
-        if self._has_turn or not (self._listeners or self._lock(fcntl.LOCK_SH)):
+    def share(self) -> bool:
+        """Shared lock: nobody changes anything until `unshare`. False if a server is changing something."""
+        if self._is_exclusive or not (self._sharers or self._lock(fcntl.LOCK_SH)):
             return False  # a second lock on the same file would replace the first
-        self._listeners += 1
+        self._sharers += 1
         return True
 
-    def listen_no_more(self) -> None:
-        """Release the shared lock: what was heard may change now."""
-        self._listeners -= 1
-        if not self._listeners:
+    def unshare(self) -> None:
+        """Release the shared lock: what was read may change now."""
+        self._sharers -= 1
+        if not self._sharers:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _lock(self, how: int) -> bool:

@@ -44,6 +44,20 @@ class Update(Enum):
 class SleepingModel:
     """What is known about the model's sleep. Everything that changes it goes through `change`, one at a time.
 
+    What begins and ends each fact, and what it means for a request:
+
+    asleep        a sleep above level 0, or of the KV cache  a wake                 it may wake the model
+    level == 0    a sleep at level 0, or one that failed     a wake                 the same
+    weights_lost  a sleep at level 2                         weights are loaded     the same, and they are loaded
+    staged        a wake of weights that were dropped        they are, or a sleep   it wakes nothing
+    paused        POST /pause                                the engine is awake    it wakes nothing
+    kept          a sleep with requests in the engine        the engine is awake    none; a wake has to be whole
+    update        a call that begins to write weights        one that finishes      none; if torn, they stay lost
+    torn          a sleep that failed in some workers        `mend`                 before a wake, those are woken
+    failure       waking on request failed                   its time, or a wake    it is refused
+
+    `serves`, `lacks_memory` and `may_be_woken` are what they come to.
+
     Attributes:
         engine: vLLM's engine client.
         phase: see `Phase`. The facts below outlive an unknown phase.
@@ -139,21 +153,21 @@ class SleepingModel:
         """Keep other API servers from changing anything until `let_go`; False if one is, or has since the last look."""
         if not self.several_servers:
             return True
-        if not self._siblings.listen():
+        if not self._siblings.share():
             return False
         if self._still_holds(self._seen):
             return True
-        self._siblings.listen_no_more()
+        self._siblings.unshare()
         return False
 
     def let_go(self) -> None:
         """After `keep_still`."""
         if self.several_servers:
-            self._siblings.listen_no_more()
+            self._siblings.unshare()
 
     async def _look_beside_siblings(self) -> None:
         while not self._changing:
-            heard = self._siblings.heard()
+            heard = self._siblings.read_shared()
             if heard is None:
                 return self._enter(Phase.CHANGING)
             self._adopt(heard)
@@ -164,7 +178,7 @@ class SleepingModel:
 
     def _still_holds(self, seen: int) -> bool:
         """Whether API servers have changed nothing since their number of changes was `seen`."""
-        heard = self._siblings.heard()
+        heard = self._siblings.read_shared()
         return heard is not None and int(heard.get("changes", 0)) == seen
 
     def _facts(self) -> dict[str, Any]:
@@ -264,13 +278,13 @@ class SleepingModel:
 
     @asynccontextmanager
     async def _without_siblings(self) -> AsyncIterator[None]:
-        async with self._siblings.excluded():
-            told = self._siblings.told()
+        async with self._siblings.exclusive():
+            told = self._siblings.read()
             self._adopt(told)
             try:
                 yield
             finally:
-                self._siblings.tell({**self._facts(), "changes": told.get("changes", 0) + 1})
+                self._siblings.write({**self._facts(), "changes": told.get("changes", 0) + 1})
 
     @asynccontextmanager
     async def change(self, disturbs: bool = True, gone: asyncio.Future[None] | None = None) -> AsyncIterator[None]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 from support import PAGE, Memory, assert_clean_exit, run_script
 
 from cumem_sleep import CheckpointFailed, CuMemAllocator, DriverError, OutOfDeviceMemory, _core, sim
+from cumem_sleep.checkpoint import process
 from cumem_sleep.checkpoint.process import THIS_PROCESS
 
 pytestmark = pytest.mark.sim
@@ -288,3 +290,29 @@ def _await_end(pid: int) -> None:
     poll.register(process, select.POLLIN)
     assert poll.poll(30_000), "the helper lives on"
     os.close(process)
+
+
+def test_a_checkpoint_after_which_nobody_tells_what_is_free(
+    allocator: CuMemAllocator, memory: Memory, weights: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then nobody would know what a restore needs, so it is undone."""
+    ask = process._Helper.ask
+
+    def without_free_bytes(self: process._Helper, request: Mapping[str, Any]) -> dict[str, Any]:
+        answer = ask(self, request)
+        if request["do"] != "checkpoint":
+            return answer
+        return {
+            "call": "",
+            "error": "",
+            "detail": "NVML: Unknown Error",
+            **{k: answer[k] for k in ("seconds", "state")},
+        }
+
+    monkeypatch.setattr(process._Helper, "ask", without_free_bytes)
+    report = allocator.sleep(level=3)
+    assert report.why_not_deeper == "NVML: Unknown Error"
+    assert allocator.checkpoint is None
+    assert not _core.driver_calls_suspended()
+    allocator.wake_up()
+    assert memory.read(weights, PAGE) == BYTES

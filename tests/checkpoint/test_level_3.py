@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 from checkpointing import LEFT_AT_LEVEL_1, LEFT_AT_LEVEL_3
-from support import MIB, PAGE, Memory, assert_no_threads, hooks, in_thread, raises, run_together
+from support import MIB, PAGE, Memory, assert_no_threads, hooks, in_thread, raises, run_together, threads_of_ours
 
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, SleepReport, _core, sim
 from cumem_sleep.checkpoint import process
@@ -134,6 +134,35 @@ class TestSleepAndWake:
         assert not preparation.running
         assert_nothing_asked()
         allocator.wake_up()
+
+    def test_nothing_is_left_to_be_given_back(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
+        """At level 3 nobody could, and host memory would be held for nothing."""
+        allocator.sleep(offload_tags=("weights", "kv_cache"))
+        allocator.wake_up()
+        assert allocator.usage()["kv_cache"].host_bytes == 2 * PAGE
+        allocator.sleep(level=3)
+        assert_deep(allocator)
+        assert allocator.usage()["kv_cache"].host_bytes == 0
+        allocator.wake_up()
+        assert memory.read(weights, PAGE) == BYTES
+
+    def test_what_is_freed_at_the_last_moment(
+        self, allocator: CuMemAllocator, weights: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By a hook, when driver calls are suspended already."""
+        ask = process._Helper.ask
+
+        def free_and_ask(self: process._Helper, request: dict[str, object]) -> dict[str, object]:
+            in_thread(lambda: hooks().cumem_sleep_free(ctypes.c_void_p(weights), PAGE, 0, None))
+            return ask(self, request)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(process._Helper, "ask", free_and_ask)
+            allocator.sleep(level=3)
+        assert_deep(allocator)
+        allocator.wake_up()
+        assert "weights" not in allocator.usage()
+        assert_nothing_asked()
 
     def test_a_new_allocator(self, allocator: CuMemAllocator, make_allocator: Callable[..., CuMemAllocator]) -> None:
         allocator.sleep(level=3)
@@ -291,6 +320,14 @@ class TestByItself:
         allocator.wake_up()
         assert_no_threads("cumem-deepen")
         assert allocator.checkpoint is None
+
+    def test_a_wake_ends_the_wait(self, make_allocator: Callable[..., CuMemAllocator]) -> None:
+        allocator = make_allocator(deep_after_s=3600)
+        allocator.malloc(PAGE, "weights")
+        allocator.sleep()
+        assert threads_of_ours("cumem-deepen")
+        allocator.wake_up()
+        assert_no_threads("cumem-deepen")
 
     def test_not_while_some_is_awake(self, make_allocator: Callable[..., CuMemAllocator]) -> None:
         allocator = make_allocator(deep_after_s=0.1)

@@ -60,6 +60,14 @@ def test_all_sleep_and_wake(two: Ranks) -> None:
         assert all(each.phases["agree"] > 0 for each in outcomes)
 
 
+def test_level_3_stays_at_level_1(two: Ranks) -> None:
+    """CUDA does not restore several ranks: a checkpoint of one of them would be the end of all."""
+    outcomes = _done(two, "sleep", {"level": 3})
+    assert all(not {"lock", "checkpoint"} & each.phases.keys() for each in outcomes)
+    assert all(each.calls["cuMemUnmap"] > 0 for each in outcomes)
+    _done(two, "wake_up", {})
+
+
 @pytest.mark.parametrize("operation", ["sleep", "wake_up", "discard"])
 def test_arguments_that_one_rank_refuses(two: Ranks, operation: str) -> None:
     """It fails before its operation begins, and the other one is told at once."""

@@ -10,27 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from cumem_sleep.serve import policy
-from cumem_sleep.serve.events import (
-    Action,
-    Arrived,
-    Configured,
-    Died,
-    Done,
-    Event,
-    Gone,
-    Grant,
-    HasLayer,
-    Obeyed,
-    Ordered,
-    Refuse,
-    Removed,
-    Revoke,
-    Sleep,
-    Start,
-    Stop,
-    TimePassed,
-    Wake,
-)
+from cumem_sleep.serve.actions import Action, Grant, Obeyed, Refuse, Removed, Revoke, Sleep, Start, Stop, Wake
+from cumem_sleep.serve.events import Arrived, Configured, Died, Done, Event, Gone, HasLayer, Ordered, TimePassed
 from cumem_sleep.serve.policy import STOP, Spec
 from cumem_sleep.serve.scheduler import Scheduler
 from cumem_sleep.serve.status import Phase

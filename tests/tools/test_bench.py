@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import pathlib
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 from support import MIB, SIMULATED, Memory, quick_sums, write_safetensors
 
 from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, Settings, SleepReport, WakeReport, _core, sim
+from cumem_sleep.checkpoint.process import THIS_PROCESS
 from cumem_sleep.digest import device as digest
 from cumem_sleep.tools import bench, cli
 from cumem_sleep.tools.bench import link, memory, palette, plot, report, workload
@@ -64,6 +68,12 @@ def backed_up_at_once(allocator: CuMemAllocator) -> FakePreparation:
     allocator.sleep()
     allocator.wake_up()
     return FakePreparation()
+
+
+DEEP_ROUND = [
+    *("level 1 sleep", "level 1 wake", "level 3 sleep", "lock", "checkpoint"),
+    *("level 3 wake", "restore", "unlock"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -234,6 +244,79 @@ def test_summary_of_several_rounds() -> None:
 def test_ratios_are_to_the_link_of_that_direction() -> None:
     link_ = report.Link(to_host_gbps=50.0, to_device_gbps=25.0, bytes=1)
     assert [link_.gbps(kind) for kind in (Kind.SLEEP, Kind.PREPARE, Kind.WAKE)] == [50.0, 50.0, 25.0]
+
+
+# Level 3
+
+
+@pytest.mark.slow
+@pytest.mark.sim
+def test_level_3_next_to_level_1(tmp_path: pathlib.Path) -> None:
+    """In a process of its own, whose context takes memory."""
+    plot_path = tmp_path / "deep.png"
+    environment = {**os.environ, "CUMEM_SLEEP_SIM_CONTEXT_BYTES": str(60 * MIB)}
+    command = [sys.executable, "-m", "cumem_sleep", "bench", *SMALL, "--level", "3", "--rounds", "2", "--json"]
+    done = subprocess.run(
+        [*command, "--plot", str(plot_path)], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    found = json.loads(done.stdout)
+    assert (found["bytes_checked"], found["simulated"], found["note"]) == (True, True, SIMULATED_NOTE)
+    names = ["first sleep", "wake", "first level 3 sleep", "wake", *DEEP_ROUND, *DEEP_ROUND]
+    assert [step["step"] for step in found["steps"]] == names
+    left_bytes = {1: 60 * MIB, 3: 4 * MIB}
+    for step in found["steps"]:
+        name = step["step"]
+        if "wake" in name:
+            assert step["verified_bytes"] == 32 * MIB
+        if "sleep" in name:
+            level = 3 if "3" in name else 1
+            assert step["left_on_gpu_bytes"] == left_bytes[level]
+            assert step.get("checkpointed_bytes") == (56 * MIB if level == 3 else None)
+    for whole, parts in (("level 3 sleep", ("lock", "checkpoint")), ("level 3 wake", ("restore", "unlock"))):
+        for number in (1, 2):
+            steps = {step["step"]: step for step in found["steps"] if step["round"] == number}
+            assert [steps[part]["seconds"] for part in parts] == [steps[whole]["phases"][part] for part in parts]
+            assert steps[whole]["seconds"] > sum(steps[part]["seconds"] for part in parts)
+    assert plot_path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.slow
+@pytest.mark.sim
+def test_table_of_level_3(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", *SMALL, "--level", "3"]) == 0
+    output = capsys.readouterr().out
+    for name in ("first sleep", "first level 3 sleep", *DEEP_ROUND):
+        assert f"│ {name} " in output
+    assert "│ checkpointed │" in output
+    assert "lock, checkpoint: parts of 'level 3 sleep'" in output
+    assert output.endswith(SIMULATED_NOTE + "\n")
+
+
+@pytest.mark.sim
+def test_level_3_where_it_is_not_possible(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said before anything is measured."""
+    monkeypatch.setattr(_core, "can_checkpoint", lambda: False)
+    monkeypatch.setattr(CuMemAllocator, "malloc", None)
+    message = refused(capsys, *SMALL, "--level", "3")
+    assert "level 3: not possible: the driver (CUDA 13.0) lacks the checkpoint calls" in message
+
+
+@pytest.mark.sim
+def test_level_3_that_is_refused_when_it_is_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUMEM_SLEEP_SIM_FAIL", "cuCheckpointProcessCheckpoint:0:CUDA_ERROR_NOT_SUPPORTED:1")
+    THIS_PROCESS._end_helper()  # the next one has it in its environment
+    message = refused(capsys, *SMALL, "--level", "3")
+    THIS_PROCESS._end_helper()
+    assert "'first level 3 sleep' stayed at level 1: cuCheckpointProcessCheckpoint failed with" in message
+
+
+def test_other_levels_are_not_measured_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["bench", "--level", "2"])
+    assert exit_.value.code == 2
+    assert "--level" in capsys.readouterr().err
 
 
 # What it notices
@@ -566,6 +649,33 @@ def test_interrupted_run_frees_everything(
     assert cli.main(["bench", *SMALL]) == 130
     assert calls >= call
     assert "interrupted" in capsys.readouterr().err
+    assert held() == before
+
+
+@pytest.mark.slow
+@pytest.mark.sim
+@pytest.mark.parametrize("call", [2, 4])
+def test_interrupted_at_level_3_it_comes_back_and_frees_everything(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the benchmark's memory is freed: on a GPU PyTorch does that, whose calls would wait for ever."""
+    wake_up, close = CuMemAllocator.wake_up, memory.SimulatedMemory.close
+    calls, suspended = list[bool](), list[bool]()
+    before = held()
+
+    def interrupted(self: CuMemAllocator, tags: Any = None) -> WakeReport:
+        calls.append(self.checkpoint is not None)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return wake_up(self, tags)
+
+    def noted(self: memory.SimulatedMemory) -> None:
+        suspended.append(_core.driver_calls_suspended())
+        close(self)
+
+    monkeypatch.setattr(CuMemAllocator, "wake_up", interrupted)
+    monkeypatch.setattr(memory.SimulatedMemory, "close", noted)
+    assert cli.main(["bench", *SMALL, "--level", "3"]) == 130
+    assert (len(calls), calls[-1]) == (call, True)
+    assert suspended == [False]
     assert held() == before
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import pathlib
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from support import DRIVER, SIMULATED
 
-from cumem_sleep import DriverError, OutOfDeviceMemory, _core
+from cumem_sleep import DriverError, InvalidState, OutOfDeviceMemory, _core
+from cumem_sleep.checkpoint import device_memory, process
+from cumem_sleep.driver import open_driver
 from cumem_sleep.tools import cli, doctor
-from cumem_sleep.tools.doctor import Check, DoctorReport, Status, gpus, host, packages, variables
+from cumem_sleep.tools.doctor import Check, DoctorReport, Status, gpus, host, level_3, packages, variables
 from cumem_sleep.tools.doctor.examine import examine, guarded
 from cumem_sleep.tools.machine import Machine
 
@@ -411,6 +415,108 @@ def test_device_that_refuses(error: DriverError, status: Status, found: str, mon
     check = gpus.gpu_handles(0)
     assert check.status is status
     assert found in check.found
+
+
+# Level 3
+
+
+@pytest.fixture
+def helpers(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """All processes that are started."""
+    open_driver(DRIVER)
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Noted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(process.subprocess, "Popen", Noted)
+    return started
+
+
+@pytest.mark.parametrize(
+    ("version", "found", "advice"),
+    [
+        (12040, "CUDA 12.8 is needed, the driver has CUDA 12.4", "update the NVIDIA driver to 570 or newer"),
+        (12080, "the driver (CUDA 12.8) lacks the checkpoint calls", "another, older driver"),
+    ],
+)
+def test_level_3_needs_a_new_driver(
+    version: int, found: str, advice: str, helpers: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_core, "driver_version", lambda: version)
+    monkeypatch.setattr(_core, "can_checkpoint", lambda: False)
+    checks = {check.name: check for check in examined().checks if check.name.startswith("level 3")}
+    assert list(checks) == ["level 3"]
+    assert checks["level 3"].status is Status.WARN
+    assert checks["level 3"].found == f"not possible: {found}"
+    assert advice in checks["level 3"].advice
+    assert helpers == []
+    with pytest.raises(InvalidState, match=r"^level 3: not possible: .*: "):
+        level_3.refuse_unless_possible(0)
+
+
+@pytest.mark.sim
+def test_level_3_is_possible_on_the_simulated_driver(helpers: list[subprocess.Popen[bytes]]) -> None:
+    checks = [check for check in examined().checks if check.name.startswith("level 3")]
+    assert [(check.name, check.status) for check in checks] == [
+        ("level 3", Status.OK),
+        ("level 3 helper", Status.OK),
+        ("level 3 memory", Status.OK),
+    ]
+    assert checks[2].found == "the simulated driver says what is free: GPU 0: 256.00 MiB"
+    assert [each.returncode for each in helpers] == [-9]  # it has been ended
+    level_3.refuse_unless_possible(0)
+
+
+def test_a_helper_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_driver(DRIVER)
+    monkeypatch.setattr(process.sys, "executable", "/nowhere/python")
+    check = level_3.helper()
+    assert check.status is Status.WARN
+    assert check.found.startswith("the helper process cannot be started: ")
+    assert "/nowhere/python" in check.found
+
+
+def test_a_helper_that_cannot_use_the_driver(
+    helpers: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_core, "driver_path", lambda: "/nowhere/libcuda.so.1")
+    check = level_3.helper()
+    assert check.status is Status.WARN
+    assert check.found.startswith("the helper process cannot use the driver: dlopen failed")
+    assert all(each.returncode is not None for each in helpers)
+
+
+@pytest.mark.sim
+def test_a_helper_that_may_not_ask_about_this_process(
+    helpers: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUMEM_SLEEP_SIM_FAIL", "cuCheckpointProcessGetState:0:CUDA_ERROR_NOT_PERMITTED:9")
+    check = level_3.helper()
+    assert check.status is Status.WARN
+    assert "cuCheckpointProcessGetState failed with CUDA_ERROR_NOT_PERMITTED" in check.found
+    assert "the same user" in check.advice
+    assert len(helpers) == 1
+    with pytest.raises(InvalidState, match="NOT_PERMITTED"):
+        level_3.refuse_unless_possible(0)
+
+
+def test_free_memory_that_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_driver(DRIVER)
+    monkeypatch.setattr(level_3, "free_bytes", failing(OSError("NVML: Insufficient Permissions")))
+    check = level_3.free_memory([0])
+    assert check.status is Status.WARN
+    assert "does not say what is free: GPU 0: NVML: Insufficient Permissions" in check.found
+    assert "compute,utility" in check.advice
+
+
+def test_without_nvml_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(OSError, match="pip install nvidia-ml-py"):
+        device_memory._by_nvml(["GPU-0"])
+    assert device_memory._by_nvml([]) == {}
 
 
 # All together

@@ -58,24 +58,24 @@ def test_nobody_listens_while_one_changes(gate_environment: None) -> None:
     async def listen(server: Siblings) -> None:
         nonlocal listening, heard
         for _ in range(300):
-            if server.listen():
+            if server.share():
                 listening, heard = listening + 1, heard + 1
-                server.heard()
+                server.read_shared()
                 assert not changing
                 await asyncio.sleep(chance.choice([0, 0, 0.001]))
                 assert not changing
                 listening -= 1
-                server.listen_no_more()
+                server.unshare()
             await asyncio.sleep(chance.choice([0, 0.01]))
 
     async def change(server: Siblings) -> None:
         nonlocal changing, changed
         for _ in range(30):
             try:
-                async with server.excluded():
+                async with server.exclusive():
                     changing, changed = changing + 1, changed + 1
                     assert (changing, listening) == (1, 0)
-                    assert server.heard() is None
+                    assert server.read_shared() is None
                     await asyncio.sleep(chance.choice([0, 0.002]))
                     assert (changing, listening) == (1, 0)
                     changing -= 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 OURS = "#0072B2"
 OURS_LEVEL_2 = "#56B4E9"
+OURS_VAULT = "#F0E442"
 VLLM = "#E69F00"
 TORCH_MEMORY_SAVER = "#CC79A7"
 TORCH_MEMORY_SAVER_RETAINED = "#009E73"
@@ -15,6 +16,7 @@ LINK = "#D55E00"
 
 _BY_LABEL = {
     "cumem-sleep, level 2": OURS_LEVEL_2,
+    "cumem-sleep, the vault": OURS_VAULT,
     "cumem-sleep": OURS,
     "vLLM": VLLM,
     "torch_memory_saver, backups retained": TORCH_MEMORY_SAVER_RETAINED,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.box import ROUNDED
 from rich.table import Table
@@ -16,7 +16,12 @@ from ...report import rate_gbps
 from ..machine import MachineFacts
 from ..simulated import SIMULATED_NOTE
 
-_GIB = 1 << 30
+_DEEP_NOTE = (
+    "\nlock, checkpoint: parts of 'level 3 sleep'; restore, unlock: of 'level 3 wake';"
+    "\ncheckpointed: what the CUDA state of this process took, and gave back."
+)
+
+_Number = TypeVar("_Number", int, float)
 
 
 class Kind(Enum):
@@ -66,6 +71,7 @@ class Step:
         verified_bytes: after a wake: weights that were checked, by the benchmark's own checksums.
         host_bytes_per_byte: after a sleep with backups: host memory that the backups hold, per byte backed up.
         left_on_gpu_bytes: after a sleep: still in use on the whole device, by all processes, CUDA contexts included.
+        checkpointed_bytes: after a sleep at level 3: of the CUDA state of this process that left the device.
     """
 
     name: str
@@ -78,6 +84,7 @@ class Step:
     verified_bytes: int | None = None
     host_bytes_per_byte: float | None = None
     left_on_gpu_bytes: int | None = None
+    checkpointed_bytes: int | None = None
 
     @property
     def gbps(self) -> float:
@@ -95,6 +102,7 @@ class Step:
             "verified_bytes": self.verified_bytes,
             "host_bytes_per_byte": self.host_bytes_per_byte,
             "left_on_gpu_bytes": self.left_on_gpu_bytes,
+            "checkpointed_bytes": self.checkpointed_bytes,
         }
         return {
             "step": self.name,
@@ -114,7 +122,7 @@ class Summary:
 
     Attributes:
         link_seconds: the time that the link alone would take for the median bytes; None if nothing was copied.
-        host_bytes_per_byte, left_on_gpu_bytes: the maximum.
+        host_bytes_per_byte, left_on_gpu_bytes, checkpointed_bytes: the maximum; None: not of such steps.
     """
 
     name: str
@@ -128,6 +136,7 @@ class Summary:
     link_seconds: float | None
     host_bytes_per_byte: float | None
     left_on_gpu_bytes: int | None
+    checkpointed_bytes: int | None
 
     @classmethod
     def of(cls, steps: list[Step]) -> Summary:
@@ -145,12 +154,9 @@ class Summary:
             gbps=statistics.median(step.gbps for step in steps),
             times_link=statistics.median(ratios) if ratios else None,
             link_seconds=nbytes / steps[0].link_gbps / 1e9 if nbytes else None,
-            host_bytes_per_byte=max(
-                (step.host_bytes_per_byte for step in steps if step.host_bytes_per_byte is not None), default=None
-            ),
-            left_on_gpu_bytes=max(
-                (step.left_on_gpu_bytes for step in steps if step.left_on_gpu_bytes is not None), default=None
-            ),
+            host_bytes_per_byte=_most(step.host_bytes_per_byte for step in steps),
+            left_on_gpu_bytes=_most(step.left_on_gpu_bytes for step in steps),
+            checkpointed_bytes=_most(step.checkpointed_bytes for step in steps),
         )
 
 
@@ -264,7 +270,8 @@ class BenchReport:
             title=title + (" (simulated driver)" if self.machine.simulated else ""), header_style="bold", box=ROUNDED
         )
         table.add_column("step", no_wrap=True)
-        headings = ("seconds", "from–to", "copied GB", "GB/s", "× link", "host bytes per byte", "left on GPU")
+        headings = ["seconds", "from–to", "copied GB", "GB/s", "× link", "host bytes per byte", "left on GPU"]
+        headings += ["checkpointed"] if self._is_deep else []
         for heading in headings:
             table.add_column(heading, justify="right")
         for each in self.summaries():
@@ -276,7 +283,8 @@ class BenchReport:
                 f"{each.gbps:.1f}" if each.bytes else "–",
                 f"{each.times_link:.2f}" if each.times_link and each.bytes >= self.weights_bytes // 10 else "–",
                 "–" if each.host_bytes_per_byte is None else f"{each.host_bytes_per_byte:.3f}",
-                "–" if each.left_on_gpu_bytes is None else f"{each.left_on_gpu_bytes / _GIB:.2f} GiB",
+                _size(each.left_on_gpu_bytes),
+                *([_size(each.checkpointed_bytes)] if self._is_deep else []),
             )
         return table
 
@@ -290,4 +298,17 @@ class BenchReport:
             f" ({format_bytes(sum(checked))} compared in all).\n"
             "seconds: median; × link: relative to the time of the link alone for these bytes;\n"
             "left on GPU: in use on the whole device, by all processes, CUDA contexts included."
+            + (_DEEP_NOTE if self._is_deep else "")
         )
+
+    @property
+    def _is_deep(self) -> bool:
+        return any(step.checkpointed_bytes is not None for step in self.steps)
+
+
+def _most(values: Iterable[_Number | None]) -> _Number | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _size(nbytes: int | None) -> str:
+    return "–" if nbytes is None else format_bytes(nbytes)

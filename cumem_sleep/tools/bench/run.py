@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,9 @@ from ... import _core
 from ...allocator import CuMemAllocator
 from ...digest.device import DeviceDigester
 from ...errors import InvalidState
+from ...report import SleepReport, WakeReport
 from ..console import Progress
+from ..doctor.level_3 import refuse_unless_possible
 from ..machine import machine_facts
 from .host_memory import touch_host_memory
 from .link import link_bytes, measure_link
@@ -32,6 +34,7 @@ class Options:
     Attributes:
         pause_s: how long to wait before the later wakes.
         touch_host_memory: prefault host memory before the measurement.
+        deep: measure level 3 next to level 1, instead of all other steps.
         command: for the record.
     """
 
@@ -39,6 +42,7 @@ class Options:
     rounds: int = 3
     pause_s: float = 3.0
     touch_host_memory: bool = True
+    deep: bool = False
     command: Sequence[str] = ("cumem-sleep", "bench")
 
 
@@ -46,13 +50,16 @@ def run(allocator: CuMemAllocator, workload: Workload, room: Room, options: Opti
     """Measure. The run ends at the first wake after which bytes differ, and the report says so. Everything is freed.
 
     Raises:
-        CumemSleepError: the layer or the driver refused a call.
+        CumemSleepError: the layer or the driver refused a call; level 3 is not possible.
     """
     if _core.segments():
         raise InvalidState("this process already has memory of the layer: run bench in a process of its own")
+    if options.deep:
+        progress("look whether level 3 is possible", 0, 0)
+        refuse_unless_possible(options.device)
     with ExitStack() as stack:
         memory = open_memory(allocator, options.device)
-        stack.callback(memory.close)
+        stack.callback(_close, allocator, memory)
         progress("measure the link", 0, 0)
         link = measure_link(allocator, options.device, link_bytes(room))
         progress("allocate and fill", 0, 0)
@@ -112,9 +119,15 @@ class _Bench:
         touch_host_memory()  # right before it is used, because a hypervisor reclaims free memory within seconds
         self._sleep("first sleep")
         self._wake("wake")
+        if self._options.deep:  # it starts the helper
+            self._sleep("first level 3 sleep", level=3)
+            self._wake("wake")
         for number in range(1, self._options.rounds + 1):
             self._round = number
-            self._play_round()
+            if self._options.deep:
+                self._play_deep_round()
+            else:
+                self._play_round()
 
     def digest_speed(self) -> DigestSpeed:
         """Measured on all weights, after a warm-up (which may compile the kernel)."""
@@ -156,17 +169,38 @@ class _Bench:
         self._sleep("prepared sleep")
         self._wake("wake")
 
+    def _play_deep_round(self) -> None:
+        self._sleep("level 1 sleep")
+        self._wake("level 1 wake")
+        slept = self._sleep("level 3 sleep", level=3)
+        self._add_parts(Kind.SLEEP, slept.phases, ("lock", "checkpoint"))
+        woke = self._wake("level 3 wake")
+        self._add_parts(Kind.WAKE, woke.phases, ("restore", "unlock"))
+
     # Steps
 
-    def _sleep(self, name: str, level: int = 1) -> None:
+    def _add_parts(self, kind: Kind, phases: Mapping[str, float], names: Sequence[str]) -> None:
+        """What level 3 adds to a call, as steps of their own."""
+        link_gbps = self._report.link.gbps(kind)
+        self.steps += [Step(name, kind, self._round, phases[name], 0, link_gbps) for name in names]
+
+    def _left_on_gpu(self) -> int:
+        taken = self._allocator.checkpoint
+        if taken is not None:  # nothing may ask the driver
+            return taken.total_bytes[self._options.device] - taken.free_bytes[self._options.device]
+        free_bytes, total_bytes = _core.memory_info(self._options.device)
+        return total_bytes - free_bytes
+
+    def _sleep(self, name: str, level: int = 1) -> SleepReport:
         self._show(name)
         self._memory.settle()
         start = time.perf_counter()
         report = self._allocator.sleep(level)
         seconds = time.perf_counter() - start
+        if report.why_not_deeper:
+            raise InvalidState(f"'{name}' stayed at level 1: {report.why_not_deeper}")
         backed_up = report.copied_bytes + report.clean_bytes
         held = sum(usage.host_bytes for usage in self._allocator.usage().values())
-        free_bytes, total_bytes = _core.memory_info(self._options.device)
         self.steps.append(
             Step(
                 name,
@@ -177,11 +211,13 @@ class _Bench:
                 self._report.link.gbps(Kind.SLEEP),
                 report.phases,
                 host_bytes_per_byte=held / backed_up if backed_up else None,
-                left_on_gpu_bytes=total_bytes - free_bytes,
+                left_on_gpu_bytes=self._left_on_gpu(),
+                checkpointed_bytes=report.checkpointed_bytes if level == 3 else None,
             )
         )
+        return report
 
-    def _wake(self, name: str, tags: Sequence[str] | None = None) -> None:
+    def _wake(self, name: str, tags: Sequence[str] | None = None) -> WakeReport:
         self._show(name)
         start = time.perf_counter()
         report = self._allocator.wake_up(tags)
@@ -202,6 +238,7 @@ class _Bench:
         if differences:
             more = f", and {len(differences) - 1} more" if len(differences) > 1 else ""
             raise _WrongBytesError(f"after '{name}' in round {self._round}: {differences[0]}{more}")
+        return report
 
     def _prepare(self) -> None:
         """Make the backups while the weights are awake, as a server does; here nothing else runs meanwhile."""
@@ -264,6 +301,12 @@ def _touch_host_memory(workload: Workload, room: Room, progress: Progress) -> No
         nbytes = min(nbytes, int(_TOUCHED_SHARE * room.host_bytes))
     show: Callable[[int], None] = lambda done: progress("prefault host memory", done, nbytes)  # noqa: E731
     touch_host_memory(nbytes, _core.device_info(room.device).numa_node, show)
+
+
+def _close(allocator: CuMemAllocator, memory: DeviceMemory) -> None:
+    if _core.driver_calls_suspended():  # an interrupt at level 3, where PyTorch's calls would wait for ever
+        allocator.release_backups()
+    memory.close()
 
 
 def _nothing() -> None:

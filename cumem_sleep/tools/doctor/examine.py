@@ -7,7 +7,7 @@ from functools import partial
 
 from ... import _core
 from ..machine import Machine
-from . import gpus, host, packages, variables, vault
+from . import gpus, host, level_3, packages, variables, vault
 from .report import Check, DoctorReport, Status
 
 _HOST_CHECKS: Mapping[str, Callable[[Machine], Check]] = {
@@ -44,6 +44,11 @@ def examine(machine: Machine, progress: Callable[[str], None] = lambda _name: No
         make(f"{gpu} handles", gpus.gpu_handles, device)
         make(f"{gpu} PCIe", gpus.gpu_link, machine, device)
         make(f"{gpu} NUMA", gpus.gpu_numa, machine, device)
+    if devices:
+        make("level 3", level_3.calls)
+        if _core.can_checkpoint():
+            make("level 3 helper", level_3.helper)
+            make("level 3 memory", level_3.free_memory, devices)
     make("vault", vault.vault, machine, devices)
     for name, look in _HOST_CHECKS.items():
         make(name, look, machine)

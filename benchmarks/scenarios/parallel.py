@@ -1,0 +1,148 @@
+"""One engine over two GPUs, cut in every way that vLLM cuts one; and two engines side by side."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from .engines import PROMPTS, checkpoint, cycle, engine, tokens
+from .gate import DEV_MODE, GatedServer
+from .registry import Facts, NotHere, check, scenario, timed
+
+LEVELS = (1, 1, 2, 1)
+MOST_LEFT_BYTES = 4 << 30  # of a context, NCCL's buffers and kernels; weights and KV cache take more
+
+
+def statuses(llm: Any) -> list[dict[str, Any]]:
+    """What the layer says in each worker."""
+    found: list[dict[str, Any]] = llm.collective_rpc("cumem_sleep_status")
+    return found
+
+
+def agreed_ms(before: list[dict[str, Any]], after: list[dict[str, Any]], operation: str) -> list[float]:
+    """Milliseconds in which each rank agreed with the others; the least is what it costs, the rest is waiting."""
+
+    def seconds(status: dict[str, Any]) -> float:
+        return float(status["operations"].get(operation, {"phases": {}})["phases"].get("agree", 0.0))
+
+    return [round(1000 * (seconds(b) - seconds(a)), 3) for a, b in zip(before, after, strict=True)]
+
+
+def cycles_of_ranks(llm: Any, facts: Facts, *, is_alone: bool = False) -> None:
+    """Sleeps and wakes at both levels: the same tokens, and what each rank leaves on its GPU and waits for the others.
+
+    Args:
+        is_alone: nobody else is on these GPUs, so what is left on them is this engine's.
+    """
+    first = tokens(llm)
+    llm.reset_prefix_cache()
+    check("tokens repeat without a sleep", tokens(llm) == first)
+    known = statuses(llm)
+    check("each rank has its own memory in this layer", [s["rank"] for s in known] == [0, 1])
+    check("on a device of its own", all(len(s["devices"]) == 1 for s in known))
+
+    for level in LEVELS:
+        facts.setdefault("levels", []).append(level)
+        asleep: list[dict[str, Any]] = []
+        before = statuses(llm)
+        cycle(llm, facts, level=level, asleep=lambda: asleep.extend(statuses(llm)))  # noqa: B023  called at once
+        usages = [usage for status in asleep for usage in status["usage"].values()]
+        check(f"all ranks sleep at level {level}", all(u["asleep_segments"] == u["segments"] for u in usages))
+        left = [status["device_used_bytes"] for status in asleep]
+        facts.setdefault("bytes left asleep, by rank", []).append(left)
+        check(f"little is left: {left}", not is_alone or max(left) < MOST_LEFT_BYTES)
+        after = statuses(llm)
+        facts.setdefault("sleep: agreeing ms, by rank", []).append(agreed_ms(before, asleep, "sleep"))
+        facts.setdefault("wake: agreeing ms, by rank", []).append(agreed_ms(asleep, after, "wake"))
+        check(f"tokens after level {level}", tokens(llm) == first)
+    facts["statuses"] = statuses(llm)
+
+
+@scenario(gpus=2, alone=True)
+def ranks_agree(folder: Path) -> Facts:
+    """Tensor parallel 2, twenty cycles at level 1: what a sleep and a wake take, and how much of it is agreeing."""
+    facts: Facts = {}
+    llm = engine(checkpoint(folder, "8B"), tensor_parallel_size=2, gpu_memory_utilization=0.15)
+    cycles_of_ranks(llm, facts, is_alone=True)
+    times: Facts = {}
+    for _ in range(20):
+        before = statuses(llm)
+        cycle(llm, times)
+        after = statuses(llm)
+        for operation in ("sleep", "wake"):
+            times.setdefault(f"{operation}: agreeing ms", []).append(min(agreed_ms(before, after, operation)))
+    facts["twenty cycles"] = times
+    for operation in ("sleep", "wake"):
+        each = sorted(times[f"{operation}: agreeing ms"])
+        facts[f"{operation}: agreeing ms, median"] = each[len(each) // 2]
+    return facts
+
+
+@scenario(gpus=2)
+def pipeline_parallel_2(folder: Path) -> Facts:
+    """Pipeline parallel 2: levels 1 and 2 with reload, the same tokens."""
+    facts: Facts = {}
+    cycles_of_ranks(engine(folder, pipeline_parallel_size=2), facts)
+    return facts
+
+
+@scenario(gpus=2)
+def expert_parallel_2(folder: Path) -> Facts:
+    """A Mixture of Experts on two GPUs with `--enable-expert-parallel`: levels 1 and 2 with reload, the same tokens."""
+    facts: Facts = {}
+    cycles_of_ranks(engine(checkpoint(folder, "MoE"), tensor_parallel_size=2, enable_expert_parallel=True), facts)
+    return facts
+
+
+@scenario(gpus=2, VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY="CUMEM_SLEEP_")
+def tensor_parallel_2_on_ray(folder: Path) -> Facts:
+    """Tensor parallel 2 with `--distributed-executor-backend ray`: levels 1 and 2 with reload, the same tokens."""
+    if importlib.util.find_spec("ray") is None:
+        raise NotHere("ray is not installed")
+    import ray
+
+    facts: Facts = {"ray": ray.__version__}
+    # vLLM joins what is there; by itself it would take a third of the memory for Ray's object store.
+    cluster = ray.init(num_gpus=2, object_store_memory=1 << 30, include_dashboard=False)
+    os.environ["RAY_ADDRESS"] = cluster.address_info["address"]
+    try:
+        llm = engine(folder, tensor_parallel_size=2, distributed_executor_backend="ray")
+        cycles_of_ranks(llm, facts)
+        llm.llm_engine.engine_core.shutdown()
+    finally:
+        ray.shutdown()
+    return facts
+
+
+@scenario(gpus=2, alone=True, **DEV_MODE)
+def data_parallel_2(folder: Path) -> Facts:
+    """Two engines of `--data-parallel-size 2` behind one port: both sleep and wake at levels 1 and 2 with reload."""
+    from model_server import gpu_memory_in_use_bytes
+
+    facts: Facts = {}
+    options = ("--data-parallel-size", "2", "--api-server-count", "1")
+    with GatedServer(folder, "data_parallel", 8121, *options) as server:
+
+        def answers() -> list[Any]:
+            """Each prompt twice, for engines take turns."""
+            server.expect(200, "POST", "/reset_prefix_cache")
+            return [server.tokens(prompt) for prompt in PROMPTS[:4] for _ in range(2)]
+
+        before = answers()
+        check("both engines say the same", before[::2] == before[1::2] and before[0][0] == 200)
+        facts["bytes in use awake, by GPU"] = [gpu_memory_in_use_bytes(gpu) for gpu in range(2)]
+        for level in (1, 1, 2):
+            with timed(facts, f"sleep level {level} s"):
+                server.expect(200, "POST", f"/sleep?level={level}")
+            check("it says so", server.expect(200, "GET", "/is_sleeping") == {"is_sleeping": True})
+            left = [gpu_memory_in_use_bytes(gpu) or 0 for gpu in range(2)]
+            facts.setdefault("bytes left asleep, by GPU", []).append(left)
+            check(f"both have given their memory back: {left}", max(left) < MOST_LEFT_BYTES)
+            with timed(facts, f"wake level {level} s"):
+                server.expect(200, "POST", "/wake_up")
+                if level == 2:
+                    server.expect(200, "POST", "/reload_weights")
+            check(f"tokens after level {level}", answers() == before)
+    return facts

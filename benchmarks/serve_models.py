@@ -1,0 +1,453 @@
+"""`cumem-sleep serve` over three real vLLM servers on one GPU: what a switch takes, and whether anything is lost.
+
+    python benchmarks/serve_models.py --out serve_models.json          # about six minutes on an H200
+
+Models with dummy weights: Qwen3-8B's shape in bf16, Qwen3-14B's in FP8, a small one, each with 90 % of the GPU.
+Requests go through the front, one after the other, to models at random: each must be answered with the tokens of the
+first time, and its first token counts as awake or as after a switch. Then many clients ask at once: every answer must
+be whole. The same server is asked directly and through the front, in turns. Last, a model is stopped and asked: that is
+a restart. A phase that fails says why, and the others are done. It needs the extra `serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import random
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from checkpoints import SHAPES, write_config
+from layers import SIMULATED
+from model_server import HOST, Deadline, exit_on_sigterm
+
+MODELS = {"large": ("8B", []), "fp8": ("14B", ["--quantization", "fp8"]), "small": ("0.6B", [])}
+TOKEN = "secret"
+PROMPTS = 6
+TOKENS = 8
+TOUCHED_BYTES = 48 << 30  # as much as all sleepers hold, and more
+START_S = 300.0
+TARGET_S = {"share": 1.05, "more": 0.020}  # of a switch's own seconds
+Facts = dict[str, Any]
+
+
+class Failed(Exception):
+    """An answer that is not what it should be."""
+
+
+@dataclass
+class Answer:
+    """What one streamed request brought; `words` are token ids, or text where a server has none."""
+
+    words: list[Any]
+    first_token_s: float
+    seconds: float
+
+
+@dataclass
+class Endpoint:
+    """Where requests go: a port of this machine, or a Unix socket."""
+
+    port: int = 0
+    socket: str = ""
+
+    def connection(self, limit_s: float) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection(HOST, self.port or None, timeout=limit_s)
+        if self.socket:
+            connection.sock = socket.socket(socket.AF_UNIX)
+            connection.sock.settimeout(limit_s)
+            connection.sock.connect(self.socket)
+        return connection
+
+    def call(self, method: str, path: str, body: Facts | None = None, limit_s: float = 60.0) -> Any:
+        with contextlib.closing(self.connection(limit_s)) as connection:
+            connection.request(method, path, None if body is None else json.dumps(body), HEADERS)
+            response = connection.getresponse()
+            content = response.read()
+        if response.status != http.HTTPStatus.OK:
+            raise Failed(f"{method} {path}: {response.status} {content[:500].decode(errors='replace')}")
+        return json.loads(content) if content else None
+
+    def complete(self, model: str, prompt: list[int], tokens: int = TOKENS, limit_s: float = 120.0) -> Answer:
+        """Greedy tokens, streamed."""
+        asked = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body = json.dumps({**asked, "stream": True, "return_token_ids": True})
+        words: list[Any] = []
+        first_token_s = 0.0
+        ended = False
+        begin = time.perf_counter()
+        with contextlib.closing(self.connection(limit_s)) as connection:
+            connection.request("POST", "/v1/completions", body, HEADERS)
+            response = connection.getresponse()
+            if response.status != http.HTTPStatus.OK:
+                raise Failed(f"{model}: {response.status} {response.read(500).decode(errors='replace')}")
+            for line in response:
+                if not line.startswith(b"data: "):
+                    continue
+                if ended := line.strip() == b"data: [DONE]":
+                    break
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise Failed(f"{model}: {event['error']}")
+                for choice in event["choices"]:
+                    words += choice.get("token_ids") or ([choice["text"]] if choice.get("text") else [])
+                first_token_s = first_token_s or (time.perf_counter() - begin if words else 0.0)
+        if not ended or len(words) != tokens:
+            raise Failed(
+                f"{model}: {len(words)} tokens instead of {tokens}, the stream {'ended' if ended else 'broke'}"
+            )
+        return Answer(words, first_token_s, time.perf_counter() - begin)
+
+
+HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
+
+
+@dataclass
+class Bench:
+    """The front, and what is known of its models; the last of `models` is the smallest that has started."""
+
+    front: Endpoint
+    deadline: Deadline
+    chance: random.Random
+    facts: Facts = field(default_factory=dict)
+    expected: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
+    models: list[str] = field(default_factory=lambda: list(MODELS))
+
+    def prompt(self, number: int) -> list[int]:
+        return [(7919 * (number + 1) * (j + 3)) % 150000 for j in range(32 + 16 * number)]
+
+    def status(self) -> dict[str, Facts]:
+        return {model["name"]: model for model in self.front.call("GET", "/status")["models"]}
+
+    def awake(self) -> str:
+        """The model that is awake; "" without one."""
+        return next((name for name, model in self.status().items() if model["phase"] == "awake"), "")
+
+    def ask(self, model: str, number: int) -> Answer:
+        answer = self.front.complete(model, self.prompt(number), limit_s=self.deadline.limit(120.0))
+        if answer.words != self.expected.setdefault((model, number), answer.words):
+            raise Failed(f"{model} says {answer.words} to prompt {number}, and not {self.expected[model, number]}")
+        return answer
+
+    def server_of(self, model: str) -> Endpoint:
+        url: str = self.status()[model]["url"]
+        return Endpoint(socket=url.removeprefix("unix:"))
+
+
+def spread(seconds: list[float]) -> Facts:
+    if not seconds:
+        return {"count": 0}
+    ordered = sorted(seconds)
+    return {
+        "count": len(ordered),
+        "median_s": round(statistics.median(ordered), 4),
+        "p99_s": round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 4),
+        "most_s": round(ordered[-1], 4),
+    }
+
+
+# Phases
+
+
+def know_answers(bench: Bench) -> Facts:
+    """Prefixes are not cached: what is cached is rounded otherwise."""
+    for model in bench.models:
+        for number in range(PROMPTS):
+            bench.ask(model, number)
+    return {"answers that are known": len(bench.expected)}
+
+
+def one_after_the_other(bench: Bench, count: int) -> Facts:
+    awake: list[float] = []
+    switches: list[Facts] = []
+    last = bench.awake()
+    for _ in range(count):
+        model = bench.chance.choice(bench.models)
+        answer = bench.ask(model, bench.chance.randrange(PROMPTS))
+        if model == last:
+            awake.append(answer.first_token_s)
+        else:
+            status = bench.status()
+            own = {name: status[name]["last_switch"]["seconds"] for name in (last, model) if name}
+            switches.append({"old": last, "new": model, "first_token_s": answer.first_token_s, "own": own})
+        last = model
+    return {
+        "requests": count,
+        "first token, awake": spread(awake),
+        "first token, after a switch": {
+            model: spread([s["first_token_s"] for s in switches if s["new"] == model]) for model in bench.models
+        },
+        "more than the sleep and the wake": spread([more_than_its_own(s, awake) for s in switches]),
+        "within the target": sum(is_within(s, awake) for s in switches),
+        "switches": switches,
+    }
+
+
+def more_than_its_own(switch: Facts, awake: list[float]) -> float:
+    """What the client waited beside the sleep, the wake and the first token of a model that is awake."""
+    usual = statistics.median(awake) if awake else 0.0
+    return float(switch["first_token_s"]) - sum(switch["own"].values()) - usual
+
+
+def is_within(switch: Facts, awake: list[float]) -> bool:
+    own = sum(switch["own"].values())
+    return more_than_its_own(switch, awake) <= (TARGET_S["share"] - 1) * own + TARGET_S["more"]
+
+
+def many_at_once(bench: Bench, count: int, clients: int) -> Facts:
+    """Which requests share a batch changes the rounding, so tokens are counted, and not compared."""
+    asked = [(bench.chance.choice(bench.models), bench.chance.randrange(PROMPTS)) for _ in range(count)]
+
+    def ask(request: tuple[str, int]) -> tuple[str, float]:
+        model, number = request
+        try:
+            answer = bench.front.complete(model, bench.prompt(number), limit_s=bench.deadline.limit(240.0))
+        except (Failed, OSError, http.client.HTTPException) as error:
+            return f"{type(error).__name__}: {error}"[:300], 0.0
+        return "", answer.seconds
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        answers = list(pool.map(ask, asked))
+    errors = Counter(error for error, _ in answers if error)
+    facts = {
+        "requests": count,
+        "clients": clients,
+        "seconds": round(time.perf_counter() - begin, 2),
+        "whole answers": spread([seconds for error, seconds in answers if not error]),
+        "errors": dict(errors),
+    }
+    if errors:
+        bench.facts["lost"] = facts
+        raise Failed(f"{sum(errors.values())} of {count} requests were not answered: {errors.most_common(1)[0][0]}")
+    return facts
+
+
+def overhead(bench: Bench, count: int, clients: int) -> Facts:
+    """Of the smallest model, awake: alone, and by many clients at once."""
+    model = bench.models[-1]
+    bench.ask(model, 0)
+    ways = {"directly": bench.server_of(model), "through the front": bench.front}
+    facts: Facts = {}
+    for name, at_once in (("one at a time", 1), (f"{clients} at once", clients)):
+        first: dict[str, list[float]] = {way: [] for way in ways}
+        whole: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(4):  # in turns, so that both see the same machine
+            for way, endpoint in ways.items():
+                with ThreadPoolExecutor(at_once) as pool:
+                    answers = list(
+                        pool.map(lambda _, e=endpoint: e.complete(model, bench.prompt(0)), range(count // 4))  # type: ignore[misc]
+                    )
+                first[way] += [answer.first_token_s for answer in answers]
+                whole[way] += [answer.seconds for answer in answers]
+        facts[name] = {
+            "first token": {way: spread(seconds) for way, seconds in first.items()},
+            "whole answer": {way: spread(seconds) for way, seconds in whole.items()},
+        }
+    return facts
+
+
+def restart(bench: Bench) -> Facts:
+    """What a switch costs without sleep mode: the smallest model is stopped, and a request starts it."""
+    model = bench.models[-1]
+    bench.front.call("POST", "/admin/stop", {"model": model}, limit_s=bench.deadline.limit(90.0))
+    return {"first token of a model that is started": bench.ask(model, 0).first_token_s}
+
+
+# The front
+
+
+def write_models(arguments: argparse.Namespace, file: Path) -> None:
+    models: Facts = {}
+    for name, (shape, options) in MODELS.items():
+        write_config(arguments.work / shape, SHAPES[shape])
+        command = [*shlex.split(arguments.server_command), str(arguments.work / shape)]
+        if not arguments.server_command:
+            command = [str(vllm_command(arguments.work)), "serve", str(arguments.work / shape)]
+            command += ["--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "4096", "--seed", "0"]
+            command += ["--no-enable-prefix-caching"]
+            command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization), *options]
+            command += [] if arguments.graphs else ["--enforce-eager"]
+        else:
+            command += ["--uds", "{socket}", "--served-model-name", name]
+        models[name] = {
+            "command": shlex.join(command).replace("'{socket}'", "{socket}"),
+            "idle": "never",
+            "levels": [1],
+        }
+    environment = {"VLLM_CACHE_ROOT": str(arguments.work / "cache"), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    for model in models.values():
+        model["env"] = {**environment, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    front = {"port": arguments.port, "admin_token": TOKEN}
+    whole = {"front": front, "logs": str(arguments.out.parent / "logs"), "models": models}
+    if SIMULATED or arguments.server_command:
+        whole["host_memory"] = "8GiB"
+    file.write_text(json.dumps(whole, indent=2))
+
+
+def vllm_command(folder: Path) -> Path:
+    """`vllm` as a program of that name, by which the front knows it: what is unpacked into a folder has none."""
+    file = folder / "vllm"
+    file.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m vllm.entrypoints.cli.main "$@"\n')
+    file.chmod(0o755)
+    return file
+
+
+@contextlib.contextmanager
+def front_of(file: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """It ends its servers, and if it is killed the kernel does."""
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", "cumem_sleep", "serve", str(file)]
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env={**os.environ, "PYTHONSAFEPATH": "1"}, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_until_started(bench: Bench, process: subprocess.Popen[bytes], log: Path) -> Facts:
+    begin = time.monotonic()
+    ends_at = begin + bench.deadline.limit(START_S)
+    while True:
+        last_words = "".join(log.read_text(errors="replace")[-2000:])
+        if process.poll() is not None:
+            raise Failed(f"the front ended with status {process.returncode}: {last_words}")
+        if time.monotonic() > ends_at:
+            raise Failed(f"not all models have started within {START_S:.0f} s: {last_words}")
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            status = bench.status()
+            for name in [name for name in bench.models if status[name]["error"]]:
+                bench.models.remove(name)
+                bench.facts["failed"][f"start of {name}"] = status[name]["error"]
+                bench.front.call("POST", "/admin/stop", {"model": name}, limit_s=90.0)  # or it is tried again
+            if not bench.models:
+                raise Failed("no model has started")
+            if all(status[name]["phase"] in ("awake", "asleep") for name in bench.models):
+                return {"seconds": round(time.monotonic() - begin, 1), "models": status}
+        time.sleep(0.2)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def run(arguments: argparse.Namespace, facts: Facts, save: Callable[[], None]) -> None:
+    arguments.port = arguments.port or free_port()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    file, log = arguments.work / "models.yaml", arguments.out.with_name("serve_models.log")
+    write_models(arguments, file)
+    if not facts["machine"].get("simulated"):
+        from record import touch_host_memory
+
+        # The front looks up what the host has left. Some virtual machines show only what has been used.
+        touch_host_memory(TOUCHED_BYTES)
+    bench = Bench(Endpoint(arguments.port), Deadline(arguments.deadline), random.Random(arguments.seed), facts)
+    phases: dict[str, Callable[[], Facts]] = {
+        "answers": lambda: know_answers(bench),
+        "one after the other": lambda: one_after_the_other(bench, arguments.requests),
+        "many at once": lambda: many_at_once(bench, arguments.load, arguments.clients),
+        "answers are still the same": lambda: one_after_the_other(bench, 3 * len(MODELS)),
+        "overhead": lambda: overhead(bench, arguments.overhead, arguments.clients),
+        "restart": lambda: restart(bench),
+    }
+    with front_of(file, log) as process:
+        facts["start"] = wait_until_started(bench, process, log)
+        for name, phase in phases.items():
+            begin = time.monotonic()
+            try:
+                facts[name] = phase()
+            except Exception as error:
+                facts["failed"][name] = f"{type(error).__name__}: {error}"
+            print(f"{time.monotonic() - begin:6.1f} s  {name}", file=sys.stderr, flush=True)
+            save()
+        with contextlib.suppress(Exception):
+            facts["models at the end"] = bench.status()
+    facts["the front ended in order"] = process.returncode == 0
+
+
+def table(facts: Facts) -> list[str]:
+    lines = [f"start of all models: {facts.get('start', {}).get('seconds')} s"]
+    if one := facts.get("one after the other"):
+        lines.append(f"first token, awake: {one['first token, awake']}")
+        for model, seconds in one["first token, after a switch"].items():
+            lines.append(f"first token, after a switch to {model}: {seconds}")
+        count = len(one["switches"])
+        lines.append(f"more than sleep, wake and first token: {one['more than the sleep and the wake']}")
+        lines.append(f"switches within 1.05 x (sleep + wake) + 20 ms: {one['within the target']} of {count}")
+    for name in ("many at once", "lost"):
+        if load := facts.get(name):
+            lines.append(f"{name}: {load['requests']} requests in {load['seconds']} s, errors: {load['errors']}")
+    for name, both in facts.get("overhead", {}).items():
+        for what, ways in both.items():
+            medians = {way: seconds.get("median_s") for way, seconds in ways.items()}
+            lines.append(f"{name}, {what}: {medians}")
+    if restarted := facts.get("restart"):
+        lines.append(f"restart of the small model: {restarted}")
+    return lines + [f"FAILED {name}: {error}" for name, error in facts["failed"].items()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="where the raw result goes (JSON)")
+    parser.add_argument("--requests", type=int, default=200, help="one after the other (default: %(default)s)")
+    parser.add_argument("--load", type=int, default=200, help="requests by many clients (default: %(default)s)")
+    parser.add_argument("--clients", type=int, default=16, help="that ask at once (default: %(default)s)")
+    parser.add_argument("--overhead", type=int, default=60, help="requests each way (default: %(default)s)")
+    parser.add_argument("--graphs", action="store_true", help="compile, and capture CUDA graphs; starts take longer")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/serve-models"), help="folder for configurations")
+    parser.add_argument("--deadline", type=float, default=540, help="seconds that all of it may take (%(default)s)")
+    parser.add_argument("--port", type=int, default=0, help="of the front (default: any that is free)")
+    parser.add_argument("--server-command", default="", help="instead of vLLM's; its results are marked as simulated")
+    arguments = parser.parse_args()
+    exit_on_sigterm()
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    facts: Facts = {"machine": machine(arguments), "models": {n: [s, *o] for n, (s, o) in MODELS.items()}, "failed": {}}
+
+    def save() -> None:
+        arguments.out.write_text(json.dumps(facts, indent=2) + "\n")
+
+    try:
+        run(arguments, facts, save)
+    except Exception as error:
+        facts["failed"]["all"] = f"{type(error).__name__}: {error}"
+    save()
+    print(*table(facts), sep="\n")
+    sys.exit(bool(facts["failed"]))
+
+
+def machine(arguments: argparse.Namespace) -> Facts:
+    if SIMULATED or arguments.server_command:
+        return {"simulated": True}
+    from switching import machine_facts
+
+    return machine_facts()
+
+
+if __name__ == "__main__":
+    main()

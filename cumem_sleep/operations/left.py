@@ -1,0 +1,67 @@
+"""What is left on the devices after a sleep: a sum that the driver tells, and of what it is made, from notes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+
+from .. import _core
+from ..errors import CumemSleepError
+from ..segments import total_bytes
+
+
+class LeftOnDevices:
+    """Notes of what is in use on a device and is not this layer's, taken at moments when it is known what came before.
+
+    The driver tells what is in use by all processes, and other processes come and go. So items are about right, and
+    those that do not fit into the sum are left out.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, int] = {}  # the first allocation, by device
+        self._by_warm_up: dict[int, int] = {}
+
+    def note_before(self, device: int) -> None:
+        """As `note_used`, for a caller that has not asked the driver."""
+        if device not in self._before:
+            with suppress(CumemSleepError):
+                free_bytes, total = _core.memory_info(device)
+                self.note_used(device, total - free_bytes)
+
+    def note_used(self, device: int, used_bytes: int) -> None:
+        """So much is in use; does nothing if this layer has allocated on the device already."""
+        if device not in self._before and not any(segment.device == device for segment in _core.segments()):
+            self._before[device] = used_bytes
+
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """Around what loads modules and captures graphs."""
+        before = _not_ours()
+        yield
+        for device, nbytes in _not_ours().items():
+            if (grown := nbytes - before.get(device, nbytes)) > 0:
+                self._by_warm_up[device] = self._by_warm_up.get(device, 0) + grown
+
+    def items(self, devices: Collection[int], left_bytes: int) -> dict[str, int]:
+        """`left_bytes` of these devices by name, as in `SleepReport.left`; empty if nothing is known."""
+        awake = {"awake": total_bytes(s for s in _core.segments() if s.has_memory and s.device in devices)}
+        noted = {"modules_and_graphs": sum(self._by_warm_up.get(device, 0) for device in devices)}
+        if all(device in self._before for device in devices):
+            noted["context"] = sum(self._before[device] for device in devices)
+        known = {**awake, **noted}
+        if sum(known.values()) > left_bytes:  # other processes have less than they had, or PyTorch has
+            known = awake
+        known = {name: nbytes for name, nbytes in known.items() if nbytes}
+        return {**known, "rest": max(0, left_bytes - sum(known.values()))} if known else {}
+
+
+def _not_ours() -> dict[int, int]:
+    """By device on which this layer has memory: the bytes in use that are not of its segments."""
+    segments = _core.segments()
+    found = {}
+    with suppress(CumemSleepError):
+        for device in {segment.device for segment in segments}:
+            free_bytes, total = _core.memory_info(device)
+            ours = total_bytes(segment for segment in segments if segment.device == device and segment.has_memory)
+            found[device] = total - free_bytes - ours
+    return found

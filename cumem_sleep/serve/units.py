@@ -1,0 +1,286 @@
+"""The servers of all models, and what the scheduler wants of them: starts, wakes, sleeps and stops; their health."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from . import actions, events, hardware, servers
+from .address import Address, from_url
+from .config import Config
+from .engine import ASK_EVERY_S, Engine, Outcome
+from .model import Model
+from .policy import STOP
+from .servers import Server, StartFailed
+from .status import Counters, Phase, Switch
+
+logger = logging.getLogger("cumem_sleep.serve")
+
+LOOK_AT_HEALTH_EVERY_S = 2.0  # of servers by URL; the end of a process is seen at once
+UNHEALTHY_AFTER = 3  # looks in a row
+HOST_RESERVE_BYTES = 2 << 30  # of what the system can give: for everybody else
+
+
+@dataclass(eq=False)
+class Unit:
+    """What a model has beside what the scheduler knows.
+
+    Attributes:
+        server: its process; None if somebody else started it.
+        engine: for its calls; None before it has an address.
+        change: the start, sleep, wake or stop that is under way.
+    """
+
+    name: str
+    server: Server | None
+    address: Address | None = None
+    engine: Engine | None = None
+    change: asyncio.Task[None] | None = None
+    last_switch: Switch | None = None
+    layer: str | None = None
+    restarts: int = 0
+    health: asyncio.Task[None] | None = None
+    aliases: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+
+
+class Units:
+    """One for each model of a configuration, and for each that is being removed.
+
+    Attributes:
+        config: as it is now.
+        gpus: by their numbers, as far as they were looked up.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        models: Mapping[str, Model],
+        counters: Counters,
+        handle: Callable[[events.Event], None],
+        *,
+        simulated: bool,
+    ) -> None:
+        """
+        Args:
+            models: what the scheduler knows of each.
+            handle: tells the scheduler.
+        """
+        self.config = config
+        self.gpus: dict[int, hardware.Gpu] = {}
+        self._models = models
+        self._counters = counters
+        self._handle = handle
+        self._simulated = simulated
+        self._logs = config.logs or servers.default_logs()
+        self._sockets = servers.new_socket_folder()
+        self._units: dict[str, Unit] = {}
+
+    def __getitem__(self, name: str) -> Unit:
+        return self._units[name]
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._units.values())
+
+    def add(self, name: str) -> None:
+        """A model of the configuration, new or not."""
+        model = self.config.models[name]
+        if name not in self._units:
+            server = Server(name, model, self._logs, self._sockets) if model.owned else None
+            self._units[name] = Unit(name, server)
+        self._units[name].aliases = tuple(model.aliases)
+
+    def remove(self, name: str) -> Engine | None:
+        """Its server has been stopped, or is somebody else's. Returns its connections, to be closed."""
+        unit = self._units.pop(name)
+        if unit.health is not None:
+            unit.health.cancel()
+        return unit.engine
+
+    async def end(self) -> None:
+        """End all servers that were started here, and return when nothing of them is left."""
+        units = list(self)
+        for unit in units:
+            for task in (unit.change, unit.health):
+                if task is not None:
+                    task.cancel()
+        await asyncio.gather(*map(self._end, units))
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
+    @staticmethod
+    async def _end(unit: Unit) -> None:
+        for task in (unit.change, unit.health):
+            if task is not None:
+                with suppress(asyncio.CancelledError):
+                    await task
+        if unit.server is not None:
+            await unit.server.stop()
+        if unit.engine is not None:
+            await unit.engine.close()
+
+    # Changes
+
+    def begin(self, action: actions.Change) -> None:
+        """Do what the scheduler wants of a model; `events.Done` says what became of it."""
+        unit = self._units[action.model]
+        before, unit.change = unit.change, asyncio.create_task(self._change(unit, action, unit.change))
+        if before is not None and isinstance(action, actions.Stop):
+            before.cancel()
+
+    async def _change(
+        self,
+        unit: Unit,
+        action: actions.Change,
+        before: asyncio.Task[None] | None,
+    ) -> None:
+        """Do what the scheduler wants of a model, when what it wanted before has ended; and say what became of it."""
+        if before is not None:
+            await asyncio.wait({before})
+        started = time.monotonic()
+        kind = type(action).__name__.lower()
+        try:
+            outcome = await self._do(unit, action)
+        except StartFailed as error:
+            outcome = Outcome(str(error), Phase.STOPPED)
+        except Exception as error:  # or the model would be in this change for ever
+            logger.exception("%s: %s", unit.name, kind)
+            outcome = Outcome(f"{type(error).__name__}: {error}", None)
+        seconds, level = time.monotonic() - started, outcome.level or getattr(action, "level", None)
+        unit.last_switch = Switch(kind, level, seconds, time.time(), outcome.error)
+        self._counters.switches[unit.name, kind, "failed" if outcome.error else "ok"] += 1
+        total_s = self._counters.switch_seconds.get((unit.name, kind), 0.0)
+        self._counters.switch_seconds[unit.name, kind] = total_s + seconds
+        if outcome.why_not_deeper:
+            logger.warning("%s: stays at level %s: %s", unit.name, outcome.level, outcome.why_not_deeper)
+        if outcome.error:
+            logger.warning("%s: %s failed after %.3f s: %s", unit.name, kind, seconds, outcome.error)
+        else:
+            logger.info("%s: %s in %.3f s", unit.name, kind, seconds)
+        self._handle(events.Done(unit.name, action.operation, **asdict(outcome)))
+
+    async def _do(self, unit: Unit, action: actions.Change) -> Outcome:
+        if isinstance(action, actions.Start):
+            return await self._start(unit)
+        if isinstance(action, actions.Stop):
+            if unit.server is not None:
+                await unit.server.stop()
+            return Outcome(None, Phase.STOPPED)
+        if unit.engine is None:
+            return Outcome("it has no server", Phase.STOPPED)
+        if isinstance(action, actions.Wake):
+            return await unit.engine.wake(action.level)
+        if (short := self._lacks_host_memory(action)) is not None:
+            return short
+        return await unit.engine.sleep(action.level, action.from_level)
+
+    def _lacks_host_memory(self, action: actions.Sleep) -> Outcome | None:
+        """Looked up before the sleep: what the host can give now, whoever has taken the rest."""
+        model = self.config.models.get(action.model)
+        if model is not None and servers.uses_vault(model, os.environ):
+            return None  # its memory is pinned already, and it refuses itself what it has no room for
+        available, needed = hardware.host_available_bytes(), action.more_bytes
+        if not needed or available is None or self._simulated or needed + HOST_RESERVE_BYTES <= available:
+            return None
+        gib = 1 << 30
+        why = (
+            f"level {action.level} needs {needed / gib:.1f} GiB of host memory, and {available / gib:.1f} GiB are there"
+        )
+        return Outcome(why, Phase.AWAKE, lacks_host_memory=True)
+
+    async def _start(self, unit: Unit) -> Outcome:
+        if unit.server is None:
+            return await self._find(unit)
+        config = self.config.models.get(unit.name)
+        if config is not None:
+            unit.server.model = config
+        if unit.engine is not None:
+            await unit.engine.close()
+        unit.address = await unit.server.start(lambda error: self._died(unit, error))
+        unit.engine = Engine(unit.address, unit.server.model.switch_timeout)
+        await self._learn(unit)
+        return Outcome(None, Phase.AWAKE)
+
+    async def _find(self, unit: Unit) -> Outcome:
+        """A server by URL is asked what it is in, until it says so."""
+        config = self.config.models[unit.name]
+        address = from_url(config.url or "", config.api_key)
+        if unit.engine is None or unit.engine.address != address:
+            if unit.engine is not None:
+                await unit.engine.close()
+            unit.address, unit.engine = address, Engine(address, config.switch_timeout)
+        ends_at = time.monotonic() + min(config.start_timeout, config.switch_timeout)
+        while True:
+            found = await unit.engine.look()
+            if found.state in (Phase.AWAKE, Phase.ASLEEP):
+                await self._learn(unit)
+                self._watch_health(unit)
+                return found
+            if time.monotonic() > ends_at:
+                return found
+            await asyncio.sleep(ASK_EVERY_S)
+
+    async def _learn(self, unit: Unit) -> None:
+        """What the layer in a server says, or else an estimate: what it may hold of its GPUs' memory."""
+        assert unit.engine is not None
+        unit.names = await unit.engine.names()
+        unit.layer, nbytes = await unit.engine.facts()
+        self._handle(events.HasLayer(unit.name, unit.engine.has_layer))
+        model = self.config.models.get(unit.name)
+        if model is None or model.host_memory is not None:
+            return
+        if nbytes is None:
+            nbytes = int(sum(self.gpus[gpu].total_bytes for gpu in model.gpus if gpu in self.gpus) * model.share)
+        self._handle(events.HostBytes(unit.name, nbytes))
+
+    def _died(self, unit: Unit, error: str) -> None:
+        logger.warning("%s: %s", unit.name, error)
+        unit.restarts += 1
+        if unit.change is not None:
+            unit.change.cancel()
+        self._handle(events.Died(unit.name, error))
+
+    # Health
+
+    def suspect(self, name: str, address: Address, error: str) -> None:
+        """A request found that the server at this address cannot be reached, or broke off: look at it now."""
+        unit = self._units.get(name)
+        if unit is None or unit.address != address:
+            return
+        logger.warning("%s: %s", name, error)
+        if unit.server is not None and (unit.health is None or unit.health.done()):
+            unit.health = asyncio.create_task(self._check_health(unit))
+        elif unit.server is None and unit.health is not None:
+            unit.health.cancel()
+            self._watch_health(unit, failures=UNHEALTHY_AFTER - 1)
+
+    async def _check_health(self, unit: Unit) -> None:
+        """A process that lives, and does not serve: it is stopped, and the next request starts it afresh."""
+        engine, state = unit.engine, self._models[unit.name]
+        for _ in range(UNHEALTHY_AFTER):
+            if engine is None or not state.is_up or await engine.is_healthy():
+                return
+            await asyncio.sleep(ASK_EVERY_S)
+        if engine is unit.engine and state.is_up:
+            logger.warning("%s: its server is not healthy, and is stopped", unit.name)
+            self._handle(events.Ordered(unit.name, STOP))
+
+    def _watch_health(self, unit: Unit, failures: int = 0) -> None:
+        if unit.health is not None:
+            unit.health.cancel()
+        unit.health = asyncio.create_task(self._see_health(unit, failures))
+
+    async def _see_health(self, unit: Unit, failures: int) -> None:
+        """Of a server by URL: its process is not ours to watch."""
+        while unit.engine is not None:
+            found = await unit.engine.look()
+            failures = failures + 1 if found.state in (Phase.STOPPED, None) else 0
+            if failures >= UNHEALTHY_AFTER:
+                unit.health = None
+                return self._died(unit, found.error or "it cannot be reached")
+            await asyncio.sleep(LOOK_AT_HEALTH_EVERY_S if not failures else ASK_EVERY_S)

@@ -1,0 +1,168 @@
+"""What a sleep reports of the memory that is left on its devices: items that add up, or none."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+
+import pytest
+from support import MIB, PAGE, Cuda
+
+from cumem_sleep import CuMemAllocator, DriverError, sim
+from cumem_sleep.driver import open_driver
+
+pytestmark = pytest.mark.sim
+
+Take = Callable[[int], Callable[[], None]]
+
+
+@pytest.fixture
+def take(allocator: CuMemAllocator) -> Iterator[Take]:
+    """Takes device memory that is not the layer's; the result gives it back."""
+    open_driver("sim")
+    cuda = Cuda()
+    cuda.enter()
+    taken: list[ctypes.c_uint64] = []
+
+    def free(address: ctypes.c_uint64) -> None:
+        taken.remove(address)
+        cuda.call("cuMemFree_v2", address)
+
+    def take(nbytes: int) -> Callable[[], None]:
+        address = ctypes.c_uint64()
+        cuda.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        taken.append(address)
+        return lambda: free(address)
+
+    yield take
+    for address in [*taken]:
+        free(address)
+    cuda.leave()
+
+
+def test_everything_has_its_item(allocator: CuMemAllocator, take: Take) -> None:
+    take(8 * MIB)
+    allocator.malloc(PAGE, "weights")
+    with allocator.warming_up():
+        take(6 * MIB)
+        allocator.malloc(PAGE, "kv_cache")  # its own is not counted
+    take(4 * MIB)
+    report = allocator.sleep()
+    assert report.left_bytes == 18 * MIB
+    assert report.left == {"context": 8 * MIB, "modules_and_graphs": 6 * MIB, "rest": 4 * MIB}
+    assert "(about 8.00 MiB CUDA context and other processes, 6.00 MiB modules and graphs, 4.00 MiB the rest)" in str(
+        report
+    )
+
+
+def test_memory_that_stays_awake_is_an_item(allocator: CuMemAllocator, take: Take) -> None:
+    take(8 * MIB)
+    allocator.malloc(3 * PAGE, "weights")
+    allocator.malloc(PAGE, "kv_cache")
+    report = allocator.discard("kv_cache")
+    assert report.left_bytes == 8 * MIB + 3 * PAGE
+    assert report.left == {"awake": 3 * PAGE, "context": 8 * MIB, "rest": 0}
+
+
+def test_what_others_gave_back_is_not_guessed_at(allocator: CuMemAllocator, take: Take) -> None:
+    """Another process had much when this one began; no item may be larger than the sum, or below zero."""
+    give_back = take(32 * MIB)
+    allocator.malloc(PAGE, "weights")
+    with allocator.warming_up():
+        take(4 * MIB)
+    give_back()
+    report = allocator.sleep()
+    assert (report.left_bytes, report.left) == (4 * MIB, {})
+    assert str(report).count("4.00 MiB left on the GPU; ") == 1
+
+
+def test_a_warm_up_during_which_others_gave_memory_back_has_no_item(allocator: CuMemAllocator, take: Take) -> None:
+    give_back = take(8 * MIB)
+    take(2 * MIB)
+    allocator.malloc(PAGE, "weights")
+    with allocator.warming_up():
+        take(4 * MIB)
+        give_back()
+    take(8 * MIB)
+    assert allocator.sleep().left == {"context": 10 * MIB, "rest": 4 * MIB}
+
+
+def test_warm_ups_add_up(allocator: CuMemAllocator, take: Take) -> None:
+    allocator.malloc(PAGE, "weights")
+    for _ in range(2):
+        with allocator.warming_up():
+            take(4 * MIB)
+    assert allocator.sleep().left == {"modules_and_graphs": 8 * MIB, "rest": 0}
+
+
+def test_notes_are_of_the_first_allocation(allocator: CuMemAllocator, take: Take) -> None:
+    take(2 * MIB)
+    allocator.malloc(PAGE, "weights")
+    take(4 * MIB)
+    allocator.malloc(PAGE, "weights")
+    assert allocator.sleep().left == {"context": 2 * MIB, "rest": 4 * MIB}
+
+
+def test_a_device_without_notes_leaves_the_item_out(allocator: CuMemAllocator, take: Take) -> None:
+    sim.configure(devices=2)
+    take(2 * MIB)
+    allocator.malloc(PAGE, "weights", device=0)
+    allocator.malloc(PAGE, "weights", device=1)
+    del allocator._layer.left._before[1]  # as after a hook in front of cudaMalloc, which tells nobody
+    report = allocator.sleep()
+    assert (report.left_bytes, report.left) == (2 * MIB, {})
+
+
+def test_nothing_fails_for_a_note(allocator: CuMemAllocator, take: Take) -> None:
+    take(2 * MIB)
+    sim.fail("cuMemGetInfo")
+    allocator._layer.left.note_before(0)
+    allocator.malloc(PAGE, "weights")
+    sim.fail("cuMemGetInfo", times=2)
+    with allocator.warming_up():
+        take(2 * MIB)
+    assert allocator.sleep().left == {"context": 2 * MIB, "rest": 2 * MIB}
+
+
+def test_a_warm_up_that_fails_is_not_noted(allocator: CuMemAllocator, take: Take) -> None:
+    def fail() -> None:
+        take(2 * MIB)
+        raise DriverError("cuLaunchKernel", "CUDA_ERROR_UNKNOWN")
+
+    allocator.malloc(PAGE, "weights")
+    with pytest.raises(DriverError, match="cuLaunchKernel"), allocator.warming_up():
+        fail()
+    assert allocator.sleep().left == {}
+
+
+def test_a_pool_of_pytorch_is_noted_before_it_is_entered(
+    allocator: CuMemAllocator, take: Take, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pools:
+        """Stands for `TorchPools`, with CUDA in use on device 0."""
+
+        def device_in_use(self) -> int:
+            return 0
+
+        def use(self, *, ordinary: bool) -> Callable[[], None]:
+            assert not ordinary
+            raise KeyError("entered")
+
+    allocator._open()
+    take(6 * MIB)
+    with monkeypatch.context() as patch:
+        patch.setattr(allocator._pools, "found", Pools())
+        with pytest.raises(KeyError, match="entered"), allocator.use_memory_pool("weights"):
+            pass
+    take(2 * MIB)
+    allocator.malloc(PAGE, "weights")
+    assert allocator.sleep().left == {"context": 6 * MIB, "rest": 2 * MIB}
+
+
+def test_level_3_leaves_no_items(allocator: CuMemAllocator, take: Take) -> None:
+    take(8 * MIB)
+    allocator.malloc(PAGE, "weights")
+    report = allocator.sleep(level=3)
+    assert (report.left_bytes, report.left) == (4 * MIB, {})
+    allocator.wake_up()
+    assert allocator.sleep().left == {"context": 8 * MIB, "rest": 0}

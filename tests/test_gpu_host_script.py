@@ -1,0 +1,136 @@
+"""`benchmarks/on_gpu_host.sh` with a `python3` that only notes what it is asked: what it builds, unpacks and runs."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+import cumem_sleep
+
+SCRIPT = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "on_gpu_host.sh"
+pytestmark = pytest.mark.sim
+
+PYTHON = '#!/bin/bash\necho "$*" >>"$CALLS"\ncase "$*" in *"$FAILS"*) exit 1 ;; *" shim "*) echo /shim ;; esac\n'
+
+
+@pytest.fixture
+def host(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A checkout, and the programs that such a host has."""
+    for folder in ("checkout/csrc", "checkout/cumem_sleep", "bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("csrc/a.cpp", "cumem_sleep/a.py", "setup.py", "pyproject.toml"):
+        (tmp_path / "checkout" / name).write_text(name)
+    for name, text in (("python3", PYTHON), ("nvidia-smi", "#!/bin/sh\n")):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    return tmp_path
+
+
+def run(host: pathlib.Path, *parts: str, fails: str = "nothing", **variables: str) -> tuple[int, str, list[str]]:
+    """Exit status, output, and what Python was asked."""
+    calls = host / "calls"
+    calls.write_text("")
+    path = f"{host / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    process = subprocess.run(
+        ["bash", str(SCRIPT), str(host / "out"), *parts],
+        cwd=host / "checkout",
+        env={**os.environ, "PATH": path, "CALLS": str(calls), "FAILS": fails, "SITE": str(host / "site"), **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return process.returncode, process.stdout + process.stderr, calls.read_text().splitlines()
+
+
+def test_it_builds_once_for_each_state_of_the_sources(host: pathlib.Path) -> None:
+    builds = [[call for call in run(host)[2] if "pip install" in call] for _ in range(2)]
+    assert [len(calls) for calls in builds] == [1, 0]
+    (host / "checkout" / "cumem_sleep" / "a.py").write_text("changed")
+    assert any("pip install" in call for call in run(host)[2])
+    status, _, _ = run(host, "vault", fails="pip install", SITE=str(host / "other"))
+    assert status == 1
+
+
+def test_what_is_carried_in_several_calls_is_unpacked_once_each(host: pathlib.Path) -> None:
+    for part in ("1", "2"):
+        folder = host / "checkout" / ".gpu" / part
+        folder.mkdir(parents=True)
+        (folder / "content").write_text(part)
+        with tarfile.open(folder / f"of_{part}.tar.xz", "w:xz") as archive:
+            archive.add(folder / "content", f"content_{part}")
+        assert run(host)[0] == 0
+        assert (host / "site_of_vllm" / f"content_{part}").read_text() == part
+    (host / "site_of_vllm" / "content_1").unlink()
+    assert run(host)[0] == 0
+    assert not (host / "site_of_vllm" / "content_1").exists()
+
+
+def test_the_suite_does_not_see_what_vllm_brings(host: pathlib.Path) -> None:
+    """With its packages it would test more than fits a call."""
+    (host / "bin" / "python3").write_text('#!/bin/bash\necho "${PYTHONPATH//*of_vllm*/vLLM} $1 $2" >>"$CALLS"\n')
+    calls = run(host, "ranks", "vault_tests", COMMIT="c0ffee")[2]
+    assert [call for call in calls if call.endswith((" --out", " -m pytest"))] == [
+        "vLLM benchmarks/vllm_scenarios.py --out",
+        f"{host / 'site'}:{host / 'checkout'}/benchmarks -m pytest",
+    ]
+
+
+PARTS = {
+    "vault": "benchmarks/vault.py",
+    "vault_small": "benchmarks/vault.py",
+    "vault_kills": "benchmarks/vault_kills.py",
+    "vault_servers": "benchmarks/vllm_scenarios.py",
+    "ranks": "benchmarks/vllm_scenarios.py",
+    "serve": "benchmarks/vllm_serve.py",
+    "serve_vault": "benchmarks/vllm_serve.py",
+    "models": "benchmarks/serve_models.py",
+    "switching_vault": "benchmarks/switching.py",
+    "saver": "benchmarks/torch_memory_saver_beside.py",
+    "saver_30": "benchmarks/torch_memory_saver_beside.py",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "script"), PARTS.items())
+def test_options_are_those_that_scripts_take(host: pathlib.Path, part: str, script: str) -> None:
+    status, said, calls = run(host, part)
+    assert status == 0, said
+    (call,) = (call for call in calls if call.startswith(script))
+    help_text = subprocess.run(
+        [sys.executable, str(SCRIPT.parent.parent / script), "--help"],
+        env={**os.environ, "PYTHONPATH": str(pathlib.Path(cumem_sleep.__path__[0]).parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    ).stdout
+    assert all(option in help_text for option in shlex.split(call) if option.startswith("--"))
+
+
+def test_a_part_that_fails_loses_none_of_the_others(host: pathlib.Path) -> None:
+    status, said, calls = run(
+        host, "vault", "nonsense", "vault_kills", "saver_tests", fails="vault.py", COMMIT="c0ffee"
+    )
+    assert status == 1
+    assert "unknown: nonsense" in said
+    assert [call.split()[0] for call in calls if call.startswith("benchmarks")] == [
+        "benchmarks/vault.py",
+        "benchmarks/vault_kills.py",
+    ]
+    assert "commit c0ffee" in (host / "out" / "saver_tests.txt").read_text()
+    assert (host / "out" / "logs.tar.gz").is_file()
+    assert not (host / "out" / "logs").exists()
+
+
+def test_what_does_not_fit_any_more_says_so(host: pathlib.Path) -> None:
+    status, said, calls = run(host, "vault", "models", LIMIT_S="35")
+    assert status == 1
+    assert said.count("NOT RUN, too little time is left") == 2
+    assert not [call for call in calls if call.startswith("benchmarks")]

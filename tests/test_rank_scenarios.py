@@ -1,0 +1,407 @@
+"""The scenarios of several ranks, against engines that do right, and engines that do wrong, which they find."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+BENCHMARKS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
+
+pytestmark = pytest.mark.sim
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Imports the benchmarks' modules; none of them stays."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(BENCHMARKS)):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def ranks(module: Any) -> ModuleType:
+    found: ModuleType = module("scenarios.ranks")
+    return found
+
+
+@dataclass
+class Engine:
+    """`vllm serve` with two ranks, as far as a scenario asks: all of them sleep and wake, or none, but for its faults.
+
+    Attributes:
+        wrong: `split` (one rank goes on), `nameless` (the error names nobody), `lies` (about `/is_sleeping`), `tokens`
+            (others than before), `stuck` (no retry works).
+    """
+
+    log: pathlib.Path
+    wrong: str = ""
+    asleep: list[bool] = field(default_factory=lambda: [False, False])
+    paused: bool = False
+    short_of_gpu: int | None = None
+    short_of_host: int | None = None
+    woken: int = 0
+
+    def __enter__(self) -> Engine:
+        self.server = SimpleNamespace(log=self.log)
+        self.log.write_text("")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, dict[str, str], Any]:
+        del method
+        if path.startswith("/sleep"):
+            self.paused = True
+            return self._change(True, self.short_of_host)
+        if path == "/wake_up":
+            found = self._change(False, self.short_of_gpu)
+            self.paused = found[0] != 200
+            self.woken += 1
+            return found
+        if path == "/is_sleeping":
+            return 200, {}, {"is_sleeping": self.paused and self.wrong != "lies"}
+        assert path == "/collective_rpc"
+        return 200, {}, {"results": self._call(body["method"], body.get("args", []))}
+
+    def expect(self, status: int, method: str, path: str, body: Any = None) -> Any:
+        found, _, content = self.ask(method, path, body)
+        assert found == status, (path, content)
+        return content
+
+    def tokens(self, _prompt: list[int]) -> tuple[int, Any]:
+        return (503, "asleep") if self.paused else (200, [1, self.woken if self.wrong == "tokens" else 2])
+
+    def _change(self, asleep: bool, failing: int | None) -> tuple[int, dict[str, str], Any]:
+        if failing is None and not (self.wrong == "stuck" and "failed" in self.log.read_text()):
+            self.asleep = [asleep] * 2
+            return 200, {}, None
+        if self.wrong == "split":
+            self.asleep[1 - (failing or 0)] = asleep
+        with self.log.open("a") as log:
+            log.write("a call failed\n" if self.wrong == "nameless" else f"wake_up: rank {failing} of 2 failed: x\n")
+        return 500, {}, "Internal Server Error"
+
+    def _call(self, method: str, arguments: list[str]) -> list[Any]:
+        if method == "limit_host_memory":
+            self.short_of_host = int(arguments[0]) if arguments[1] else None
+        usage = [{"weights": {"segments": 2, "asleep_segments": 2 * is_asleep}} for is_asleep in self.asleep]
+        return [{"rank": rank, "usage": usage[rank]} for rank in range(2)]
+
+
+def play(ranks: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, name: str, wrong: str) -> Any:
+    engine = Engine(folder / "log", wrong)
+
+    @contextlib.contextmanager
+    def gpu_is_full(gpu: int) -> Iterator[None]:
+        engine.short_of_gpu = gpu
+        yield
+        engine.short_of_gpu = None
+
+    monkeypatch.setattr(ranks, "GatedServer", lambda *_: engine)
+    monkeypatch.setattr(ranks, "gpu_is_full", gpu_is_full)
+    return getattr(ranks, name)(folder / "model")
+
+
+SCENARIOS = ("rank_without_device_memory", "rank_without_host_memory")
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_an_engine_that_does_right_passes(
+    ranks: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, name: str
+) -> None:
+    facts = play(ranks, monkeypatch, tmp_path, name, "")
+    assert [answer[1:3] for answer in facts["answers"]] == [[1, 500], [0, 500]]
+    assert any("rank 1 of 2" in line for line in facts["errors"])
+    assert json.dumps(facts)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("split", "no rank went on"),
+        ("nameless", "the error names rank 1"),
+        ("lies", "what it says is so"),
+        ("tokens", "tokens after the retry"),
+        ("stuck", "Internal Server Error"),
+    ],
+)
+def test_an_engine_that_does_wrong_fails(
+    ranks: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, name: str, wrong: str, said: str
+) -> None:
+    with pytest.raises(AssertionError, match=said):
+        play(ranks, monkeypatch, tmp_path, name, wrong)
+
+
+class Mortal(Engine):
+    """One whose rank 1 is a process: it may be stopped, and killed."""
+
+    def __enter__(self) -> Engine:
+        self.rank_1 = subprocess.Popen(["sleep", "600"])
+        return super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self.rank_1.kill()
+        self.rank_1.wait()
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, dict[str, str], Any]:
+        if path in ("/health", "/v1/completions"):
+            return (200 if self.wrong == "undead" else 503), {}, "the engine is dead"
+        if path == "/wake_up" and self._state() == "T":
+            with self.log.open("a") as log:
+                log.write("wake_up: rank 1 of 2 did not begin within 5 s (CUMEM_SLEEP_AGREEMENT_TIMEOUT_S)\n")
+            while self._state() == "T":
+                time.sleep(0.01)
+            if self._state() == "Z":
+                raise ConnectionResetError
+            return super()._change(False, 1)
+        return super().ask(method, path, body)
+
+    def _state(self) -> str:
+        return pathlib.Path(f"/proc/{self.rank_1.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def _call(self, method: str, arguments: list[str]) -> list[Any]:
+        return ["1", str(self.rank_1.pid)] if method == "process_id" else super()._call(method, arguments)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"), [("", ""), ("split", "no rank is awake"), ("undead", "the server says that it is not well")]
+)
+def test_a_rank_is_stopped_and_killed(
+    ranks: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, wrong: str, said: str
+) -> None:
+    engine = Mortal(tmp_path / "log", wrong)
+    monkeypatch.setattr(ranks, "GatedServer", lambda *_: engine)
+    expected = pytest.raises(AssertionError, match=said) if said else contextlib.nullcontext()
+    with expected:
+        facts = ranks.rank_stopped_and_killed(tmp_path / "model")
+        assert facts["answer of the wake whose rank was killed"][0] == 0
+    assert engine.rank_1.returncode is not None
+
+
+FAKE_TORCH = """
+import os
+class cuda:
+    mem_get_info = staticmethod(lambda: (1 << 30, 2 << 30))
+uint8 = None
+def empty(nbytes, dtype, device):
+    open(os.environ["TOOK"], "w").write(f"{os.environ['CUDA_VISIBLE_DEVICES']} {nbytes}")
+"""
+
+
+def test_another_process_takes_what_the_gpu_has(
+    ranks: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "torch.py").write_text(FAKE_TORCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("TOOK", str(tmp_path / "took"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    with ranks.gpu_is_full(1):
+        assert (tmp_path / "took").read_text() == f"5 {(1 << 30) - ranks.LEFT_BYTES}"
+
+
+class Replica(Engine):
+    """A server whose first sleep copies, or finds what another one has copied."""
+
+    slept: ClassVar[list[Replica]] = []
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, dict[str, str], Any]:
+        if path.startswith("/sleep") and self not in self.slept:
+            self.slept.append(self)
+        return super().ask(method, path, body)
+
+    def _call(self, method: str, arguments: list[str]) -> list[Any]:
+        del method, arguments
+        finds = self.slept.index(self) > 0 and self.wrong != "copies"
+        return [{"operations": {"sleep": {"bytes": {"copied": 10 * (not finds), "found": 10 * finds}}}}]
+
+
+@pytest.mark.parametrize("name", ["two_servers_through_the_vault", "replicas_on_two_gpus"])
+@pytest.mark.parametrize(
+    ("wrong", "held", "said"),
+    [("", 10, ""), ("copies", 10, "the second finds what the first has copied"), ("", 20, "one copy is kept")],
+)
+def test_two_servers_of_one_model_share_one_copy(
+    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, name: str, wrong: str, held: int, said: str
+) -> None:
+    class Vault(contextlib.nullcontext[Any]):
+        socket = "/vault.sock"
+
+        def __init__(self, nbytes: int) -> None:
+            super().__init__(self)
+            assert nbytes == 4 << 30
+
+        def wait_until_pinned(self) -> float:
+            return 1.0
+
+        def status(self) -> dict[str, Any]:
+            return {"asleep_bytes": held}
+
+    scenarios = module("scenarios.vault")
+    Replica.slept = []
+    monkeypatch.setattr(module("vault_process"), "Vault", Vault)
+    monkeypatch.setattr(scenarios, "GatedServer", lambda _folder, log, *_: Replica(tmp_path / log, wrong))
+    for variable in ("CUMEM_SLEEP_VAULT", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(variable, "")  # put back at the end
+    expected = pytest.raises(AssertionError, match=said) if said else contextlib.nullcontext()
+    with expected:
+        assert json.dumps(getattr(scenarios, name)(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(("left", "said"), [([2 << 30, 2 << 30], ""), ([2 << 30, 90 << 30], "both have given")])
+def test_both_engines_of_data_parallel_2_have_to_sleep(
+    parallel: ModuleType,
+    module: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    left: list[int],
+    said: str,
+) -> None:
+    class TwoEngines(Engine):
+        def ask(self, method: str, path: str, body: Any = None) -> tuple[int, dict[str, str], Any]:
+            return (200, {}, None) if path.startswith("/re") else super().ask(method, path, body)
+
+    monkeypatch.setattr(parallel, "GatedServer", lambda *_: TwoEngines(tmp_path / "log"))
+    monkeypatch.setattr(module("model_server"), "gpu_memory_in_use_bytes", lambda gpu: left[gpu])
+    expected = pytest.raises(AssertionError, match=said) if said else contextlib.nullcontext()
+    with expected:
+        facts = parallel.data_parallel_2(tmp_path / "model")
+        assert facts["bytes left asleep, by GPU"] == [left] * 3
+
+
+class Llm:
+    """Two ranks in the hands of vLLM's `LLM`; `left` bytes stay on a GPU, and `lazy` ranks do not sleep."""
+
+    def __init__(self, left: int = 2 << 30, lazy: int = 0) -> None:
+        self.left, self.lazy = left, lazy
+        self.asleep = False
+        self.counts = {"sleep": 0, "wake": 0}
+
+    def sleep(self, level: int) -> None:
+        del level
+        self.asleep = True
+        self.counts["sleep"] += 1
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.asleep = False
+        self.counts["wake"] += tags is None or "weights" in tags
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+    def collective_rpc(self, method: str) -> Any:
+        if method == "reload_weights":
+            return None
+        return [
+            {
+                "rank": rank,
+                "devices": [rank],
+                "device_used_bytes": self.left if self.asleep else 100 << 30,
+                "usage": {"weights": {"segments": 3, "asleep_segments": 3 * self.asleep - self.asleep * self.lazy}},
+                "operations": {
+                    name: {"phases": {"agree": count * (0.001 + rank)}} for name, count in self.counts.items()
+                },
+            }
+            for rank in range(2)
+        ]
+
+
+@pytest.fixture
+def parallel(module: Any, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    found: ModuleType = module("scenarios.parallel")
+    monkeypatch.setattr(found, "tokens", lambda _: [[1, 2]])
+    return found
+
+
+def test_cycles_of_ranks_say_what_agreeing_cost(parallel: ModuleType) -> None:
+    facts: dict[str, Any] = {}
+    parallel.cycles_of_ranks(Llm(), facts, is_alone=True)
+    assert facts["levels"] == [1, 1, 2, 1]
+    assert facts["bytes left asleep, by rank"] == [[2 << 30] * 2] * 4
+    assert facts["sleep: agreeing ms, by rank"] == [[1.0, 1001.0]] * 4
+    assert facts["wake: agreeing ms, by rank"] == [[1.0, 1001.0]] * 4
+
+
+@pytest.mark.parametrize(("llm", "said"), [(Llm(lazy=1), "all ranks sleep"), (Llm(left=5 << 30), "little is left")])
+def test_ranks_that_do_not_sleep_are_found(parallel: ModuleType, llm: Llm, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        parallel.cycles_of_ranks(llm, {}, is_alone=True)
+
+
+def test_without_ray_the_scenario_says_so(
+    parallel: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr(parallel.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(Exception, match="ray is not installed") as raised:
+        parallel.tensor_parallel_2_on_ray(tmp_path)
+    assert type(raised.value).__name__ == "NotHere"
+
+
+def test_what_is_not_run_is_told_apart(module: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    scenarios = module("vllm_scenarios")
+    outcomes = {
+        "a": {"passed": True},
+        "b": {"passed": False, "not_run": "no ray"},
+        "c": {"passed": False, "error": "x"},
+    }
+    print(*scenarios.table(outcomes), sep="\n")
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()] == ["passed", "NOT", "no", "FAILED", "x"]
+    assert [scenarios.failed(outcome) for outcome in outcomes.values()] == [False, False, True]
+    machine = {"machine": {"vllm": "0", "gpu": "A GPU"}}
+    tables = module("result_tables")
+    page = tables.scenarios_table({"scenarios": {n: {**o, **machine, "says": "It."} for n, o in outcomes.items()}})
+    assert page[-3:] == ["| a | It. |", "| b | It. **Not run**: no ray. |", "| c | It. **Failed.** |"]
+
+
+def test_a_mixture_of_experts_is_what_vllm_reads(module: Any) -> None:
+    """Names and sizes are those that vLLM's Qwen3-MoE loads."""
+    shape = module("checkpoints").SHAPES["MoE"]
+    config = shape.config()
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert config["num_experts"] == 16 > config["num_experts_per_tok"]
+    layer = shape.shards()["model-layer03.safetensors"]
+    assert layer["model.layers.3.mlp.gate.weight"] == (16, 1024)
+    assert layer["model.layers.3.mlp.experts.15.down_proj.weight"] == (1024, 768)
+    assert not any(".mlp.gate_proj" in name for name in layer)
+    assert "num_experts" not in module("checkpoints").SHAPES["8B"].config()
+
+
+class Worker:
+    """vLLM's, with what the extension gives it."""
+
+    rank = 1
+
+
+def test_one_rank_is_limited_and_the_others_are_not(module: Any, allocator: Any) -> None:
+    from cumem_sleep import OutOfHostMemory
+
+    extension = module("worker_extension").Extension
+    worker = type("Both", (extension, Worker), {})()
+    allocator.malloc(4 << 20, "weights")
+    worker.limit_host_memory("0", "1")
+    allocator.sleep()
+    allocator.wake_up()
+    worker.forget_backups()
+    worker.limit_host_memory("1", "1")
+    with pytest.raises(OutOfHostMemory):
+        allocator.sleep()
+    worker.limit_host_memory("1", "")
+    allocator.sleep()
+    allocator.wake_up()
+    assert worker.process_id() > 0
