@@ -394,7 +394,8 @@ def families(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     done = {"count": 1, "failures": 0, "seconds": 1.0, "phases": {"copy": 1.0}, "bytes": {"copied": 1}}
     rank = {"rank": 0, "devices": [0], "simulated": True, "usage": {"weights": usage}, "operations": {"sleep": done}}
     rank["place"] = {"vault": "/run/vault.sock", "lost": ""}
-    status.ranks = [{**rank, "device_used_bytes": 1, "device_total_bytes": 2, "checkpointed": False}]  # type: ignore[typeddict-item]
+    rank |= {"device_used_bytes": 1, "device_total_bytes": 2, "checkpointed": False}
+    status.ranks = [rank]  # type: ignore[list-item]
     collector = metrics.Collector(status, Counter({"woke": 1}))
     return {family.name: family.labels for family in collector.collect()}
 

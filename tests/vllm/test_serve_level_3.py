@@ -7,9 +7,11 @@ Real are the API server with the gate, the engine core in a process of its own, 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -24,6 +26,8 @@ import pytest
 from environment import skip_unless_vllm
 
 skip_unless_vllm()
+if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
+    pytest.skip("`WatchedWorker` is for vLLM from 0.18 on", allow_module_level=True)
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 STARTS_WITHIN_S = 240.0
@@ -76,6 +80,13 @@ class Server:
         self.log.seek(0)
         return self.log.read()[-6000:]
 
+    def engine_core(self) -> int:
+        """The number of its process."""
+        self.log.seek(0)
+        found = re.search(r"\(EngineCore\w* pid=(\d+)\)", self.log.read())
+        assert found, self.said()
+        return int(found[1])
+
     def get(self, path: str) -> Any:
         return self.ask(path, None)
 
@@ -109,9 +120,11 @@ class Server:
         self.log.close()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"), CUMEM_SLEEP_ON_REQUEST="wake", CUMEM_SLEEP_HEALTH="ok")
+@pytest.fixture
+def server(tmp_path: pathlib.Path) -> Iterator[Server]:
+    server = Server(
+        tmp_path, CUMEM_SLEEP_ON_REQUEST="wake", CUMEM_SLEEP_HEALTH="ok", CUMEM_SLEEP_SIM_CONTEXT_BYTES=str(32 << 20)
+    )
     yield server
     server.end()
 
@@ -150,8 +163,46 @@ def test_answers_wakes_and_ends(server: Server) -> None:
     assert "good" in complete(server)
     deepen(server)
     server.process.send_signal(signal.SIGTERM)
+    ends(server)
+
+
+def test_an_engine_core_ends_in_order(server: Server) -> None:
+    assert "bad" not in complete(server)
+    deepen(server)
+    end_engine_core(server)
+    ends(server)
+    assert '{"said": "shut down"}' in server.record.read_text(), "its worker called the driver"
+
+
+def test_an_engine_core_ends_where_it_cannot_come_back(server: Server) -> None:
+    """Another model has the memory."""
+    assert "bad" not in complete(server)
+    assert server.ask("/collective_rpc", {"method": "fill_gpu"})[0] == 200
+    deepen(server)
+    code, answer = server.ask("/wake_up", {})
+    assert code == 500, answer
+    assert server.get("/health")[1] == {"status": "asleep", "asleep": True, "level": 3}
+    end_engine_core(server)
+    ends(server)
+    assert not server.record.exists()
+    assert "its CUDA state did not come back" in server.said()
+
+
+def end_engine_core(server: Server) -> None:
+    """It ends by itself: the API server, which newer versions let kill it at once, is stopped meanwhile."""
+    process = server.engine_core()
+    server.process.send_signal(signal.SIGSTOP)
+    os.kill(process, signal.SIGTERM)
+    end = time.monotonic() + ENDS_WITHIN_S
+    while pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < end, server.said()
+        time.sleep(0.05)
+    server.process.send_signal(signal.SIGCONT)
+
+
+def ends(server: Server) -> None:
+    """With all of its processes."""
     server.process.wait(ENDS_WITHIN_S)
-    assert '{"said": "shut down"}' in server.record.read_text(), server.said()
     end = time.monotonic() + ENDS_WITHIN_S
     while not server.is_gone():
         assert time.monotonic() < end, server.said()

@@ -63,6 +63,7 @@ def fail_helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]
         monkeypatch.setenv(SIM_FAIL, ",".join(f"cuCheckpointProcess{call}:0:{error}:{times}" for call, error in rules))
 
     yield fail
+    monkeypatch.delenv(SIM_FAIL, raising=False)
     THIS_PROCESS._end_helper()
 
 
@@ -303,7 +304,7 @@ class TestRefused:
 
 class TestFailures:
     def test_of_a_restore(self, executor: Any, contents: Contents, fail_helper: Any) -> None:
-        fail_helper(("Restore", "CUDA_ERROR_OUT_OF_MEMORY"))
+        fail_helper(("Restore", "CUDA_ERROR_NOT_SUPPORTED"))
         executor.sleep(level=3)
         with pytest.raises(CheckpointFailed, match="call wake_up again"):
             executor.wake_up()
