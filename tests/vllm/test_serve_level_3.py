@@ -58,14 +58,15 @@ class Server:
         here = str(pathlib.Path(__file__).parent)
         paths = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.record = folder / "platform" / "touches.jsonl"
-        self.log = (folder / "log").open("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", PROGRAM, str(folder), str(self.port)],
-            env={**os.environ, "PYTHONPATH": paths, "VLLM_LOGGING_LEVEL": "INFO", **environment},
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        self.log = folder / "log"
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", PROGRAM, str(folder), str(self.port)],
+                env={**os.environ, "PYTHONPATH": paths, "VLLM_LOGGING_LEVEL": "INFO", **environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         end = time.monotonic() + STARTS_WITHIN_S
         while True:
             try:
@@ -77,13 +78,11 @@ class Server:
                 time.sleep(0.2)
 
     def said(self) -> str:
-        self.log.seek(0)
-        return self.log.read()[-6000:]
+        return self.log.read_text()[-6000:]
 
     def engine_core(self) -> int:
         """The number of its process."""
-        self.log.seek(0)
-        found = re.search(r"\(EngineCore\w* pid=(\d+)\)", self.log.read())
+        found = re.search(r"\(EngineCore\w* pid=(\d+)\)", self.log.read_text())
         assert found, self.said()
         return int(found[1])
 
@@ -117,7 +116,6 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self.log.close()
 
 
 @pytest.fixture
@@ -185,7 +183,7 @@ def test_an_engine_core_ends_where_it_cannot_come_back(server: Server) -> None:
     end_engine_core(server)
     ends(server)
     assert not server.record.exists()
-    assert "its CUDA state did not come back" in server.said()
+    assert "its CUDA state did not come back" in server.log.read_text()
 
 
 def end_engine_core(server: Server) -> None:
