@@ -40,12 +40,11 @@ class DeepSleep:
         return self._checkpoint.taken
 
     def expect(self) -> None:
-        """Get ready for `deepen`, on a thread that may run finalisers.
+        """Before `deepen`, on a thread that may run finalisers.
 
         What the garbage collector finds later might call the driver, and wait for ever.
         """
         if not self.is_away:
-            self._checkpoint.begin_helper()
             gc.collect()
 
     def deepen(self, work: Callable[[], SleepReport], ranks: int) -> SleepReport:
@@ -54,12 +53,14 @@ class DeepSleep:
         Raises:
             CheckpointFailed: the CUDA state could neither be taken nor brought back.
         """
+        if not self.is_away:
+            self._checkpoint.begin_helper()
         report = work()
         if self.is_away:
             return report
         try:
             _refuse_unless_possible(ranks)
-            taken = self._checkpoint.take()
+            taken = self._checkpoint.take(_refuse_if_awake)
         except Refused as refused:
             log.warning("level 3 is not possible, so this process stays at level 1: %s", refused)
             return replace(report, why_not_deeper=str(refused))
@@ -138,8 +139,13 @@ def _refuse_unless_possible(ranks: int) -> None:
         raise Refused(f"this process is one of {ranks} ranks, whose CUDA state the driver does not restore")
     if not _core.can_checkpoint():
         raise Refused("the driver cannot checkpoint processes: driver 570 or newer (CUDA 12.8) is needed")
+    _refuse_if_awake()
+    if _core.reclaim():  # at level 3 nobody could try again
+        raise Refused("the driver refuses to give memory back that nobody needs any more: see the driver's log")
+
+
+def _refuse_if_awake() -> None:
+    """Other threads may allocate until driver calls are suspended."""
     if awake := [segment for segment in _core.segments() if segment.has_memory]:
         tags = sorted({segment.tag for segment in awake})
         raise Refused(f"{counted(len(awake), 'segment')} (tags {', '.join(tags)}) still have device memory")
-    if _core.reclaim():  # at level 3 nobody could try again
-        raise Refused("the driver refuses to give memory back that nobody needs any more: see the driver's log")
