@@ -22,7 +22,7 @@ import numpy.typing as npt
 from . import _core, log
 from .backups.store import BackupStore
 from .backups.tier import Footprint
-from .checkpoint.process import Checkpointed
+from .checkpoint.process import THIS_PROCESS, Checkpointed
 from .codec.compressor import Compressor
 from .digest.device import DeviceDigester
 from .driver import open_driver
@@ -350,6 +350,8 @@ class CuMemAllocator:
 
     def _deepen(self, work: Callable[[], SleepReport]) -> SleepReport:
         self._stop_preparing()
+        atexit.unregister(_come_back_at_exit)
+        atexit.register(_come_back_at_exit)
         agreement = self._agreement
         return self._deep.deepen(partial(self._settled, work), 1 if agreement is None else agreement.mesh.size)
 
@@ -414,7 +416,7 @@ class CuMemAllocator:
         """
         if not _core.driver_is_forked():
             self._deep.stop()
-            self._deep.end_with_process()
+            log.run(self._lock, self._deep.end_with_process)  # a signal handler may raise meanwhile, and call this
 
     @property
     def checkpoint(self) -> Checkpointed | None:
@@ -783,12 +785,19 @@ def _prepare_thread(name: str, pools: TorchPools, make_way: Callable[[TorchPools
             make_way(pools)
 
 
+def _come_back_at_exit() -> None:
+    """Registered last, to run first: what libraries do at exit, imported later than this module, may call CUDA."""
+    THIS_PROCESS.stays = True
+    for allocator in list(_allocators):
+        allocator.prepare_to_end()
+
+
 @atexit.register
 def _stop_at_exit() -> None:
     _core.on_free(None)
+    _come_back_at_exit()
     for allocator in list(_allocators):
         allocator._stop_background_work()
-        allocator.prepare_to_end()
     for store in list(_stores):
         store.stop()
 

@@ -1,4 +1,4 @@
-"""The helper of a process that sleeps at level 3: `python -m cumem_sleep.checkpoint.helper PID DRIVER`.
+"""The helper of a process that sleeps at level 3, which calls `main` in it (`process.py`).
 
 While the CUDA state of a process is checkpointed, whatever in it calls the driver waits until another process restores
 it. This is the other process. It has no CUDA context, so it takes no memory of a GPU. It reads one request a line from
@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import os
 import select
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from .. import _core
@@ -23,6 +22,7 @@ from .device_memory import free_bytes
 _State = _core.ProcessState
 # What a checkpointed process keeps on a GPU. It may have had less there.
 _KEPT_BYTES = 4 << 20
+_REQUESTS, _ANSWERS = 0, 1  # standard input and output
 
 
 class TooLittleMemory(Exception):
@@ -130,15 +130,25 @@ class Target:
 
 def main(pid: int, driver: str) -> None:
     """Answer requests until nobody can make any."""
+    with suppress(BrokenPipeError):  # the process has ended meanwhile
+        _serve(pid, driver)
+
+
+def _serve(pid: int, driver: str) -> None:
     target = Target(pid)
     try:
         _core.open_driver(driver)
-        print(json.dumps(target.answer({"do": "examine"})), flush=True)
+        _write(target.answer({"do": "examine"}))
     except CumemSleepError as error:
-        print(json.dumps({"detail": str(error), "state": "not known"}), flush=True)
+        _write({"detail": str(error), "state": "not known"})
         return
     for line in _requests(pid):
-        print(json.dumps(target.answer(json.loads(line))), flush=True)
+        _write(target.answer(json.loads(line)))
+
+
+def _write(answer: Mapping[str, Any]) -> None:
+    """On a line of its own, whatever else was written, and in ASCII, whatever the environment says of encodings."""
+    os.write(_ANSWERS, b"\n" + json.dumps(answer).encode("ascii") + b"\n")
 
 
 def _requests(pid: int) -> Iterator[bytes]:
@@ -149,15 +159,11 @@ def _requests(pid: int) -> Iterator[bytes]:
         return
     poll = select.poll()
     poll.register(process, select.POLLIN)
-    poll.register(sys.stdin.fileno(), select.POLLIN)
+    poll.register(_REQUESTS, select.POLLIN)
     received = b""
     while True:
         ready = [file for file, _ in poll.poll()]
-        if process in ready or not (part := os.read(sys.stdin.fileno(), 1 << 16)):
+        if process in ready or not (part := os.read(_REQUESTS, 1 << 16)):
             return
         *lines, received = (received + part).split(b"\n")
         yield from lines
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])

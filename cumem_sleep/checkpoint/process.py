@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import pathlib
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
-from .. import _core, log
+from .. import _core
 from ..errors import CheckpointFailed, CumemSleepError, OutOfDeviceMemory
 
 # How long threads of this process, and work on the GPU, may take to leave the driver alone.
 _LOCK_WITHIN_S = 10.0
 # A checkpoint copies everything that is left, and writes down what is pinned: 2.3 s for 61 GiB of it.
 _ANSWER_WITHIN_S = 180.0
+# Not `-m`, which looks for modules in the current directory first; and what the program has added to `sys.path` counts.
+_HELPER = """\
+import sys
+sys.path[:] = sys.argv[3:]
+from cumem_sleep.checkpoint.helper import main
+main(int(sys.argv[1]), sys.argv[2])
+"""
 
 
 class Refused(Exception):
@@ -74,14 +84,20 @@ def examine() -> Examination:
 
 
 class ProcessCheckpoint:
-    """Whether the CUDA state of this process is on the GPU. Its methods are called one at a time.
+    """Whether the CUDA state of this process is on the GPU. Any thread may call its methods; they take turns.
+
+    They are called on threads that run no signal handlers: such a handler may call them as well, and would wait for
+    itself.
 
     Attributes:
         taken: the last checkpoint, while it has not been brought back.
+        stays: from now on the state stays on the GPU, because this process ends.
     """
 
     def __init__(self) -> None:
         self.taken: Checkpointed | None = None
+        self._turn = threading.Lock()
+        self.stays = False
         self._uuids: dict[int, str] = {}  # by device
         self._helper: _Helper | None = None
 
@@ -92,19 +108,25 @@ class ProcessCheckpoint:
 
     def begin_helper(self) -> None:
         """Start the helper, if there is none, and do not wait until it is ready."""
-        with suppress(_HelperLost):
+        with self._turn, suppress(_HelperLost):
             self._started_helper()
 
-    def take(self, check: Callable[[], None]) -> Checkpointed:
+    def take(self, last_check: Callable[[], None]) -> Checkpointed:
         """Take the CUDA state off the GPU. From then on all driver calls of this layer fail at once.
 
         Args:
-            check: called when driver calls fail already, so that nothing changes any more; may raise `Refused`.
+            last_check: called when they do, and before anything else; it may raise `Refused`.
 
         Raises:
             Refused: it cannot be; all is as before.
             CheckpointFailed: it can neither be taken nor brought back.
         """
+        with self._turn:
+            if self.stays:
+                raise Refused("this process ends")
+            return self._take(last_check)
+
+    def _take(self, last_check: Callable[[], None]) -> Checkpointed:
         devices = {device: _core.device_info(device) for device in range(_core.device_count())}
         self._uuids = {device: info.uuid for device, info in devices.items()}
         try:
@@ -114,7 +136,7 @@ class ProcessCheckpoint:
         if not _core.suspend_driver_calls(_LOCK_WITHIN_S):
             raise Refused(f"other threads of this process called CUDA for longer than {_LOCK_WITHIN_S:.0f} s")
         try:
-            check()
+            last_check()
         except Refused:
             _core.resume_driver_calls()
             raise
@@ -151,6 +173,10 @@ class ProcessCheckpoint:
             OutOfDeviceMemory: too little is free. All is as before, and this can be tried again.
             CheckpointFailed: the driver refused; the message says whether trying again makes sense.
         """
+        with self._turn:
+            return self._brought_back(also_needed_bytes)
+
+    def _brought_back(self, also_needed_bytes: Mapping[int, int]) -> Mapping[str, float]:
         if not self.is_away:
             return {}
         own_bytes: Mapping[int, int] = self.taken.freed_bytes if self.taken is not None else {}
@@ -182,17 +208,14 @@ class ProcessCheckpoint:
     def end_with_process(self) -> None:
         """At exit: bring the state back, so that libraries can let go of it; where that fails, end the process at once.
 
-        Otherwise their calls into the driver would wait for ever.
+        Otherwise their calls into the driver would wait for ever. Other threads may be on the way there or back.
         """
-        if self.is_away and not _core.driver_is_forked():
+        with self._turn:
             try:
-                self.bring_back({})
+                self._brought_back({})
             except CumemSleepError as error:
-                log.error("this process ends at once, because its CUDA state did not come back: %s", error)
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(1)
-        self._end_helper()
+                _end_at_once(f"its CUDA state did not come back: {error}")
+            self._end_helper()
 
     def _started_helper(self) -> _Helper:
         if self._helper is None or not self._helper.runs():
@@ -209,6 +232,15 @@ class ProcessCheckpoint:
         if self._helper is not None:
             self._helper.end()
             self._helper = None
+
+
+def _end_at_once(why: str) -> None:
+    """Not through `sys.exit`: libraries call CUDA on that way."""
+    logging.getLogger("cumem_sleep").error("this process ends at once, because %s", why)  # nobody logs it later
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # it may be None, closed, or a pipe that nobody reads
+            stream.flush()
+    os._exit(1)
 
 
 # There is one CUDA state, whichever allocator asks.
@@ -230,10 +262,11 @@ class _Helper:
         self._owner = os.getpid()
         self._found: Examination | None = None
         self._received = b""
-        program = f"{__package__}.helper"
+        if not sys.executable:
+            raise _HelperLost("the helper process cannot be started: sys.executable names no Python")
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", program, str(self._owner), str(_core.driver_path())],
+                [sys.executable, "-c", _HELPER, str(self._owner), str(_core.driver_path()), *_module_path()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # so that a Ctrl-C for this process does not end it
@@ -262,11 +295,19 @@ class _Helper:
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        """The next line that it writes. An interrupt does not end the wait: what was begun has to be finished."""
+        """The next answer that it writes. An interrupt does not end the wait: what was begun has to be finished."""
+        end = time.monotonic() + _ANSWER_WITHIN_S
+        while True:
+            line = self._line(end)
+            with suppress(ValueError):  # not an answer: whatever is started with every Python may write there as well
+                answer = json.loads(line)
+                if isinstance(answer, dict) and "state" in answer:
+                    return answer
+
+    def _line(self, end: float) -> bytes:
         output = _pipe(self._process.stdout).fileno()
         poll = select.poll()
         poll.register(output, select.POLLIN)
-        end = time.monotonic() + _ANSWER_WITHIN_S
         while b"\n" not in self._received:
             is_there = poll.poll(max(0.0, end - time.monotonic()) * 1000)
             part = os.read(output, 1 << 16) if is_there else b""
@@ -276,8 +317,7 @@ class _Helper:
                 raise _HelperLost(f"the helper process {why}")
             self._received += part
         line, _, self._received = self._received.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return line
 
     def end(self) -> None:
         if self._owner != os.getpid():
@@ -286,6 +326,13 @@ class _Helper:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             _pipe(pipe).close()
+
+
+def _module_path() -> list[str]:
+    """Where a helper finds the modules that this process finds; not in the current directory."""
+    path = [entry for entry in sys.path if isinstance(entry, str) and os.path.isabs(entry)]
+    package_root = str(pathlib.Path(__file__).parents[2])
+    return path if package_root in path else [*path, package_root]
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:

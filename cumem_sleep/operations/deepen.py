@@ -40,12 +40,11 @@ class DeepSleep:
         return self._checkpoint.taken
 
     def expect(self) -> None:
-        """Get ready for `deepen`, on a thread that may run finalisers.
+        """Before `deepen`, on a thread that may run finalisers.
 
         What the garbage collector finds later might call the driver, and wait for ever.
         """
         if not self.is_away:
-            self._checkpoint.begin_helper()
             gc.collect()
 
     def deepen(self, work: Callable[[], SleepReport], ranks: int) -> SleepReport:
@@ -54,6 +53,8 @@ class DeepSleep:
         Raises:
             CheckpointFailed: the CUDA state could neither be taken nor brought back.
         """
+        if not self.is_away:
+            self._checkpoint.begin_helper()
         report = work()
         if self.is_away:
             return report
@@ -144,6 +145,7 @@ def _refuse_unless_possible(ranks: int) -> None:
 
 
 def _refuse_if_awake() -> None:
+    """Other threads may allocate until driver calls are suspended."""
     if awake := [segment for segment in _core.segments() if segment.has_memory]:
         tags = sorted({segment.tag for segment in awake})
         raise Refused(f"{counted(len(awake), 'segment')} (tags {', '.join(tags)}) still have device memory")

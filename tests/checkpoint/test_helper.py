@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from cumem_sleep.checkpoint.process import THIS_PROCESS
 
 pytestmark = pytest.mark.sim
 
+TESTS = pathlib.Path(__file__).parents[1]
 BYTES = b"kept" * (PAGE // 4)
 
 
@@ -164,6 +166,9 @@ class TestTheProcess:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "executable", "/bin/true")
             assert "has ended" in allocator.sleep(level=3).why_not_deeper
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", None)
+            assert "names no Python" in allocator.sleep(level=3).why_not_deeper
         assert allocator.sleep(level=3).checkpointed_bytes > 0
         allocator.wake_up()
         assert memory.read(weights, PAGE) == BYTES
@@ -179,6 +184,26 @@ class TestTheProcess:
             patch.setattr(process, "_ANSWER_WITHIN_S", 5.0)
             allocator.wake_up()  # by the next helper
         assert memory.read(weights, PAGE) == BYTES
+
+    def test_beside_what_python_starts_with(self, tmp_path: pathlib.Path) -> None:
+        """A `sitecustomize` that prints, an odd encoding, and modules of the same names in the current directory."""
+        (tmp_path / "path").mkdir()
+        (tmp_path / "path" / "sitecustomize.py").write_text("print('hello', end='')")
+        for module in ("json", "cumem_sleep"):
+            (tmp_path / f"{module}.py").write_text("raise SystemExit('the wrong one')")
+        path = [str(tmp_path / "path"), str(pathlib.Path(process.__file__).parents[2]), str(TESTS)]
+        found = run_script(
+            f"""
+            allocator = fresh_allocator()
+            allocator.malloc(PAGE, "weights")
+            os.chdir({str(tmp_path)!r})
+            assert not allocator.sleep(level=3).why_not_deeper
+            allocator.wake_up()
+            """,
+            PYTHONPATH=os.pathsep.join(path),
+            PYTHONIOENCODING="utf-16",
+        )
+        assert (found.returncode, found.stderr) == (0, "")
 
     def test_ends_with_this_process(self) -> None:
         process = run_script(
@@ -208,14 +233,39 @@ class TestExit:
             """
         )
         assert_clean_exit(process)
+        assert process.stdout == "0 False\n"  # handlers of libraries may call CUDA
 
-    def test_that_cannot_come_back(self) -> None:
+    def test_while_another_thread_is_on_its_way_there(self) -> None:
+        """The end takes its turn, and does not read the answer that is meant for that thread."""
         process = run_script(
             """
+            import threading, time
+            from cumem_sleep.checkpoint.process import _Helper
+            allocator = fresh_allocator()
+            allocator.malloc(PAGE, "weights")
+            answer, asked = _Helper._answer, threading.Event()
+            def slow_answer(helper):
+                if _core.driver_calls_suspended() and threading.current_thread() is not threading.main_thread():
+                    asked.set()
+                    time.sleep(1)
+                return answer(helper)
+            _Helper._answer = slow_answer
+            threading.Thread(target=allocator.sleep, args=[3], daemon=True).start()
+            asked.wait()
+            """
+        )
+        assert_clean_exit(process)
+
+    @pytest.mark.parametrize("standard_output", ["sys.stdout", "None"])
+    def test_that_cannot_come_back(self, standard_output: str) -> None:
+        process = run_script(
+            f"""
+            import sys
             allocator = fresh_allocator()
             allocator.malloc(PAGE, "weights")
             allocator.sleep(level=3)
-            print("slept")
+            print("slept", flush=True)
+            sys.stdout = {standard_output}
             """,
             CUMEM_SLEEP_SIM_FAIL=failing("Restore", "NOT_SUPPORTED", times=9),
         )

@@ -360,7 +360,6 @@ class TestRefused:
         allocator.wake_up()
         assert memory.read(weights, PAGE) == BYTES
 
-    @pytest.mark.usefixtures("weights")
     def test_what_a_thread_allocates_while_it_goes_down(
         self, allocator: CuMemAllocator, memory: Memory, weights: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -383,6 +382,28 @@ class TestRefused:
         assert memory.read(weights, PAGE) == BYTES
         allocator.free(late[0])
 
+    @pytest.mark.usefixtures("weights")
+    def test_memory_that_another_thread_takes_meanwhile(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nobody would put it to sleep at level 3."""
+        ready = process.ProcessCheckpoint._ready_helper
+        taken = []
+
+        def slowly(checkpoint: process.ProcessCheckpoint) -> process._Helper:
+            helper = ready(checkpoint)
+            taken.append(hooks().cumem_sleep_malloc(PAGE, 0, None))
+            return helper
+
+        with monkeypatch.context() as patch:
+            patch.setattr(process.ProcessCheckpoint, "_ready_helper", slowly)
+            assert "1 segment (tags default) still have device memory" in allocator.sleep(level=3).why_not_deeper
+        assert not _core.driver_calls_suspended()
+        assert allocator.sleep(level=3).why_not_deeper == ""
+        allocator.wake_up()
+        hooks().cumem_sleep_free(taken[0], PAGE, 0, None)
+
+    @pytest.mark.usefixtures("weights")
     def test_a_thread_that_stays_in_the_driver(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
