@@ -6,7 +6,7 @@
 #   tests [560]  or its halves tests_1, tests_2;  vault_tests [~150] belongs to it;  sanitizer [240]
 #   bench [100]  small [60]  beside [120]  decoder [100]  compressed [280]  codec [200]  host_memory [120]  prepare [90]
 #   peers [500]  needs .gpu/peers.tar.xz (benchmarks/peers_bundle.py)
-#   vault [~300]  vault_small [~80]  vault_kills [~100]
+#   vault [~300]  vault_small [~80]  vault_kills [~100]  checkpoints [~120]  level_3 [~100]
 #   saver [~420]  saver_30 [~150]  saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]  models [~360]
@@ -177,6 +177,8 @@ for what in "$@"; do
         ;;
     vault_small) limited 150 python3 benchmarks/vault.py --out "$out/vault_small.json" --scale 8 --deadline "$(left 140)" ;;
     vault_kills) limited 240 python3 benchmarks/vault_kills.py --out "$out/vault_kills.json" --deadline "$(left 220)" ;;
+    checkpoints) limited 240 python3 benchmarks/checkpoint_behaviour.py --out "$out/checkpoint_behaviour.json" ;;
+    level_3) limited 200 python3 -m cumem_sleep bench --level 3 --weights 30GiB --kv 30GiB --json >"$out/bench_level_3.json" ;;
     saver)
         with_saver && limited 570 python3 benchmarks/torch_memory_saver_beside.py --out "$out/saver.json" --theirs "$theirs" \
             --deadline "$(left 550)"

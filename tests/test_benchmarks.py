@@ -368,3 +368,31 @@ def test_the_plot_is_the_same_for_the_same_result(
     assert plots[0] == plots[1]
     assert tables.peers_digest() in plots[0]
     assert "first sleep" in plots[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("question", "facts"),
+    [
+        ("memory", ['"bytes are right": true', '"state": "CHECKPOINTED"']),
+        ("illegal", ['"restore when RUNNING": {"result": "CUDA_ERROR_ILLEGAL_STATE"']),
+        ("restore_without_memory", ['"full": {"result": "CUDA_ERROR_OUT_OF_MEMORY"', '"bytes are right": true']),
+        ("calls_while_locked", ['"cuDriverGetVersion": "returns"', '"cuMemGetInfo": "waits"']),
+        ("lock_beside_work", ['"result": "CUDA_ERROR_NOT_READY"', '"state": "LOCKED"']),
+        ("ended_while_checkpointed", ['"SIGTERM": {"seconds": 0', '"SIGKILL": {"seconds": 0']),
+        ("twenty_times", ['"bytes are right": true']),
+    ],
+)
+def test_questions_about_checkpoints(question: str, facts: list[str]) -> None:
+    package_root = pathlib.Path(cumem_sleep.__path__[0]).parent
+    process = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "checkpoint_behaviour.py"), "--only", question],
+        cwd=pathlib.Path(__file__).parent,
+        env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": str(package_root)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    assert all(fact in process.stdout for fact in facts), process.stdout

@@ -1,0 +1,342 @@
+"""What CUDA's process checkpoints do where the documentation says nothing: the facts that level 3 rests on.
+
+    python benchmarks/checkpoint_behaviour.py --out benchmarks/results/checkpoint_behaviour.json   # ~90 s on an H200
+
+Each question starts a process that sleeps at level 1, and checkpoints it from outside, without this layer's own steps:
+
+- `memory`: free memory of the GPU, and host memory of the process, after each step; what NVML says of the process.
+- `illegal`: what each call answers in each state, and the state after it.
+- `restore_without_memory`: a restore while another process has taken the GPU's memory; and again when that is gone.
+- `calls_while_locked`: which calls of a locked process return, and which wait.
+- `lock_beside_work`: a lock with a timeout while a kernel runs, and after it.
+- `ended_while_checkpointed`: by SIGTERM and by SIGKILL; when its memory is free again.
+- `twenty_times`: seconds and memory of twenty checkpoints and restores in a row, and the bytes after them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from questions import main
+
+from cumem_sleep import DriverError, _core
+from cumem_sleep.checkpoint.device_memory import free_bytes
+from cumem_sleep.driver import driver_path
+
+MIB = 1 << 20
+SIMULATED = os.environ.get("CUMEM_SLEEP_DRIVER") == "sim"
+WEIGHTS_BYTES = (8 if SIMULATED else 1024) * MIB
+SECONDS = 120.0
+STEPS = ("lock", "checkpoint", "restore", "unlock")
+
+
+class Target:
+    """A process with weights that sleep at level 1, which does what it is told (`serve`)."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--target"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self.pid = self._process.pid
+        self.uuid: str = self.hear()["uuid"]
+
+    def tell(self, command: str, **arguments: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+
+    def hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def answers_within(self, seconds: float) -> bool:
+        assert self._process.stdout is not None
+        return bool(select.select([self._process.stdout], [], [], seconds)[0])
+
+    def ask(self, command: str, **arguments: object) -> dict[str, Any]:
+        self.tell(command, **arguments)
+        return self.hear()
+
+    def end(self, number: int = signal.SIGKILL) -> float:
+        """Seconds until it has ended; -1 if that did not do it, and SIGKILL had to."""
+        start = time.perf_counter()
+        self._process.send_signal(number)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return -1.0
+        return time.perf_counter() - start
+
+    def free_mib(self) -> int:
+        return free_bytes(self.pid, [self.uuid])[self.uuid] // MIB
+
+    def host_mib(self) -> int:
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) // 1024
+        raise OSError("no VmRSS")
+
+
+@contextlib.contextmanager
+def target() -> Iterator[Target]:
+    _core.open_driver(driver_path("sim" if SIMULATED else "cuda"))
+    process = Target()
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+def do(step: str, pid: int, timeout_s: float = SECONDS) -> dict[str, Any]:
+    """One call, and what came of it."""
+    calls: dict[str, Callable[[], None]] = {
+        "lock": lambda: _core.lock_process(pid, timeout_s),
+        "checkpoint": lambda: _core.checkpoint_process(pid),
+        "restore": lambda: _core.restore_process(pid),
+        "unlock": lambda: _core.unlock_process(pid),
+    }
+    start = time.perf_counter()
+    try:
+        calls[step]()
+        result = "CUDA_SUCCESS"
+    except DriverError as error:
+        result = error.error
+    return {"result": result, "seconds": round(time.perf_counter() - start, 3), "state": state(pid)}
+
+
+def state(pid: int) -> str:
+    try:
+        return _core.process_state(pid).name
+    except DriverError as error:
+        return error.error
+
+
+def memory() -> dict[str, Any]:
+    with target() as process:
+        found: dict[str, Any] = {"asleep": _memory_of(process)}
+        for step in STEPS:
+            found[step] = {**do(step, process.pid), **_memory_of(process)}
+        found["bytes are right"] = process.ask("wake")["right"]
+        return found
+
+
+def _memory_of(process: Target) -> dict[str, Any]:
+    found: dict[str, Any] = {"gpu_free_mib": process.free_mib(), "host_mib": process.host_mib()}
+    if not SIMULATED:
+        import pynvml
+
+        handle = pynvml.nvmlDeviceGetHandleByUUID(process.uuid)
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        found["nvml"] = [{"is_it": each.pid == process.pid, "bytes": each.usedGpuMemory} for each in running]
+    return found
+
+
+def illegal() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for way in ((), ("lock",), ("lock", "checkpoint")):
+        for step in STEPS:
+            with target() as process:
+                for before in way:
+                    do(before, process.pid)
+                at = state(process.pid)
+                found[f"{step} when {at}"] = do(step, process.pid, 2.0)
+    return found
+
+
+def restore_without_memory() -> dict[str, Any]:
+    with target() as process:
+        for step in ("lock", "checkpoint"):
+            do(step, process.pid)
+        with _full(process) as left_mib:
+            found: dict[str, Any] = {"free_mib": left_mib, "full": do("restore", process.pid)}
+        found["room again"] = do("restore", process.pid)
+        found["unlock"] = do("unlock", process.pid)
+        if found["unlock"]["state"] == "RUNNING":
+            found["bytes are right"] = process.ask("wake")["right"]
+        return found
+
+
+@contextlib.contextmanager
+def _full(process: Target) -> Iterator[int]:
+    """Another process has taken all memory but a little."""
+    if SIMULATED:  # simulated devices belong to one process
+        process.ask("shrink")
+        yield process.free_mib()
+        process.ask("grow")
+        return
+    hog = subprocess.Popen(
+        [sys.executable, __file__, "--hog"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert hog.stdout is not None
+    hog.stdout.readline()
+    yield process.free_mib()
+    hog.kill()
+    hog.wait()
+    time.sleep(1)
+
+
+def calls_while_locked() -> dict[str, Any]:
+    found = {}
+    with target() as process:
+        for name in process.ask("names")["names"]:
+            do("lock", process.pid)
+            process.tell("call", name=name)
+            found[name] = "returns" if process.answers_within(1.0) else "waits"
+            do("unlock", process.pid)
+            process.hear()
+    return found
+
+
+def lock_beside_work() -> dict[str, Any]:
+    with target() as process:
+        process.ask("work")
+        found = {"with a timeout of 0.5 s": do("lock", process.pid, 0.5)}
+        if found["with a timeout of 0.5 s"]["state"] == "LOCKED":
+            do("unlock", process.pid)
+        process.ask("finish")
+        found["afterwards"] = do("lock", process.pid, 2.0)
+        return found
+
+
+def ended_while_checkpointed() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with target() as process:
+            for step in ("lock", "checkpoint"):
+                do(step, process.pid)
+            before = None if SIMULATED else process.free_mib()
+            seconds = process.end(number)
+            after = None if SIMULATED else process.free_mib()
+            found[number.name] = {"seconds": seconds, "gpu_free_mib before and after": [before, after]}
+    return found
+
+
+def twenty_times() -> dict[str, Any]:
+    with target() as process:
+        rounds = []
+        for _ in range(20):
+            seconds = {step: do(step, process.pid)["seconds"] for step in STEPS}
+            rounds.append({**seconds, "gpu_free_mib": process.free_mib(), "host_mib": process.host_mib()})
+        return {"rounds": rounds, "bytes are right": process.ask("wake")["right"]}
+
+
+# In the process that is checkpointed
+
+
+def serve() -> None:
+    """Carries out one command a line."""
+    import numpy as np
+
+    from cumem_sleep import CuMemAllocator, Settings, sim
+
+    allocator = CuMemAllocator(Settings(driver="sim" if SIMULATED else "cuda"))
+    if SIMULATED:
+        sim.configure(device_bytes=4 * WEIGHTS_BYTES, context_bytes=WEIGHTS_BYTES)
+    address = allocator.malloc(WEIGHTS_BYTES, "weights")
+    block = _core.HostBlock(WEIGHTS_BYTES, -1)
+    content = np.frombuffer(memoryview(block), np.uint8)
+    written = np.random.default_rng(7).integers(0, 256, WEIGHTS_BYTES, np.uint8)
+    content[:] = written
+    block.pin(0)
+    stream = _core.CopyStream(0)
+    stream.to_device(address, block, 0, WEIGHTS_BYTES)
+    stream.synchronize()
+    allocator.sleep(level=1)
+    print(json.dumps({"uuid": _core.device_info(0).uuid}), flush=True)
+    for line in sys.stdin:
+        answer: dict[str, Any] = {}
+        request = json.loads(line)
+        command = request["command"]
+        if command == "wake":
+            allocator.wake_up()
+            content[:] = 0
+            stream.to_host(block, 0, address, WEIGHTS_BYTES)
+            stream.synchronize()
+            answer = {"right": bool((content == written).all())}
+        elif command in ("shrink", "grow"):
+            sim.configure(device_bytes=(1 if command == "shrink" else 4 * WEIGHTS_BYTES // MIB) * MIB)
+        elif command == "names":
+            answer = {"names": list(_calls())}
+        elif command == "call":
+            _calls()[request["name"]]()
+        elif command == "work":
+            work = _work(stream, address, allocator)  # noqa: F841  (its memory is in use)
+        elif command == "finish":
+            stream.synchronize()
+        print(json.dumps(answer), flush=True)
+
+
+def _work(stream: _core.CopyStream, address: int, allocator: Any) -> object:
+    """Some seconds of it are under way when this returns."""
+    if not SIMULATED:
+        import torch
+
+        torch.cuda._sleep(int(3e9))
+        return None
+    allocator.wake_up()
+    block = _core.HostBlock(WEIGHTS_BYTES, -1)
+    block.pin(0)
+    for _ in range(10_000):  # each takes at least CUMEM_SLEEP_SIM_COPY_DELAY_US
+        stream.to_host(block, 0, address, 4096)
+    return block
+
+
+def _calls() -> dict[str, Callable[[], object]]:
+    driver, number = ctypes.CDLL(str(_core.driver_path())), ctypes.c_int()
+    pointer = ctypes.c_void_p()
+    calls: dict[str, Callable[[], object]] = {
+        "cuDriverGetVersion": lambda: driver.cuDriverGetVersion(ctypes.byref(number)),
+        "cuGetErrorName": lambda: driver.cuGetErrorName(2, ctypes.byref(pointer)),
+        "cuDeviceGetCount": lambda: driver.cuDeviceGetCount(ctypes.byref(number)),
+        "cuCtxGetCurrent": lambda: driver.cuCtxGetCurrent(ctypes.byref(pointer)),
+        "cuMemGetInfo": lambda: _core.memory_info(0),
+    }
+    if not SIMULATED:
+        import torch
+
+        calls |= {
+            "torch.cuda.current_device": torch.cuda.current_device,
+            "torch.cuda.is_current_stream_capturing": torch.cuda.is_current_stream_capturing,
+            "torch.cuda.memory_allocated": torch.cuda.memory_allocated,
+            "torch.cuda.Event": torch.cuda.Event,
+            "torch.cuda.Event().query": lambda: torch.cuda.Event().query(),
+            "torch.empty": lambda: torch.empty(1, device="cuda"),
+            "torch.cuda.synchronize": torch.cuda.synchronize,
+        }
+    return calls
+
+
+def hog() -> None:
+    """All of the GPU's memory but 64 MiB, until it is killed."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    kept = torch.empty(max(0, free - 64 * MIB), dtype=torch.uint8, device="cuda")
+    print(kept.numel(), flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--target"]:
+        serve()
+    elif sys.argv[1:] == ["--hog"]:
+        hog()
+    else:
+        questions = (
+            *(memory, illegal, restore_without_memory, calls_while_locked, lock_beside_work),
+            *(ended_while_checkpointed, twenty_times),
+        )
+        main(__doc__ or "", {question.__name__: question for question in questions}, timeout_s=150.0)
