@@ -26,9 +26,8 @@ from typing import Any
 
 from record import GIB, write
 
-from cumem_sleep import CuMemAllocator, _core
+from cumem_sleep import CuMemAllocator, _core, host_facts
 from cumem_sleep._core import Ahead
-from cumem_sleep.backups import limits as host_limits
 from cumem_sleep.tools.bench.memory import DeviceMemory, open_memory
 from cumem_sleep.tools.bench.workload import kv_segments, model_like
 from cumem_sleep.tuning import Tuning
@@ -82,7 +81,7 @@ def touching(block: _core.HostBlock) -> list[_core.Task]:
 
 def threads() -> int:
     """As many as touch pages for a sleep on so many cores."""
-    return max(1, host_limits.usable_cores() * 3 // 4)
+    return max(1, host_facts.usable_cores() * 3 // 4)
 
 
 def touch(blocks: Sequence[_core.HostBlock]) -> None:

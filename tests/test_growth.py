@@ -15,8 +15,7 @@ import pytest
 from support import PAGE, free_everything, fresh_allocator, hooks, quick_sums, reset_simulation
 
 import cumem_sleep
-from cumem_sleep import CuMemAllocator, _core, sim
-from cumem_sleep.backups import limits as host_limits
+from cumem_sleep import CuMemAllocator, _core, host_facts, sim
 from cumem_sleep.backups.turns import Turns
 
 pytestmark = pytest.mark.sim
@@ -66,7 +65,7 @@ class Work:
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
-    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda **_: None)  # reads hundreds of files
+    monkeypatch.setattr(host_facts, "mem_available_bytes", lambda **_: None)  # reads hundreds of files
     reset_simulation()
     yield
     free_everything()

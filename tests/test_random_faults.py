@@ -30,8 +30,7 @@ from support import (
 )
 from test_state_machine import CALLS as CALLS_OF_OPERATIONS
 
-from cumem_sleep import CuMemAllocator, CumemSleepError, _core, sim
-from cumem_sleep.backups import limits as host_limits
+from cumem_sleep import CuMemAllocator, CumemSleepError, _core, host_facts, sim
 
 pytestmark = pytest.mark.sim
 
@@ -57,7 +56,7 @@ def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", PAGE)  # is decoded in a slot
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_extent_bytes", PAGE)
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
-    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda **_: None)
+    monkeypatch.setattr(host_facts, "mem_available_bytes", lambda **_: None)
 
 
 @dataclass

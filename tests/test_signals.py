@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from support import PAGE, Memory, assert_no_threads, hooks, in_thread, run_script
 
-from cumem_sleep import CuMemAllocator, CumemSleepError, InvalidState, _core
-from cumem_sleep.backups import limits as host_limits
+from cumem_sleep import CuMemAllocator, CumemSleepError, InvalidState, _core, host_facts
 from cumem_sleep.operations import prepare
 
 pytestmark = pytest.mark.sim
@@ -503,8 +502,8 @@ class TestGrowth:
 
         with monkeypatch.context() as patch:
             patch.setattr("cumem_sleep.digest.device.sums_of", lambda _content, first_chunk=0: (first_chunk, 0))
-            patch.setattr(host_limits, "cgroup_available_bytes", look)
-            patch.setattr(host_limits, "mem_available_bytes", lambda **_: None)
+            patch.setattr(host_facts, "cgroup_available_bytes", look)
+            patch.setattr(host_facts, "mem_available_bytes", lambda **_: None)
             patch.setattr(_core.HostBlock, "pinned", property(visited))
             if operation == "prepare":
                 preparation = allocator.prepare()

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from .. import _core
+from .. import _core, host_facts
 from ..errors import InvalidState
 from ..extents import Extent
 from ..report import BackupPlace
@@ -247,4 +247,4 @@ def _blocks(extents: Iterable[Extent]) -> list[_core.HostBlock]:
 
 def _default_prefault_threads() -> int:
     """Three quarters of the cores: with more, the thread that registers the touched pages would starve."""
-    return min(_MOST_PREFAULT_THREADS, max(1, limits.usable_cores() * 3 // 4))
+    return min(_MOST_PREFAULT_THREADS, max(1, host_facts.usable_cores() * 3 // 4))

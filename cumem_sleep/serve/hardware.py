@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from .. import host_facts
 
 _ASK_WITHIN_S = 30.0
 
@@ -55,26 +56,6 @@ def _gpu(words: Sequence[str]) -> Gpu:
 
 
 def host_available_bytes(root: Path = Path("/")) -> int | None:
-    """What the host can still give: the kernel's estimate, or what the container's limit leaves if that is less."""
-    found = [_meminfo(root, "MemAvailable"), _cgroup_bytes(root)]
+    """What the host can still give, or what the container's limit leaves if that is less."""
+    found = [host_facts.mem_available_bytes(root), host_facts.cgroup_available_bytes(root)]
     return min((each for each in found if each is not None), default=None)
-
-
-def _meminfo(root: Path, name: str) -> int | None:
-    with suppress(OSError, ValueError, IndexError):
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) << 10
-    return None
-
-
-def _cgroup_bytes(root: Path) -> int | None:
-    """What the container's limit leaves (cgroup v2); page cache can go, so it does not count."""
-    folder = root / "sys/fs/cgroup"
-    with suppress(OSError, ValueError):
-        limit = (folder / "memory.max").read_text().strip()
-        if limit != "max":
-            facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used = int((folder / "memory.current").read_text()) - int(facts.get("inactive_file", "0"))
-            return max(0, int(limit) - used)
-    return None

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from .. import __version__, _core
-from ..backups import limits as host_limits
+from .. import __version__, _core, host_facts
 
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-nightly")
 
@@ -127,7 +126,7 @@ def machine_facts(gpu: str, command: Sequence[str]) -> MachineFacts:
         gpu=gpu,
         driver="simulated" if simulated else machine.nvidia_driver(),
         cuda_driver_api=_core.driver_version() if _core.driver_is_open() else None,
-        cores=host_limits.usable_cores(),
+        cores=host_facts.usable_cores(),
         host_memory_bytes=machine.host_memory_bytes(),
         transparent_hugepage=transparent_hugepage,
         kernel=platform.release(),

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .. import sim
+from .. import host_facts, sim
 from ..allocator import CuMemAllocator
-from ..backups import limits as host_limits
 from ..driver import open_driver
 from ..errors import DriverError, InvalidState, format_bytes
 from ..settings import Settings
@@ -73,4 +72,4 @@ def enlarge_device(environment: Mapping[str, str]) -> None:
 
 def host_memory_left() -> dict[str, int | None]:
     """How much host memory each limit leaves for this process, in bytes; None if the limit does not bind."""
-    return {"MemAvailable": host_limits.mem_available_bytes(), "cgroup": host_limits.cgroup_available_bytes()}
+    return {"MemAvailable": host_facts.mem_available_bytes(), "cgroup": host_facts.cgroup_available_bytes()}

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..backups import limits
+from .. import host_facts
 from ..driver import open_driver
 from ..errors import counted, format_bytes
 from ..settings import Settings
@@ -105,7 +105,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
     open_driver(Settings.from_environment().driver)
     gpus = visible_gpus(options.gpus)
-    threads = min(_MOST_THREADS, max(1, limits.usable_cores() * 3 // 4))
+    threads = min(_MOST_THREADS, max(1, host_facts.usable_cores() * 3 // 4))
     path = options.socket or protocol.default_socket()
     with _metrics(options.metrics, path) as metrics:
         address = Address(path)
@@ -161,7 +161,7 @@ def _write_to_nobody() -> None:
 
 def room_bytes() -> int:
     """How much memory the host has left, by the kernel's estimate and the container's limit."""
-    limited = [limits.mem_available_bytes(), limits.cgroup_available_bytes()]
+    limited = [host_facts.mem_available_bytes(), host_facts.cgroup_available_bytes()]
     return min((each for each in limited if each is not None), default=1 << 62)
 
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 from support import MIB, PAGE, SIMULATED, Memory, quick_sums
 
-from cumem_sleep import CuMemAllocator
-from cumem_sleep.backups import limits as host_limits
+from cumem_sleep import CuMemAllocator, host_facts
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +15,7 @@ def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each page. And a busy machine is not to be taken for a device with work: then all is digested again."""
     monkeypatch.setattr(CuMemAllocator.tuning, "idle_s", 60.0)
     monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", MIB)
-    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
+    monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
     if SIMULATED:
         monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
 

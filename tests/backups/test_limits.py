@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cumem_sleep.backups import limits as host_limits
-from cumem_sleep.backups.limits import (
+from cumem_sleep import host_facts
+from cumem_sleep.host_facts import (
     cgroup_available_bytes,
     cgroup_limit_bytes,
     mem_available_bytes,
@@ -203,5 +203,5 @@ class TestMemlock:
     )
     def test_limit(self, monkeypatch: pytest.MonkeyPatch, soft: int, may_lock_any: bool, expected: int | None) -> None:
         monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, resource.RLIM_INFINITY))
-        monkeypatch.setattr(host_limits, "_may_lock_any_memory", lambda: may_lock_any)
+        monkeypatch.setattr(host_facts, "_may_lock_any_memory", lambda: may_lock_any)
         assert memlock_limit_bytes() == expected

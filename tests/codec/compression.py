@@ -11,8 +11,7 @@ import numpy.typing as npt
 import pytest
 from support import AWAKE, MIB, PAGE, bf16_weights, quick_sums
 
-from cumem_sleep import CuMemAllocator, _core, sim
-from cumem_sleep.backups import limits as host_limits
+from cumem_sleep import CuMemAllocator, _core, host_facts, sim
 from cumem_sleep.codec.exponent import Bytes, Code
 from cumem_sleep.codec.kernels import SimulatedKernels
 from cumem_sleep.codec.workbench import workbench_bytes
@@ -42,7 +41,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", PAGE)  # is decoded in a slot
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_extent_bytes", PAGE)
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)  # what it tells apart is not the question here
-    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
+    monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
 
 
 def bf16(nbytes: int, random: np.random.Generator) -> bytes:

@@ -8,8 +8,7 @@ import pytest
 from support import MIB, SIMULATED, free_everything, quick_sums, reset_simulation
 from world import World
 
-from cumem_sleep import CuMemAllocator
-from cumem_sleep.backups import limits as host_limits
+from cumem_sleep import CuMemAllocator, host_facts
 
 
 @pytest.fixture
@@ -17,7 +16,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     reset_simulation()
     monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", MIB)  # two blocks for each segment
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)  # what it tells apart is not the question here
-    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
+    monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
     current = World()
     yield current
     free_everything()
@@ -32,4 +31,4 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", MIB)
     if SIMULATED:
         monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
-    monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: None)
+    monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: None)

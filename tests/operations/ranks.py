@@ -18,8 +18,7 @@ from typing import Any
 
 from support import PAGE, fresh_allocator, quick_sums
 
-from cumem_sleep import CuMemAllocator, CumemSleepError, RankFailed, _core, sim
-from cumem_sleep.backups import limits as host_limits
+from cumem_sleep import CuMemAllocator, CumemSleepError, RankFailed, _core, host_facts, sim
 from cumem_sleep.digest import device as digest_device
 from cumem_sleep.ranks import mesh as mesh_module
 from cumem_sleep.ranks.decisions import Record
@@ -76,7 +75,7 @@ class _Worker:
 
     def __init__(self, link: Connection, rank: int, size: int, timeout_s: float, several_hosts: bool) -> None:
         digest_device.sums_of = quick_sums
-        host_limits.mem_available_bytes = lambda **_: None  # type: ignore[assignment]
+        host_facts.mem_available_bytes = lambda **_: None  # type: ignore[assignment]
         CuMemAllocator.tuning.slab_bytes = PAGE
         if several_hosts:
             mesh_module._host = lambda: f"host {rank}"

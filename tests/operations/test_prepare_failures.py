@@ -28,6 +28,7 @@ from cumem_sleep import (
     InvalidState,
     OutOfHostMemory,
     _core,
+    host_facts,
     sim,
 )
 from cumem_sleep.backups import limits as host_limits
@@ -73,9 +74,9 @@ class TestHostMemoryIsShort:
         contents = fill(allocator, memory, *TAGS)
         with monkeypatch.context() as patch:
             if limit == "cgroup":
-                patch.setattr(host_limits, "cgroup_available_bytes", lambda: short)
+                patch.setattr(host_facts, "cgroup_available_bytes", lambda: short)
             elif limit == "MemAvailable":
-                patch.setattr(host_limits, "mem_available_bytes", lambda enough=None: short)
+                patch.setattr(host_facts, "mem_available_bytes", lambda enough=None: short)
             with pytest.raises(OutOfHostMemory) as raised:
                 allocator.prepare()
         error = raised.value
@@ -125,7 +126,7 @@ class TestHostMemoryIsShort:
 
                 def shrink() -> None:
                     if stage == "cgroup":
-                        patch.setattr(host_limits, "cgroup_available_bytes", lambda: PAGE - 1)
+                        patch.setattr(host_facts, "cgroup_available_bytes", lambda: PAGE - 1)
                     else:  # of another sort: settings do not change, but other backups may fill the budget
                         limit = host_limits.HostLimit("budget", PAGE - 1)
                         patch.setattr(allocator._store, "limits", lambda needed=None: [limit])
@@ -265,7 +266,7 @@ class TestForeignErrorsAndPromisedMemory:
     ) -> None:
         contents = fill(allocator, memory, *TAGS)
         first, second = _core.segments()
-        monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: 2 * PAGE - 1)
+        monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: 2 * PAGE - 1)
         allocator._store.take([first], [first, second], {})
         with pytest.raises(OutOfHostMemory, match="MemAvailable"):
             allocator._store.take([second], [first, second], {})

@@ -9,8 +9,7 @@ import pytest
 from support import MIB, PAGE, assert_clean_exit, patch_touch, run_script
 from world import World, awake_with_backups
 
-from cumem_sleep import OutOfHostMemory, _core, sim
-from cumem_sleep.backups import limits as host_limits
+from cumem_sleep import OutOfHostMemory, _core, host_facts, sim
 from cumem_sleep.digest.device import DigestRun
 
 pytestmark = pytest.mark.sim
@@ -42,19 +41,19 @@ class TestHostMemoryIsShort:
     )
     def test_limits(self, world: World, monkeypatch: pytest.MonkeyPatch, function: str, limit: str) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(host_limits, function, lambda **_: 2 * PAGE - 1)
+            patch.setattr(host_facts, function, lambda **_: 2 * PAGE - 1)
             error = self._check_refused(world, limit)
             assert (error.needed_bytes, error.available_bytes) == (2 * PAGE, 2 * PAGE - 1)
         self._check_works(world)
 
     def test_limits_that_leave_just_enough(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(host_limits, "cgroup_available_bytes", lambda: 2 * PAGE)
-        monkeypatch.setattr(host_limits, "mem_available_bytes", lambda enough=None: 2 * PAGE)
+        monkeypatch.setattr(host_facts, "cgroup_available_bytes", lambda: 2 * PAGE)
+        monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: 2 * PAGE)
         self._check_works(world)
 
     def test_no_limit_applies_to_clean_segments(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         awake_with_backups(world)
-        monkeypatch.setattr(host_limits, "cgroup_available_bytes", lambda: 0)
+        monkeypatch.setattr(host_facts, "cgroup_available_bytes", lambda: 0)
         assert world.allocator.sleep().clean_bytes == 2 * PAGE
         world.wake()
 

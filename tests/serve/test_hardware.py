@@ -46,6 +46,8 @@ def test_a_containers_limit_counts_without_its_page_cache(tmp_path: Path) -> Non
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable: {64 << 20} kB\n")
     assert hardware.host_available_bytes(tmp_path) == 64 * GIB
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
     folder = tmp_path / "sys/fs/cgroup"
     folder.mkdir(parents=True)
     (folder / "memory.max").write_text("max\n")

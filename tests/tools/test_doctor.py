@@ -115,7 +115,7 @@ def test_cpu_affinity(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize(("usable", "status"), [(8, Status.OK), (4, Status.WARN)])
 def test_cores(usable: int, status: Status, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host.host_limits, "usable_cores", lambda _root: usable)
+    monkeypatch.setattr(host.host_facts, "usable_cores", lambda _root: usable)
     check = host.cores(machine(tmp_path))
     assert check.status is status
     assert f"{usable} usable" in check.found

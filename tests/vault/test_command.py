@@ -156,8 +156,8 @@ def test_systemd_is_told_when_it_serves(start_vault: Callable[..., RunningVault]
 
 
 def test_room_is_what_the_tightest_limit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.limits, "mem_available_bytes", lambda: 7)
-    monkeypatch.setattr(command.limits, "cgroup_available_bytes", lambda: None)
+    monkeypatch.setattr(command.host_facts, "mem_available_bytes", lambda: 7)
+    monkeypatch.setattr(command.host_facts, "cgroup_available_bytes", lambda: None)
     assert command.room_bytes() == 7
-    monkeypatch.setattr(command.limits, "cgroup_available_bytes", lambda: 5)
+    monkeypatch.setattr(command.host_facts, "cgroup_available_bytes", lambda: 5)
     assert command.room_bytes() == 5

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing
 
-from ... import _core
-from ...backups import limits as host_limits
+from ... import _core, host_facts
 
 _BLOCK_BYTES = 1 << 30
 _PIECE_BYTES = 64 << 20
@@ -31,7 +30,7 @@ def touch_host_memory(nbytes: int, numa_node: int = -1, progress: Callable[[int]
             stack.enter_context(closing(_core.HostBlock(min(_BLOCK_BYTES, nbytes - start), numa_node)))
             for start in range(0, nbytes, _BLOCK_BYTES)
         ]
-        pool = ThreadPoolExecutor(host_limits.usable_cores(), thread_name_prefix="cumem-sleep-touch")
+        pool = ThreadPoolExecutor(host_facts.usable_cores(), thread_name_prefix="cumem-sleep-touch")
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)  # before the blocks are closed, also after Ctrl-C
         pieces = {
             pool.submit(block.touch, start, size): size

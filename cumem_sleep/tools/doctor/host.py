@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ...backups import limits as host_limits
+from ... import host_facts
 from ...errors import format_bytes
 from ..machine import Machine
 from .report import Check, Status
@@ -15,7 +15,7 @@ _FAST_CORES = 8
 
 def memlock(_machine: Machine) -> Check:
     """For information only: the NVIDIA driver ignores this limit when it pins memory."""
-    limit = host_limits.memlock_limit_bytes()
+    limit = host_facts.memlock_limit_bytes()
     found = "unlimited" if limit is None else format_bytes(limit)
     return Check("memlock limit", Status.OK, f"{found} (the NVIDIA driver does not enforce it; measured with 580)")
 
@@ -23,17 +23,17 @@ def memlock(_machine: Machine) -> Check:
 def cgroup_memory(machine: Machine) -> Check:
     """What the tightest control group leaves for backups."""
     name = "cgroup memory"
-    left = host_limits.cgroup_available_bytes(machine.root)
+    left = host_facts.cgroup_available_bytes(machine.root)
     if left is None:
         return Check(name, Status.OK, "no limit")
-    limit = host_limits.cgroup_limit_bytes(machine.root) or left
+    limit = host_facts.cgroup_limit_bytes(machine.root) or left
     return _host_memory(name, left, f"{format_bytes(left)} left of {format_bytes(limit)}")
 
 
 def available_memory(machine: Machine) -> Check:
     """What can be allocated without swapping, by the kernel's own estimate."""
     name = "MemAvailable"
-    available = host_limits.mem_available_bytes(machine.root)
+    available = host_facts.mem_available_bytes(machine.root)
     if available is None:
         return Check(name, Status.WARN, f"could not be checked: {machine.root / 'proc/meminfo'} does not say")
     return _host_memory(name, available, format_bytes(available))
@@ -79,7 +79,7 @@ def vault_pages(machine: Machine) -> Check:
 
 def cores(machine: Machine) -> Check:
     """Whether there are enough cores to prefault new host memory ahead of the copies."""
-    usable = host_limits.usable_cores(machine.root)
+    usable = host_facts.usable_cores(machine.root)
     if usable >= _FAST_CORES:
         return Check("cores", Status.OK, f"{usable} usable")
     advice = (

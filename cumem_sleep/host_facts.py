@@ -1,0 +1,127 @@
+"""What the system says of the host's memory and cores, and of what this process may use of them."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+_KERNEL_SHARE = 0.05  # at most: of 128 GiB an idle guest kernel kept 1.7 %
+_CGROUP_V1_UNLIMITED = 1 << 60  # v1 writes "no limit" as a number near 2^63
+
+
+def mem_available_bytes(root: Path = Path("/"), enough: int | None = None) -> int | None:
+    """What can be taken without swapping: the kernel's own estimate, plus memory that it does not count yet.
+
+    The latter takes some milliseconds to find out, so it is left out if the former is `enough`. Some virtual machines
+    add memory as it is used, so `MemTotal` starts far below the real size. The kernel's online memory blocks give the
+    real size; usually they exceed `MemTotal` by the few per cent that the kernel keeps for itself.
+    """
+    meminfo = _meminfo(root)
+    available, total = meminfo.get("MemAvailable"), meminfo.get("MemTotal")
+    if available is None or total is None or (enough is not None and available >= enough):
+        return available
+    uncounted = int(_online_bytes(root) * (1 - _KERNEL_SHARE)) - total
+    return available + max(0, uncounted)
+
+
+def cgroup_limit_bytes(root: Path = Path("/")) -> int | None:
+    """The tightest memory limit of a control group (v1 or v2) above this process; None without one."""
+    limits = (_number(directory / limit_file) for directory, limit_file, _ in _cgroup_directories(root))
+    return min((limit for limit in limits if limit is not None and limit < _CGROUP_V1_UNLIMITED), default=None)
+
+
+def cgroup_available_bytes(root: Path = Path("/")) -> int | None:
+    """What the tightest memory control group (v1 or v2) above this process leaves; None without a limit.
+
+    Page cache that the kernel can drop at once (`inactive_file`) counts as available, as the kernel itself sees it.
+    """
+    left = []
+    for directory, limit_file, usage_file in _cgroup_directories(root):
+        limit, usage = _number(directory / limit_file), _number(directory / usage_file)
+        if limit is None or usage is None or limit >= _CGROUP_V1_UNLIMITED:
+            continue
+        stat = dict(line.split(maxsplit=1) for line in _text(directory / "memory.stat").splitlines() if " " in line)
+        droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
+        left.append(max(0, limit - max(0, usage - droppable)))
+    return min(left, default=None)
+
+
+def memlock_limit_bytes() -> int | None:
+    """RLIMIT_MEMLOCK; None if it does not bind: it is unlimited, or the process has CAP_IPC_LOCK."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY or _may_lock_any_memory() else soft
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use, given its CPU affinity and its control group's quota; at least 1."""
+    cores = len(os.sched_getaffinity(0))
+    for directory in _cgroup_ancestry(root, "cpu"):
+        quota, _, period = _text(directory / "cpu.max").partition(" ")
+        if not period:
+            quota, period = _text(directory / "cpu.cfs_quota_us"), _text(directory / "cpu.cfs_period_us")
+        if quota.strip().isdecimal() and period.strip().isdecimal() and int(period):
+            cores = min(cores, -(-int(quota) // int(period)))
+    return max(1, cores)
+
+
+def _may_lock_any_memory() -> bool:
+    for line in _text(Path("/proc/self/status")).splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> 14 & 1)  # CAP_IPC_LOCK
+    return False
+
+
+def _online_bytes(root: Path) -> int:
+    blocks = root / "sys/devices/system/memory"
+    size = _text(blocks / "block_size_bytes").strip()
+    online = sum(_text(state).strip() == "online" for state in blocks.glob("memory[0-9]*/state"))
+    return online * int(size, 16) if size else 0
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    values = {}
+    for line in _text(root / "proc/meminfo").splitlines():
+        name, _, rest = line.partition(":")
+        number = rest.split()
+        if number and number[0].isdecimal():
+            values[name] = int(number[0]) * (1024 if number[1:] == ["kB"] else 1)
+    return values
+
+
+def _cgroup_directories(root: Path) -> list[tuple[Path, str, str]]:
+    unified = [(path, "memory.max", "memory.current") for path in _cgroup_ancestry(root, "")]
+    legacy = [(path, "memory.limit_in_bytes", "memory.usage_in_bytes") for path in _cgroup_ancestry(root, "memory")]
+    return unified + legacy
+
+
+def _cgroup_ancestry(root: Path, controller: str) -> list[Path]:
+    """The directories of this process's group and of all above it, for one v1 controller ("" is v2)."""
+    mount = root / "sys/fs/cgroup"
+    found: list[Path] = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = [*line.split(":", 2), "", "", ""][:3]
+        if controller == "cpu" and number == "0" and not controllers:
+            base = mount  # v2 has every controller in one tree
+        elif controller in controllers.split(",") and (controller or number == "0"):
+            base = mount / controller if controller else mount
+        else:
+            continue
+        # Inside a container the path may lie outside of what is mounted: then the mount itself is the group.
+        group = base / path.strip("/")
+        while group != base and not group.is_dir():
+            group = group.parent
+        found += [group, *(parent for parent in group.parents if base in (parent, *parent.parents))]
+    return found
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
