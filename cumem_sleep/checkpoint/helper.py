@@ -50,13 +50,14 @@ class Target:
         Returns:
             By GPU, how many bytes that freed (`freed_bytes`), and how many are free now (`free_bytes`).
         """
-        before = free_bytes(self._pid, uuids)
         with self._timed("lock"):
             _core.lock_process(self._pid, lock_timeout_s)
         try:
+            # As late as can be: what other processes take or give back until `after` is counted, too.
+            before = free_bytes(self._pid, uuids)
             with self._timed("checkpoint"):
                 _core.checkpoint_process(self._pid)
-        except DriverError:
+        except (DriverError, OSError):
             if _core.process_state(self._pid) == _State.LOCKED:
                 _core.unlock_process(self._pid)
             raise

@@ -107,7 +107,8 @@ class DeepSleep:
             try:
                 deepen()
             except CumemSleepError as error:
-                log.error("this process did not go from level 1 to level 3: %s", error)
+                if not timer.asked_to_stop:  # else that is why
+                    log.error("this process did not go from level 1 to level 3: %s", error)
 
         self._timer = timer
         timer.start(wait)

@@ -158,6 +158,8 @@ def sleep(self: Any, level: int = 1, **kwargs: Any) -> Any:
 
     The worker never hears of level 3: it asks CUDA for free memory at the end, and before 0.33 takes 3 for 2.
     """
+    if _core.driver_calls_suspended():  # all sleeps, though vLLM may not know, and the worker would ask CUDA
+        return None
     worker = deep_worker.of(self)
     own_level = 1 if is_deep(level) else level
     try:
@@ -184,6 +186,8 @@ def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def discard(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's own."""
+    if _core.driver_calls_suspended():
+        return None
     worker = deep_worker.of(self)
     return engine_group.told_once(worker, partial(worker.discard, *args, **kwargs))
 

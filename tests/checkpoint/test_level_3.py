@@ -330,6 +330,21 @@ class TestByItself:
         allocator.wake_up()
         assert_no_threads("cumem-deepen")
 
+    def test_not_once_it_was_told_to_stay(
+        self, make_allocator: Callable[..., CuMemAllocator], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """While it waited for an operation: that is no failure."""
+        allocator = make_allocator(deep_after_s=60)
+        allocator.malloc(PAGE, "weights")
+        with allocator._lock.hold():
+            began = threading.Event()
+            allocator._deep.after(0.0, lambda: (began.set(), allocator.deepen()))
+            began.wait()
+            allocator._deep.stop()
+        assert_no_threads("cumem-deepen")
+        assert allocator.checkpoint is None
+        assert "did not go" not in caplog.text
+
     def test_not_while_some_is_awake(self, make_allocator: Callable[..., CuMemAllocator]) -> None:
         allocator = make_allocator(deep_after_s=0.1)
         allocator.malloc(PAGE, "weights")

@@ -153,6 +153,19 @@ class TestSleepsAndWakes:
         assert not executor.is_sleeping
         assert nobody_waited()
 
+    def test_again_though_vllm_takes_it_for_awake(self, executor: Any, contents: Contents, worker: Any) -> None:
+        """As after a call that timed out. VLLM's worker asks CUDA first, which would wait."""
+        executor.sleep(level=3)
+        asked: list[str] = []
+        worker.sleep = lambda **_: asked.append("sleep")
+        worker.discard = lambda *_: asked.append("discard")
+        for level in (1, 2, 3):
+            executor.driver_worker.sleep(level)
+        executor.driver_worker.discard(("weights",))
+        assert (asked, is_deep()) == ([], True)
+        executor.wake_up()
+        assert contents.is_there("weights")
+
     def test_the_backend_itself_stays_at_level_1(self, plugged: Stock, outside: int) -> None:
         """The worker calls CUDA after it."""
         factory = compatibility._backend_factory()
