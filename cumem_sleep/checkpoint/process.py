@@ -19,7 +19,10 @@ from typing import IO, Any
 from .. import _core
 from ..errors import CheckpointFailed, CumemSleepError, OutOfDeviceMemory
 
-# How long threads of this process, and work on the GPU, may take to leave the driver alone.
+# How long calls of this process may take to leave the driver. Not long: one of them may wait for the operation that
+# waits here, and other calls fail meanwhile.
+_CALLS_END_WITHIN_S = 2.0
+# How long work on the GPU, and calls of other libraries, may take.
 _LOCK_WITHIN_S = 10.0
 # A checkpoint copies everything that is left, and writes down what is pinned: 2.3 s for 61 GiB of it.
 _ANSWER_WITHIN_S = 180.0
@@ -133,8 +136,8 @@ class ProcessCheckpoint:
             helper = self._ready_helper()
         except _HelperLost as error:
             raise Refused(str(error)) from None
-        if not _core.suspend_driver_calls(_LOCK_WITHIN_S):
-            raise Refused(f"other threads of this process called CUDA for longer than {_LOCK_WITHIN_S:.0f} s")
+        if not _core.suspend_driver_calls(_CALLS_END_WITHIN_S):
+            raise Refused(f"other threads of this process called CUDA for longer than {_CALLS_END_WITHIN_S:.0f} s")
         try:
             last_check()
         except Refused:

@@ -422,7 +422,7 @@ class TestRefused:
     def test_a_thread_that_stays_in_the_driver(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(process, "_LOCK_WITHIN_S", 0.05)
+        monkeypatch.setattr(process, "_CALLS_END_WITHIN_S", 0.05)
         inside, leave = threading.Event(), threading.Event()
 
         def stay() -> None:
