@@ -315,7 +315,7 @@ class TestLock:
     def test_meanwhile_new_calls_wait(self, helper: Helper, target: Target) -> None:
         target.ask("worker.keep_busy()")
         target.ask("worker.begin_when_locked('cuMemGetInfo', 0, 0)")
-        assert helper("Lock", target.pid, timeout_ms=500) == NOT_READY
+        assert helper("Lock", target.pid, timeout_ms=2000) == NOT_READY
         assert target.ask("worker.result()")[0] == "cuMemGetInfo"
         assert target.ask("sim.stats().blocked_calls") > 0
 
