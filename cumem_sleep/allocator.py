@@ -266,8 +266,7 @@ class CuMemAllocator:
             tag, backup = _core.thread_tag(), _core.thread_backup()
         else:
             tag, backup = checked_tag(tag), _core.Backup.BY_LEVEL
-        with self.using_cuda():
-            allocation = _allocated(self._layer.left, nbytes, tag, device, backup)
+        allocation = self._on_the_gpu(partial(_allocated, self._layer.left, nbytes, tag, device, backup))
         (self._used_tags if backup == _core.Backup.BY_LEVEL else self._region_tags).add(tag)
         return allocation.handed_out  # no call after this, nor signal: the address may be lost
 
@@ -283,8 +282,7 @@ class CuMemAllocator:
         if address >= 1 << 64:
             raise InvalidState(f"0x{address:x} is not an address: more than 64 bits")
         self._open()
-        with self.using_cuda():
-            _core.free(address)
+        self._on_the_gpu(partial(_core.free, address))
         self._after_a_free()
 
     # Sleeping and waking
@@ -736,6 +734,14 @@ class CuMemAllocator:
         """If the process sleeps at level 3, it is at level 1 afterwards."""
         if self._deep.is_away:
             self._with_lock_held("coming back from level 3", lambda: None)
+
+    def _on_the_gpu(self, work: Callable[[], _Result]) -> _Result:
+        """The result of `work`, as in `using_cuda`. But that is a generator, in which signal handlers may raise."""
+        while True:
+            self._come_back()
+            with _core.DriverCalls() as allowed:
+                if allowed:
+                    return work()
 
     def _clear_store(self) -> None:
         with self._lock.hold():

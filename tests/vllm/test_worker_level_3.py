@@ -78,6 +78,7 @@ def executor(outside: int, worker: Any, plugged: Stock) -> Any:
         executor.is_sleeping = False
     executor.driver_worker = plugged.wrapper.__new__(plugged.wrapper)
     executor.driver_worker.worker = worker
+    executor.driver_worker._worker_extension_cls = None  # as its constructor does from 0.33 on
     return executor
 
 
