@@ -151,7 +151,8 @@ class ProcessCheckpoint:
             answer = {"detail": str(error), "state": "not known"}
         if answer["state"] != "CHECKPOINTED" or "freed_bytes" not in answer:
             reason = _reason(answer)
-            if answer["state"] != "RUNNING":
+            # Where the lock was refused, somebody else has it, and is to give it back.
+            if answer["state"] != "RUNNING" and answer.get("call") != "cuCheckpointProcessLock":
                 self._bring_back({}, f"a checkpoint that failed ({reason})")
             _core.resume_driver_calls()
             raise Refused(reason)

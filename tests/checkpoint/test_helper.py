@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from support import PAGE, Memory, assert_clean_exit, run_script
 
+import cumem_sleep
 from cumem_sleep import CheckpointFailed, CuMemAllocator, DriverError, OutOfDeviceMemory, _core, sim
 from cumem_sleep.checkpoint import process
 from cumem_sleep.checkpoint.process import THIS_PROCESS
@@ -308,6 +310,47 @@ class TestExit:
         )
         assert process.stdout == "True\n", process.stderr
         assert_clean_exit(process)
+
+
+OTHER_TOOL = """
+import sys, time
+from cumem_sleep import _core
+pid = int(sys.argv[1])
+_core.open_driver(sys.argv[2])
+_core.lock_process(pid, 30.0)
+print("locked", flush=True)
+time.sleep(1.5)
+_core.unlock_process(pid)
+"""
+
+
+def test_another_tool_has_locked_the_process(
+    allocator: CuMemAllocator, memory: Memory, weights: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has locked is not unlocked: it counts on that."""
+    package_root = str(pathlib.Path(cumem_sleep.__path__[0]).parent)
+    tools: list[subprocess.Popen[str]] = []
+    ask = process._Helper.ask
+
+    def after_another(self: process._Helper, request: Mapping[str, Any]) -> dict[str, Any]:
+        if not tools:
+            command = [sys.executable, "-c", OTHER_TOOL, str(os.getpid()), str(_core.driver_path())]
+            environment = {**os.environ, "PYTHONPATH": package_root}
+            tools.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+            assert tools[0].stdout is not None
+            assert tools[0].stdout.readline() == "locked\n"
+        return ask(self, request)
+
+    monkeypatch.setattr(process._Helper, "ask", after_another)
+    report = allocator.sleep(level=3)  # goes on when the other tool has unlocked
+    assert "cuCheckpointProcessLock failed with CUDA_ERROR_ILLEGAL_STATE" in report.why_not_deeper
+    with tools[0]:
+        assert tools[0].wait(30) == 0, "it could unlock itself"
+    assert not _core.driver_calls_suspended()
+    allocator.sleep(level=3)
+    assert allocator.checkpoint is not None
+    allocator.wake_up()
+    assert memory.read(weights, PAGE) == BYTES
 
 
 @pytest.mark.usefixtures("weights")
