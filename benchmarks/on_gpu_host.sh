@@ -3,7 +3,8 @@
 #   benchmarks/on_gpu_host.sh OUT PART...
 #
 # The suite, and the memory layer alone (seconds on an H200 in brackets; those marked ~ are estimates):
-#   tests [560]  or its halves tests_1, tests_2;  vault_tests [~150] belongs to it;  sanitizer [240]
+#   tests [400]  or its halves tests_1, tests_2;  vault_tests [15] belongs to it;  sanitizer [240]
+#   tests_1+tests_2 two_gpu_tests [~250]  the same on two GPUs at once
 #   bench [100]  small [60]  beside [120]  decoder [100]  compressed [280]  codec [200]  host_memory [120]  prepare [90]
 #   peers [500]  needs .gpu/peers.tar.xz (benchmarks/peers_bundle.py)
 #   vault [~300]  vault_small [~80]  vault_kills [~100]  checkpoints [~120]  level_3 [~100]
@@ -14,8 +15,12 @@
 #
 # What is in .gpu may come in several calls to one machine: each call unpacks what it finds, once. Other things in .gpu:
 # switching.json, to which both parts of that benchmark add; checkpoint.safetensors, real weights for `compressed` and
-# `codec`; base.tar.gz, an earlier commit for `beside`; saver/, the `test` folder of torch_memory_saver's repository and its
+# `codec`; base/, a wheel of an earlier commit for `beside`; saver/, the `test` folder of torch_memory_saver's repository and its
 # wheel, for the parts of that name.
+#
+# Parts joined by + run at the same time, the first on GPU 0, the second on GPU 1: for what tests and for what takes no
+# more than its own GPU's link. A wheel in .gpu/wheel/HASH/ is installed instead of a build if it is of these sources
+# (the first line printed names HASH).
 #
 # Runs of the suite leave their output in OUT/tests*.txt, with the commit that $COMMIT names (a copy of the tree does not
 # know it), measurements their raw JSON, and all logs are in OUT/logs.tar.gz. A call of a lent machine may be short: $LIMIT_S
@@ -30,10 +35,13 @@ mkdir -p "$out/logs" "$site" "$vllm_site"
 plain_path=$site:$PWD/benchmarks
 export PYTHONPATH=$plain_path PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 # Once for each state of the sources.
-sources=$(find csrc cumem_sleep setup.py pyproject.toml -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum | sha256sum)
-built=$site/.built-${sources:0:16}
+sources=$(find csrc cumem_sleep setup.py pyproject.toml -type f ! -name '*.pyc' ! -name '*.so' -print0 | LC_ALL=C sort -z |
+    xargs -0 sha256sum | sha256sum | cut -c 1-16)
+echo "== sources $sources"
+built=$site/.built-$sources
 if [ ! -f "$built" ]; then
-    python3 -m pip install --no-build-isolation --no-deps -q --upgrade --target "$site" . || exit 1
+    carried=$(find ".gpu/wheel/$sources" -name '*.whl' 2>/dev/null | head -n 1)
+    python3 -m pip install --no-build-isolation --no-deps -q --upgrade --target "$site" "${carried:-.}" || exit 1
     touch "$built"
 fi
 echo "== built after ${SECONDS} s"
@@ -84,6 +92,12 @@ in_processes=(tests/gpu tests/tools/test_bench.py tests/tools/test_cli.py tests/
 
 # What starts vaults, each with a context of its own.
 with_vaults=(tests/vault tests/backups/test_tiers.py)
+# What skips itself on one GPU.
+of_two_gpus=(
+    tests/operations/test_devices.py
+    tests/gpu/test_torch.py::test_{two_devices_sleep_together,peers_keep_their_access}
+    tests/gpu/test_torch_compress.py::test_two_devices
+)
 # Speaks HTTP and reaches no GPU, with packages that such a host may lack.
 without_gpu=(tests/serve)
 
@@ -141,11 +155,11 @@ switching() {
     cp /tmp/switching/switching.* "$out" && return "$result"
 }
 
-for what in "$@"; do
-    echo "== $what"
-    case $what in
+part() {
+    case $1 in
     tests) suite tests "${with_vaults[@]/#/--ignore=}" "${without_gpu[@]/#/--ignore=}" ;;
     vault_tests) suite vault_tests "${with_vaults[@]}" ;;
+    two_gpu_tests) suite two_gpu_tests "${of_two_gpus[@]}" ;;
     tests_1) suite tests_1 "${in_processes[@]}" ;;
     tests_2) suite tests_2 "${in_processes[@]/#/--ignore=}" "${with_vaults[@]/#/--ignore=}" "${without_gpu[@]/#/--ignore=}" ;;
     sanitizer)
@@ -160,15 +174,16 @@ for what in "$@"; do
     decoder) timeout 200 python3 benchmarks/decoder.py --out "$out/decoder.json" --checkpoint /tmp/qwen3-8b ;;
     bench) timeout 280 python3 -m cumem_sleep bench --weights 62488MiB --kv 54.63GiB --json >"$out/bench.json" ;;
     beside)
-        # Today's bench and that of .gpu/base.tar.gz (`git archive` of an earlier commit), in turns: one machine, one hour.
-        mkdir -p /tmp/base && tar xzf .gpu/base.tar.gz -C /tmp/base || exit 1
-        (cd /tmp/base && python3 -m pip install --no-build-isolation --no-deps -q --upgrade --target /tmp/base_site .) || exit 1
+        local turn site failed=0
+        # Today's bench and that of an earlier commit, in turns: one machine, one hour.
+        python3 -m pip install --no-index --no-deps -q --upgrade --target /tmp/base_site .gpu/base/*.whl || return 1
         for turn in 1 2; do
             for site in base_site site; do
                 PYTHONPATH=/tmp/$site timeout 60 python3 -m cumem_sleep bench --rounds 1 --weights 16GiB --kv 12GiB \
-                    --json >"$out/bench_$site.$turn.json" || status=1
+                    --json >"$out/bench_$site.$turn.json" || failed=1
             done
         done
+        return "$failed"
         ;;
     vault)
         with_vllm || echo "vLLM's own layer is not measured"
@@ -198,7 +213,7 @@ for what in "$@"; do
     prepare) timeout 200 python3 benchmarks/prepare_cost.py --out "$out/prepare_cost.json" ;;
     peers)
         # After --deadline seconds no process is started that would end later; a minute on, none is left.
-        if [ -f .gpu/peers.tar.xz ]; then tar xJf .gpu/peers.tar.xz -C "$site" || exit 1; fi
+        if [ -f .gpu/peers.tar.xz ]; then tar xJf .gpu/peers.tar.xz -C "$site" || return 1; fi
         timeout -k 10 580 python3 -m pytest -p no:cacheprovider benchmarks/test_peers.py --deadline=450 \
             --benchmark-json="$out/peers.json" 2>&1 | tee "$out/peers.txt"
         ;;
@@ -232,6 +247,32 @@ for what in "$@"; do
     switching) switching ;;
     switching_fp8) switching --fp8 --ways vllm,level1 ;;
     *) echo "unknown: $what" && false ;;
-    esac || status=1
+    esac
+}
+
+# Each on a GPU of its own; their output follows when all have ended.
+at_once() {
+    local gpu=0 name running=() failed=0
+    for name in "$@"; do
+        CUDA_VISIBLE_DEVICES=$gpu part "$name" >"$out/logs/$name.txt" 2>&1 &
+        running+=($!)
+        gpu=$((gpu + 1))
+    done
+    for gpu in "${!running[@]}"; do
+        wait "${running[$gpu]}" || failed=1
+        echo "-- ${*:gpu+1:1}"
+        tail -n "${TAIL_LINES:-40}" "$out/logs/${*:gpu+1:1}.txt"
+    done
+    return "$failed"
+}
+
+for what in "$@"; do
+    echo "== $what, after ${SECONDS} s"
+    if [[ $what == *+* ]]; then
+        IFS=+ read -ra names <<<"$what"
+        at_once "${names[@]}" || status=1
+    else
+        part "$what" || status=1
+    fi
 done
 exit $status

@@ -58,6 +58,38 @@ def test_it_builds_once_for_each_state_of_the_sources(host: pathlib.Path) -> Non
     assert status == 1
 
 
+def test_it_installs_a_wheel_of_these_sources_and_of_no_others(host: pathlib.Path) -> None:
+    _, said, calls = run(host)
+    assert calls[-1].endswith(" .")
+    (sources,) = (line.split()[-1] for line in said.splitlines() if line.startswith("== sources"))
+    wheel = host / "checkout" / ".gpu" / "wheel" / sources / "cumem_sleep-1-any.whl"
+    wheel.parent.mkdir(parents=True)
+    wheel.touch()
+    assert run(host, SITE=str(host / "other"))[2][-1].endswith(f" .gpu/wheel/{sources}/{wheel.name}")
+    (host / "checkout" / "csrc" / "a.cpp").write_text("changed")
+    assert run(host, SITE=str(host / "third"))[2][-1].endswith(" .")
+
+
+def test_joined_parts_run_each_on_a_gpu_of_its_own_and_none_loses_the_other(host: pathlib.Path) -> None:
+    """Each of the two waits for the other to begin."""
+    (host / "bin" / "python3").write_text(
+        '#!/bin/bash\ncase "$1" in *.py) ;; *) exit 0 ;; esac\n'
+        'echo "GPU $CUDA_VISIBLE_DEVICES"; echo "$1 $CUDA_VISIBLE_DEVICES" >>"$CALLS"\n'
+        'until [ "$(wc -l <"$CALLS")" = 2 ]; do sleep 0.05; done\n'
+        'case "$1" in *"$FAILS"*) exit 1 ;; esac\n'
+    )
+    status, said, calls = run(host, "vault_kills+checkpoints")
+    assert (status, sorted(calls)) == (0, ["benchmarks/checkpoint_behaviour.py 1", "benchmarks/vault_kills.py 0"])
+    assert [line for line in said.splitlines() if line.startswith(("--", "GPU"))] == [
+        *("-- vault_kills", "GPU 0"),
+        *("-- checkpoints", "GPU 1"),
+    ]
+    for fails in ("kills", "checkpoint"):
+        status, said, calls = run(host, "vault_kills+checkpoints", fails=fails)
+        assert (status, len(calls)) == (1, 2)
+        assert said.count("GPU") == 2
+
+
 def test_what_is_carried_in_several_calls_is_unpacked_once_each(host: pathlib.Path) -> None:
     for part in ("1", "2"):
         folder = host / "checkout" / ".gpu" / part
