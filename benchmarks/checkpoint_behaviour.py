@@ -6,7 +6,8 @@ Each question starts a process that sleeps at level 1, and checkpoints it from o
 
 - `memory`: free memory of the GPU, and host memory of the process, after each step; what NVML says of the process.
 - `illegal`: what each call answers in each state, and the state after it.
-- `restore_without_memory`: a restore while another process has taken the GPU's memory; and again when that is gone.
+- `restore_without_memory`: restores while another process has left a little less free memory than the checkpoint freed,
+  or a little more; and again when that is gone, by the process that failed and by another one.
 - `calls_while_locked`: which calls of a locked process return, and which wait.
 - `lock_beside_work`: a lock with a timeout while a kernel runs, and after it.
 - `ended_while_checkpointed`: by SIGTERM and by SIGKILL; when its memory is free again.
@@ -157,28 +158,56 @@ def illegal() -> dict[str, Any]:
 
 
 def restore_without_memory() -> dict[str, Any]:
-    with target() as process:
-        for step in ("lock", "checkpoint"):
-            do(step, process.pid)
-        with _full(process) as left_mib:
-            found: dict[str, Any] = {"free_mib": left_mib, "full": do("restore", process.pid)}
-        found["room again"] = do("restore", process.pid)
-        found["unlock"] = do("unlock", process.pid)
-        if found["unlock"]["state"] == "RUNNING":
-            found["bytes are right"] = process.ask("wake")["right"]
-        return found
+    tries = []
+    for spare_mib, again_by in SPARE_MIB:
+        with target() as process:
+            asleep_mib = process.free_mib()
+            for step in ("lock", "checkpoint"):
+                do(step, process.pid)
+            freed_mib = process.free_mib() - asleep_mib
+            facts: dict[str, Any] = {"freed_mib": freed_mib}
+            with _full(process, freed_mib + spare_mib) as free_mib:
+                facts |= {"free_mib": free_mib, "full": do("restore", process.pid)}
+            for who in again_by:
+                if state(process.pid) == "CHECKPOINTED":
+                    facts[f"room again, {who}"] = (do if who == "same process" else _do_elsewhere)(
+                        "restore", process.pid
+                    )
+            facts["unlock"] = do("unlock", process.pid)
+            if facts["unlock"]["state"] == "RUNNING":
+                facts["bytes are right"] = process.ask("wake")["right"]
+            tries.append({"more than it freed, mib": spare_mib, **facts})
+    return {"tries": tries}
+
+
+# By how much more is free than the checkpoint freed, and who tries again if that was too little.
+SPARE_MIB = (
+    (-100, ("another process", "same process")),
+    (-100, ("same process", "another process")),
+    (-12, ("another process", "a third process")),
+    (4, ("another process",)),
+    (36, ("another process",)),
+)
+
+
+def _do_elsewhere(step: str, pid: int) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, __file__, "--do", step, str(pid)], capture_output=True, text=True, check=True
+    )
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 @contextlib.contextmanager
-def _full(process: Target) -> Iterator[int]:
-    """Another process has taken all memory but a little."""
+def _full(process: Target, left_mib: int) -> Iterator[int]:
+    """Another process has taken all memory but so much."""
     if SIMULATED:  # simulated devices belong to one process
         process.ask("shrink")
         yield process.free_mib()
         process.ask("grow")
         return
     hog = subprocess.Popen(
-        [sys.executable, __file__, "--hog"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, "--hog", str(left_mib)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert hog.stdout is not None
     hog.stdout.readline()
@@ -319,21 +348,25 @@ def _calls() -> dict[str, Callable[[], object]]:
     return calls
 
 
-def hog() -> None:
-    """All of the GPU's memory but 64 MiB, until it is killed."""
+def hog(left_mib: int) -> None:
+    """All of the GPU's memory but so much, until it is killed."""
     import torch
 
-    free, _ = torch.cuda.mem_get_info()
-    kept = torch.empty(max(0, free - 64 * MIB), dtype=torch.uint8, device="cuda")
-    print(kept.numel(), flush=True)
+    kept = []
+    while (free := torch.cuda.mem_get_info()[0] - left_mib * MIB) >= 2 * MIB:
+        kept.append(torch.empty(free // (2 * MIB) * 2 * MIB, dtype=torch.uint8, device="cuda"))
+    print(len(kept), flush=True)
     sys.stdin.read()
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--target"]:
         serve()
-    elif sys.argv[1:] == ["--hog"]:
-        hog()
+    elif sys.argv[1:2] == ["--hog"]:
+        hog(int(sys.argv[2]))
+    elif sys.argv[1:2] == ["--do"]:
+        _core.open_driver(driver_path("sim" if SIMULATED else "cuda"))
+        print(json.dumps(do(sys.argv[2], int(sys.argv[3]))))
     else:
         questions = (
             *(memory, illegal, restore_without_memory, calls_while_locked, lock_beside_work),

@@ -7,7 +7,7 @@
 #   tests_1+tests_2 two_gpu_tests [~250]  the same on two GPUs at once
 #   bench [100]  small [60]  beside [120]  decoder [100]  compressed [280]  codec [200]  host_memory [120]  prepare [90]
 #   peers [500]  needs .gpu/peers.tar.xz (benchmarks/peers_bundle.py)
-#   vault [~300]  vault_small [~80]  vault_kills [~100]  checkpoints [~120]  level_3 [~100]
+#   vault [~300]  vault_small [~80]  vault_kills [140]  checkpoints [100]  restores [~60]  level_3 [25]  first_sleeps [~60]
 #   saver [~420]  saver_30 [~150]  saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]  models [~360]
@@ -185,6 +185,10 @@ part() {
         done
         return "$failed"
         ;;
+    first_sleeps)
+        python3 -m pip install --no-index --no-deps -q --upgrade --target /tmp/base_site .gpu/base/*.whl || return 1
+        limited 120 python3 benchmarks/first_sleeps.py --sites /tmp/base_site "$site" --out "$out/first_sleeps.json"
+        ;;
     vault)
         with_vllm || echo "vLLM's own layer is not measured"
         # shellcheck disable=SC2086 # several words
@@ -193,6 +197,9 @@ part() {
     vault_small) limited 150 python3 benchmarks/vault.py --out "$out/vault_small.json" --scale 8 --deadline "$(left 140)" ;;
     vault_kills) limited 240 python3 benchmarks/vault_kills.py --out "$out/vault_kills.json" --deadline "$(left 220)" ;;
     checkpoints) limited 240 python3 benchmarks/checkpoint_behaviour.py --out "$out/checkpoint_behaviour.json" ;;
+    restores)
+        limited 120 python3 benchmarks/checkpoint_behaviour.py --out "$out/restores.json" --questions restore_without_memory
+        ;;
     level_3) limited 200 python3 -m cumem_sleep bench --level 3 --weights 30GiB --kv 30GiB --json >"$out/bench_level_3.json" ;;
     saver)
         with_saver && limited 570 python3 benchmarks/torch_memory_saver_beside.py --out "$out/saver.json" --theirs "$theirs" \

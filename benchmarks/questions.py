@@ -20,6 +20,7 @@ def main(doc: str, questions: Mapping[str, Callable[[], Any]], timeout_s: float)
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the raw result goes (JSON)")
     parser.add_argument("--only", choices=questions, help="answer this question, on standard output")
+    parser.add_argument("--questions", nargs="+", choices=questions, default=list(questions), help="these only")
     arguments = parser.parse_args()
     if arguments.only:
         print(json.dumps(questions[arguments.only]()))
@@ -27,7 +28,7 @@ def main(doc: str, questions: Mapping[str, Callable[[], Any]], timeout_s: float)
     if arguments.out is None:
         parser.error("--out is wanted")
     answers: dict[str, Any] = {}
-    for name in questions:
+    for name in arguments.questions:
         answers[name] = answer(name, timeout_s)
         print(name, json.dumps(answers[name])[:PRINTED], flush=True)
         write(arguments.out, answers)

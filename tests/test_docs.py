@@ -116,7 +116,8 @@ def test_snippets_are_found() -> None:
 )
 def test_snippets_run(snippet: Snippet, tmp_path: pathlib.Path) -> None:
     if "cumem-sleep serve" in snippet.text:
-        pytest.importorskip("yaml", reason="needs the packages of serve: pip install '.[serve]'")
+        for module in ("pydantic", "yaml"):
+            pytest.importorskip(module, reason="needs the packages of serve: pip install '.[serve]'")
     command = tmp_path / "bin" / "cumem-sleep"  # of this very package, wherever it is installed
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m cumem_sleep "$@"\n')

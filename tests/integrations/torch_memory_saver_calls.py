@@ -36,7 +36,9 @@ class FakeTensor:
 
 def run_with_shim(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A process that finds the shim first."""
-    path = os.pathsep.join(filter(None, [str(SHIM), str(pathlib.Path(__file__).parent.parent)]))
+    path = os.pathsep.join(
+        filter(None, [str(SHIM), str(pathlib.Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])
+    )
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**os.environ, "PYTHONPATH": path, **environment},

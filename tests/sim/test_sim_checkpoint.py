@@ -417,6 +417,7 @@ class TestMemory:
             with pytest.raises(DriverError, match=INVALID_DEVICE):
                 used(target, 1)
 
+    @pytest.mark.usefixtures("helper")
     def test_is_followed(self, target: Target) -> None:
         """A look-up sees each allocation, and what is released, however it is."""
         assert used(target) == 0
