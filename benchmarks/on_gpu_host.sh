@@ -18,8 +18,8 @@
 # `codec`; base/, a wheel of an earlier commit for `beside`; saver/, the `test` folder of torch_memory_saver's repository and its
 # wheel, for the parts of that name.
 #
-# Parts joined by + run at the same time, the first on GPU 0, the second on GPU 1: for what tests and for what takes no
-# more than its own GPU's link. A wheel in .gpu/wheel/HASH/ is installed instead of a build if it is of these sources
+# Parts joined by + run at the same time, the first on GPU 0, the second on GPU 1; those joined by a comma one after the
+# other (`vault+restores,saver_30`). A wheel in .gpu/wheel/HASH/ is installed instead of a build if it is of these sources
 # (the first line printed names HASH).
 #
 # Runs of the suite leave their output in OUT/tests*.txt, with the commit that $COMMIT names (a copy of the tree does not
@@ -257,11 +257,21 @@ part() {
     esac
 }
 
+in_turn() {
+    local name names failed=0
+    IFS=, read -ra names <<<"$1"
+    for name in "${names[@]}"; do
+        echo "== $name, after ${SECONDS} s"
+        part "$name" || failed=1
+    done
+    return "$failed"
+}
+
 # Each on a GPU of its own; their output follows when all have ended.
 at_once() {
     local gpu=0 name running=() failed=0
     for name in "$@"; do
-        CUDA_VISIBLE_DEVICES=$gpu part "$name" >"$out/logs/$name.txt" 2>&1 &
+        CUDA_VISIBLE_DEVICES=$gpu in_turn "$name" >"$out/logs/$name.txt" 2>&1 &
         running+=($!)
         gpu=$((gpu + 1))
     done
@@ -274,12 +284,11 @@ at_once() {
 }
 
 for what in "$@"; do
-    echo "== $what, after ${SECONDS} s"
     if [[ $what == *+* ]]; then
         IFS=+ read -ra names <<<"$what"
         at_once "${names[@]}" || status=1
     else
-        part "$what" || status=1
+        in_turn "$what" || status=1
     fi
 done
 exit $status

@@ -75,7 +75,7 @@ def test_joined_parts_run_each_on_a_gpu_of_its_own_and_none_loses_the_other(host
     (host / "bin" / "python3").write_text(
         '#!/bin/bash\ncase "$1" in *.py) ;; *) exit 0 ;; esac\n'
         'echo "GPU $CUDA_VISIBLE_DEVICES"; echo "$1 $CUDA_VISIBLE_DEVICES" >>"$CALLS"\n'
-        'until [ "$(wc -l <"$CALLS")" = 2 ]; do sleep 0.05; done\n'
+        'until [ "$(wc -l <"$CALLS")" -ge 2 ]; do sleep 0.05; done\n'
         'case "$1" in *"$FAILS"*) exit 1 ;; esac\n'
     )
     status, said, calls = run(host, "vault_kills+checkpoints")
@@ -88,6 +88,11 @@ def test_joined_parts_run_each_on_a_gpu_of_its_own_and_none_loses_the_other(host
         status, said, calls = run(host, "vault_kills+checkpoints", fails=fails)
         assert (status, len(calls)) == (1, 2)
         assert said.count("GPU") == 2
+    calls = run(host, "vault_kills,level_3+checkpoints,ranks")[2]
+    assert [call for call in calls if call.endswith(" 1")] == [
+        "benchmarks/checkpoint_behaviour.py 1",
+        "benchmarks/vllm_scenarios.py 1",
+    ]
 
 
 def test_what_is_carried_in_several_calls_is_unpacked_once_each(host: pathlib.Path) -> None:
