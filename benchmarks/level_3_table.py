@@ -53,6 +53,8 @@ def rows_of_cycles(facts: Facts, in_vault: bool, compress: bool, count: int) -> 
     def host(state: str, who: str) -> list[float]:
         return [cycle[state][who]["anonymous"] + cycle[state][who]["shared"] for cycle in done]
 
+    first_token = [facts["first"]["first_token_s"]] if "first" in facts else []
+    built = str(facts.get("built_again", "not measured"))
     return [
         Row("cycles with the same tokens", str(count), str(len(done)), len(done) == count),
         most("first sleep", math.inf, [cycle["sleep_s"] for cycle in done[:1]], "s"),
@@ -67,11 +69,15 @@ def rows_of_cycles(facts: Facts, in_vault: bool, compress: bool, count: int) -> 
             [cycle["wake_and_first_token_s"] for cycle in asked],
             "s",
         ),
+        most("first token after POST /wake_up", math.inf, [cycle["first_token_s"] for cycle in called], "s"),
+        most("the same before the first sleep", math.inf, first_token, "s"),
+        Row("graphs and code made again", "0", built, built == "0" if done else None),
         flat("GPU memory in use asleep grew by", 2, [-cycle["asleep"]["gpu_free_bytes"] for cycle in done]),
         flat("GPU memory in use awake grew by", 2, [-cycle["awake"]["gpu_free_bytes"] for cycle in done]),
         flat("worker's host memory asleep grew by", 64, host("asleep", "worker")),
         flat("worker's host memory awake grew by", 64, host("awake", "worker")),
         flat("other processes' host memory grew by", 64, host("awake", "others")),
+        *([flat("the vault's host memory grew by", 64, host("asleep", "vault"))] if in_vault else []),
         most("slowest answer at level 3", 1.0, [max(facts["answers_s"].values())] if "answers_s" in facts else [], "s"),
     ]
 

@@ -60,6 +60,7 @@ ANSWERS: dict[str, Callable[[str], bool]] = {
     "/metrics": lambda said: re.search(r'^cumem_sleep:sleep_level\{rank="0"\} 3\.0$', said, re.MULTILINE) is not None,
     "/v1/models": lambda said: len(json.loads(said)["data"]) == 1,
 }
+BUILT = re.compile("Graph capturing finished|torch.compile|Dynamo|[Cc]ompil(?:ing|ed) (?:a|the) graph")
 WORDS = ("cumem-sleep:", "Graph capturing finished", "init engine", "level 3", "Available KV cache")
 
 
@@ -242,6 +243,8 @@ class Sleeper:
         self._bench = bench
         self._tokens: list[int] = []
         self._phases: dict[str, dict[str, float]] = {}
+        self._is_awake = True
+        self._vault = vault
         self.worker = 0
 
     def start(self) -> Facts:
@@ -254,6 +257,8 @@ class Sleeper:
         answer = self.server.complete(PROMPT, TOKENS)
         self._tokens = facts["tokens"] = answer.tokens
         self.phases("sleep"), self.phases("wake")
+        facts["first_token_s"] = self.complete().first_token_s
+        facts["built"] = self.built()
         total, free = self._bench.gpu.total_bytes, self._bench.gpu.free_bytes()
         return {**facts, "gpu_free_bytes": free, "gpu_share": 1 - free / total}
 
@@ -264,6 +269,9 @@ class Sleeper:
         if answer.get("level") != 3:
             raise Failed(f"{self.name} stayed at level {answer.get('level')}: {answer.get('why_not_deeper', said)}")
         phases = self.phases("sleep")
+        if self._is_awake and "checkpoint" not in phases:
+            raise Failed(f"{self.name} says that it is at level 3, but made no checkpoint: {phases}")
+        self._is_awake = False
         deep = phases.get("lock", 0.0) + phases.get("checkpoint", 0.0)
         return {
             "sleep_s": seconds,
@@ -282,12 +290,19 @@ class Sleeper:
             facts["wake_s"] = self.server.post("/wake_up", limit_s=CALL_S)
             answer = self.complete()
             facts["first_token_s"] = answer.first_token_s
+        self._is_awake = True
         phases = self.phases("wake")
+        if "restore" not in phases:
+            raise Failed(f"{self.name} came back without a restore: {phases}")
         deep = phases.get("restore", 0.0) + phases.get("unlock", 0.0)
         facts |= {"restore_s": deep, "back_from_level_1_s": sum(phases.values()) - deep, "wake_phases": phases}
         if answer.tokens != self._tokens:
             raise Failed(f"{self.name} answers with other tokens: {answer.tokens} instead of {self._tokens}")
         return facts
+
+    def built(self) -> int:
+        """How often its log speaks of graphs and compiled code that were made or loaded."""
+        return len(BUILT.findall(self.server.log.read_text(errors="replace")))
 
     def complete(self) -> Answer:
         return self.server.complete(PROMPT, TOKENS, limit_s=CALL_S)
@@ -307,6 +322,7 @@ class Sleeper:
             "gpu_by_process": self._bench.gpu.by_process(),
             "worker": host_memory([self.worker]),
             "others": host_memory(others),
+            "vault": host_memory([] if self._vault is None else [self._vault.pid]),
             "system": system_memory(),
         }
 
@@ -379,6 +395,7 @@ def cycles(bench: Bench, sleeper: Sleeper, facts: Facts, count: int, reserve_s: 
             step(bench, facts, "answers_s", sleeper.answers)
         cycle |= sleeper.wake(by_request=number % BY_REQUEST == 1)
         cycle["awake"] = sleeper.memory()
+        facts["built_again"] = sleeper.built() - facts["first"]["built"]
         bench.save()
 
 

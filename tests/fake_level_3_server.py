@@ -41,6 +41,9 @@ allocator.malloc(8 << 20, "weights")
 allocator.malloc(32 << 20, "kv_cache")
 
 
+print("Graph capturing finished", flush=True)
+
+
 class Model:
     def __init__(self) -> None:
         self.asleep = False
@@ -56,6 +59,8 @@ class Model:
             os._exit(3)
         if self.sleeps >= BROKEN.get("stays_from_sleep", 1 << 30):
             return {"status": "sleeping", "level": 1, "why_not_deeper": "someone calls CUDA"}
+        if BROKEN.get("pretends"):
+            return {"status": "sleeping", "level": 3}
         if not self.asleep:
             allocator.sleep(offload_tags=("weights",))
         report = allocator.deepen()
@@ -68,6 +73,8 @@ class Model:
             if self.asleep:
                 allocator.wake_up()
                 self.asleep, self.level = False, 0
+                if BROKEN.get("captures_again"):
+                    print("Graph capturing finished", flush=True)
                 if BROKEN.get("leaks_gpu"):
                     allocator.malloc(BROKEN["leaks_gpu"], "leak")
                 if BROKEN.get("leaks_host"):

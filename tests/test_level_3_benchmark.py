@@ -110,7 +110,13 @@ def test_other_tokens_are_found_and_the_later_steps_are_done(tmp_path: pathlib.P
 
 @pytest.mark.slow
 def test_a_server_that_leaks_lies_and_does_not_end(tmp_path: pathlib.Path) -> None:
-    broken = {"leaks_gpu": 4 * MIB, "leaks_host": 40 * MIB, "says_level_1": 1, "ignores_sigterm": 1}
+    broken = {
+        "captures_again": 1,
+        "leaks_gpu": 4 * MIB,
+        "leaks_host": 40 * MIB,
+        "says_level_1": 1,
+        "ignores_sigterm": 1,
+    }
     status, ways, said = run(tmp_path, "own", broken=broken)
     assert status == 1
     failed = ways["own"]["failed"]
@@ -120,10 +126,18 @@ def test_a_server_that_leaks_lies_and_does_not_end(tmp_path: pathlib.Path) -> No
     assert "had to be killed" in failed["end"]
     assert len(ways["own"]["cycles"]) == 4
     assert missed_in(said) == [
+        "graphs and code made again",
         "GPU memory in use awake grew by",
         "worker's host memory asleep grew by",
         "worker's host memory awake grew by",
     ]
+
+
+@pytest.mark.slow
+def test_a_server_that_only_says_that_it_sleeps(tmp_path: pathlib.Path) -> None:
+    status, ways, _ = run(tmp_path, "own", broken={"pretends": 1})
+    assert status == 1
+    assert "made no checkpoint" in ways["own"]["failed"]["cycles"]
 
 
 @pytest.mark.slow
@@ -177,19 +191,23 @@ def facts_of(*, cycles: int = 20, **changes: Any) -> dict[str, Any]:
 
     def memory() -> dict[str, Any]:
         host = {"anonymous": 1 << 30, "shared": 0}
-        return {"gpu_free_bytes": 1 << 30, "worker": dict(host), "others": dict(host)}
+        return {"gpu_free_bytes": 1 << 30, "worker": dict(host), "others": dict(host), "vault": dict(host)}
 
+    called, asked = (
+        {"by": "call", "wake_s": 1.5, "first_token_s": 0.03},
+        {"by": "request", "wake_and_first_token_s": 2.0},
+    )
     done: list[dict[str, Any]] = [
         {
             **{"sleep_s": 1.0, "level_1_s": 0.1, "checkpoint_s": 0.8, "restore_s": 0.4, "back_from_level_1_s": 0.8},
-            **({"by": "request", "wake_and_first_token_s": 2.0} if number % 3 == 1 else {"by": "call", "wake_s": 1.5}),
+            **(asked if number % 3 == 1 else called),
             **{"asleep": memory(), "awake": memory()},
         }
         for number in range(cycles)
     ]
     facts: dict[str, Any] = {
-        **{"through_the_vault": True, "compressed": True},
-        **{"cycles_wanted": 20, "cycles": done, "answers_s": {"/health": 0.01}, "gpu_left_bytes": 0, "failed": {}},
+        **{"through_the_vault": True, "compressed": True, "first": {"start_s": 60, "first_token_s": 0.03}},
+        **{"cycles_wanted": 20, "cycles": done, "answers_s": {"/health": 0.01}, "gpu_left_bytes": 0, "built_again": 0},
         **{"end": {"gpu_at_level_3_bytes": 4 * MIB, "sigterm_s": 3.0}, "gpu_of_the_vault_bytes": 500 * MIB},
         "two": {
             "switches": [
@@ -203,8 +221,8 @@ def facts_of(*, cycles: int = 20, **changes: Any) -> dict[str, Any]:
                 cycle[name] = value
         elif name in ("asleep_gpu", "awake_gpu"):
             done[-1][name.split("_")[0]]["gpu_free_bytes"] -= value
-        elif name in ("worker", "others"):
-            done[-1]["awake"][name]["anonymous"] += value
+        elif name in ("worker", "others", "vault"):
+            done[-1]["asleep" if name == "vault" else "awake"][name]["anonymous"] += value
         elif name == "share":
             facts["two"]["switches"][1]["gpu_share"] = value
         elif name == "left":
@@ -226,6 +244,8 @@ def facts_of(*, cycles: int = 20, **changes: Any) -> dict[str, Any]:
         ({"awake_gpu": 3 * MIB}, "GPU memory in use awake grew by"),
         ({"worker": 65 * MIB}, "worker's host memory awake grew by"),
         ({"others": 65 * MIB}, "other processes' host memory grew by"),
+        ({"vault": 65 * MIB}, "the vault's host memory grew by"),
+        ({"built_again": 1}, "graphs and code made again"),
         ({"answers_s": {"/health": 0.01, "/metrics": 1.1}}, "slowest answer at level 3"),
         ({"share": 0.96}, "share of the GPU of each"),
         ({"two": {"switches": []}}, "switches of two, the same tokens"),
@@ -238,7 +258,7 @@ def test_the_table_says_what_was_missed(table_module: ModuleType, changes: dict[
     rows = table_module.rows(facts_of(**changes), {"switches": 2})
     assert [row.what for row in rows if row.kept is False] == [missed][: bool(missed)]
     if not changes:
-        assert sum(row.kept is True for row in rows) == 15
+        assert sum(row.kept is True for row in rows) == 17
 
 
 def test_targets_are_those_of_the_way(table_module: ModuleType) -> None:
@@ -263,14 +283,19 @@ def test_later_cycles_make_way_for_the_steps_after_them(benchmark_module: Module
     from types import SimpleNamespace as Stub
 
     sleeper = Stub(
-        answers_awake=dict, answers=dict, memory=dict, sleep=dict, wake=lambda by_request: {"request": by_request}
+        built=lambda: 3,
+        answers_awake=dict,
+        answers=dict,
+        memory=dict,
+        sleep=dict,
+        wake=lambda by_request: {"request": by_request},
     )
     bench = Stub(left_s=lambda: 30.0, save=lambda: None, say=print)
-    facts: dict[str, Any] = {"failed": {}}
+    facts: dict[str, Any] = {"failed": {}, "first": {"built": 2}}
     benchmark_module.cycles(bench, sleeper, facts, 20, 31.0)
     assert len(facts["cycles"]) == benchmark_module.FEWEST_CYCLES
     assert "6 of 20 cycles" in facts["cut"]
-    benchmark_module.cycles(bench, sleeper, facts := {"failed": {}}, 20, 29.0)
+    benchmark_module.cycles(bench, sleeper, facts := {"failed": {}, "first": {"built": 2}}, 20, 29.0)
     assert len(facts["cycles"]) == 20
     assert [cycle["request"] for cycle in facts["cycles"]].count(True) == 7
     assert "cut" not in facts
@@ -280,3 +305,29 @@ def test_two_belongs_to_the_way_before_it(benchmark_module: ModuleType) -> None:
     chained = benchmark_module.chained
     assert chained(["vault", "two", "own"]) == [("vault", True), ("own", False)]
     assert chained(["two"]) == [("two", True)]
+
+
+def test_what_nvml_says(benchmark_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the names that NVML's own module has; without a GPU it cannot be asked more."""
+    from types import SimpleNamespace as Stub
+
+    import pynvml
+
+    memory, processes = Stub(total=100, free=30), [Stub(pid=7, usedGpuMemory=60), Stub(pid=8, usedGpuMemory=None)]
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: ("index", index))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: ("uuid", uuid))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", str)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda _: memory)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda _: processes)
+    for visible, name in (("", "('index', 0)"), ("3,1", "('index', 3)"), ("GPU-12", "('uuid', 'GPU-12')")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        gpu = benchmark_module.Gpu()
+        assert (gpu.name, gpu.total_bytes, gpu.free_bytes()) == (name, 100, 30)
+    assert gpu.by_process() == {"7": 60, "8": None}
+
+    def refuse(_: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", refuse)
+    assert gpu.by_process() == {}
