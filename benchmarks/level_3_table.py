@@ -47,6 +47,11 @@ def flat(what: str, limit_mib: int, series: Sequence[float]) -> Row:
 def rows_of_cycles(facts: Facts, in_vault: bool, compress: bool, count: int) -> list[Row]:
     done = [cycle for cycle in facts.get("cycles", ()) if "awake" in cycle]
     later = done[1:]
+    straight = [cycle for cycle in later if "pinned_bytes" not in cycle]
+    in_steps = [cycle for cycle in later if "pinned_bytes" in cycle]
+    at_level_3 = facts.get("end", {}).get("gpu_at_level_3_bytes", 0)
+    kept = [c["asleep"]["gpu_free_bytes"] - c["gpu_free_at_level_1_bytes"] + at_level_3 for c in in_steps]
+    pinned = [cycle["pinned_bytes"] for cycle in in_steps]
     called = [cycle for cycle in later if cycle["by"] == "call"]
     asked = [cycle for cycle in later if cycle["by"] == "request"]
 
@@ -59,6 +64,9 @@ def rows_of_cycles(facts: Facts, in_vault: bool, compress: bool, count: int) -> 
         Row("cycles with the same tokens", str(count), str(len(done)), len(done) == count),
         most("first sleep", math.inf, [cycle["sleep_s"] for cycle in done[:1]], "s"),
         most("level 1 of later sleeps", math.inf, [cycle["level_1_s"] for cycle in later], "s"),
+        most("POST /sleep?level=3", math.inf, [cycle["sleep_s"] for cycle in straight], "s"),
+        most("kept on the GPU at level 1", 1.32 if in_vault else math.inf, kept, "GiB", GIB),
+        most("pinned by the server itself", 0 if in_vault else math.inf, pinned, "GiB", GIB),
         most("checkpoint", 0.9 if in_vault else 2.4, [cycle["checkpoint_s"] for cycle in later], "s"),
         most("restore", 0.5 if in_vault else 1.9, [cycle["restore_s"] for cycle in later], "s"),
         most("rest of the wake", math.inf, [cycle["back_from_level_1_s"] for cycle in later], "s"),

@@ -54,6 +54,7 @@ START_S, CALL_S, VAULT_S = 240.0, 60.0, 120.0  # how long these may take
 END_S, TWO_S = 20.0, 100.0  # what is kept for these steps
 FEWEST_CYCLES = 6
 BY_REQUEST = 3  # every third wake
+IN_TWO_STEPS = 2  # the cycle that stops at level 1 on its way
 ANSWERS: dict[str, Callable[[str], bool]] = {
     "/health": lambda said: json.loads(said)["level"] == 3,
     "/is_sleeping": lambda said: json.loads(said)["is_sleeping"] is True,
@@ -262,6 +263,14 @@ class Sleeper:
         total, free = self._bench.gpu.total_bytes, self._bench.gpu.free_bytes()
         return {**facts, "gpu_free_bytes": free, "gpu_share": 1 - free / total}
 
+    def rest(self) -> Facts:
+        """Level 1, on the way to level 3: what it still has on the GPU, and pinned."""
+        seconds = self.server.post("/sleep?level=1", limit_s=CALL_S)
+        free = self._bench.gpu.free_bytes()
+        usages = self.server.call_worker("cumem_sleep_status")["usage"].values()
+        pinned = sum(usage["host_bytes"] - usage["vault_bytes"] for usage in usages)
+        return {"sleep_to_level_1_s": seconds, "gpu_free_at_level_1_bytes": free, "pinned_bytes": pinned}
+
     def sleep(self) -> Facts:
         """To level 3, from wherever it is."""
         seconds, said = self.server.ask("POST", "/sleep?level=3", limit_s=CALL_S)
@@ -388,7 +397,8 @@ def cycles(bench: Bench, sleeper: Sleeper, facts: Facts, count: int, reserve_s: 
             facts["cut"] = f"{number} of {count} cycles: the time of the later steps begins"
             bench.say(facts["cut"])
             return
-        cycle = sleeper.sleep()
+        level_1 = sleeper.rest() if number == IN_TWO_STEPS else {}
+        cycle = {**level_1, **sleeper.sleep()}
         done.append(cycle)
         cycle["asleep"] = sleeper.memory()
         if number == 0:

@@ -85,7 +85,10 @@ class Model:
         return hashlib.sha256(f"{arguments.served_model_name} {prompt} {number} {forgets}".encode()).digest()[0]
 
     def status(self) -> dict[str, Any]:
-        return {"operations": {name: asdict(totals) for name, totals in allocator.totals().items()}}
+        return {
+            "operations": {name: asdict(totals) for name, totals in allocator.totals().items()},
+            "usage": {tag: asdict(usage) for tag, usage in allocator.usage().items()},
+        }
 
     def call(self, method: str) -> Any:
         assert arguments.worker_extension_cls == "worker_extension.Extension"
@@ -125,7 +128,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
-        if self.path == "/sleep?level=3":
+        if self.path == "/sleep?level=1":
+            allocator.sleep(offload_tags=("weights",))
+            self.answer(200, "")
+        elif self.path == "/sleep?level=3":
             self.answer(200, model.sleep())
         elif self.path == "/wake_up":
             model.wake()

@@ -85,6 +85,10 @@ def test_cycles_and_two_models(tmp_path: pathlib.Path) -> None:
     for cycle in own["cycles"]:
         assert cycle["asleep"]["gpu_free_bytes"] - cycle["awake"]["gpu_free_bytes"] == CONTEXT + SEGMENTS - LEFT
     assert len(own["cycles"]) == 2
+    steps = first["cycles"][2]
+    assert steps["asleep"]["gpu_free_bytes"] - steps["gpu_free_at_level_1_bytes"] == CONTEXT - LEFT
+    assert steps["pinned_bytes"] == 0
+    assert [cycle for cycle in first["cycles"] if "pinned_bytes" in cycle] == [steps]
     for way in (first, own):
         assert way["end"]["gpu_at_level_3_bytes"] == LEFT
         assert way["gpu_left_bytes"] == 0
@@ -215,8 +219,11 @@ def facts_of(*, cycles: int = 20, **changes: Any) -> dict[str, Any]:
             ]
         },
     }
+    done[2] |= {"gpu_free_at_level_1_bytes": 0, "pinned_bytes": 0}  # 1 GiB less than at level 3
     for name, value in changes.items():
-        if name in done[-1]:
+        if name in ("gpu_free_at_level_1_bytes", "pinned_bytes"):
+            done[2][name] = value
+        elif name in done[-1]:
             for cycle in done:
                 cycle[name] = value
         elif name in ("asleep_gpu", "awake_gpu"):
@@ -239,6 +246,8 @@ def facts_of(*, cycles: int = 20, **changes: Any) -> dict[str, Any]:
         ({"cycles": 19}, "cycles with the same tokens"),
         ({"checkpoint_s": 0.91}, "checkpoint"),
         ({"restore_s": 0.51}, "restore"),
+        ({"gpu_free_at_level_1_bytes": -400 * MIB}, "kept on the GPU at level 1"),
+        ({"pinned_bytes": 1}, "pinned by the server itself"),
         ({"wake_and_first_token_s": 2.21}, "first token of a request that wakes"),
         ({"asleep_gpu": 3 * MIB}, "GPU memory in use asleep grew by"),
         ({"awake_gpu": 3 * MIB}, "GPU memory in use awake grew by"),
@@ -258,7 +267,7 @@ def test_the_table_says_what_was_missed(table_module: ModuleType, changes: dict[
     rows = table_module.rows(facts_of(**changes), {"switches": 2})
     assert [row.what for row in rows if row.kept is False] == [missed][: bool(missed)]
     if not changes:
-        assert sum(row.kept is True for row in rows) == 17
+        assert sum(row.kept is True for row in rows) == 19
 
 
 def test_targets_are_those_of_the_way(table_module: ModuleType) -> None:
@@ -288,6 +297,7 @@ def test_later_cycles_make_way_for_the_steps_after_them(benchmark_module: Module
         answers=dict,
         memory=dict,
         sleep=dict,
+        rest=dict,
         wake=lambda by_request: {"request": by_request},
     )
     bench = Stub(left_s=lambda: 30.0, save=lambda: None, say=print)
