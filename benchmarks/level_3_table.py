@@ -68,6 +68,7 @@ def rows_of_cycles(facts: Facts, in_vault: bool, compress: bool, count: int) -> 
         most("kept on the GPU at level 1", 1.32 if in_vault else math.inf, kept, "GiB", GIB),
         most("pinned by the server itself", 0 if in_vault else math.inf, pinned, "GiB", GIB),
         most("checkpoint", 0.9 if in_vault else 2.4, [cycle["checkpoint_s"] for cycle in later], "s"),
+        most("the first checkpoint", math.inf, [cycle["checkpoint_s"] for cycle in done[:1]], "s"),
         most("restore", 0.5 if in_vault else 1.9, [cycle["restore_s"] for cycle in later], "s"),
         most("rest of the wake", math.inf, [cycle["back_from_level_1_s"] for cycle in later], "s"),
         most("POST /wake_up", math.inf, [cycle["wake_s"] for cycle in called], "s"),

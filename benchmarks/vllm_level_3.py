@@ -353,14 +353,14 @@ class Sleeper:
     def answers_awake(self) -> Facts:
         return {path: self.server.ask("GET", path, limit_s=20.0)[0] for path in ANSWERS}
 
-    def end(self) -> Facts:
+    def end(self, way: Facts) -> None:
         """Told to stop at level 3: when it is gone, and what it leaves."""
         self.sleep()
         gpu = self._bench.gpu
         before, named = gpu.free_bytes(), gpu.by_process()
         seconds = self.server.stop(self._bench.arguments.stop_limit)
         after, left = settled(gpu), gpu.by_process()
-        facts = {
+        facts = way["end"] = {
             "sigterm_s": seconds,
             "gpu_free_before_bytes": before,
             "gpu_free_after_bytes": after,
@@ -369,10 +369,9 @@ class Sleeper:
             "helpers_left": helpers_of(self.worker),
         }
         if seconds >= self._bench.arguments.stop_limit:
-            raise Failed(f"{self.name} had to be killed after {seconds:.1f} s: {facts}")
+            raise Failed(f"{self.name} had to be killed after {seconds:.1f} s")
         if facts["helpers_left"]:
-            raise Failed(f"{self.name} left its helper: {facts}")
-        return facts
+            raise Failed(f"{self.name} left its helper: {facts['helpers_left']}")
 
 
 def helpers_of(worker: int) -> list[int]:
@@ -487,7 +486,7 @@ def measure(bench: Bench, name: str, with_second: bool, count: int) -> None:
                 facts["two"] = taken
                 step(bench, facts, "two", lambda: two(bench, first, taken, servers[1]))
             bench.deadline.keep(END_S)
-            step(bench, facts, "end", first.end)
+            step(bench, facts, "end", lambda: first.end(facts))
     facts["gpu_left_bytes"] = before - settled(bench.gpu)
     bench.save()
 

@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -73,6 +74,9 @@ class Model:
             if self.asleep:
                 allocator.wake_up()
                 self.asleep, self.level = False, 0
+                if BROKEN.get("leaves_helper"):
+                    words = ["import time; time.sleep(5)", "cumem_sleep.checkpoint.helper", str(os.getpid())]
+                    subprocess.Popen([sys.executable, "-c", *words], start_new_session=True)
                 if BROKEN.get("captures_again"):
                     print("Graph capturing finished", flush=True)
                 if BROKEN.get("leaks_gpu"):
@@ -86,7 +90,7 @@ class Model:
 
     def status(self) -> dict[str, Any]:
         return {
-            "operations": {name: asdict(totals) for name, totals in allocator.totals().items()},
+            "operations": {name: asdict(totals) for name, totals in allocator.totals().items() if name not in BROKEN},
             "usage": {tag: asdict(usage) for tag, usage in allocator.usage().items()},
         }
 

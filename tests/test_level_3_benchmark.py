@@ -103,10 +103,12 @@ def test_cycles_and_two_models(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.slow
 def test_other_tokens_are_found_and_the_later_steps_are_done(tmp_path: pathlib.Path) -> None:
-    status, ways, said = run(tmp_path, "own", broken={"forgets_at_sleep": 2})
+    status, ways, said = run(tmp_path, "own", broken={"forgets_at_sleep": 2, "leaves_helper": 1})
     assert status == 1
-    assert "answers with other tokens" in ways["own"]["failed"].pop("cycles")
-    assert not ways["own"]["failed"]
+    failed = ways["own"]["failed"]
+    assert list(failed) == ["cycles", "end"]
+    assert "answers with other tokens" in failed["cycles"]
+    assert "left its helper" in failed["end"]
     assert "awake" not in ways["own"]["cycles"][1]
     assert ways["own"]["end"]["gpu_at_level_3_bytes"] == LEFT
     assert "FAILED cycles: Failed: own_tiny_0 answers with other tokens" in said
@@ -145,11 +147,13 @@ def test_a_server_that_only_says_that_it_sleeps(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_stays_at_level_1(tmp_path: pathlib.Path) -> None:
-    status, ways, _ = run(tmp_path, "own", broken={"stays_from_sleep": 2})
+def test_a_server_that_says_nothing_of_a_restore_and_stays_at_level_1(tmp_path: pathlib.Path) -> None:
+    status, ways, _ = run(tmp_path, "own", broken={"stays_from_sleep": 2, "wake": 1})
     assert status == 1
-    assert ways["own"]["failed"].keys() == {"cycles", "end"}
-    assert "stayed at level 1: someone calls CUDA" in ways["own"]["failed"]["cycles"]
+    failed = ways["own"]["failed"]
+    assert list(failed) == ["cycles", "end"]
+    assert "came back without a restore" in failed["cycles"]
+    assert "stayed at level 1: someone calls CUDA" in failed["end"]
     assert len(ways["own"]["cycles"]) == 1, "what was measured before stays"
 
 
