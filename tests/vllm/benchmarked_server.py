@@ -20,12 +20,13 @@ def main() -> None:
         for each in ("platform", "model"):
             (folder / each).mkdir()
         watched_server.prepare_process(folder / "platform")
-        import uvloop
-        from vllm.entrypoints.openai import api_server
+        from vllm.entrypoints.cli.serve import ServeSubcommand
 
         model = watched_server.model_folder(folder / "model")
         line = ["--worker-cls", "benchmarked_server.Worker", *sys.argv[2:], "--max-model-len", "512"]
-        uvloop.run(api_server.run_server(watched_server.arguments(model, *line)))
+        arguments = watched_server.arguments(model, *line)
+        arguments.model_tag = None
+        ServeSubcommand.cmd(arguments)
 
 
 if __name__ == "__main__":
