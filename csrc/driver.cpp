@@ -175,6 +175,9 @@ Driver::Driver(const std::string& path) : path_(path) {
     resolve(memcpy_htod_async);
     resolve(memcpy_dtoh_async);
     resolve(memset_d32_async);
+    resolve(module_load_data);
+    resolve(module_get_function);
+    resolve(launch_kernel);
     resolve(exchange_capture_mode);
     resolve_if_found(checkpoint_get_state);
     resolve_if_found(checkpoint_lock);

@@ -175,6 +175,12 @@ class Driver {
     Call<decltype(cuMemcpyDtoHAsync)> memcpy_dtoh_async{"cuMemcpyDtoHAsync", "cuMemcpyDtoHAsync_v2"};
     Call<decltype(cuMemsetD32Async)> memset_d32_async{"cuMemsetD32Async"};
 
+    // Kernels. The context must be current in which the module was loaded; it is never unloaded. A launch returns at
+    // once, and the kernel reaches registered host memory by its host address where the device says so.
+    Call<decltype(cuModuleLoadData)> module_load_data{"cuModuleLoadData"};
+    Call<decltype(cuModuleGetFunction)> module_get_function{"cuModuleGetFunction"};
+    Call<decltype(cuLaunchKernel)> launch_kernel{"cuLaunchKernel"};
+
     // Swaps the calling thread's capture mode. In CU_STREAM_CAPTURE_MODE_RELAXED a thread may make calls that another
     // thread's capture would otherwise forbid, and that would invalidate it.
     Call<decltype(cuThreadExchangeStreamCaptureMode)> exchange_capture_mode{"cuThreadExchangeStreamCaptureMode"};

@@ -11,6 +11,7 @@
 
 #include "allocator.h"
 #include "checkpoint.h"
+#include "copy_kernel.h"
 #include "device_info.h"
 #include "driver.h"
 #include "errors.h"
@@ -268,12 +269,16 @@ void bind_shared_memory(py::module_& module) {
 }
 
 void bind_copies(py::module_& module) {
+    module.def("load_copy_kernel", &load_copy_kernel, py::arg("device"), NoGil(),
+               "So that the first copy by a kernel does not wait for it.");
     py::class_<CopyStream, std::shared_ptr<CopyStream>>(module, "CopyStream")
         .def(py::init<int>(), py::arg("device"), NoGil())
         .def("to_host", &CopyStream::to_host, py::arg("block"), py::arg("offset"), py::arg("address"), py::arg("bytes"),
              NoGil())
         .def("to_device", &CopyStream::to_device, py::arg("address"), py::arg("block"), py::arg("offset"),
              py::arg("bytes"), NoGil())
+        .def("to_device_by_kernel", &CopyStream::to_device_by_kernel, py::arg("address"), py::arg("block"),
+             py::arg("offset"), py::arg("bytes"), NoGil())
         .def("poison", &CopyStream::poison, py::arg("address"), py::arg("bytes"), NoGil())
         .def("zero", &CopyStream::zero, py::arg("address"), py::arg("bytes"), NoGil())
         .def("synchronize", &CopyStream::synchronize, NoGil())

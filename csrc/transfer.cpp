@@ -1,5 +1,6 @@
 #include "transfer.h"
 
+#include "copy_kernel.h"
 #include "driver.h"
 #include "waiting.h"
 
@@ -40,6 +41,15 @@ void CopyStream::to_device(CUdeviceptr address, const HostBlock& block, size_t o
     const uint8_t* const host = block.part(offset, bytes);
     ContextScope context(device_);
     Driver::get().memcpy_htod_async(address, host, bytes, stream_);
+}
+
+void CopyStream::to_device_by_kernel(CUdeviceptr address, const HostBlock& block, size_t offset, size_t bytes) {
+    const uint8_t* const host = block.part(offset, bytes);
+    if (address % 16 != 0 || reinterpret_cast<uintptr_t>(host) % 16 != 0)
+        throw InvalidState("a kernel copies between addresses that are multiples of 16");
+    ContextScope context(device_);
+    const size_t rest = launch_copy(device_, address, host, bytes, stream_);
+    if (rest) Driver::get().memcpy_htod_async(address + bytes - rest, host + bytes - rest, rest, stream_);
 }
 
 void CopyStream::fill(CUdeviceptr address, unsigned int word, size_t bytes) {

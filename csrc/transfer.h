@@ -23,6 +23,9 @@ class CopyStream {
     // Throw std::out_of_range beyond the block.
     void to_host(const HostBlock& block, size_t offset, CUdeviceptr address, size_t bytes);
     void to_device(CUdeviceptr address, const HostBlock& block, size_t offset, size_t bytes);
+    // By a kernel, not by the copy engine; `address` and the block's are multiples of 16. The device has to say that
+    // kernels reach registered host memory by its host address (`DeviceInfo::host_pointers`).
+    void to_device_by_kernel(CUdeviceptr address, const HostBlock& block, size_t offset, size_t bytes);
     // Every byte becomes 0xFF: a NaN in every float type. `bytes` is a multiple of 4, as for `zero`.
     void poison(CUdeviceptr address, size_t bytes) { fill(address, 0xFFFFFFFFu, bytes); }
     void zero(CUdeviceptr address, size_t bytes) { fill(address, 0, bytes); }

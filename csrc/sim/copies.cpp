@@ -27,6 +27,8 @@ namespace {
 
 enum class Access { kRead, kWrite };
 
+constexpr char kCopyKernel[] = "cumem_sleep_copy";
+
 // The memory that one piece of work touches; while the work runs, it counts as a user of that memory.
 class Footprint {
   public:
@@ -160,6 +162,54 @@ CUresult CUDAAPI cuMemcpyHtoDAsync(CUdeviceptr dstDevice, const void* srcHost, s
                                 [host](int file, std::size_t at, std::size_t size, off_t offset) {
                                     return syscall(SYS_pwrite64, file, host + at, size, offset);
                                 });
+        };
+        enqueue_touching(call, stream, std::move(footprint), std::move(copy));
+        return CUDA_SUCCESS;
+    });
+}
+
+// The one kernel that there is: its PTX is not run, but known by its name.
+CUresult CUDAAPI cuModuleLoadData(CUmodule* module, const void* image) {
+    return driver_call("cuModuleLoadData", Needs::kContext, [&](Call&) {
+        require(module && image, CUDA_ERROR_INVALID_VALUE);
+        require(std::strstr(static_cast<const char*>(image), kCopyKernel), CUDA_ERROR_INVALID_PTX);
+        *module = reinterpret_cast<CUmodule>(const_cast<char*>(kCopyKernel));
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult CUDAAPI cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
+    return driver_call("cuModuleGetFunction", Needs::kContext, [&](Call&) {
+        require(function && name && module == reinterpret_cast<CUmodule>(const_cast<char*>(kCopyKernel)),
+                CUDA_ERROR_INVALID_VALUE);
+        require(std::strcmp(name, kCopyKernel) == 0, CUDA_ERROR_NOT_FOUND);
+        *function = reinterpret_cast<CUfunction>(module);
+        return CUDA_SUCCESS;
+    });
+}
+
+// Where a GPU would fault, because the host memory is not registered or an address not aligned, the work fails.
+CUresult CUDAAPI cuLaunchKernel(CUfunction function, unsigned int blocks, unsigned int blocks_y, unsigned int blocks_z,
+                                unsigned int threads, unsigned int threads_y, unsigned int threads_z, unsigned int,
+                                CUstream handle, void** arguments, void** extra) {
+    return driver_call("cuLaunchKernel", Needs::kContext, [&](Call& call) {
+        const auto stream = stream_for_work(call, handle);
+        require(function == reinterpret_cast<CUfunction>(const_cast<char*>(kCopyKernel)), CUDA_ERROR_INVALID_HANDLE);
+        require(arguments && !extra && blocks * blocks_y * blocks_z * threads * threads_y * threads_z > 0,
+                CUDA_ERROR_INVALID_VALUE);
+        const auto target = *static_cast<CUdeviceptr*>(arguments[0]);
+        const auto source = *static_cast<const char**>(arguments[1]);
+        const auto bytes = static_cast<std::size_t>(*static_cast<std::uint64_t*>(arguments[2]));
+        Footprint footprint(*call.context);
+        footprint.add_device_memory(call.sim, target, bytes, Access::kWrite);
+        footprint.add_host_memory(call.sim, source, bytes, Access::kRead);
+        const bool reaches =
+            !footprint.pageable() && (target | reinterpret_cast<CUdeviceptr>(source) | bytes) % 16 == 0;
+        auto copy = [=, mappings = mappings_of(call.sim, target, bytes)] {
+            return reaches && transfer_all(mappings, target, bytes,
+                                           [source](int file, std::size_t at, std::size_t size, off_t offset) {
+                                               return syscall(SYS_pwrite64, file, source + at, size, offset);
+                                           });
         };
         enqueue_touching(call, stream, std::move(footprint), std::move(copy));
         return CUDA_SUCCESS;

@@ -1,4 +1,8 @@
-"""Copies between the vault's memory and one GPU, in one direction. Clients take turns, piece by piece."""
+"""Copies between the vault's memory and one GPU, in one direction. Clients take turns, piece by piece.
+
+Copies to a GPU go by its copy engine, or by a kernel while the engine is slow, because the driver scrubs memory that
+was just freed (`transfer/pacing`).
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .. import _core
-from ..errors import VaultError
+from .. import _core, log
+from ..errors import DriverError, InvalidState, VaultError
+from ..transfer.pacing import BestRate, Choices, choices, engine_alone
+from ..tuning import Tuning
 from .protocol import close_all
 
 PIECE_BYTES = 64 << 20  # about a millisecond of a link
 _PAUSE_S = 1.0  # without copies: what comes then is another operation's
+_STALE_S = 0.05  # without copies: by then the driver may scrub, or not any more
 _IN_FLIGHT = 4  # pieces: enough for the link never to wait for this thread
 
 
@@ -106,8 +113,13 @@ class Link:
         last: since it had last nothing to do for a second or more.
     """
 
-    def __init__(self, device: int, to_host: bool) -> None:
+    def __init__(self, device: int, to_host: bool, tuning: Tuning | None = None) -> None:
         self.device = device
+        self._tuning = tuning or Tuning()
+        self._best: BestRate | None = None  # without the kernel
+        self._choices: Choices = engine_alone()
+        self._choice = next(self._choices)
+        self._started: tuple[int, float] | None = None  # bytes of the last piece, and `copied.seconds` before it
         self.copied = self.last = Copied()
         self._counted_until = time.monotonic()
         self._to_host = to_host
@@ -144,6 +156,8 @@ class Link:
 
     def _run(self) -> None:
         in_flight: deque[tuple[_core.CopyStream, Job, int]] = deque()
+        if not self._to_host:
+            self._use_kernel()
         with ExitStack() as stack:
             while True:
                 turn = self._next_turn(wait=not in_flight)
@@ -152,18 +166,47 @@ class Link:
                 self._go_on()
                 if turn is not None:
                     job, piece = turn
+                    self._choose()
+                    while in_flight and self._choice.alone:
+                        self._finish(*in_flight.popleft())
                     if piece is not None and (stream := self._start(job, piece, stack)) is not None:
                         in_flight.append((stream, job, piece.nbytes))
                     self._end_if_over(job)
-                if in_flight and (turn is None or len(in_flight) == _IN_FLIGHT):
+                if in_flight and (turn is None or self._choice.alone or len(in_flight) == _IN_FLIGHT):
                     self._finish(*in_flight.popleft())
                 self._count(0)
+
+    def _use_kernel(self) -> None:
+        """From here on, where the engine is slow."""
+        try:
+            if not _core.device_info(self.device).host_pointers:
+                return
+            _core.load_copy_kernel(self.device)
+        except DriverError as error:
+            log.warning("copies go by the copy engine alone, because the copy kernel failed: %s", error)
+            return
+        self._best = BestRate()
+        self._choose_anew(self._best)
+
+    def _choose_anew(self, best: BestRate) -> None:
+        self._choices, self._started = choices(best, self._tuning.timed_bytes, self._tuning), None
+        self._choice = next(self._choices)
+
+    def _choose(self) -> None:
+        """How the next piece is copied, given how long the last one took, or kept the next one waiting."""
+        self._count(0)
+        if self._started is not None:
+            nbytes, before = self._started
+            self._started = None
+            self._choice = self._choices.send((nbytes, max(self.copied.seconds - before, 1e-9)))
 
     def _go_on(self) -> None:
         """From here on time counts."""
         now = time.monotonic()
         if now - self._counted_until > _PAUSE_S:
             self.last = Copied()
+        if now - self._counted_until > _STALE_S and self._best is not None:
+            self._choose_anew(self._best)
         self._counted_until = now
 
     def _count(self, nbytes: int) -> None:
@@ -200,12 +243,27 @@ class Link:
             if self._to_host:
                 self._idle[-1].to_host(piece.block, piece.offset, address, piece.nbytes)
             else:
-                self._idle[-1].to_device(address, piece.block, piece.offset, piece.nbytes)
+                self._to_device(self._idle[-1], address, piece)
             return self._idle.pop()
         except Exception as error:
             job.in_flight -= 1
             self._fail(job, error)
             return None
+
+    def _to_device(self, stream: _core.CopyStream, address: int, piece: Piece) -> None:
+        self._count(0)  # what the import took is no rate of a copy
+        before = self.copied.seconds
+        if not self._choice.by_engine and (address | (piece.block.address + piece.offset)) % 16 == 0:
+            try:
+                stream.to_device_by_kernel(address, piece.block, piece.offset, piece.nbytes)
+                self._started = piece.nbytes, before
+                return
+            except (DriverError, InvalidState) as error:
+                log.warning("the copy kernel failed, the copy engine takes over: %s", error)
+                self._best, self._choices = None, engine_alone()
+                self._choice = next(self._choices)
+        stream.to_device(address, piece.block, piece.offset, piece.nbytes)
+        self._started = piece.nbytes, before
 
     def _finish(self, stream: _core.CopyStream, job: Job, nbytes: int) -> None:
         try:

@@ -28,6 +28,21 @@ from sim_driver import (
 from cumem_sleep import sim
 
 
+def copy_kernel(driver: Driver) -> Handle:
+    module, kernel = Handle(), Handle()
+    driver.ok("cuModuleLoadData", ctypes.byref(module), b".entry cumem_sleep_copy()")
+    driver.ok("cuModuleGetFunction", ctypes.byref(kernel), module, b"cumem_sleep_copy")
+    return kernel
+
+
+def launch(
+    driver: Driver, kernel: Handle, target: int, source: int, nbytes: int, stream: object, threads: int = 512
+) -> object:
+    values = [ctypes.c_uint64(value) for value in (target, source, nbytes)]
+    arguments = (ctypes.c_void_p * 3)(*[ctypes.addressof(value) for value in values])
+    return driver("cuLaunchKernel", kernel, 16, 1, 1, threads, 1, 1, 0, stream, arguments, None)
+
+
 class TestCopies:
     def test_round_trip(self, driver: Driver) -> None:
         first, second, stream = driver.allocate(), driver.allocate(), driver.stream()
@@ -51,6 +66,38 @@ class TestCopies:
         assert read(address, 13) == b"\x11" * 4 + bytes([4, 3, 2, 1]) * 2 + b"\x11"
         assert driver("cuMemsetD32Async", address + 2, 1, 1, stream) == INVALID_VALUE
         assert driver("cuMemsetD32Async", address, 1, 2**62 + 1, stream) == INVALID_VALUE
+
+    def test_by_the_kernel(self, driver: Driver) -> None:
+        address, stream, buffer = driver.allocate(), driver.stream(), HostBuffer()
+        data = os.urandom(PAGE)
+        write(buffer.address, data)
+        driver.ok("cuMemHostRegister", buffer.address, PAGE, 0)
+        kernel = copy_kernel(driver)
+        assert launch(driver, kernel, address, buffer.address + 64, PAGE - 64, stream) == OK
+        driver.ok("cuStreamSynchronize", stream)
+        assert read(address, PAGE - 64) == data[64:]
+        assert launch(driver, kernel, address + PAGE, buffer.address, 16, stream) == INVALID_VALUE, "not mapped"
+        assert launch(driver, kernel, address, buffer.address, 16, stream, threads=0) == INVALID_VALUE
+        assert launch(driver, Handle(7), address, buffer.address, 16, stream) == "CUDA_ERROR_INVALID_HANDLE"
+
+    def test_there_is_one_kernel(self, driver: Driver) -> None:
+        driver.start()
+        module = Handle()
+        assert driver("cuModuleLoadData", ctypes.byref(module), b".entry another()") == "CUDA_ERROR_INVALID_PTX"
+        assert driver("cuModuleLoadData", ctypes.byref(module), None) == INVALID_VALUE
+        driver.ok("cuModuleLoadData", ctypes.byref(module), b".entry cumem_sleep_copy()")
+        function = ctypes.byref(Handle())
+        assert driver("cuModuleGetFunction", function, module, b"another") == "CUDA_ERROR_NOT_FOUND"
+        assert driver("cuModuleGetFunction", function, Handle(7), b"cumem_sleep_copy") == INVALID_VALUE
+
+    @pytest.mark.parametrize("fault", ["not registered", "not aligned"])
+    def test_a_kernel_faults_where_a_gpu_would(self, driver: Driver, fault: str) -> None:
+        address, stream, buffer = driver.allocate(), driver.stream(), HostBuffer()
+        if fault == "not aligned":
+            driver.ok("cuMemHostRegister", buffer.address, PAGE, 0)
+        shift = 8 if fault == "not aligned" else 0
+        launch(driver, copy_kernel(driver), address + shift, buffer.address, 16, stream)
+        assert driver("cuStreamSynchronize", stream) == ILLEGAL_ADDRESS
 
     def test_registered_memory_is_copied_while_the_program_goes_on(self, driver: Driver) -> None:
         address, stream, buffer = driver.allocate(), driver.stream(), HostBuffer()

@@ -222,6 +222,115 @@ def test_two_clients_that_sleep_at_once_have_equal_turns(
     assert early[2:30] == [False, True] * 14, "in turn, from the moment at which both have asked"
 
 
+# By the copy engine, or by a kernel
+
+
+class Engine(Streams):
+    """Whose copies take a time that the test says, on a clock that nothing else moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        self.engine_s, self.kernel_s = 0.001, 0.0011
+        self.ways: list[str] = []
+        self._enqueued: deque[float] = deque()
+
+    def to_device(self, _address: int, _block: object, _offset: int, _nbytes: int) -> None:
+        self.ways.append("engine")
+        self._enqueued.append(self.engine_s)
+
+    def to_device_by_kernel(self, _address: int, _block: object, _offset: int, _nbytes: int) -> None:
+        self.ways.append("kernel")
+        self._enqueued.append(self.kernel_s)
+
+    def synchronize(self) -> None:
+        self.now += self._enqueued.popleft()
+
+    def copy(self, into: Link, pieces: int) -> list[str]:
+        """The ways that they took."""
+        self.ways.clear()
+        ended: list[Exception | None] = []
+        block = SimpleNamespace(address=1 << 20)
+        todo = deque(Piece(block, 0, 0, 64 << 20) for _ in range(pieces))  # type: ignore[arg-type]
+        into.submit(Job("client", LentStub(), todo, ended.append))
+        eventually(lambda: bool(ended), "all has been copied")
+        assert ended == [None]
+        return list(self.ways)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    made = Engine()
+    monkeypatch.setattr(_core, "CopyStream", made)
+    monkeypatch.setattr(_core, "device_info", lambda _: SimpleNamespace(host_pointers=True))
+    monkeypatch.setattr(_core, "load_copy_kernel", lambda _: None)
+    monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
+
+
+@pytest.fixture
+def into(engine: Engine) -> Iterator[Link]:
+    made = Link(0, to_host=False)
+    yield made
+    made.stop()
+
+
+def test_the_engine_copies_while_it_is_fast(engine: Engine, into: Link) -> None:
+    assert engine.copy(into, 200) == ["kernel"] + ["engine"] * 199, "both were timed alone"
+
+
+def test_a_kernel_copies_while_the_engine_is_slow(engine: Engine, into: Link) -> None:
+    engine.engine_s = 0.0022
+    ways = engine.copy(into, 200)
+    assert ways[:2] == ["kernel", "engine"]
+    assert ways.count("engine") == 5, "it is tried again and again"
+
+
+def test_after_a_pause_the_engine_is_tried_anew(engine: Engine, into: Link) -> None:
+    """A wake right after a sleep does not wait until the engine has shown that it has become slow."""
+    engine.copy(into, 100)
+    engine.engine_s = 0.0022
+    engine.now += 0.1
+    assert engine.copy(into, 40) == ["engine"] + ["kernel"] * 39
+    engine.engine_s = 0.001
+    engine.now += 0.1
+    assert engine.copy(into, 40) == ["engine"] * 40
+
+
+def test_an_engine_that_becomes_slow_is_noticed_between_pieces(engine: Engine, into: Link) -> None:
+    engine.copy(into, 10)
+    engine.engine_s = 0.0022
+    assert "kernel" in engine.copy(into, 60)
+
+
+@pytest.mark.parametrize("reason", ["no host pointers", "not loaded", "not launched"])
+def test_without_a_kernel_the_engine_copies_all(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
+) -> None:
+    def refuses(*_: object) -> None:
+        raise DriverError("cuModuleLoadData", "CUDA_ERROR_INVALID_PTX")
+
+    if reason == "no host pointers":
+        monkeypatch.setattr(_core, "device_info", lambda _: SimpleNamespace(host_pointers=False))
+    elif reason == "not loaded":
+        monkeypatch.setattr(_core, "load_copy_kernel", refuses)
+    else:
+        monkeypatch.setattr(engine, "to_device_by_kernel", refuses)
+    into = Link(0, to_host=False)
+    assert engine.copy(into, 20) + engine.copy(into, 20) == ["engine"] * 40
+    into.stop()
+    warnings = [record for record in caplog.records if "copy kernel failed" in record.message]
+    assert len(warnings) == (reason != "no host pointers")
+
+
+def test_addresses_that_a_kernel_does_not_take_go_by_the_engine(engine: Engine, into: Link) -> None:
+    ended: list[Exception | None] = []
+    block = SimpleNamespace(address=(1 << 20) + 8)
+    into.submit(Job("client", LentStub(), deque([Piece(block, 0, 0, 64)] * 9), ended.append))  # type: ignore[arg-type]
+    eventually(lambda: ended == [None], "all has been copied")
+    assert engine.ways == ["engine"] * 9
+
+
 # A driver that fails
 
 

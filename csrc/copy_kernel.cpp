@@ -1,0 +1,128 @@
+#include "copy_kernel.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <mutex>
+
+#include "driver.h"
+
+namespace cumem_sleep {
+
+namespace {
+
+constexpr size_t kWord = 16;
+constexpr unsigned int kBlocks = 16, kThreads = 512;  // with four words each, 512 KiB are in flight
+// A launch takes 0.3 ms: longer ones delay the mapping of memory that goes on at the same time.
+constexpr size_t kLaunchBytes = size_t{16} << 20;
+
+// In PTX, which the driver compiles for its GPU, so that nobody who builds this needs a CUDA compiler. In C++:
+//
+//     void cumem_sleep_copy(uint4* target, const uint4* source, uint64_t bytes) {
+//         const uint64_t step = gridDim.x * blockDim.x;
+//         uint64_t at = blockIdx.x * blockDim.x + threadIdx.x;
+//         for (; at + 3 * step < bytes / 16; at += 4 * step)  // all four are loaded before the first is stored
+//             for (int i = 0; i < 4; i++) target[at + i * step] = source[at + i * step];
+//         for (; at < bytes / 16; at += step) target[at] = source[at];
+//     }
+constexpr char kPtx[] = R"(
+.version 7.0
+.target sm_70
+.address_size 64
+
+.visible .entry cumem_sleep_copy(.param .u64 target, .param .u64 source, .param .u64 bytes)
+{
+    .reg .pred %over;
+    .reg .b32 %thread, %threads, %block, %blocks;
+    .reg .b32 %a<4>, %b<4>, %c<4>, %d<4>;
+    .reg .b64 %to, %from, %bytes, %at, %step, %three, %last;
+    .reg .b64 %from_a, %from_b, %from_c, %from_d, %to_a, %to_b, %to_c, %to_d;
+
+    ld.param.u64 %to, [target];
+    ld.param.u64 %from, [source];
+    ld.param.u64 %bytes, [bytes];
+    cvta.to.global.u64 %to, %to;
+    cvta.to.global.u64 %from, %from;
+    mov.u32 %thread, %tid.x;
+    mov.u32 %threads, %ntid.x;
+    mov.u32 %block, %ctaid.x;
+    mov.u32 %blocks, %nctaid.x;
+    mad.lo.u32 %thread, %block, %threads, %thread;
+    mul.wide.u32 %at, %thread, 16;
+    mul.lo.u32 %threads, %threads, %blocks;
+    mul.wide.u32 %step, %threads, 16;
+    mul.lo.u64 %three, %step, 3;
+four:
+    add.u64 %last, %at, %three;
+    setp.ge.u64 %over, %last, %bytes;
+    @%over bra one;
+    add.u64 %from_a, %from, %at;
+    add.u64 %from_b, %from_a, %step;
+    add.u64 %from_c, %from_b, %step;
+    add.u64 %from_d, %from_c, %step;
+    ld.global.v4.u32 {%a0, %a1, %a2, %a3}, [%from_a];
+    ld.global.v4.u32 {%b0, %b1, %b2, %b3}, [%from_b];
+    ld.global.v4.u32 {%c0, %c1, %c2, %c3}, [%from_c];
+    ld.global.v4.u32 {%d0, %d1, %d2, %d3}, [%from_d];
+    add.u64 %to_a, %to, %at;
+    add.u64 %to_b, %to_a, %step;
+    add.u64 %to_c, %to_b, %step;
+    add.u64 %to_d, %to_c, %step;
+    st.global.v4.u32 [%to_a], {%a0, %a1, %a2, %a3};
+    st.global.v4.u32 [%to_b], {%b0, %b1, %b2, %b3};
+    st.global.v4.u32 [%to_c], {%c0, %c1, %c2, %c3};
+    st.global.v4.u32 [%to_d], {%d0, %d1, %d2, %d3};
+    add.u64 %at, %last, %step;
+    bra four;
+one:
+    setp.ge.u64 %over, %at, %bytes;
+    @%over bra end;
+    add.u64 %from_a, %from, %at;
+    ld.global.v4.u32 {%a0, %a1, %a2, %a3}, [%from_a];
+    add.u64 %to_a, %to, %at;
+    st.global.v4.u32 [%to_a], {%a0, %a1, %a2, %a3};
+    add.u64 %at, %at, %step;
+    bra one;
+end:
+    ret;
+}
+)";
+
+std::mutex mutex;
+// Never destroyed: at exit other threads may still copy.
+auto* const kernels = new std::map<int, CUfunction>;
+
+CUfunction loaded_kernel(int device) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    CUfunction& kernel = (*kernels)[device];
+    if (!kernel) {
+        const Driver& driver = Driver::get();
+        CUmodule module = nullptr;
+        driver.module_load_data(&module, kPtx);
+        driver.module_get_function(&kernel, module, "cumem_sleep_copy");
+    }
+    return kernel;
+}
+
+}  // namespace
+
+void load_copy_kernel(int device) {
+    ContextScope context(device);
+    loaded_kernel(device);
+}
+
+size_t launch_copy(int device, CUdeviceptr target, const void* source, size_t bytes, CUstream stream) {
+    const CUfunction kernel = loaded_kernel(device);
+    const size_t whole = bytes - bytes % kWord;
+    for (size_t done = 0; done < whole;) {
+        auto from = reinterpret_cast<uint64_t>(source) + done;
+        CUdeviceptr to = target + done;
+        uint64_t part = std::min(whole - done, kLaunchBytes);
+        void* arguments[] = {&to, &from, &part};
+        Driver::get().launch_kernel(kernel, kBlocks, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr);
+        done += part;
+    }
+    return bytes - whole;
+}
+
+}  // namespace cumem_sleep
