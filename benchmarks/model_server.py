@@ -53,6 +53,10 @@ class Deadline:
             raise OutOfTime("no time left")
         return min(seconds, left)
 
+    def keep(self, seconds: float) -> None:
+        """At least so many are left from now on, for what has to be done at any rate."""
+        self._ends_at = max(self._ends_at, time.monotonic() + seconds)
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -116,15 +120,19 @@ class Server:
         if self._process is not None:
             self._process.terminate()
 
-    def stop(self) -> float:
-        """Ends all its processes; returns the seconds that it took. Does nothing the second time."""
+    def stop(self, limit_s: float = STOP_S) -> float:
+        """Ends all its processes; returns the seconds that it took. Does nothing the second time.
+
+        Args:
+            limit_s: what they have for that, before they are killed.
+        """
         start = time.perf_counter()
         self.ask_to_stop()
         process, self._process = self._process, None
         if process is None:
             return 0.0
-        ends_at = time.monotonic() + STOP_S
-        while time.monotonic() < ends_at and (process.poll() is None or _lives(process.pid)):
+        ends_at = time.monotonic() + limit_s
+        while time.monotonic() < ends_at and (process.poll() is None or _alive(process.pid)):
             time.sleep(POLL_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -133,10 +141,16 @@ class Server:
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, *, limit_s: float = 180.0) -> float:
         """Returns the seconds until it was answered with success."""
+        return self.ask("POST", path, body, limit_s=limit_s)[0]
+
+    def ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, limit_s: float = 60.0
+    ) -> tuple[float, str]:
+        """The seconds until it was answered with success, and what it said."""
         start = time.perf_counter()
-        with self._request("POST", path, body, limit_s) as response:
-            response.read()
-        return time.perf_counter() - start
+        with self._request(method, path, body, limit_s) as response:
+            content = response.read().decode()
+        return time.perf_counter() - start, content
 
     def call_worker(self, method: str) -> Any:
         """What one of the methods of vLLM's (first) worker returns."""
@@ -168,6 +182,10 @@ class Server:
         if first_token_s is None or len(received) != tokens:
             raise self.failure(f"/v1/completions: {len(received)} tokens instead of {tokens}")
         return Answer(received, first_token_s, seconds)
+
+    def processes(self) -> list[int]:
+        """The numbers of all processes that it has started and that still live."""
+        return [] if self._process is None else _alive(self._process.pid)
 
     def failure(self, what: str) -> ServerFailed:
         return ServerFailed(f"server {self.name}: {what}" + "".join(f"\n    | {line}" for line in self.tail()))
@@ -206,14 +224,15 @@ class Server:
             connection.close()
 
 
-def _lives(group: int) -> bool:
-    """Whether a process group has a process left that is not a zombie."""
+def _alive(group: int) -> list[int]:
+    """The processes of a process group that are not zombies."""
+    found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
             if int(process_group) == group and state not in "ZX":
-                return True
-    return False
+                found.append(int(stat.parent.name))
+    return found
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

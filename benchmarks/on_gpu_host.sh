@@ -11,6 +11,7 @@
 #   saver [~420]  saver_30 [~150]  saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]  models [~360]
+#   serve_level_3 [~240; $LEVEL_3_OPTIONS, as --deadline 330]  serve_level_3_own [~240, at once with it on a second GPU]
 #   vault_servers [~70]  scenarios [300]  two_gpus [400]  ranks [~400, two GPUs; with Ray from .gpu/3/*.tar.xz, if it is there]
 #
 # What is in .gpu may come in several calls to one machine: each call unpacks what it finds, once. Other things in .gpu:
@@ -241,6 +242,13 @@ part() {
     serve_vault)
         with_vllm && limited 300 python3 benchmarks/vllm_serve.py --out "$out/vllm_serve.json" --ways vault,vault_compressed \
             --deadline "$(left 290)"
+        ;;
+    serve_level_3 | serve_level_3_own)
+        local other=()
+        if [ "$1" = serve_level_3_own ]; then other=(--ways "own,vault" --cycles 6 --port 8090 --work /tmp/vllm-serve-own); fi
+        # shellcheck disable=SC2086 # several words
+        with_vllm && limited 570 python3 benchmarks/vllm_level_3.py --out "$out/vllm_${1#serve_}.json" --deadline "$(left 240)" \
+            "${other[@]}" ${LEVEL_3_OPTIONS:-}
         ;;
     models)
         # shellcheck disable=SC2086 # several words

@@ -167,18 +167,20 @@ class CheckpointFailed(CumemSleepError):
 
     Attributes:
         reason: what failed, in words.
-        state: in which state CUDA says that the process is. `CHECKPOINTED` and `LOCKED`: nothing is lost, and the next
-            `wake_up` tries again. `FAILED`: it is lost, and the process has to be restarted.
+        state: in which state CUDA says that the process is: `CHECKPOINTED`, `LOCKED` or `FAILED`.
+        lost: whether no later try can succeed, so that the process has to be restarted.
     """
 
-    def __init__(self, what: str, reason: str, state: str) -> None:
+    def __init__(self, what: str, reason: str, state: str, lost: bool = False) -> None:
         self.reason = reason
         self.state = state
+        self.lost = lost or state == "FAILED"
         advice = {
             "CHECKPOINTED": "nothing is lost: call wake_up again",
             "LOCKED": "nothing is lost: call wake_up again",
-            "FAILED": "CUDA cannot restore it any more: restart this process",
         }.get(state, "call wake_up again, or restart this process")
+        if self.lost:
+            advice = "CUDA cannot restore it any more: restart this process"
         super().__init__(
             f"this process did not come back from {what}: {reason}; CUDA's state of it is {state}: {advice}"
         )

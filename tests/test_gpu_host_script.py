@@ -127,6 +127,8 @@ PARTS = {
     "ranks": "benchmarks/vllm_scenarios.py",
     "serve": "benchmarks/vllm_serve.py",
     "serve_vault": "benchmarks/vllm_serve.py",
+    "serve_level_3": "benchmarks/vllm_level_3.py",
+    "serve_level_3_own": "benchmarks/vllm_level_3.py",
     "models": "benchmarks/serve_models.py",
     "switching_vault": "benchmarks/switching.py",
     "saver": "benchmarks/torch_memory_saver_beside.py",

@@ -4,6 +4,9 @@
 // that a lock blocks further calls, and only a lock has a timeout. So it is the lock that waits for calls in progress
 // and for enqueued work here, host functions included, and a checkpoint finds none.
 //
+// A restore for which there is too little memory is the last one that can be tried: so it was on an H200
+// (benchmarks/results/checkpoint_behaviour.json, driver 580).
+//
 // CUDA_ERROR_UNKNOWN, injected into Checkpoint or Restore, leaves the process in CU_PROCESS_STATE_FAILED: it never gets
 // past its next driver call. Every other injected error leaves the state as it is.
 #include <algorithm>
@@ -109,7 +112,9 @@ CUresult CUDAAPI cuCheckpointProcessRestore(int pid, CUcheckpointRestoreArgs* ar
     const CUresult result = checkpoint_call("cuCheckpointProcessRestore", [&] {
         require_zero(args);
         change_state(pid, CU_PROCESS_STATE_CHECKPOINTED, kNoDeadline, [](FoundBoard& board) {
-            require(has_room(board), CUDA_ERROR_OUT_OF_MEMORY);
+            require(!board->lost, CUDA_ERROR_OPERATING_SYSTEM);
+            board->lost = !has_room(board);
+            require(!board->lost, CUDA_ERROR_OUT_OF_MEMORY);
             board->checkpointed = false;
             board->state = CU_PROCESS_STATE_LOCKED;
         });

@@ -32,6 +32,7 @@ struct Board {
     std::atomic<std::uint32_t> gate;
     std::atomic<std::int64_t> in_progress;  // calls, and work on streams
     std::atomic<bool> checkpointed;         // its memory is not on the devices
+    std::atomic<bool> lost;                 // a restore had too little memory: no other one succeeds
     std::atomic<std::uint64_t> device_bytes;
     std::atomic<std::int32_t> devices;  // that are visible
     PerDevice device[kMaxDevices];

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from .. import _core, sim
 
@@ -25,15 +27,39 @@ def free_bytes(pid: int, uuids: Sequence[str]) -> dict[str, int]:
     return _by_nvml(uuids)
 
 
+def used_bytes(pid: int, uuids: Sequence[str]) -> dict[str, int]:
+    """By this process, on those of these GPUs for which that is counted.
+
+    It is not in a container with process numbers of its own, because NVML goes by those of the host. There another
+    process may even have this number.
+    """
+    if _core.driver_is_simulated():
+        return {uuid: sim.process_memory(pid, uuid)[0] for uuid in uuids}
+    found = {}
+    for uuid in uuids:
+        with suppress(OSError), _nvml() as nvml:
+            running = nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByUUID(uuid))
+            if mine := [each.usedGpuMemory for each in running if each.pid == pid and each.usedGpuMemory]:
+                found[uuid] = sum(mine)
+    return found
+
+
 def _by_nvml(uuids: Sequence[str]) -> dict[str, int]:
-    if not uuids:
-        return {}
+    free = {}
+    for uuid in uuids:
+        with _nvml() as nvml:
+            free[uuid] = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid)).free
+    return free
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
     try:
         import pynvml
     except ImportError as error:
         raise OSError(f"NVML: {error}: pip install nvidia-ml-py") from None
     try:
         pynvml.nvmlInit()
-        return {uuid: pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid)).free for uuid in uuids}
+        yield pynvml
     except pynvml.NVMLError as error:
         raise OSError(f"NVML: {error}") from error

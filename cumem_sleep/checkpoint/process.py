@@ -26,6 +26,9 @@ _CALLS_END_WITHIN_S = 2.0
 _LOCK_WITHIN_S = 10.0
 # A checkpoint copies everything that is left, and writes down what is pinned: 2.3 s for 61 GiB of it.
 _ANSWER_WITHIN_S = 180.0
+# What driver 580 says of a restore without enough memory, and of every one after that
+# (benchmarks/results/checkpoint_behaviour.json).
+_LAST_RESTORE = ("CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM")
 # Not `-m`, which looks for modules in the current directory first; and what the program has added to `sys.path` counts.
 _HELPER = """\
 import sys
@@ -44,8 +47,9 @@ class Checkpointed:
     """What a checkpoint did.
 
     Attributes:
-        freed_bytes: by device, by how much its free memory grew: what the CUDA state took there. Negative, by up to
-            4 MiB, where it had less than that.
+        freed_bytes: by device, what the CUDA state took there: by how much its free memory grew, or, where other
+            processes took some of that at once, what NVML says, and a margin. Negative, by up to 4 MiB, where it had
+            less than that.
         free_bytes: by device, what was free after it.
         total_bytes: by device.
         seconds: by phase: `lock`, `checkpoint`.
@@ -175,7 +179,7 @@ class ProcessCheckpoint:
 
         Raises:
             OutOfDeviceMemory: too little is free. All is as before, and this can be tried again.
-            CheckpointFailed: the driver refused; the message says whether trying again makes sense.
+            CheckpointFailed: the driver refused; it says whether trying again makes sense.
         """
         with self._turn:
             return self._brought_back(also_needed_bytes)
@@ -207,7 +211,8 @@ class ProcessCheckpoint:
         if short := answer.get("too_little"):
             device, (needed, free) = next((d, short[uuid]) for d, uuid in self._uuids.items() if uuid in short)
             raise OutOfDeviceMemory(needed, free, device, "cuCheckpointProcessRestore")
-        raise CheckpointFailed(what, _reason(answer), answer["state"])
+        lost = answer.get("call") == "cuCheckpointProcessRestore" and answer["error"] in _LAST_RESTORE
+        raise CheckpointFailed(what, _reason(answer), answer["state"], lost)
 
     def end_with_process(self) -> None:
         """At exit: bring the state back, so that libraries can let go of it; where that fails, end the process at once.

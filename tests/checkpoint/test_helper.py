@@ -14,7 +14,7 @@ import pytest
 from support import PAGE, Memory, assert_clean_exit, run_script
 
 import cumem_sleep
-from cumem_sleep import CheckpointFailed, CuMemAllocator, DriverError, OutOfDeviceMemory, _core, sim
+from cumem_sleep import CheckpointFailed, CuMemAllocator, DriverError, _core, sim
 from cumem_sleep.checkpoint import process
 from cumem_sleep.checkpoint.process import THIS_PROCESS
 
@@ -62,7 +62,7 @@ class TestDriverErrors:
         assert memory.read(weights, PAGE) == BYTES
         assert sim.stats().blocked_calls == 0
 
-    @pytest.mark.parametrize("error", ["OUT_OF_MEMORY", "NOT_SUPPORTED"])
+    @pytest.mark.parametrize("error", ["NOT_PERMITTED", "NOT_SUPPORTED"])
     @pytest.mark.parametrize("call", ["Restore", "Unlock", "GetState"])
     def test_on_the_way_back(
         self,
@@ -353,14 +353,33 @@ def test_another_tool_has_locked_the_process(
     assert memory.read(weights, PAGE) == BYTES
 
 
-@pytest.mark.usefixtures("weights")
-def test_out_of_memory_at_restore_is_typed(allocator: CuMemAllocator, new_helper: Callable[[str], None]) -> None:
-    """What the driver itself says, if the look before it was wrong."""
-    new_helper(failing("Restore", "OUT_OF_MEMORY"))
-    allocator.sleep(level=3)
-    with pytest.raises(OutOfDeviceMemory):
-        allocator.wake_up()
-    allocator.wake_up()
+@pytest.mark.slow
+def test_a_restore_without_enough_memory_is_the_last_one() -> None:
+    """Another process takes it after the look: as the driver does, this says that nothing can be tried any more."""
+    process = run_script(
+        """
+        from cumem_sleep.checkpoint.process import THIS_PROCESS
+        sim.configure(context_bytes=2 * PAGE)
+        allocator = fresh_allocator()
+        allocator.malloc(PAGE, "weights")
+        allocator.sleep(level=3)
+        look = THIS_PROCESS._bring_back
+        THIS_PROCESS._bring_back = lambda needed_bytes, what: look({}, what)  # as if there had been room
+        for device_bytes in (PAGE, 256 * PAGE):
+            sim.configure(device_bytes=device_bytes)
+            try:
+                allocator.wake_up()
+            except CheckpointFailed as error:
+                print(error.state, error.lost, "restart this process" in str(error), error.reason)
+        print(allocator.usage()["weights"].asleep_segments, sim.stats().blocked_calls)
+        """,
+    )
+    lost = "CHECKPOINTED True True cuCheckpointProcessRestore failed with CUDA_ERROR_"
+    first, second, last = process.stdout.splitlines()
+    assert first.startswith(f"{lost}OUT_OF_MEMORY")
+    assert second.startswith(f"{lost}OPERATING_SYSTEM")
+    assert last == "1 0", process.stderr
+    assert (process.returncode, "ends at once" in process.stderr) == (1, True)
 
 
 def _helper_pid() -> int:

@@ -396,6 +396,14 @@ class TestMemory:
         assert (helper("Restore", target.pid), helper.state(target.pid)) == (OUT_OF_MEMORY, CHECKPOINTED)
         assert used(target) == LEFT_BYTES
         target.ask("sim.configure(device_bytes=8 * PAGE)")
+        for _ in range(2):  # as on a GPU
+            again = helper("Restore", target.pid), helper.state(target.pid)
+            assert again == ("CUDA_ERROR_OPERATING_SYSTEM", CHECKPOINTED)
+
+    def test_restore_fits_exactly(self, helper: Helper, target: Target) -> None:
+        target.ask("driver.allocate(8 * PAGE)")
+        helper.all(target.pid, "Lock", "Checkpoint")
+        target.ask("sim.configure(device_bytes=8 * PAGE)")
         helper.all(target.pid, "Restore", "Unlock")
         assert used(target) == 8 * PAGE
 
