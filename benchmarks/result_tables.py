@@ -1,4 +1,4 @@
-"""Writes the tables of docs/benchmarks.md, the README's figures and the plots from the raw results.
+"""Writes the tables of docs/, the README's figures and the plots from the raw results.
 
 No figure is typed by hand.
 
@@ -13,7 +13,7 @@ import hashlib
 import json
 import runpy
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,12 @@ def spread(values: list[float]) -> str:
     """The median, and the range where there is one."""
     low, middle, high = (digits(value) for value in (min(values), statistics.median(values), max(values)))
     return f"{middle} ({low}–{high})" if len(values) > 1 else middle
+
+
+def low_to_high(values: Sequence[float], written: Callable[[float], str] = digits) -> str:
+    """The range, of so few values that a median would hide what it is."""
+    low, high = written(min(values)), written(max(values))
+    return low if low == high else f"{low}–{high}"
 
 
 def bench_table(result: dict[str, Any], title: str) -> list[str]:
@@ -441,7 +447,8 @@ def scenarios_table(result: dict[str, Any]) -> list[str]:
         "|---|---|",
     ]
     for name, outcome in outcomes.items():
-        not_run = f" **Not run**: {outcome['not_run']}." if "not_run" in outcome else " **Failed.**"
+        failed = f" **Failed**: {outcome['why']}." if "why" in outcome else " **Failed.**"
+        not_run = f" **Not run**: {outcome['not_run']}." if "not_run" in outcome else failed
         ended = "" if outcome["passed"] else not_run
         lines.append(f"| {name.replace('_', ' ')} | {outcome['says']}{ended} |")
     return lines
@@ -581,11 +588,140 @@ def _version(number: int) -> str:
     return f"{number // 1000}.{number // 100 % 10}"
 
 
+VAULT_WAYS = {
+    "own": "own memory, its first use on this machine",
+    "vault": "the vault",
+    "replica": "a replica, while the first one sleeps",
+    "compressed": "the vault, compressed",
+}
+VAULT_STEPS = {
+    "first sleep": "to_host",
+    "wake": "to_device",
+    "wake, later": "to_device",
+    "later sleep, everything changed": "to_host",
+    "later sleep, nothing changed": None,
+}
+VAULT_BYTES = {
+    "copied by the first sleep, GiB": "copied_bytes",
+    "found in the vault, GiB": "found_bytes",
+    "stored by the first sleep, GiB": "stored_bytes",
+    "pinned by the process itself, GiB": "pinned_by_itself_bytes",
+}
+
+
+def vault_table(result: dict[str, Any]) -> list[str]:
+    """Sleeps and wakes through the vault beside those of own memory, and the time that their bytes take on the link."""
+    workload = result["workload"]
+    link = {direction: result["link_bytes"] / min(seconds) for direction, seconds in result["link"].items()}
+    found = {**result["ways"], "replica": result["ways"]["vault"]["replica"]}
+    ways = {way: found[way] for way in VAULT_WAYS if "error" not in found[way]}
+
+    def cell(way: dict[str, Any], step: str, direction: str | None) -> str:
+        if not (seconds := [answer["seconds"] for answer in way.get(step, ())]):
+            return "–"
+        copies = step != "first sleep" or way[step][0]["layer"]["copied_bytes"] > 0
+        if direction is None or not copies:
+            return low_to_high(seconds)
+        times = low_to_high([each * link[direction] / way["bytes"] for each in seconds], "{:.2f}".format)
+        return f"{low_to_high(seconds)} ({times} ×)"
+
+    lines = [
+        f"{workload['segments']} segments, {workload['weights_bytes'] / GIB:.2f} GiB of bf16 weights,"
+        f" {workload['kv_cache_bytes'] / GIB:.2f} GiB of KV cache, every byte checked after every wake."
+        f" {machine(result)}. The link: {link['to_host'] / 1e9:.1f} GB/s to the host,"
+        f" {link['to_device'] / 1e9:.1f} GB/s to the GPU. Seconds; in parentheses, how many times as long as the"
+        " uncompressed bytes take on the link:",
+        "",
+        f"|  | {' | '.join(VAULT_WAYS[way] for way in ways)} |",
+        "|---" * (len(ways) + 1) + "|",
+    ]
+    for step, direction in VAULT_STEPS.items():
+        lines.append(f"| {step} | {' | '.join(cell(way, step, direction) for way in ways.values())} |")
+    layers = [way["first sleep"][0]["layer"] for way in ways.values()]
+    for head, key in VAULT_BYTES.items():
+        lines.append(f"| {head} | {' | '.join(f'{layer[key] / GIB:.2f}' for layer in layers)} |")
+    left = [f"{way['first sleep'][0]['left_on_gpu_bytes'] / GIB:.2f}" for way in ways.values()]
+    return [*lines, f"| in use on the whole GPU asleep, GiB | {' | '.join(left)} |"]
+
+
+def saver_table(result: dict[str, Any]) -> list[str]:
+    """The same calls with either package, and how many times as fast ours is with the same setting."""
+    ((size, ways),) = result["results"].items()
+    titles = [way.replace("theirs", "torch_memory_saver").replace("ours", "this layer") for way in ways]
+    version = ways["theirs"]["version"]
+
+    def seconds(way: str, step: str) -> list[float]:
+        return [answer["seconds"] for answer in ways[way]["steps"][step]]
+
+    def cell(way: str, step: str) -> str:
+        mine = seconds(way, step)
+        peer = "theirs, retained" if "retained" in way else "theirs"
+        return low_to_high(mine) + ("" if way == peer else f" ({min(seconds(peer, step)) / min(mine):.2f} ×)")
+
+    def gib(key: str) -> list[str]:
+        return [f"{facts['steps']['first pause'][0][key] / GIB:.2f}" for facts in ways.values()]
+
+    lines = [
+        f"{size} of weights with a backup and a KV cache without one, torch_memory_saver {version}, hook mode `torch`,"
+        " each way a process of its own that had touched the host memory before, every byte checked after every"
+        f" resume. {machine(result)}. Seconds; in parentheses, how many times as fast as torch_memory_saver with the"
+        " same setting, by the faster of two:",
+        "",
+        f"|  | {' | '.join(titles)} |",
+        "|---" * (len(ways) + 1) + "|",
+    ]
+    for step in ways["theirs"]["steps"]:
+        lines.append(f"| {step} | {' | '.join(cell(way, step) for way in ways)} |")
+    lines.append(f"| host memory that the first pause took, GiB | {' | '.join(gib('host_bytes'))} |")
+    return [*lines, f"| in use on the whole GPU when paused, GiB | {' | '.join(gib('left_on_gpu_bytes'))} |"]
+
+
+LEVEL_3_STEPS = ("level 1 sleep", "level 3 sleep", "checkpoint", "level 1 wake", "level 3 wake", "restore")
+
+
+def level_3_table(result: dict[str, Any], behaviour: dict[str, Any]) -> list[str]:
+    """What leaving and restoring the CUDA state adds (`cumem-sleep bench --level 3`), and many of them in a row."""
+    workload = result["workload"]
+    lines = [
+        f"**Level 3**: {workload['segments']} segments, {workload['weights_bytes'] / GIB:.0f} GiB of weights, which the"
+        f" process itself has pinned in host memory, {workload['kv_cache_bytes'] / GIB:.0f} GiB of KV cache, every byte"
+        f" checked after every wake. {machine(result)}. Seconds, median and range:",
+        "",
+        "| step | seconds | in use on the GPU then, MiB |",
+        "|---|---|---|",
+    ]
+    for step in LEVEL_3_STEPS:
+        rows = [row for row in result["steps"] if row["step"] == step]
+        left = {row["left_on_gpu_bytes"] for row in rows if "left_on_gpu_bytes" in row}
+        part = "of it: " if step in ("checkpoint", "restore") else ""
+        cell = low_to_high([each / MIB for each in left]) if left else ""
+        lines.append(f"| {part}{step} | {spread([row['seconds'] for row in rows])} | {cell} |")
+    rounds = behaviour["twenty_times"]["rounds"]
+    same = len({(each["gpu_free_mib"], each["host_mib"]) for each in rounds}) == 1
+    checkpoint, restore = (spread([each[step] for each in rounds]) for step in ("checkpoint", "restore"))
+    return [
+        *lines,
+        "",
+        f"A process with 1 GiB of weights, {len(rounds)} times in a row: checkpoint {checkpoint} s, restore {restore}"
+        f" s; free memory of the GPU and host memory of the process {'the same after each' if same else 'DIFFER'}.",
+    ]
+
+
+def _between_marks(lines: Sequence[str]) -> str:
+    return "\n".join([BEGIN, "", *lines, "", END])
+
+
+def vault_section() -> str:
+    return _between_marks(vault_table(load("vault.json")))
+
+
+def saver_section() -> str:
+    return _between_marks(saver_table(load("saver_30.json")))
+
+
 def section() -> str:
     switching = [*switching_table(load(SWITCHING)), ""] if (RESULTS / SWITCHING).is_file() else []
     lines = [
-        BEGIN,
-        "",
         *switching,
         *serve_table(load("vllm_serve.json")),
         "",
@@ -611,16 +747,19 @@ def section() -> str:
         "",
         *decoder_table(load("decoder.json")),
         "",
+        *level_3_table(load("bench_level_3.json"), load("checkpoint_behaviour.json")),
+        "",
         "A first sleep allocates and pins host memory. The virtual machines of these runs get their RAM only when"
         " it is prefaulted and registered for the first time, so the first sleep in a machine is slower than those"
         " of later processes; `prepare()` takes all of this out of the sleep. A wake right after a sleep is a little"
         " slower because the driver scrubs the freed memory at that time. A free waits for running work on the"
         " GPU, which vLLM's does not. Pinned host memory costs 2 MiB of GPU memory per GiB. Raw results, with the"
         " commands that made them: `benchmarks/results/`.",
-        "",
-        END,
     ]
-    return "\n".join(lines)
+    return _between_marks(lines)
+
+
+SECTIONS = {"benchmarks.md": section, "vault.md": vault_section, "torch-memory-saver.md": saver_section}
 
 
 def headline() -> str:
@@ -663,11 +802,10 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if something is not up to date")
     check = parser.parse_args().check
     readme, page = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
-    tables = replaced(page.read_text(), BEGIN, section(), END)
-    new = {
-        readme: replaced(readme.read_text(), HEADLINE_BEGIN, headline(), HEADLINE_END),
-        page: replaced(tables, SCENARIOS_BEGIN, scenarios(), SCENARIOS_END),
-    }
+    new = {readme: replaced(readme.read_text(), HEADLINE_BEGIN, headline(), HEADLINE_END)}
+    for name, made in SECTIONS.items():
+        new[ROOT / "docs" / name] = replaced((ROOT / "docs" / name).read_text(), BEGIN, made(), END)
+    new[page] = replaced(new[page], SCENARIOS_BEGIN, scenarios(), SCENARIOS_END)
     plots = {"peers.json": (PLOT, draw_peers)}
     if (RESULTS / SWITCHING).is_file():
         plots[SWITCHING] = (SWITCHING_PLOT, draw_switching)

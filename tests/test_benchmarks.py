@@ -224,13 +224,18 @@ def results(
         "codec",
         "host_memory",
         "host_memory_used_before",
+        "vault",
+        "saver_30",
+        "bench_level_3",
+        "checkpoint_behaviour",
     )
     for name in (f"{stem}.json" for stem in kept):
         (folder / name).write_bytes((BENCHMARKS / "results" / name).read_bytes())
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "benchmarks.md").write_text(
-        f"Above.\n\n{tables.SCENARIOS_BEGIN}\n{tables.SCENARIOS_END}\n{tables.BEGIN}\n{tables.END}\n\nBelow.\n"
-    )
+    for page in tables.SECTIONS:
+        (tmp_path / "docs" / page).write_text(
+            f"Above.\n\n{tables.SCENARIOS_BEGIN}\n{tables.SCENARIOS_END}\n{tables.BEGIN}\n{tables.END}\n\nBelow.\n"
+        )
     (tmp_path / "README.md").write_text(f"Above.\n\n{tables.HEADLINE_BEGIN}\n{tables.HEADLINE_END}\n")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "RESULTS", folder)
@@ -289,6 +294,46 @@ def test_tables_of_vllm(results: pathlib.Path, tables: ModuleType) -> None:
     served = page[page.index("**`vllm serve`") : page.index("**Compared with its peers**")]
     assert "vLLM's own |" not in served
     assert "| later sleeps | 0.200 (0.100–0.300) |" in served
+
+
+@pytest.mark.slow
+def test_tables_of_the_vault_and_of_the_other_package(results: pathlib.Path, tables: ModuleType) -> None:
+    """Ranges instead of medians of two, beside the link or the other package; a way that failed is left out."""
+    vault = json.loads((results / "vault.json").read_text())
+    vault["link"] = {"to_host": [0.2, 0.1], "to_device": [0.1, 0.1]}
+    vault["ways"]["vault"] |= {"wake": [{"seconds": 3.0}, {"seconds": 2.0}], "bytes": 10 * vault["link_bytes"]}
+    vault["ways"]["compressed"] = {"error": "no luck"}
+    (results / "vault.json").write_text(json.dumps(vault))
+    saver = json.loads((results / "saver_30.json").read_text())
+    ways = saver["results"]["30 GiB"]
+    ways["theirs, retained"]["steps"]["resume at once"] = [{"seconds": 0.5}, {"seconds": 1.0}]
+    ways["ours, retained"]["steps"]["resume at once"] = [{"seconds": 2.0}, {"seconds": 1.0}]
+    (results / "saver_30.json").write_text(json.dumps(saver))
+    tables.main()
+    of_vault = (results.parent / "docs" / "vault.md").read_text()
+    assert "| the vault | a replica, while the first one sleeps |\n" in of_vault
+    wake = next(line for line in of_vault.splitlines() if line.startswith("| wake | "))
+    assert " | 2.00–3.00 (2.00–3.00 ×) | " in wake
+    resumed = next(
+        line
+        for line in (results.parent / "docs" / "torch-memory-saver.md").read_text().splitlines()
+        if line.startswith("| resume at once | ")
+    )
+    assert " | 0.500–1.00 | 1.00–2.00 (0.50 ×) | " in resumed
+
+
+@pytest.mark.slow
+def test_table_of_level_3(results: pathlib.Path, tables: ModuleType) -> None:
+    """Memory that many checkpoints leave is said to be the same only if it is."""
+    page = results.parent / "docs" / "benchmarks.md"
+    tables.main()
+    assert "20 times in a row" in page.read_text()
+    assert "the same after each." in page.read_text()
+    behaviour = json.loads((results / "checkpoint_behaviour.json").read_text())
+    behaviour["twenty_times"]["rounds"][7]["gpu_free_mib"] -= 1
+    (results / "checkpoint_behaviour.json").write_text(json.dumps(behaviour))
+    tables.main()
+    assert "DIFFER." in page.read_text()
 
 
 @pytest.mark.slow

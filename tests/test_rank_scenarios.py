@@ -365,8 +365,14 @@ def test_what_is_not_run_is_told_apart(module: Any, capsys: pytest.CaptureFixtur
     assert [scenarios.failed(outcome) for outcome in outcomes.values()] == [False, False, True]
     machine = {"machine": {"vllm": "0", "gpu": "A GPU"}}
     tables = module("result_tables")
+    outcomes["d"] = {"passed": False, "error": "x", "why": "the other GPU was full"}
     page = tables.scenarios_table({"scenarios": {n: {**o, **machine, "says": "It."} for n, o in outcomes.items()}})
-    assert page[-3:] == ["| a | It. |", "| b | It. **Not run**: no ray. |", "| c | It. **Failed.** |"]
+    assert page[-4:] == [
+        "| a | It. |",
+        "| b | It. **Not run**: no ray. |",
+        "| c | It. **Failed.** |",
+        "| d | It. **Failed**: the other GPU was full. |",
+    ]
 
 
 def test_a_mixture_of_experts_is_what_vllm_reads(module: Any) -> None:

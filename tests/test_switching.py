@@ -367,7 +367,8 @@ def test_plot_and_check(
             (tmp_path / path.name).write_bytes(path.read_bytes())
     marks = (tables.SCENARIOS_BEGIN, tables.SCENARIOS_END, tables.BEGIN, tables.END)
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "benchmarks.md").write_text("\n".join(marks) + "\n")
+    for page in tables.SECTIONS:
+        (tmp_path / "docs" / page).write_text("\n".join(marks) + "\n")
     (tmp_path / "README.md").write_text(f"{tables.HEADLINE_BEGIN}\n{tables.HEADLINE_END}\n")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
