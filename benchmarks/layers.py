@@ -79,8 +79,8 @@ class Layer:
     def wake(self) -> None:
         raise NotImplementedError
 
-    def facts(self) -> dict[str, int]:
-        """What the layer itself says of its last sleep or wake: bytes, by name."""
+    def facts(self) -> dict[str, Any]:
+        """What the layer itself says of its last sleep or wake: bytes, by name, and the seconds of its `phases`."""
         return {}
 
     def hooks(self) -> Hooks:
@@ -111,11 +111,15 @@ class CumemSleep(Layer):
     def wake(self) -> None:
         self._report = self._allocator.wake_up()
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, Any]:
         usages = self._allocator.usage().values()
         said = vars(self._report) if self._report is not None else {}
         report = {name: value for name, value in said.items() if name.endswith("_bytes")}
-        return {**report, "pinned_by_itself_bytes": sum(usage.host_bytes - usage.vault_bytes for usage in usages)}
+        return {
+            **report,
+            "pinned_by_itself_bytes": sum(usage.host_bytes - usage.vault_bytes for usage in usages),
+            "phases": dict(said.get("phases", {})),
+        }
 
     def hooks(self) -> Hooks:
         from cumem_sleep import _core

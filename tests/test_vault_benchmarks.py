@@ -49,6 +49,7 @@ def test_every_way_is_measured(tmp_path: pathlib.Path) -> None:
         assert first["copied_bytes"] >= weights
         assert (first["pinned_by_itself_bytes"] > 0) == (way == "own")
         assert ways[way]["later sleep, nothing changed"][0]["layer"]["copied_bytes"] == 0
+        assert first["phases"].keys() >= {"digest", "copy"}
         assert ways[way]["later sleep, everything changed"][0]["layer"]["copied_bytes"] >= weights
     replica = ways["vault"]["replica"]["first sleep"][0]["layer"]
     assert (replica["copied_bytes"], replica["found_bytes"]) == (
