@@ -2,6 +2,7 @@
 
 from environment import _stock, plugged, spawned, stock, vllm_version
 from gate_client import gate_environment, policy, serve
+from ready_process import ready_process
 from real_worker import choose, worker
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "gate_environment",
     "plugged",
     "policy",
+    "ready_process",
     "serve",
     "spawned",
     "stock",

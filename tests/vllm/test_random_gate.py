@@ -9,28 +9,30 @@ import importlib.metadata
 import os
 import pathlib
 import subprocess
-import sys
 
 import pytest
 from environment import skip_unless_vllm
+from ready_process import ReadyProcess
 
 skip_unless_vllm()
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("servers", [1, 2])
-def test_nothing_runs_on_memory_that_is_not_there(servers: int, tmp_path: pathlib.Path) -> None:
+def test_nothing_runs_on_memory_that_is_not_there(
+    ready_process: ReadyProcess, servers: int, tmp_path: pathlib.Path
+) -> None:
     if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
         pytest.skip("the episodes need sleep modes, which vLLM has from 0.18 on")
     program = pathlib.Path(__file__).with_name("gate_episodes.py")
     options = ["--servers", str(servers), "--seconds", os.environ.get("CUMEM_SLEEP_GATE_SECONDS", "20")]
     options += ["--seed", os.environ.get("CUMEM_SLEEP_GATE_SEED", "300")]
     log = tmp_path / "episodes.txt"
-    with log.open("w") as output:
-        try:
-            command = [sys.executable, str(program), *options]
-            code = subprocess.call(command, stdout=output, stderr=subprocess.STDOUT, timeout=880, cwd=program.parent)
-        except subprocess.TimeoutExpired:
-            code = -1
+    episodes = ready_process.run(program, *options, log=log)
+    try:
+        code = episodes.wait(880)
+    except subprocess.TimeoutExpired:
+        code = -1
+    episodes.end()
     assert code == 0, log.read_text()[-40_000:]
     print(log.read_text())

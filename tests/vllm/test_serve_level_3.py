@@ -6,7 +6,6 @@ Real are the API server with the gate, the engine core in a process of its own, 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -14,8 +13,6 @@ import pathlib
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +21,7 @@ from typing import Any
 
 import pytest
 from environment import skip_unless_vllm
+from ready_process import ReadyProcess
 
 skip_unless_vllm()
 if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
@@ -49,24 +47,20 @@ uvloop.run(api_server.run_server(args))
 class Server:
     """The server's process, and how to ask it."""
 
-    def __init__(self, folder: pathlib.Path, **environment: str) -> None:
+    def __init__(self, ready_process: ReadyProcess, folder: pathlib.Path, **environment: str) -> None:
         for name in ("platform", "model"):
             (folder / name).mkdir()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        here = str(pathlib.Path(__file__).parent)
-        paths = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.record = folder / "platform" / "touches.jsonl"
         self.log = folder / "log"
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", PROGRAM, str(folder), str(self.port)],
-                env={**os.environ, "PYTHONPATH": paths, "VLLM_LOGGING_LEVEL": "INFO", **environment},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self.log.touch()
+        program = folder / "program.py"
+        program.write_text(PROGRAM)
+        self.process = ready_process.run(
+            program, str(folder), str(self.port), log=self.log, VLLM_LOGGING_LEVEL="INFO", **environment
+        )
         end = time.monotonic() + STARTS_WITHIN_S
         while True:
             try:
@@ -113,16 +107,13 @@ class Server:
         return False
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.end()
 
 
 @pytest.fixture
-def server(tmp_path: pathlib.Path) -> Iterator[Server]:
-    server = Server(
-        tmp_path, CUMEM_SLEEP_ON_REQUEST="wake", CUMEM_SLEEP_HEALTH="ok", CUMEM_SLEEP_SIM_CONTEXT_BYTES=str(32 << 20)
-    )
+def server(ready_process: ReadyProcess, tmp_path: pathlib.Path) -> Iterator[Server]:
+    settings = {"CUMEM_SLEEP_ON_REQUEST": "wake", "CUMEM_SLEEP_HEALTH": "ok"}
+    server = Server(ready_process, tmp_path, **settings, CUMEM_SLEEP_SIM_CONTEXT_BYTES=str(32 << 20))
     yield server
     server.end()
 
