@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from dataclasses import replace
@@ -114,8 +115,9 @@ def tensors_in(segment: Any) -> list[str]:
 
     found = {}
     for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor) and each.is_cuda:
-            offset = each.untyped_storage().data_ptr() - segment.address
-            if 0 <= offset < segment.bytes:
-                found[offset] = f"{each.dtype} {list(each.shape)}"
+        with contextlib.suppress(RuntimeError):  # some have no storage
+            if issubclass(type(each), torch.Tensor) and each.is_cuda:
+                offset = each.untyped_storage().data_ptr() - segment.address
+                if 0 <= offset < segment.bytes:
+                    found[offset] = f"{each.dtype} {list(each.shape)}"
     return [found[offset] for offset in sorted(found)]

@@ -125,6 +125,7 @@ PARTS = {
     "vault_kills": "benchmarks/vault_kills.py",
     "vault_servers": "benchmarks/vllm_scenarios.py",
     "ranks": "benchmarks/vllm_scenarios.py",
+    "equal_segments": "benchmarks/equal_segments.py",
     "serve": "benchmarks/vllm_serve.py",
     "serve_vault": "benchmarks/vllm_serve.py",
     "models": "benchmarks/serve_models.py",

@@ -513,3 +513,18 @@ def test_one_rank_is_limited_and_the_others_are_not(module: Any, allocator: Any)
     allocator.sleep()
     allocator.wake_up()
     assert worker.process_id() > 0
+
+
+def test_what_two_processes_hold_is_compared(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = module("equal_segments")
+    segment = {"bytes": 4 << 20, "sums": [1, 2, 3, 4], "tensors": ["int32 [9]"]}
+    others = [{"segments": [{**segment, "sums": [1, 2, 3, 5]}]}, {"segments": [segment]}]
+    answers: list[Any] = []
+    monkeypatch.setattr(script, "answer", lambda *_: answers.pop(0))
+    for other, differ in zip(others, (1, 0), strict=True):
+        answers[:] = [{"gib": 1}, {"segments": [segment]}, other]
+        found = script.equal_tensors()
+        assert (found["segments"], len(found["differ"])) == ([4 << 20], differ)
+    answers[:] = [{"gib": 1}, {"error": "out of memory"}, {"segments": [segment]}]
+    with pytest.raises(SystemExit, match="out of memory"):
+        script.equal_tensors()
