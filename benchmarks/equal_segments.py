@@ -40,19 +40,16 @@ def words(address: int) -> Any:
     return torch.as_tensor(DeviceMemory(address, GIB), device="cuda")
 
 
+def words_not_zero(addresses: list[int]) -> int:
+    return sum(int(words(address).count_nonzero()) for address in addresses)
+
+
 def garbage() -> dict[str, Any]:
     """Leaves it everywhere."""
-    import torch
-
     addresses = all_of_it()
     for address in addresses:
         words(address).fill_(GARBAGE)
-    torch.cuda.synchronize()
-    return {"gib": len(addresses)}
-
-
-def words_not_zero(addresses: list[int]) -> int:
-    return sum(int(words(address).count_nonzero()) for address in addresses)
+    return {"gib": len(addresses), "words not zero": words_not_zero(addresses)}
 
 
 def fresh_memory() -> dict[str, Any]:

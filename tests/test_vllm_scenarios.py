@@ -67,7 +67,7 @@ def test_a_scenario_that_takes_longer_has_a_limit_of_its_own(
             return {"passed": True}
 
         monkeypatch.setattr(scenarios, "run_in_process", run)
-        names = ["pipeline_parallel_2", "expert_parallel_2"]
+        names = ["pipeline_parallel_2", "expert_parallel_2", "ranks_agree"]
         command = ["x", "--out", str(tmp_path / "out.json"), "--work", str(tmp_path), "--limit", "150"]
         monkeypatch.setattr(sys, "argv", [*command, "--only", ",".join(names)])
         with pytest.raises(SystemExit, match="False"):
@@ -76,7 +76,7 @@ def test_a_scenario_that_takes_longer_has_a_limit_of_its_own(
         for name in set(sys.modules) - before:
             if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(BENCHMARKS)):
                 del sys.modules[name]
-    assert limits == {"pipeline_parallel_2": 150, "expert_parallel_2": 240}
+    assert limits == {"pipeline_parallel_2": 150, "expert_parallel_2": 240, "ranks_agree": 240}
 
 
 @pytest.mark.slow

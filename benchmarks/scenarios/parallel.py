@@ -89,7 +89,7 @@ def cycles_of_ranks(llm: Any, facts: Facts, *, is_alone: bool = False) -> None:
     facts["statuses"] = statuses(llm)
 
 
-@scenario(gpus=2, alone=True)
+@scenario(gpus=2, alone=True, limit_s=240)
 def ranks_agree(folder: Path) -> Facts:
     """Tensor parallel 2, twenty cycles at level 1: what a sleep and a wake take, and how much of it is agreeing."""
     facts: Facts = {}
@@ -148,7 +148,7 @@ def tensor_parallel_2_on_ray(folder: Path) -> Facts:
     return facts
 
 
-@scenario(gpus=2, alone=True, **DEV_MODE)
+@scenario(gpus=2, alone=True, limit_s=240, **DEV_MODE)
 def data_parallel_2(folder: Path) -> Facts:
     """Two engines of `--data-parallel-size 2` behind one port: both sleep and wake at levels 1 and 2 with reload."""
     from model_server import gpu_memory_in_use_bytes
