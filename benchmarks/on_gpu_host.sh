@@ -25,7 +25,7 @@
 # Runs of the suite leave their output in OUT/tests*.txt, with the commit that $COMMIT names (a copy of the tree does not
 # know it), measurements their raw JSON, and all logs are in OUT/logs.tar.gz. A call of a lent machine may be short: $LIMIT_S
 # are the seconds that it has (580). Parts that do not fit any more say so; a part that fails loses none of the others.
-# $VAULT_OPTIONS and $MODELS_OPTIONS are passed on to these parts, $ONLY names some scenarios of `ranks`,
+# $VAULT_OPTIONS, $MODELS_OPTIONS and $SAVER_OPTIONS (of saver_30) are passed on to these parts, $ONLY names some scenarios of `ranks`,
 # of which $SCENARIO_JOBS (3) run at a time: six engines of two processes each took 96 to 137 s on 32 cores.
 set -uo pipefail
 out=$1
@@ -210,8 +210,9 @@ part() {
             --deadline "$(left 550)"
         ;;
     saver_30)
+        # shellcheck disable=SC2086 # several words
         with_saver && limited 240 python3 benchmarks/torch_memory_saver_beside.py --out "$out/saver_30.json" --theirs "$theirs" \
-            --gib 30 --deadline "$(left 220)"
+            --gib 30 --deadline "$(left 220)" ${SAVER_OPTIONS:-}
         ;;
     saver_tests) saver_tests ;;
     compressed) timeout 280 python3 benchmarks/compressed.py --out "$out/compressed.json" "${checkpoint[@]}" ;;

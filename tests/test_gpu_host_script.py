@@ -167,6 +167,15 @@ def test_a_part_that_fails_loses_none_of_the_others(host: pathlib.Path) -> None:
     assert not (host / "out" / "logs").exists()
 
 
+def test_a_part_takes_what_else_it_is_told(host: pathlib.Path) -> None:
+    _, _, calls = run(host, "saver_30", "vault", SAVER_OPTIONS="--ways ours", VAULT_OPTIONS="--ways together")
+    asked = [call.partition(" ")[::2] for call in calls if call.startswith("benchmarks/")]
+    assert [(script, options.partition("--ways ")[2]) for script, options in asked] == [
+        ("benchmarks/torch_memory_saver_beside.py", "ours"),
+        ("benchmarks/vault.py", "together"),
+    ]
+
+
 def test_what_does_not_fit_any_more_says_so(host: pathlib.Path) -> None:
     status, said, calls = run(host, "vault", "models", LIMIT_S="35")
     assert status == 1
