@@ -179,6 +179,8 @@ def write_checkpoint(folder: Path, shape: Shape, seed: int) -> None:
     with ThreadPoolExecutor(THREADS) as pool:
         for done in [pool.submit(write_file, number, name) for number, name in enumerate(shards)]:
             done.result()
+    if device == "cuda":
+        torch.cuda.empty_cache()  # this process may outlive the file, beside engines whose memory is looked at
     index = {
         "metadata": {"total_size": shape.weights_bytes, "seed": seed},
         "weight_map": {tensor: name for name, shard in shards.items() for tensor in shard},

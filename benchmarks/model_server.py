@@ -257,3 +257,16 @@ def gpu_memory_in_use_bytes(gpu: int = 0) -> int | None:
         return int(answer.stdout) << 20
     except (subprocess.SubprocessError, ValueError):
         return None
+
+
+def gpu_memory_of_process_bytes(device_uuid: str, process: int) -> int | None:
+    """Of this GPU by this process alone, as NVML says; `None` where it does not list it (PID namespaces)."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        listed = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByUUID(device_uuid))
+    except pynvml.NVMLError:
+        return None
+    found = [each.usedGpuMemory for each in listed if each.pid == process]
+    return int(found[0]) if found and found[0] is not None else None

@@ -8,7 +8,7 @@
 #   bench [100]  small [60]  beside [120]  decoder [100]  compressed [280]  codec [200]  host_memory [120]  prepare [90]
 #   peers [500]  needs .gpu/peers.tar.xz (benchmarks/peers_bundle.py)
 #   vault [~300]  vault_small [~80]  vault_kills [140]  checkpoints [100]  restores [~60]  level_3 [25]  first_sleeps [~60]
-#   saver [~420]  saver_30 [~150]  saver_tests [~240]
+#   saver [~420]  saver_30 [~150]  saver_tests [~240]  equal_segments [~45]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]  models [~360]
 #   serve_level_3 [~240; $LEVEL_3_OPTIONS, as --deadline 330]  serve_level_3_own [~240, at once with it on a second GPU]
@@ -26,7 +26,8 @@
 # Runs of the suite leave their output in OUT/tests*.txt, with the commit that $COMMIT names (a copy of the tree does not
 # know it), measurements their raw JSON, and all logs are in OUT/logs.tar.gz. A call of a lent machine may be short: $LIMIT_S
 # are the seconds that it has (580). Parts that do not fit any more say so; a part that fails loses none of the others.
-# $VAULT_OPTIONS and $MODELS_OPTIONS are passed on to these parts, $ONLY names some scenarios of `ranks`.
+# $VAULT_OPTIONS, $MODELS_OPTIONS and $SAVER_OPTIONS (of saver_30) are passed on to these parts, $ONLY names some scenarios of `ranks`,
+# of which $SCENARIO_JOBS (3) run at a time: six engines of two processes each took 96 to 137 s on 32 cores.
 set -uo pipefail
 out=$1
 shift
@@ -201,14 +202,18 @@ part() {
     restores)
         limited 120 python3 benchmarks/checkpoint_behaviour.py --out "$out/restores.json" --questions restore_without_memory
         ;;
+    equal_segments)
+        limited 150 python3 benchmarks/equal_segments.py --out "$out/equal_segments.json" --questions fresh_memory equal_tensors
+        ;;
     level_3) limited 200 python3 -m cumem_sleep bench --level 3 --weights 30GiB --kv 30GiB --json >"$out/bench_level_3.json" ;;
     saver)
         with_saver && limited 570 python3 benchmarks/torch_memory_saver_beside.py --out "$out/saver.json" --theirs "$theirs" \
             --deadline "$(left 550)"
         ;;
     saver_30)
+        # shellcheck disable=SC2086 # several words
         with_saver && limited 240 python3 benchmarks/torch_memory_saver_beside.py --out "$out/saver_30.json" --theirs "$theirs" \
-            --gib 30 --deadline "$(left 220)"
+            --gib 30 --deadline "$(left 220)" ${SAVER_OPTIONS:-}
         ;;
     saver_tests) saver_tests ;;
     compressed) timeout 280 python3 benchmarks/compressed.py --out "$out/compressed.json" "${checkpoint[@]}" ;;
@@ -231,7 +236,7 @@ part() {
             --only model_8b,model_32b,tensor_parallel_2 --jobs 2
         ;;
     ranks)
-        with_vllm && limited 560 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" --gpus 2 --jobs 6 \
+        with_vllm && limited 560 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" --gpus 2 --jobs "${SCENARIO_JOBS:-3}" \
             --limit "${SCENARIO_LIMIT_S:-150}" ${ONLY:+--only "$ONLY"}
         ;;
     vault_servers)

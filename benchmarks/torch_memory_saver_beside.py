@@ -6,8 +6,8 @@ SITE is a folder in which torch_memory_saver is installed (`pip install --no-dep
 default, the one of this environment. Every way is a process of its own in which the same calls (`region`, `pause`,
 `resume`, hook mode `torch`, pinned backups) reach either package, with the tensors of a 32B model in bf16, 30 and
 61 GiB of them, and its KV cache without a backup. Every byte is checked after every resume. A way that fails says why,
-and the others are measured; results are written after each. Last, `examples/training_loop.py` runs with either package:
-which share of its steps goes into pausing and resuming.
+and the others are measured; results are written after each. Last, `examples/training_loop.py` runs with either package,
+theirs in its default hook mode (`LD_PRELOAD`): which share of its steps goes into pausing and resuming.
 """
 
 from __future__ import annotations
@@ -89,30 +89,56 @@ def one_way(way: str, sizes: list[int], arguments: argparse.Namespace, ends_at: 
             return {**measure(process, sizes, kv_bytes, arguments.pause), "vault ready s": ready_s}
 
 
-# The example, with the package that is found first; what it says at its end of this layer is not theirs to say.
+# Theirs in its default hook mode, started as its README says: in its other one a free outside of a region is fatal.
+# The loader may not know the CUDA runtime that PyTorch brings, and then would leave the hooks out.
+PRELOADED = """
+import os, subprocess, sys
+from torch_memory_saver import configure_subprocess
+with open("/proc/self/maps") as maps:
+    folders = sorted({os.path.dirname(line.split()[-1]) for line in maps if "libcudart" in line})
+path = os.pathsep.join([*folders, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
+with configure_subprocess():
+    sys.exit(subprocess.run([sys.executable, *sys.argv[1:]], env={**os.environ, "LD_LIBRARY_PATH": path}).returncode)
+"""
+
+# The example, with the package that is found first; what it says at its end of this layer is not theirs to say: there,
+# theirs shows that it gives memory back at all.
 LOOP = """
 import importlib.util, sys, types
 import torch_memory_saver as package
 spec = importlib.util.spec_from_file_location("loop", sys.argv[1])
 loop = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(loop)
-loop.torch_memory_saver = package.torch_memory_saver
-loop.torch_memory_saver.hook_mode = "torch"
+saver = loop.torch_memory_saver = package.torch_memory_saver
 allocator = loop.CuMemAllocator
-if "cumem_sleep" not in package.__file__:
-    nothing = types.SimpleNamespace(sleep_regions=lambda: "theirs", wake_regions=lambda: "theirs")
-    loop.CuMemAllocator = types.SimpleNamespace(get_instance=lambda: nothing)
-loop.with_addresses(allocator.get_instance()) if len(sys.argv) > 2 else loop.with_a_model()
+on_gpu = len(sys.argv) == 2
+
+def pause():
+    import torch
+    before = torch.cuda.mem_get_info()[0]
+    saver.pause("kv_cache")
+    freed = torch.cuda.mem_get_info()[0] - before
+    if freed < 1 << 29:
+        sys.exit(f"its hooks are not there: pausing the KV cache of 1 GiB freed {freed} bytes")
+
+if "cumem_sleep" in package.__file__:
+    saver.hook_mode = "torch"
+else:
+    calls = (pause, lambda: saver.resume("kv_cache")) if on_gpu else (lambda: None, lambda: None)
+    regions = types.SimpleNamespace(sleep=calls[0], wake=calls[1])
+    loop.CuMemAllocator = types.SimpleNamespace(get_instance=lambda: types.SimpleNamespace(regions=regions))
+loop.with_a_model() if on_gpu else loop.with_addresses(allocator.get_instance())
 """
 
 
 def loop(whose: str, arguments: argparse.Namespace, ends_at: float) -> Facts:
     """The share of its time, as the example says it, and how long all of it took."""
-    if whose == "theirs" and SIMULATED:
+    if whose == "theirs" and SIMULATED and not arguments.theirs:
         raise NotInstalled("torch_memory_saver needs a GPU")
     begin = time.monotonic()
+    preloaded = ["-c", PRELOADED] if whose == "theirs" else []
     process = subprocess.run(
-        [sys.executable, "-c", LOOP, str(EXAMPLE), *(["simulated"] if SIMULATED else [])],
+        [sys.executable, *preloaded, "-c", LOOP, str(EXAMPLE), *(["simulated"] if SIMULATED else [])],
         env={**os.environ, **variables_of(whose, arguments)},
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ from a seed), 54.63 GiB of KV cache; every byte is checked after every wake. The
     vllm        vLLM's own layer, if vLLM is installed
     vault       a client of a vault that has all its memory; then a replica of it, while the first one sleeps
     compressed  a client of the vault, with compressed backups
-    together    two clients of half the size, with different weights, that sleep and wake at the same moment
+    together    two clients with half the weights and half the cache each, that sleep and wake at the same moment
 
 A way that fails says why, and the others are measured. Results are written after each; a file that is there already
 keeps its other ways.
@@ -42,11 +42,19 @@ Steps = dict[str, Any]
 class Sleeper:
     """A process with weights, asleep or awake; `steps` is what was measured of it."""
 
-    def __init__(self, bench: Bench, sizes: list[int], seed: int, layer: str = "cumem-sleep", **variables: str) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        sizes: list[int],
+        seed: int,
+        layer: str = "cumem-sleep",
+        kv_bytes: int | None = None,
+        **variables: str,
+    ) -> None:
         self._bench = bench
         self.process = Process(layer, bench.ends_at, **variables)
         self.steps: Steps = {"bytes": sum(sizes)}
-        self.process.ask("load", sizes=sizes, kv_bytes=bench.kv_bytes, seed=seed)
+        self.process.ask("load", sizes=sizes, kv_bytes=bench.kv_bytes if kv_bytes is None else kv_bytes, seed=seed)
 
     def __enter__(self) -> Sleeper:
         return self
@@ -122,8 +130,8 @@ class Bench:
             self._see_gpu("with no client yet")
         return self.vault
 
-    def client(self, sizes: list[int], seed: int, **variables: str) -> Sleeper:
-        return Sleeper(self, sizes, seed, CUMEM_SLEEP_VAULT=self.the_vault().socket, **variables)
+    def client(self, sizes: list[int], seed: int, kv_bytes: int | None = None, **variables: str) -> Sleeper:
+        return Sleeper(self, sizes, seed, kv_bytes=kv_bytes, CUMEM_SLEEP_VAULT=self.the_vault().socket, **variables)
 
     def wait_until_unused(self) -> float:
         """Seconds until the vault has nothing for anybody any more."""
@@ -191,7 +199,8 @@ def compressed(bench: Bench) -> Steps:
 def together(bench: Bench) -> Steps:
     """Seconds of both from the moment at which both are told to."""
     results: Steps = {}
-    with bench.client(bench.half, FIRST) as one, bench.client(bench.half, OTHER) as other:
+    half = bench.kv_bytes // 2 // 512 * 512  # both are awake on one GPU
+    with bench.client(bench.half, FIRST, half) as one, bench.client(bench.half, OTHER, half) as other:
         for what in ("sleep", "wake"):
             begin = time.monotonic()
             for sleeper in (one, other):

@@ -125,6 +125,7 @@ PARTS = {
     "vault_kills": "benchmarks/vault_kills.py",
     "vault_servers": "benchmarks/vllm_scenarios.py",
     "ranks": "benchmarks/vllm_scenarios.py",
+    "equal_segments": "benchmarks/equal_segments.py",
     "serve": "benchmarks/vllm_serve.py",
     "serve_vault": "benchmarks/vllm_serve.py",
     "serve_level_3": "benchmarks/vllm_level_3.py",
@@ -166,6 +167,15 @@ def test_a_part_that_fails_loses_none_of_the_others(host: pathlib.Path) -> None:
     assert "commit c0ffee" in (host / "out" / "saver_tests.txt").read_text()
     assert (host / "out" / "logs.tar.gz").is_file()
     assert not (host / "out" / "logs").exists()
+
+
+def test_a_part_takes_what_else_it_is_told(host: pathlib.Path) -> None:
+    _, _, calls = run(host, "saver_30", "vault", SAVER_OPTIONS="--ways ours", VAULT_OPTIONS="--ways together")
+    asked = [call.partition(" ")[::2] for call in calls if call.startswith("benchmarks/")]
+    assert [(script, options.partition("--ways ")[2]) for script, options in asked] == [
+        ("benchmarks/torch_memory_saver_beside.py", "ours"),
+        ("benchmarks/vault.py", "together"),
+    ]
 
 
 def test_what_does_not_fit_any_more_says_so(host: pathlib.Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -226,7 +227,10 @@ class Replica(Engine):
         return super().ask(method, path, body)
 
     def _call(self, method: str, arguments: list[str]) -> list[Any]:
-        del method, arguments
+        del arguments
+        if method == "weights_by_segment":
+            assert not any(self.asleep)
+            return [[{"bytes": 4 << 20, "sums": [1, 2, self.slept.index(self), 4], "tensors": ["int32 [16, 9]"]}]]
         finds = self.slept.index(self) > 0 and self.wrong != "copies"
         return [{"operations": {"sleep": {"bytes": {"copied": 10 * (not finds), "found": 10 * finds}}}}]
 
@@ -234,7 +238,11 @@ class Replica(Engine):
 @pytest.mark.parametrize("name", ["two_servers_through_the_vault", "replicas_on_two_gpus"])
 @pytest.mark.parametrize(
     ("wrong", "held", "said"),
-    [("", 10, ""), ("copies", 10, "the second finds what the first has copied"), ("", 20, "one copy is kept")],
+    [
+        ("", 10, ""),
+        ("copies", 10, r"the second finds what the first has copied.* 1 MiB differ \(2 to 2\), .*int32 \[16, 9\]"),
+        ("", 20, "one copy is kept"),
+    ],
 )
 def test_two_servers_of_one_model_share_one_copy(
     module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, name: str, wrong: str, held: int, said: str
@@ -263,6 +271,32 @@ def test_two_servers_of_one_model_share_one_copy(
         assert json.dumps(getattr(scenarios, name)(tmp_path / "model"))
 
 
+@pytest.mark.parametrize("name", ["two_servers_through_the_vault", "replicas_on_two_gpus"])
+def test_what_the_sampler_keeps_among_the_weights_is_little(
+    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, name: str
+) -> None:
+    """It differs from server to server: counts of tokens, four bytes for each token of the vocabulary and request."""
+
+    class Asked(Exception):
+        pass
+
+    def server(_folder: pathlib.Path, _log: str, _port: int, *options: str) -> None:
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        shape = module("checkpoints").SHAPES["0.6B"]
+        counts_bytes = int(given.get("--max-num-seqs", 1024)) * shape.vocabulary * 4
+        assert counts_bytes < shape.weights_bytes / 100
+        raise Asked
+
+    scenarios = module("scenarios.vault")
+    vault = contextlib.nullcontext(SimpleNamespace(socket="", wait_until_pinned=lambda: 1.0))
+    monkeypatch.setattr(module("vault_process"), "Vault", lambda _: vault)
+    monkeypatch.setattr(scenarios, "GatedServer", server)
+    for variable in ("CUMEM_SLEEP_VAULT", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(variable, "")  # put back at the end
+    with pytest.raises(Asked):
+        getattr(scenarios, name)(tmp_path / "model")
+
+
 @pytest.mark.parametrize(("left", "said"), [([2 << 30, 2 << 30], ""), ([2 << 30, 90 << 30], "both have given")])
 def test_both_engines_of_data_parallel_2_have_to_sleep(
     parallel: ModuleType,
@@ -285,15 +319,23 @@ def test_both_engines_of_data_parallel_2_have_to_sleep(
 
 
 class Llm:
-    """Two ranks in the hands of vLLM's `LLM`; `left` bytes stay on a GPU, and `lazy` ranks do not sleep."""
+    """Two ranks in the hands of vLLM's `LLM`.
 
-    def __init__(self, left: int = 2 << 30, lazy: int = 0) -> None:
-        self.left, self.lazy = left, lazy
+    Attributes:
+        left: what stays on a GPU, of all processes.
+        own: what stays of a rank's own, if NVML lists it.
+        lazy: segments that do not sleep.
+        forgets: the weights of rank 1 are not loaded after level 2.
+    """
+
+    def __init__(self, left: int = 2 << 30, lazy: int = 0, own: int | None = None, forgets: bool = False) -> None:
+        self.left, self.lazy, self.own, self.forgets = left, lazy, own, forgets
         self.asleep = False
+        self.has_weights = True
         self.counts = {"sleep": 0, "wake": 0}
 
     def sleep(self, level: int) -> None:
-        del level
+        self.has_weights = self.has_weights and not (level == 2 and self.forgets)
         self.asleep = True
         self.counts["sleep"] += 1
 
@@ -307,6 +349,10 @@ class Llm:
     def collective_rpc(self, method: str) -> Any:
         if method == "reload_weights":
             return None
+        if method == "gpu_memory_bytes":
+            return [self.own] * 2
+        if method == "sums_of_parameters":
+            return [{"a": 1, "b": 2}, {"a": 3, "b": 4 * self.has_weights}]
         return [
             {
                 "rank": rank,
@@ -337,10 +383,72 @@ def test_cycles_of_ranks_say_what_agreeing_cost(parallel: ModuleType) -> None:
     assert facts["wake: agreeing ms, by rank"] == [[1.0, 1001.0]] * 4
 
 
-@pytest.mark.parametrize(("llm", "said"), [(Llm(lazy=1), "all ranks sleep"), (Llm(left=5 << 30), "little is left")])
+@pytest.mark.parametrize(
+    ("llm", "said"),
+    [
+        (Llm(lazy=1), "all ranks sleep"),
+        (Llm(left=5 << 30), "little is left"),
+        (Llm(own=5 << 30), "little is left"),
+        (Llm(forgets=True), r"weights after level 2: \['b'\] of 1 differ"),
+    ],
+)
 def test_ranks_that_do_not_sleep_are_found(parallel: ModuleType, llm: Llm, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         parallel.cycles_of_ranks(llm, {}, is_alone=True)
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize("own", [1 << 30, None])
+def test_what_others_have_on_the_gpu_is_not_what_a_rank_leaves(
+    parallel: ModuleType, is_alone: bool, own: int | None
+) -> None:
+    """Where nobody can tell them apart, nothing is said, unless the engine is alone."""
+    facts: dict[str, Any] = {}
+    parallel.cycles_of_ranks(Llm(left=28 << 30 if own else 3 << 30, own=own), facts, is_alone=is_alone)
+    expected = [own] * 2 if own else [3 << 30] * 2 if is_alone else None
+    assert facts.get("bytes left asleep, by rank") == (expected and [expected] * 4)
+
+
+def test_memory_of_one_process_is_what_nvml_lists(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = [SimpleNamespace(pid=7, usedGpuMemory=9 << 30), SimpleNamespace(pid=8, usedGpuMemory=None)]
+    nvml = SimpleNamespace(
+        NVMLError=OSError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-1": "a GPU"}[uuid],
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: listed if handle == "a GPU" else [],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    of = module("model_server").gpu_memory_of_process_bytes
+    assert [of("GPU-1", process) for process in (7, 8, 9)] == [9 << 30, None, None]
+
+    def fails() -> None:
+        raise OSError
+
+    nvml.nvmlInit = fails
+    assert of("GPU-1", 7) is None
+
+
+def test_a_worker_says_what_its_own_process_has(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    properties = SimpleNamespace(uuid="a3d9fea7")
+    cuda = SimpleNamespace(current_device=lambda: 1, get_device_properties=lambda device: device == 1 and properties)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(module("model_server"), "gpu_memory_of_process_bytes", lambda *of: asked.append(of) or 5)
+    assert module("worker_extension").Extension().gpu_memory_bytes() == 5
+    assert asked == [("GPU-a3d9fea7", os.getpid())]
+
+
+def test_each_segment_with_weights_is_described(module: Any, monkeypatch: pytest.MonkeyPatch, allocator: Any) -> None:
+    extension = module("worker_extension")
+    monkeypatch.setattr(extension, "sums_of_mib", lambda _address, nbytes: [7] * (nbytes >> 20))
+    monkeypatch.setattr(extension, "tensors_in", lambda segment: [f"of {segment.bytes}"])
+    for nbytes, tag in ((4 << 20, "weights"), (8 << 20, "kv_cache"), (6 << 20, "weights")):
+        allocator.malloc(nbytes, tag)
+    found = extension.Extension().weights_by_segment()
+    assert [(each["bytes"], len(each["sums"]), each["tensors"]) for each in found] == [
+        (4 << 20, 4, [f"of {4 << 20}"]),
+        (6 << 20, 6, [f"of {6 << 20}"]),
+    ]
 
 
 def test_without_ray_the_scenario_says_so(
@@ -411,3 +519,18 @@ def test_one_rank_is_limited_and_the_others_are_not(module: Any, allocator: Any)
     allocator.sleep()
     allocator.wake_up()
     assert worker.process_id() > 0
+
+
+def test_what_two_processes_hold_is_compared(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = module("equal_segments")
+    segment = {"bytes": 4 << 20, "sums": [1, 2, 3, 4], "tensors": ["int32 [9]"]}
+    others = [{"segments": [{**segment, "sums": [1, 2, 3, 5]}]}, {"segments": [segment]}]
+    answers: list[Any] = []
+    monkeypatch.setattr(script, "answer", lambda *_: answers.pop(0))
+    for other, differ in zip(others, (1, 0), strict=True):
+        answers[:] = [{"gib": 1}, {"segments": [segment]}, other]
+        found = script.equal_tensors()
+        assert (found["segments"], len(found["differ"])) == ([4 << 20], differ)
+    answers[:] = [{"gib": 1}, {"error": "out of memory"}, {"segments": [segment]}]
+    with pytest.raises(SystemExit, match="out of memory"):
+        script.equal_tensors()

@@ -77,3 +77,34 @@ def test_bytes_that_differ_fail_one_way_and_not_the_others(tmp_path: pathlib.Pat
     ways = json.loads((tmp_path / "out.json").read_text())["results"]["30 GiB"]
     assert "bytes differ after it" in ways["ours"]["error"]
     assert "error" not in ways["ours, retained"]
+
+
+# Their package as far as the loop uses it; its mode `torch` ends the process in the end, as theirs does.
+THEIRS = """
+import contextlib, os
+
+@contextlib.contextmanager
+def configure_subprocess():
+    os.environ["TMS_PRELOADED"] = "1"
+    yield
+    del os.environ["TMS_PRELOADED"]
+
+class Saver:
+    hook_mode = "preload"
+    region = staticmethod(lambda *_, **__: contextlib.nullcontext())
+    def pause(self, tag):
+        assert self.hook_mode == "preload" and os.environ.get("TMS_PRELOADED"), "only support interesting region"
+    resume = pause
+
+torch_memory_saver = Saver()
+"""
+
+
+def test_the_training_loop_runs_with_theirs_in_its_default_hook_mode(tmp_path: pathlib.Path) -> None:
+    package = tmp_path / "theirs" / "torch_memory_saver"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(THEIRS)
+    process = run(tmp_path, "--ways", "ours", "--theirs", str(package.parent))
+    assert process.returncode == 0, process.stdout + process.stderr
+    loops = json.loads((tmp_path / "out.json").read_text())["training loop"]
+    assert [("of the time was spent" in loops[whose]["says"]) for whose in ("theirs", "ours")] == [True, True]

@@ -1,10 +1,11 @@
 """What vLLM does with sleep mode, scenario by scenario; `benchmarks/vllm_scenarios.py` runs them. One topic a file."""
 
 from . import cycles, gate, layer, models, parallel, ranks, vault
-from .registry import ALONE, LIMIT_S, OTHER_SHAPES, SCENARIOS, TWO_GPUS, NotHere, scenario
+from .registry import ALONE, LIMIT_S, LIMITS_S, OTHER_SHAPES, SCENARIOS, TWO_GPUS, NotHere, scenario
 
 __all__ = [
     "ALONE",
+    "LIMITS_S",
     "LIMIT_S",
     "OTHER_SHAPES",
     "SCENARIOS",

@@ -14,6 +14,7 @@ ALONE: set[str] = set()  # those that take the whole GPU
 OTHER_SHAPES: set[str] = set()  # larger models, left out unless named
 TWO_GPUS: set[str] = set()  # left out unless named, or asked for by `--gpus 2`
 LIMIT_S = 360
+LIMITS_S: dict[str, float] = {}  # of those that take longer than most, whatever limit the others have
 
 
 class NotHere(Exception):
@@ -21,7 +22,7 @@ class NotHere(Exception):
 
 
 def scenario(
-    *, alone: bool = False, other_shape: bool = False, gpus: int = 1, **environment: str
+    *, alone: bool = False, other_shape: bool = False, gpus: int = 1, limit_s: float = 0, **environment: str
 ) -> Callable[[Callable[[Path], Facts]], Callable[[Path], Facts]]:
     """Registers a function under its name, to be run with these environment variables."""
 
@@ -33,6 +34,8 @@ def scenario(
             OTHER_SHAPES.add(function.__name__)
         if gpus > 1:
             TWO_GPUS.add(function.__name__)
+        if limit_s:
+            LIMITS_S[function.__name__] = limit_s
         return function
 
     return register
