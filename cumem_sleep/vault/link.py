@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .. import _core, log
-from ..errors import DriverError, InvalidState, VaultError
+from ..errors import CumemSleepError, VaultError
 from ..transfer.pacing import BestRate, Choices, choices, engine_alone
 from ..tuning import Tuning
 from .protocol import close_all
@@ -119,7 +119,8 @@ class Link:
         self._best: BestRate | None = None  # without the kernel
         self._choices: Choices = engine_alone()
         self._choice = next(self._choices)
-        self._started: tuple[int, float] | None = None  # bytes of the last piece, and `copied.seconds` before it
+        self._batch_bytes = 0  # begun since `copied.seconds` was `_batch_began`
+        self._batch_began = 0.0
         self.copied = self.last = Copied()
         self._counted_until = time.monotonic()
         self._to_host = to_host
@@ -166,13 +167,12 @@ class Link:
                 self._go_on()
                 if turn is not None:
                     job, piece = turn
-                    self._choose()
-                    while in_flight and self._choice.alone:
-                        self._finish(*in_flight.popleft())
+                    self._choose(in_flight)
                     if piece is not None and (stream := self._start(job, piece, stack)) is not None:
                         in_flight.append((stream, job, piece.nbytes))
+                        self._batch_bytes += piece.nbytes
                     self._end_if_over(job)
-                if in_flight and (turn is None or self._choice.alone or len(in_flight) == _IN_FLIGHT):
+                if in_flight and (turn is None or len(in_flight) == _IN_FLIGHT):
                     self._finish(*in_flight.popleft())
                 self._count(0)
 
@@ -182,23 +182,37 @@ class Link:
             if not _core.device_info(self.device).host_pointers:
                 return
             _core.load_copy_kernel(self.device)
-        except DriverError as error:
+        except CumemSleepError as error:
             log.warning("copies go by the copy engine alone, because the copy kernel failed: %s", error)
             return
         self._best = BestRate()
         self._choose_anew(self._best)
 
     def _choose_anew(self, best: BestRate) -> None:
-        self._choices, self._started = choices(best, self._tuning.timed_bytes, self._tuning), None
+        self._choices, self._batch_bytes = choices(best, self._tuning.timed_bytes, self._tuning), 0
         self._choice = next(self._choices)
 
-    def _choose(self) -> None:
-        """How the next piece is copied, given how long the last one took, or kept the next one waiting."""
+    def _choose(self, in_flight: deque[tuple[_core.CopyStream, Job, int]]) -> None:
+        """How the next piece is copied: as the one before, until there are enough of them for a rate."""
+        is_over = self._batch_bytes >= self._tuning.batch_bytes
+        if is_over:
+            if self._choice.alone:
+                self._finish_all(in_flight)
+            self._count(0)
+            seconds = max(self.copied.seconds - self._batch_began, 1e-9)
+            self._choice = self._choices.send((self._batch_bytes, seconds))
+        if is_over or not self._batch_bytes:
+            if self._choice.alone:
+                self._finish_all(in_flight)
+            self._begin_batch()
+
+    def _begin_batch(self) -> None:
         self._count(0)
-        if self._started is not None:
-            nbytes, before = self._started
-            self._started = None
-            self._choice = self._choices.send((nbytes, max(self.copied.seconds - before, 1e-9)))
+        self._batch_bytes, self._batch_began = 0, self.copied.seconds
+
+    def _finish_all(self, in_flight: deque[tuple[_core.CopyStream, Job, int]]) -> None:
+        while in_flight:
+            self._finish(*in_flight.popleft())
 
     def _go_on(self) -> None:
         """From here on time counts."""
@@ -251,19 +265,17 @@ class Link:
             return None
 
     def _to_device(self, stream: _core.CopyStream, address: int, piece: Piece) -> None:
-        self._count(0)  # what the import took is no rate of a copy
-        before = self.copied.seconds
+        if not self._batch_bytes:
+            self._begin_batch()  # what the import took is no rate of a copy
         if not self._choice.by_engine and (address | (piece.block.address + piece.offset)) % 16 == 0:
             try:
                 stream.to_device_by_kernel(address, piece.block, piece.offset, piece.nbytes)
-                self._started = piece.nbytes, before
                 return
-            except (DriverError, InvalidState) as error:
+            except CumemSleepError as error:
                 log.warning("the copy kernel failed, the copy engine takes over: %s", error)
                 self._best, self._choices = None, engine_alone()
                 self._choice = next(self._choices)
         stream.to_device(address, piece.block, piece.offset, piece.nbytes)
-        self._started = piece.nbytes, before
 
     def _finish(self, stream: _core.CopyStream, job: Job, nbytes: int) -> None:
         try:

@@ -234,6 +234,7 @@ class Engine(Streams):
         self.engine_s, self.kernel_s = 0.001, 0.0011
         self.ways: list[str] = []
         self._enqueued: deque[float] = deque()
+        self.most_in_flight = 0
 
     def to_device(self, _address: int, _block: object, _offset: int, _nbytes: int) -> None:
         self.ways.append("engine")
@@ -244,14 +245,15 @@ class Engine(Streams):
         self._enqueued.append(self.kernel_s)
 
     def synchronize(self) -> None:
+        self.most_in_flight = max(self.most_in_flight, len(self._enqueued))
         self.now += self._enqueued.popleft()
 
-    def copy(self, into: Link, pieces: int) -> list[str]:
+    def copy(self, into: Link, pieces: int, nbytes: int = 64 << 20) -> list[str]:
         """The ways that they took."""
         self.ways.clear()
         ended: list[Exception | None] = []
         block = SimpleNamespace(address=1 << 20)
-        todo = deque(Piece(block, 0, 0, 64 << 20) for _ in range(pieces))  # type: ignore[arg-type]
+        todo = deque(Piece(block, 0, 0, nbytes) for _ in range(pieces))  # type: ignore[arg-type]
         into.submit(Job("client", LentStub(), todo, ended.append))
         eventually(lambda: bool(ended), "all has been copied")
         assert ended == [None]
@@ -295,6 +297,16 @@ def test_after_a_pause_the_engine_is_tried_anew(engine: Engine, into: Link) -> N
     engine.engine_s = 0.001
     engine.now += 0.1
     assert engine.copy(into, 40) == ["engine"] * 40
+
+
+def test_small_pieces_are_timed_together(engine: Engine, into: Link) -> None:
+    """One of 2 MiB alone says little, and alone they would all be slow."""
+    engine.engine_s, engine.kernel_s = 0.001 / 32, 0.0011 / 32
+    assert engine.copy(into, 32 * 20, 2 << 20) == ["kernel"] * 32 + ["engine"] * 32 * 19
+    assert engine.most_in_flight == 4
+    engine.engine_s *= 2.2
+    engine.now += 0.1
+    assert engine.copy(into, 32 * 20, 2 << 20) == ["engine"] * 32 + ["kernel"] * 32 * 19
 
 
 def test_an_engine_that_becomes_slow_is_noticed_between_pieces(engine: Engine, into: Link) -> None:
