@@ -147,7 +147,7 @@ def loop(whose: str, arguments: argparse.Namespace, ends_at: float) -> Facts:
     )
     if process.returncode:
         raise WorkerFailed((process.stderr.strip() or "it ended").splitlines()[-1])
-    (said,) = (line for line in process.stdout.splitlines() if "of the time was spent" in line)
+    (said,) = (line for line in process.stdout.splitlines() if "ms a step, was spent" in line)
     return {"says": said, "seconds with its start": round(time.monotonic() - begin, 2)}
 
 

@@ -39,7 +39,8 @@ def run(steps: int, train: Callable[[], None], update: Callable[[], None], gener
         generate()
         switch(torch_memory_saver.resume, "optimizer")
     share = spent_s / (time.perf_counter() - start)
-    print(f"{steps} steps: {share:.0%} of the time was spent on going to sleep and waking")
+    ms = 1000 * spent_s / steps
+    print(f"{steps} steps: {share:.0%} of the time, {ms:.1f} ms a step, was spent on going to sleep and waking")
     allocator = CuMemAllocator.get_instance()
     print(allocator.regions.sleep())
     print(allocator.regions.wake())

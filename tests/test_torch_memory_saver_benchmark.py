@@ -46,7 +46,7 @@ def test_ours_is_measured_and_who_is_missing_is_said(tmp_path: pathlib.Path) -> 
     process = run(tmp_path, "--ways", "theirs;ours;ours, retained;ours, retained, vault")
     assert process.returncode == 0, process.stdout + process.stderr
     result = json.loads((tmp_path / "out.json").read_text())
-    assert "of the time was spent" in result["training loop"]["ours"]["says"]
+    assert "ms a step, was spent" in result["training loop"]["ours"]["says"]
     assert "needs a GPU" in result["training loop"]["theirs"]["error"]
     ways = result["results"]["30 GiB"]
     assert ways.pop("theirs")["error"].startswith("NOT MEASURED: torch_memory_saver ")
@@ -107,4 +107,4 @@ def test_the_training_loop_runs_with_theirs_in_its_default_hook_mode(tmp_path: p
     process = run(tmp_path, "--ways", "ours", "--theirs", str(package.parent))
     assert process.returncode == 0, process.stdout + process.stderr
     loops = json.loads((tmp_path / "out.json").read_text())["training loop"]
-    assert [("of the time was spent" in loops[whose]["says"]) for whose in ("theirs", "ours")] == [True, True]
+    assert [("ms a step, was spent" in loops[whose]["says"]) for whose in ("theirs", "ours")] == [True, True]

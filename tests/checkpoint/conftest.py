@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import pathlib
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,16 @@ from support import DEVICE_BYTES, Cuda
 
 from cumem_sleep import CuMemAllocator, sim
 from cumem_sleep.checkpoint.process import THIS_PROCESS
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What this folder's fixture does needs the simulated driver."""
+    for item in items:
+        if FOLDER in item.path.parents:
+            item.add_marker(pytest.mark.sim)
 
 
 @pytest.fixture(autouse=True)

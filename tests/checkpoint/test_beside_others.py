@@ -19,8 +19,6 @@ from cumem_sleep.checkpoint.process import _Helper
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
 from running import RunningVault
 
-pytestmark = pytest.mark.sim
-
 BYTES = bf16_weights(2 * PAGE, np.random.default_rng(5))
 
 

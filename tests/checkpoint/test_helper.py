@@ -18,8 +18,6 @@ from cumem_sleep import CheckpointFailed, CuMemAllocator, DriverError, _core, si
 from cumem_sleep.checkpoint import process
 from cumem_sleep.checkpoint.process import THIS_PROCESS
 
-pytestmark = pytest.mark.sim
-
 TESTS = pathlib.Path(__file__).parents[1]
 BYTES = b"kept" * (PAGE // 4)
 

@@ -16,8 +16,6 @@ from support import MIB, PAGE, Memory, assert_no_threads, hooks, in_thread, rais
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, SleepReport, _core, sim
 from cumem_sleep.checkpoint import process
 
-pytestmark = pytest.mark.sim
-
 BYTES = bytes(range(256)) * (PAGE // 256)
 
 
