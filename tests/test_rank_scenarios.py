@@ -166,7 +166,7 @@ class Mortal(Engine):
         if path == "/wake_up" and self._state() == "T":
             with self.log.open("a") as log:
                 log.write("wake_up: rank 1 of 2 did not begin within 5 s (CUMEM_SLEEP_AGREEMENT_TIMEOUT_S)\n")
-            while self._state() == "T":
+            while self._state() not in ("S", "Z"):  # it goes on, or is gone; dying takes a moment
                 time.sleep(0.01)
             if self._state() == "Z":
                 raise ConnectionResetError
