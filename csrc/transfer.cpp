@@ -45,6 +45,7 @@ void CopyStream::to_device(CUdeviceptr address, const HostBlock& block, size_t o
 
 void CopyStream::to_device_by_kernel(CUdeviceptr address, const HostBlock& block, size_t offset, size_t bytes) {
     const uint8_t* const host = block.part(offset, bytes);
+    if (!block.pinned()) throw InvalidState("a kernel copies from host memory that is registered");
     if (address % 16 != 0 || reinterpret_cast<uintptr_t>(host) % 16 != 0)
         throw InvalidState("a kernel copies between addresses that are multiples of 16");
     ContextScope context(device_);

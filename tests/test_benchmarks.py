@@ -421,7 +421,10 @@ def test_the_plot_is_the_same_for_the_same_result(
     [
         ("memory", ['"bytes are right": true', '"state": "CHECKPOINTED"']),
         ("illegal", ['"restore when RUNNING": {"result": "CUDA_ERROR_ILLEGAL_STATE"']),
-        ("restore_without_memory", ['"full": {"result": "CUDA_ERROR_OUT_OF_MEMORY"', '"bytes are right": true']),
+        (
+            "restore_without_memory",
+            ['"full": {"result": "CUDA_ERROR_OUT_OF', 'process": {"result": "CUDA_ERROR_OPERATING'],
+        ),
         ("calls_while_locked", ['"cuDriverGetVersion": "returns"', '"cuMemGetInfo": "waits"']),
         ("lock_beside_work", ['"result": "CUDA_ERROR_NOT_READY"', '"state": "LOCKED"']),
         ("ended_while_checkpointed", ['"SIGTERM": {"seconds": 0', '"SIGKILL": {"seconds": 0']),

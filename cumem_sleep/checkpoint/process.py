@@ -28,7 +28,7 @@ _LOCK_WITHIN_S = 10.0
 _ANSWER_WITHIN_S = 180.0
 # What driver 580 says of a restore without enough memory, and of every one after that
 # (benchmarks/results/checkpoint_behaviour.json).
-_LAST_RESTORE = ("CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM")
+_RAN_OUT, _AFTER_THAT = "CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM"
 # Not `-m`, which looks for modules in the current directory first; and what the program has added to `sys.path` counts.
 _HELPER = """\
 import sys
@@ -47,15 +47,16 @@ class Checkpointed:
     """What a checkpoint did.
 
     Attributes:
-        freed_bytes: by device, what the CUDA state took there: by how much its free memory grew, or, where other
-            processes took some of that at once, what NVML says, and a margin. Negative, by up to 4 MiB, where it had
-            less than that.
+        freed_bytes: by device, by how much its free memory grew: what the CUDA state took there, unless other processes
+            took or gave back some meanwhile. Negative, by up to 4 MiB, where it had less than that.
+        needed_bytes: by device, what must be free to bring it back.
         free_bytes: by device, what was free after it.
         total_bytes: by device.
         seconds: by phase: `lock`, `checkpoint`.
     """
 
     freed_bytes: Mapping[int, int]
+    needed_bytes: Mapping[int, int]
     free_bytes: Mapping[int, int]
     total_bytes: Mapping[int, int]
     seconds: Mapping[str, float]
@@ -107,6 +108,7 @@ class ProcessCheckpoint:
         self.stays = False
         self._uuids: dict[int, str] = {}  # by device
         self._helper: _Helper | None = None
+        self._ran_out = False  # a restore of this checkpoint had too little memory
 
     @property
     def is_away(self) -> bool:
@@ -149,7 +151,12 @@ class ProcessCheckpoint:
             raise
         try:
             answer = helper.ask(
-                {"do": "checkpoint", "lock_timeout_s": _LOCK_WITHIN_S, "uuids": list(self._uuids.values())}
+                {
+                    "do": "checkpoint",
+                    "lock_timeout_s": _LOCK_WITHIN_S,
+                    "uuids": list(self._uuids.values()),
+                    "in_use": sorted({self._uuids[segment.device] for segment in _core.segments()}),
+                }
             )
         except _HelperLost as error:
             answer = {"detail": str(error), "state": "not known"}
@@ -160,8 +167,10 @@ class ProcessCheckpoint:
                 self._bring_back({}, f"a checkpoint that failed ({reason})")
             _core.resume_driver_calls()
             raise Refused(reason)
+        self._ran_out = False
         self.taken = Checkpointed(
             {device: answer["freed_bytes"][uuid] for device, uuid in self._uuids.items()},
+            {device: answer["needed_bytes"][uuid] for device, uuid in self._uuids.items()},
             {device: answer["free_bytes"][uuid] for device, uuid in self._uuids.items()},
             {device: info.total_bytes for device, info in devices.items()},
             answer["seconds"],
@@ -187,7 +196,7 @@ class ProcessCheckpoint:
     def _brought_back(self, also_needed_bytes: Mapping[int, int]) -> Mapping[str, float]:
         if not self.is_away:
             return {}
-        own_bytes: Mapping[int, int] = self.taken.freed_bytes if self.taken is not None else {}
+        own_bytes: Mapping[int, int] = self.taken.needed_bytes if self.taken is not None else {}
         needed = {
             uuid: own_bytes.get(device, 0) + also_needed_bytes.get(device, 0) for device, uuid in self._uuids.items()
         }
@@ -199,11 +208,13 @@ class ProcessCheckpoint:
     def _bring_back(self, needed_bytes: Mapping[str, int], what: str) -> Mapping[str, float]:
         """Ask a helper, and if that one is lost a new one, to restore and unlock."""
         answer: dict[str, Any] = {}
+        one_was_lost = False  # and could not say what it had heard
         for _ in range(2):
             try:
                 answer = self._ready_helper().ask({"do": "restore", "needed_bytes": needed_bytes})
                 break
             except _HelperLost as error:
+                one_was_lost = True
                 answer = {"detail": str(error), "state": "not known"}
         if answer["state"] == "RUNNING":
             seconds: Mapping[str, float] = answer["seconds"]
@@ -211,7 +222,9 @@ class ProcessCheckpoint:
         if short := answer.get("too_little"):
             device, (needed, free) = next((d, short[uuid]) for d, uuid in self._uuids.items() if uuid in short)
             raise OutOfDeviceMemory(needed, free, device, "cuCheckpointProcessRestore")
-        lost = answer.get("call") == "cuCheckpointProcessRestore" and answer["error"] in _LAST_RESTORE
+        failed = answer["error"] if answer.get("call") == "cuCheckpointProcessRestore" else ""
+        self._ran_out |= failed == _RAN_OUT or (failed == _AFTER_THAT and one_was_lost)
+        lost = self._ran_out and failed in (_RAN_OUT, _AFTER_THAT)
         raise CheckpointFailed(what, _reason(answer), answer["state"], lost)
 
     def end_with_process(self) -> None:

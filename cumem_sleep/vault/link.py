@@ -22,7 +22,7 @@ from .protocol import close_all
 
 PIECE_BYTES = 64 << 20  # about a millisecond of a link
 _PAUSE_S = 1.0  # without copies: what comes then is another operation's
-_STALE_S = 0.05  # without copies: by then the driver may scrub, or not any more
+_STALE_S = 0.05  # without copies: by then the driver may have begun to scrub, or ended
 _IN_FLIGHT = 4  # pieces: enough for the link never to wait for this thread
 
 
@@ -97,6 +97,7 @@ class Job:
     done: Callable[[Exception | None], None]
     in_flight: int = 0
     all_started: bool = False
+    ended: bool = False
     error: Exception | None = None
 
     def fail(self, error: Exception) -> None:
@@ -167,22 +168,23 @@ class Link:
                 self._go_on()
                 if turn is not None:
                     job, piece = turn
-                    self._choose(in_flight)
-                    if piece is not None and (stream := self._start(job, piece, stack)) is not None:
-                        in_flight.append((stream, job, piece.nbytes))
-                        self._batch_bytes += piece.nbytes
+                    if piece is not None:
+                        self._choose(in_flight)
+                        if (stream := self._start(job, piece, stack)) is not None:
+                            in_flight.append((stream, job, piece.nbytes))
+                            self._batch_bytes += piece.nbytes
                     self._end_if_over(job)
                 if in_flight and (turn is None or len(in_flight) == _IN_FLIGHT):
                     self._finish(*in_flight.popleft())
                 self._count(0)
 
     def _use_kernel(self) -> None:
-        """From here on, where the engine is slow."""
+        """Load it, and use it from now on while the engine is slow."""
         try:
             if not _core.device_info(self.device).host_pointers:
                 return
             _core.load_copy_kernel(self.device)
-        except CumemSleepError as error:
+        except Exception as error:  # whatever it is: without this thread every copy would wait for ever
             log.warning("copies go by the copy engine alone, because the copy kernel failed: %s", error)
             return
         self._best = BestRate()
@@ -250,24 +252,27 @@ class Link:
 
     def _start(self, job: Job, piece: Piece, stack: ExitStack) -> _core.CopyStream | None:
         """The stream that copies the piece; None if that failed: the job fails, too."""
+        stream: _core.CopyStream | None = None
         try:
             address = job.lent.address() + piece.lent_offset
-            if not self._idle:
-                self._idle.append(stack.enter_context(_core.CopyStream(self.device)))
+            stream = self._idle.pop() if self._idle else stack.enter_context(_core.CopyStream(self.device))
             if self._to_host:
-                self._idle[-1].to_host(piece.block, piece.offset, address, piece.nbytes)
+                stream.to_host(piece.block, piece.offset, address, piece.nbytes)
             else:
-                self._to_device(self._idle[-1], address, piece)
-            return self._idle.pop()
+                self._to_device(stream, address, piece)
+            return stream
         except Exception as error:
+            if stream is not None:
+                with stream:  # closes it: a part of the piece may be in flight, and the memory is unmapped next
+                    pass
             job.in_flight -= 1
             self._fail(job, error)
             return None
 
     def _to_device(self, stream: _core.CopyStream, address: int, piece: Piece) -> None:
-        if not self._batch_bytes:
+        if self._choice.alone and not self._batch_bytes:
             self._begin_batch()  # what the import took is no rate of a copy
-        if not self._choice.by_engine and (address | (piece.block.address + piece.offset)) % 16 == 0:
+        if not self._choice.by_engine and _reached_by_kernels(piece, address):
             try:
                 stream.to_device_by_kernel(address, piece.block, piece.offset, piece.nbytes)
                 return
@@ -294,5 +299,11 @@ class Link:
             job.fail(error)
 
     def _end_if_over(self, job: Job) -> None:
-        if job.all_started and not job.in_flight:
+        if job.all_started and not job.in_flight and not job.ended:
+            job.ended = True
             job.done(job.error)
+
+
+def _reached_by_kernels(piece: Piece, address: int) -> bool:
+    """Memory of a vault before this one may not be registered: then a kernel that reads it would end the context."""
+    return piece.block.pinned and (address | (piece.block.address + piece.offset)) % 16 == 0

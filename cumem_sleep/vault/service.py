@@ -400,8 +400,9 @@ class Service:
 
     def _link(self, gpu: Gpu, to_host: bool) -> Link:
         if (gpu.uuid, to_host) not in self._links:
-            for each in (True, False):  # so that the way back is ready when a wake comes
-                self._links[gpu.uuid, each] = Link(gpu.ordinal, each)
+            self._links[gpu.uuid, to_host] = Link(gpu.ordinal, to_host)
+            if to_host:  # so that the way back is ready when a wake comes
+                self._link(gpu, False)
         return self._links[gpu.uuid, to_host]
 
     def _handed_out(self, session: Session, holds: Sequence[Hold | None]) -> _Answer:

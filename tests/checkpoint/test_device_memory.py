@@ -9,11 +9,11 @@ import pytest
 
 from cumem_sleep import _core
 from cumem_sleep.checkpoint import device_memory
-from cumem_sleep.checkpoint.helper import _UNCOUNTED_BYTES, _freed_bytes
+from cumem_sleep.checkpoint.helper import _CONTEXT_BYTES, _UNCOUNTED_BYTES, _needed_bytes
 
 PID = 1234
 MIB = 1 << 20
-UNCOUNTED = _UNCOUNTED_BYTES // MIB
+UNCOUNTED, CONTEXT = _UNCOUNTED_BYTES // MIB, _CONTEXT_BYTES // MIB
 
 
 @pytest.fixture
@@ -67,16 +67,21 @@ def test_what_is_free_has_to_be_known(nvml: SimpleNamespace, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("grown", "counted", "needed"),
+    ("grown", "counted", "in_use", "needed"),
     [
-        (531, 522, 531),  # as measured: not all is counted as the process's own
-        (531, 0, 531),  # nobody counts
-        (40_000, 522, 40_000),  # another process gave memory back, or nothing is known: rather too much
-        (300, 522, 522 + UNCOUNTED),  # another process took some meanwhile
-        (-40_000, 522, 522 + UNCOUNTED),
-        (-40_000, 0, -4),
+        (531, 522, True, 522 + UNCOUNTED),  # as measured: not all is counted as the process's own
+        (40_000, 522, True, 40_004),  # another process gave memory back, or most of it is not counted
+        (300, 522, True, 522 + UNCOUNTED),  # another process took some meanwhile
+        (-40_000, 522, True, 522 + UNCOUNTED),
+        (531, 0, True, CONTEXT),  # nobody counts, and perhaps another process took some
+        (-40_000, 0, True, CONTEXT),
+        (1_500, 0, True, 1_504),
+        (-40_000, 0, False, -4),  # another process's business
+        (0, 0, False, 4),
     ],
 )
-def test_a_restore_is_never_taken_to_need_less_than_the_process_had(grown: int, counted: int, needed: int) -> None:
-    """A restore without enough memory is the last one."""
-    assert _freed_bytes(grown * MIB, counted * MIB) == needed * MIB
+@pytest.mark.usefixtures("nvml")
+def test_what_a_restore_is_taken_to_need_errs_on_the_high_side(
+    grown: int, counted: int, in_use: bool, needed: int
+) -> None:
+    assert _needed_bytes(grown * MIB, counted * MIB, in_use) == needed * MIB

@@ -351,6 +351,19 @@ def test_another_tool_has_locked_the_process(
     assert memory.read(weights, PAGE) == BYTES
 
 
+def test_an_operating_system_error_alone_may_pass(
+    allocator: CuMemAllocator, memory: Memory, weights: int, new_helper: Callable[[str], None]
+) -> None:
+    """It says that nothing is left to be tried only after a restore that ran out of memory."""
+    new_helper(failing("Restore", "OPERATING_SYSTEM"))
+    allocator.sleep(level=3)
+    with pytest.raises(CheckpointFailed, match="call wake_up again") as failed:
+        allocator.wake_up()
+    assert not failed.value.lost
+    allocator.wake_up()
+    assert memory.read(weights, PAGE) == BYTES
+
+
 @pytest.mark.slow
 def test_a_restore_without_enough_memory_is_the_last_one() -> None:
     """Another process takes it after the look: as the driver does, this says that nothing can be tried any more."""

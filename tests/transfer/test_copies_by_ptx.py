@@ -27,6 +27,8 @@ def test_bytes_by_the_kernel(allocator: CuMemAllocator, memory: Memory) -> None:
         for at, offset in ((8, 0), (0, 8)):
             with pytest.raises(InvalidState, match="multiples of 16"):
                 stream.to_device_by_kernel(address + at, block, offset, 16)
+        with pytest.raises(InvalidState, match="registered"):
+            stream.to_device_by_kernel(address, _core.HostBlock(PAGE, -1), 0, 16)
         with pytest.raises(IndexError):
             stream.to_device_by_kernel(address, block, 0, PAGE + 1)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from running import Segment, eventually, from_slabs
@@ -252,7 +253,7 @@ class Engine(Streams):
         """The ways that they took."""
         self.ways.clear()
         ended: list[Exception | None] = []
-        block = SimpleNamespace(address=1 << 20)
+        block = SimpleNamespace(address=1 << 20, pinned=True)
         todo = deque(Piece(block, 0, 0, nbytes) for _ in range(pieces))  # type: ignore[arg-type]
         into.submit(Job("client", LentStub(), todo, ended.append))
         eventually(lambda: bool(ended), "all has been copied")
@@ -335,9 +336,41 @@ def test_without_a_kernel_the_engine_copies_all(
     assert len(warnings) == (reason != "no host pointers")
 
 
-def test_addresses_that_a_kernel_does_not_take_go_by_the_engine(engine: Engine, into: Link) -> None:
+@pytest.mark.parametrize("at", range(1, 7))
+def test_a_client_that_goes_is_told_of_its_copy_once(engine: Engine, into: Link, at: int) -> None:
+    """At whichever piece it is cancelled, also at those that are timed alone."""
     ended: list[Exception | None] = []
-    block = SimpleNamespace(address=(1 << 20) + 8)
+    to_device, synchronize = engine.to_device, engine.synchronize
+    seen = []
+
+    def counted(*_: object) -> None:
+        seen.append(1)
+        if len(seen) == at:
+            into.cancel("client")
+
+    def by_engine(*arguments: Any) -> None:
+        counted()
+        to_device(*arguments)
+
+    def by_kernel(*_: object) -> None:
+        counted()
+        engine._enqueued.append(engine.kernel_s)
+
+    engine.to_device, engine.to_device_by_kernel = by_engine, by_kernel  # type: ignore[method-assign]
+    block = SimpleNamespace(address=1 << 20, pinned=True)
+    todo = deque(Piece(block, 0, 0, 64 << 20) for _ in range(12))  # type: ignore[arg-type]
+    into.submit(Job("client", LentStub(), todo, ended.append))
+    eventually(lambda: bool(ended), "it is told")
+    engine.to_device, engine.synchronize = to_device, synchronize  # type: ignore[method-assign]
+    assert engine.copy(into, 3)  # the link goes on, and has said what it had to say
+    assert [type(error) for error in ended] == [VaultError]
+
+
+@pytest.mark.parametrize("fault", ["not aligned", "not registered"])
+def test_what_a_kernel_does_not_reach_goes_by_the_engine(engine: Engine, into: Link, fault: str) -> None:
+    """A vault that takes over memory goes on where it cannot be registered."""
+    ended: list[Exception | None] = []
+    block = SimpleNamespace(address=(1 << 20) + 8 * (fault == "not aligned"), pinned=fault == "not aligned")
     into.submit(Job("client", LentStub(), deque([Piece(block, 0, 0, 64)] * 9), ended.append))  # type: ignore[arg-type]
     eventually(lambda: ended == [None], "all has been copied")
     assert engine.ways == ["engine"] * 9
@@ -361,6 +394,40 @@ def here(folder: pathlib.Path, allocator: CuMemAllocator) -> Iterator[Callable[[
     thread.join(30)
     assert not thread.is_alive()
     sim.reset()
+
+
+def test_a_piece_of_which_a_part_is_in_flight_is_waited_for(
+    here: Callable[[], VaultClient], allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is unmapped next."""
+    nbytes = 18 * (1 << 20)  # two launches
+    block = _core.HostBlock(nbytes, -1)
+    block.pin(0)
+    closed = []
+    close = _core.CopyStream.__exit__
+
+    def closes(stream: _core.CopyStream, *arguments: object) -> None:
+        close(stream, *arguments)
+        closed.append(stream)
+
+    here().close()
+    address = allocator.malloc(nbytes, "weights")
+    monkeypatch.setattr(_core.CopyStream, "__exit__", closes)
+    lent = SimpleNamespace(address=lambda: address)
+    ended: list[tuple[Exception | None, int]] = []
+    into = Link(0, to_host=False)
+    sim.fail("cuLaunchKernel", after=1)
+    sim.fail("cuMemcpyHtoDAsync")
+    pieces = deque([Piece(block, 0, 0, nbytes)])
+    into.submit(Job("client", lent, pieces, lambda error: ended.append((error, len(closed)))))  # type: ignore[arg-type]
+    eventually(lambda: bool(ended), "it is told")
+    sim.reset()
+    ((error, closed_before),) = ended
+    assert isinstance(error, DriverError)
+    assert closed_before == 1, "the stream of the first launch was closed, which waits"
+    into.stop()
+    block.close()
+    allocator.free(address)
 
 
 CALLS = [
