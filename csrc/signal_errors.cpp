@@ -1,6 +1,8 @@
 #include "signal_errors.h"
 
+#include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "errors.h"
 
@@ -10,14 +12,27 @@ namespace cumem_sleep {
 
 namespace {
 
-void add_context(const py::error_already_set& error, const py::error_already_set& context) {
-    py::object last = error.value();
-    for (;;) {
-        if (last.is(context.value())) return;
-        PyObject* next = PyException_GetContext(last.ptr());
-        if (!next) break;
-        last = py::reinterpret_steal<py::object>(next);
+bool contains(const std::vector<py::object>& objects, const py::object& wanted) {
+    return std::any_of(objects.begin(), objects.end(), [&](const py::object& each) { return each.is(wanted); });
+}
+
+// The error, what it has as context, and so on: each once, because handlers may have made a circle of them.
+std::vector<py::object> with_contexts(const py::error_already_set& error) {
+    std::vector<py::object> chain;
+    py::object next = error.value();
+    while (next && !contains(chain, next)) {
+        chain.push_back(next);
+        next = py::reinterpret_steal<py::object>(PyException_GetContext(next.ptr()));
     }
+    return chain;
+}
+
+// Does nothing if one of them leads to the other already: that would make a circle, or does.
+void add_context(const py::error_already_set& error, const py::error_already_set& context) {
+    const std::vector<py::object> mine = with_contexts(error), others = with_contexts(context);
+    if (std::any_of(others.begin(), others.end(), [&](const py::object& each) { return contains(mine, each); })) return;
+    const py::object& last = mine.back();
+    if (py::reinterpret_steal<py::object>(PyException_GetContext(last.ptr()))) return;  // a circle
     PyException_SetContext(last.ptr(), py::object(context.value()).release().ptr());
 }
 

@@ -93,6 +93,39 @@ class TestRun:
         assert chain == expected[1:] + [KeyError] * fails
         assert handled == errors
 
+    @pytest.mark.parametrize("links", [[(1, 2), (2, 1)], [(0, 2), (2, 0)], [(0, 1)], [(1, 0), (0, 2)], [(1, 1)]])
+    def test_handlers_may_raise_errors_that_are_each_others_context(
+        self, handler: Handler, links: list[tuple[int, int]]
+    ) -> None:
+        """In a circle, too: whoever follows it would never return."""
+        errors: list[BaseException] = [TimeoutError("first"), KeyboardInterrupt("second"), ValueError("third")]
+        for one, other in links:
+            errors[one].__context__ = errors[other]
+        handled: list[BaseException] = []
+        lock = _core.OperationLock()
+
+        def handle() -> None:
+            handled.append(errors[len(handled)])
+            raise handled[-1]
+
+        def work() -> None:
+            for number in range(2):
+                signal_main()
+                until(lambda number=number: len(handled) > number)  # type: ignore[misc]
+
+        handler(handle)
+        with pytest.raises(KeyboardInterrupt) as raised:
+            lock.run(work)
+        assert raised.value is errors[1]
+        chain: list[BaseException] = []
+        error: BaseException | None = raised.value
+        while error is not None and all(error is not each for each in chain):
+            chain.append(error)
+            error = error.__context__
+        assert error is None or len(links) == 2 or links == [(1, 1)], "the only circles are those that handlers made"
+        if links == [(0, 2), (2, 0)]:
+            assert chain == [errors[1], errors[0], errors[2]], "what does not lead back to it is its context"
+
     def test_what_was_stopped_is_cleared_on_its_own_thread(self, handler: Handler) -> None:
         """Where no signal disturbs what a generator does when it is closed."""
         handled, closed_on = threading.Event(), []
