@@ -149,7 +149,9 @@ def _needed_bytes(grown_bytes: int, counted_bytes: int, in_use: bool) -> int:
         counted_bytes: how much less the process has now, as far as that is counted; 0 if nobody counts it.
         in_use: whether it surely has a context there.
     """
-    uncounted, context, slack = _MARGINS if not _core.driver_is_simulated() else (0, 0, 0)  # whose account is exact
+    uncounted, context, slack = _MARGINS
+    if _core.driver_is_simulated():  # whose account is exact
+        uncounted, context, slack = 0, -_KEPT_BYTES, 0
     uncertain = context if in_use else -_KEPT_BYTES
     least = counted_bytes + uncounted if counted_bytes > 0 else uncertain
     return max(least, grown_bytes + slack, -_KEPT_BYTES)
