@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import textwrap
@@ -321,6 +322,20 @@ from cumem_sleep import *
 from cumem_sleep import _core, sim
 from support import *
 """
+
+
+def two_free_ports() -> int:
+    """The first of them."""
+    for _ in range(100):
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+    raise AssertionError("no two free ports in a row")
 
 
 def run_script(

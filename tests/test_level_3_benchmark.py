@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support import two_free_ports
 
 import cumem_sleep
 
@@ -23,20 +23,6 @@ MIB = 1 << 20
 SEGMENTS, CONTEXT, LEFT = 40 * MIB, 32 * MIB, 4 * MIB  # of a server; at level 3
 
 pytestmark = pytest.mark.sim
-
-
-def two_free_ports() -> int:
-    """The first of them."""
-    for _ in range(100):
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-            return port
-    raise AssertionError("no two free ports in a row")
 
 
 def run(

@@ -8,7 +8,6 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support import two_free_ports
 
 import cumem_sleep
 
@@ -44,20 +44,6 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str]
     yield importlib.import_module
     for name in MODULES:
         sys.modules.pop(name, None)
-
-
-def two_free_ports() -> int:
-    """The first of them."""
-    for _ in range(100):
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-            return port
-    raise AssertionError("no two free ports in a row")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@
 // that a lock blocks further calls, and only a lock has a timeout. So it is the lock that waits for calls in progress
 // and for enqueued work here, host functions included, and a checkpoint finds none.
 //
-// A restore for which there is too little memory is the last one that can be tried: so it was on an H200
+// After a restore fails for want of memory, every later one fails too, as on an H200
 // (benchmarks/results/checkpoint_behaviour.json, driver 580).
 //
 // CUDA_ERROR_UNKNOWN, injected into Checkpoint or Restore, leaves the process in CU_PROCESS_STATE_FAILED: it never gets

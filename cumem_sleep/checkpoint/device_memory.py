@@ -30,8 +30,8 @@ def free_bytes(pid: int, uuids: Sequence[str]) -> dict[str, int]:
 def used_bytes(pid: int, uuids: Sequence[str]) -> dict[str, int]:
     """By this process, on those of these GPUs for which that is counted.
 
-    It is not in a container with process numbers of its own, because NVML goes by those of the host. There another
-    process may even have this number.
+    In a container with process numbers of its own it is not counted, because NVML uses those of the host; this number
+    may even be another process's.
     """
     if _core.driver_is_simulated():
         return {uuid: sim.process_memory(pid, uuid)[0] for uuid in uuids}

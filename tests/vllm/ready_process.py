@@ -5,7 +5,6 @@ As a program: reads an order a line, says the number of the process that begins,
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import logging
@@ -84,9 +83,12 @@ class Program:
 
     def end(self) -> None:
         """With all processes of its group."""
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.killpg(self.pid, signal.SIGKILL)
-        self.wait()
+        except ProcessLookupError:  # it has ended, or has no group of its own yet
+            if self.poll() is None:
+                os.kill(self.pid, signal.SIGKILL)
+        self.wait(ENDS_WITHIN_S)
 
 
 @pytest.fixture(scope="session")
