@@ -9,11 +9,9 @@ from __future__ import annotations
 import atexit
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -21,11 +19,10 @@ import numpy.typing as npt
 
 from . import _core, log
 from .backups.store import BackupStore
-from .backups.tier import Footprint
 from .checkpoint.process import THIS_PROCESS, Checkpointed
 from .codec.compressor import Compressor
 from .digest.device import DeviceDigester
-from .driver import open_driver
+from .entry import Entry
 from .errors import (
     CumemSleepError,
     InvalidArgument,
@@ -34,10 +31,9 @@ from .errors import (
     OutOfDeviceMemory,
     check_integer,
 )
-from .integrations.torch import TorchPools, as_group
+from .integrations.torch import as_group
 from .levels import (
     DEFERRABLE_TAGS,
-    Choice,
     dropped_at_level,
     dropped_unless,
     in_pools,
@@ -47,18 +43,18 @@ from .levels import (
     woken_in_pools,
 )
 from .operations.agreement import Agreement, Call, all_ranks
-from .operations.deepen import DeepSleep, everything_sleeps
+from .operations.deepen import everything_sleeps
 from .operations.layer import Layer
 from .operations.left import LeftOnDevices
+from .operations.look import read_backup
 from .operations.prepare import Preparation, wanted_ahead
-from .operations.room import make_room, trim
 from .operations.sleep import sleep
-from .operations.wake import asleep, wake, wanting
+from .operations.wake import wake
 from .pools import Pools
 from .ranks.mesh import connect
 from .regions import Regions
 from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
-from .segments import describe, segment_around, total_bytes
+from .segments import total_bytes
 from .settings import Settings
 from .tags import DEFAULT_TAG, GRAPH_TAG, UsedTags, checked_tag, tag_or_default
 from .transfer.restorer import Restorer
@@ -116,12 +112,9 @@ class CuMemAllocator:
             other._stop_background_work()
             other._leave()
             if not _core.driver_is_forked():
-                other._come_back()
-                # What its thread has left, which nobody could ask it for any more.
-                log.run(other._lock, other._clear_store)
+                other._entry.come_back()
+                other._entry.clear_store()  # what its thread has left, which nobody could ask it for any more
         self._lock: _core.OperationLock = _core.OperationLock()
-        self._retired: bool = False
-        self._driver_checked = False
         self._store: BackupStore = BackupStore(self.settings, self._lock, self.tuning)
         _allocators.add(self)
         _stores.add(self._store)
@@ -132,18 +125,17 @@ class CuMemAllocator:
             self.settings, self.tuning, self._lock, self._store, self._digester, self._compressor, self._restorer
         )
         self._pools = Pools()
+        self._entry: Entry = Entry(self._layer, self._pools, self._left_pool)
         self._used_tags = UsedTags(in_pools(), "no memory was ever given such a tag", DEFERRABLE_TAGS)
         self._region_tags = UsedTags(in_regions(), "no region ever had such a tag")
         self._preparation: Preparation | None = None
-        self._totals: dict[str, OperationTotals] = {}
         self._agreement: Agreement | None = None
-        self._deep = DeepSleep()
         if group is not None:
             self.join(group)
         # Nothing fails, and no signal is handled, between these two: there is always one that can be used.
         CuMemAllocator.instance = self
         if other is not None:
-            other._retired = True
+            other._entry.retired = True
 
     @classmethod
     def get_instance(cls) -> CuMemAllocator:
@@ -213,7 +205,7 @@ class CuMemAllocator:
             DriverError: no usable driver.
         """
         tag = tag_or_default(tag)
-        with self._allocating(tag):
+        with self._entry.allocating(tag):
             self._used_tags.add(tag)
             yield
             self._pools.warn_of_empty(tag)
@@ -228,7 +220,7 @@ class CuMemAllocator:
         Raises:
             InvalidState: PyTorch does not reach a GPU here.
         """
-        with self._capturing("cudagraph_pool", GRAPH_TAG) as pools:
+        with self._entry.capturing("cudagraph_pool", GRAPH_TAG) as pools:
             self._used_tags.add(GRAPH_TAG)
             yield pools.graph_pool_id()
 
@@ -241,7 +233,7 @@ class CuMemAllocator:
     @property
     def regions(self) -> Regions:
         """Memory with a plan of its own, which sleeps and wakes apart from pools."""
-        return Regions(self._layer, self._region_tags, self._allocating, self._capturing, self._operate, self._usage_of)
+        return Regions(self._layer, self._region_tags, self._entry)
 
     def malloc(self, nbytes: int, tag: str | None = None, device: int = 0) -> int:
         """Allocate device memory without PyTorch.
@@ -261,12 +253,12 @@ class CuMemAllocator:
         """
         check_integer("nbytes", nbytes, minimum=1)
         check_integer("device", device, minimum=0)
-        self._open()
+        self._entry.open()
         if tag is None:
             tag, backup = _core.thread_tag(), _core.thread_backup()
         else:
             tag, backup = checked_tag(tag), _core.Backup.BY_LEVEL
-        allocation = self._on_the_gpu(partial(_allocated, self._layer.left, nbytes, tag, device, backup))
+        allocation = self._entry.on_the_gpu(partial(_allocated, self._layer.left, nbytes, tag, device, backup))
         (self._used_tags if backup == _core.Backup.BY_LEVEL else self._region_tags).add(tag)
         return allocation.handed_out  # no call after this, nor signal: the address may be lost
 
@@ -281,9 +273,9 @@ class CuMemAllocator:
         check_integer("address", address, minimum=0)
         if address >= 1 << 64:
             raise InvalidState(f"0x{address:x} is not an address: more than 64 bits")
-        self._open()
-        self._on_the_gpu(partial(_core.free, address))
-        self._after_a_free()
+        self._entry.open()
+        self._entry.on_the_gpu(partial(_core.free, address))
+        self._entry.after_a_free()
 
     # Sleeping and waking
 
@@ -336,12 +328,12 @@ class CuMemAllocator:
         else:
             is_dropped = dropped_unless(self._used_tags.to_back_up(offload_tags))
         if is_dropped is None:
-            return self._counted(lambda: SleepReport(note="level 0 keeps all memory; nothing was done"), "sleep")
+            return self._entry.counted(lambda: SleepReport(note="level 0 keeps all memory; nothing was done"), "sleep")
         work = partial(sleep, self._layer, call, in_pools(), with_tag(is_dropped))
         if is_deep(level):
-            self._deep.expect()
+            self._entry.deep.expect()
             work = partial(self._deepen, work)
-        report = self._operate(call, work, "sleep")
+        report = self._entry.operate(call, work, "sleep")
         if self.deepens_after_sleeps:
             self.deepen_when_idle()
         return report
@@ -351,12 +343,12 @@ class CuMemAllocator:
         atexit.unregister(_come_back_at_exit)
         atexit.register(_come_back_at_exit)
         agreement = self._agreement
-        return self._deep.deepen(partial(self._settled, work), 1 if agreement is None else agreement.mesh.size)
+        return self._entry.deep.deepen(partial(self._settled, work), 1 if agreement is None else agreement.mesh.size)
 
     def _settled(self, work: Callable[[], SleepReport]) -> SleepReport:
         """Afterwards nothing is left to be given back, which at level 3 nobody could."""
         report = work()
-        if not self._deep.is_away:
+        if not self._entry.deep.is_away:
             self._store.settle()
         return report
 
@@ -370,8 +362,8 @@ class CuMemAllocator:
             InvalidState: memory is awake.
             CheckpointFailed: as `sleep`.
         """
-        self._deep.expect()
-        return self._operate(Call(), partial(self._deepen, _all_asleep_still), "sleep")
+        self._entry.deep.expect()
+        return self._entry.operate(Call(), partial(self._deepen, _all_asleep_still), "sleep")
 
     def deepen_when_idle(self) -> None:
         """Begin to count the seconds after which a process that sleeps at level 1 goes on to level 3 by itself.
@@ -379,13 +371,13 @@ class CuMemAllocator:
         Does nothing if `Settings.deep_after_s` is not set, or if memory is awake.
         """
         seconds = self.settings.deep_after_s
-        if seconds is not None and not self._deep.is_away and everything_sleeps():
-            self._deep.after(seconds, self.deepen)
+        if seconds is not None and not self._entry.deep.is_away and everything_sleeps():
+            self._entry.deep.after(seconds, self.deepen)
 
     @property
     def may_deepen(self) -> bool:
         """Whether the process is at level 3, or may go there at any time by itself."""
-        return self._deep.is_away or self._deep.waits
+        return self._entry.deep.is_away or self._entry.deep.waits
 
     @contextmanager
     def using_cuda(self) -> Iterator[None]:
@@ -399,7 +391,7 @@ class CuMemAllocator:
         """
         try:
             while True:
-                self._come_back()
+                self._entry.come_back()
                 with _core.DriverCalls() as allowed:  # or it went deeper again meanwhile
                     if allowed:
                         yield
@@ -413,13 +405,14 @@ class CuMemAllocator:
         Where that fails the process ends at once: their calls would wait for ever.
         """
         if not _core.driver_is_forked():
-            self._deep.stop()
-            log.run(self._lock, self._deep.end_with_process)  # a signal handler may raise meanwhile, and call this
+            self._entry.deep.stop()
+            # A signal handler may raise meanwhile, and call this.
+            log.run(self._lock, self._entry.deep.end_with_process)
 
     @property
     def checkpoint(self) -> Checkpointed | None:
         """Of the CUDA state of this process, while it sleeps at level 3; None: it does not. Touches no GPU."""
-        return self._deep.taken
+        return self._entry.deep.taken
 
     def discard(self, tags: str | Iterable[str]) -> SleepReport:
         """Drop these tags, without a backup, and leave the rest as it is. What sleeps already keeps its backup.
@@ -431,7 +424,7 @@ class CuMemAllocator:
         with self._all_ranks("discard") as call:
             chosen = self._used_tags.checked(tags)
             work = partial(sleep, self._layer, call, in_pools(chosen), lambda _: True, "discard")
-            return self._operate(call, work, "discard")
+            return self._entry.operate(call, work, "discard")
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
         """Take device memory again, at the same addresses, and restore what was backed up.
@@ -456,7 +449,7 @@ class CuMemAllocator:
         """
         with self._all_ranks("wake_up") as call:
             meant = woken_in_pools(None if tags is None else self._used_tags.checked(tags))
-            return self._operate(call, partial(wake, self._layer, call, meant), "wake", meant)
+            return self._entry.operate(call, partial(wake, self._layer, call, meant), "wake", meant)
 
     # Preparing
 
@@ -479,7 +472,7 @@ class CuMemAllocator:
         """
         if not self.settings.retain_backups:
             raise InvalidState("prepare() makes backups ahead, but retain_backups is off: none would be kept")
-        return self._with_lock_held("prepare", self._begin_preparing)
+        return self._entry.locked("prepare", self._begin_preparing)
 
     def _begin_preparing(self) -> Preparation:
         self._stop_preparing()
@@ -488,13 +481,29 @@ class CuMemAllocator:
         preparation.start()
         return preparation
 
+    def _left_pool(self) -> None:
+        """A thread has left a pool, whose memory is complete now."""
+        pools = self._pools.found
+        if pools is not None and not pools.is_capturing():
+            log.run(self._lock, self._warm_up)
+        if self.settings.prepare and self.prepares_after_pools:
+            try:
+                self.prepare()
+            except CumemSleepError as error:
+                log.warning("prepare did not begin, the next sleep copies everything: %s", error)
+
+    def _warm_up(self) -> None:
+        """Where there is PyTorch, without which nothing is compiled."""
+        if self._pools.found is not None:
+            self._layer.warm_up()
+
     def _stop_preparing(self) -> None:
         """May be called with or without the lock held, which the thread never waits for."""
         if self._preparation is not None:
             self._preparation.stop()
 
     def _stop_background_work(self) -> None:
-        self._deep.stop()
+        self._entry.deep.stop()
         self._stop_preparing()
         self._store.stop()
 
@@ -502,40 +511,13 @@ class CuMemAllocator:
 
     def usage(self) -> dict[str, TagUsage]:
         """What the segments of each tag hold, and their backups; those of regions are in `regions.usage`."""
-        return self._usage_of(in_pools())
-
-    def _usage_of(self, meant: Choice) -> dict[str, TagUsage]:
-        if not _core.driver_is_open():
-            return {}
-        return self._with_lock_held("usage", partial(self._usage, meant), stays_away=True)
-
-    def _usage(self, meant: Choice) -> dict[str, TagUsage]:
-        by_tag: dict[str, list[_core.Segment]] = {}
-        for segment in filter(meant, _core.segments()):
-            by_tag.setdefault(segment.tag, []).append(segment)
-        held = self._store.footprints(chain.from_iterable(by_tag.values()))
-        is_in_vault = bool(held and self._store.place().vault)
-        return {tag: self._tag_usage(segments, held, is_in_vault) for tag, segments in by_tag.items()}
-
-    def _tag_usage(self, segments: list[_core.Segment], held: Mapping[int, Footprint], is_in_vault: bool) -> TagUsage:
-        backups = [held[segment.id] for segment in segments if segment.id in held]
-        host_bytes = sum(each.bytes for each in backups)
-        return TagUsage(
-            segments=len(segments),
-            bytes=sum(segment.bytes for segment in segments),
-            mapped_bytes=sum(segment.bytes for segment in segments if segment.has_memory),
-            host_bytes=host_bytes,
-            vault_bytes=host_bytes if is_in_vault else 0,
-            shared_bytes=sum(each.bytes for each in backups if each.is_shared),
-            asleep_segments=sum(segment.sleep != _Sleep.AWAKE for segment in segments),
-            backed_up_bytes=total_bytes(segment for segment in segments if self._store.get(segment) is not None),
-        )
+        return self._entry.usage(in_pools())
 
     def backup_place(self) -> BackupPlace:
         """Where backups lie: in memory of this process, or in which vault. Touches no GPU."""
         if not _core.driver_is_open():  # then there are none, and who answers for `auto` is not looked up
             return BackupPlace("" if self.settings.vault in ("off", "auto") else self.settings.vault)
-        return self._with_lock_held("backup_place", self._store.place, stays_away=True)
+        return self._entry.locked("backup_place", self._store.place, stays_away=True)
 
     def read_backup(self, address: int, nbytes: int, *, copy: bool = True) -> npt.NDArray[np.uint8] | None:
         """The bytes that the backup of this device memory holds: those at its last sleep. It may be asleep or awake.
@@ -554,17 +536,8 @@ class CuMemAllocator:
         """
         check_integer("address", address, minimum=0)
         check_integer("nbytes", nbytes, minimum=1)
-        work = partial(self._read_backup, address, nbytes, copy)
-        return self._with_lock_held("read_backup", work, stays_away=True)
-
-    def _read_backup(self, address: int, nbytes: int, copy: bool) -> npt.NDArray[np.uint8] | None:
-        segment = segment_around(address, nbytes)
-        if self._store.get(segment) is None:
-            if segment.sleep == _Sleep.AWAKE:
-                return None
-            raise InvalidState(f"{describe(segment)} sleeps without a backup: its bytes were dropped")
-        content = self._store.read(segment, address - segment.address, nbytes)
-        return content.copy() if copy else content
+        work = partial(read_backup, self._layer, address, nbytes, copy)
+        return self._entry.locked("read_backup", work, stays_away=True)
 
     def get_current_usage(self) -> int:
         """Bytes of all segments but those of regions, mapped or not (vLLM's call, which wants none before its own)."""
@@ -572,7 +545,7 @@ class CuMemAllocator:
 
     def totals(self) -> dict[str, OperationTotals]:
         """What all sleeps, wakes and discards did so far, by operation."""
-        return dict(self._totals)
+        return dict(self._entry.totals)
 
     # Ending
 
@@ -581,7 +554,7 @@ class CuMemAllocator:
 
         Ends what `prepare` has begun.
         """
-        return self._with_lock_held("release_backups", self._release_backups)
+        return self._entry.locked("release_backups", self._release_backups)
 
     def _release_backups(self) -> int:
         self._stop_preparing()
@@ -592,173 +565,16 @@ class CuMemAllocator:
     def release_pools(self) -> None:
         """Give up the PyTorch pool for CUDA graphs and return free pool memory to the device. Live tensors stay."""
         if self._pools.found is not None and not _core.driver_is_forked():
-            self._come_back()
+            self._entry.come_back()
             gc.collect()
             self._pools.found.release()
-            self._after_a_free()
+            self._entry.after_a_free()
 
     def close(self) -> None:
         """`release_pools`, and the host memory of backups of awake segments. The allocator stays usable."""
         self.release_pools()
         if _core.driver_is_open() and not _core.driver_is_forked():
             self.release_backups()
-
-    # Around every operation
-
-    def _open(self) -> None:
-        """Open the driver at the first use."""
-        if self._retired:
-            raise InvalidState("this CuMemAllocator was replaced by a newer one: use CuMemAllocator.get_instance()")
-        if not self._driver_checked:
-            open_driver(self.settings.driver)
-            log.info("cumem-sleep: memory pools come from this layer (%s)", self.settings.summary())
-            _core.on_free(_forget_freed_backups)
-            self._driver_checked = True
-        if _core.driver_is_forked():
-            _core.device_count()  # raises, and says why
-
-    @contextmanager
-    def _allocating(
-        self, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL, *, ordinary: bool = False
-    ) -> Iterator[None]:
-        self._open()
-        self._come_back()
-        pools = self._pools.find(import_torch=True)
-        if pools is not None and (device := pools.device_in_use()) is not None:
-            self._layer.left.note_before(device)
-        with self._pools.allocating(tag, backup, ordinary=ordinary):
-            yield
-        if not ordinary:
-            self._leave_pool()
-
-    def _capturing(
-        self, call: str, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL
-    ) -> AbstractContextManager[TorchPools]:
-        self._open()
-        self._come_back()
-        return self._pools.capturing(call, tag, backup)
-
-    def _leave_pool(self) -> None:
-        pools = self._pools.found
-        if pools is not None and not pools.is_capturing():
-            log.run(self._lock, self._warm_up)
-        if self.settings.prepare and self.prepares_after_pools:
-            try:
-                self.prepare()
-            except CumemSleepError as error:
-                log.warning("prepare did not begin, the next sleep copies everything: %s", error)
-
-    def _warm_up(self) -> None:
-        """Where there is PyTorch, without which nothing is compiled."""
-        if self._pools.found is not None:
-            self._layer.warm_up()
-
-    def _operate(self, call: Call, work: Callable[[], _Report], operation: str, woken: Choice | None = None) -> _Report:
-        """The report of `work`, logged and counted; if it raises, that is counted among the failures.
-
-        Args:
-            woken: for a wake: what it wakes.
-        """
-        if woken is not None:
-            self._deep.stay()
-            return self._with_lock_held(
-                "wake_up",
-                partial(self._counted, work, operation, call),
-                partial(make_room, woken),
-                come_back=partial(self._come_back_to_wake, woken),
-            )
-        make_way = trim if operation == "sleep" else None
-        return self._with_lock_held(operation, partial(self._counted, work, operation, call), make_way, stays_away=True)
-
-    def _counted(self, work: Callable[[], _Report], operation: str, call: Call | None = None) -> _Report:
-        with self._failures_counted(operation):
-            try:
-                if call is not None:
-                    call.begin()
-                report = self._deep.told(replace(work(), simulated=_core.driver_is_simulated()))
-                if not report.note:
-                    report = replace(report, place=self._store.place())
-            except BaseException as error:
-                if call is not None:
-                    call.refuse(error)  # with the lock held still: no other operation comes between
-                raise
-        if not report.note:
-            self._totals[operation] = self._totals.get(operation, OperationTotals()).plus(report)
-        log.info("cumem-sleep: %s", report)
-        return report
-
-    @contextmanager
-    def _failures_counted(self, operation: str) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            totals = self._totals.get(operation, OperationTotals())
-            self._totals[operation] = replace(totals, failures=totals.failures + 1)
-            raise
-
-    def _come_back_to_wake(self, woken: Choice) -> None:
-        with self._failures_counted("wake"):
-            self._deep.come_back(wanting(asleep(woken)))
-
-    def _with_lock_held(
-        self,
-        name: str,
-        work: Callable[[], _Result],
-        make_way: Callable[[TorchPools], None] | None = None,
-        *,
-        stays_away: bool = False,
-        come_back: Callable[[], None] | None = None,
-    ) -> _Result:
-        """The result of `work`, which runs with the lock held, on a thread of its own.
-
-        Args:
-            make_way: called before, on the caller's thread and without the lock: so what the garbage collector runs
-                there may call the allocator.
-            stays_away: at level 3 `work` calls no driver, and the process stays there. Otherwise it comes back first.
-            come_back: does that.
-        """
-        self._open()
-        if (pools := self._pools.find()) is not None:
-            with _core.DriverCalls() as allowed:  # not at level 3, where no thread captures a graph
-                if allowed:
-                    _prepare_thread(name, pools, make_way)
-        if not stays_away:
-            come_back = come_back or self._deep.come_back
-        return log.run(self._lock, partial(self._with_lock, work, come_back))
-
-    def _with_lock(self, work: Callable[[], _Result], come_back: Callable[[], None] | None) -> _Result:
-        with self._store.turns.operation(come_back):
-            return work()
-
-    def _come_back(self) -> None:
-        """If the process sleeps at level 3, it is at level 1 afterwards."""
-        if self._deep.is_away:
-            self._with_lock_held("coming back from level 3", lambda: None)
-
-    def _on_the_gpu(self, work: Callable[[], _Result]) -> _Result:
-        """The result of `work`, as in `using_cuda`. But that is a generator, in which signal handlers may raise."""
-        while True:
-            self._come_back()
-            with _core.DriverCalls() as allowed:
-                if allowed:
-                    return work()
-
-    def _clear_store(self) -> None:
-        with self._lock.hold():
-            self._store.clear()
-
-    def _after_a_free(self) -> None:
-        if _core.has_freed():
-            log.run(self._lock, self._store.turns.after_a_free)
-        else:
-            _core.reclaim()
-
-
-def _forget_freed_backups() -> None:
-    """Called, on a thread of its own, after PyTorch freed segments through the hook."""
-    instance = CuMemAllocator.instance
-    if instance is not None and not _core.driver_is_forked():
-        instance._store.turns.after_a_free()
 
 
 def _allocated(left: LeftOnDevices, nbytes: int, tag: str, device: int, backup: _core.Backup) -> _core.Allocation:
@@ -780,15 +596,6 @@ def _all_asleep_still() -> SleepReport:
     if not everything_sleeps():
         raise InvalidState("something woke meanwhile")
     return SleepReport(note="everything sleeps already")
-
-
-def _prepare_thread(name: str, pools: TorchPools, make_way: Callable[[TorchPools], None] | None) -> None:
-    """What is to be done on the caller's thread, and without the lock, before an operation."""
-    with _core.CurrentContext():
-        if pools.is_capturing():
-            raise InvalidState(f"{name} while this thread captures a CUDA graph: call it after the capture")
-        if make_way is not None:
-            make_way(pools)
 
 
 def _come_back_at_exit() -> None:

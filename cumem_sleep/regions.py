@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from . import _core
 from .driver import driver_path
+from .entry import Entry
 from .errors import InvalidArgumentType, InvalidState, check_integer
 from .integrations import preload
-from .integrations.torch import TorchPools
 from .levels import Choice, in_regions, without_backup
 from .operations.agreement import Call
 from .operations.layer import Layer
@@ -23,30 +23,6 @@ from .tags import DEFAULT_TAG, UsedTags, tag_or_default
 _Report = TypeVar("_Report", SleepReport, WakeReport)
 
 
-class Allocating(Protocol):
-    """As `CuMemAllocator._allocating`."""
-
-    def __call__(  # noqa: D102
-        self, tag: str, backup: _core.Backup = ..., *, ordinary: bool = False
-    ) -> AbstractContextManager[None]: ...
-
-
-class Capturing(Protocol):
-    """As `CuMemAllocator._capturing`."""
-
-    def __call__(  # noqa: D102
-        self, call: str, tag: str, backup: _core.Backup = ...
-    ) -> AbstractContextManager[TorchPools]: ...
-
-
-class Operate(Protocol):
-    """As `CuMemAllocator._operate`."""
-
-    def __call__(  # noqa: D102
-        self, call: Call, work: Callable[[], _Report], operation: str, woken: Choice | None = None
-    ) -> _Report: ...
-
-
 class Regions:
     """The regions of an allocator, `CuMemAllocator.regions`.
 
@@ -55,21 +31,10 @@ class Regions:
     do not know of pools, though both may use the same tags.
     """
 
-    def __init__(
-        self,
-        layer: Layer,
-        tags: UsedTags,
-        allocating: Allocating,
-        capturing: Capturing,
-        operate: Operate,
-        usage_of: Callable[[Choice], dict[str, TagUsage]],
-    ) -> None:
+    def __init__(self, layer: Layer, tags: UsedTags, entry: Entry) -> None:
         self._layer = layer
         self._tags = tags
-        self._allocating = allocating
-        self._capturing = capturing
-        self._operate = operate
-        self._usage_of = usage_of
+        self._entry = entry
 
     # Allocating
 
@@ -88,13 +53,13 @@ class Regions:
             DriverError: no usable driver.
         """
         tag = tag_or_default(tag)
-        with self._allocating(tag, _plan(backup)):
+        with self._entry.allocating(tag, _plan(backup)):
             self._tags.add(tag)
             yield
 
     def outside(self) -> AbstractContextManager[None]:
         """What this thread's PyTorch allocates inside is ordinary memory, even in a region or pool."""
-        return self._allocating(DEFAULT_TAG, ordinary=True)
+        return self._entry.allocating(DEFAULT_TAG, ordinary=True)
 
     @contextmanager
     def graph_pool(
@@ -112,7 +77,7 @@ class Regions:
             InvalidState: PyTorch does not reach a GPU here.
         """
         tag = tag_or_default(tag)
-        with self._capturing("regions.graph_pool", tag, _plan(backup)) as pools:
+        with self._entry.capturing("regions.graph_pool", tag, _plan(backup)) as pools:
             self._tags.add(tag)
             if shared_by is None:
                 with pools.pool_of_one_graph() as pool_id:
@@ -165,7 +130,8 @@ class Regions:
             InvalidState, OutOfHostMemory, DriverError: as `CuMemAllocator.sleep`.
         """
         alone = Call()
-        return self._operate(alone, partial(sleep, self._layer, alone, self._meant(tags), without_backup), "sleep")
+        work = partial(sleep, self._layer, alone, self._meant(tags), without_backup)
+        return self._entry.operate(alone, work, "sleep")
 
     def wake(self, tags: str | Iterable[str] | None = None, *, retain_backups: bool | None = None) -> WakeReport:
         """Take the device memory of regions again, at the same addresses, and restore what was backed up.
@@ -181,7 +147,7 @@ class Regions:
         """
         meant = self._meant(tags)
         retained = self._layer.settings.retain_backups if retain_backups is None else retain_backups
-        return self._operate(Call(), partial(self._wake, meant, retained), "wake", meant)
+        return self._entry.operate(Call(), partial(self._wake, meant, retained), "wake", meant)
 
     def _wake(self, meant: Choice, retained: bool) -> WakeReport:
         woken = asleep(meant)
@@ -191,7 +157,7 @@ class Regions:
 
     def usage(self) -> dict[str, TagUsage]:
         """What the segments of regions of each tag hold, and their backups."""
-        return self._usage_of(in_regions())
+        return self._entry.usage(in_regions())
 
     def _meant(self, tags: str | Iterable[str] | None) -> Choice:
         return in_regions(None if tags is None else self._tags.checked(tags))

@@ -258,7 +258,7 @@ class Running:
 @pytest.fixture
 def running(allocator: CuMemAllocator) -> Iterator[Callable[[], Running]]:
     """Begins it."""
-    allocator._open()
+    allocator._entry.open()
     cuda = Cuda()
     cuda.enter()
     begun: list[Running] = []

@@ -8,7 +8,6 @@ import pytest
 from support import PAGE, SIMULATED, Memory, hooks, in_thread, run_together
 
 from cumem_sleep import CuMemAllocator, _core, sim
-from cumem_sleep.allocator import _forget_freed_backups
 
 
 class TestHooks:
@@ -129,7 +128,7 @@ class TestHooks:
                 library.cumem_sleep_free(refused, PAGE, 0, None)
                 assert told == [None] * 2
         finally:
-            _core.on_free(_forget_freed_backups)
+            allocator._entry.listen_for_frees()
         allocator.usage()
         assert allocator._store.host_bytes == 0
 

@@ -336,9 +336,9 @@ class TestByItself:
         allocator.malloc(PAGE, "weights")
         with allocator._lock.hold():
             began = threading.Event()
-            allocator._deep.after(0.0, lambda: (began.set(), allocator.deepen()))
+            allocator._entry.deep.after(0.0, lambda: (began.set(), allocator.deepen()))
             began.wait()
-            allocator._deep.stop()
+            allocator._entry.deep.stop()
         assert_no_threads("cumem-deepen")
         assert allocator.checkpoint is None
         assert "did not go" not in caplog.text

@@ -148,7 +148,7 @@ def test_a_pool_of_pytorch_is_noted_before_it_is_entered(
             assert not ordinary
             raise KeyError("entered")
 
-    allocator._open()
+    allocator._entry.open()
     take(6 * MIB)
     with monkeypatch.context() as patch:
         patch.setattr(allocator._pools, "found", Pools())

@@ -1,0 +1,240 @@
+"""`Entry`: what happens around every call into the layer that looks at memory or changes it.
+
+The driver is opened at the first use; a process at level 3 comes back first, unless the call needs no GPU; the lock is
+taken, on a thread of its own; what was done is logged and counted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from . import _core, log
+from .driver import open_driver
+from .errors import InvalidState
+from .integrations.torch import TorchPools
+from .levels import Choice
+from .operations.agreement import Call
+from .operations.deepen import DeepSleep
+from .operations.layer import Layer
+from .operations.look import usage
+from .operations.room import make_room, trim
+from .operations.wake import asleep, wanting
+from .pools import Pools
+from .report import OperationTotals, SleepReport, TagUsage, WakeReport
+
+_Report = TypeVar("_Report", SleepReport, WakeReport)
+_Result = TypeVar("_Result")
+
+
+class Entry:
+    """The way into one allocator's layer.
+
+    Args:
+        left_pool: called when a thread has left a pool in which it allocated.
+
+    Attributes:
+        deep: level 3 of this process.
+        totals: what was done so far, by operation.
+        retired: a newer allocator has taken this one's place.
+    """
+
+    def __init__(self, layer: Layer, pools: Pools, left_pool: Callable[[], None]) -> None:
+        self._layer = layer
+        self._lock = layer.lock
+        self._store = layer.store
+        self._pools = pools
+        self._left_pool = left_pool
+        self._driver_checked = False
+        self.deep = DeepSleep()
+        self.totals: dict[str, OperationTotals] = {}
+        self.retired = False
+
+    def open(self) -> None:
+        """Open the driver at the first use.
+
+        Raises:
+            InvalidState: this allocator was replaced, or this process is a fork.
+            DriverError: no usable driver.
+        """
+        if self.retired:
+            raise InvalidState("this CuMemAllocator was replaced by a newer one: use CuMemAllocator.get_instance()")
+        if not self._driver_checked:
+            open_driver(self._layer.settings.driver)
+            log.info("cumem-sleep: memory pools come from this layer (%s)", self._layer.settings.summary())
+            self.listen_for_frees()
+            self._driver_checked = True
+        if _core.driver_is_forked():
+            _core.device_count()  # raises, and says why
+
+    # Allocating
+
+    @contextmanager
+    def allocating(
+        self, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL, *, ordinary: bool = False
+    ) -> Iterator[None]:
+        """As `Pools.allocating`, on the GPU."""
+        self.open()
+        self.come_back()
+        pools = self._pools.find(import_torch=True)
+        if pools is not None and (device := pools.device_in_use()) is not None:
+            self._layer.left.note_before(device)
+        with self._pools.allocating(tag, backup, ordinary=ordinary):
+            yield
+        if not ordinary:
+            self._left_pool()
+
+    def capturing(
+        self, call: str, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL
+    ) -> AbstractContextManager[TorchPools]:
+        """As `Pools.capturing`, on the GPU."""
+        self.open()
+        self.come_back()
+        return self._pools.capturing(call, tag, backup)
+
+    def on_the_gpu(self, work: Callable[[], _Result]) -> _Result:
+        """The result of `work`, which calls the driver; the process does not go to level 3 meanwhile.
+
+        As `CuMemAllocator.using_cuda`. But that is a generator, in which signal handlers may raise.
+        """
+        while True:
+            self.come_back()
+            with _core.DriverCalls() as allowed:  # or it went deeper again meanwhile
+                if allowed:
+                    return work()
+
+    # What a free leaves
+
+    def listen_for_frees(self) -> None:
+        """From now on this layer is told when PyTorch has freed segments through the hook."""
+        _core.on_free(partial(_forget_freed_backups, weakref.ref(self)))
+
+    def after_a_free(self) -> None:
+        """Forget the backup of what was freed, unless an operation is at work, which does so at its end."""
+        if _core.has_freed():
+            log.run(self._lock, self._store.turns.after_a_free)
+        else:
+            _core.reclaim()
+
+    def on_hook_free(self) -> None:
+        """As `after_a_free`, on a thread of the hook's own."""
+        self._store.turns.after_a_free()
+
+    def clear_store(self) -> None:
+        """Forget all backups that are retained; works without a driver call, so also for a retired allocator."""
+        log.run(self._lock, self._clear_store)
+
+    def _clear_store(self) -> None:
+        with self._lock.hold():
+            self._store.clear()
+
+    # Operations
+
+    def operate(self, call: Call, work: Callable[[], _Report], operation: str, woken: Choice | None = None) -> _Report:
+        """The report of `work`, logged and counted; if it raises, that is counted among the failures.
+
+        Args:
+            woken: for a wake: what it wakes.
+        """
+        counted = partial(self.counted, work, operation, call)
+        if woken is None:
+            return self.locked(operation, counted, trim if operation == "sleep" else None, stays_away=True)
+        self.deep.stay()
+        come_back = partial(self._come_back_to_wake, woken)
+        return self.locked("wake_up", counted, partial(make_room, woken), come_back=come_back)
+
+    def counted(self, work: Callable[[], _Report], operation: str, call: Call | None = None) -> _Report:
+        """As `operate`, of what needs no lock, or has it."""
+        with self._failures_counted(operation):
+            try:
+                if call is not None:
+                    call.begin()
+                report = self.deep.told(replace(work(), simulated=_core.driver_is_simulated()))
+                if not report.note:
+                    report = replace(report, place=self._store.place())
+            except BaseException as error:
+                if call is not None:
+                    call.refuse(error)  # with the lock held still: no other operation comes between
+                raise
+        if not report.note:
+            self.totals[operation] = self.totals.get(operation, OperationTotals()).plus(report)
+        log.info("cumem-sleep: %s", report)
+        return report
+
+    @contextmanager
+    def _failures_counted(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            totals = self.totals.get(operation, OperationTotals())
+            self.totals[operation] = replace(totals, failures=totals.failures + 1)
+            raise
+
+    def usage(self, meant: Choice) -> dict[str, TagUsage]:
+        """What the segments of each tag hold, and their backups; calls no driver."""
+        if not _core.driver_is_open():
+            return {}
+        return self.locked("usage", partial(usage, self._layer, meant), stays_away=True)
+
+    def locked(
+        self,
+        name: str,
+        work: Callable[[], _Result],
+        make_way: Callable[[TorchPools], None] | None = None,
+        *,
+        stays_away: bool = False,
+        come_back: Callable[[], None] | None = None,
+    ) -> _Result:
+        """The result of `work`, which runs with the lock held, on a thread of its own.
+
+        Args:
+            make_way: called before, on the caller's thread and without the lock: so what the garbage collector runs
+                there may call the allocator.
+            stays_away: at level 3 `work` calls no driver, and the process stays there. Otherwise it comes back first.
+            come_back: does that.
+
+        Raises:
+            InvalidState: this thread captures a CUDA graph.
+        """
+        self.open()
+        if (pools := self._pools.find()) is not None:
+            with _core.DriverCalls() as allowed:  # not at level 3, where no thread captures a graph
+                if allowed:
+                    _prepare_thread(name, pools, make_way)
+        if not stays_away:
+            come_back = come_back or self.deep.come_back
+        return log.run(self._lock, partial(self._with_lock, work, come_back))
+
+    def _with_lock(self, work: Callable[[], _Result], come_back: Callable[[], None] | None) -> _Result:
+        with self._store.turns.operation(come_back):
+            return work()
+
+    # Level 3
+
+    def come_back(self) -> None:
+        """If the process sleeps at level 3, it is at level 1 afterwards."""
+        if self.deep.is_away:
+            self.locked("coming back from level 3", lambda: None)
+
+    def _come_back_to_wake(self, woken: Choice) -> None:
+        with self._failures_counted("wake"):
+            self.deep.come_back(wanting(asleep(woken)))
+
+
+def _forget_freed_backups(entry: weakref.ref[Entry]) -> None:
+    known = entry()
+    if known is not None and not _core.driver_is_forked():
+        known.on_hook_free()
+
+
+def _prepare_thread(name: str, pools: TorchPools, make_way: Callable[[TorchPools], None] | None) -> None:
+    """What is to be done on the caller's thread, and without the lock, before an operation."""
+    with _core.CurrentContext():
+        if pools.is_capturing():
+            raise InvalidState(f"{name} while this thread captures a CUDA graph: call it after the capture")
+        if make_way is not None:
+            make_way(pools)

@@ -1,0 +1,57 @@
+"""What memory and its backups hold, looked at without calling the driver or changing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _core
+from ..backups.tier import Footprint
+from ..errors import InvalidState
+from ..levels import Choice
+from ..report import TagUsage
+from ..segments import describe, segment_around, total_bytes
+from .layer import Layer
+
+_Sleep = _core.Segment.Sleep
+
+
+def usage(layer: Layer, meant: Choice) -> dict[str, TagUsage]:
+    """By tag, what the segments hold that are meant, and their backups."""
+    by_tag: dict[str, list[_core.Segment]] = {}
+    for segment in filter(meant, _core.segments()):
+        by_tag.setdefault(segment.tag, []).append(segment)
+    held = layer.store.footprints(chain.from_iterable(by_tag.values()))
+    is_in_vault = bool(held and layer.store.place().vault)
+    return {tag: _of_a_tag(layer, segments, held, is_in_vault) for tag, segments in by_tag.items()}
+
+
+def _of_a_tag(
+    layer: Layer, segments: list[_core.Segment], held: Mapping[int, Footprint], is_in_vault: bool
+) -> TagUsage:
+    backups = [held[segment.id] for segment in segments if segment.id in held]
+    host_bytes = sum(each.bytes for each in backups)
+    return TagUsage(
+        segments=len(segments),
+        bytes=sum(segment.bytes for segment in segments),
+        mapped_bytes=sum(segment.bytes for segment in segments if segment.has_memory),
+        host_bytes=host_bytes,
+        vault_bytes=host_bytes if is_in_vault else 0,
+        shared_bytes=sum(each.bytes for each in backups if each.is_shared),
+        asleep_segments=sum(segment.sleep != _Sleep.AWAKE for segment in segments),
+        backed_up_bytes=total_bytes(segment for segment in segments if layer.store.get(segment) is not None),
+    )
+
+
+def read_backup(layer: Layer, address: int, nbytes: int, copy: bool) -> npt.NDArray[np.uint8] | None:
+    """As `CuMemAllocator.read_backup`."""
+    segment = segment_around(address, nbytes)
+    if layer.store.get(segment) is None:
+        if segment.sleep == _Sleep.AWAKE:
+            return None
+        raise InvalidState(f"{describe(segment)} sleeps without a backup: its bytes were dropped")
+    content = layer.store.read(segment, address - segment.address, nbytes)
+    return content.copy() if copy else content
