@@ -8,8 +8,6 @@ import pytest
 from fake_vllm import FakeVllm, OldEngine, until_idle
 from gate_client import Serve, run
 
-from cumem_sleep.vllm.sleeping_model import Phase
-
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
 
@@ -119,32 +117,6 @@ def test_a_sleep_between_the_wake_and_the_request_holds_the_request_again(serve:
         assert not request.task.done()
         await client.post("/wake_up")
         assert (await request.response()).body == {"text": "good"}
-
-    run(scenario())
-
-
-@pytest.mark.slow
-def test_an_answer_from_before_a_change_is_not_believed(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        engine = client.engine
-        engine.waits["is_sleeping"] = asyncio.Event()
-        answers = iter((False, True, True, True))
-
-        async def is_sleeping() -> bool:
-            answer = next(answers)
-            await engine.waits["is_sleeping"].wait()
-            return answer
-
-        engine.is_sleeping = is_sleeping  # type: ignore[method-assign]
-        request = client.begin("POST", "/v1/completions")
-        await until_idle()  # it asked, and will hear that nothing sleeps
-        async with client.gate.model.change():
-            await engine.sleep(1)
-            engine.waits["is_sleeping"].set()
-            await until_idle()
-            assert client.gate.model.phase is Phase.CHANGING
-        assert (await request.response()).code == 503
 
     run(scenario())
 

@@ -23,8 +23,9 @@ async def two_servers(serve: Serve, engine: FakeEngine | None = None, **settings
     return first, second
 
 
+@pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("plugin", [True, False])
-def test_an_answer_from_before_anothers_sleep_is_not_believed(serve: Serve, plugin: bool) -> None:
+def test_an_answer_from_before_a_sleep_is_not_believed(serve: Serve, plugin: bool, own: bool) -> None:
     async def scenario() -> None:
         engine = SlowToAnswer()
         first, second = await two_servers(serve, engine, on_request="wait")
@@ -33,7 +34,7 @@ def test_an_answer_from_before_anothers_sleep_is_not_believed(serve: Serve, plug
         early = second.begin("POST", "/v1/completions")
         await until_idle()
         del engine.on_their_way[:]
-        assert (await first.post("/sleep")).code == 200
+        assert (await (second if own else first).post("/sleep")).code == 200
         late = second.begin("POST", "/v1/completions")
         await until_idle()
         engine.on_their_way = [new]  # the next question takes long, too
