@@ -662,8 +662,9 @@ def vault_again(result: dict[str, Any]) -> str:
 
     clients = result["ways"]["together"]["the clients"]
     return (
-        f"In another run: {len(clients)} clients at once, on one GPU, of {clients[0]['bytes'] / GIB:.2f} GiB of weights"
-        f" each: both slept for the first time in {taken('together', 'first sleep', 'to_host')}, and woke in"
+        f"In another run, {len(clients)} clients on one GPU, of {clients[0]['bytes'] / GIB:.2f} GiB of weights each,"
+        " slept for the first time at the same moment, and woke at the same moment: both were asleep after"
+        f" {taken('together', 'first sleep', 'to_host')}, and awake again after"
         f" {taken('together', 'wake', 'to_device')}. One client, compressed: the first sleep took"
         f" {taken('compressed', 'first sleep', 'to_host')}, wakes {taken('compressed', 'wake', 'to_device')}, a later"
         f" one {taken('compressed', 'wake, later', 'to_device')}, and a later sleep after everything had changed"
