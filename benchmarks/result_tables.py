@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from level_3_table import rows as rows_of_level_3
 from recording import CLEAN_SLEEP, DIRTY_SLEEP, FIRST_SLEEP, HOOK_SEGMENT_BYTES, HOOKS, LATE_WAKE, STEPS, WAKE
 
 ROOT = Path(__file__).parent.parent
@@ -609,10 +610,15 @@ VAULT_BYTES = {
 }
 
 
+def link_rates(result: dict[str, Any]) -> dict[str, float]:
+    """Bytes per second by direction, at best."""
+    return {direction: result["link_bytes"] / min(seconds) for direction, seconds in result["link"].items()}
+
+
 def vault_table(result: dict[str, Any]) -> list[str]:
     """Sleeps and wakes through the vault beside those of own memory, and the time that their bytes take on the link."""
     workload = result["workload"]
-    link = {direction: result["link_bytes"] / min(seconds) for direction, seconds in result["link"].items()}
+    link = link_rates(result)
     found = {**result["ways"], "replica": result["ways"]["vault"]["replica"]}
     ways = {way: found[way] for way in VAULT_WAYS if "error" not in found[way]}
 
@@ -642,6 +648,28 @@ def vault_table(result: dict[str, Any]) -> list[str]:
         lines.append(f"| {head} | {' | '.join(f'{layer[key] / GIB:.2f}' for layer in layers)} |")
     left = [f"{way['first sleep'][0]['left_on_gpu_bytes'] / GIB:.2f}" for way in ways.values()]
     return [*lines, f"| in use on the whole GPU asleep, GiB | {' | '.join(left)} |"]
+
+
+def vault_again(result: dict[str, Any]) -> str:
+    """Two clients at once, and compressed backups once more, in another run."""
+    link = link_rates(result)
+
+    def taken(way: str, step: str, direction: str) -> str:
+        facts = result["ways"][way]
+        seconds = [answer["seconds"] for answer in facts[step]]
+        times = low_to_high([each * link[direction] / facts["bytes"] for each in seconds], "{:.2f}".format)
+        return f"{low_to_high(seconds)} s ({times} ×)"
+
+    clients = result["ways"]["together"]["the clients"]
+    return (
+        f"In another run, {len(clients)} clients on one GPU, of {clients[0]['bytes'] / GIB:.2f} GiB of weights each,"
+        " slept for the first time at the same moment, and woke at the same moment: both were asleep after"
+        f" {taken('together', 'first sleep', 'to_host')}, and awake again after"
+        f" {taken('together', 'wake', 'to_device')}. One client, compressed: the first sleep took"
+        f" {taken('compressed', 'first sleep', 'to_host')}, wakes {taken('compressed', 'wake', 'to_device')}, a later"
+        f" one {taken('compressed', 'wake, later', 'to_device')}, and a later sleep after everything had changed"
+        f" {taken('compressed', 'later sleep, everything changed', 'to_host')}."
+    )
 
 
 def saver_table(result: dict[str, Any]) -> list[str]:
@@ -707,12 +735,116 @@ def level_3_table(result: dict[str, Any], behaviour: dict[str, Any]) -> list[str
     ]
 
 
+VLLM_LEVEL_3_WAYS = {"own": "own memory", "vault": "the vault", "vault_compressed": "the vault, compressed"}
+VLLM_LEVEL_3_ROWS = (  # as level_3_table.py calls them
+    "cycles with the same tokens",
+    "graphs and code made again",
+    "first sleep",
+    "level 1 of later sleeps",
+    "checkpoint",
+    "restore",
+    "rest of the wake",
+    "POST /wake_up",
+    "first token of a request that wakes",
+    "first token after POST /wake_up",
+    "slowest answer at level 3",
+    "kept on the GPU at level 1",
+    "left on the GPU at level 3",
+    "the vault's own GPU memory",
+    "pinned by the server itself",
+    "GPU memory in use asleep grew by",
+    "GPU memory in use awake grew by",
+    "worker's host memory asleep grew by",
+    "worker's host memory awake grew by",
+)
+
+
+def vllm_level_3_table(result: dict[str, Any], own: dict[str, Any], two: dict[str, Any]) -> list[str]:
+    """`vllm serve` at level 3, a column for each place of its backups; then two models in turns."""
+
+    def measured(facts: dict[str, Any]) -> dict[str, str]:
+        return {row.what: row.measured for row in rows_of_level_3(facts, two["arguments"])}
+
+    found = own["ways"] | result["ways"]
+    ways = {way: measured(found[way]) for way in VLLM_LEVEL_3_WAYS}
+    said = result["arguments"]
+    lines = [
+        f"**`vllm serve` at level 3**, a Qwen3-{said['shape']}-shaped model with"
+        f" {said['gpu_memory_utilization']:.0%} of the GPU, vLLM {result['machine']['vllm']} with its defaults for"
+        f" sequences and CUDA graphs. {machine(result)}; another server worked on the machine's other GPU. Medians:",
+        "",
+        f"|  | {' | '.join(VLLM_LEVEL_3_WAYS.values())} |",
+        "|---" * (len(ways) + 1) + "|",
+    ]
+    for row in VLLM_LEVEL_3_ROWS:
+        lines.append(f"| {row} | {' | '.join(way.get(row, '–') for way in ways.values())} |")
+    facts = two["ways"]["vault_compressed"]
+    both, wanted = measured(facts), 2 * two["arguments"]["switches"]
+    early = f" (then: {facts['failed']['two'].splitlines()[0]})" if "two" in facts["failed"] else ""
+    return [
+        *lines,
+        "",
+        f"Two models in turns at level 3 through one vault, compressed, {two['arguments']['shape']} and"
+        f" {two['arguments']['second']}, each with at least {both['share of the GPU of each']} of the GPU while awake:"
+        f" the same tokens after {both['switches of two, the same tokens']} of {wanted} switches{early}. To the last"
+        f" token a switch took {both['switch, to the last token']}; the first token of the request that wakes"
+        f" {both['first token of the switch']}. Before that, {both['cycles with the same tokens']} cycles of the first"
+        f" model alone, beside the server of the first two columns: checkpoint {both['checkpoint']}, restore"
+        f" {both['restore']}, first token of a request that wakes {both['first token of a request that wakes']}.",
+    ]
+
+
+def serve_models_table(result: dict[str, Any]) -> list[str]:
+    """Three vLLM servers behind `cumem-sleep serve`: what a client waits for, by model."""
+    one, overhead = result["one after the other"], result["overhead"]
+    awake, switches = one["first token, awake"], one["switches"]
+    titles = [" ".join((shape, *options[1:])) for shape, *options in result["models"].values()]
+    graphs = "with CUDA graphs" if "--graphs" in result["machine"]["command"] else "without CUDA graphs"
+
+    def cell(name: str, end: str, seconds: Callable[[dict[str, Any]], float]) -> str:
+        return spread([seconds(switch) for switch in switches if switch[end] == name])
+
+    def compared(how: str, what: str) -> str:
+        front, direct = (1000 * overhead[how][what][way]["median_s"] for way in ("through the front", "directly"))
+        return f"{what} {digits(front)} ms, and {digits(direct)} directly"
+
+    lines = [
+        f"**`cumem-sleep serve`**: {len(titles)} models with dummy weights on one GPU, level 1, vLLM"
+        f" {result['machine']['vllm']} {graphs}; {one['requests']} requests to models at random, one after the other."
+        f" {machine(result)}. Seconds, median and range:",
+        "",
+        f"|  | {' | '.join(titles)} |",
+        "|---" * (len(titles) + 1) + "|",
+    ]
+    for head, end, seconds in (
+        ("first token after a switch to it", "new", lambda switch: switch["first_token_s"]),
+        ("its wake in such a switch", "new", lambda switch: switch["own"][switch["new"]]),
+        ("its sleep in a switch to another", "old", lambda switch: switch["own"][switch["old"]]),
+    ):
+        lines.append(f"| {head} | {' | '.join(cell(name, end, seconds) for name in result['models'])} |")
+    counts = [str(sum(switch["new"] == name for switch in switches)) for name in result["models"]]
+    many, restarted = result["many at once"], result["restart"]["first token of a model that is started"]
+    return [
+        *lines,
+        f"| switches to it | {' | '.join(counts)} |",
+        "",
+        f"A model that was awake sent its first token after {digits(awake['median_s'])} s ({awake['count']} times). Of"
+        f" {len(switches)} first tokens after a switch {one['within the target']} took no longer than that, 1.05 times"
+        f" sleep and wake, and 20 ms. Then {many['clients']} clients at once, {many['requests']} requests:"
+        f" {digits(many['seconds'])} s, {sum(many['errors'].values())} errors. Through the front, medians: one at a"
+        f" time {compared('one at a time', 'first token')}, {compared('one at a time', 'whole answer')}; 16 at once"
+        f" {compared('16 at once', 'first token')}, {compared('16 at once', 'whole answer')}. A restart of the last"
+        f" model instead of a switch to it: {digits(restarted)} s to its first token."
+        + "".join(f" Failed: {phase}: {why.splitlines()[0]}." for phase, why in result["failed"].items()),
+    ]
+
+
 def _between_marks(lines: Sequence[str]) -> str:
     return "\n".join([BEGIN, "", *lines, "", END])
 
 
 def vault_section() -> str:
-    return _between_marks(vault_table(load("vault.json")))
+    return _between_marks([*vault_table(load("vault.json")), "", vault_again(load("vault_together.json"))])
 
 
 def saver_section() -> str:
@@ -748,6 +880,10 @@ def section() -> str:
         *decoder_table(load("decoder.json")),
         "",
         *level_3_table(load("bench_level_3.json"), load("checkpoint_behaviour.json")),
+        "",
+        *vllm_level_3_table(*(load(f"vllm_level_3{which}.json") for which in ("", "_own", "_two"))),
+        "",
+        *serve_models_table(load("serve_models.json")),
         "",
         "A first sleep allocates and pins host memory. The virtual machines of these runs get their RAM only when"
         " it is prefaulted and registered for the first time, so the first sleep in a machine is slower than those"

@@ -55,7 +55,7 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
 
 @pytest.fixture
 def benchmark_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    names = ("layers", "result_tables", "recording", "record")
+    names = ("layers", "level_3_table", "result_tables", "recording", "record")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield
     for name in names:
@@ -225,9 +225,14 @@ def results(
         "host_memory",
         "host_memory_used_before",
         "vault",
+        "vault_together",
         "saver_30",
         "bench_level_3",
         "checkpoint_behaviour",
+        "vllm_level_3",
+        "vllm_level_3_own",
+        "vllm_level_3_two",
+        "serve_models",
     )
     for name in (f"{stem}.json" for stem in kept):
         (folder / name).write_bytes((BENCHMARKS / "results" / name).read_bytes())
@@ -334,6 +339,58 @@ def test_table_of_level_3(results: pathlib.Path, tables: ModuleType) -> None:
     (results / "checkpoint_behaviour.json").write_text(json.dumps(behaviour))
     tables.main()
     assert "DIFFER." in page.read_text()
+
+
+def cells_of(lines: list[str], head: str) -> list[str]:
+    (line,) = (line for line in lines if line.startswith(f"| {head} | "))
+    return line.strip("| ").split(" | ")[1:]
+
+
+def test_table_of_vllm_at_level_3(tables: ModuleType) -> None:
+    """One column for each place of backups; what one of them lacks or did not measure is told apart from nothing."""
+    result, own, two = (tables.load(f"vllm_level_3{which}.json") for which in ("", "_own", "_two"))
+    cycles = own["ways"]["own"]["cycles"] = own["ways"]["own"]["cycles"][:2]
+    cycles[1]["checkpoint_s"] = 2.0
+    of_two = two["ways"]["vault_compressed"]
+    of_two["two"]["switches"] = of_two["two"]["switches"][:2]
+    lines = tables.vllm_level_3_table(result, own, two)
+    assert cells_of(lines, "cycles with the same tokens")[0] == "2"
+    assert cells_of(lines, "checkpoint")[0] == "2.000 s"
+    assert cells_of(lines, "kept on the GPU at level 1")[0] == "not measured"
+    assert cells_of(lines, "GPU memory in use asleep grew by")[0] == "not measured"
+    assert cells_of(lines, "the vault's own GPU memory")[0] == "–"
+    assert all(row in "\n".join(lines) for row in tables.VLLM_LEVEL_3_ROWS)
+    assert "the same tokens after 2 of 6 switches (then: OutOfTime: " in lines[-1]
+    del of_two["failed"]["two"]
+    assert "the same tokens after 2 of 6 switches. " in tables.vllm_level_3_table(result, own, two)[-1]
+
+
+def test_table_of_models_behind_the_front(tables: ModuleType) -> None:
+    """A model's wakes are in its own column, its sleeps too, whoever was switched to; errors and failures are said."""
+    result = tables.load("serve_models.json")
+    result["one after the other"]["switches"] = [
+        {"old": "small", "new": "large", "first_token_s": 0.5, "own": {"small": 0.1, "large": 0.3}},
+        {"old": "large", "new": "fp8", "first_token_s": 0.7, "own": {"large": 0.2, "fp8": 0.4}},
+        {"old": "fp8", "new": "small", "first_token_s": 0.9, "own": {"fp8": 0.15, "small": 0.6}},
+    ]
+    result["many at once"]["errors"] = {"Failed: 503": 2, "OSError: gone": 1}
+    result["failed"] = {"restart": "OutOfTime: no time left\nand more"}
+    lines = tables.serve_models_table(result)
+    assert "|  | 8B | 14B fp8 | 0.6B |" in lines
+    assert cells_of(lines, "first token after a switch to it") == ["0.500", "0.700", "0.900"]
+    assert cells_of(lines, "its wake in such a switch") == ["0.300", "0.400", "0.600"]
+    assert cells_of(lines, "its sleep in a switch to another") == ["0.200", "0.150", "0.100"]
+    assert " 3 errors." in lines[-1]
+    assert lines[-1].endswith(" Failed: restart: OutOfTime: no time left.")
+
+
+def test_clients_that_share_the_link(tables: ModuleType) -> None:
+    """Both together count against the link, by the one that ended last."""
+    result = tables.load("vault_together.json")
+    result |= {"link_bytes": 10, "link": {"to_host": [1.5, 1.0], "to_device": [2.0]}}
+    together = result["ways"]["together"]
+    together |= {"bytes": 40, "first sleep": [{"seconds": 6.0}], "wake": [{"seconds": 4.0}]}
+    assert "asleep after 6.00 s (1.50 ×), and awake again after 4.00 s (0.50 ×). " in tables.vault_again(result)
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ MODULES = (
     "checkpoints",
     "model_server",
     "page_cache",
+    "level_3_table",
     "result_tables",
     "recording",
     "layers",

@@ -51,7 +51,7 @@ def check_found(servers: list[GatedServer], first: dict[str, int], second: dict[
 
 @scenario(**DEV_MODE)
 def two_servers_through_the_vault(folder: Path) -> Facts:
-    """Two servers of one model through one vault: the second one's first sleep copies nothing; one copy is kept."""
+    """Two servers of one model through one vault: the second one's first sleep finds nearly all of it there."""
     from vault_process import Vault
 
     facts: Facts = {}
