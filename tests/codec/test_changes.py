@@ -91,6 +91,7 @@ class TestChanges:
         allocator.wake_up()
         check_bytes(contents)
 
+    @pytest.mark.slow
     def test_the_next_part_is_counted_while_one_is_encoded(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -120,6 +121,7 @@ class TestChanges:
         allocator.wake_up()
         check_bytes(contents)
 
+    @pytest.mark.slow
     def test_the_next_part_is_digested_while_one_is_encoded(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -248,6 +250,7 @@ class TestChanges:
         allocator.wake_up()
         check_bytes(contents)
 
+    @pytest.mark.slow
     def test_a_digest_that_finds_no_memory_on_the_second_device(
         self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -274,6 +277,7 @@ class TestChanges:
         allocator.wake_up()
         check_bytes(contents)
 
+    @pytest.mark.slow
     def test_old_backups_make_way_for_a_digest(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:

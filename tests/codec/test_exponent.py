@@ -341,6 +341,7 @@ class TestChoice:
         code = codec.choose_code(values_of(BF16, symbols)[: 2 * 78 * 64])
         assert code == Code(BF16, tuple(range(100, 109)))
 
+    @pytest.mark.slow
     def test_many_at_once_equal_each_alone(self) -> None:
         samples = np.stack(
             [*(weights(layout)[:8192] for layout in LAYOUTS), random_bytes(8192), tiled(b"\0")[:8192]] * 30

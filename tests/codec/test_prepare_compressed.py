@@ -285,6 +285,7 @@ class TestPrepare:
         cycle(allocator, contents)
         assert encodings(allocator, contents) == ["bf16", "bf16"]
 
+    @pytest.mark.slow
     def test_on_a_full_device_compressed_backups_stay(self, make_allocator: MakeAllocator) -> None:
         """As they are, they would take the room in which the sleep compresses all."""
         allocator = make_allocator(compress="auto", host_budget_bytes=int(3.5 * 2 * PAGE))

@@ -158,6 +158,7 @@ class TestCycles:
         allocator.release_backups()
         assert vault.is_unused() or not vault.status()["awake_bytes"]
 
+    @pytest.mark.slow
     def test_memory_is_short(self, through: MakeAllocator, memory: Memory) -> None:
         allocator = through()
         contents = fill(allocator, memory, "weights", pages=40)  # 80 MiB of 64
