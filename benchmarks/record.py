@@ -12,9 +12,14 @@ from typing import Any
 
 from cumem_sleep.tools.bench.host_memory import touch_host_memory
 
-__all__ = ["GIB", "machine", "touch_host_memory", "write"]
+__all__ = ["GIB", "command", "machine", "touch_host_memory", "write"]
 
 GIB = 1 << 30
+
+
+def command() -> list[str]:
+    """The command that runs, with the names of files and without their folders, which say nothing elsewhere."""
+    return ["python", *(argument.removeprefix(f"{Path(argument).parent}/") for argument in sys.argv)]
 
 
 def machine() -> dict[str, Any]:
@@ -30,9 +35,8 @@ def machine() -> dict[str, Any]:
         text=True,
         check=True,
     ).stdout
-    command = ["python", *(argument.removeprefix(f"{Path(argument).parent}/") for argument in sys.argv)]
     return {
-        **asdict(machine_facts(gpu.name, command)),
+        **asdict(machine_facts(gpu.name, command())),
         "gpus": torch.cuda.device_count(),
         "gpu_memory_bytes": gpu.total_memory,
         "pcie generation, width": link.strip(),

@@ -282,6 +282,7 @@ def write_models(arguments: argparse.Namespace, file: Path) -> None:
             command += ["--no-enable-prefix-caching"]
             command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization), *options]
             command += [] if arguments.graphs else ["--enforce-eager"]
+            command += shlex.split(arguments.server_options)
         else:
             command += ["--uds", "{socket}", "--served-model-name", name]
         models[name] = {
@@ -419,6 +420,7 @@ def main() -> None:
     parser.add_argument("--overhead", type=int, default=60, help="requests each way (default: %(default)s)")
     parser.add_argument("--graphs", action="store_true", help="compile, and capture CUDA graphs; starts take longer")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument("--server-options", default="", help="of `vllm serve`, of all models (as --max-num-seqs=64)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("/tmp/serve-models"), help="folder for configurations")
     parser.add_argument("--deadline", type=float, default=540, help="seconds that all of it may take (%(default)s)")

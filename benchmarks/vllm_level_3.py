@@ -35,6 +35,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
+import record
 from checkpoints import SHAPES, write_config
 from level_3_table import Facts, table
 from model_server import Answer, Deadline, Server, exit_on_sigterm
@@ -533,12 +534,11 @@ def run(bench: Bench) -> None:
 
 
 def machine(gpu: Gpu) -> Facts:
-    command = ["python", *(argument.removeprefix(f"{HERE}/") for argument in sys.argv)]
     try:
         vllm = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         vllm = "none"
-    facts = asdict(machine_facts(gpu.name, command))
+    facts = asdict(machine_facts(gpu.name, record.command()))
     return {**facts, "gpu_memory_bytes": gpu.total_bytes, "vllm": vllm, "commit": os.environ.get("COMMIT")}
 
 
@@ -575,7 +575,7 @@ def main() -> None:
     logs = arguments.out.parent / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     ways: Facts = json.loads(arguments.out.read_text())["ways"] if arguments.out.exists() else {}
-    said = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+    said = {name: value.name if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     bench = Bench(arguments, deadline, gpu, {"machine": machine(gpu), "arguments": said, "ways": ways}, logs)
     try:
         run(bench)
