@@ -1,34 +1,94 @@
 #include "transfer.h"
 
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "allocator.h"
 #include "copy_kernel.h"
 #include "driver.h"
 #include "waiting.h"
 
 namespace cumem_sleep {
 
+namespace {
+
+constexpr size_t kMostIdle = 8;  // of a device: an operation has four to copy, and some to digest or encode
+std::mutex idle_mutex;
+auto* const idle_streams = new std::map<int, std::vector<CUstream>>;  // by device; never destroyed, for closes at exit
+
+CUstream take_idle(int device) {
+    const std::lock_guard<std::mutex> lock(idle_mutex);
+    std::vector<CUstream>& streams = (*idle_streams)[device];
+    streams.reserve(kMostIdle);  // so that to keep one never allocates
+    if (streams.empty()) return nullptr;
+    const CUstream stream = streams.back();
+    streams.pop_back();
+    return stream;
+}
+
+// Whether there was room for it.
+bool keep_idle(int device, CUstream stream) {
+    const std::lock_guard<std::mutex> lock(idle_mutex);
+    std::vector<CUstream>& streams = (*idle_streams)[device];
+    if (streams.size() >= kMostIdle) return false;
+    streams.push_back(stream);
+    return true;
+}
+
+void wait_for(int device, CUstream stream) {
+    ContextScope context(device);
+    RelaxedCaptureScope relaxed;
+    Driver::get().stream_synchronize(stream);
+}
+
+void destroy(int device, CUstream stream) noexcept {
+    try_twice([&] {
+        ContextScope context(device);
+        RelaxedCaptureScope relaxed;
+        return Driver::get().stream_destroy.attempt(stream) == CUDA_SUCCESS;
+    });
+}
+
+}  // namespace
+
+void release_idle_streams(int device) noexcept {
+    std::vector<CUstream> streams;
+    {
+        const std::lock_guard<std::mutex> lock(idle_mutex);
+        if (const auto found = idle_streams->find(device); found != idle_streams->end()) streams.swap(found->second);
+    }
+    for (const CUstream stream : streams) destroy(device, stream);
+}
+
 CopyStream::CopyStream(int device) : device_(device) {
+    const Driver& driver = Driver::get();
+    stream_ = take_idle(device_);
+    if (stream_) return;
     ContextScope context(device_);
-    Driver::get().stream_create(&stream_, CU_STREAM_NON_BLOCKING);
+    driver.stream_create(&stream_, CU_STREAM_NON_BLOCKING);
 }
 
 void CopyStream::close() noexcept {
     if (!stream_ || Driver::is_forked()) return;
+    const CUstream stream = std::exchange(stream_, nullptr);
     // Destroying a stream does not wait for its work, and the caller frees the memory next. So if the driver refuses to
     // wait for the stream, wait for the device, as a last resort in the way that invalidates captures.
-    const auto waited = [this](auto&& wait) {
+    const auto waited = [](auto&& wait) {
         return try_twice([&] {
-            ContextScope context(device_);
             wait();
             return true;
         });
     };
-    waited([this] { synchronize(); }) || waited([this] { wait_for_running_work(device_); }) ||
+    const bool is_idle = waited([&] { wait_for(device_, stream); });
+    if (!is_idle && !waited([this] { wait_for_running_work(device_); }))
         waited([this] { cumem_sleep::synchronize(device_); });
-    try_twice([this] {
-        ContextScope context(device_);
-        return Driver::get().stream_destroy.attempt(stream_) == CUDA_SUCCESS;
-    });
-    stream_ = nullptr;
+    // What failed once is not used again. Looked at in this order, because the last segment may be freed meanwhile.
+    if (!is_idle || !keep_idle(device_, stream))
+        destroy(device_, stream);
+    else if (!SegmentTable::get().has_segments(device_))
+        release_idle_streams(device_);
 }
 
 void CopyStream::to_host(const HostBlock& block, size_t offset, CUdeviceptr address, size_t bytes) {
@@ -58,11 +118,7 @@ void CopyStream::fill(CUdeviceptr address, unsigned int word, size_t bytes) {
     Driver::get().memset_d32_async(address, word, bytes / 4, stream_);
 }
 
-void CopyStream::synchronize() {
-    ContextScope context(device_);
-    RelaxedCaptureScope relaxed;
-    Driver::get().stream_synchronize(stream_);
-}
+void CopyStream::synchronize() { wait_for(device_, stream_); }
 
 bool CopyStream::query() const {
     ContextScope context(device_);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from . import _core
 
 
@@ -9,9 +11,9 @@ def pinned_block(nbytes: int, device: int, numa_node: int | None = None) -> _cor
     """A small block of host memory that the GPU reads and writes, so that a full GPU still works. The caller closes it.
 
     Args:
-        numa_node: -1 is any node; None is the device's node, which takes a dozen driver calls to find out.
+        numa_node: -1 is any node; None is the device's node.
     """
-    block = _core.HostBlock(nbytes, _core.device_info(device).numa_node if numa_node is None else numa_node)
+    block = _core.HostBlock(nbytes, node_of(device) if numa_node is None else numa_node)
     try:
         block.touch(0, block.bytes)
         block.pin(device)
@@ -19,3 +21,13 @@ def pinned_block(nbytes: int, device: int, numa_node: int | None = None) -> _cor
         block.close()
         raise
     return block
+
+
+@cache  # it takes a dozen driver calls to find out, and never changes
+def node_of(device: int) -> int:
+    """The NUMA node of a device; -1: any.
+
+    Raises:
+        DriverError: the driver did not say.
+    """
+    return _core.device_info(device).numa_node

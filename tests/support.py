@@ -26,6 +26,7 @@ import cumem_sleep
 from cumem_sleep import CuMemAllocator, CumemSleepError, Settings, _core, sim
 from cumem_sleep.backups.filling import Filling
 from cumem_sleep.digest.reference import CHUNK_BYTES
+from cumem_sleep.pinned import node_of
 
 MIB = 1 << 20
 PAGE = 2 * MIB  # the granularity of device memory
@@ -199,6 +200,13 @@ def _held() -> tuple[int, ...]:
     free_bytes, total_bytes = _core.memory_info(0) if _core.driver_is_open() else (0, 0)
     held = (stats.live_handles, stats.mapped_bytes, stats.reserved_bytes, stats.registered_bytes)
     return (*held, total_bytes - free_bytes)
+
+
+def forget_devices() -> None:
+    """So that they are asked once more, and make their streams anew."""
+    node_of.cache_clear()
+    for device in range(_core.device_count()):
+        _core.release_idle_streams(device)
 
 
 def quick_sums(content: npt.NDArray[np.uint8], first_chunk: int = 0) -> tuple[int, int]:
