@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "driver.h"
+#include "host_memory.h"
 #include "invariants.h"
 #include "transfer.h"
 #include "waiting.h"
@@ -417,6 +418,7 @@ void SegmentTable::destroy(Segment& segment) {
     if (has_segments(segment.mapping.device())) return;
     release_waiter(segment.mapping.device());
     release_idle_streams(segment.mapping.device());
+    release_idle_tables(segment.mapping.device());
 }
 
 void SegmentTable::destroy_or_defer(const SegmentPtr& segment) noexcept {

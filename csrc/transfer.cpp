@@ -1,41 +1,19 @@
 #include "transfer.h"
 
-#include <map>
-#include <mutex>
 #include <utility>
-#include <vector>
 
 #include "allocator.h"
 #include "copy_kernel.h"
 #include "driver.h"
+#include "idle.h"
 #include "waiting.h"
 
 namespace cumem_sleep {
 
 namespace {
 
-constexpr size_t kMostIdle = 8;  // of a device: an operation has four to copy, and some to digest or encode
-std::mutex idle_mutex;
-auto* const idle_streams = new std::map<int, std::vector<CUstream>>;  // by device; never destroyed, for closes at exit
-
-CUstream take_idle(int device) {
-    const std::lock_guard<std::mutex> lock(idle_mutex);
-    std::vector<CUstream>& streams = (*idle_streams)[device];
-    streams.reserve(kMostIdle);  // so that to keep one never allocates
-    if (streams.empty()) return nullptr;
-    const CUstream stream = streams.back();
-    streams.pop_back();
-    return stream;
-}
-
-// Whether there was room for it.
-bool keep_idle(int device, CUstream stream) {
-    const std::lock_guard<std::mutex> lock(idle_mutex);
-    std::vector<CUstream>& streams = (*idle_streams)[device];
-    if (streams.size() >= kMostIdle) return false;
-    streams.push_back(stream);
-    return true;
-}
+// An operation has four to copy, and some to digest or encode. Never destroyed: at exit other threads may still copy.
+auto* const idle_streams = new Idle<CUstream>(8);
 
 void wait_for(int device, CUstream stream) {
     ContextScope context(device);
@@ -54,17 +32,12 @@ void destroy(int device, CUstream stream) noexcept {
 }  // namespace
 
 void release_idle_streams(int device) noexcept {
-    std::vector<CUstream> streams;
-    {
-        const std::lock_guard<std::mutex> lock(idle_mutex);
-        if (const auto found = idle_streams->find(device); found != idle_streams->end()) streams.swap(found->second);
-    }
-    for (const CUstream stream : streams) destroy(device, stream);
+    for (const CUstream stream : idle_streams->take_all(device)) destroy(device, stream);
 }
 
 CopyStream::CopyStream(int device) : device_(device) {
     const Driver& driver = Driver::get();
-    stream_ = take_idle(device_);
+    stream_ = idle_streams->take(device_).value_or(nullptr);
     if (stream_) return;
     ContextScope context(device_);
     driver.stream_create(&stream_, CU_STREAM_NON_BLOCKING);
@@ -84,8 +57,7 @@ void CopyStream::close() noexcept {
     const bool is_idle = waited([&] { wait_for(device_, stream); });
     if (!is_idle && !waited([this] { wait_for_running_work(device_); }))
         waited([this] { cumem_sleep::synchronize(device_); });
-    // What failed once is not used again. Looked at in this order, because the last segment may be freed meanwhile.
-    if (!is_idle || !keep_idle(device_, stream))
+    if (!is_idle || !idle_streams->keep(device_, stream))
         destroy(device_, stream);
     else if (!SegmentTable::get().has_segments(device_))
         release_idle_streams(device_);

@@ -13,14 +13,16 @@ def pinned_block(nbytes: int, device: int, numa_node: int | None = None) -> _cor
     Args:
         numa_node: -1 is any node; None is the device's node.
     """
-    block = _core.HostBlock(nbytes, node_of(device) if numa_node is None else numa_node)
-    try:
-        block.touch(0, block.bytes)
-        block.pin(device)
-    except BaseException:
-        block.close()
-        raise
-    return block
+    return _pinned(_core.HostBlock(nbytes, node_of(device) if numa_node is None else numa_node), device)
+
+
+def pinned_table(nbytes: int, device: int) -> _core.HostBlock:
+    """As `pinned_block`, for what each operation needs: if it is small, the next one gets it without pinning it again.
+
+    It holds whatever it held then.
+    """
+    block = _core.HostBlock.table(nbytes, device, node_of(device))
+    return block if block.pinned else _pinned(block, device)
 
 
 @cache  # it takes a dozen driver calls to find out, and never changes
@@ -31,3 +33,13 @@ def node_of(device: int) -> int:
         DriverError: the driver did not say.
     """
     return _core.device_info(device).numa_node
+
+
+def _pinned(block: _core.HostBlock, device: int) -> _core.HostBlock:
+    try:
+        block.touch(0, block.bytes)
+        block.pin(device)
+    except BaseException:
+        block.close()
+        raise
+    return block

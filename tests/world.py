@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from support import AWAKE, DEVICE_BYTES, DROPPED, PAGE, bf16_weights, forget_devices, free_everything, fresh_allocator, is_accessible
+from support import (
+    AWAKE,
+    DEVICE_BYTES,
+    DROPPED,
+    PAGE,
+    bf16_weights,
+    forget_devices,
+    free_everything,
+    fresh_allocator,
+    is_accessible,
+)
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, OutOfHostMemory, _core, sim
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
+from contextlib import closing
 
+import numpy as np
 import pytest
-from support import MIB, PAGE, forget_devices, fresh_allocator
+from support import MIB, PAGE, digest_eagerly, forget_devices, fresh_allocator
 
-from cumem_sleep import CuMemAllocator, _core, sim
-from cumem_sleep.pinned import pinned_block
+from cumem_sleep import CuMemAllocator, DriverError, _core, sim
+from cumem_sleep.pinned import pinned_block, pinned_table
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("nothing_left_behind")]
 
@@ -164,7 +166,87 @@ def test_what_fits_into_one_batch_is_mapped_without_a_thread(monkeypatch: pytest
     assert set(at_work) == {"cumem-operation", "cumem-ahead"}
 
 
+class TestTables:
+    def test_small_ones_stay_pinned_until_the_last_segment_of_their_device_is_freed(self) -> None:
+        region = Region(1, backup=False)
+        before = sim.stats().registered_bytes
+        address = (table := pinned_table(1000, 0)).address
+        assert (table.bytes, table.pinned) == (1000, True)
+        np.frombuffer(memoryview(table), np.uint8)[:] = 7
+        table.close()
+        assert not table.pinned
+        again = pinned_table(4096, 0)
+        assert (again.address, again.bytes, again.pinned) == (address, 4096, True)
+        with closing(pinned_table(1000, 0)) as other:  # two at once are never the same
+            assert other.address != address
+        again.close()
+        again.close()
+        assert before < sim.stats().registered_bytes < before + MIB
+        region.free()
+        assert sim.stats().registered_bytes == before
+
+    def test_large_ones_do_not(self) -> None:
+        region = Region(1, backup=False)
+        before = sim.stats().registered_bytes
+        pinned_table(MIB, 0).close()
+        assert sim.stats().registered_bytes == before
+        region.free()
+
+    def test_of_a_device_without_segments_do_not(self) -> None:
+        fresh_allocator()._open()
+        pinned_table(1000, 0).close()
+        assert sim.stats().registered_bytes == 0
+
+    def test_that_outlive_the_last_segment_do_not(self) -> None:
+        region = Region(1, backup=False)
+        table = pinned_table(1000, 0)
+        region.free()
+        table.close()
+        assert sim.stats().registered_bytes == 0
+
+    def test_are_given_back_later_if_the_driver_refuses(self) -> None:
+        region = Region(1, backup=False)
+        pinned_table(1000, 0).close()
+        sim.fail("cuMemHostUnregister", error="CUDA_ERROR_UNKNOWN", times=2)
+        region.free()
+        assert _core.reclaim() == 0
+        assert sim.stats().registered_bytes == 0
+
+    def test_that_could_not_be_pinned_are_not_kept(self) -> None:
+        region = Region(1, backup=False)
+        sim.fail("cuMemHostRegister", error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError, match="cuMemHostRegister"):
+            pinned_table(1000, 0)
+        assert sim.stats().registered_bytes == 0
+        with closing(pinned_table(1000, 0)) as table:
+            assert table.pinned
+        region.free()
+
+
 class TestCalls:
+    def test_of_backed_up_memory_where_the_gpu_digests(self) -> None:
+        """The table of the digests stays registered, and their stream is kept."""
+        region = Region(1, backup=True)
+        digest_eagerly(region.allocator)
+        region.sleep()
+        waking = calls_of(region.wake)
+        clean = calls_of(region.sleep)
+        region.wake()
+        region.change()
+        changed = calls_of(region.sleep)
+        for calls in (waking, clean, changed):
+            calls.pop("cuStreamSynchronize", None)
+            calls.pop("cuDeviceGetCount", None)
+        assert waking == {
+            "cuMemCreate": 1,
+            "cuMemMap": 1,
+            "cuMemSetAccess": 1,
+            "cuMemGetInfo": 1,
+            "cuMemcpyHtoDAsync": 1,
+        }
+        assert clean == {"cuMemUnmap": 1, "cuMemRelease": 1, "cuMemGetInfo": 1}
+        assert changed == {**clean, "cuMemcpyDtoHAsync": 1}
+
     @pytest.mark.parametrize("segments", [1, 4])
     def test_of_dropped_memory(self, segments: int) -> None:
         """Its own steps and one look at the device: nothing else."""

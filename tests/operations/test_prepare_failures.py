@@ -177,7 +177,7 @@ class TestDriverErrors:
             error: CumemSleepError | None = finished(allocator.prepare()).error
         except CumemSleepError as raised:
             error = raised
-        _core.release_idle_streams(0)  # the others go at once
+        _core.release_idle(0)  # the others go at once
         reached = sim.stats().calls[call]
         sim.reset()
         if error is not None:
