@@ -261,7 +261,7 @@ void HostBlock::pin(int device) {
 void HostBlock::close() noexcept {
     if (closed_ || Driver::is_forked()) return;
     closed_ = true;
-    if (table_of_ < 0 || !pages_->pinned() || !idle_tables->keep(table_of_, pages_))
+    if (table_of_ < 0 || !idle_tables->keep(table_of_, pages_))
         give_back(pages_);
     else if (!SegmentTable::get().has_segments(table_of_))
         release_idle_tables(table_of_);
