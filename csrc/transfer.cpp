@@ -36,11 +36,9 @@ void release_idle_streams(int device) noexcept {
 }
 
 CopyStream::CopyStream(int device) : device_(device) {
-    const Driver& driver = Driver::get();
+    ContextScope context(device_);  // where no call may be made, none is taken either
     stream_ = idle_streams->take(device_).value_or(nullptr);
-    if (stream_) return;
-    ContextScope context(device_);
-    driver.stream_create(&stream_, CU_STREAM_NON_BLOCKING);
+    if (!stream_) Driver::get().stream_create(&stream_, CU_STREAM_NON_BLOCKING);
 }
 
 void CopyStream::close() noexcept {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support import MIB, PAGE, digest_eagerly, forget_devices, fresh_allocator
 
-from cumem_sleep import CuMemAllocator, DriverError, _core, sim
+from cumem_sleep import CuMemAllocator, DriverError, InvalidState, _core, sim
 from cumem_sleep.pinned import pinned_block, pinned_table
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("nothing_left_behind")]
@@ -165,6 +165,24 @@ def test_what_fits_into_one_batch_is_mapped_without_a_thread(monkeypatch: pytest
     region.sleep()
     region.wake()
     assert set(at_work) == {"cumem-operation", "cumem-ahead"}
+
+
+def test_while_driver_calls_are_suspended_no_stream_is_taken() -> None:
+    region = Region(1, backup=False)
+    forget_devices()
+    with _core.CopyStream(0):
+        pass
+    assert _core.suspend_driver_calls(1.0)
+    try:
+        with pytest.raises(InvalidState, match="checkpointed"):
+            _core.CopyStream(0)
+    finally:
+        _core.resume_driver_calls()
+    sim.reset()
+    with _core.CopyStream(0):
+        pass
+    assert streams_in(sim.stats().calls) == (0, 0)
+    region.free()
 
 
 class TestTables:
