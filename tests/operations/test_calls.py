@@ -12,6 +12,7 @@ import pytest
 from support import MIB, PAGE, digest_eagerly, forget_devices, fresh_allocator
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, _core, sim
+from cumem_sleep.codec.lent import Cleared, Kept
 from cumem_sleep.pinned import pinned_block, pinned_table
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("nothing_left_behind")]
@@ -133,6 +134,20 @@ class TestStreams:
         with _core.CopyStream(0):
             pass
         assert streams_in(sim.stats().calls) == (1, 1)
+        region.free()
+
+    @pytest.mark.parametrize("kind", [Cleared, Kept])
+    def test_of_what_lent_memory_are_free_when_it_is_back(self, kind: type[Cleared | Kept]) -> None:
+        """Not when Python happens to drop the object, perhaps in another operation."""
+        region = Region(1, backup=False)
+        forget_devices()
+        sim.reset()
+        lent = kind(_core.segments()[0], MIB)
+        lent.lend()
+        for _ in range(2):
+            lent.put_back()
+            _core.release_idle(0)
+            assert streams_in(sim.stats().calls) == (1, 1)
         region.free()
 
     def test_are_never_used_by_two_at_once(self) -> None:
