@@ -1,4 +1,4 @@
-// `Idle`: what takes the driver longer to make than a small operation takes, kept from one operation to the next.
+// `Idle`: what takes as long to make for a small operation as for a large one, kept from one to the next.
 #pragma once
 
 #include <cstddef>
@@ -10,15 +10,15 @@
 
 namespace cumem_sleep {
 
-// A few things of each device. They are kept only as long as the device has segments. So whoever keeps one looks
-// afterwards whether it still has any (`SegmentTable::has_segments`), and whoever frees the last takes all.
+// A few things of each device, kept only as long as the device has segments. A thread that has kept one therefore looks
+// afterwards whether there still are any (`SegmentTable::has_segments`), and the thread that frees the last takes all.
 template <typename Thing>
 class Idle {
   public:
     // `most`: of each device.
     explicit Idle(size_t most) : most_(most) {}
 
-    // Nobody else has it then.
+    // One that was kept, which from then on is the caller's alone.
     std::optional<Thing> take(int device) {
         const std::lock_guard<std::mutex> lock(mutex_);
         std::vector<Thing>& things = things_[device];

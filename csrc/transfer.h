@@ -14,8 +14,8 @@ namespace cumem_sleep {
 // the destructor, which wait too. Every call works on any thread and leaves its current context unchanged; it throws
 // DriverError if the driver refuses.
 //
-// Making and destroying the driver's streams takes longer than a small copy. So a few that `close` has found idle are
-// kept for the next operations, as long as the device has segments.
+// Making and destroying the driver's streams takes as long for little memory as for much. So a few that `close` has
+// found idle are kept for the next operations, as long as the device has segments.
 class CopyStream {
   public:
     explicit CopyStream(int device);
