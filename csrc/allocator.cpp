@@ -7,7 +7,9 @@
 #include <utility>
 
 #include "driver.h"
+#include "host_memory.h"
 #include "invariants.h"
+#include "transfer.h"
 #include "waiting.h"
 
 namespace cumem_sleep {
@@ -179,6 +181,12 @@ bool SegmentTable::has_freed() const {
     if (driver_calls_suspended()) return false;
     std::lock_guard<std::mutex> lock(mutex_);
     return !freed_.empty();
+}
+
+bool SegmentTable::has_segments(int device) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = handed_out_.find(device);
+    return found != handed_out_.end() && found->second > 0;
 }
 
 SegmentPtr SegmentTable::find(CUdeviceptr address) const {
@@ -407,12 +415,10 @@ void SegmentTable::destroy(Segment& segment) {
     ContextScope context(segment.mapping.device());
     if (segment.mapping.state() == Mapping::State::kMapped) wait_for_running_work(segment.mapping.device());
     segment.mapping.destroy();
-    bool is_last = false;
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        is_last = handed_out_[segment.mapping.device()] == 0;
-    }
-    if (is_last) release_waiter(segment.mapping.device());
+    if (has_segments(segment.mapping.device())) return;
+    release_waiter(segment.mapping.device());
+    release_idle_streams(segment.mapping.device());
+    release_idle_tables(segment.mapping.device());
 }
 
 void SegmentTable::destroy_or_defer(const SegmentPtr& segment) noexcept {

@@ -15,8 +15,10 @@
 #include <utility>
 #include <vector>
 
+#include "allocator.h"
 #include "descriptors.h"
 #include "driver.h"
+#include "idle.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_READ 22  // Linux 5.14; older C libraries name neither
@@ -107,6 +109,17 @@ void check_file(int fd, size_t bytes, bool writable) {
 std::mutex kept_mutex;
 auto* const kept = new std::vector<std::shared_ptr<HostPages>>;
 
+// For the digests of half a GiB. An operation on more takes so long that pinning its table does not matter.
+constexpr size_t kSmallTable = size_t{16} << 10;
+// The digests have one, and `prepare` another. Never destroyed, as above.
+auto* const idle_tables = new Idle<std::shared_ptr<HostPages>>(2);
+
+void give_back(const std::shared_ptr<HostPages>& pages) noexcept {
+    if (pages->give_back()) return;
+    std::lock_guard<std::mutex> lock(kept_mutex);
+    kept->push_back(pages);
+}
+
 }  // namespace
 
 HostMemoryError::HostMemoryError(std::string call_name, std::string error_text, size_t wanted)
@@ -176,6 +189,9 @@ bool HostPages::give_back() noexcept {
 HostBlock::HostBlock(size_t bytes, HostPages::Backing backing)
     : bytes_(bytes), pages_(std::make_shared<HostPages>(bytes, std::move(backing))) {}
 
+HostBlock::HostBlock(size_t bytes, std::shared_ptr<HostPages> pages, int table_of)
+    : bytes_(bytes), pages_(std::move(pages)), table_of_(table_of) {}
+
 HostBlock::HostBlock(size_t bytes, int numa_node) : HostBlock(bytes, HostPages::Backing{-1, {}, true, numa_node}) {}
 
 std::shared_ptr<HostBlock> HostBlock::shared(size_t bytes, int numa_node, bool reserved_huge_pages) {
@@ -185,6 +201,14 @@ std::shared_ptr<HostBlock> HostBlock::shared(size_t bytes, int numa_node, bool r
     Descriptor file = new_file(bytes, reserved_huge_pages);
     const int fd = file.get();
     return std::shared_ptr<HostBlock>(new HostBlock(bytes, {fd, std::move(file), true, numa_node}));
+}
+
+std::shared_ptr<HostBlock> HostBlock::table(size_t bytes, int device, int numa_node) {
+    Driver::get();
+    if (bytes > kSmallTable) return std::make_shared<HostBlock>(bytes, numa_node);
+    std::shared_ptr<HostPages> pages = idle_tables->take(device).value_or(nullptr);
+    if (!pages) pages = std::make_shared<HostPages>(kSmallTable, HostPages::Backing{-1, {}, true, numa_node});
+    return std::shared_ptr<HostBlock>(new HostBlock(bytes, std::move(pages), device));
 }
 
 std::shared_ptr<HostBlock> HostBlock::mapped(int fd, size_t bytes, bool writable) {
@@ -237,9 +261,14 @@ void HostBlock::pin(int device) {
 void HostBlock::close() noexcept {
     if (closed_ || Driver::is_forked()) return;
     closed_ = true;
-    if (pages_->give_back()) return;
-    std::lock_guard<std::mutex> lock(kept_mutex);
-    kept->push_back(pages_);
+    if (table_of_ < 0 || !idle_tables->keep(table_of_, pages_))
+        give_back(pages_);
+    else if (!SegmentTable::get().has_segments(table_of_))
+        release_idle_tables(table_of_);
+}
+
+void release_idle_tables(int device) noexcept {
+    for (const auto& pages : idle_tables->take_all(device)) give_back(pages);
 }
 
 size_t reclaim_host_memory() noexcept {

@@ -74,6 +74,9 @@ class HostBlock {
     // `reserved_huge_pages`, all of it comes from the 2 MiB pages that the system has reserved (vm.nr_hugepages).
     // Throws HostMemoryError; InvalidState for a size that is not possible or if no descriptor is left.
     static std::shared_ptr<HostBlock> shared(size_t bytes, int numa_node, bool reserved_huge_pages);
+    // Private memory for a table that one operation needs. If it is small, `close` leaves it pinned for the next table
+    // of this device, as long as the device has segments; so it may be pinned already, and hold what it held then.
+    static std::shared_ptr<HostBlock> table(size_t bytes, int device, int numa_node);
     // Maps all memory of such a block of another process. `fd` may be closed afterwards. Throws InvalidState if `fd` is
     // not such a descriptor, has another size, or is read-only although `writable` is set; HostMemoryError.
     static std::shared_ptr<HostBlock> mapped(int fd, size_t bytes, bool writable);
@@ -101,12 +104,17 @@ class HostBlock {
 
   private:
     HostBlock(size_t bytes, HostPages::Backing backing);
+    HostBlock(size_t bytes, std::shared_ptr<HostPages> pages, int table_of);
     void check_open() const;
 
     const size_t bytes_;
-    std::shared_ptr<HostPages> pages_;
+    const std::shared_ptr<HostPages> pages_;
+    const int table_of_ = -1;  // the device that it is a small table of; -1: it is none
     bool closed_ = false;
 };
+
+// Unpins and frees what small tables have left pinned for the next ones.
+void release_idle_tables(int device) noexcept;
 
 // Retries what the driver refused to unpin when its block was closed. Returns the bytes that are still pinned.
 size_t reclaim_host_memory() noexcept;

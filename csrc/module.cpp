@@ -228,6 +228,8 @@ void bind_memory(py::module_& module) {
         .def_static("shared", &HostBlock::shared, py::arg("bytes"), py::arg("numa_node"),
                     py::arg("reserved_huge_pages") = false,
                     "Memory that other processes may map too, by `fd`: a memfd that can neither shrink nor grow.")
+        .def_static("table", &HostBlock::table, py::arg("bytes"), py::arg("device"), py::arg("numa_node"), NoGil(),
+                    "Memory for a table of one operation, which may be pinned already by the one before.")
         .def_static("mapped", &HostBlock::mapped, py::arg("fd"), py::arg("bytes"), py::arg("writable"),
                     "The memory of a `shared` block of another process. `fd` may be closed afterwards.")
         .def("touch", &HostBlock::touch, py::arg("offset"), py::arg("bytes"), NoGil())
@@ -244,6 +246,13 @@ void bind_memory(py::module_& module) {
             return py::buffer_info(self.data(), 1, py::format_descriptor<uint8_t>::format(),
                                    static_cast<py::ssize_t>(self.bytes()), !self.writable());
         });
+    module.def(
+        "release_idle",
+        [](int device) {
+            release_idle_streams(device);
+            release_idle_tables(device);
+        },
+        py::arg("device"), NoGil(), "Let go of the streams and tables that are kept for the next operations.");
     py::class_<Scratch>(module, "Scratch")
         .def(py::init<int, size_t>(), py::arg("device"), py::arg("bytes"), NoGil())
         .def("close", &Scratch::close, NoGil())

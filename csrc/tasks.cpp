@@ -31,7 +31,8 @@ AheadTask python_task(py::object work) {
 }
 
 void wait_for(Ahead& ahead, uint64_t key) {
-    while (!ahead.wait(key, kBetweenLooks)) stop_if_asked();
+    do stop_if_asked();  // first, because tasks that no thread was given run here
+    while (!ahead.wait(key, kBetweenLooks));
 }
 
 Ahead::Tasks tasks_of(const py::dict& tasks) {

@@ -1,34 +1,64 @@
 #include "transfer.h"
 
+#include <utility>
+
+#include "allocator.h"
 #include "copy_kernel.h"
 #include "driver.h"
+#include "idle.h"
 #include "waiting.h"
 
 namespace cumem_sleep {
 
+namespace {
+
+// An operation has four to copy, and some to digest or encode. Never destroyed: at exit other threads may still copy.
+auto* const idle_streams = new Idle<CUstream>(8);
+
+void wait_for(int device, CUstream stream) {
+    ContextScope context(device);
+    RelaxedCaptureScope relaxed;
+    Driver::get().stream_synchronize(stream);
+}
+
+void destroy(int device, CUstream stream) noexcept {
+    try_twice([&] {
+        ContextScope context(device);
+        RelaxedCaptureScope relaxed;
+        return Driver::get().stream_destroy.attempt(stream) == CUDA_SUCCESS;
+    });
+}
+
+}  // namespace
+
+void release_idle_streams(int device) noexcept {
+    for (const CUstream stream : idle_streams->take_all(device)) destroy(device, stream);
+}
+
 CopyStream::CopyStream(int device) : device_(device) {
-    ContextScope context(device_);
-    Driver::get().stream_create(&stream_, CU_STREAM_NON_BLOCKING);
+    ContextScope context(device_);  // where no call may be made, none is taken either
+    stream_ = idle_streams->take(device_).value_or(nullptr);
+    if (!stream_) Driver::get().stream_create(&stream_, CU_STREAM_NON_BLOCKING);
 }
 
 void CopyStream::close() noexcept {
     if (!stream_ || Driver::is_forked()) return;
+    const CUstream stream = std::exchange(stream_, nullptr);
     // Destroying a stream does not wait for its work, and the caller frees the memory next. So if the driver refuses to
     // wait for the stream, wait for the device, as a last resort in the way that invalidates captures.
-    const auto waited = [this](auto&& wait) {
+    const auto waited = [](auto&& wait) {
         return try_twice([&] {
-            ContextScope context(device_);
             wait();
             return true;
         });
     };
-    waited([this] { synchronize(); }) || waited([this] { wait_for_running_work(device_); }) ||
+    const bool is_idle = waited([&] { wait_for(device_, stream); });
+    if (!is_idle && !waited([this] { wait_for_running_work(device_); }))
         waited([this] { cumem_sleep::synchronize(device_); });
-    try_twice([this] {
-        ContextScope context(device_);
-        return Driver::get().stream_destroy.attempt(stream_) == CUDA_SUCCESS;
-    });
-    stream_ = nullptr;
+    if (!is_idle || !idle_streams->keep(device_, stream))
+        destroy(device_, stream);
+    else if (!SegmentTable::get().has_segments(device_))
+        release_idle_streams(device_);
 }
 
 void CopyStream::to_host(const HostBlock& block, size_t offset, CUdeviceptr address, size_t bytes) {
@@ -58,11 +88,7 @@ void CopyStream::fill(CUdeviceptr address, unsigned int word, size_t bytes) {
     Driver::get().memset_d32_async(address, word, bytes / 4, stream_);
 }
 
-void CopyStream::synchronize() {
-    ContextScope context(device_);
-    RelaxedCaptureScope relaxed;
-    Driver::get().stream_synchronize(stream_);
-}
+void CopyStream::synchronize() { wait_for(device_, stream_); }
 
 bool CopyStream::query() const {
     ContextScope context(device_);

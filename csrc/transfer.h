@@ -1,4 +1,4 @@
-// Ordered asynchronous copies between a device and pinned host memory, on a stream of its own.
+// Ordered asynchronous copies between a device and pinned host memory, on a stream that nobody else uses meanwhile.
 #pragma once
 
 #include <cuda.h>
@@ -13,6 +13,9 @@ namespace cumem_sleep {
 // Copies run in the order of the calls. Both sides of a copy must stay until `synchronize` has returned, or `close` or
 // the destructor, which wait too. Every call works on any thread and leaves its current context unchanged; it throws
 // DriverError if the driver refuses.
+//
+// Making and destroying the driver's streams takes as long for little memory as for much. So a few that `close` has
+// found idle are kept for the next operations, as long as the device has segments.
 class CopyStream {
   public:
     explicit CopyStream(int device);
@@ -43,5 +46,8 @@ class CopyStream {
     const int device_;
     CUstream stream_ = nullptr;
 };
+
+// Destroys the streams that are kept for the next operations.
+void release_idle_streams(int device) noexcept;
 
 }  // namespace cumem_sleep

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from . import _core
 
 
@@ -9,9 +11,31 @@ def pinned_block(nbytes: int, device: int, numa_node: int | None = None) -> _cor
     """A small block of host memory that the GPU reads and writes, so that a full GPU still works. The caller closes it.
 
     Args:
-        numa_node: -1 is any node; None is the device's node, which takes a dozen driver calls to find out.
+        numa_node: -1 is any node; None is the device's node.
     """
-    block = _core.HostBlock(nbytes, _core.device_info(device).numa_node if numa_node is None else numa_node)
+    return _pinned(_core.HostBlock(nbytes, node_of(device) if numa_node is None else numa_node), device)
+
+
+def pinned_table(nbytes: int, device: int) -> _core.HostBlock:
+    """As `pinned_block`, for what each operation needs: if it is small, the next one gets it without pinning it again.
+
+    It holds whatever it held then.
+    """
+    block = _core.HostBlock.table(nbytes, device, node_of(device))
+    return block if block.pinned else _pinned(block, device)
+
+
+@cache  # it takes a dozen driver calls to find out, and never changes
+def node_of(device: int) -> int:
+    """The NUMA node of a device; -1: any.
+
+    Raises:
+        DriverError: the driver did not say.
+    """
+    return _core.device_info(device).numa_node
+
+
+def _pinned(block: _core.HostBlock, device: int) -> _core.HostBlock:
     try:
         block.touch(0, block.bytes)
         block.pin(device)

@@ -153,7 +153,7 @@ def check_interrupts(world: World, phase: Phase, places: Sequence[Place] = ()) -
     phase.prepare(world)
     phase.operate(world)  # what is done only once is not to shift the places
     phase.prepare(world)
-    world.allocator._store._tier._numa_nodes.clear()  # so that the device is asked again
+    world.forget_devices()
     unaccounted_bytes = world.unaccounted_bytes()
     with Signals() as clean:
         phase.operate(world)
@@ -165,7 +165,7 @@ def check_interrupts(world: World, phase: Phase, places: Sequence[Place] = ()) -
     for index in chosen:
         try:
             phase.prepare(world)
-            world.allocator._store._tier._numa_nodes.clear()  # so that the device is asked again
+            world.forget_devices()
             _check_signals(world, phase, index)
             assert world.unaccounted_bytes() == unaccounted_bytes, "registered host memory is left"
         except Exception as error:

@@ -26,6 +26,7 @@ import cumem_sleep
 from cumem_sleep import CuMemAllocator, CumemSleepError, Settings, _core, sim
 from cumem_sleep.backups.filling import Filling
 from cumem_sleep.digest.reference import CHUNK_BYTES
+from cumem_sleep.pinned import node_of, pinned_table
 
 MIB = 1 << 20
 PAGE = 2 * MIB  # the granularity of device memory
@@ -201,6 +202,13 @@ def _held() -> tuple[int, ...]:
     return (*held, total_bytes - free_bytes)
 
 
+def forget_devices() -> None:
+    """So that they are asked once more, and make their streams anew."""
+    node_of.cache_clear()
+    for device in range(_core.device_count()):
+        _core.release_idle(device)
+
+
 def quick_sums(content: npt.NDArray[np.uint8], first_chunk: int = 0) -> tuple[int, int]:
     """In place of `digest.sums_of`, where what it tells apart is not the question."""
     chunks = content.view(np.uint64).reshape(-1, CHUNK_BYTES // 8).sum(axis=1, dtype=np.uint64)
@@ -215,8 +223,9 @@ class EagerSums:
     Without it, digests of simulated memory are computed when they are asked for.
     """
 
-    def __init__(self, _device: int, chunks: int) -> None:
-        self._sums = np.zeros((chunks, 2), np.uint64)
+    def __init__(self, device: int, chunks: int) -> None:
+        self._block = pinned_table(chunks * 16, device)
+        self._sums = np.frombuffer(memoryview(self._block), np.uint64).reshape(-1, 2)
         self._firsts: list[int] = []
         self._used = 0
 
@@ -234,7 +243,7 @@ class EagerSums:
         return sums
 
     def close(self) -> None:
-        pass
+        self._block.close()
 
 
 def digest_eagerly(allocator: CuMemAllocator) -> None:

@@ -256,9 +256,13 @@ class TestFork:
             self.WAIT,
             ALLOCATED,
             """
+            from cumem_sleep.pinned import pinned_table
+
             other = allocator.malloc(PAGE, "default")
             if ASLEEP:
                 allocator.sleep()
+            with _core.CopyStream(0):
+                pinned_table(PAGE // 1024, 0).close()  # both are kept for the next operation
             before = {tag: usage for tag, usage in allocator.usage().items()}
             stats = sim.stats()
 
@@ -275,6 +279,7 @@ class TestFork:
                     "release_backups": allocator.release_backups,
                     "use_memory_pool": lambda: allocator.use_memory_pool("weights").__enter__(),
                     "stream": lambda: _core.CopyStream(0),
+                    "table": lambda: pinned_table(PAGE // 1024, 0),
                 }
                 for name, call in calls.items():
                     with raises(InvalidState, "fork"):

@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from support import AWAKE, DEVICE_BYTES, DROPPED, PAGE, bf16_weights, free_everything, fresh_allocator, is_accessible
+from support import (
+    AWAKE,
+    DEVICE_BYTES,
+    DROPPED,
+    PAGE,
+    bf16_weights,
+    forget_devices,
+    free_everything,
+    fresh_allocator,
+    is_accessible,
+)
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, OutOfHostMemory, _core, sim
 
@@ -70,7 +80,7 @@ class World:
 
     def forget_devices(self) -> None:
         """So that they are asked again."""
-        self.allocator._store._tier._numa_nodes.clear()
+        forget_devices()
 
     def define(self) -> None:
         """New bytes where they are undefined. All must be awake."""

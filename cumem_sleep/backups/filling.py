@@ -12,7 +12,7 @@ from ..extents import Lane, Piece, Transfers
 from ..segments import by_device
 from .backup import Backup
 
-_STREAMS = 4
+_MOST_STREAMS = 4
 
 
 class Filling:
@@ -20,15 +20,24 @@ class Filling:
 
     Segments are copied while the caller works out what to add next. The tier prepares the extents ahead of the copies.
     Backups are not complete afterwards: the caller must first check whether anything wrote to the segments meanwhile.
+
+    Args:
+        most_bytes: by device, the most that is added.
     """
 
     def __init__(
-        self, backups: Mapping[int, Backup], transfers: Transfers, streams: ExitStack, stream_bytes: int
+        self,
+        backups: Mapping[int, Backup],
+        transfers: Transfers,
+        streams: ExitStack,
+        stream_bytes: int,
+        most_bytes: Mapping[int, int],
     ) -> None:
         self._backups = backups  # by the segments' ids
         self._transfers = transfers
         self._streams = streams
         self._stream_bytes = stream_bytes
+        self._most_bytes = most_bytes
         self._copies: dict[int, _Copies] = {}  # by device
         self._workbenches: dict[int, Workbench] = {}
         self._added: list[_core.Segment] = []
@@ -48,7 +57,9 @@ class Filling:
         encoded = [backup for backup in backups if backup.encoding is not None]
         # Before pages are touched, because touching pages delays every change of the address space.
         for device in {backup.segment.device for backup in raw} - self._copies.keys():
-            self._copies[device] = _Copies(device, self._transfers, self._streams, self._stream_bytes)
+            lanes = min(_MOST_STREAMS, -(-self._most_bytes[device] // self._stream_bytes))
+            streams = [self._streams.enter_context(_core.CopyStream(device)) for _ in range(lanes)]
+            self._copies[device] = _Copies([self._transfers.lane(stream) for stream in streams], self._stream_bytes)
         self._transfers.expect(chain.from_iterable(backup.extents for backup in [*raw, *encoded]))
         self._added += [backup.segment for backup in [*raw, *encoded]]
         for backup in raw:
@@ -80,10 +91,8 @@ class Filling:
 class _Copies:
     """Copies from one device. About a gibibyte is in flight; whatever was begun before that has arrived."""
 
-    def __init__(self, device: int, transfers: Transfers, streams: ExitStack, stream_bytes: int) -> None:
-        self._lanes: list[Lane] = [
-            transfers.lane(streams.enter_context(_core.CopyStream(device))) for _ in range(_STREAMS)
-        ]
+    def __init__(self, lanes: Sequence[Lane], stream_bytes: int) -> None:
+        self._lanes = lanes
         self._segments: list[set[int]] = [set() for _ in self._lanes]  # by lane
         self._stream_bytes = stream_bytes
         self._turn = 0
@@ -98,7 +107,7 @@ class _Copies:
         """Begin to copy it."""
         _core.stop_if_asked()
         if self._bytes >= self._stream_bytes:
-            self._turn, self._bytes = (self._turn + 1) % _STREAMS, 0
+            self._turn, self._bytes = (self._turn + 1) % len(self._lanes), 0
             self._lanes[self._turn].synchronize()
             self._segments[self._turn].clear()
         self._lanes[self._turn].write(piece.extent, piece.offset, piece.address, piece.bytes)

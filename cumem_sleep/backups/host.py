@@ -15,6 +15,7 @@ import numpy.typing as npt
 from .. import _core, host_facts
 from ..errors import InvalidState
 from ..extents import Extent
+from ..pinned import node_of
 from ..report import BackupPlace
 from ..settings import Settings
 from ..tuning import Tuning
@@ -33,7 +34,6 @@ class HostTier(Tier):
         # By id; `limits` iterates over it and drops the pinned ones.
         self._unpinned: WeakValueDictionary[int, _core.HostBlock] = WeakValueDictionary()
         self._releasing = _Releasing(turn, tuning)
-        self._numa_nodes: dict[int, int] = {}  # by device
 
     @property
     def unreleased_bytes(self) -> int:  # noqa: D102
@@ -60,7 +60,7 @@ class HostTier(Tier):
     ) -> list[tuple[Extent, ...]]:
         reserved: list[tuple[_core.HostBlock, ...]] = []
         for each in wanted:
-            node = self._numa_node(each.device)
+            node = node_of(each.device)
             reserved.append(tuple(_core.HostBlock(size, node) for size in each.sizes))
         for blocks in reserved:
             self._unpinned.update((id(block), block) for block in blocks)
@@ -95,11 +95,6 @@ class HostTier(Tier):
 
     def stop(self) -> None:  # noqa: D102
         self._releasing.stop()
-
-    def _numa_node(self, device: int) -> int:
-        if device not in self._numa_nodes:
-            self._numa_nodes[device] = _core.device_info(device).numa_node
-        return self._numa_nodes[device]
 
 
 class HostTransfers:

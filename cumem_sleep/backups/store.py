@@ -19,7 +19,7 @@ from ..digest.reference import Digest
 from ..errors import InvalidState
 from ..extents import Extent, Piece, Transfers
 from ..report import BackupPlace
-from ..segments import total_bytes
+from ..segments import by_device, total_bytes
 from ..settings import Settings
 from ..tuning import Tuning
 from .backup import Backup, extent_sizes
@@ -225,10 +225,11 @@ class BackupStore:
         return self._tier.transfers()
 
     @contextmanager
-    def filling(self) -> Iterator[Filling]:
-        """For copying segments into their backups; after leaving it, no copy is in flight."""
+    def filling(self, segments: Iterable[_core.Segment]) -> Iterator[Filling]:
+        """For copying (some of) `segments` into their backups; after leaving it, no copy is in flight."""
+        most_bytes = {device: total_bytes(mine) for device, mine in by_device(segments).items()}
         with self._tier.transfers() as transfers, ExitStack() as streams:
-            yield Filling(self._backups, transfers, streams, self._tuning.stream_bytes)
+            yield Filling(self._backups, transfers, streams, self._tuning.stream_bytes, most_bytes)
 
     def prove(self, segments: Sequence[_core.Segment], digests: Mapping[int, Digest]) -> None:
         """Mark the backups of `segments` as complete: filled with bytes that had these digests before and after.

@@ -27,6 +27,8 @@ class Cleared:
             self._stream.zero(self._segment.address, self._bytes)
             self._stream.synchronize()
             self._is_back = True
+        with self._stream:
+            pass
 
 
 class Kept:

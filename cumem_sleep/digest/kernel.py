@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .. import _core
-from ..pinned import pinned_block
+from ..pinned import pinned_block, pinned_table
 from ..streams import current_in_torch
 from .reference import CHUNK_BYTES, FINAL, LANES, MULTIPLIERS, ROWS, SEEDS, SHIFTS
 
@@ -79,7 +79,7 @@ class GpuSums:
         self._firsts: list[int] = []
         self._used = 0
         self._entry_bytes = chunks * 16
-        self._block = pinned_block(2 * self._entry_bytes, device)
+        self._block = pinned_table(2 * self._entry_bytes, device)
         try:
             self._table, self._sums = np.frombuffer(memoryview(self._block), np.uint64).reshape(2, -1, 2)
             self._stream = _core.CopyStream(device)

@@ -156,7 +156,7 @@ class _BackingUp:
         parts = chain([first] if first else [], parts)
         taken = self._digests.taken
         maybe_changed = [*new, *first, *(segment for segment in rewritten if segment.id not in taken)]
-        with self._store.filling() as filling, self._workbenches(maybe_changed) as workbenches:
+        with self._store.filling([*new, *rewritten]) as filling, self._workbenches(maybe_changed) as workbenches:
             encodings: dict[int, Encoding] = {}
             if workbenches:
                 with self._timer("plan"):

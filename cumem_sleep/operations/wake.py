@@ -59,7 +59,9 @@ def wake(layer: Layer, call: Call, is_meant: Choice) -> WakeReport:
         try:
             with mapping, mapping_blank, layer.digester.run(checked) as digests:
                 with layer.store.transfers() as transfers, _workbenches(layer, restored, segments, blank) as benches:
-                    mapping.start()
+                    # What fits into one batch is all mapped before its copy begins: a thread would not get ahead.
+                    if benches or total_bytes(restored) > layer.tuning.engine_batch_bytes:
+                        mapping.start()
                     if restored:
                         with timer("copy"):
                             layer.restorer.restore(

@@ -100,7 +100,9 @@ class Restorer:
         nbytes = total_bytes(segment for segment, _ in backups)
         # Tables must outlive the copies, so they are made before the streams and freed after them.
         tables = stack.enter_context(ExitStack())
-        streams = [stack.enter_context(_core.CopyStream(device)) for _ in range(self._tuning.batches_in_flight)]
+        batches = -(-nbytes // self._tuning.batch_bytes)
+        in_flight = min(self._tuning.batches_in_flight, batches)
+        streams = [stack.enter_context(_core.CopyStream(device)) for _ in range(in_flight)]
         lanes = [transfers.lane(stream) for stream in streams]
         routes = self._routes.open(device, lanes, nbytes, self._tuning.batch_bytes, None, tables)
         choices = self._routes.choices(device, routes, self._tuning.timed_bytes)

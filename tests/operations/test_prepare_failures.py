@@ -18,7 +18,7 @@ from preparing import (
     refuse_touch,
     small_pieces,  # noqa: F401  (autouse)
 )
-from support import AWAKE, MIB, PAGE, Memory
+from support import AWAKE, MIB, PAGE, Memory, forget_devices
 
 from cumem_sleep import (
     BackupMismatch,
@@ -177,6 +177,7 @@ class TestDriverErrors:
             error: CumemSleepError | None = finished(allocator.prepare()).error
         except CumemSleepError as raised:
             error = raised
+        _core.release_idle(0)  # the others go at once
         reached = sim.stats().calls[call]
         sim.reset()
         if error is not None:
@@ -200,6 +201,7 @@ class TestDriverErrors:
     def test_at_every_call(self, allocator: CuMemAllocator, memory: Memory, error_name: str) -> None:
         contents = fill(allocator, memory, *TAGS)
         memory.close()
+        forget_devices()
         sim.reset()
         finished(allocator.prepare())
         calls = {
@@ -213,7 +215,7 @@ class TestDriverErrors:
         for call, count in calls.items():
             for position in range(count):
                 sim.reset()
-                allocator._store._tier._numa_nodes.clear()  # so that the device is asked again
+                forget_devices()
                 sim.fail(call, after=position, error=error_name)
                 try:
                     self.check(allocator, memory, contents, call)
@@ -238,6 +240,7 @@ class TestDriverErrors:
     def test_for_long(self, allocator: CuMemAllocator, memory: Memory, call: str) -> None:
         contents = fill(allocator, memory, *TAGS)
         memory.close()
+        forget_devices()
         sim.fail(call, error="CUDA_ERROR_UNKNOWN", times=MANY)
         self.check(allocator, memory, contents, call)
 

@@ -36,6 +36,7 @@ class VaultWorld(World):
         return sim.stats().registered_bytes
 
     def forget_devices(self) -> None:
+        super().forget_devices()
         self.allocator._store._tier._gpus.clear()  # type: ignore[attr-defined]
 
 
