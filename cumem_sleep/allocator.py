@@ -1,5 +1,6 @@
-"""`CuMemAllocator`: the public calls, the lock that they share, and the counts of what they did.
+"""`CuMemAllocator`: the public calls.
 
+What happens around each of them, from the lock to the counts, is in `entry`.
 Segments belong to the C++ table (`csrc/allocator.h`), their backups to the store (`backups`). What a level means is in
 `levels`, and what happens in which order in `operations`.
 """
@@ -12,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,7 @@ from .operations.layer import Layer
 from .operations.left import LeftOnDevices
 from .operations.look import read_backup
 from .operations.prepare import Preparation, wanted_ahead
+from .operations.room import trim
 from .operations.sleep import sleep
 from .operations.wake import wake
 from .pools import Pools
@@ -65,8 +67,6 @@ from .variables import warn_of_misspelt
 _allocators: weakref.WeakSet[CuMemAllocator] = weakref.WeakSet()
 _stores: weakref.WeakSet[BackupStore] = weakref.WeakSet()
 
-_Report = TypeVar("_Report", SleepReport, WakeReport)
-_Result = TypeVar("_Result")
 _Sleep = _core.Segment.Sleep
 
 
@@ -116,6 +116,8 @@ class CuMemAllocator:
                 other._entry.clear_store()  # what its thread has left, which nobody could ask it for any more
         self._lock: _core.OperationLock = _core.OperationLock()
         self._store: BackupStore = BackupStore(self.settings, self._lock, self.tuning)
+        self._preparation: Preparation | None = None
+        self._agreement: Agreement | None = None
         _allocators.add(self)
         _stores.add(self._store)
         self._digester = DeviceDigester()
@@ -125,11 +127,9 @@ class CuMemAllocator:
             self.settings, self.tuning, self._lock, self._store, self._digester, self._compressor, self._restorer
         )
         self._pools = Pools()
-        self._entry: Entry = Entry(self._layer, self._pools, self._left_pool)
+        self._entry: Entry = Entry(self._layer, self._pools, _left_pool, _forget_freed_backups)
         self._used_tags = UsedTags(in_pools(), "no memory was ever given such a tag", DEFERRABLE_TAGS)
         self._region_tags = UsedTags(in_regions(), "no region ever had such a tag")
-        self._preparation: Preparation | None = None
-        self._agreement: Agreement | None = None
         if group is not None:
             self.join(group)
         # Nothing fails, and no signal is handled, between these two: there is always one that can be used.
@@ -333,7 +333,7 @@ class CuMemAllocator:
         if is_deep(level):
             self._entry.deep.expect()
             work = partial(self._deepen, work)
-        report = self._entry.operate(call, work, "sleep")
+        report = self._entry.operate(call, work, "sleep", make_way=trim)
         if self.deepens_after_sleeps:
             self.deepen_when_idle()
         return report
@@ -363,7 +363,7 @@ class CuMemAllocator:
             CheckpointFailed: as `sleep`.
         """
         self._entry.deep.expect()
-        return self._entry.operate(Call(), partial(self._deepen, _all_asleep_still), "sleep")
+        return self._entry.operate(Call(), partial(self._deepen, _all_asleep_still), "sleep", make_way=trim)
 
     def deepen_when_idle(self) -> None:
         """Begin to count the seconds after which a process that sleeps at level 1 goes on to level 3 by itself.
@@ -575,6 +575,20 @@ class CuMemAllocator:
         self.release_pools()
         if _core.driver_is_open() and not _core.driver_is_forked():
             self.release_backups()
+
+
+# These two know the allocator by its class: one that was replaced, and that nobody uses any more, goes at once.
+
+
+def _left_pool() -> None:
+    if CuMemAllocator.instance is not None:
+        CuMemAllocator.instance._left_pool()
+
+
+def _forget_freed_backups() -> None:
+    instance = CuMemAllocator.instance
+    if instance is not None and not _core.driver_is_forked():
+        instance._store.turns.after_a_free()
 
 
 def _allocated(left: LeftOnDevices, nbytes: int, tag: str, device: int, backup: _core.Backup) -> _core.Allocation:

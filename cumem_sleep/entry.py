@@ -6,7 +6,6 @@ taken, on a thread of its own; what was done is logged and counted.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -21,8 +20,8 @@ from .levels import Choice
 from .operations.agreement import Call
 from .operations.deepen import DeepSleep
 from .operations.layer import Layer
-from .operations.look import usage
-from .operations.room import make_room, trim
+from .operations.look import usage_by_tag
+from .operations.room import make_room
 from .operations.wake import asleep, wanting
 from .pools import Pools
 from .report import OperationTotals, SleepReport, TagUsage, WakeReport
@@ -36,6 +35,7 @@ class Entry:
 
     Args:
         left_pool: called when a thread has left a pool in which it allocated.
+        freed_by_hook: called, on a thread of its own, after PyTorch freed segments through the hook.
 
     Attributes:
         deep: level 3 of this process.
@@ -43,12 +43,15 @@ class Entry:
         retired: a newer allocator has taken this one's place.
     """
 
-    def __init__(self, layer: Layer, pools: Pools, left_pool: Callable[[], None]) -> None:
+    def __init__(
+        self, layer: Layer, pools: Pools, left_pool: Callable[[], None], freed_by_hook: Callable[[], None]
+    ) -> None:
         self._layer = layer
         self._lock = layer.lock
         self._store = layer.store
         self._pools = pools
         self._left_pool = left_pool
+        self._freed_by_hook = freed_by_hook
         self._driver_checked = False
         self.deep = DeepSleep()
         self.totals: dict[str, OperationTotals] = {}
@@ -66,7 +69,7 @@ class Entry:
         if not self._driver_checked:
             open_driver(self._layer.settings.driver)
             log.info("cumem-sleep: memory pools come from this layer (%s)", self._layer.settings.summary())
-            self.listen_for_frees()
+            _core.on_free(self._freed_by_hook)
             self._driver_checked = True
         if _core.driver_is_forked():
             _core.device_count()  # raises, and says why
@@ -77,7 +80,7 @@ class Entry:
     def allocating(
         self, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL, *, ordinary: bool = False
     ) -> Iterator[None]:
-        """As `Pools.allocating`, on the GPU."""
+        """As `Pools.allocating`, with the driver open and the process back from level 3; then the pool was left."""
         self.open()
         self.come_back()
         pools = self._pools.find(import_torch=True)
@@ -91,7 +94,7 @@ class Entry:
     def capturing(
         self, call: str, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL
     ) -> AbstractContextManager[TorchPools]:
-        """As `Pools.capturing`, on the GPU."""
+        """As `Pools.capturing`, with the driver open and the process back from level 3."""
         self.open()
         self.come_back()
         return self._pools.capturing(call, tag, backup)
@@ -109,10 +112,6 @@ class Entry:
 
     # What a free leaves
 
-    def listen_for_frees(self) -> None:
-        """From now on this layer is told when PyTorch has freed segments through the hook."""
-        _core.on_free(partial(_forget_freed_backups, weakref.ref(self)))
-
     def after_a_free(self) -> None:
         """Forget the backup of what was freed, unless an operation is at work, which does so at its end."""
         if _core.has_freed():
@@ -120,12 +119,8 @@ class Entry:
         else:
             _core.reclaim()
 
-    def on_hook_free(self) -> None:
-        """As `after_a_free`, on a thread of the hook's own."""
-        self._store.turns.after_a_free()
-
     def clear_store(self) -> None:
-        """Forget all backups that are retained; works without a driver call, so also for a retired allocator."""
+        """Forget all backups that are retained. Does not open the driver, so nothing refuses it."""
         log.run(self._lock, self._clear_store)
 
     def _clear_store(self) -> None:
@@ -134,15 +129,23 @@ class Entry:
 
     # Operations
 
-    def operate(self, call: Call, work: Callable[[], _Report], operation: str, woken: Choice | None = None) -> _Report:
+    def operate(
+        self,
+        call: Call,
+        work: Callable[[], _Report],
+        operation: str,
+        woken: Choice | None = None,
+        make_way: Callable[[TorchPools], None] | None = None,
+    ) -> _Report:
         """The report of `work`, logged and counted; if it raises, that is counted among the failures.
 
         Args:
-            woken: for a wake: what it wakes.
+            woken: for a wake: what it wakes, for which room is made.
+            make_way: for what is no wake: as for `locked`.
         """
         counted = partial(self.counted, work, operation, call)
         if woken is None:
-            return self.locked(operation, counted, trim if operation == "sleep" else None, stays_away=True)
+            return self.locked(operation, counted, make_way, stays_away=True)
         self.deep.stay()
         come_back = partial(self._come_back_to_wake, woken)
         return self.locked("wake_up", counted, partial(make_room, woken), come_back=come_back)
@@ -178,7 +181,7 @@ class Entry:
         """What the segments of each tag hold, and their backups; calls no driver."""
         if not _core.driver_is_open():
             return {}
-        return self.locked("usage", partial(usage, self._layer, meant), stays_away=True)
+        return self.locked("usage", partial(usage_by_tag, self._layer, meant), stays_away=True)
 
     def locked(
         self,
@@ -223,12 +226,6 @@ class Entry:
     def _come_back_to_wake(self, woken: Choice) -> None:
         with self._failures_counted("wake"):
             self.deep.come_back(wanting(asleep(woken)))
-
-
-def _forget_freed_backups(entry: weakref.ref[Entry]) -> None:
-    known = entry()
-    if known is not None and not _core.driver_is_forked():
-        known.on_hook_free()
 
 
 def _prepare_thread(name: str, pools: TorchPools, make_way: Callable[[TorchPools], None] | None) -> None:

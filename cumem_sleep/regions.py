@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TypeVar
 
 from . import _core
 from .driver import driver_path
@@ -19,8 +18,6 @@ from .operations.sleep import sleep
 from .operations.wake import asleep, wake
 from .report import SleepReport, TagUsage, WakeReport
 from .tags import DEFAULT_TAG, UsedTags, tag_or_default
-
-_Report = TypeVar("_Report", SleepReport, WakeReport)
 
 
 class Regions:
@@ -121,6 +118,10 @@ class Regions:
 
     def sleep(self, tags: str | Iterable[str] | None = None) -> SleepReport:
         """Give the device memory of regions back: all or nothing, as `CuMemAllocator.sleep`, but of this process alone.
+
+        PyTorch keeps its unused cache, which the process that goes on without these regions would allocate again; where
+        another process needs that memory, call `torch.cuda.empty_cache()` before. Such memory of the regions themselves
+        sleeps with them.
 
         Args:
             tags: of which regions; None: of all.

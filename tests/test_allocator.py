@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import re
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -25,7 +27,9 @@ from cumem_sleep import (
     sim,
     variables,
 )
+from cumem_sleep import allocator as allocator_module
 from cumem_sleep.pools import Pools
+from cumem_sleep.tags import UsedTags
 
 MakeAllocator = Callable[..., CuMemAllocator]
 
@@ -335,6 +339,44 @@ class TestInstances:
         allocator.free(address)
         replacement = CuMemAllocator(Settings(driver=allocator.settings.driver, poison=True))
         assert CuMemAllocator.get_instance() is replacement
+
+    @pytest.mark.sim  # elsewhere fixtures look after its devices
+    def test_one_that_was_replaced_goes_at_once(self, memory: Memory) -> None:
+        """And what it has in a vault with it: nobody waits for the garbage collector."""
+        replaced = CuMemAllocator(Settings(driver="sim"))
+        fill(replaced, memory, "weights")
+        replaced.sleep()
+        replaced.wake_up()
+        with replaced.regions.use("region"):
+            pass
+        for segment in _core.segments():
+            replaced.free(segment.address)
+        parts = [weakref.ref(part) for part in (replaced, replaced._entry, replaced._digester)]
+        gc.collect()
+        gc.disable()
+        try:
+            CuMemAllocator(Settings(driver="sim"))
+            del replaced
+            assert [part() for part in parts] == [None] * len(parts)
+        finally:
+            gc.enable()
+
+    @pytest.mark.sim
+    def test_one_that_was_not_made_can_be_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """At exit all that there are still are ended, and an error there would leave the others running."""
+        made: list[CuMemAllocator] = []
+
+        def interrupted(*_: object) -> None:
+            made.extend(allocator_module._allocators)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(UsedTags, "__init__", interrupted)
+        before = set(allocator_module._allocators)
+        with pytest.raises(KeyboardInterrupt):
+            CuMemAllocator(Settings(driver="sim"))
+        (half,) = set(made) - before
+        half._stop_background_work()
+        half.prepare_to_end()
 
     def test_sleep_of_a_fresh_process_needs_no_level(self, allocator: CuMemAllocator) -> None:
         assert isinstance(allocator.sleep(), SleepReport)

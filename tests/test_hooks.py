@@ -8,6 +8,7 @@ import pytest
 from support import PAGE, SIMULATED, Memory, hooks, in_thread, run_together
 
 from cumem_sleep import CuMemAllocator, _core, sim
+from cumem_sleep.allocator import _forget_freed_backups
 
 
 class TestHooks:
@@ -128,7 +129,7 @@ class TestHooks:
                 library.cumem_sleep_free(refused, PAGE, 0, None)
                 assert told == [None] * 2
         finally:
-            allocator._entry.listen_for_frees()
+            _core.on_free(_forget_freed_backups)
         allocator.usage()
         assert allocator._store.host_bytes == 0
 

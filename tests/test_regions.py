@@ -22,6 +22,33 @@ def states() -> dict[int, Sleep]:
     return {segment.address: segment.sleep for segment in _core.segments()}
 
 
+class Pools:
+    """In the place of PyTorch's."""
+
+    def __init__(self) -> None:
+        self.trimmed = 0
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def trim(self) -> None:
+        self.trimmed += 1
+
+
+def test_pytorchs_unused_cache_is_left_to_the_process_that_goes_on(
+    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    malloc_in_region(allocator, "same", backup=True)
+    allocator.malloc(PAGE, "same")
+    pools = Pools()
+    monkeypatch.setattr(allocator._pools, "found", pools)
+    allocator.regions.sleep()
+    allocator.regions.wake()
+    assert pools.trimmed == 0
+    allocator.sleep()
+    assert pools.trimmed == 1
+
+
 class TestBackupIsOfTheRegion:
     def test_not_of_the_tag(self, allocator: CuMemAllocator, memory: Memory) -> None:
         kept = malloc_in_region(allocator, "same", backup=True)

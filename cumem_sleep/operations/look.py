@@ -19,8 +19,8 @@ from .layer import Layer
 _Sleep = _core.Segment.Sleep
 
 
-def usage(layer: Layer, meant: Choice) -> dict[str, TagUsage]:
-    """By tag, what the segments hold that are meant, and their backups."""
+def usage_by_tag(layer: Layer, meant: Choice) -> dict[str, TagUsage]:
+    """What the segments hold that are meant, and their backups."""
     by_tag: dict[str, list[_core.Segment]] = {}
     for segment in filter(meant, _core.segments()):
         by_tag.setdefault(segment.tag, []).append(segment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
 import signal
 import subprocess
@@ -75,6 +76,25 @@ def fill(allocator: CuMemAllocator, memory: Memory, *tags: str, pages: int = 2) 
 def check(memory: Memory, contents: dict[int, bytes]) -> None:
     for address, content in contents.items():
         assert memory.read(address, len(content)) == content
+
+
+def test_an_allocator_that_is_replaced_leaves_the_vault(
+    through: MakeAllocator, memory: Memory, vault: RunningVault
+) -> None:
+    contents = fill(through(), memory, "weights")
+    CuMemAllocator.get_instance().sleep()
+    assert len(vault.status()["clients"]) == 1
+    CuMemAllocator.get_instance().wake_up()
+    check(memory, contents)
+    for address in contents:
+        CuMemAllocator.get_instance().free(address)
+    gc.collect()
+    gc.disable()
+    try:
+        through()
+        eventually(lambda: not vault.status()["clients"], "the vault knows that it has gone")
+    finally:
+        gc.enable()
 
 
 def test_regions_sleep_and_their_backups_are_read(through: MakeAllocator, memory: Memory, compress: str) -> None:
