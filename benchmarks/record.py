@@ -18,8 +18,15 @@ GIB = 1 << 30
 
 
 def command() -> list[str]:
-    """The command that runs, with the names of files and without their folders, which say nothing elsewhere."""
-    return ["python", *(argument.removeprefix(f"{Path(argument).parent}/") for argument in sys.argv)]
+    """The command that runs, without the folders of absolute paths, which say nothing elsewhere."""
+
+    def short(argument: str) -> str:
+        option, equals, value = argument.partition("=")
+        if value.startswith("/"):
+            return f"{option}{equals}{Path(value).name}"
+        return Path(argument).name if argument.startswith("/") else argument
+
+    return ["python", Path(sys.argv[0]).name, *map(short, sys.argv[1:])]
 
 
 def machine() -> dict[str, Any]:

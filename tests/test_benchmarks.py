@@ -97,6 +97,21 @@ def test_results_do_not_name_the_machine(peers: tuple[str, dict[str, Any]]) -> N
     assert str(pathlib.Path(result["machine"]["command"].split()[1]).parent) == "."
 
 
+def test_commands_are_without_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    argv = [
+        "/somewhere/vault.py",
+        "--out=/somewhere/a.json",
+        "--out",
+        "/a.json",
+        "--options=--model=A/B --seed=1",
+        "A/B",
+    ]
+    monkeypatch.setattr("sys.argv", argv)
+    found = importlib.import_module("record").command()
+    assert found == ["python", "vault.py", "--out=a.json", "--out", "a.json", "--options=--model=A/B --seed=1", "A/B"]
+
+
 def test_results_carry_the_facts_that_bench_reports(
     tables: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:

@@ -98,6 +98,7 @@ class GpuSums:
         within = np.arange(end - begin) - np.repeat(firsts, counts)
         self._table[begin:end, 0] = np.repeat(addresses, counts) + within * CHUNK_BYTES
         self._table[begin:end, 1] = within + first_chunk
+        self._sums[begin:end] = 0  # what an earlier kernel left is not to be taken for a sum of these
         self._firsts += (firsts + begin).tolist()
         self._used = end
         table = self._block.address + begin * 16

@@ -36,9 +36,8 @@ from sim_driver import (
 from cumem_sleep import sim
 from cumem_sleep.errors import DriverError, InvalidArgument, InvalidArgumentType
 
-pytestmark = (
-    pytest.mark.slow
-)  # processes, and of interest where csrc/sim changes; tests/checkpoint uses it in every run
+# Each starts processes; tests/checkpoint uses these calls in every run.
+pytestmark = pytest.mark.slow
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
 UNKNOWN = "CUDA_ERROR_UNKNOWN"

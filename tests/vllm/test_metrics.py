@@ -269,7 +269,6 @@ def test_a_gate_without_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> No
     run(scenario())
 
 
-@pytest.mark.slow
 def test_the_workers_answer_is_what_the_gate_reads() -> None:
     answer: Any = FakeEngine().status(0)
     assert set(answer) == set(metrics.RankStatus.__annotations__)
