@@ -40,14 +40,17 @@ MANY = 1_000_000
 def refuse_mmap(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     make, made = _core.HostBlock, []
 
-    def refusing(nbytes: int, numa_node: int) -> _core.HostBlock:
-        if on_preparing_thread() and nbytes == MIB:
-            made.append(nbytes)
-            if len(made) > after:
-                raise OutOfHostMemory(nbytes, 0, "mmap")
-        return make(nbytes, numa_node)
+    class Refusing:
+        table = make.table
 
-    monkeypatch.setattr(_core, "HostBlock", refusing)
+        def __new__(cls, nbytes: int, numa_node: int) -> _core.HostBlock:  # type: ignore[misc]
+            if on_preparing_thread() and nbytes == MIB:
+                made.append(nbytes)
+                if len(made) > after:
+                    raise OutOfHostMemory(nbytes, 0, "mmap")
+            return make(nbytes, numa_node)
+
+    monkeypatch.setattr(_core, "HostBlock", Refusing)
 
 
 def refuse_register(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
