@@ -27,7 +27,7 @@ def most(what: str, limit: float, values: Sequence[float], unit: str, scale: flo
     if not values:
         return Row(what, f"≤ {limit:g} {unit}", "not measured")
     middle, worst = statistics.median(values) / scale, max(values) / scale
-    spread = f" (at most {worst:.3f}, {len(values)} times)" if len(values) > 1 else ""
+    spread = f" (at most {worst:.3f}, of {len(values)})" if len(values) > 1 else ""
     target = f"≤ {limit:g} {unit}" if math.isfinite(limit) else "–"
     return Row(what, target, f"{middle:.3f} {unit}{spread}", middle <= limit if math.isfinite(limit) else None)
 

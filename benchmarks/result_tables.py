@@ -58,6 +58,11 @@ def machine(result: dict[str, Any]) -> str:
     return f"{facts['gpu']}, driver {driver}, {facts['cores']} cores, PyTorch {facts['torch']}"
 
 
+def beside(result: dict[str, Any]) -> str:
+    """What the machine did besides, where the result says so."""
+    return f" ({result['beside']})" if "beside" in result else ""
+
+
 def digits(value: float) -> str:
     """Three significant digits, and never more than three decimals."""
     if value >= 100:
@@ -741,6 +746,7 @@ VLLM_LEVEL_3_ROWS = (  # as level_3_table.py calls them
     "graphs and code made again",
     "first sleep",
     "level 1 of later sleeps",
+    "the first checkpoint",
     "checkpoint",
     "restore",
     "rest of the wake",
@@ -771,7 +777,8 @@ def vllm_level_3_table(result: dict[str, Any], own: dict[str, Any], two: dict[st
     lines = [
         f"**`vllm serve` at level 3**, a Qwen3-{said['shape']}-shaped model with"
         f" {said['gpu_memory_utilization']:.0%} of the GPU, vLLM {result['machine']['vllm']} with its defaults for"
-        f" sequences and CUDA graphs. {machine(result)}; another server worked on the machine's other GPU. Medians:",
+        f" sequences and CUDA graphs. {machine(result)}{beside(result)}; the first two columns were"
+        f" measured earlier{beside(own)}. Medians of the cycles after the first:",
         "",
         f"|  | {' | '.join(VLLM_LEVEL_3_WAYS.values())} |",
         "|---" * (len(ways) + 1) + "|",
@@ -788,8 +795,8 @@ def vllm_level_3_table(result: dict[str, Any], own: dict[str, Any], two: dict[st
         f" {two['arguments']['second']}, each with at least {both['share of the GPU of each']} of the GPU while awake:"
         f" the same tokens after {both['switches of two, the same tokens']} of {wanted} switches{early}. To the last"
         f" token a switch took {both['switch, to the last token']}; the first token of the request that wakes"
-        f" {both['first token of the switch']}. Before that, {both['cycles with the same tokens']} cycles of the first"
-        f" model alone, beside the server of the first two columns: checkpoint {both['checkpoint']}, restore"
+        f" {both['first token of the switch']}. Before the switches, {both['cycles with the same tokens']} cycles of"
+        f" the first model alone{beside(two)}: checkpoint {both['checkpoint']}, restore"
         f" {both['restore']}, first token of a request that wakes {both['first token of a request that wakes']}.",
     ]
 

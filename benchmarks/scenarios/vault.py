@@ -107,7 +107,7 @@ def tensor_parallel_2_through_the_vault(folder: Path) -> Facts:
 
 @scenario(gpus=2, **DEV_MODE)
 def replicas_on_two_gpus(folder: Path) -> Facts:
-    """Two servers of one model, each on a GPU of its own, through one vault: one copy of the weights is kept."""
+    """Two servers of one model, each on a GPU of its own, through one vault: one copy is kept of what is equal."""
     from vault_process import Vault
 
     facts: Facts = {}
