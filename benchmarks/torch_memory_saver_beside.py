@@ -104,7 +104,7 @@ with configure_subprocess():
 # The example, with the package that is found first; what it says at its end of this layer is not theirs to say: there,
 # theirs shows that it gives memory back at all.
 LOOP = """
-import importlib.util, sys, types
+import dataclasses, importlib.util, json, sys, types
 import torch_memory_saver as package
 spec = importlib.util.spec_from_file_location("loop", sys.argv[1])
 loop = importlib.util.module_from_spec(spec)
@@ -128,11 +128,14 @@ else:
     regions = types.SimpleNamespace(sleep=calls[0], wake=calls[1])
     loop.CuMemAllocator = types.SimpleNamespace(get_instance=lambda: types.SimpleNamespace(regions=regions))
 loop.with_a_model() if on_gpu else loop.with_addresses(allocator.get_instance())
+if "cumem_sleep" in package.__file__:
+    totals = allocator.get_instance().totals()
+    print(json.dumps({name: dataclasses.asdict(each) for name, each in totals.items()}))
 """
 
 
 def loop(whose: str, arguments: argparse.Namespace, ends_at: float) -> Facts:
-    """The share of its time, as the example says it, and how long all of it took."""
+    """The share of its time, as the example says it, how long all of it took, and on what our calls spent theirs."""
     if whose == "theirs" and SIMULATED and not arguments.theirs:
         raise NotInstalled("torch_memory_saver needs a GPU")
     begin = time.monotonic()
@@ -148,7 +151,8 @@ def loop(whose: str, arguments: argparse.Namespace, ends_at: float) -> Facts:
     if process.returncode:
         raise WorkerFailed((process.stderr.strip() or "it ended").splitlines()[-1])
     (said,) = (line for line in process.stdout.splitlines() if "ms a step, was spent" in line)
-    return {"says": said, "seconds with its start": round(time.monotonic() - begin, 2)}
+    facts: Facts = {"says": said, "seconds with its start": round(time.monotonic() - begin, 2)}
+    return facts if whose == "theirs" else {**facts, "totals": json.loads(process.stdout.splitlines()[-1])}
 
 
 def variables_of(whose: str, arguments: argparse.Namespace) -> dict[str, str]:

@@ -46,7 +46,9 @@ def test_ours_is_measured_and_who_is_missing_is_said(tmp_path: pathlib.Path) -> 
     process = run(tmp_path, "--ways", "theirs;ours;ours, retained;ours, retained, vault")
     assert process.returncode == 0, process.stdout + process.stderr
     result = json.loads((tmp_path / "out.json").read_text())
-    assert "ms a step, was spent" in result["training loop"]["ours"]["says"]
+    ours = result["training loop"]["ours"]
+    assert "ms a step, was spent" in ours["says"]
+    assert ours["totals"]["wake"]["phases"]["copy"] > 0
     assert "needs a GPU" in result["training loop"]["theirs"]["error"]
     ways = result["results"]["30 GiB"]
     assert ways.pop("theirs")["error"].startswith("NOT MEASURED: torch_memory_saver ")
