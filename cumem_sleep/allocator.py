@@ -118,7 +118,6 @@ class CuMemAllocator:
         self._store: BackupStore = BackupStore(self.settings, self._lock, self.tuning)
         self._preparation: Preparation | None = None
         self._agreement: Agreement | None = None
-        _allocators.add(self)
         _stores.add(self._store)
         self._digester = DeviceDigester()
         self._restorer = Restorer(self.tuning)
@@ -128,6 +127,7 @@ class CuMemAllocator:
         )
         self._pools = Pools()
         self._entry: Entry = Entry(self._layer, self._pools, _left_pool, _forget_freed_backups)
+        _allocators.add(self)  # not before it has what ending it needs
         self._used_tags = UsedTags(in_pools(), "no memory was ever given such a tag", DEFERRABLE_TAGS)
         self._region_tags = UsedTags(in_regions(), "no region ever had such a tag")
         if group is not None:

@@ -29,7 +29,6 @@ from cumem_sleep import (
 )
 from cumem_sleep import allocator as allocator_module
 from cumem_sleep.pools import Pools
-from cumem_sleep.tags import UsedTags
 
 MakeAllocator = Callable[..., CuMemAllocator]
 
@@ -362,7 +361,8 @@ class TestInstances:
             gc.enable()
 
     @pytest.mark.sim
-    def test_one_that_was_not_made_can_be_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("part", ["DeviceDigester", "Pools", "Entry", "UsedTags"])
+    def test_one_that_was_not_made_can_be_ended(self, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
         """At exit all that there are still are ended, and an error there would leave the others running."""
         made: list[CuMemAllocator] = []
 
@@ -370,13 +370,13 @@ class TestInstances:
             made.extend(allocator_module._allocators)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(UsedTags, "__init__", interrupted)
+        monkeypatch.setattr(allocator_module, part, interrupted)
         before = set(allocator_module._allocators)
         with pytest.raises(KeyboardInterrupt):
             CuMemAllocator(Settings(driver="sim"))
-        (half,) = set(made) - before
-        half._stop_background_work()
-        half.prepare_to_end()
+        for half in set(made) - before:
+            half._stop_background_work()
+            half.prepare_to_end()
 
     def test_sleep_of_a_fresh_process_needs_no_level(self, allocator: CuMemAllocator) -> None:
         assert isinstance(allocator.sleep(), SleepReport)
