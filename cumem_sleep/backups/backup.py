@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import pairwise, repeat
+
+import numpy as np
+import numpy.typing as npt
 
 from .. import _core
-from ..codec.encoding import EncodedChunk, Encoding
+from ..codec.encoding import EncodedRun, Encoding
 from ..codec.exponent import CHUNK_BYTES
 from ..digest.reference import Digest
 from ..extents import Extent, Piece
@@ -59,16 +62,17 @@ class Backup:
                 yield Piece(extent, offset, address + offset, min(step, extent.bytes - offset))
             address += extent.bytes
 
-    def chunks(self) -> Iterator[EncodedChunk]:
-        """The encoded chunks, in order; a chunk lies in one extent."""
+    def runs(self) -> Iterator[EncodedRun]:
+        """The encoded chunks, in order: one run for each extent."""
         if self.encoding is None:
             return
-        sizes = self.encoding.sizes.tolist()
-        where = _packed(sizes, [extent.bytes for extent in self.extents])
-        for number, (nbytes, (extent, offset)) in enumerate(zip(sizes, where, strict=True)):
-            address = self.segment.address + number * CHUNK_BYTES
-            is_last = number == len(sizes) - 1
-            yield EncodedChunk(self.segment, self.encoding.code, self.extents[extent], offset, address, nbytes, is_last)
+        code, sizes = self.encoding.code, self.encoding.sizes
+        first = 0
+        for extent, end in zip(self.extents, _packed(sizes, [extent.bytes for extent in self.extents]), strict=False):
+            address = self.segment.address + first * CHUNK_BYTES
+            yield EncodedRun(self.segment, code, extent, 0, address, sizes[first:end], end == len(sizes))
+            first = end
+        assert first == len(sizes), "a backup that has no room for its segment"
 
     def has_room_for(self, encoding: Encoding | None) -> bool:
         """Whether its extents can hold the segment with this encoding without being too large for it."""
@@ -78,31 +82,28 @@ class Backup:
         is_exact = self.bytes <= encoding.bytes + encoding.bytes // _MOST_TO_SPARE
         if not is_exact or self.bytes >= self.segment.bytes:
             return False
-        return len(list(_packed(encoding.sizes.tolist(), sizes))) == len(encoding.sizes)
+        return len(encoding.sizes) in (0, *_packed(encoding.sizes, sizes))
 
 
 def extent_sizes(segment: _core.Segment, encoding: Encoding | None, slab_bytes: int) -> list[int]:
     """The sizes of the extents for a backup of `segment`, each at most `slab_bytes`."""
     if encoding is None:
         return [min(slab_bytes, segment.bytes - start) for start in range(0, segment.bytes, slab_bytes)]
-    ends: dict[int, int] = {}
-    sizes = encoding.sizes.tolist()
-    for nbytes, (extent, offset) in zip(sizes, _packed(sizes, repeat(slab_bytes)), strict=True):
-        ends[extent] = offset + nbytes
+    ends = list(_packed(encoding.sizes, repeat(slab_bytes)))
+    stored = [int(encoding.sizes[first:end].sum()) for first, end in pairwise([0, *ends])]
     # A little more, so that the same weights still fit after their values change.
-    return [nbytes + nbytes // _ROOM_TO_GROW for nbytes in ends.values()]
+    return [nbytes + nbytes // _ROOM_TO_GROW for nbytes in stored]
 
 
-def _packed(chunks: Iterable[int], extents: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """(extent, offset) of each chunk, in order; a chunk lies in one extent. Ends early if a chunk does not fit."""
-    numbered = enumerate(extents)
-    extent, room = next(numbered)
-    offset = 0
-    for nbytes in chunks:
-        if offset + nbytes > room:
-            extent, room = next(numbered, (extent, 0))
-            offset = 0
-            if nbytes > room:
-                return
-        yield extent, offset
-        offset += nbytes
+def _packed(sizes: npt.NDArray[np.int64], extents: Iterable[int]) -> Iterator[int]:
+    """Chunks of these sizes one after another, each in one extent: for each extent, the number of the first chunk that
+    does not lie in it or in those before. Ends with the last chunk, or earlier if an extent has no room for the next.
+    """
+    ends = np.cumsum(sizes)
+    first, stored = 0, 0
+    for room in extents:
+        end = int(np.searchsorted(ends, stored + room, side="right"))
+        if end == first:
+            return
+        yield end
+        first, stored = end, int(ends[end - 1])

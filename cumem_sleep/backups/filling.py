@@ -66,8 +66,8 @@ class Filling:
             for piece in backup.pieces():
                 self._copies[backup.segment.device].start(piece, backup.segment.id)
         for device, mine in by_device(backup.segment for backup in encoded).items():
-            chunks = chain.from_iterable(self._backups[segment.id].chunks() for segment in mine)
-            workbenches[device].encode(chunks, self._transfers)
+            runs = chain.from_iterable(self._backups[segment.id].runs() for segment in mine)
+            workbenches[device].encode(runs, self._transfers)
 
     @property
     def in_flight(self) -> set[int]:

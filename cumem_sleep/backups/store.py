@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
-from ..codec.encoding import EncodedChunk, Encoding
+from ..codec.encoding import EncodedRun, Encoding
 from ..codec.exponent import CHUNK_BYTES, decode, least_bytes
 from ..digest.reference import Digest
 from ..errors import InvalidState
@@ -105,13 +105,13 @@ class BackupStore:
         """
         return list(self._complete(segment).pieces())
 
-    def chunks(self, segment: _core.Segment) -> Iterator[EncodedChunk]:
-        """The chunks of the complete, compressed backup of `segment`, in order.
+    def runs(self, segment: _core.Segment) -> list[EncodedRun]:
+        """The encoded chunks of the complete, compressed backup of `segment`, in order.
 
         Raises:
             InvalidState: it has none.
         """
-        return self._complete(segment).chunks()
+        return list(self._complete(segment).runs())
 
     # Room
 
@@ -282,11 +282,13 @@ class BackupStore:
         backup = self._complete(segment)
         start, end = segment.address + offset, segment.address + offset + nbytes
         parts: list[npt.NDArray[np.uint8]] = []
-        for chunk in backup.chunks():
-            if start < chunk.address + CHUNK_BYTES and chunk.address < end:
-                stored = self._tier.content(chunk.extent, chunk.offset, chunk.bytes)
-                content = decode(chunk.code, stored, [chunk.bytes])
-                parts.append(content[max(0, start - chunk.address) : end - chunk.address])
+        for run in backup.runs():
+            number, behind = (start - run.address) // CHUNK_BYTES, -(-(end - run.address) // CHUNK_BYTES)
+            if number < len(run) and behind > 0:
+                part = run.part(max(0, number), min(behind, len(run)))
+                stored = self._tier.content(part.extent, part.offset, part.bytes)
+                content = decode(part.code, stored, part.sizes)
+                parts.append(content[max(0, start - part.address) : end - part.address])
         for piece in () if backup.encoding is not None else backup.pieces():
             first, last = max(start, piece.address), min(end, piece.address + piece.bytes)
             if first < last:

@@ -1,4 +1,4 @@
-"""How a segment is stored when it is compressed, and where each of its encoded chunks lies."""
+"""How a segment is stored when it is compressed, and where its encoded chunks lie."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from .. import _core
 from ..extents import Extent
-from .exponent import Code
+from .exponent import CHUNK_BYTES, Code
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,47 @@ class Encoding:
 
 
 @dataclass(frozen=True)
-class EncodedChunk:
-    """Where one encoded chunk lies in its extent, and where its bytes are on the device."""
+class EncodedRun:
+    """Consecutive chunks of a segment whose encoded bytes lie one after another in one extent.
+
+    Attributes:
+        offset: where the first one's encoded bytes begin in the extent.
+        address: where its content is on the device.
+        sizes: bytes of each encoded chunk; at least one.
+        is_last: the segment ends with it.
+    """
 
     segment: _core.Segment
     code: Code
     extent: Extent
     offset: int
     address: int
-    bytes: int
+    sizes: npt.NDArray[np.int64]
     is_last: bool
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def bytes(self) -> int:
+        """Encoded, all of them."""
+        return int(self.sizes.sum())
+
+    @property
+    def content_bytes(self) -> int:
+        """On the device, all of them."""
+        return len(self) * CHUNK_BYTES
+
+    def part(self, first: int, end: int) -> EncodedRun:
+        """The chunks from number `first` up to, but without, number `end`; at least one."""
+        if first == 0 and end >= len(self):
+            return self
+        return EncodedRun(
+            self.segment,
+            self.code,
+            self.extent,
+            self.offset + int(self.sizes[:first].sum()),
+            self.address + first * CHUNK_BYTES,
+            self.sizes[first:end],
+            self.is_last and end >= len(self),
+        )

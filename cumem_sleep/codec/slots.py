@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 
 import numpy as np
@@ -12,7 +12,6 @@ from .. import _core
 from ..extents import Lane, Transfers
 from ..pinned import pinned_block
 from . import exponent
-from .encoding import EncodedChunk
 
 
 def head_bytes(rows: int) -> int:
@@ -33,6 +32,7 @@ class Slot:
 
     def __init__(self, device: int, address: int, rows: int) -> None:
         self._finished: Callable[[Slot], None] | None = None
+        self._copies: Callable[[], None] | None = None
         self.segments: set[int] = set()
         counters_at = rows * exponent.ROW_BYTES
         self._counters_at = counters_at
@@ -49,14 +49,9 @@ class Slot:
 
     def close(self) -> None:
         """Wait for what is in flight. Closing again does nothing."""
-        self._finished = None
+        self._finished = self._copies = None
         with closing(self._block), self.stream:
             pass
-
-    def set_rows_of(self, batch: Sequence[EncodedChunk], sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
-        """Set the table of the next kernel, for these chunks."""
-        symbols = np.array([chunk.code.symbols for chunk in batch], np.uint8)
-        self.set_rows(symbols, sources, targets, [chunk.bytes for chunk in batch])
 
     def set_rows(
         self, symbols: npt.NDArray[np.uint8], sources: npt.ArrayLike, targets: npt.ArrayLike, sizes: npt.ArrayLike
@@ -84,6 +79,19 @@ class Slot:
         """Wait for what was begun on its stream, including copies to and from extents."""
         (self.lane or self.stream).synchronize()
 
+    def copy_later(self, copies: Callable[[], None]) -> None:
+        """Let `copy`, or at the latest `finish`, call `copies`, which begins to copy what a kernel on its stream wrote.
+
+        A lane may have to wait for the kernel. So one slot's copies begin when the next one's kernel is at work.
+        """
+        self._copies = copies
+
+    def copy(self) -> None:
+        """Begin the copies that were left for later, if there are any."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies()
+
     def then(self, work: Callable[[Slot], None]) -> None:
         """Call `work` with the slot when everything begun on it has finished."""
         self._finished = work
@@ -92,6 +100,7 @@ class Slot:
         """Wait for what was begun, then call what `then` registered. Does nothing if nothing was begun."""
         finished, self._finished = self._finished, None
         if finished is not None:
+            self.copy()
             self.synchronize()
             self.segments = set()
             finished(self)

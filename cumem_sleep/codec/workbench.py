@@ -22,7 +22,7 @@ from ..errors import InvalidState, OutOfDeviceMemory
 from ..extents import Lane, Piece, Transfers
 from ..pinned import pinned_block
 from ..tuning import Tuning
-from .encoding import EncodedChunk, Encoding
+from .encoding import EncodedRun, Encoding
 from .exponent import CHUNK_BYTES, Code, Layout, choose_codes
 from .kernels import Kernels, codec_errors
 from .lent import Cleared, Kept
@@ -30,6 +30,7 @@ from .slots import Slot, head_bytes
 
 _SAMPLE_BYTES = 8 << 10  # bytes sampled from a segment, and from how many places at most
 _SAMPLE_PLACES = 8
+_CHOSEN_AT_ONCE = 32  # segments whose codes are chosen together
 _WORTH = 0.95
 
 
@@ -144,11 +145,14 @@ class Workbench:
         segments = [segment for segment in segments if segment.bytes % CHUNK_BYTES == 0]
         if not segments:
             return {}
-        by_layout: dict[Layout, list[tuple[_core.Segment, Code]]] = {}
-        for segment, code in zip(segments, choose_codes(self._samples(segments), _WORTH), strict=True):
-            if code is not None:
-                by_layout.setdefault(code.layout, []).append((segment, code))
-        counts = [self._count(chosen) for chosen in by_layout.values()]
+        counts: list[Count] = []
+        for first in range(0, len(segments), _CHOSEN_AT_ONCE):  # while the GPU counts those before
+            part = segments[first : first + _CHOSEN_AT_ONCE]
+            by_layout: dict[Layout, list[tuple[_core.Segment, Code]]] = {}
+            for segment, code in zip(part, choose_codes(self._samples(part), _WORTH), strict=True):
+                if code is not None:
+                    by_layout.setdefault(code.layout, []).append((segment, code))
+            counts += [self._count(chosen) for chosen in by_layout.values()]
         return {segment_id: encoding for count in counts for segment_id, encoding in count.finish().items()}
 
     def begin_count(self, coded: Sequence[tuple[_core.Segment, Code]]) -> Count:
@@ -162,7 +166,7 @@ class Workbench:
         """
         return self._count(coded)
 
-    def encode(self, chunks: Iterable[EncodedChunk], transfers: Transfers) -> None:
+    def encode(self, runs: Iterable[EncodedRun], transfers: Transfers) -> None:
         """Encode chunks and copy them to their places in the extents.
 
         When `finish` has returned, they have arrived and have the planned sizes.
@@ -172,21 +176,25 @@ class Workbench:
             DriverError, OutOfHostMemory: the driver or the system refused.
             CodecError: a kernel failed.
         """
-        for batch in self._batches(chunks):
+        before: Slot | None = None
+        for batch in self._batches(runs):
             _core.stop_if_asked()
-            slot, layout = self._next_slot(), batch[0].code.layout
+            slot = self._next_slot()
             lane = slot.use(transfers)
-            targets = slot.chunks_address + np.cumsum([0] + [chunk.bytes for chunk in batch])
-            slot.set_rows_of(batch, [chunk.address for chunk in batch], targets[:-1])
+            slot.set_rows(batch.symbols, batch.addresses, slot.chunks_address + batch.starts, batch.sizes)
             slot.stream.zero(slot.counters_address, 4 * len(batch))
-            slot.stream.zero(slot.chunks_address, int(targets[-1] - targets[0]))
+            slot.stream.zero(slot.chunks_address, batch.bytes)
             with codec_errors():
-                self._kernels.encode(slot.stream, layout, slot.table, slot.counters_address, len(batch))
+                self._kernels.encode(slot.stream, batch.layout, slot.table, slot.counters_address, len(batch))
             slot.read_counters(len(batch))
-            for piece in _together(batch, targets):
-                lane.write(piece.extent, piece.offset, piece.address, piece.bytes)
-            slot.segments = {chunk.segment.id for chunk in batch}
-            slot.then(partial(_check_sizes, batch))
+            slot.segments = {run.segment.id for run in batch.runs}
+            slot.copy_later(partial(_write, lane, batch.pieces(slot.chunks_address)))
+            slot.then(batch.check_sizes)
+            if before is not None:
+                before.copy()
+            before = slot
+        if before is not None:
+            before.copy()
 
     def finish(self) -> None:
         """Wait for everything that was begun.
@@ -201,7 +209,7 @@ class Workbench:
 
     def decode(
         self,
-        chunks: Iterable[EncodedChunk],
+        runs: Iterable[EncodedRun],
         mapped: Callable[[int], None],
         completed: Callable[[list[_core.Segment]], None],
         copies: CopiesToSlots,
@@ -217,84 +225,84 @@ class Workbench:
             DriverError, InvalidState: what the driver or `mapped` raised.
             CodecError: a kernel failed.
         """
-        copied: deque[tuple[Slot, list[EncodedChunk], npt.NDArray[np.int64]]] = deque()  # or being copied
+        copied: deque[tuple[Slot, _Batch, npt.NDArray[np.int64]]] = deque()  # or being copied
 
         def decode_next() -> None:
             slot, batch, sources = copied.popleft()
-            for segment_id in dict.fromkeys(chunk.segment.id for chunk in batch):
+            for segment_id in dict.fromkeys(run.segment.id for run in batch.runs):
                 mapped(segment_id)
             slot.join()
-            slot.set_rows_of(batch, sources[:-1], [chunk.address for chunk in batch])
+            slot.set_rows(batch.symbols, sources, batch.addresses, batch.sizes)
             with codec_errors():
-                self._kernels.decode(slot.stream, batch[0].code.layout, slot.table, len(batch))
-            slot.then(partial(_complete, completed, [chunk.segment for chunk in batch if chunk.is_last]))
+                self._kernels.decode(slot.stream, batch.layout, slot.table, len(batch))
+            slot.then(partial(_complete, completed, [run.segment for run in batch.runs if run.is_last]))
 
-        for batch in self._batches(chunks):
+        for batch in self._batches(runs):
             _core.stop_if_asked()
             slot = self._next_slot()
             if self.has_memory:
-                sources = slot.chunks_address + np.cumsum([0] + [chunk.bytes for chunk in batch])
-                nbytes = int(sources[-1] - sources[0])
                 alone = copies.alone
                 if alone:
                     self.finish()
                     for other, _, _ in copied:
                         other.synchronize()
                 begin = time.perf_counter()
-                copies.start(self._turn, list(_together(batch, sources)))
-                copied.append((slot, batch, sources))
+                copies.start(self._turn, batch.pieces(slot.chunks_address))
+                copied.append((slot, batch, slot.chunks_address + batch.starts))
                 if alone:
                     slot.synchronize()
-                    copies.took(nbytes, time.perf_counter() - begin)
+                    copies.took(batch.bytes, time.perf_counter() - begin)
                 # This many copies go on while the first batch waits for its segment to be mapped.
                 if len(copied) > len(self._slots) - 2:
                     decode_next()
                 if not alone:
                     self._slots[(self._turn + 1) % len(self._slots)].finish()
-                    copies.took(nbytes, time.perf_counter() - begin)
+                    copies.took(batch.bytes, time.perf_counter() - begin)
             else:
-                sources = np.array([chunk.extent.address + chunk.offset for chunk in batch] + [0])
-                copied.append((slot, batch, sources))
+                copied.append((slot, batch, batch.addresses_in_extents))
                 decode_next()
             yield len(batch) * CHUNK_BYTES
         while copied:
             decode_next()
         self.finish()
 
-    def decode_again(self, chunks: Sequence[EncodedChunk], transfers: Transfers) -> int:
-        """Decode chunks (of one layout, few enough for a slot) from their extents; returns their temporary address.
+    def decode_again(self, run: EncodedRun, transfers: Transfers) -> int:
+        """Decode chunks (few enough for a slot) from their extent; returns the temporary address of their content.
 
         Raises:
             DriverError: the driver refused.
             CodecError: a kernel failed.
         """
-        assert len(chunks) * CHUNK_BYTES <= self.slot_bytes
+        assert run.content_bytes <= self.slot_bytes
         target, source = self._next_slot(), self._next_slot()
-        lane = source.use(transfers)
-        sources = source.chunks_address + np.cumsum([0] + [chunk.bytes for chunk in chunks])
-        for piece in _together(chunks, sources):
+        lane, batch = source.use(transfers), _Batch([run])
+        for piece in batch.pieces(source.chunks_address):
             lane.read(piece.address, piece.extent, piece.offset, piece.bytes)
         source.synchronize()
-        targets = target.chunks_address + CHUNK_BYTES * np.arange(len(chunks))
-        target.set_rows_of(chunks, sources[:-1], targets)
+        targets = target.chunks_address + CHUNK_BYTES * np.arange(len(batch))
+        target.set_rows(batch.symbols, source.chunks_address + batch.starts, targets, batch.sizes)
         with codec_errors():
-            self._kernels.decode(target.stream, chunks[0].code.layout, target.table, len(chunks))
+            self._kernels.decode(target.stream, batch.layout, target.table, len(batch))
         target.stream.synchronize()
         return target.chunks_address
 
-    def _batches(self, chunks: Iterable[EncodedChunk]) -> Iterator[list[EncodedChunk]]:
+    def _batches(self, runs: Iterable[EncodedRun]) -> Iterator[_Batch]:
         """The chunks in batches, in order; those of one batch have the same layout and fit into a slot."""
-        batch: list[EncodedChunk] = []
-        nbytes = 0
-        for chunk in chunks:
-            full = len(batch) == self._tuning.rows or nbytes + chunk.bytes > self.slot_bytes
-            if batch and (full or batch[0].code.layout != chunk.code.layout):
-                yield batch
-                batch, nbytes = [], 0
-            batch.append(chunk)
-            nbytes += chunk.bytes
+        batch: list[EncodedRun] = []
+        rows, room = self._tuning.rows, self.slot_bytes  # left in the batch
+        for run in runs:
+            first = 0
+            while first < len(run):
+                fits = int(np.searchsorted(np.cumsum(run.sizes[first : first + rows]), room, side="right"))
+                if batch and (not fits or batch[0].code.layout != run.code.layout):
+                    yield _Batch(batch)
+                    batch, rows, room = [], self._tuning.rows, self.slot_bytes
+                    continue
+                part = run.part(first, first + max(fits, 1))
+                batch.append(part)
+                first, rows, room = first + len(part), rows - len(part), room - part.bytes
         if batch:
-            yield batch
+            yield _Batch(batch)
 
     def _next_slot(self) -> Slot:
         """Wait for the slot that was begun first, and return it."""
@@ -416,19 +424,69 @@ def parts_to_count(
         yield part
 
 
-def _together(batch: Sequence[EncodedChunk], addresses: npt.NDArray[np.int64]) -> Iterator[Piece]:
-    """Runs of chunks that are contiguous in an extent, each with its address in the slot; `addresses`: the chunks'."""
-    first = 0
-    for end in range(1, len(batch) + 1):
-        before, chunk = batch[end - 1], batch[first]
-        goes_on = (
-            end < len(batch)
-            and batch[end].extent is before.extent
-            and batch[end].offset == before.offset + before.bytes
-        )
-        if not goes_on:
-            yield Piece(chunk.extent, chunk.offset, int(addresses[first]), int(addresses[end] - addresses[first]))
-            first = end
+class _Batch:
+    """Chunks of one layout, for one launch of a kernel, one after another in a slot.
+
+    Attributes:
+        sizes: bytes of each encoded chunk.
+        starts: where each begins in the slot.
+    """
+
+    def __init__(self, runs: Sequence[EncodedRun]) -> None:
+        self.runs = runs
+        self.layout = runs[0].code.layout
+        self.sizes = np.concatenate([run.sizes for run in runs])
+        ends = np.cumsum(self.sizes)
+        self.starts = ends - self.sizes
+        self.bytes = int(ends[-1])
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def symbols(self) -> npt.NDArray[np.uint8]:
+        """Of each chunk's code; shape (chunks, 9)."""
+        each = np.array([run.code.symbols for run in self.runs], np.uint8)
+        return np.repeat(each, [len(run) for run in self.runs], axis=0)
+
+    @property
+    def addresses(self) -> npt.NDArray[np.int64]:
+        """Where each chunk's content is on the device."""
+        return np.concatenate([run.address + CHUNK_BYTES * np.arange(len(run)) for run in self.runs])
+
+    @property
+    def addresses_in_extents(self) -> npt.NDArray[np.int64]:
+        """Where kernels find each encoded chunk, if they reach its extent."""
+        starts = [run.extent.address + run.offset + np.cumsum(run.sizes) - run.sizes for run in self.runs]
+        return np.concatenate(starts)
+
+    def pieces(self, address: int) -> list[Piece]:
+        """The encoded chunks, as they are copied between the extents and a slot whose chunks begin at `address`."""
+        pieces = []
+        for run in self.runs:
+            pieces.append(Piece(run.extent, run.offset, address, run.bytes))
+            address += run.bytes
+        return pieces
+
+    def check_sizes(self, slot: Slot) -> None:
+        """Compare what was encoded into `slot` with what was planned.
+
+        Raises:
+            ChangedMeanwhile: a chunk does not have the planned size.
+        """
+        encoded = slot.counters[: len(self)] + self.layout.header_bytes
+        if (differing := np.flatnonzero(encoded != self.sizes)).size:
+            ends = np.cumsum([len(run) for run in self.runs])
+            segment = self.runs[int(np.searchsorted(ends, differing[0], side="right"))].segment
+            raise ChangedMeanwhile(
+                f"the segment at 0x{segment.address:x} was written to while it was backed up: run no work on"
+                " the GPU during sleep, and call again; everything is awake"
+            )
+
+
+def _write(lane: Lane, pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        lane.write(piece.extent, piece.offset, piece.address, piece.bytes)
 
 
 def _complete(completed: Callable[[list[_core.Segment]], None], segments: list[_core.Segment], _: Slot) -> None:
@@ -437,15 +495,6 @@ def _complete(completed: Callable[[list[_core.Segment]], None], segments: list[_
 
 def _store_counters(sizes: npt.NDArray[np.int64], slot: Slot) -> None:
     sizes[:] = slot.counters[: len(sizes)]
-
-
-def _check_sizes(batch: list[EncodedChunk], slot: Slot) -> None:
-    for chunk, nbytes in zip(batch, slot.counters.tolist(), strict=False):
-        if nbytes + chunk.code.layout.header_bytes != chunk.bytes:
-            raise ChangedMeanwhile(
-                f"the segment at 0x{chunk.segment.address:x} was written to while it was backed up: run no work on"
-                " the GPU during sleep, and call again; everything is awake"
-            )
 
 
 def workbench_bytes(tuning: Tuning, slot_bytes: int) -> int:

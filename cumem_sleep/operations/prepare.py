@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from .. import _core, log
 from ..backups.backup import Backup
 from ..backups.tier import NotYet
-from ..codec.encoding import EncodedChunk, Encoding
+from ..codec.encoding import EncodedRun, Encoding
 from ..codec.exponent import CHUNK_BYTES
 from ..codec.workbench import ChangedMeanwhile, Workbench
 from ..digest.device import DigestRun
@@ -199,26 +199,25 @@ class Preparation:
     def _copy_all(self, backup: Backup, digests: DigestRun) -> bool:
         if backup.encoding is None:
             return all(self._copy(backup, piece, digests) for piece in backup.pieces(self._tuning.prepare_piece_bytes))
-        chunks, count = list(backup.chunks()), self._tuning.prepare_piece_bytes // CHUNK_BYTES
-        parts = (chunks[first : first + count] for first in range(0, len(chunks), count))
+        count = self._tuning.prepare_piece_bytes // CHUNK_BYTES
+        parts = (run.part(first, first + count) for run in backup.runs() for first in range(0, len(run), count))
         return all(self._encode(backup, part, digests) for part in parts)
 
-    def _encode(self, backup: Backup, chunks: Sequence[EncodedChunk], digests: DigestRun) -> bool:
+    def _encode(self, backup: Backup, run: EncodedRun, digests: DigestRun) -> bool:
         """As `_copy`; false as well if the bytes are not those any more for which room was taken."""
         segment = backup.segment
-        nbytes = len(chunks) * CHUNK_BYTES
         with self._turn(segment, backup) as mine:
             if not mine:
                 return False
-            offset = chunks[0].address - segment.address
+            offset = run.address - segment.address
             try:
                 with self._store.transfers() as transfers, self._workbench(segment.device) as workbench:
-                    workbench.encode(chunks, transfers)
+                    workbench.encode([run], transfers)
                     workbench.finish()
-                    digests.add_decoded(segment, offset, workbench.decode_again(chunks, transfers), nbytes)
+                    digests.add_decoded(segment, offset, workbench.decode_again(run, transfers), run.content_bytes)
             except ChangedMeanwhile:
                 return False
-        self._pace(nbytes)
+        self._pace(run.content_bytes)
         return True
 
     def _copy(self, backup: Backup, piece: Piece, digests: DigestRun) -> bool:

@@ -53,8 +53,9 @@ def wake(layer: Layer, call: Call, is_meant: Choice) -> WakeReport:
         checked = [segment for segment in restored if segment.id in expected]
         keep_bytes = {segment.id for segment in blank if segment.keeps_bytes}
         mapping = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in restored})
-        # Begins when half of the bytes are there, because it costs nothing then. Earlier it could have to wait for the
-        # driver to scrub freed memory, and hold a lock of the driver meanwhile that copies need.
+        # Not before it has to, to be done with the copies: it waits for the driver to scrub freed memory, and holds a
+        # lock of the driver meanwhile that copies need.
+        few_bytes = max(total_bytes(restored) // 2, total_bytes(blank) // layer.tuning.mapped_per_copied)
         mapping_blank = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in blank})
         try:
             with mapping, mapping_blank, layer.digester.run(checked) as digests:
@@ -69,6 +70,7 @@ def wake(layer: Layer, call: Call, is_meant: Choice) -> WakeReport:
                                 transfers,
                                 mapping.wait,
                                 mapping_blank.start,
+                                few_bytes,
                                 digests if checked else None,
                                 benches,
                             )
@@ -100,7 +102,7 @@ def _to_restore(layer: Layer, restored: Sequence[_core.Segment]) -> ToRestore:
     encoded = [segment for segment in restored if layer.store.encoding_of(segment) is not None]
     return ToRestore(
         [(segment, layer.store.pieces(segment)) for segment in raw],
-        [(segment, list(layer.store.chunks(segment))) for segment in encoded],
+        [(segment, layer.store.runs(segment)) for segment in encoded],
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 
 from .. import _core
-from ..codec.encoding import EncodedChunk
+from ..codec.encoding import EncodedRun
 from ..codec.workbench import Workbench
 from ..digest.device import DigestRun
 from ..errors import CodecError
@@ -29,7 +29,7 @@ class ToRestore:
     """
 
     raw: Sequence[tuple[_core.Segment, Sequence[Piece]]]
-    encoded: Sequence[tuple[_core.Segment, Sequence[EncodedChunk]]]
+    encoded: Sequence[tuple[_core.Segment, Sequence[EncodedRun]]]
 
     @property
     def segments(self) -> list[_core.Segment]:
@@ -53,7 +53,8 @@ class Restorer:
         backups: ToRestore,
         transfers: Transfers,
         mapped: Callable[[int], None],
-        half_done: Callable[[], None],
+        few_left: Callable[[], None],
+        few_bytes: int,
         digests: DigestRun | None,
         workbenches: Mapping[int, Workbench],
     ) -> None:
@@ -62,7 +63,8 @@ class Restorer:
         Args:
             transfers: gives the lanes to the extents.
             mapped: waits until the segment with that id is mapped.
-            half_done: called once, when half of the bytes are on their way.
+            few_left: called once, when no more than `few_bytes` are not on their way yet; after the first copies have
+                begun, however few there are.
             digests: started for each segment once it is complete; None for no digests.
             workbenches: by device, for backups that are compressed.
 
@@ -76,17 +78,16 @@ class Restorer:
                 raw = [(segment, pieces) for segment, pieces in backups.raw if segment.device == device]
                 lanes.setdefault(device, []).append(self._copy(device, raw, transfers, mapped, digests, stack))
             for device, workbench in workbenches.items():
-                encoded = [(segment, chunks) for segment, chunks in backups.encoded if segment.device == device]
-                chunks = list(chain.from_iterable(chunks for _, chunks in encoded))
+                runs = [run for segment, runs in backups.encoded if segment.device == device for run in runs]
                 lanes.setdefault(device, []).append(
-                    self._decode(device, chunks, workbench, transfers, mapped, digests, stack)
+                    self._decode(device, runs, workbench, transfers, mapped, digests, stack)
                 )
-            half = total_bytes(backups.segments) // 2
+            many = max(1, total_bytes(backups.segments) - few_bytes)
             begun = 0
             for turn in zip_longest(*map(chain.from_iterable, lanes.values()), fillvalue=0):
                 before, begun = begun, begun + sum(turn)
-                if before < half <= begun:
-                    half_done()
+                if before < many <= begun:
+                    few_left()
 
     def _copy(
         self,
@@ -111,14 +112,14 @@ class Restorer:
     def _decode(
         self,
         device: int,
-        chunks: Sequence[EncodedChunk],
+        runs: Sequence[EncodedRun],
         workbench: Workbench,
         transfers: Transfers,
         mapped: Callable[[int], None],
         digests: DigestRun | None,
         stack: ExitStack,
     ) -> Iterator[int]:
-        nbytes = sum(chunk.bytes for chunk in chunks) if workbench.has_memory else 0
+        nbytes = sum(run.bytes for run in runs) if workbench.has_memory else 0
         lanes = workbench.lanes(transfers)
         if not workbench.has_memory and not all(lane.kernels_reach for lane in lanes):
             raise CodecError(
@@ -133,7 +134,7 @@ class Restorer:
                 stack.callback(route.lane.synchronize)
         copies = SlotCopies(routes, self._routes.choices(device, routes, self._tuning.slots_timed_bytes))
         completed = digests.start if digests is not None else _nothing
-        return workbench.decode(chunks, mapped, completed, copies)
+        return workbench.decode(runs, mapped, completed, copies)
 
 
 def _nothing(segments: Sequence[_core.Segment]) -> None:
