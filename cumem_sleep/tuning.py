@@ -31,8 +31,6 @@ class Tuning:
             for a slow engine.
         least_timed_bytes: smaller copies are not timed, because most of their time is latency.
         batches_between_trials: how many batches the kernel copies before the engine is tried again.
-        mapped_per_copied: how many bytes without a backup are mapped while one is copied; such memory is mapped at the
-            end of the copies, in their second half at the earliest if that is enough.
         worth_choosing_bytes: if there is less to copy, the engine copies all of it.
         slots: how many pieces of device memory encoded chunks pass through, each with its own stream.
         slot_bytes: how many bytes of encoded chunks fit into a slot; the second number is for a full GPU.
@@ -62,7 +60,6 @@ class Tuning:
     slots_timed_bytes: int = 768 * _MIB
     least_timed_bytes: int = 4 * _MIB
     batches_between_trials: int = 48
-    mapped_per_copied: int = 6
     worth_choosing_bytes: int = _GIB
     slots: int = 4
     slot_bytes: tuple[int, ...] = (64 * _MIB, 8 * _MIB)

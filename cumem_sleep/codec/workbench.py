@@ -186,9 +186,8 @@ class Workbench:
             slot.stream.zero(slot.chunks_address, batch.bytes)
             with codec_errors():
                 self._kernels.encode(slot.stream, batch.layout, slot.table, slot.counters_address, len(batch))
-            slot.read_counters(len(batch))
             slot.segments = {run.segment.id for run in batch.runs}
-            slot.copy_later(partial(_write, lane, batch.pieces(slot.chunks_address)))
+            slot.copy_later(partial(_write, slot, lane, batch))
             slot.then(batch.check_sizes)
             if before is not None:
                 before.copy()
@@ -484,9 +483,13 @@ class _Batch:
             )
 
 
-def _write(lane: Lane, pieces: Sequence[Piece]) -> None:
-    for piece in pieces:
+def _write(slot: Slot, lane: Lane, batch: _Batch) -> None:
+    """Copy what was encoded to its extents. The counters come last: they would queue behind the copies of other slots,
+    and a lane that waits for the kernel would wait for them, too.
+    """
+    for piece in batch.pieces(slot.chunks_address):
         lane.write(piece.extent, piece.offset, piece.address, piece.bytes)
+    slot.read_counters(len(batch))
 
 
 def _complete(completed: Callable[[list[_core.Segment]], None], segments: list[_core.Segment], _: Slot) -> None:

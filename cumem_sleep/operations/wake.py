@@ -53,9 +53,8 @@ def wake(layer: Layer, call: Call, is_meant: Choice) -> WakeReport:
         checked = [segment for segment in restored if segment.id in expected]
         keep_bytes = {segment.id for segment in blank if segment.keeps_bytes}
         mapping = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in restored})
-        # Not before it has to, to be done with the copies: it waits for the driver to scrub freed memory, and holds a
-        # lock of the driver meanwhile that copies need.
-        few_bytes = max(total_bytes(restored) // 2, total_bytes(blank) // layer.tuning.mapped_per_copied)
+        # Begins when half of the bytes are there, because it costs nothing then. Earlier it could have to wait for the
+        # driver to scrub freed memory, and hold a lock of the driver meanwhile that copies need.
         mapping_blank = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in blank})
         try:
             with mapping, mapping_blank, layer.digester.run(checked) as digests:
@@ -70,7 +69,6 @@ def wake(layer: Layer, call: Call, is_meant: Choice) -> WakeReport:
                                 transfers,
                                 mapping.wait,
                                 mapping_blank.start,
-                                few_bytes,
                                 digests if checked else None,
                                 benches,
                             )

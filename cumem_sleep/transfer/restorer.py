@@ -53,8 +53,7 @@ class Restorer:
         backups: ToRestore,
         transfers: Transfers,
         mapped: Callable[[int], None],
-        few_left: Callable[[], None],
-        few_bytes: int,
+        half_done: Callable[[], None],
         digests: DigestRun | None,
         workbenches: Mapping[int, Workbench],
     ) -> None:
@@ -63,8 +62,7 @@ class Restorer:
         Args:
             transfers: gives the lanes to the extents.
             mapped: waits until the segment with that id is mapped.
-            few_left: called once, when no more than `few_bytes` are not on their way yet; after the first copies have
-                begun, however few there are.
+            half_done: called once, when half of the bytes are on their way.
             digests: started for each segment once it is complete; None for no digests.
             workbenches: by device, for backups that are compressed.
 
@@ -82,12 +80,12 @@ class Restorer:
                 lanes.setdefault(device, []).append(
                     self._decode(device, runs, workbench, transfers, mapped, digests, stack)
                 )
-            many = max(1, total_bytes(backups.segments) - few_bytes)
+            half = total_bytes(backups.segments) // 2
             begun = 0
             for turn in zip_longest(*map(chain.from_iterable, lanes.values()), fillvalue=0):
                 before, begun = begun, begun + sum(turn)
-                if before < many <= begun:
-                    few_left()
+                if before < half <= begun:
+                    half_done()
 
     def _copy(
         self,

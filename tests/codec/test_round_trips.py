@@ -36,6 +36,7 @@ from compression import (
 from support import AWAKE, BACKED_UP, MIB, PAGE, patch_map
 
 from cumem_sleep import CuMemAllocator, DriverError, _core, sim
+from cumem_sleep.codec import workbench
 from cumem_sleep.codec.exponent import Layout
 from cumem_sleep.codec.kernels import SimulatedKernels
 from cumem_sleep.digest.device import DigestRun
@@ -289,6 +290,31 @@ class TestRoundTrips:
         check_bytes(contents)
         assert events.index("decode") == slots - 1
         assert events.count("copy") == events.count("decode") == 8  # two encoded pages in each
+
+    @pytest.mark.parametrize("slots", [1, 2, 4])
+    def test_what_is_encoded_is_copied_while_the_next_is_encoded(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int
+    ) -> None:
+        """A lane may wait for the kernel first; with one slot it has to."""
+        monkeypatch.setattr(CuMemAllocator.tuning, "slots", slots)
+        contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
+        encode, write = SimulatedKernels.encode, workbench._write
+        events: list[str] = []
+
+        def note_and_encode(*arguments: Any) -> None:
+            events.append("encode")
+            encode(*arguments)
+
+        def note_and_write(*arguments: Any) -> None:
+            events.append("copy")
+            write(*arguments)
+
+        monkeypatch.setattr(SimulatedKernels, "encode", note_and_encode)
+        monkeypatch.setattr(workbench, "_write", note_and_write)
+        allocator.sleep()
+        assert events == (["encode", "copy"] * 8 if slots == 1 else ["encode", *["encode", "copy"] * 7, "copy"])
+        allocator.wake_up()
+        check_bytes(contents)
 
     def test_host_memory_of_weights(self, allocator: CuMemAllocator) -> None:
         fill(allocator, bf16)

@@ -1,4 +1,4 @@
-"""A restore says when few of its bytes are not on their way yet."""
+"""A restore says when half of its bytes are on their way."""
 
 from __future__ import annotations
 
@@ -12,18 +12,13 @@ from cumem_sleep import CuMemAllocator, _core
 from cumem_sleep.transfer.restorer import Restorer, ToRestore
 
 
-class TestFewLeft:
-    """`Restorer.restore` says when few of the bytes are not on their way yet."""
+class TestHalfDone:
+    """`Restorer.restore` says when half of the bytes are on their way."""
 
     def restore(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        parts: list[Part],
-        batch_bytes: int,
-        few_left: Callable[[int], None],
-        few_bytes: int,
+        self, monkeypatch: pytest.MonkeyPatch, parts: list[Part], batch_bytes: int, half_done: Callable[[int], None]
     ) -> Log:
-        """`few_left` is given the bytes on their way."""
+        """`half_done` is given the bytes on their way."""
         log = Log()
 
         class Stream(FakeStream):
@@ -43,16 +38,16 @@ class TestFewLeft:
         def begun_bytes() -> int:
             return sum(nbytes for event, nbytes in log.events if event == "bytes")  # type: ignore[misc]
 
-        def few() -> None:
-            log.events.append(("few", begun_bytes()))
-            few_left(begun_bytes())
+        def half() -> None:
+            log.events.append(("half", begun_bytes()))
+            half_done(begun_bytes())
 
         monkeypatch.setattr(_core, "CopyStream", Stream)
         monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", batch_bytes)
         transfers = types.SimpleNamespace(lane=lambda stream: stream)
         backups = ToRestore(Store(parts, 8).backed_up(parts), [])
         restorer = Restorer(CuMemAllocator.tuning)
-        restorer.restore(backups, transfers, lambda _: None, few, few_bytes, None, {})  # type: ignore[arg-type]
+        restorer.restore(backups, transfers, lambda _: None, half, None, {})  # type: ignore[arg-type]
         assert begun_bytes() == sum(part.bytes for part in parts)
         assert log.flying == []
         return log
@@ -60,25 +55,22 @@ class TestFewLeft:
     @pytest.mark.parametrize("batch_bytes", [1, 3, 8, 20, 1000])
     @pytest.mark.parametrize("sizes", [(8,), (8, 8), (20, 1, 1), (1, 1, 20), (7,) * 9, (100, 5, 100)], ids=str)
     @pytest.mark.parametrize("devices", [1, 2, 3])
-    @pytest.mark.parametrize("share", [0.0, 0.5, 1.0, 3.0])
     def test_once_and_as_soon_as_it_is(
-        self, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], batch_bytes: int, devices: int, share: float
+        self, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], batch_bytes: int, devices: int
     ) -> None:
-        """With the first copies, if there never are more."""
         parts = parts_of(*sizes)
         for number, part in enumerate(parts):
             part.device = number % devices
         calls: list[int] = []
-        few_bytes = int(share * sum(sizes))
-        self.restore(monkeypatch, parts, batch_bytes, calls.append, few_bytes)
+        self.restore(monkeypatch, parts, batch_bytes, calls.append)
         (begun,) = calls
-        many = max(1, sum(sizes) - few_bytes)
-        assert begun >= many
-        assert begun - min(devices, len(sizes)) * batch_bytes < many, "a batch of each device before, it was so already"
+        half = sum(sizes) // 2
+        assert begun >= half
+        assert begun - min(devices, len(sizes)) * batch_bytes < half, "a batch of each device before, it was so already"
 
     def test_what_it_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(_: int) -> None:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            self.restore(monkeypatch, parts_of(8, 8, 8), 4, fail, 12)
+            self.restore(monkeypatch, parts_of(8, 8, 8), 4, fail)
