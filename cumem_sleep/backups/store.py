@@ -173,6 +173,7 @@ class BackupStore:
             OutOfHostMemory: a limit leaves too little; nothing was taken.
             NotYet: beside work, the tier is still taking that memory; nothing was taken.
         """
+        unfit: list[int] = []
         for segment in segments:
             backup = self._backups.get(segment.id)
             if backup is None:
@@ -181,7 +182,8 @@ class BackupStore:
             if has_room and self._tier.can_rewrite(backup.extents):
                 backup.begin(encodings.get(segment.id))
             else:
-                self.forget([segment.id])
+                unfit.append(segment.id)
+        self.forget(unfit)
         new = [segment for segment in segments if segment.id not in self._backups]
         if not new:
             return
@@ -307,8 +309,8 @@ class BackupStore:
 
     def forget(self, segment_ids: Iterable[int]) -> None:
         """Release these segments' backups."""
-        for segment_id in segment_ids:
-            self._tier.release(self._take_out(segment_id))
+        if extents := [extent for segment_id in segment_ids for extent in self._take_out(segment_id)]:
+            self._tier.release(extents)
 
     def prune(self) -> None:
         """Forget backups that nobody can need.

@@ -33,23 +33,26 @@ class Slot:
     def __init__(self, device: int, address: int, rows: int) -> None:
         self._finished: Callable[[Slot], None] | None = None
         self._copies: Callable[[], None] | None = None
+        self._readers: list[tuple[slice, Callable[[npt.NDArray[np.uint32]], None]]] = []
+        self._counted = 0  # counters in use
         self.segments: set[int] = set()
         counters_at = rows * exponent.ROW_BYTES
         self._counters_at = counters_at
-        self.counters_address = address + counters_at
+        self._counters_address = address + counters_at
         self.chunks_address = address + head_bytes(rows)
         self.stream = _core.CopyStream(device)  # before the block: destroyed in this order if nobody closes the slot
         self.lane: Lane | None = None
         self._block = pinned_block(head_bytes(rows), device, -1)
         content = np.frombuffer(memoryview(self._block), np.uint8)
         self._rows = content[:counters_at].view("<u8").reshape(-1, 4)
-        self.counters = content[counters_at : counters_at + 4 * rows].view("<u4")
+        self._counters = content[counters_at : counters_at + 4 * rows].view("<u4")
         self._address = address
         self.table = address or self._block.address
 
     def close(self) -> None:
         """Wait for what is in flight. Closing again does nothing."""
         self._finished = self._copies = None
+        self._readers = []
         with closing(self._block), self.stream:
             pass
 
@@ -61,9 +64,29 @@ class Slot:
         if self._address:
             self.stream.to_device(self.table, self._block, 0, len(symbols) * exponent.ROW_BYTES)
 
-    def read_counters(self, chunks: int) -> None:
-        """Begin to read the counters; `counters` is valid once the slot has finished."""
-        self.stream.to_host(self._block, self._counters_at, self.counters_address, 4 * chunks)
+    def counters_for(self, chunks: int, found: Callable[[npt.NDArray[np.uint32]], None]) -> int:
+        """The address of a counter for each of so many chunks, all zero. `read_counters` gives them to `found`."""
+        if self._counted + chunks > len(self._counters):
+            self.read_counters()
+        mine = slice(self._counted, self._counted + chunks)
+        self._readers.append((mine, found))
+        self._counted = mine.stop
+        address = self._counters_address + 4 * mine.start
+        self.stream.zero(address, 4 * chunks)
+        return address
+
+    def read_counters(self) -> None:
+        """Wait for the kernels, and give their counters to whoever asked for them since the last time.
+
+        Not after each kernel: as a copy to the host, however small, it would queue behind those of other slots.
+        """
+        readers, self._readers = self._readers, []
+        counted, self._counted = self._counted, 0
+        if readers:
+            self.stream.to_host(self._block, self._counters_at, self._counters_address, 4 * counted)
+            self.stream.synchronize()
+        for mine, found in readers:
+            found(self._counters[mine])
 
     def use(self, transfers: Transfers) -> Lane:
         """A lane of `transfers`, for everything that is begun from here on."""
@@ -82,7 +105,8 @@ class Slot:
     def copy_later(self, copies: Callable[[], None]) -> None:
         """Let `copy`, or at the latest `finish`, call `copies`, which begins to copy what a kernel on its stream wrote.
 
-        A lane may have to wait for the kernel. So one slot's copies begin when the next one's kernel is at work.
+        A lane may have to wait for the kernel. So one slot's copies begin when the next one's kernel is at work. They
+        begin before `finish` returns.
         """
         self._copies = copies
 
@@ -92,15 +116,19 @@ class Slot:
         if copies is not None:
             copies()
 
-    def then(self, work: Callable[[Slot], None]) -> None:
-        """Call `work` with the slot when everything begun on it has finished."""
-        self._finished = work
+    def begun(self, then: Callable[[Slot], None] | None = None) -> None:
+        """Note that `finish` has something to wait for; after that it calls `then` with the slot."""
+        self._finished = then or _nothing
 
     def finish(self) -> None:
-        """Wait for what was begun, then call what `then` registered. Does nothing if nothing was begun."""
+        """Wait for what was begun, then call what was left for then. Does nothing if nothing was begun."""
         finished, self._finished = self._finished, None
         if finished is not None:
             self.copy()
             self.synchronize()
             self.segments = set()
             finished(self)
+
+
+def _nothing(_: Slot) -> None:
+    pass

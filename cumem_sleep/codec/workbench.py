@@ -29,7 +29,7 @@ from .lent import Cleared, Kept
 from .slots import Slot, head_bytes
 
 _SAMPLE_BYTES = 8 << 10  # bytes sampled from a segment, and from how many places at most
-_SAMPLE_PLACES = 8
+_SAMPLE_PLACES = 4
 _CHOSEN_AT_ONCE = 32  # segments whose codes are chosen together
 _WORTH = 0.95
 
@@ -182,13 +182,13 @@ class Workbench:
             slot = self._next_slot()
             lane = slot.use(transfers)
             slot.set_rows(batch.symbols, batch.addresses, slot.chunks_address + batch.starts, batch.sizes)
-            slot.stream.zero(slot.counters_address, 4 * len(batch))
             slot.stream.zero(slot.chunks_address, batch.bytes)
+            counters = slot.counters_for(len(batch), batch.check_sizes)
             with codec_errors():
-                self._kernels.encode(slot.stream, batch.layout, slot.table, slot.counters_address, len(batch))
+                self._kernels.encode(slot.stream, batch.layout, slot.table, counters, len(batch))
             slot.segments = {run.segment.id for run in batch.runs}
-            slot.copy_later(partial(_write, slot, lane, batch))
-            slot.then(batch.check_sizes)
+            slot.copy_later(partial(_write, lane, batch.pieces(slot.chunks_address)))
+            slot.begun()
             if before is not None:
                 before.copy()
             before = slot
@@ -205,6 +205,8 @@ class Workbench:
         for _ in self._slots:
             _core.stop_if_asked()
             self._next_slot()
+        for slot in self._slots:
+            slot.read_counters()
 
     def decode(
         self,
@@ -234,7 +236,7 @@ class Workbench:
             slot.set_rows(batch.symbols, sources, batch.addresses, batch.sizes)
             with codec_errors():
                 self._kernels.decode(slot.stream, batch.layout, slot.table, len(batch))
-            slot.then(partial(_complete, completed, [run.segment for run in batch.runs if run.is_last]))
+            slot.begun(then=partial(_complete, completed, [run.segment for run in batch.runs if run.is_last]))
 
         for batch in self._batches(runs):
             _core.stop_if_asked()
@@ -326,12 +328,11 @@ class Workbench:
             _core.stop_if_asked()
             mine = slice(first, min(first + self._count_rows, len(symbols)))
             slot, count = self._next_slot(), mine.stop - mine.start
-            slot.set_rows(symbols[mine], sources[mine], slot.counters_address + 4 * np.arange(count), 0)
-            slot.stream.zero(slot.counters_address, 4 * count)
+            counters = slot.counters_for(count, partial(_store_sizes, result.sizes[mine]))
+            slot.set_rows(symbols[mine], sources[mine], counters + 4 * np.arange(count), 0)
             with codec_errors():
                 self._kernels.count(slot.stream, layout, slot.table, count)
-            slot.read_counters(count)
-            slot.then(partial(_store_counters, result.sizes[mine]))
+            slot.begun(then=Slot.read_counters)
             result.slots.append((first, slot))
         return result
 
@@ -467,13 +468,13 @@ class _Batch:
             address += run.bytes
         return pieces
 
-    def check_sizes(self, slot: Slot) -> None:
-        """Compare what was encoded into `slot` with what was planned.
+    def check_sizes(self, counters: npt.NDArray[np.uint32]) -> None:
+        """Compare what was encoded, without headers, with what was planned.
 
         Raises:
             ChangedMeanwhile: a chunk does not have the planned size.
         """
-        encoded = slot.counters[: len(self)] + self.layout.header_bytes
+        encoded = counters + self.layout.header_bytes
         if (differing := np.flatnonzero(encoded != self.sizes)).size:
             ends = np.cumsum([len(run) for run in self.runs])
             segment = self.runs[int(np.searchsorted(ends, differing[0], side="right"))].segment
@@ -483,21 +484,17 @@ class _Batch:
             )
 
 
-def _write(slot: Slot, lane: Lane, batch: _Batch) -> None:
-    """Copy what was encoded to its extents. The counters come last: they would queue behind the copies of other slots,
-    and a lane that waits for the kernel would wait for them, too.
-    """
-    for piece in batch.pieces(slot.chunks_address):
+def _write(lane: Lane, pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
         lane.write(piece.extent, piece.offset, piece.address, piece.bytes)
-    slot.read_counters(len(batch))
 
 
 def _complete(completed: Callable[[list[_core.Segment]], None], segments: list[_core.Segment], _: Slot) -> None:
     completed(segments)
 
 
-def _store_counters(sizes: npt.NDArray[np.int64], slot: Slot) -> None:
-    sizes[:] = slot.counters[: len(sizes)]
+def _store_sizes(sizes: npt.NDArray[np.int64], counters: npt.NDArray[np.uint32]) -> None:
+    sizes[:] = counters
 
 
 def workbench_bytes(tuning: Tuning, slot_bytes: int) -> int:

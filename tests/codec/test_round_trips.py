@@ -39,6 +39,7 @@ from cumem_sleep import CuMemAllocator, DriverError, _core, sim
 from cumem_sleep.codec import workbench
 from cumem_sleep.codec.exponent import Layout
 from cumem_sleep.codec.kernels import SimulatedKernels
+from cumem_sleep.codec.slots import Slot
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.extents import Piece
 from cumem_sleep.transfer import routes
@@ -295,10 +296,10 @@ class TestRoundTrips:
     def test_what_is_encoded_is_copied_while_the_next_is_encoded(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int
     ) -> None:
-        """A lane may wait for the kernel first; with one slot it has to."""
+        """A lane may wait for the kernel first; with one slot it has to. The counters are read at the end."""
         monkeypatch.setattr(CuMemAllocator.tuning, "slots", slots)
         contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
-        encode, write = SimulatedKernels.encode, workbench._write
+        encode, write, read = SimulatedKernels.encode, workbench._write, Slot.read_counters
         events: list[str] = []
 
         def note_and_encode(*arguments: Any) -> None:
@@ -310,11 +311,32 @@ class TestRoundTrips:
             write(*arguments)
 
         monkeypatch.setattr(SimulatedKernels, "encode", note_and_encode)
+
+        def note_and_read(slot: Slot) -> None:
+            if slot._readers and events:
+                events.append("read")
+            read(slot)
+
         monkeypatch.setattr(workbench, "_write", note_and_write)
+        monkeypatch.setattr(Slot, "read_counters", note_and_read)
         allocator.sleep()
-        assert events == (["encode", "copy"] * 8 if slots == 1 else ["encode", *["encode", "copy"] * 7, "copy"])
+        copied = ["encode", "copy"] * 8 if slots == 1 else ["encode", *["encode", "copy"] * 7, "copy"]
+        assert events == [*copied, *["read"] * slots]
         allocator.wake_up()
         check_bytes(contents)
+
+    def test_counters_are_read_where_there_is_no_room_for_more(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(CuMemAllocator.tuning, "rows", 3)
+        contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
+        counted: list[int] = []
+        check = workbench._Batch.check_sizes
+        monkeypatch.setattr(
+            workbench._Batch, "check_sizes", lambda batch, found: (counted.append(len(found)), check(batch, found))
+        )
+        cycle(allocator, contents)
+        assert sum(counted) == 16
 
     def test_host_memory_of_weights(self, allocator: CuMemAllocator) -> None:
         fill(allocator, bf16)
