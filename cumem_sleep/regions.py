@@ -156,6 +156,10 @@ class Regions:
         self._layer.store.retain(woken, retained=retained)
         return report
 
+    def has(self, tag: str) -> bool:
+        """Whether a region with this tag has memory, asleep or awake. Waits for nothing."""
+        return any(map(in_regions({tag}), _core.segments()))
+
     def usage(self) -> dict[str, TagUsage]:
         """What the segments of regions of each tag hold, and their backups."""
         return self._entry.usage(in_regions())

@@ -43,8 +43,8 @@ class UsedTags:
             InvalidArgument: one does not.
         """
         chosen = checked_tags(tags, "tags")
-        known = self.all()
-        if unknown := chosen - known:
+        others = chosen - self._added
+        if others and (unknown := others - (known := self.all())):
             raise InvalidArgument(
                 f"tags={sorted(unknown)!r}: {self._otherwise}; known are {', '.join(sorted(known)) or '-'}"
             )

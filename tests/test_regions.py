@@ -119,6 +119,16 @@ class TestTags:
         allocator.regions.wake("a")
         assert allocator.regions.wake("a").note
 
+    def test_has_memory_while_a_region_does(self, allocator: CuMemAllocator) -> None:
+        allocator.malloc(PAGE, "pool")
+        address = malloc_in_region(allocator, "region", backup=False)
+        has = allocator.regions.has
+        assert [has(tag) for tag in ("region", "pool", "nothing")] == [True, False, False]
+        allocator.regions.sleep()
+        assert has("region")
+        allocator.free(address)
+        assert not has("region")
+
     @pytest.mark.parametrize("call", ["sleep", "wake"])
     def test_an_unknown_one_is_refused(self, allocator: CuMemAllocator, call: str) -> None:
         malloc_in_region(allocator, "a", backup=True)

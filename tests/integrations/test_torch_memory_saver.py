@@ -12,7 +12,7 @@ import pytest
 from support import AWAKE, BACKED_UP, DROPPED, PAGE, Memory
 from torch_memory_saver_calls import SHIM, FakeTensor, run_with_shim
 
-from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, OutOfDeviceMemory, OutOfHostMemory, _core
+from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, OutOfDeviceMemory, OutOfHostMemory, _core, log
 from cumem_sleep.integrations.torch_memory_saver import TorchMemorySaver, configure_subprocess
 from cumem_sleep.integrations.torch_memory_saver.environment import Environment
 
@@ -109,6 +109,22 @@ class TestRegions:
         saver.pause("cuda_graph")
         saver.resume("cuda_graph")
         assert states() == {address: AWAKE}
+
+    def test_a_call_is_one_operation(self, saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It waits for the lock, and for a thread, once; where it is passed over, never."""
+        malloc(saver, tag="a")
+        begun: list[object] = []
+        run = log.run
+        monkeypatch.setattr(log, "run", lambda lock, work: (begun.append(work), run(lock, work))[1])
+        for call, tag, operations in (
+            (saver.pause, "a", 1),
+            (saver.pause, "cuda_graph", 0),
+            (saver.resume, "cuda_graph", 0),
+            (saver.resume, "a", 1),
+        ):
+            begun.clear()
+            call(tag)
+            assert len(begun) == operations
 
     def test_pausing_and_resuming_twice_is_harmless(self, saver: TorchMemorySaver) -> None:
         malloc(saver, tag="a")

@@ -113,14 +113,16 @@ class TorchMemorySaver:
         A tag that no region has is passed over, as in torch_memory_saver.
         """
         self._initialized()
-        if (tags := self._known(tag)) != set():
-            self._allocator().regions.sleep(tags)
+        regions = self._allocator().regions
+        if not tag or regions.has(tag):
+            regions.sleep(tag or None)
 
     def resume(self, tag: str | None = None) -> None:
         """They take it again: all or nothing, `Regions.wake`."""
         self._initialized()
-        if (tags := self._known(tag)) != set():
-            self._allocator().regions.wake(tags, retain_backups=self._retain_cpu_backup)
+        regions = self._allocator().regions
+        if not tag or regions.has(tag):
+            regions.wake(tag or None, retain_backups=self._retain_cpu_backup)
 
     # Backups
 
@@ -230,12 +232,6 @@ class TorchMemorySaver:
 
     def _allocator(self) -> CuMemAllocator:
         return CuMemAllocator.get_instance()
-
-    def _known(self, tag: str | None) -> set[str] | None:
-        """That tag as an argument, or none at all if no region has it; None for all."""
-        if not tag:
-            return None
-        return {tag} & self._allocator().regions.usage().keys()
 
 
 def _check_backend(enable_cpu_backup: bool, backend: str | None) -> None:
