@@ -52,23 +52,24 @@ class Operation {
     // Whether this thread may have one: not if it is the layer's own, nor while Python exits.
     static bool is_possible() { return !thread_role.operation_asked && !thread_role.worker && !is_finalizing(); }
 
-    // False if no thread can be started.
+    // False if no thread can be started. Otherwise waits, as `wait`: if it took the interpreter lock before, the thread
+    // would have to wait for that.
     bool start() {
         const WithoutInterpreter unlocked;
         try {
             thread_ = start_thread("cumem-operation", [this] { perform(); });
-            return true;
         } catch (const std::exception&) {
             return false;
         }
-    }
-    // Waits a moment, or until a signal arrives; returns whether it has ended.
-    bool has_ended() {
-        const WithoutInterpreter unlocked;
-        if (!ended_.wait(kBetweenLooks)) return false;
-        thread_.join();
+        join_once_ended();
         return true;
     }
+    // For a moment, or until it has ended or a signal arrives.
+    void wait() {
+        const WithoutInterpreter unlocked;
+        join_once_ended();
+    }
+    bool has_ended() const { return !thread_.joinable(); }
     void ask_to_stop() { asked_.set(); }
 
     // Once it has ended: what it raised, or null; what it returned.
@@ -77,6 +78,10 @@ class Operation {
 
   private:
     using Error = std::unique_ptr<py::error_already_set>;
+
+    void join_once_ended() {
+        if (ended_.wait(kBetweenLooks)) thread_.join();
+    }
 
     void perform() noexcept {
         try {
@@ -171,7 +176,7 @@ py::object OperationLock::run(const py::object& work) {
     Operation operation(work);
     if (!operation.start()) return work();
     SignalErrors of_signals;
-    while (!operation.has_ended())
+    for (; !operation.has_ended(); operation.wait())
         if (of_signals.run_handlers()) operation.ask_to_stop();
     if (of_signals) of_signals.raise(operation.error());
     if (operation.error()) throw py::error_already_set(*operation.error());
@@ -181,7 +186,7 @@ py::object OperationLock::run(const py::object& work) {
 void call_undisturbed(const py::object& work) {
     Operation operation(work);
     if (Operation::is_possible() && operation.start()) {
-        while (!operation.has_ended()) continue;
+        while (!operation.has_ended()) operation.wait();
         if (operation.error()) operation.error()->discard_as_unraisable(work);
         return;
     }
