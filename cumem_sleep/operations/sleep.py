@@ -51,15 +51,7 @@ def sleep(layer: Layer, call: Call, is_meant: Choice, is_dropped: Choice, operat
         backed_up = [segment for segment in held if not is_dropped(segment)]
         with timer("quiesce"):
             quiesce(held)
-        layer.store.claim(backed_up)
-        with layer.digester.run(backed_up) as run:
-            digests = _Digests(backed_up if _digests_are_compared(layer) else [], run, layer.tuning.idle_s)
-            backing_up = _BackingUp(layer, backed_up, dropped, digests, timer)
-            copied = backing_up.run()
-            with timer("check"):
-                if copied:
-                    _check_unchanged(layer, backed_up, copied, digests)
-                layer.store.require(backed_up, digests.taken)
+        copied, found = _back_up(layer, backed_up, dropped, timer) if backed_up else ([], [])
         with timer("release"):
             freed_bytes = _core.put_to_sleep(backed_up, dropped, partial(_agree, call, timer))
     copied_bytes = total_bytes(copied)
@@ -70,7 +62,7 @@ def sleep(layer: Layer, call: Call, is_meant: Choice, is_dropped: Choice, operat
         copied_bytes=copied_bytes,
         stored_bytes=layer.store.stored_bytes(copied),
         clean_bytes=total_bytes(backed_up) - copied_bytes,
-        found_bytes=total_bytes(backing_up.found.values()),
+        found_bytes=total_bytes(found),
         dropped_bytes=total_bytes(dropped),
         left_bytes=left_bytes,
         left=layer.left.items(devices, left_bytes) if left_bytes else {},
@@ -78,6 +70,22 @@ def sleep(layer: Layer, call: Call, is_meant: Choice, is_dropped: Choice, operat
         phases=timer.phases,
         operation=operation,
     )
+
+
+def _back_up(
+    layer: Layer, segments: Sequence[_core.Segment], dropped: Sequence[_core.Segment], timer: PhaseTimer
+) -> tuple[list[_core.Segment], list[_core.Segment]]:
+    """Give each of these a backup of its present bytes: those that were copied, and those that the tier had already."""
+    layer.store.claim(segments)
+    with layer.digester.run(segments) as run:
+        digests = _Digests(segments if _digests_are_compared(layer) else [], run, layer.tuning.idle_s)
+        backing_up = _BackingUp(layer, segments, dropped, digests, timer)
+        copied = backing_up.run()
+        with timer("check"):
+            if copied:
+                _check_unchanged(layer, segments, copied, digests)
+            layer.store.require(segments, digests.taken)
+    return copied, [*backing_up.found.values()]
 
 
 def _agree(call: Call, timer: PhaseTimer) -> None:

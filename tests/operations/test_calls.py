@@ -58,6 +58,12 @@ class Region:
             self.allocator.free(address)
 
 
+def test_what_drops_everything_backs_nothing_up() -> None:
+    region = Region(2, backup=False)
+    assert set(region.allocator.regions.sleep("small").phases) == {"quiesce", "release"}
+    region.wake()
+
+
 class TestStreams:
     def test_are_made_by_the_first_operation_only(self) -> None:
         region = Region(4, backup=True)
