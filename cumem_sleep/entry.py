@@ -156,9 +156,9 @@ class Entry:
             try:
                 if call is not None:
                     call.begin()
-                report = self.deep.told(replace(work(), simulated=_core.driver_is_simulated()))
-                if not report.note:
-                    report = replace(report, place=self._store.place())
+                report = work()
+                place = report.place if report.note else self._store.place()
+                report = self.deep.told(replace(report, simulated=_core.driver_is_simulated(), place=place))
             except BaseException as error:
                 if call is not None:
                     call.refuse(error)  # with the lock held still: no other operation comes between
