@@ -656,7 +656,7 @@ def vault_table(result: dict[str, Any]) -> list[str]:
 
 
 def vault_again(result: dict[str, Any]) -> str:
-    """Two clients at once, and compressed backups once more, in another run."""
+    """Two clients at once and in turn, and compressed backups once more, in another run."""
     link = link_rates(result)
 
     def taken(way: str, step: str, direction: str) -> str:
@@ -665,12 +665,27 @@ def vault_again(result: dict[str, Any]) -> str:
         times = low_to_high([each * link[direction] / facts["bytes"] for each in seconds], "{:.2f}".format)
         return f"{low_to_high(seconds)} s ({times} ×)"
 
-    clients = result["ways"]["together"]["the clients"]
+    together = result["ways"]["together"]
+    clients = together["the clients"]
+    beside_turns = ""
+    if "at once / in turn" in together:  # results of before do not have it
+        taken_at_once = [*together["sleep at once"], *together["wake at once"]]
+        slower = max(max(pair["each"]) / min(pair["each"]) for pair in taken_at_once)
+        beside_turns = (
+            " Then every weight changed before each sleep: both were asleep after"
+            f" {taken('together', 'sleep at once', 'to_host')} at once, after"
+            f" {taken('together', 'sleeps in turn', 'to_host')} one after the other; and awake again after"
+            f" {taken('together', 'wake at once', 'to_device')} and"
+            f" {taken('together', 'wakes in turn', 'to_device')}. So at once both took"
+            f" {together['at once / in turn']['sleep']:.2f} times as long to sleep as in turn, and"
+            f" {together['at once / in turn']['wake']:.2f} times to wake; no client took longer than {slower:.2f} times"
+            " what the other took meanwhile."
+        )
     return (
         f"In another run, {len(clients)} clients on one GPU, of {clients[0]['bytes'] / GIB:.2f} GiB of weights each,"
         " slept for the first time at the same moment, and woke at the same moment: both were asleep after"
         f" {taken('together', 'first sleep', 'to_host')}, and awake again after"
-        f" {taken('together', 'wake', 'to_device')}. One client, compressed: the first sleep took"
+        f" {taken('together', 'wake', 'to_device')}.{beside_turns} One client, compressed: the first sleep took"
         f" {taken('compressed', 'first sleep', 'to_host')}, wakes {taken('compressed', 'wake', 'to_device')}, a later"
         f" one {taken('compressed', 'wake, later', 'to_device')}, and a later sleep after everything had changed"
         f" {taken('compressed', 'later sleep, everything changed', 'to_host')}."

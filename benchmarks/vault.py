@@ -1,6 +1,6 @@
 """Sleeps and wakes of a 32B model's memory through the vault, beside those of processes that pin their own memory.
 
-    python benchmarks/vault.py --out results/vault.json                 # about five minutes on an H200
+    python benchmarks/vault.py --out results/vault.json                 # about six minutes on an H200
     python benchmarks/vault.py --out results/vault.json --scale 8       # with an eighth of the memory: one minute
 
 Each sleeper is a process of its own (`worker.py`): 258 segments, 61.02 GiB of weights (bf16, normally distributed, made
@@ -11,7 +11,11 @@ from a seed), 54.63 GiB of KV cache; every byte is checked after every wake. The
     vllm        vLLM's own layer, if vLLM is installed
     vault       a client of a vault that has all its memory; then a replica of it, while the first one sleeps
     compressed  a client of the vault, with compressed backups
-    together    two clients with half the weights and half the cache each, that sleep and wake at the same moment
+    together    two clients with half the weights and half the cache each, that sleep and wake at the same moment, and
+                then in turn, with the same bytes
+
+Of each step of a client the vault's own account of its link stands beside the seconds: `link` has what was copied
+meanwhile and for how long copies were in flight. So whoever reads that a step was slow sees whether the link was.
 
 A way that fails says why, and the others are measured. Results are written after each; a file that is there already
 keeps its other ways.
@@ -23,9 +27,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from layers import SIMULATED, NotInstalled
 from model_server import exit_on_sigterm, gpu_memory_in_use_bytes
@@ -37,6 +41,16 @@ LINK_BYTES = 4 * GIB
 ROOM = 1.06  # of the vault, per byte of one copy
 FIRST, REPLICA, OTHER = 1, 1, 2  # seeds: a replica has the same weights
 Steps = dict[str, Any]
+
+
+class Copied(NamedTuple):
+    """What the vault's link has copied in one direction since its start, and how long copies were in flight."""
+
+    nbytes: int
+    busy_s: float
+
+    def since(self, before: Copied) -> Steps:
+        return {"bytes": self.nbytes - before.nbytes, "busy_s": self.busy_s - before.busy_s}
 
 
 class Sleeper:
@@ -52,6 +66,7 @@ class Sleeper:
         **variables: str,
     ) -> None:
         self._bench = bench
+        self._of_vault = "CUMEM_SLEEP_VAULT" in variables
         self.process = Process(layer, bench.ends_at, **variables)
         self.steps: Steps = {"bytes": sum(sizes)}
         self.process.ask("load", sizes=sizes, kv_bytes=bench.kv_bytes if kv_bytes is None else kv_bytes, seed=seed)
@@ -63,21 +78,30 @@ class Sleeper:
         self.process.close()
 
     def sleep(self, step: str) -> None:
-        self.begin("sleep")
-        self.end_sleep(step)
+        self.take("sleep", step)
+
+    def wake(self, step: str) -> None:
+        self.take("wake", step)
+        self.check(step)
+
+    def take(self, what: str, step: str) -> Steps:
+        """A step, and what the vault's link did meanwhile; without a look at the bytes."""
+        before = self._bench.copied(what) if self._of_vault else None
+        self.begin(what)
+        answer = self.end(what, step)
+        if before is not None:
+            answer["link"] = self._bench.copied(what).since(before)
+        return answer
 
     def begin(self, what: str) -> None:
         self.process.begin(what, **({"level": 1} if what == "sleep" else {}))
 
-    def end_sleep(self, step: str) -> None:
-        self._add(step, self.process.answer("sleep"))
+    def end(self, what: str, step: str) -> Steps:
+        answer = self.process.answer(what)
+        self.steps.setdefault(step, []).append(answer)
+        return answer
 
-    def wake(self, step: str) -> None:
-        self.begin("wake")
-        self.end_wake(step)
-
-    def end_wake(self, step: str) -> None:
-        self._add(step, self.process.answer("wake"))
+    def check(self, step: str) -> None:
         if differing := self.process.ask("check")["differing_tensors"]:
             raise WorkerFailed(f"{step}: bytes differ after it, in tensors {differing}")
 
@@ -93,9 +117,6 @@ class Sleeper:
         self.change()
         self.sleep("later sleep, everything changed")
         self.wake("wake")
-
-    def _add(self, step: str, answer: Steps) -> None:
-        self.steps.setdefault(step, []).append(answer)
 
 
 class Bench:
@@ -132,6 +153,11 @@ class Bench:
 
     def client(self, sizes: list[int], seed: int, kv_bytes: int | None = None, **variables: str) -> Sleeper:
         return Sleeper(self, sizes, seed, kv_bytes=kv_bytes, CUMEM_SLEEP_VAULT=self.the_vault().socket, **variables)
+
+    def copied(self, what: str) -> Copied:
+        """By the vault's link so far, in the direction of a `sleep` or a `wake`."""
+        gpu, direction = self.the_vault().status()["gpus"][0], {"sleep": "out", "wake": "in"}[what]
+        return Copied(gpu[f"copied_{direction}_bytes"], gpu[f"busy_{direction}_s"])
 
     def wait_until_unused(self) -> float:
         """Seconds until the vault has nothing for anybody any more."""
@@ -197,23 +223,70 @@ def compressed(bench: Bench) -> Steps:
 
 
 def together(bench: Bench) -> Steps:
-    """Seconds of both from the moment at which both are told to."""
+    """Two clients on one link: first sleeps and wakes at once; then, of changed bytes, at once and in turn."""
     results: Steps = {}
     half = bench.kv_bytes // 2 // 512 * 512  # both are awake on one GPU
     with bench.client(bench.half, FIRST, half) as one, bench.client(bench.half, OTHER, half) as other:
-        for what in ("sleep", "wake"):
-            begin = time.monotonic()
-            for sleeper in (one, other):
-                sleeper.begin(what)
-            for sleeper in (one, other):
-                sleeper.end_sleep("first sleep") if what == "sleep" else sleeper.end_wake("wake")
-            key = "first sleep" if what == "sleep" else "wake"
-            each = [sleeper.steps[key][0]["seconds"] for sleeper in (one, other)]
-            results[key] = [{"seconds": max(each), "each": each, "until both were read": time.monotonic() - begin}]
+        pair = (one, other)
+        results["first sleep"] = [at_once(bench, pair, "sleep", "first sleep")]
+        results["wake"] = [at_once(bench, pair, "wake", "wake")]
+        for order in ORDER:
+            for sleeper in pair:
+                sleeper.change()
+            for what in ("sleep", "wake"):
+                step = STEPS_OF_TWO[what][order]
+                taken = at_once(bench, pair, what, step) if order == "at once" else in_turn(pair, what, step)
+                results.setdefault(step, []).append(taken)
+                if what == "sleep":
+                    time.sleep(bench.pause_s)  # until what both have freed is scrubbed, whenever each did
+        results["at once / in turn"] = {
+            what: seconds_of(results[steps["at once"]]) / seconds_of(results[steps["in turn"]])
+            for what, steps in STEPS_OF_TWO.items()
+        }
         results["bytes"] = one.steps["bytes"] + other.steps["bytes"]
         results["the clients"] = [one.steps, other.steps]
     bench.see_vault_alone()
     return results
+
+
+# What drifts in a run is the same for both: each is as early as it is late.
+ORDER = ("at once", "in turn", "in turn", "at once")
+STEPS_OF_TWO = {
+    "sleep": {"at once": "sleep at once", "in turn": "sleeps in turn"},
+    "wake": {"at once": "wake at once", "in turn": "wakes in turn"},
+}
+
+
+def at_once(bench: Bench, pair: Sequence[Sleeper], what: str, step: str) -> Steps:
+    """Seconds until the last one is done. What the link did was for both, so it stands here and not with either."""
+    before = bench.copied(what)
+    begin = time.monotonic()
+    for sleeper in pair:
+        sleeper.begin(what)
+    each = [sleeper.end(what, step)["seconds"] for sleeper in pair]
+    until_read = time.monotonic() - begin
+    link = bench.copied(what).since(before)
+    check_all(pair, what, step)
+    return {"seconds": max(each), "each": each, "until both were read": until_read, "link": link}
+
+
+def in_turn(pair: Sequence[Sleeper], what: str, step: str) -> Steps:
+    """Seconds of both, one after the other."""
+    answers = [sleeper.take(what, step) for sleeper in pair]
+    check_all(pair, what, step)
+    each = [answer["seconds"] for answer in answers]
+    link = {key: sum(answer["link"][key] for answer in answers) for key in ("bytes", "busy_s")}
+    return {"seconds": sum(each), "each": each, "link": link}
+
+
+def check_all(pair: Sequence[Sleeper], what: str, step: str) -> None:
+    """Of all that woke, and only when all are awake: checksums take the GPU's time."""
+    for sleeper in pair if what == "wake" else ():
+        sleeper.check(step)
+
+
+def seconds_of(taken: Sequence[Steps]) -> float:
+    return sum(each["seconds"] for each in taken)
 
 
 WAYS: dict[str, Callable[[Bench], Steps]] = {
@@ -257,7 +330,24 @@ def table(result: Steps) -> list[str]:
             shown = {key: f"{layer[key] / GIB:.2f}" for key in SHOWN if key in layer}
             left = first[0].get("left_on_gpu_bytes", 0) / GIB
             lines.append(f"{way:34}GiB of the first sleep: {shown}, left on the GPU {left:.2f}")
-    return [*lines, f"the vault: {result['vault']}"]
+    return [*lines, *lines_of_two(ways.get("together", {}), link), f"the vault: {result['vault']}"]
+
+
+def lines_of_two(steps: Steps, link: dict[str, float]) -> list[str]:
+    """Of two clients whose bytes had changed: at once beside in turn, the best of each, and how fair at once was."""
+    lines = []
+    for what, direction in (("sleep", "to_host"), ("wake", "to_device")):
+        for order, step in STEPS_OF_TWO[what].items():
+            if taken := steps.get(step):
+                best = min(taken, key=lambda each: each["seconds"])
+                times = best["seconds"] / (steps["bytes"] / link[direction])
+                shown = ", ".join(f"{seconds:.3f}" for seconds in best["each"])
+                ratio = f", {steps['at once / in turn'][what]:.2f} x in turn" if order == "at once" else ""
+                lines.append(
+                    f"{f'together: {step}':34}{best['seconds']:.3f} ({times:.2f} x{ratio}), each {shown},"
+                    f" the link was busy for {best['link']['busy_s']:.3f}"
+                )
+    return lines
 
 
 SHOWN = ("copied_bytes", "found_bytes", "stored_bytes", "pinned_by_itself_bytes")

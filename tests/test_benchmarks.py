@@ -400,12 +400,24 @@ def test_table_of_models_behind_the_front(tables: ModuleType) -> None:
 
 
 def test_clients_that_share_the_link(tables: ModuleType) -> None:
-    """Both together count against the link, by the one that ended last."""
+    """Both together count against the link, by the one that ended last; beside them, both in turn, if measured."""
     result = tables.load("vault_together.json")
     result |= {"link_bytes": 10, "link": {"to_host": [1.5, 1.0], "to_device": [2.0]}}
     together = result["ways"]["together"]
     together |= {"bytes": 40, "first sleep": [{"seconds": 6.0}], "wake": [{"seconds": 4.0}]}
-    assert "asleep after 6.00 s (1.50 ×), and awake again after 4.00 s (0.50 ×). " in tables.vault_again(result)
+    assert "asleep after 6.00 s (1.50 ×), and awake again after 4.00 s (0.50 ×). One " in tables.vault_again(result)
+    together |= {
+        "sleep at once": [{"seconds": 5.0, "each": [5.0, 4.0]}, {"seconds": 5.5, "each": [5.4, 5.5]}],
+        "sleeps in turn": [{"seconds": 6.0, "each": [3.0, 3.0]}],
+        "wake at once": [{"seconds": 9.0, "each": [6.0, 9.0]}],
+        "wakes in turn": [{"seconds": 8.0, "each": [7.0, 1.0]}],
+        "at once / in turn": {"sleep": 0.875, "wake": 1.125},
+    }
+    assert (
+        "asleep after 5.00–5.50 s (1.25–1.38 ×) at once, after 6.00 s (1.50 ×) one after the other; and awake again"
+        " after 9.00 s (1.12 ×) and 8.00 s (1.00 ×). So at once both took 0.88 times as long to sleep as in turn, and"
+        " 1.12 times to wake; no client took longer than 1.50 times what the other took meanwhile. One"
+    ) in tables.vault_again(result)
 
 
 @pytest.mark.slow

@@ -61,26 +61,58 @@ def test_every_way_is_measured(tmp_path: pathlib.Path) -> None:
     )
     held = ways["vault"]["vault while one and both sleep"]
     assert held["one"]["asleep_bytes"] == held["both"]["asleep_bytes"] == held["both"]["saved_bytes"]
-    assert len(ways["together"]["wake"][0]["each"]) == 2
+    of_links = [ways[way]["first sleep"][0].get("link") for way in ("own", "vault", "compressed")]
+    assert of_links[0] is None
+    assert of_links[1]["bytes"] == ways["vault"]["first sleep"][0]["layer"]["copied_bytes"]
+    assert of_links[2]["bytes"] > 0
+    assert ways["vault"]["wake"][0]["link"]["bytes"] == of_links[1]["bytes"]
+    assert ways["vault"]["replica"]["first sleep"][0]["link"] == {"bytes": 0, "busy_s": 0}
     assert "vault: replica" in process.stdout
+    two_clients_at_once_and_in_turn(ways["together"], process.stdout)
 
 
-def test_two_clients_fit_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """With the real sizes, on a GPU of 139.8 GiB; contexts and what kernels need come on top."""
+def two_clients_at_once_and_in_turn(steps: dict[str, Any], printed: str) -> None:
+    """With the same bytes in each step; the vault says what its link did meanwhile."""
+    copied = steps["first sleep"][0]["link"]["bytes"]
+    assert copied >= steps["bytes"]
+    for step in ("sleep at once", "sleeps in turn", "wake at once", "wakes in turn"):
+        assert len(steps[step]) == 2
+        for taken in steps[step]:
+            assert len(taken["each"]) == 2
+            assert taken["seconds"] == (sum if "in turn" in step else max)(taken["each"])
+            assert taken["link"]["bytes"] == copied, "all had changed"
+            assert 0 < taken["link"]["busy_s"] < taken["seconds"]
+        assert f"together: {step}" in printed
+    for client in steps["the clients"]:
+        alone = [answer["link"]["bytes"] for step in ("sleeps in turn", "wakes in turn") for answer in client[step]]
+        assert alone == [copied / 2] * 4
+    assert set(steps["at once / in turn"]) == {"sleep", "wake"}
+
+
+def test_two_clients_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """With the real sizes, on a GPU of 139.8 GiB; contexts and what kernels need come on top.
+
+    None is checked before all are awake: checksums take the GPU's time.
+    """
     held: list[int] = []
+    asked: list[str] = []
+    seconds = iter([1.0] * 4 + [3.0, 4.0, 5.0, 5.0] + [3.0, 3.0, 4.0, 4.0] * 2 + [3.0, 2.0, 5.0, 5.0])
 
     class Process:
         def __init__(self, *_: object, **__: object) -> None: ...
 
         def ask(self, what: str, **request: Any) -> dict[str, Any]:
+            asked.append(what)
             if what == "load":
                 held.append(sum(request["sizes"]) + request["kv_bytes"])
             return {"differing_tensors": []}
 
-        def begin(self, *_: object, **__: object) -> None: ...
+        def begin(self, what: str, **_: object) -> None:
+            asked.append(f"{what} begins")
 
-        def answer(self, _what: str) -> dict[str, Any]:
-            return {"seconds": 1.0}
+        def answer(self, what: str) -> dict[str, Any]:
+            asked.append(what)
+            return {"seconds": next(seconds)}
 
         def close(self) -> None: ...
 
@@ -93,15 +125,28 @@ def test_two_clients_fit_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: path
             deadline=1.0, pause=0.0, decoder_layers=64, scale=1, vault_options="", out=tmp_path / "out.json"
         )
         bench = vault.Bench(options)
-        monkeypatch.setattr(bench, "the_vault", lambda: SimpleNamespace(socket="/vault.sock"))
+        gpu = {"copied_out_bytes": 7, "copied_in_bytes": 7, "busy_out_s": 1.0, "busy_in_s": 1.0}
+        looked_at = SimpleNamespace(socket="/vault.sock", status=lambda: {"gpus": [gpu]})
+        monkeypatch.setattr(bench, "the_vault", lambda: looked_at)
         monkeypatch.setattr(bench, "see_vault_alone", lambda: None)
-        vault.together(bench)
+        steps = vault.together(bench)
     finally:
         for name in set(sys.modules) - before:
             if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(BENCHMARKS)):
                 del sys.modules[name]
     assert len(held) == 2
     assert 100 << 30 < sum(held) <= 120 << 30
+
+    def both(what: str, at_once: bool) -> list[str]:
+        return [f"{what} begins"] * 2 + [what] * 2 if at_once else [f"{what} begins", what] * 2
+
+    expected = ["load"] * 2 + both("sleep", True) + both("wake", True) + ["check"] * 2
+    for at_once in (True, False, False, True):
+        expected += ["change"] * 2 + both("sleep", at_once) + both("wake", at_once) + ["check"] * 2
+    assert asked == expected
+    assert [taken["seconds"] for taken in steps["sleep at once"]] == [4.0, 3.0]
+    assert [taken["seconds"] for taken in steps["sleeps in turn"]] == [6.0, 6.0]
+    assert steps["at once / in turn"] == {"sleep": 7 / 12, "wake": 10 / 16}
 
 
 def test_a_way_that_fails_loses_nothing_of_the_others(tmp_path: pathlib.Path) -> None:
