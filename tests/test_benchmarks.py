@@ -516,9 +516,29 @@ def test_the_plot_is_the_same_for_the_same_result(
     ],
 )
 def test_questions_about_checkpoints(question: str, facts: list[str]) -> None:
+    assert_answers("checkpoint_behaviour.py", question, facts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("question", "facts"),
+    [
+        ("context", ['"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "bytes": 0']),
+        (
+            "vault",
+            ['"memory_bytes": 268435456, "pages": "pages of 4 KiB"', '"not measured": "/proc/sys/vm/nr_hugepages'],
+        ),
+    ],
+)
+def test_questions_about_the_vaults_gpu_memory(question: str, facts: list[str]) -> None:
+    assert_answers("vault_gpu_memory.py", question, facts)
+
+
+def assert_answers(script: str, question: str, facts: list[str]) -> None:
+    """One process of the script says these."""
     package_root = pathlib.Path(cumem_sleep.__path__[0]).parent
     process = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "checkpoint_behaviour.py"), "--only", question],
+        [sys.executable, str(BENCHMARKS / script), "--only", question],
         cwd=pathlib.Path(__file__).parent,
         env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": str(package_root)},
         capture_output=True,
