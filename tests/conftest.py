@@ -20,6 +20,8 @@ for _name in [name for name in os.environ if name.startswith("CUMEM_SLEEP_")]:
     if not _name.startswith("CUMEM_SLEEP_TEST_"):
         del os.environ[_name]
 os.environ["CUMEM_SLEEP_DRIVER"] = _DRIVER
+# NumPy's BLAS starts a thread a core that spins at first, in every process of a test; nothing here multiplies matrices.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Modules of checks, whose failures are to say as much as those of tests.
 pytest.register_assert_rewrite(

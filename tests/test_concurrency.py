@@ -393,6 +393,7 @@ class TestKernelInFlight:
             """
         )
 
+    @pytest.mark.slow
     def test_at_discard(self) -> None:
         self.check(
             """

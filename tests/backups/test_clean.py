@@ -22,7 +22,10 @@ class TestClean:
         assert (report.copied_bytes, report.clean_bytes, report.freed_bytes) == (0, 4 * PAGE, 4 * PAGE)
         assert "copy" not in report.phases
 
-    @pytest.mark.parametrize("offset", [0, 1, PAGE - 1, PAGE, 2 * PAGE + MIB, 3 * PAGE - 1])
+    @pytest.mark.parametrize(
+        "offset",
+        [0, PAGE, 3 * PAGE - 1, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, PAGE - 1, 2 * PAGE + MIB))],
+    )
     def test_one_changed_byte_costs_one_segment(self, allocator: CuMemAllocator, memory: Memory, offset: int) -> None:
         filled = fill(allocator, memory, "weights", "default", nbytes=3 * PAGE)
         allocator.sleep()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -86,11 +87,18 @@ def fill(
     allocator: CuMemAllocator, *kinds: Kind, nbytes: int = 2 * PAGE, tag: str = "weights", device: int = 0
 ) -> Contents:
     """A segment of each kind."""
-    random = np.random.default_rng(len(_core.segments()))
-    contents = {allocator.malloc(nbytes, tag, device): kind(nbytes, random) for kind in kinds}
-    for address, content in contents.items():
+    contents = {}
+    for kind in kinds:
+        content = content_of(kind, nbytes, len(_core.segments()))
+        address = allocator.malloc(nbytes, tag, device)
         write(address, content)
+        contents[address] = content
     return contents
+
+
+@lru_cache(maxsize=24)  # many tests want the same, and normal values take long to make
+def content_of(kind: Kind, nbytes: int, seed: int) -> bytes:
+    return kind(nbytes, np.random.default_rng(seed))
 
 
 def check_bytes(contents: Mapping[int, bytes]) -> None:

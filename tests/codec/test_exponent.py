@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -58,11 +60,14 @@ def as_type(layout: Layout, values: npt.NDArray[np.float32]) -> Bytes:
     return rounded(values, layout.symbol_bits, layout.raw_bits - 1)
 
 
+@lru_cache(maxsize=32)  # most tests want the same
 def weights(layout: Layout, chunks: int = 1, deviation: float | None = None, seed: int = 0) -> Bytes:
     """Whole chunks of normal values; types of 8 bits are scaled to their range, as quantisation does."""
     if deviation is None:
         deviation = 1.0 if layout.value_bytes == 1 else 0.02
-    return as_type(layout, normal(chunks * CHUNK_BYTES // layout.value_bytes, deviation, seed))
+    values = as_type(layout, normal(chunks * CHUNK_BYTES // layout.value_bytes, deviation, seed))
+    values.flags.writeable = False
+    return values
 
 
 def values_of(layout: Layout, symbols: npt.ArrayLike, seed: int = 0) -> Bytes:
@@ -189,6 +194,7 @@ class TestRoundTrip:
         every = (np.arange(count, dtype=np.uint64) * step + np.arange(count) % step).astype(layout.dtype)
         assert_round_trip(code_of(layout), tiled(every.view(np.uint8)))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("special", [[np.nan, -np.nan, np.inf, -np.inf], [0.0, -0.0, 1e-40, -3e-42, 1e-45]])
     @every_layout
     def test_what_is_no_usual_number(self, layout: Layout, special: list[float]) -> None:
@@ -399,6 +405,7 @@ class TestDamage:
         decoded = codec.decode(code, damaged, [stored.size]).reshape(code.layout.blocks_per_chunk, -1)
         assert np.array_equal(decoded[:-1], content.reshape(decoded.shape)[:-1])
 
+    @pytest.mark.slow
     def test_of_single_bits(self, encoded: tuple[Code, Bytes, Bytes]) -> None:
         code, content, stored = encoded
         for seed in range(8):
