@@ -57,12 +57,12 @@ def dropped_unless(kept: set[str]) -> IsDropped:
 
 def in_pools(tags: set[str] | None = None) -> Choice:
     """Memory of pools with these tags (None: all)."""
-    return lambda segment: segment.backup == _core.Backup.BY_LEVEL and (tags is None or segment.tag in tags)
+    return lambda segment: (tags is None or segment.tag in tags) and segment.backup == _core.Backup.BY_LEVEL
 
 
 def in_regions(tags: set[str] | None = None) -> Choice:
     """Memory of regions with these tags (None: all)."""
-    return lambda segment: segment.backup != _core.Backup.BY_LEVEL and (tags is None or segment.tag in tags)
+    return lambda segment: (tags is None or segment.tag in tags) and segment.backup != _core.Backup.BY_LEVEL
 
 
 def with_tag(is_chosen: IsDropped) -> Choice:

@@ -4,7 +4,8 @@ The backup of a segment that was freed is of no use, and whoever has the allocat
 not wait for that lock: it may come at any time, on any thread, from PyTorch's hook. So there are three places, all of
 them here, and together they miss nothing:
 
-- An operation forgets what nobody needs, freed segments among it, when it begins and when it ends (`operation`).
+- An operation forgets what nobody needs, freed segments among it, when it ends, and what was freed when it begins
+  (`operation`).
 - After a free, and between the steps of background work, the lock is taken if it is free (`if_free`). If it is not,
   whoever has it is left to it.
 - Whoever has released the lock, or did not get it, looks whether a segment was freed too late for that (`_look_again`).
@@ -61,7 +62,8 @@ class Turns:
     @contextmanager
     def _forgetting(self) -> Iterator[None]:
         _core.reclaim()
-        self._backups.prune()
+        if _core.has_freed():  # what else nobody needs went when the operation before ended
+            self._backups.prune()
         try:
             yield
         finally:

@@ -12,6 +12,7 @@ import pytest
 from support import MIB, PAGE, digest_eagerly, forget_devices, fresh_allocator
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, _core, sim
+from cumem_sleep.backups.store import BackupStore
 from cumem_sleep.codec.lent import Cleared, Kept
 from cumem_sleep.pinned import pinned_block, pinned_table
 
@@ -56,6 +57,27 @@ class Region:
     def free(self) -> None:
         for address in self.addresses:
             self.allocator.free(address)
+
+
+def test_all_backups_are_looked_through_once_unless_some_were_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = Region(2, backup=True)
+    looked_at: list[int] = []
+    prune = BackupStore.prune
+
+    def noted(store: BackupStore) -> None:
+        looked_at.append(store.host_bytes)
+        prune(store)
+
+    monkeypatch.setattr(BackupStore, "prune", noted)
+    for operate in (region.sleep, region.wake):
+        looked_at.clear()
+        operate()
+        assert looked_at == [2 * PAGE]
+    _core.free(region.addresses.pop())  # as by a hook while another operation has the lock
+    looked_at.clear()
+    region.sleep()
+    assert looked_at == [2 * PAGE, PAGE]
+    region.wake()
 
 
 def test_what_drops_everything_backs_nothing_up() -> None:
