@@ -14,7 +14,7 @@ from ..codec.encoding import Encoding
 from ..codec.workbench import Count, Workbench, close_all, parts_to_count
 from ..digest.device import DigestRun
 from ..digest.reference import Digest
-from ..errors import CodecError, CumemSleepError, DriverError, InvalidState, OutOfHostMemory
+from ..errors import CodecError, CumemSleepError, DriverError, InvalidState, OutOfHostMemory, counted
 from ..levels import Choice
 from ..report import PhaseTimer, SleepReport
 from ..segments import by_device, describe, total_bytes
@@ -346,8 +346,8 @@ def _check_unchanged(
     if changed:
         layer.store.forget(segment.id for segment in changed)
         raise InvalidState(
-            f"{describe(changed[0])} was written to while it was backed up ({len(changed)} segments were): let no"
-            " work run on the GPU during sleep, and call again; everything is awake"
+            f"{describe(changed[0])} was written to while it was backed up ({counted(len(changed), 'segment')} in all):"
+            " let no work run on the GPU during sleep, and call again; everything is awake"
         )
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from .. import _core
 from ..codec.workbench import Workbench, close_all
 from ..digest.reference import Digest
-from ..errors import BackupMismatch, OutOfDeviceMemory
+from ..errors import BackupMismatch, OutOfDeviceMemory, counted
 from ..levels import Choice
 from ..report import PhaseTimer, WakeReport
 from ..segments import by_device, describe, total_bytes
@@ -130,7 +130,7 @@ def _check_device_memory(segments: Sequence[_core.Segment]) -> None:
         free_bytes = _core.memory_info(device)[0]
         if needed_bytes > free_bytes:
             count = sum(segment.device == device and not segment.has_memory for segment in segments)
-            raise OutOfDeviceMemory(needed_bytes, free_bytes, device, segment=f"{count} sleeping segments")
+            raise OutOfDeviceMemory(needed_bytes, free_bytes, device, segment=counted(count, "sleeping segment"))
 
 
 def _digests_at_sleep(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, Digest]:

@@ -362,6 +362,7 @@ class SleepGate:
             raise Refused(self.model.why_not(), settings.retry_after_s, "rejected")
         self._held.requests += 1
         try:
+            self._raise_overload(self._held.requests > settings.max_held_requests)
             await self._until_serves(deadline, None, wakes=settings.on_request == "wake")
         finally:
             self._held.requests -= 1

@@ -89,6 +89,34 @@ def test_one_that_arrives_before_weights_are_loaded_does_not_run_on_them(
     run(scenario())
 
 
+@pytest.mark.parametrize("policy", ["wait", "wake"])
+def test_no_more_are_held_than_allowed(serve: Serve, policy: str) -> None:
+    """Together with those that arrive asleep."""
+
+    async def scenario() -> None:
+        client = serve(on_request=policy, max_held_requests=3)
+        late, tokenized = [], []
+        for _ in range(4):
+            late.append(await begin(client, "tokenize"))
+            tokenized.append(client.engine.waits["tokenize"])
+        await client.post("/sleep")
+        client.engine.waits["wake_up"] = asyncio.Event()
+        early = client.begin("POST", "/v1/completions")
+        await until_idle()
+        for each in tokenized:
+            each.set()
+            await until_idle()
+        assert [request.task.done() for request in late] == [False, False, True, True]
+        for request in late[2:]:
+            assert "too many requests are held" in (await request.response()).error["message"]
+        client.engine.waits["wake_up"].set()
+        await client.post("/wake")
+        assert [(await each.response()).code for each in (early, *late[:2])] == [200] * 3
+        assert client.gate._held.requests == 0
+
+    run(scenario())
+
+
 def test_a_refused_one_is_answered_like_any_other(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve(retry_after_s=7)
