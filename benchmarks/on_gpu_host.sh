@@ -132,7 +132,8 @@ with_saver() {
     done
 }
 
-# Its own tests, unchanged, on this layer; those that look into its C library cannot pass (docs/torch-memory-saver.md).
+# Its own tests, unchanged, on this layer; those that look into its C library cannot pass (docs/torch-memory-saver.md). Where there
+# are two GPUs, a call of this part alone, not joined by +, runs those of several devices too.
 saver_tests() {
     local shim
     shim=$(PYTHONPATH=$site python3 -m cumem_sleep shim torch_memory_saver) || return 1

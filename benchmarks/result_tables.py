@@ -595,7 +595,7 @@ def _version(number: int) -> str:
 
 
 VAULT_WAYS = {
-    "own": "own memory, its first use on this machine",
+    "own": "own memory, its first use on that machine",
     "vault": "the vault",
     "replica": "a replica, while the first one sleeps",
     "compressed": "the vault, compressed",
@@ -620,34 +620,44 @@ def link_rates(result: dict[str, Any]) -> dict[str, float]:
     return {direction: result["link_bytes"] / min(seconds) for direction, seconds in result["link"].items()}
 
 
-def vault_table(result: dict[str, Any]) -> list[str]:
-    """Sleeps and wakes through the vault beside those of own memory, and the time that their bytes take on the link."""
-    workload = result["workload"]
+def gbps_of_links(result: dict[str, Any]) -> str:
     link = link_rates(result)
-    found = {**result["ways"], "replica": result["ways"]["vault"]["replica"]}
+    return f"{link['to_host'] / 1e9:.1f} GB/s to the host, {link['to_device'] / 1e9:.1f} GB/s to the GPU"
+
+
+def vault_table(result: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    """Sleeps and wakes through the vault, and of own memory in another run, beside the link of their run."""
+    workload = result["workload"]
+    found = {**result["ways"], "replica": result["ways"]["vault"]["replica"], "own": own["ways"]["own"]}
     ways = {way: found[way] for way in VAULT_WAYS if "error" not in found[way]}
 
-    def cell(way: dict[str, Any], step: str, direction: str | None) -> str:
+    def cell(name: str, step: str, direction: str | None) -> str:
+        way = ways[name]
         if not (seconds := [answer["seconds"] for answer in way.get(step, ())]):
             return "–"
         copies = step != "first sleep" or way[step][0]["layer"]["copied_bytes"] > 0
         if direction is None or not copies:
             return low_to_high(seconds)
+        link = link_rates(own if name == "own" else result)
         times = low_to_high([each * link[direction] / way["bytes"] for each in seconds], "{:.2f}".format)
         return f"{low_to_high(seconds)} ({times} ×)"
+
+    def busy(way: dict[str, Any]) -> str:
+        return digits(way["first sleep"][0]["link"]["busy_s"]) if "link" in way["first sleep"][0] else "–"
 
     lines = [
         f"{workload['segments']} segments, {workload['weights_bytes'] / GIB:.2f} GiB of bf16 weights,"
         f" {workload['kv_cache_bytes'] / GIB:.2f} GiB of KV cache, every byte checked after every wake."
-        f" {machine(result)}. The link: {link['to_host'] / 1e9:.1f} GB/s to the host,"
-        f" {link['to_device'] / 1e9:.1f} GB/s to the GPU. Seconds; in parentheses, how many times as long as the"
-        " uncompressed bytes take on the link:",
+        f" {machine(result)}. The link: {gbps_of_links(result)}. The first column was measured earlier{beside(own)},"
+        f" with a link of {gbps_of_links(own)}. Seconds; in parentheses, how many times as long as the uncompressed"
+        " bytes take on the link:",
         "",
         f"|  | {' | '.join(VAULT_WAYS[way] for way in ways)} |",
         "|---" * (len(ways) + 1) + "|",
     ]
     for step, direction in VAULT_STEPS.items():
-        lines.append(f"| {step} | {' | '.join(cell(way, step, direction) for way in ways.values())} |")
+        lines.append(f"| {step} | {' | '.join(cell(way, step, direction) for way in ways)} |")
+    lines.append(f"| in the first sleep the vault's link was busy for | {' | '.join(map(busy, ways.values()))} |")
     layers = [way["first sleep"][0]["layer"] for way in ways.values()]
     for head, key in VAULT_BYTES.items():
         lines.append(f"| {head} | {' | '.join(f'{layer[key] / GIB:.2f}' for layer in layers)} |")
@@ -655,41 +665,47 @@ def vault_table(result: dict[str, Any]) -> list[str]:
     return [*lines, f"| in use on the whole GPU asleep, GiB | {' | '.join(left)} |"]
 
 
-def vault_again(result: dict[str, Any]) -> str:
-    """Two clients at once and in turn, and compressed backups once more, in another run."""
-    link = link_rates(result)
+def clients_together(result: dict[str, Any]) -> str:
+    """Two clients at once, and the same two in turn."""
+    link, together = link_rates(result), result["ways"]["together"]
+    clients = together["the clients"]
 
-    def taken(way: str, step: str, direction: str) -> str:
-        facts = result["ways"][way]
-        seconds = [answer["seconds"] for answer in facts[step]]
-        times = low_to_high([each * link[direction] / facts["bytes"] for each in seconds], "{:.2f}".format)
+    def taken(step: str, direction: str) -> str:
+        seconds = [answer["seconds"] for answer in together[step]]
+        times = low_to_high([each * link[direction] / together["bytes"] for each in seconds], "{:.2f}".format)
         return f"{low_to_high(seconds)} s ({times} ×)"
 
-    together = result["ways"]["together"]
-    clients = together["the clients"]
-    beside_turns = ""
-    if "at once / in turn" in together:  # results of before do not have it
-        taken_at_once = [*together["sleep at once"], *together["wake at once"]]
-        slower = max(max(pair["each"]) / min(pair["each"]) for pair in taken_at_once)
-        beside_turns = (
-            " Then every weight changed before each sleep: both were asleep after"
-            f" {taken('together', 'sleep at once', 'to_host')} at once, after"
-            f" {taken('together', 'sleeps in turn', 'to_host')} one after the other; and awake again after"
-            f" {taken('together', 'wake at once', 'to_device')} and"
-            f" {taken('together', 'wakes in turn', 'to_device')}. So at once both took"
-            f" {together['at once / in turn']['sleep']:.2f} times as long to sleep as in turn, and"
-            f" {together['at once / in turn']['wake']:.2f} times to wake; no client took longer than {slower:.2f} times"
-            " what the other took meanwhile."
-        )
+    taken_at_once = [*together["sleep at once"], *together["wake at once"]]
+    slower = max(max(pair["each"]) / min(pair["each"]) for pair in taken_at_once)
     return (
-        f"In another run, {len(clients)} clients on one GPU, of {clients[0]['bytes'] / GIB:.2f} GiB of weights each,"
-        " slept for the first time at the same moment, and woke at the same moment: both were asleep after"
-        f" {taken('together', 'first sleep', 'to_host')}, and awake again after"
-        f" {taken('together', 'wake', 'to_device')}.{beside_turns} One client, compressed: the first sleep took"
-        f" {taken('compressed', 'first sleep', 'to_host')}, wakes {taken('compressed', 'wake', 'to_device')}, a later"
-        f" one {taken('compressed', 'wake, later', 'to_device')}, and a later sleep after everything had changed"
-        f" {taken('compressed', 'later sleep, everything changed', 'to_host')}."
+        f"{len(clients)} clients on one GPU, of {clients[0]['bytes'] / GIB:.2f} GiB of weights each, slept for the"
+        " first time at the same moment, and woke at the same moment: both were asleep after"
+        f" {taken('first sleep', 'to_host')}, and awake again after {taken('wake', 'to_device')}. Then every weight"
+        " changed before each sleep: both were"
+        f" asleep after {taken('sleep at once', 'to_host')} at once, after {taken('sleeps in turn', 'to_host')} one"
+        f" after the other; and awake again after {taken('wake at once', 'to_device')} and"
+        f" {taken('wakes in turn', 'to_device')}. So at once both took {together['at once / in turn']['sleep']:.2f}"
+        f" times as long to sleep as in turn, and {together['at once / in turn']['wake']:.2f} times to wake; no client"
+        f" took longer than {slower:.2f} times what the other took meanwhile."
     )
+
+
+def vault_gpu_memory_table(result: dict[str, Any]) -> list[str]:
+    """What a vault without a client takes of a GPU, by its size and its pages."""
+    contexts = [each["bytes"] / MIB for each in result["context"]["contexts"]]
+    vaults = [vault for vault in result["vault"]["vaults"] if "not measured" not in vault]
+    return [
+        f"What a vault takes of a GPU before it has a client. {machine(result)}. A bare context takes"
+        f" {low_to_high(contexts)} MiB there.",
+        "",
+        "| memory of the vault, GiB | in | pinned after, s | GPU memory, MiB |",
+        "|---|---|---|---|",
+        *(
+            f"| {vault['memory_bytes'] / GIB:g} | {vault['pages']} | {digits(vault['pinned after s'])} |"
+            f" {vault['bytes'] / MIB:.0f} |"
+            for vault in vaults
+        ),
+    ]
 
 
 def saver_table(result: dict[str, Any]) -> list[str]:
@@ -755,7 +771,6 @@ def level_3_table(result: dict[str, Any], behaviour: dict[str, Any]) -> list[str
     ]
 
 
-VLLM_LEVEL_3_WAYS = {"own": "own memory", "vault": "the vault", "vault_compressed": "the vault, compressed"}
 VLLM_LEVEL_3_ROWS = (  # as level_3_table.py calls them
     "cycles with the same tokens",
     "graphs and code made again",
@@ -780,39 +795,52 @@ VLLM_LEVEL_3_ROWS = (  # as level_3_table.py calls them
 )
 
 
-def vllm_level_3_table(result: dict[str, Any], own: dict[str, Any], two: dict[str, Any]) -> list[str]:
+def vllm_level_3_table(
+    result: dict[str, Any], default_seqs: dict[str, Any], own: dict[str, Any], two: dict[str, Any]
+) -> list[str]:
     """`vllm serve` at level 3, a column for each place of its backups; then two models in turns."""
 
-    def measured(facts: dict[str, Any]) -> dict[str, str]:
-        return {row.what: row.measured for row in rows_of_level_3(facts, two["arguments"])}
+    def measured(run: dict[str, Any], way: str = "vault_compressed") -> dict[str, str]:
+        return {row.what: row.measured for row in rows_of_level_3(run["ways"][way], run["arguments"])}
 
-    found = own["ways"] | result["ways"]
-    ways = {way: measured(found[way]) for way in VLLM_LEVEL_3_WAYS}
+    def in_turns(run: dict[str, Any]) -> str:
+        both, wanted = measured(run), 2 * run["arguments"]["switches"]
+        failed = run["ways"]["vault_compressed"]["failed"]
+        early = f" (then: {failed['two'].splitlines()[0]})" if "two" in failed else ""
+        return (
+            f"each had at least {both['share of the GPU of each']} of the GPU while awake, and the same tokens after"
+            f" {both['switches of two, the same tokens']} of {wanted} switches{early}. To the last token a switch took"
+            f" {both['switch, to the last token']}; the first token of the request that wakes"
+            f" {both['first token of the switch']}."
+        )
+
     said = result["arguments"]
-    lines = [
-        f"**`vllm serve` at level 3**, a Qwen3-{said['shape']}-shaped model with"
-        f" {said['gpu_memory_utilization']:.0%} of the GPU, vLLM {result['machine']['vllm']} with its defaults for"
-        f" sequences and CUDA graphs. {machine(result)}{beside(result)}; the first two columns were"
-        f" measured earlier{beside(own)}. Medians of the cycles after the first:",
-        "",
-        f"|  | {' | '.join(VLLM_LEVEL_3_WAYS.values())} |",
-        "|---" * (len(ways) + 1) + "|",
-    ]
-    for row in VLLM_LEVEL_3_ROWS:
-        lines.append(f"| {row} | {' | '.join(way.get(row, '–') for way in ways.values())} |")
-    facts = two["ways"]["vault_compressed"]
-    both, wanted = measured(facts), 2 * two["arguments"]["switches"]
-    early = f" (then: {facts['failed']['two'].splitlines()[0]})" if "two" in facts["failed"] else ""
+    options = f"`{said['server_options']}`"
+    ways = {
+        "own memory": measured(own, "own"),
+        "the vault": measured(own, "vault"),
+        "the vault, compressed": measured(default_seqs),
+        f"the vault, compressed, {options}": measured(result),
+    }
+    before = measured(two)
     return [
-        *lines,
+        f"**`vllm serve` at level 3**, a Qwen3-{said['shape']}-shaped model with"
+        f" {said['gpu_memory_utilization']:.0%} of the GPU, vLLM {result['machine']['vllm']} with its default CUDA"
+        f" graphs. {machine(result)}{beside(result)}. The other columns were measured earlier, with vLLM's default"
+        f" number of sequences: the first two{beside(own)}, and the third{beside(default_seqs)}. Medians of the cycles"
+        " after the first:",
         "",
-        f"Two models in turns at level 3 through one vault, compressed, {two['arguments']['shape']} and"
-        f" {two['arguments']['second']}, each with at least {both['share of the GPU of each']} of the GPU while awake:"
-        f" the same tokens after {both['switches of two, the same tokens']} of {wanted} switches{early}. To the last"
-        f" token a switch took {both['switch, to the last token']}; the first token of the request that wakes"
-        f" {both['first token of the switch']}. Before the switches, {both['cycles with the same tokens']} cycles of"
-        f" the first model alone{beside(two)}: checkpoint {both['checkpoint']}, restore"
-        f" {both['restore']}, first token of a request that wakes {both['first token of a request that wakes']}.",
+        f"|  | {' | '.join(ways)} |",
+        "|---" * (len(ways) + 1) + "|",
+        *(f"| {row} | {' | '.join(way.get(row, '–') for way in ways.values())} |" for row in VLLM_LEVEL_3_ROWS),
+        "",
+        f"Two models in turns at level 3 through one vault, compressed, {said['shape']} and {said['second']}, with"
+        f" {options}, in the run of the last column: {in_turns(result)}",
+        "",
+        f"The same earlier, with vLLM's default number of sequences{beside(two)}: {in_turns(two)} Before the switches,"
+        f" {before['cycles with the same tokens']} cycles of the first model alone: checkpoint {before['checkpoint']},"
+        f" restore {before['restore']}, first token of a request that wakes"
+        f" {before['first token of a request that wakes']}.",
     ]
 
 
@@ -821,7 +849,9 @@ def serve_models_table(result: dict[str, Any]) -> list[str]:
     one, overhead = result["one after the other"], result["overhead"]
     awake, switches = one["first token, awake"], one["switches"]
     titles = [" ".join((shape, *options[1:])) for shape, *options in result["models"].values()]
-    graphs = "with CUDA graphs" if "--graphs" in result["machine"]["command"] else "without CUDA graphs"
+    command = result["machine"]["command"]
+    graphs = "with CUDA graphs" if "--graphs" in command else "without CUDA graphs"
+    given = [f", `{option.partition('=')[2]}`" for option in command.split() if option.startswith("--server-options=")]
 
     def cell(name: str, end: str, seconds: Callable[[dict[str, Any]], float]) -> str:
         return spread([seconds(switch) for switch in switches if switch[end] == name])
@@ -832,8 +862,8 @@ def serve_models_table(result: dict[str, Any]) -> list[str]:
 
     lines = [
         f"**`cumem-sleep serve`**: {len(titles)} models with dummy weights on one GPU, level 1, vLLM"
-        f" {result['machine']['vllm']} {graphs}; {one['requests']} requests to models at random, one after the other."
-        f" {machine(result)}. Seconds, median and range:",
+        f" {result['machine']['vllm']} {graphs}{''.join(given)}; {one['requests']} requests to models at random, one"
+        f" after the other. {machine(result)}{beside(result)}. Seconds, median and range:",
         "",
         f"|  | {' | '.join(titles)} |",
         "|---" * (len(titles) + 1) + "|",
@@ -866,7 +896,16 @@ def _between_marks(lines: Sequence[str]) -> str:
 
 
 def vault_section() -> str:
-    return _between_marks([*vault_table(load("vault.json")), "", vault_again(load("vault_together.json"))])
+    alone = load("vault_alone.json")
+    return _between_marks(
+        [
+            *vault_table(alone, load("vault.json")),
+            "",
+            clients_together(alone),
+            "",
+            *vault_gpu_memory_table(load("vault_gpu_memory.json")),
+        ]
+    )
 
 
 def saver_section() -> str:
@@ -903,7 +942,7 @@ def section() -> str:
         "",
         *level_3_table(load("bench_level_3.json"), load("checkpoint_behaviour.json")),
         "",
-        *vllm_level_3_table(*(load(f"vllm_level_3{which}.json") for which in ("", "_own", "_two"))),
+        *vllm_level_3_table(*(load(f"vllm_level_3{which}.json") for which in ("", "_default_seqs", "_own", "_two"))),
         "",
         *serve_models_table(load("serve_models.json")),
         "",

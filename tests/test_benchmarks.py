@@ -240,11 +240,13 @@ def results(
         "host_memory",
         "host_memory_used_before",
         "vault",
-        "vault_together",
+        "vault_alone",
+        "vault_gpu_memory",
         "saver_30",
         "bench_level_3",
         "checkpoint_behaviour",
         "vllm_level_3",
+        "vllm_level_3_default_seqs",
         "vllm_level_3_own",
         "vllm_level_3_two",
         "serve_models",
@@ -319,11 +321,16 @@ def test_tables_of_vllm(results: pathlib.Path, tables: ModuleType) -> None:
 @pytest.mark.slow
 def test_tables_of_the_vault_and_of_the_other_package(results: pathlib.Path, tables: ModuleType) -> None:
     """Ranges instead of medians of two, beside the link or the other package; a way that failed is left out."""
-    vault = json.loads((results / "vault.json").read_text())
+    vault, own = (json.loads((results / name).read_text()) for name in ("vault_alone.json", "vault.json"))
     vault["link"] = {"to_host": [0.2, 0.1], "to_device": [0.1, 0.1]}
-    vault["ways"]["vault"] |= {"wake": [{"seconds": 3.0}, {"seconds": 2.0}], "bytes": 10 * vault["link_bytes"]}
+    own["link"] = {"to_host": [0.1], "to_device": [0.2]}
+    two_wakes: dict[str, Any] = {"wake": [{"seconds": 3.0}, {"seconds": 2.0}], "bytes": 10 * vault["link_bytes"]}
+    vault["ways"]["vault"] |= two_wakes
+    vault["ways"]["vault"]["first sleep"][0]["link"]["busy_s"] = 0.9
+    own["ways"]["own"] |= two_wakes
     vault["ways"]["compressed"] = {"error": "no luck"}
-    (results / "vault.json").write_text(json.dumps(vault))
+    (results / "vault_alone.json").write_text(json.dumps(vault))
+    (results / "vault.json").write_text(json.dumps(own))
     saver = json.loads((results / "saver_30.json").read_text())
     ways = saver["results"]["30 GiB"]
     ways["theirs, retained"]["steps"]["resume at once"] = [{"seconds": 0.5}, {"seconds": 1.0}]
@@ -332,8 +339,9 @@ def test_tables_of_the_vault_and_of_the_other_package(results: pathlib.Path, tab
     tables.main()
     of_vault = (results.parent / "docs" / "vault.md").read_text()
     assert "| the vault | a replica, while the first one sleeps |\n" in of_vault
-    wake = next(line for line in of_vault.splitlines() if line.startswith("| wake | "))
-    assert " | 2.00–3.00 (2.00–3.00 ×) | " in wake
+    assert cells_of(of_vault.splitlines(), "wake")[:2] == ["2.00–3.00 (1.00–1.50 ×)", "2.00–3.00 (2.00–3.00 ×)"]
+    busy = cells_of(of_vault.splitlines(), "in the first sleep the vault's link was busy for")
+    assert busy == ["–", "0.900", "0.000"]
     resumed = next(
         line
         for line in (results.parent / "docs" / "torch-memory-saver.md").read_text().splitlines()
@@ -363,21 +371,27 @@ def cells_of(lines: list[str], head: str) -> list[str]:
 
 def test_table_of_vllm_at_level_3(tables: ModuleType) -> None:
     """One column for each place of backups; what one of them lacks or did not measure is told apart from nothing."""
-    result, own, two = (tables.load(f"vllm_level_3{which}.json") for which in ("", "_own", "_two"))
+    result, default_seqs, own, two = (
+        tables.load(f"vllm_level_3{which}.json") for which in ("", "_default_seqs", "_own", "_two")
+    )
     cycles = own["ways"]["own"]["cycles"] = own["ways"]["own"]["cycles"][:2]
     cycles[1]["checkpoint_s"] = 2.0
+    result["arguments"]["server_options"] = "--max-num-seqs=9"
+    result["ways"]["vault_compressed"]["two"]["switches"][0]["gpu_share"] = 0.5
     of_two = two["ways"]["vault_compressed"]
     of_two["two"]["switches"] = of_two["two"]["switches"][:2]
-    lines = tables.vllm_level_3_table(result, own, two)
+    lines = tables.vllm_level_3_table(result, default_seqs, own, two)
+    assert "|  | own memory | the vault | the vault, compressed | the vault, compressed, `--max-num-seqs=9` |" in lines
     assert cells_of(lines, "cycles with the same tokens")[0] == "2"
     assert cells_of(lines, "checkpoint")[0] == "2.000 s"
     assert cells_of(lines, "kept on the GPU at level 1")[0] == "not measured"
     assert cells_of(lines, "GPU memory in use asleep grew by")[0] == "not measured"
     assert cells_of(lines, "the vault's own GPU memory")[0] == "–"
     assert all(row in "\n".join(lines) for row in tables.VLLM_LEVEL_3_ROWS)
+    assert "each had at least 0.500 of the GPU while awake, and the same tokens after 6 of 6 switches. " in lines[-3]
     assert "the same tokens after 2 of 6 switches (then: OutOfTime: " in lines[-1]
     del of_two["failed"]["two"]
-    assert "the same tokens after 2 of 6 switches. " in tables.vllm_level_3_table(result, own, two)[-1]
+    assert "the same tokens after 2 of 6 switches. " in tables.vllm_level_3_table(result, default_seqs, own, two)[-1]
 
 
 def test_table_of_models_behind_the_front(tables: ModuleType) -> None:
@@ -390,7 +404,9 @@ def test_table_of_models_behind_the_front(tables: ModuleType) -> None:
     ]
     result["many at once"]["errors"] = {"Failed: 503": 2, "OSError: gone": 1}
     result["failed"] = {"restart": "OutOfTime: no time left\nand more"}
+    result["machine"]["command"] = "python serve_models.py --server-options=--max-num-seqs=9 --graphs"
     lines = tables.serve_models_table(result)
+    assert " with CUDA graphs, `--max-num-seqs=9`; " in lines[0]
     assert "|  | 8B | 14B fp8 | 0.6B |" in lines
     assert cells_of(lines, "first token after a switch to it") == ["0.500", "0.700", "0.900"]
     assert cells_of(lines, "its wake in such a switch") == ["0.300", "0.400", "0.600"]
@@ -400,24 +416,40 @@ def test_table_of_models_behind_the_front(tables: ModuleType) -> None:
 
 
 def test_clients_that_share_the_link(tables: ModuleType) -> None:
-    """Both together count against the link, by the one that ended last; beside them, both in turn, if measured."""
-    result = tables.load("vault_together.json")
+    """Both together count against the link, by the one that ended last; beside them, both in turn."""
+    result = tables.load("vault_alone.json")
     result |= {"link_bytes": 10, "link": {"to_host": [1.5, 1.0], "to_device": [2.0]}}
-    together = result["ways"]["together"]
-    together |= {"bytes": 40, "first sleep": [{"seconds": 6.0}], "wake": [{"seconds": 4.0}]}
-    assert "asleep after 6.00 s (1.50 ×), and awake again after 4.00 s (0.50 ×). One " in tables.vault_again(result)
-    together |= {
+    result["ways"]["together"] |= {
+        "bytes": 40,
+        "first sleep": [{"seconds": 6.0}],
+        "wake": [{"seconds": 4.0}],
         "sleep at once": [{"seconds": 5.0, "each": [5.0, 4.0]}, {"seconds": 5.5, "each": [5.4, 5.5]}],
         "sleeps in turn": [{"seconds": 6.0, "each": [3.0, 3.0]}],
         "wake at once": [{"seconds": 9.0, "each": [6.0, 9.0]}],
         "wakes in turn": [{"seconds": 8.0, "each": [7.0, 1.0]}],
         "at once / in turn": {"sleep": 0.875, "wake": 1.125},
     }
-    assert (
+    said = tables.clients_together(result)
+    assert "asleep after 6.00 s (1.50 ×), and awake again after 4.00 s (0.50 ×). Then " in said
+    assert said.endswith(
         "asleep after 5.00–5.50 s (1.25–1.38 ×) at once, after 6.00 s (1.50 ×) one after the other; and awake again"
         " after 9.00 s (1.12 ×) and 8.00 s (1.00 ×). So at once both took 0.88 times as long to sleep as in turn, and"
-        " 1.12 times to wake; no client took longer than 1.50 times what the other took meanwhile. One"
-    ) in tables.vault_again(result)
+        " 1.12 times to wake; no client took longer than 1.50 times what the other took meanwhile."
+    )
+
+
+def test_table_of_the_vaults_gpu_memory(tables: ModuleType) -> None:
+    """Pages that a system would not give are left out."""
+    result = tables.load("vault_gpu_memory.json")
+    result["context"]["contexts"] = [{"bytes": 500 << 20}, {"bytes": 510 << 20}]
+    result["vault"]["vaults"] = [
+        {"memory_bytes": 8 << 30, "pages": "pages of 4 KiB", "pinned after s": 2.0, "bytes": 526 << 20},
+        {"not measured": "/proc/sys/vm/nr_hugepages cannot be set here"},
+    ]
+    lines = tables.vault_gpu_memory_table(result)
+    assert lines[0].endswith(" A bare context takes 500–510 MiB there.")
+    assert lines[-1] == "| 8 | pages of 4 KiB | 2.00 | 526 |"
+    assert sum(line.startswith("|") for line in lines) == 3
 
 
 @pytest.mark.slow
