@@ -63,7 +63,7 @@ from .transfer.restorer import Restorer
 from .tuning import Tuning
 from .variables import warn_of_misspelt
 
-# Whose threads are to end in good order at exit; those that were let go of as well, as long as a thread works for them.
+# Their threads are stopped in order at exit. One that nobody uses any more stays here while a thread works for it.
 _allocators: weakref.WeakSet[CuMemAllocator] = weakref.WeakSet()
 _stores: weakref.WeakSet[BackupStore] = weakref.WeakSet()
 
@@ -73,28 +73,29 @@ _Sleep = _core.Segment.Sleep
 class CuMemAllocator:
     """The sleep-mode allocator of this process.
 
-    Its methods may be called from any thread; sleep, wake and what else changes memory run one after the other. PyTorch
-    is used where it is installed and reaches the GPU; without it, `malloc` and `free` serve.
+    Its methods may be called from any thread; sleep, wake and everything else that changes memory run one at a time.
+    PyTorch is used if it is installed and reaches the GPU; without it, allocate with `malloc` and `free`.
 
-    What holds the lock runs on a thread of its own, and the caller waits (`csrc/operation.h`): so a signal handler may
-    raise at any time, and any number of times, and may call any of these methods. What it raises asks the operation to
-    stop, and is raised when that has ended; then either all was done or nothing.
+    Code that holds the lock runs on a thread of its own while the caller waits (`csrc/operation.h`). So a signal
+    handler may raise at any time, and any number of times, and may call any of these methods. If it raises, the
+    operation is asked to stop. The caller gets the exception when the operation has ended, with either everything done
+    or nothing.
 
     Args:
-        settings: how to behave; by default what the environment says (`Settings.from_environment`).
-        group: of the ranks that sleep and wake together, see `join`; None: this process sleeps and wakes alone.
+        settings: how to behave; None: what the environment says (`Settings.from_environment`).
+        group: the ranks that sleep and wake together, see `join`; None: this process sleeps and wakes alone.
 
     Raises:
-        InvalidArgument: an environment variable has a bad value; not a group that can be used.
+        InvalidArgument: an environment variable has a bad value, or the group cannot be used.
         InvalidState: another allocator of this process still has memory handed out; a rank cannot be reached.
     """
 
     instance: ClassVar[CuMemAllocator | None] = None
     default_tag: ClassVar[str] = DEFAULT_TAG
     tuning: ClassVar[Tuning] = Tuning()
-    # Whether leaving a pool is when `Settings.prepare` begins; vLLM's plugin begins after the warm-up instead.
+    # Whether `Settings.prepare` takes effect when a pool is left; vLLM's plugin begins after the warm-up instead.
     prepares_after_pools: ClassVar[bool] = True
-    # Whether the end of a sleep is when `Settings.deep_after_s` begins; vLLM's workers call the driver after that.
+    # Whether `Settings.deep_after_s` is counted from the end of a sleep; vLLM's workers call the driver after that.
     deepens_after_sleeps: ClassVar[bool] = True
     _instance_lock: ClassVar[_core.OperationLock] = _core.OperationLock()
 
@@ -127,7 +128,7 @@ class CuMemAllocator:
         )
         self._pools = Pools()
         self._entry: Entry = Entry(self._layer, self._pools, _left_pool, _forget_freed_backups)
-        _allocators.add(self)  # not before it has what ending it needs
+        _allocators.add(self)  # only now: stopping it at exit uses what was set above
         self._used_tags = UsedTags(in_pools(), "no memory was ever given such a tag", DEFERRABLE_TAGS)
         self._region_tags = UsedTags(in_regions(), "no region ever had such a tag")
         if group is not None:
@@ -175,11 +176,11 @@ class CuMemAllocator:
 
     @property
     def agreement(self) -> Agreement | None:
-        """With the ranks of the group that was joined; None: this process sleeps and wakes alone."""
+        """The agreement with the other ranks of the joined group; None: this process sleeps and wakes alone."""
         return self._agreement
 
     def _leave(self) -> None:
-        """The other ranks find that this one has ended."""
+        """Leave the group: to the other ranks this one has ended."""
         if self._agreement is not None:
             self._agreement.mesh.close()
             self._agreement = None
@@ -225,8 +226,8 @@ class CuMemAllocator:
             yield pools.graph_pool_id()
 
     def warming_up(self) -> AbstractContextManager[None]:
-        """Around what loads modules and captures CUDA graphs: sleeps then tell what it has left on the GPU by itself
-        (`SleepReport.left`). In vLLM the plugin does so.
+        """Put this around code that loads modules and captures CUDA graphs. Sleeps then report what that code left on
+        the GPU as an item of its own (`SleepReport.left`). In vLLM the plugin does this.
         """
         return self._layer.left.warm_up()
 
@@ -240,7 +241,7 @@ class CuMemAllocator:
 
         Args:
             nbytes: at least 1; rounded up to the device's granularity (2 MiB).
-            tag: as for `use_memory_pool`; None is the pool's or region's that this thread is in, `default` outside.
+            tag: as for `use_memory_pool`; None: the tag of the pool or region that this thread is in, or `default`.
             device: CUDA ordinal.
 
         Returns:
@@ -260,7 +261,7 @@ class CuMemAllocator:
             tag, backup = checked_tag(tag), _core.Backup.BY_LEVEL
         allocation = self._entry.on_the_gpu(partial(_allocated, self._layer.left, nbytes, tag, device, backup))
         (self._used_tags if backup == _core.Backup.BY_LEVEL else self._region_tags).add(tag)
-        return allocation.handed_out  # no call after this, nor signal: the address may be lost
+        return allocation.handed_out  # no call, no signal may come after this: the address could be lost
 
     def free(self, address: int) -> None:
         """Give back what `malloc` returned, asleep or awake. Waits for the work that runs on its device first; a graph
@@ -303,14 +304,15 @@ class CuMemAllocator:
                 allocator, called without arguments, backs up `default` alone; this one sleeps at level 1.)
 
         Returns:
-            What was done. Where everything sleeps already, nothing, and the report says so.
+            What was done. If everything is already asleep, nothing is done, and the report says so.
 
         Raises:
-            InvalidArgument: no such level; tags to back up of which not one was ever used (they may be misspelt).
+            InvalidArgument: no such level, or none of the tags to back up was ever used (they may be misspelt).
             InvalidState: a CUDA graph is being captured, or something wrote to the memory while it was backed up.
             OutOfHostMemory: a limit leaves too little for the backups.
             DriverError: the driver refused a call.
-            CheckpointFailed: at level 3, all sleeps, but the CUDA state can neither leave the GPU nor be used there.
+            CheckpointFailed: at level 3: all memory is asleep, but the CUDA state can neither leave the GPU nor be used
+                there.
             RankFailed: another rank failed, or did not answer, so that no rank sleeps.
         """
         with self._all_ranks("sleep") as call:
@@ -346,7 +348,7 @@ class CuMemAllocator:
         return self._entry.deep.deepen(partial(self._settled, work), 1 if agreement is None else agreement.mesh.size)
 
     def _settled(self, work: Callable[[], SleepReport]) -> SleepReport:
-        """Afterwards nothing is left to be given back, which at level 3 nobody could."""
+        """Do `work`, then wait until host memory that is not needed is given back: at level 3 that is impossible."""
         report = work()
         if not self._entry.deep.is_away:
             self._store.settle()
@@ -356,7 +358,7 @@ class CuMemAllocator:
         """Go on from level 1 (or 2) to level 3, as `sleep(level=3)` does after it has put the memory to sleep.
 
         Returns:
-            What was done; `why_not_deeper` says why nothing was, if so.
+            What was done. If the process stays where it is, `why_not_deeper` says why.
 
         Raises:
             InvalidState: memory is awake.
@@ -376,15 +378,15 @@ class CuMemAllocator:
 
     @property
     def may_deepen(self) -> bool:
-        """Whether the process is at level 3, or may go there at any time by itself."""
+        """Whether the process is at level 3, or may go there by itself at any time."""
         return self._entry.deep.is_away or self._entry.deep.waits
 
     @contextmanager
     def using_cuda(self) -> Iterator[None]:
-        """Around calls into CUDA that are not this layer's: at level 3 they would wait for ever.
+        """Put this around CUDA calls that are not this layer's own: at level 3 they would wait forever.
 
-        So the process comes back to level 1 before, stays there until they are done, and begins to count its seconds
-        again.
+        The process comes back to level 1 first, and stays there until the block ends. Then `Settings.deep_after_s` is
+        counted anew.
 
         Raises:
             OutOfDeviceMemory, CheckpointFailed: it cannot come back; nothing was called.
@@ -400,9 +402,9 @@ class CuMemAllocator:
             self.deepen_when_idle()
 
     def prepare_to_end(self) -> None:
-        """Before this process ends: come back from level 3, so that libraries can let go of the GPU.
+        """Come back from level 3 before this process ends, so that libraries can let go of the GPU.
 
-        Where that fails the process ends at once: their calls would wait for ever.
+        If that fails the process ends at once: the libraries' calls would wait forever.
         """
         if not _core.driver_is_forked():
             self._entry.deep.stop()
@@ -411,11 +413,14 @@ class CuMemAllocator:
 
     @property
     def checkpoint(self) -> Checkpointed | None:
-        """Of the CUDA state of this process, while it sleeps at level 3; None: it does not. Touches no GPU."""
+        """The checkpoint of this process's CUDA state: what it freed, and what must be free to bring the state back.
+
+        None unless the process is at level 3. Touches no GPU.
+        """
         return self._entry.deep.taken
 
     def discard(self, tags: str | Iterable[str]) -> SleepReport:
-        """Drop these tags, without a backup, and leave the rest as it is. What sleeps already keeps its backup.
+        """Drop these tags, without a backup, and leave the rest as it is. What is already asleep keeps its backup.
 
         Raises:
             InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
@@ -439,9 +444,9 @@ class CuMemAllocator:
 
         Raises:
             InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
-            OutOfDeviceMemory: the device has too little free memory; at level 3, for the CUDA state of the process as
-                well, which then stays away.
-            CheckpointFailed: the driver does not bring that state back.
+            OutOfDeviceMemory: the device has too little free memory. At level 3 the CUDA state of the process needs
+                some as well; it then stays off the GPU.
+            CheckpointFailed: the driver did not bring that state back.
             BackupMismatch: restored bytes are not those at sleep.
             CodecError: a compressed backup cannot be decoded here.
             DriverError: the driver refused a call.
@@ -457,14 +462,14 @@ class CuMemAllocator:
         """Back up in the background what a sleep at level 1 would copy, so that it will copy nothing. Returns at once.
 
         Host memory is taken, pinned and filled by a thread while the model runs, also beside the capture of CUDA
-        graphs, at no more than `Settings.prepare_bytes_per_second`. What changes after that is found out, and copied,
-        by the sleep. Memory allocated later is not included: call it again. A new call ends the one before.
+        graphs, at no more than `Settings.prepare_bytes_per_second`. The sleep detects and copies what changes
+        after that. Memory allocated later is not included: call it again. A new call ends the one before.
 
-        How much compressed backups take, the thread finds out segment by segment. So this call only refuses what no
-        code could make fit (five eighths of the bytes); a limit that is reached later ends the preparation.
+        The thread finds out the sizes of compressed backups segment by segment. So this call only refuses what no code
+        could make fit (at five eighths of the bytes); a limit that is reached later ends the preparation.
 
         Returns:
-            What can be waited for and stopped, and says why it ended early if it did.
+            The preparation: it can be waited for and stopped, and says why it ended early, if it did.
 
         Raises:
             InvalidState: the settings do not retain backups; this thread captures a CUDA graph.
@@ -493,7 +498,7 @@ class CuMemAllocator:
                 log.warning("prepare did not begin, the next sleep copies everything: %s", error)
 
     def _warm_up(self) -> None:
-        """Where there is PyTorch, without which nothing is compiled."""
+        """Compile what operations need, if PyTorch is in use; without it nothing is compiled."""
         if self._pools.found is not None:
             self._layer.warm_up()
 
@@ -515,7 +520,7 @@ class CuMemAllocator:
 
     def backup_place(self) -> BackupPlace:
         """Where backups lie: in memory of this process, or in which vault. Touches no GPU."""
-        if not _core.driver_is_open():  # then there are none, and who answers for `auto` is not looked up
+        if not _core.driver_is_open():  # then there are no backups, and `auto` does not look for a vault yet
             return BackupPlace("" if self.settings.vault in ("off", "auto") else self.settings.vault)
         return self._entry.locked("backup_place", self._store.place, stays_away=True)
 
@@ -577,7 +582,7 @@ class CuMemAllocator:
             self.release_backups()
 
 
-# These two know the allocator by its class: one that was replaced, and that nobody uses any more, goes at once.
+# These two reach the allocator through its class, so that one that was replaced is freed when nobody uses it.
 
 
 def _left_pool() -> None:
@@ -602,7 +607,7 @@ def _allocated(left: LeftOnDevices, nbytes: int, tag: str, device: int, backup: 
 
 
 def _all_asleep_still() -> SleepReport:
-    """What a sleep at level 1 reports that finds nothing awake.
+    """The report of a sleep at level 1 that finds nothing awake.
 
     Raises:
         InvalidState: something woke meanwhile.

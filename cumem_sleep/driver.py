@@ -7,7 +7,7 @@ from .errors import DriverError
 
 
 def driver_path(driver: str) -> str:
-    """Of the shared object that the setting `driver` names."""
+    """The path of the shared object that the setting `driver` names."""
     if driver != "sim":
         return "libcuda.so.1"
     from .sim import library_path

@@ -30,7 +30,7 @@ Choice = Callable[[_core.Segment], bool]
 
 
 def dropped_at_level(level: object) -> IsDropped | None:
-    """Which tags a level (None: 1) drops; None for the level that touches nothing.
+    """A function that says which tags a level (None: 1) drops; None for the level that touches nothing.
 
     Raises:
         InvalidArgument: no such level.
@@ -51,32 +51,32 @@ def is_deep(level: object) -> bool:
 
 
 def dropped_unless(kept: set[str]) -> IsDropped:
-    """Drops all tags but these."""
+    """A function that says that all tags but these are dropped."""
     return lambda tag: tag not in kept
 
 
 def in_pools(tags: set[str] | None = None) -> Choice:
-    """Memory of pools with these tags (None: all)."""
+    """Choose segments of pools with these tags (None: all)."""
     return lambda segment: (tags is None or segment.tag in tags) and segment.backup == _core.Backup.BY_LEVEL
 
 
 def in_regions(tags: set[str] | None = None) -> Choice:
-    """Memory of regions with these tags (None: all)."""
+    """Choose segments of regions with these tags (None: all)."""
     return lambda segment: (tags is None or segment.tag in tags) and segment.backup != _core.Backup.BY_LEVEL
 
 
 def with_tag(is_chosen: IsDropped) -> Choice:
-    """What has a tag of which that holds."""
+    """Choose the segments whose tag `is_chosen` accepts."""
     return lambda segment: is_chosen(segment.tag)
 
 
 def without_backup(segment: _core.Segment) -> bool:
-    """Whether a sleep of its region drops it."""
+    """Whether a sleep of its region drops the segment."""
     return segment.backup == _core.Backup.NEVER
 
 
 def woken_in_pools(tags: set[str] | None) -> Choice:
-    """What a wake of pools with `tags` (None: all) wakes."""
+    """Choose the segments that a wake of pools with `tags` (None: all) wakes."""
     is_of_a_pool = in_pools()
     return lambda segment: (
         is_of_a_pool(segment) and (tags is None or segment.tag in tags or segment.tag not in DEFERRABLE_TAGS)

@@ -1,8 +1,8 @@
 """All ranks or none: between the halves of a sleep, a wake or a discard, the ranks of an engine agree.
 
 A round is one operation of all ranks. A rank that has done its first half votes; when it has heard the votes of all, or
-of one that failed, or its time is up, it puts down what follows, and what was put down first is the decision. Until it
-has read that decision, a rank can still undo its half, and does nothing that could not be undone.
+of one that failed, or its time is up, it proposes an outcome, and the first proposal is the decision. Until it has read
+that decision, a rank can still undo its half, and does nothing that could not be undone.
 
 On one host the decision is in a record that belongs to no process (`ranks.decisions`), so that a rank may be stopped or
 killed at any moment, and no two ranks ever read different decisions. Over several hosts rank 0 decides, after every
@@ -69,7 +69,7 @@ class Agreement:
         self._told: dict[int, Decision] = {}  # where there is no record: what rank 0 said
 
     def call(self, operation: str) -> Call:
-        """For one operation."""
+        """The call for one operation."""
         return RankCall(self, operation)
 
     def heard(self, round_: int) -> _Heard:
@@ -81,9 +81,9 @@ class Agreement:
         self.mesh.receive(timeout_s, self._take)
 
     def next_round(self) -> int:
-        """Of the operation that begins: the first that did not end because this rank was missing.
+        """The round of the operation that begins: the first that did not end because this rank was missing.
 
-        One that ended for another reason is the one that begins here, later than there.
+        A round that ended for another reason is this rank's as well: it only begins it later than the others.
         """
         self.listen(0)
         self.missed = False
@@ -107,7 +107,7 @@ class Agreement:
             return record.of(round_)
         if round_ in self._told:
             return self._told[round_]
-        # Who gave up has not left it to rank 0 to decide, and will not.
+        # A rank that gave up has not left the decision to rank 0, and will not.
         votes = self.heard(round_).votes
         return next((vote for vote in votes.values() if not vote.go), None)
 
@@ -166,7 +166,7 @@ def all_ranks(agreement: Agreement | None, operation: str, lock: _core.Operation
     """Around an operation of all ranks: what fails before it begins is told to the others, too.
 
     Args:
-        agreement: None: of a process that is alone.
+        agreement: None: this process is alone.
     """
     if agreement is None:
         yield Call()
@@ -196,10 +196,10 @@ class RankCall(Call):
         self._concluded = False
 
     def begin(self) -> None:
-        """Tell the others. What they have decided already, or where a rank has ended, does not begin.
+        """Tell the others that the operation begins.
 
         Raises:
-            RankFailed: so it is.
+            RankFailed: it does not, because they have decided it already, or a rank has ended.
         """
         self._round = self._agreement.next_round()
         self._mesh.send(Message(Kind.BEGUN, self._round, self._operation))

@@ -40,9 +40,9 @@ class DeepSleep:
         return self._checkpoint.taken
 
     def expect(self) -> None:
-        """Before `deepen`, on a thread that may run finalisers.
+        """Call this before `deepen`, on a thread that may run finalisers.
 
-        What the garbage collector finds later might call the driver, and wait for ever.
+        It collects garbage: a finaliser that runs later might call the driver, and wait forever.
         """
         if not self.is_away:
             gc.collect()
@@ -107,14 +107,14 @@ class DeepSleep:
             try:
                 deepen()
             except CumemSleepError as error:
-                if not timer.asked_to_stop:  # else that is why
+                if not timer.asked_to_stop:  # otherwise that is the reason
                     log.error("this process did not go from level 1 to level 3: %s", error)
 
         self._timer = timer
         timer.start(wait)
 
     def stay(self) -> None:
-        """Do not go deeper by itself, after all. Does not wait for a thread that is at it."""
+        """Cancel `after`. Does not wait for its thread, if that has already begun to go deeper."""
         if self._timer is not None:
             self._timer.ask_to_stop()
             self._timer = None

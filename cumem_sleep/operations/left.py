@@ -1,4 +1,4 @@
-"""What is left on the devices after a sleep: a sum that the driver tells, and of what it is made, from notes."""
+"""What is left on the devices after a sleep: the driver tells the sum, and notes tell what is in it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class LeftOnDevices:
                 self.note_used(device, total - free_bytes)
 
     def note_used(self, device: int, used_bytes: int) -> None:
-        """So much is in use; does nothing if this layer has allocated on the device already."""
+        """Note that so much is in use; does nothing if this layer has allocated on the device already."""
         if device not in self._before and not any(segment.device == device for segment in _core.segments()):
             self._before[device] = used_bytes
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
-        """Around what loads modules and captures graphs."""
+        """Put this around code that loads modules and captures graphs."""
         before = _not_ours()
         yield
         for device, nbytes in _not_ours().items():
@@ -56,7 +56,7 @@ class LeftOnDevices:
 
 
 def _not_ours() -> dict[int, int]:
-    """By device on which this layer has memory: the bytes in use that are not of its segments."""
+    """For each device on which this layer has memory: the bytes in use that do not belong to its segments."""
     segments = _core.segments()
     found = {}
     with suppress(CumemSleepError):

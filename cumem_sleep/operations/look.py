@@ -20,7 +20,7 @@ _Sleep = _core.Segment.Sleep
 
 
 def usage_by_tag(layer: Layer, meant: Choice) -> dict[str, TagUsage]:
-    """What the segments hold that are meant, and their backups."""
+    """What the segments of `meant` hold, and their backups."""
     by_tag: dict[str, list[_core.Segment]] = {}
     for segment in filter(meant, _core.segments()):
         by_tag.setdefault(segment.tag, []).append(segment)

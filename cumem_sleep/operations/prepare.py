@@ -40,14 +40,14 @@ def wanted_ahead(layer: Layer) -> list[_core.Segment]:
 class Preparation:
     """Backups in the making; what `CuMemAllocator.prepare` returns. `TagUsage.backed_up_bytes` shows its progress.
 
-    A thread of its own backs up one segment after the other, piece by piece. It holds the allocator's lock for the look
-    at one segment, or for one piece, at a time, so that any operation may come between; what is asleep by then, freed,
-    or backed up in another way it passes over. What the model writes to meanwhile, or later, the sleep finds out and
-    copies. The thread has no lower priority than others, because it would then hold the interpreter lock for longer;
+    A thread of its own backs up one segment after the other, piece by piece. It holds the allocator's lock while it
+    examines one segment, or copies one piece, at a time, so that any operation may come between. It skips what is
+    asleep by then, freed, or backed up in another way. The sleep detects and copies what the model writes to meanwhile,
+    or later. The thread has no lower priority than others, because it would then hold the interpreter lock for longer;
     its rate is bounded instead.
 
     Attributes:
-        wanted_bytes: of all segments that it is to back up.
+        wanted_bytes: the size of all segments that it is to back up.
     """
 
     def __init__(self, segments: Sequence[_core.Segment], layer: Layer, warm_up: Callable[[], None]) -> None:
@@ -60,7 +60,7 @@ class Preparation:
         self._bytes_per_second = layer.settings.prepare_bytes_per_second
         self._warm_up = warm_up
         self._workbenches: dict[int, Workbench] = {}  # by device
-        self._checked_devices: set[int] = set()  # that have room for all of it uncompressed, when that was asked
+        self._checked_devices: set[int] = set()  # had room for all of it uncompressed when checked
         self._is_ended_by_finaliser = False
         self._is_cut_short = False
         self._due = time.monotonic()  # when the next piece may be copied
@@ -119,7 +119,7 @@ class Preparation:
             self._prune()
 
     def _prepare(self, segment: _core.Segment, digests: DigestRun) -> None:
-        """Of one segment; without the lock while the tier has yet to take the memory for that."""
+        """Back up one segment. Waits, without the lock, while the tier has yet to take memory for it."""
         wait_s = _FIRST_WAIT_S
         while True:
             try:
@@ -155,14 +155,14 @@ class Preparation:
                 self._prune()
 
     def _plan(self, segment: _core.Segment) -> dict[int, Encoding] | None:
-        """How it is to be stored, by its id, if not as it is; None: it is left to the next sleep.
+        """How to encode the segment, by its id (empty: not at all); None: it is left to the next sleep.
 
         In one turn, because only an operation waits for that, and not for long: the GPU counts several hundred GB/s.
         (The first time for a type other than bf16 Triton compiles, for seconds.) The model waits for less, since a
         small workbench launches little at once.
 
         Raises:
-            OutOfHostMemory: it can only be stored as it is, and a limit leaves too little for all that then has to be.
+            OutOfHostMemory: it can only be stored uncompressed, and a limit leaves too little for all of its device.
         """
         if not self._compressor.on:
             return {}
@@ -186,7 +186,7 @@ class Preparation:
 
     @contextmanager
     def _workbench(self, device: int) -> Iterator[Workbench]:
-        """That of `device`, made at the first use. After an error it is closed: no work of it is in flight then."""
+        """The workbench of `device`, made at the first use. An error closes it: then no work of it is in flight."""
         if device not in self._workbenches:
             spare_bytes = _core.memory_info(device)[0]
             self._workbenches[device] = self._compressor.workbench(device, spare_bytes, small=True)
@@ -204,7 +204,7 @@ class Preparation:
         return all(self._encode(backup, part, digests) for part in parts)
 
     def _encode(self, backup: Backup, run: EncodedRun, digests: DigestRun) -> bool:
-        """As `_copy`; false as well if the bytes are not those any more for which room was taken."""
+        """As `_copy`; also false if the bytes are no longer those that room was taken for."""
         segment = backup.segment
         with self._turn(segment, backup) as mine:
             if not mine:
@@ -235,7 +235,7 @@ class Preparation:
         return True
 
     def _pace(self, nbytes: int) -> None:
-        """Wait as the rate demands; what taking an extent cost may be made up for until the end of that extent."""
+        """Wait as the rate demands; time lost by taking an extent may be made up for until the end of that extent."""
         now = time.monotonic()
         seconds = nbytes / self._bytes_per_second if self._bytes_per_second else 0.0
         pieces = self._tuning.prepare_extent_bytes / self._tuning.prepare_piece_bytes
@@ -259,7 +259,7 @@ class Preparation:
         yield False
 
     def _prune(self) -> None:
-        """What did not become complete goes, and what was freed: now, or when the operation that runs now has ended."""
+        """Drop backups that are incomplete or of freed segments: now, or when the operation that runs now has ended."""
         with self._store.turns.if_free() as has_lock:
             if has_lock:
                 self._store.prune()

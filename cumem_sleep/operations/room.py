@@ -1,6 +1,6 @@
-"""Device memory that PyTorch keeps and does not use: what goes of it before an operation.
+"""Frees device memory that PyTorch keeps and does not use, before an operation.
 
-Both run on the caller's thread, without the allocator's lock.
+Both functions run on the caller's thread, without the allocator's lock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def trim(pools: TorchPools) -> None:
 
 
 def make_room(meant: Choice, pools: TorchPools) -> None:
-    """Before a wake of these segments: PyTorch's unused cache goes, if they would not fit beside it."""
+    """Before a wake of these segments: free PyTorch's unused cache if they would not fit beside it."""
     if any(nbytes > _core.memory_info(device)[0] for device, nbytes in wanting(asleep(meant)).items()):
         gc.collect()
         pools.trim()

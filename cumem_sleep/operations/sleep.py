@@ -25,14 +25,15 @@ _Sleep = _core.Segment.Sleep
 
 
 def sleep(layer: Layer, call: Call, is_meant: Choice, is_dropped: Choice, operation: str = "sleep") -> SleepReport:
-    """Take the physical memory of what is awake, with a backup unless it is dropped; all or nothing.
+    """Back up the awake segments that are not dropped, and take the physical memory of all of them; all or nothing.
 
-    An error, or a stop, before the memory is released leaves everything mapped with its bytes. So does one of another
-    rank: they agree when all of it is unmapped.
+    An error, or a request to stop, before the memory is released leaves everything mapped with its bytes. So does an
+    error of another rank: the ranks agree when everything is unmapped.
 
     Args:
-        call: of all ranks.
+        call: through which the ranks agree.
         is_meant: whether a segment is to sleep.
+        is_dropped: whether it sleeps without a backup.
         operation: what the report calls it.
 
     Raises:
@@ -75,7 +76,7 @@ def sleep(layer: Layer, call: Call, is_meant: Choice, is_dropped: Choice, operat
 def _back_up(
     layer: Layer, segments: Sequence[_core.Segment], dropped: Sequence[_core.Segment], timer: PhaseTimer
 ) -> tuple[list[_core.Segment], list[_core.Segment]]:
-    """Give each of these a backup of its present bytes: those that were copied, and those that the tier had already."""
+    """Give each segment a backup of its present bytes. Returns those copied, and those whose bytes the tier had."""
     layer.store.claim(segments)
     with layer.digester.run(segments) as run:
         digests = _Digests(segments if _digests_are_compared(layer) else [], run, layer.tuning.idle_s)
@@ -96,14 +97,14 @@ def _agree(call: Call, timer: PhaseTimer) -> None:
 class _BackingUp:
     """Brings the backups of some segments up to date: `run` copies what changed.
 
-    A segment whose backup has room for it, stored in the same way again, is digested part by part, while the parts
-    before are copied. The rest is digested first, and all the memory that it needs is taken before any copy.
+    A segment whose backup has room for it, stored in the same way again, is digested part by part, while earlier
+    parts are copied. The rest is digested first, and all the memory that it needs is taken before any copy.
 
     Args:
-        dropped: whose memory may be borrowed by the codec, where the device has none left.
+        dropped: segments whose memory the codec may borrow, if the device has none left.
 
     Attributes:
-        found: by their ids, those whose bytes lay in the tier already, so far; they do not change again.
+        found: the segments, by id, whose bytes were found in the tier already; they stay clean in this sleep.
     """
 
     def __init__(
@@ -122,10 +123,10 @@ class _BackingUp:
         self._digests = digests
         self._timer = timer
         self.found: dict[int, _core.Segment] = {}
-        self._changed: set[int] = set()  # ids of what was found to have changed so far
+        self._changed: set[int] = set()  # ids of the segments found to have changed so far
 
     def run(self) -> list[_core.Segment]:
-        """Copy what changed, and return that. The backups are not complete: who wrote meanwhile is to be found out."""
+        """Copy what changed, and return it. Until a check shows that nobody wrote meanwhile, backups are incomplete."""
         while True:
             rewritten = [segment for segment in self._segments if self._can_be_rewritten(segment)]
             try:
@@ -137,22 +138,22 @@ class _BackingUp:
             except OutOfHostMemory:
                 if not any(segment.id in self._changed for segment in rewritten):
                     raise
-                # What the backups of these hold is worth nothing, and may be what is missing. Without them all is
-                # planned, and checked, at once.
+                # The old backups of changed segments are worthless, and their memory may be what is missing. Without
+                # them everything is planned, and checked, at once.
                 self._store.forget(self._changed)
                 with self._timer("digest"):
                     rest = self._changed_of(rewritten)
                 self._store.forget(segment.id for segment in rest)
 
     def _try(self, rewritten: Sequence[_core.Segment]) -> list[_core.Segment]:
-        """The same, once; `rewritten` are those that are copied to where they lie already."""
+        """Make one attempt at `run`. The segments `rewritten` have backups that can be overwritten in place."""
         known = {segment.id for segment in rewritten}
         others = [segment for segment in self._segments if segment.id not in known]
-        if not self._compressor.on:  # else their sizes are not known yet
+        if not self._compressor.on:  # otherwise their sizes are not known yet
             with self._timer("host_memory"):
                 self._store.check(self._store.needed_bytes(others, compressed=False), self._segments)
             if others:
-                # Beside the prefaulting of new pages a digest takes long, for its table wants memory.
+                # While new pages are prefaulted a digest takes long, because its table needs memory.
                 with self._timer("digest"):
                     self._digests.take(self._segments)
         with self._timer("digest"):
@@ -169,7 +170,7 @@ class _BackingUp:
             if workbenches:
                 with self._timer("plan"):
                     stuck = {device for device, workbench in workbenches.items() if not workbench.has_memory}
-                    if stuck:  # there nothing can be encoded, so all is stored as it is, and takes more memory
+                    if stuck:  # nothing can be encoded there, so all is stored uncompressed, and takes more
                         rest = [*chain.from_iterable(parts)]
                         new += [segment for segment in rest if segment.device in stuck]
                         parts = iter([[segment for segment in rest if segment.device not in stuck]])
@@ -190,7 +191,7 @@ class _BackingUp:
         return self._store.has_room_for(segment, None)
 
     def _changed_of(self, segments: Sequence[_core.Segment]) -> list[_core.Segment]:
-        """Those that do not equal their backup."""
+        """The segments that do not equal their backups."""
         _core.stop_if_asked()
         self._digests.take(segments)
         taken = self._digests.taken
@@ -200,13 +201,13 @@ class _BackingUp:
         return changed
 
     def _changed_parts(self, segments: Sequence[_core.Segment], head_bytes: int) -> Iterator[list[_core.Segment]]:
-        """What changed of `segments`, part by part; parts without a change are passed over.
+        """The changed ones of `segments`, part by part; parts without a change are skipped.
 
         The first part is small, so that its copies begin soon. Where it did not change, the rest probably did not
         either, and is one part.
 
         Args:
-            head_bytes: of the first part, at least.
+            head_bytes: the least size of the first part.
         """
         start, part_bytes = 0, float(head_bytes)
         while start < len(segments):
@@ -220,7 +221,7 @@ class _BackingUp:
 
     @contextmanager
     def _workbenches(self, segments: Sequence[_core.Segment]) -> Iterator[dict[int, Workbench]]:
-        """One for each device of `segments`; none where nothing is to be compressed."""
+        """A workbench for each device of `segments`; none if nothing is to be compressed."""
         workbenches: dict[int, Workbench] = {}
         try:
             with ExitStack() as stack:
@@ -231,13 +232,15 @@ class _BackingUp:
                         workbench = self._compressor.workbench(device, spare_bytes, lenders)
                         workbenches[device] = stack.enter_context(workbench)
                 yield workbenches
-        finally:  # once more: that may have failed, and whoever lent memory wants its bytes
+        finally:  # once more: closing may have failed, and lenders need their bytes back
             close_all(workbenches.values())
 
     def _planned_again(
         self, parts: Iterable[list[_core.Segment]], workbenches: Mapping[int, Workbench]
     ) -> Iterator[tuple[list[_core.Segment], dict[int, Encoding]]]:
-        """Part by part, how what has a backup is stored: in the same code, unless its values are very different now.
+        """How segments that have an encoded backup are stored now, part by part.
+
+        With the same code, unless their values are very different now.
 
         While the caller encodes one part, the GPU counts the next.
         """
@@ -264,9 +267,9 @@ class _BackingUp:
 
 
 class _Digests:
-    """Digests of one sleep: `taken` before the copies, by the segments' ids, and compared with others after them.
+    """The digests of one sleep: `taken` before the copies, by segment id, and compared with new ones after them.
 
-    The check begins when the last copies are in flight. What is written to a segment after its turn goes unnoticed, as
+    This check begins when the last copies are in flight. What is written to a segment after its turn goes unnoticed, as
     it does between the check and the release.
     """
 
@@ -277,19 +280,19 @@ class _Digests:
         self._idle_s = idle_s
 
     def take(self, part: Iterable[_core.Segment]) -> None:
-        """Of those of `part` that are among the segments, once; waits for it."""
+        """Digest the segments of `part`, and wait for that; not those taken already, or not to be compared."""
         if ids := [s.id for s in part if s.id in self._segments and s.id not in self.taken]:
             self._begin(ids)
             self.taken.update(self._run.finish())
 
     def begin_check(self, in_flight: set[int]) -> None:
-        """Of all but those whose ids these are."""
+        """Begin to digest again what was digested before, except for the segments with these ids."""
         self._begin(segment_id for segment_id in self.taken if segment_id not in in_flight)
 
     def changed(self, quiesce: Callable[[], None]) -> list[_core.Segment]:
-        """Those that have other digests by now; waits for all work on their devices.
+        """The segments whose digests have changed. Waits for all work on their devices.
 
-        If there was any, it may have written until it ended: then what was begun before that does not count.
+        If there was any work, it may have written until it ended, so digests begun before that do not count.
         """
         now = self._run.finish()
         start = time.perf_counter()
@@ -301,13 +304,13 @@ class _Digests:
         return [self._segments[segment_id] for segment_id in self.taken if now[segment_id] != self.taken[segment_id]]
 
     def _begin(self, ids: Iterable[int]) -> None:
-        self._run.finish()  # what a try began that failed
+        self._run.finish()  # what a failed attempt began
         self._run.start([self._segments[segment_id] for segment_id in ids])
 
 
 @contextmanager
 def _told_if_not_undone(segments: Sequence[_core.Segment]) -> Iterator[None]:
-    """Around a sleep of `segments`: its error says which of them sleep although it failed."""
+    """Around a sleep of `segments`: if it fails, its error says which of them are asleep all the same."""
     try:
         yield
     except BaseException as error:
@@ -316,7 +319,7 @@ def _told_if_not_undone(segments: Sequence[_core.Segment]) -> Iterator[None]:
         if isinstance(error, CumemSleepError):
             error.asleep_segments = tuple(describe(segment) for segment in asleep if segment not in lost)
             error.lost_segments = tuple(map(describe, lost))
-        elif 0 < len(asleep) < len(segments):  # else it came when all slept
+        elif 0 < len(asleep) < len(segments):  # otherwise it came when all were asleep
             log.error(
                 "an interrupted sleep could not be undone: %s", ", ".join(f"{describe(s)} sleeps" for s in asleep)
             )
@@ -324,7 +327,7 @@ def _told_if_not_undone(segments: Sequence[_core.Segment]) -> Iterator[None]:
 
 
 def _planned(segments: Iterable[_core.Segment], workbenches: Mapping[int, Workbench]) -> dict[int, Encoding]:
-    """How each is to be stored, by its id, if not as it is."""
+    """How to encode the segments, by id; those to be stored uncompressed are left out."""
     encodings: dict[int, Encoding] = {}
     for device, mine in by_device(segments).items():
         if device in workbenches:
@@ -333,7 +336,7 @@ def _planned(segments: Iterable[_core.Segment], workbenches: Mapping[int, Workbe
 
 
 def _digests_are_compared(layer: Layer) -> bool:
-    """With a backup's now, or after a wake."""
+    """Whether digests are of use: to compare with those of backups now, or with those after a wake."""
     return layer.settings.verify != "off" or layer.settings.retain_backups
 
 
@@ -352,7 +355,7 @@ def _check_unchanged(
 
 
 def _left_on(devices: Iterable[int]) -> int:
-    """Bytes in use on these devices; 0 if the driver does not say, since all is asleep by now."""
+    """Bytes in use on these devices. 0 if the driver does not say: no reason to fail, since all is asleep by now."""
     try:
         information = [_core.memory_info(device) for device in devices]
     except DriverError:

@@ -20,19 +20,19 @@ _Sleep = _core.Segment.Sleep
 
 
 def asleep(is_meant: Choice) -> list[_core.Segment]:
-    """Those of `is_meant` that sleep."""
+    """The segments of `is_meant` that are asleep."""
     return [segment for segment in _core.segments() if segment.sleep != _Sleep.AWAKE and is_meant(segment)]
 
 
 def wanting(segments: Sequence[_core.Segment]) -> dict[int, int]:
-    """By device, how many bytes those of `segments` need that have no memory."""
+    """How many bytes the segments without memory need, by device."""
     return {device: total_bytes(mine) for device, mine in by_device(s for s in segments if not s.has_memory).items()}
 
 
 def wake(layer: Layer, call: Call, is_meant: Choice) -> WakeReport:
-    """Wake what is meant; if anything fails, what was taken goes back, and everything stays asleep.
+    """Wake the segments of `is_meant`. If anything fails, what was taken goes back, and everything stays asleep.
 
-    So it does if anything fails on another rank: they agree when all is verified.
+    The same holds if anything fails on another rank: the ranks agree when everything is verified.
 
     Raises:
         OutOfDeviceMemory, BackupMismatch, CodecError, DriverError, RankFailed: as `CuMemAllocator.wake_up`.
@@ -108,7 +108,7 @@ def _to_restore(layer: Layer, restored: Sequence[_core.Segment]) -> ToRestore:
 def _workbenches(
     layer: Layer, restored: Sequence[_core.Segment], waking: Sequence[_core.Segment], blank: Sequence[_core.Segment]
 ) -> Iterator[dict[int, Workbench]]:
-    """For each device with compressed backups, with memory that `waking` does not need, or else that of `blank`."""
+    """A workbench per device with compressed backups, in memory that `waking` does not need, or lent by `blank`."""
     workbenches: dict[int, Workbench] = {}
     encoded = [segment for segment in restored if layer.store.encoding_of(segment) is not None]
     lenders = [segment for segment in blank if not segment.keeps_bytes]
@@ -120,7 +120,7 @@ def _workbenches(
                 workbench = layer.compressor.workbench(device, spare_bytes, lenders, keep_bytes=False)
                 workbenches[device] = stack.enter_context(workbench)
             yield workbenches
-    finally:  # once more: that may have failed
+    finally:  # once more: closing may have failed
         close_all(workbenches.values())
 
 
@@ -134,7 +134,7 @@ def _check_device_memory(segments: Sequence[_core.Segment]) -> None:
 
 
 def _digests_at_sleep(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
-    """Of those whose digest was taken."""
+    """The digests of the segments at sleep, by id; those whose digest was not taken are left out."""
     backups = [backup for backup in map(layer.store.get, segments) if backup is not None]
     return {backup.segment.id: backup.digest for backup in backups if backup.digest is not None}
 

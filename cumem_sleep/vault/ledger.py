@@ -21,7 +21,7 @@ _HOLDERS_NAMED = 5  # when memory is short
 
 
 class Extent(NamedTuple):
-    """`nbytes` of a slab."""
+    """A range of a slab: `nbytes` from `offset` on."""
 
     slab: int
     offset: int
@@ -29,7 +29,7 @@ class Extent(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What is equal in equal bytes: their digest, how many they are, and how they are encoded ("" if not)."""
+    """What equal backups have in common: the digest, the number of bytes, and the encoding ("" if not encoded)."""
 
     digest: str
     nbytes: int
@@ -38,13 +38,13 @@ class Key(NamedTuple):
 
 @dataclass(eq=False)
 class Hold:
-    """What one owner has in an entry, for one segment.
+    """One owner's share in an entry, for one segment.
 
     Attributes:
         number: what the owner calls it; it stays the same when the owner comes to share an older entry.
         gpu: on which GPU the segment is, by its UUID.
-        needed: False if the owner can do without.
-        used: when it was marked last, in order.
+        needed: False if the owner can do without it.
+        used: when it was last marked; a number that grows with each mark.
     """
 
     number: int
@@ -57,12 +57,12 @@ class Hold:
 
 @dataclass(eq=False)
 class Entry:
-    """A backup: where it is, what it is (`key`, once its bytes are proven), and whose.
+    """A backup: where it is, what it is (`key`, once its bytes are proven), and who holds it.
 
     Attributes:
-        nbytes: of the stored bytes.
+        nbytes: how many bytes are stored.
         note: what the owner wrote down about the encoding, for those that share it.
-        copies: how many copies to and from the extents are under way: until they have ended nobody else gets these.
+        copies: how many copies to and from the extents are under way: until they end nobody else gets the extents.
     """
 
     nbytes: int
@@ -79,21 +79,21 @@ class Entry:
 
     @property
     def used(self) -> int:
-        """When any of its holds was marked last, in order."""
+        """When any of its holds was last marked, see `Hold.used`."""
         return max((hold.used for hold in self.holds), default=0)
 
     @property
     def owners(self) -> set[Hashable]:
-        """Of its holds."""
+        """The owners of its holds."""
         return {hold.owner for hold in self.holds}
 
     @property
     def taken_bytes(self) -> int:
-        """Of the slabs."""
+        """How many bytes of the slabs it takes."""
         return sum(extent.nbytes for extent in self.extents)
 
     def ranges(self, offset: int, nbytes: int) -> Iterator[Extent]:
-        """Where these bytes of the backup are, in order."""
+        """Where `nbytes` of the backup, from `offset` on, lie, in order."""
         for extent in self.extents:
             if nbytes <= 0:
                 return
@@ -109,9 +109,9 @@ class Held:
     """What an owner, a GPU or the whole vault holds, in bytes.
 
     Attributes:
-        needed: of backups that are needed: the segments sleep.
-        retained: of the others, which may be evicted.
-        shared: how much of both several processes hold.
+        needed: bytes of backups that are needed, as a rule because their segments sleep.
+        retained: bytes of the other backups, which may be evicted.
+        shared: how many of both are held by several processes.
     """
 
     needed: int = 0
@@ -130,14 +130,14 @@ class _Slab:
         self.runs: list[tuple[int, int]] = [] if is_adopted else [(0, nbytes)]
 
     def take(self, offset: int, nbytes: int) -> None:
-        """`nbytes` from the beginning of the run at `offset`."""
+        """Take `nbytes` from the beginning of the free run at `offset`."""
         at = bisect_left(self.runs, (offset, 0))
         _, run_bytes = self.runs.pop(at)
         if run_bytes > nbytes:
             self.runs.insert(at, (offset + nbytes, run_bytes - nbytes))
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Free again, and one with the free runs beside it."""
+        """Make these bytes free again, in one run with the free ones beside them."""
         at = bisect_left(self.runs, (offset, 0))
         if at < len(self.runs) and self.runs[at][0] == offset + nbytes:
             nbytes += self.runs.pop(at)[1]
@@ -148,7 +148,7 @@ class _Slab:
 
 
 class Ledger:
-    """Owners are whatever the caller has for them."""
+    """The slabs of one vault, its entries and their holds. An owner is any hashable object of the caller's."""
 
     def __init__(self) -> None:
         self._slabs: dict[int, _Slab] = {}
@@ -163,14 +163,14 @@ class Ledger:
     # Slabs
 
     def add_slab(self, slab: int, nbytes: int, node: int = -1) -> None:
-        """Memory for new backups, on that NUMA node."""
+        """Add memory for new backups, on that NUMA node."""
         if nbytes % UNIT_BYTES:
             raise InvalidArgument(f"slab of {nbytes} bytes: a multiple of {UNIT_BYTES} is allowed")
         self._slabs[slab] = _Slab(nbytes, node, is_adopted=False)
         self.free_bytes += nbytes
 
     def add_adopted_slab(self, slab: int, nbytes: int) -> None:
-        """Memory in which there are backups already: `show` says which."""
+        """Add memory that already has backups in it: `show` says which."""
         self._slabs[slab] = _Slab(nbytes, -1, is_adopted=True)
 
     def remove_slab(self, slab: int) -> None:
@@ -181,17 +181,17 @@ class Ledger:
         self.free_bytes -= 0 if gone.is_adopted else gone.nbytes
 
     def empty_slabs(self, adopted: bool) -> list[int]:
-        """Those that have no entries."""
+        """The adopted slabs, or those of our own, that have no entries."""
         return [number for number, slab in self._slabs.items() if slab.is_adopted == adopted and not slab.entries]
 
     @property
     def own_bytes(self) -> int:
-        """Of all slabs but adopted ones."""
+        """The size of all slabs but adopted ones."""
         return sum(slab.nbytes for slab in self._slabs.values() if not slab.is_adopted)
 
     @property
     def adopted_bytes(self) -> int:
-        """Of all adopted slabs."""
+        """The size of all adopted slabs."""
         return sum(slab.nbytes for slab in self._slabs.values() if slab.is_adopted)
 
     def empty(self, nbytes: int) -> list[int]:
@@ -221,7 +221,7 @@ class Ledger:
         return self.free_bytes + sum(self._own_bytes_of(entry) for entry in self._evictable())
 
     def require_room(self, sizes: Sequence[int], names: Mapping[Hashable, str]) -> None:
-        """See that this can be reserved. `names` are those of owners, for the error.
+        """Check that this much can be reserved. `names` are what the error calls the owners.
 
         Raises:
             OutOfHostMemory: too little is free, and too little may be evicted.
@@ -241,7 +241,7 @@ class Ledger:
         node: int = -1,
         names: Mapping[Hashable, str] | None = None,
     ) -> list[Hold]:
-        """An entry of each size for the owner, which needs them: all, or none.
+        """Reserve an entry of each size for the owner, which needs them: all of them, or none.
 
         Args:
             node: the NUMA node to be preferred.
@@ -261,15 +261,15 @@ class Ledger:
         return [self._new_hold(entry, owner, gpu) for entry in entries]
 
     def find(self, owner: Hashable, gpu: str, key: Key) -> Hold | None:
-        """A share in the entry of these bytes, if there is one; the owner needs it."""
+        """A new hold on the entry of these bytes, if there is one; the owner needs it."""
         entry = self._by_key.get(key)
         return None if entry is None else self._new_hold(entry, owner, gpu)
 
     def show(self, owner: Hashable, gpu: str, key: Key, note: str, nbytes: int, extents: Sequence[Extent]) -> Hold:
-        """A share in an entry that lies in adopted slabs, or in one of the same bytes; the owner needs it.
+        """A new hold on an entry that lies in adopted slabs, or on another one of the same bytes; the owner needs it.
 
         Raises:
-            InvalidArgument: the extents do not lie in adopted slabs, or have not as many bytes.
+            InvalidArgument: the extents do not lie in adopted slabs, or have too few bytes.
         """
         found = self.find(owner, gpu, key)
         if found is not None:
@@ -284,9 +284,9 @@ class Ledger:
         return self._new_hold(entry, owner, gpu)
 
     def seal(self, owner: Hashable, number: int, key: Key, note: str = "") -> Hold:
-        """The entry has bytes of this key: from now on it may be shared, and nobody writes to it.
+        """Note that the entry has the bytes of this key: from now on it may be shared, and nobody writes to it.
 
-        If there is an older entry of the same bytes, the hold is a share in that one then, and this one is given back.
+        If there is an older entry of the same bytes, the hold moves to that one, and this entry is given back.
 
         Raises:
             InvalidState: the owner has no such hold, the entry is sealed, or bytes are still being copied there.
@@ -318,14 +318,14 @@ class Ledger:
         return hold if hold is not None and hold.owner == owner else None
 
     def writable(self, owner: Hashable, number: int) -> Hold:
-        """As `hold`, and nobody relies on the bytes. Raises InvalidState: somebody may, the entry is sealed."""
+        """As `hold`, for an entry to write to. Raises InvalidState: it is sealed, so others may rely on its bytes."""
         hold = self.hold(owner, number)
         if hold.entry.key is not None:
             raise InvalidState(f"backup {number} is sealed: reserve another one for other bytes")
         return hold
 
     def mark(self, owner: Hashable, numbers: Iterable[int], needed: bool) -> list[int]:
-        """The owner needs these, or can do without them; what has been evicted meanwhile is returned."""
+        """Note that the owner needs these, or can do without them. Returns those that have been evicted meanwhile."""
         gone = []
         for number in numbers:
             hold = self._holds.get(number)
@@ -343,19 +343,19 @@ class Ledger:
                 self._drop(hold)
 
     def drop_owner(self, owner: Hashable) -> None:
-        """Give back whatever it holds."""
+        """Give back whatever the owner holds."""
         for hold in [hold for hold in self._holds.values() if hold.owner == owner]:
             self._drop(hold)
 
     def move(self, before: Hashable, owner: Hashable, numbers: Iterable[int]) -> None:
-        """Of what `before` holds, these are the owner's from here on; those that it does not have are passed over."""
+        """Make these holds of `before` the owner's; those that `before` does not have are passed over."""
         for number in numbers:
             hold = self._holds.get(number)
             if hold is not None and hold.owner == before:
                 hold.owner = owner
 
     def begin_copy(self, entry: Entry) -> None:
-        """Its extents stay its own until `end_copy`, whoever releases it."""
+        """Keep the extents of the entry until `end_copy`, even if all its holds are released."""
         entry.copies += 1
 
     def end_copy(self, entry: Entry) -> None:
@@ -366,15 +366,15 @@ class Ledger:
     # What is held
 
     def held(self) -> Held:
-        """By all owners together; each entry counts once."""
+        """What all owners together hold; each entry counts once."""
         return _sum((entry, entry.needed) for entry in self._entries)
 
     def held_by(self, owner: Hashable, gpu: str | None = None) -> Held:
-        """By one owner, others that share it or not; for segments of one GPU, or of all."""
+        """What one owner holds, shared or not, for segments of one GPU, or of all."""
         return self._held_where(lambda hold: hold.owner == owner and gpu in (None, hold.gpu))
 
     def held_for(self, gpu: str) -> Held:
-        """For segments of one GPU."""
+        """What is held for segments of one GPU."""
         return self._held_where(lambda hold: hold.gpu == gpu)
 
     def owners(self, owner: Hashable, numbers: Iterable[int]) -> list[int]:
@@ -383,7 +383,7 @@ class Ledger:
         return [len(hold.entry.owners) if hold and hold.owner == owner else 0 for hold in holds]
 
     def who_holds(self, names: Mapping[Hashable, str]) -> str:
-        """Those of these owners that hold most, in words."""
+        """Which of these owners hold most, and how much, in words."""
         held = sorted(((self.held_by(owner), name) for owner, name in names.items()), key=lambda each: -each[0].needed)
         said = [f"{name} holds {format_bytes(each.needed)}" for each, name in held[:_HOLDERS_NAMED] if each.needed]
         return ", ".join(said) or "nobody holds anything"
@@ -393,7 +393,7 @@ class Ledger:
         return sum(entry.taken_bytes * (len(entry.holds) - 1) for entry in self._entries if entry.holds)
 
     def check(self) -> None:
-        """What always holds; for tests."""
+        """Assert what is always true; for tests."""
         covered: dict[int, list[tuple[int, int]]] = {slab: list(s.runs) for slab, s in self._slabs.items()}
         counts = dict.fromkeys(self._slabs, 0)
         assert self._holds == {hold.number: hold for entry in self._entries for hold in entry.holds}
