@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from .command import wrong_places
 from .policy import STOP, Spec
 
 ALLOWED_DURATION = "seconds, or a number with ms, s, m, h or d, such as 500ms, 60s or 1h30m"
@@ -363,13 +364,6 @@ def _yaml_fault(file: str, error: yaml.YAMLError) -> str:
     return f"{file}: not YAML: {error}"
 
 
-def _places(command: tuple[str, ...]) -> list[str]:
-    """Arguments that say where a server listens, and do not leave the place open."""
-    if any("{port}" in word or "{socket}" in word for word in command):
-        return []
-    return [word for word in command if word.split("=")[0] in ("--host", "--port", "--uds")]
-
-
 def _fault(error: Any, data: object) -> Fault:
     """What pydantic found, in our words."""
     kind, path = error["type"], tuple(each for each in error["loc"] if each != "[key]")
@@ -425,9 +419,8 @@ def _contradictions(config: Config) -> Iterator[Fault]:
                 yield Fault((*path, "aliases", number), f"is taken by {other}")
             taken.setdefault(alias, name)
         if model.owned:
-            for word in _places(model.command or ()):
-                why = "is for this front to choose: leave it out, or leave it open with {port} or {socket}"
-                yield Fault((*path, "command"), f"{word} {why}")
+            for wrong in wrong_places(model.command or ()):
+                yield Fault((*path, "command"), wrong)
             continue
         if any(depth == STOP for _, depth in model.idle):
             yield Fault((*path, "idle"), "a server by url cannot be stopped from here: 1, 2 and 3 are allowed")

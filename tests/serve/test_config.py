@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -83,6 +84,21 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("{command: x, aliases: [a]}", "models.a.aliases.0: 'a': is taken by its own name or alias"),
         ("{command: x, aliases: ['b c']}", "models.a.aliases.0: 'b c': letters, digits and"),
         ("{command: vllm serve x --port 80}", "--port 80': --port is for this front to choose"),
+        ("{command: vllm serve x --uds=/tmp/x}", "--uds is for this front to choose"),
+        ("{command: [vllm, serve, x, --port, '{port}', --host, 0.0.0.0]}", "--host 0.0.0.0 would open the server"),
+        ("{command: [vllm, serve, x, --uds, '{socket}', '--host=::']}", "--host :: would open the server"),
+        ("{command: [vllm, serve, x, --host, localhost, --port, '{port}', --hos, '']}", "--host '' would open"),
+        ("{command: 'env X=1 vllm serve x --host 10.0.0.1 --port {port}'}", "--host 10.0.0.1 would open the server"),
+        ("{command: 'my-server --host 0.0.0.0 --port {port}'}", "--host 0.0.0.0 would open the server"),
+        ("{command: [sh, -c, 'cd /x;vllm serve x --host 0.0.0.0 --port {port}']}", "--host 0.0.0.0 would open the"),
+        (
+            "{command: [sh, -c, 'exec vllm serve x --port {port}']}",
+            "say --uds {socket}, or --host 127.0.0.1 --port {por",
+        ),
+        (
+            "{command: 'python -m vllm.entrypoints.openai.api_server --model x --port 80'}",
+            "--port is for this front to choose",
+        ),
         ("7", "models.a: '7': keys with values are allowed here, not int"),
     ],
 )
@@ -187,6 +203,41 @@ def test_what_a_command_says_itself_is_left_as_it_is() -> None:
     assert words == command.replace("{port}", "8123").split()
     other = Model.model_validate({"command": "my-server --socket {socket}"})
     assert servers.command_line("x", other, from_url("unix:/s", None)) == ["my-server", "--socket", "/s"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "vllm serve m --port {port}",
+        "vllm serve m --port={port}",
+        "env A=1 vllm serve m --master-port {port}",
+        "python -m vllm.entrypoints.openai.api_server --model m --port {port}",
+        "python /x/vllm/entrypoints/openai/api_server.py --model m --port {port}",
+    ],
+)
+def test_a_vllm_with_a_port_listens_on_the_loopback_interface_alone(command: str) -> None:
+    model = parse(json.dumps({"models": {"m": {"command": command}}})).models["m"]
+    words = servers.command_line("m", model, from_url("http://127.0.0.1:8123", None))
+    assert words[words.index("--host") + 1] == "127.0.0.1"
+    assert "--port=8123" in words or words[words.index("--port") + 1] == "8123"
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.2", "::1"])
+def test_a_server_is_asked_at_the_loopback_address_where_it_listens(host: str, tmp_path: Path) -> None:
+    for command in (
+        f"vllm serve m --host={host} --port {{port}}",
+        f"my-server --host {host} --port {{port}}",
+        f"sh -c 'exec vllm serve m --host {host} --port {{port}}'",
+    ):
+        model = parse(json.dumps({"models": {"m": {"command": command}}})).models["m"]
+        address = servers.Server("m", model, tmp_path, tmp_path)._new_address()
+        assert address.base_url.rpartition(":")[0] == f"http://{'[::1]' if host == '::1' else host}"
+        words = servers.command_line("m", model, address)
+        assert len([word for word in words if "--host" in word]) == 1
+
+
+def test_a_vllm_in_a_text_for_a_shell_may_say_itself_where_it_listens() -> None:
+    parse(json.dumps({"models": {"m": {"command": ["sh", "-c", "A=1; exec vllm serve m --uds {socket}"]}}}))
 
 
 def test_a_server_gets_its_gpus_and_no_secret_of_the_front() -> None:
