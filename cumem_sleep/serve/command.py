@@ -56,6 +56,8 @@ def wrong_places(command: Sequence[str]) -> Iterator[str]:
             where = host or repr(host)
             yield f"--host {where} would open the server to the network: leave it out, or listen at {LOOPBACK}"
     if not is_vllm(words):
+        if not any("{port}" in word or "{socket}" in word for word in words):
+            yield "is not vllm serve, and does not say where it listens: put {port} or {socket} where it belongs"
         return
     for option, open_value in (("--port", "{port}"), ("--uds", "{socket}")):
         if any(value != open_value for value in values(words, option)):

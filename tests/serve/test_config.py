@@ -57,32 +57,44 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ("{command: x, gpuss: [0]}", "models.a.gpuss: there is no such key: did you mean gpus? allowed: command, "),
-        ("{command: x, xyzzy: 1}", "models.a.xyzzy: '1': there is no such key: allowed: command, "),
-        ("{command: x, keep: 30x}", "models.a.keep: '30x': allowed: seconds, or a number with ms, s, m, h or d"),
-        ("{command: x, keep: -1}", "models.a.keep: '-1': allowed: seconds"),
-        ("{command: x, gpus: [0, 0]}", "models.a.gpus: allowed: each GPU once"),
-        ("{command: x, gpus: [one]}", "models.a.gpus: allowed: a list of GPU numbers from 0"),
-        ("{command: x, gpus: []}", "models.a.gpus: allowed: a list of GPU numbers from 0"),
-        ("{command: x, share: 0}", "models.a.share: '0': "),
-        ("{command: x, share: 1.5}", "models.a.share: '1.5': "),
-        ("{command: x, idle: {4: 1s}}", "models.a.idle: allowed: 1, 2, 3 or stop"),
-        ("{command: x, idle: {1: 2h, stop: 1m}}", "models.a.idle: allowed: a deeper sleep after a longer time"),
-        ("{command: x, idle: 60s}", "models.a.idle: '60s': allowed: never, or depths with durations"),
-        ("{command: x, levels: [1, 1]}", "models.a.levels: allowed: each level once"),
-        ("{command: x, levels: [4]}", "models.a.levels: allowed: 1, 2, 3 or stop"),
-        ("{command: x, at_start: yes}", "models.a.at_start: 'yes': awake, asleep or stopped is allowed"),
-        ("{command: x, host_memory: 3XB}", "models.a.host_memory: '3XB': allowed: bytes, or a number with KiB"),
+        (
+            "{command: vllm serve x, gpuss: [0]}",
+            "models.a.gpuss: there is no such key: did you mean gpus? allowed: command, ",
+        ),
+        ("{command: vllm serve x, xyzzy: 1}", "models.a.xyzzy: '1': there is no such key: allowed: command, "),
+        (
+            "{command: vllm serve x, keep: 30x}",
+            "models.a.keep: '30x': allowed: seconds, or a number with ms, s, m, h or d",
+        ),
+        ("{command: vllm serve x, keep: -1}", "models.a.keep: '-1': allowed: seconds"),
+        ("{command: vllm serve x, gpus: [0, 0]}", "models.a.gpus: allowed: each GPU once"),
+        ("{command: vllm serve x, gpus: [one]}", "models.a.gpus: allowed: a list of GPU numbers from 0"),
+        ("{command: vllm serve x, gpus: []}", "models.a.gpus: allowed: a list of GPU numbers from 0"),
+        ("{command: vllm serve x, share: 0}", "models.a.share: '0': "),
+        ("{command: vllm serve x, share: 1.5}", "models.a.share: '1.5': "),
+        ("{command: vllm serve x, idle: {4: 1s}}", "models.a.idle: allowed: 1, 2, 3 or stop"),
+        (
+            "{command: vllm serve x, idle: {1: 2h, stop: 1m}}",
+            "models.a.idle: allowed: a deeper sleep after a longer time",
+        ),
+        ("{command: vllm serve x, idle: 60s}", "models.a.idle: '60s': allowed: never, or depths with durations"),
+        ("{command: vllm serve x, levels: [1, 1]}", "models.a.levels: allowed: each level once"),
+        ("{command: vllm serve x, levels: [4]}", "models.a.levels: allowed: 1, 2, 3 or stop"),
+        ("{command: vllm serve x, at_start: yes}", "models.a.at_start: 'yes': awake, asleep or stopped is allowed"),
+        (
+            "{command: vllm serve x, host_memory: 3XB}",
+            "models.a.host_memory: '3XB': allowed: bytes, or a number with KiB",
+        ),
         ('{command: "vllm \'serve"}', "allowed: a command as a shell splits it (No closing quotation)"),
         ("{command: []}", "models.a.command: allowed: a command, such as vllm serve"),
-        ("{command: x, url: 'http://h:1'}", "models.a: either command or url is needed, not both"),
+        ("{command: vllm serve x, url: 'http://h:1'}", "models.a: either command or url is needed, not both"),
         ("{}", "models.a: either command or url is needed"),
         ("{url: 'h:1'}", "models.a.url: 'h:1': allowed: http://HOST:PORT"),
         ("{url: 'http://h:1', idle: {stop: 1h}}", "models.a.idle: a server by url cannot be stopped from here"),
         ("{url: 'http://h:1', levels: [stop]}", "models.a.levels: a server by url cannot be stopped from here"),
         ("{url: 'http://h:1', env: {A: b}}", "models.a.env: is for servers with a command"),
-        ("{command: x, aliases: [a]}", "models.a.aliases.0: 'a': is taken by its own name or alias"),
-        ("{command: x, aliases: ['b c']}", "models.a.aliases.0: 'b c': letters, digits and"),
+        ("{command: vllm serve x, aliases: [a]}", "models.a.aliases.0: 'a': is taken by its own name or alias"),
+        ("{command: vllm serve x, aliases: ['b c']}", "models.a.aliases.0: 'b c': letters, digits and"),
         ("{command: vllm serve x --port 80}", "--port 80': --port is for this front to choose"),
         ("{command: vllm serve x --uds=/tmp/x}", "--uds is for this front to choose"),
         ("{command: [vllm, serve, x, --port, '{port}', --host, 0.0.0.0]}", "--host 0.0.0.0 would open the server"),
@@ -95,6 +107,8 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "{command: [sh, -c, 'exec vllm serve x --port {port}']}",
             "say --uds {socket}, or --host 127.0.0.1 --port {por",
         ),
+        ("{command: [sh, -c, vllm serve x]}", "say --uds {socket}, or --host 127.0.0.1 --port {port}, there"),
+        ("{command: python -m my_server}", "is not vllm serve, and does not say where it listens: put {port} or"),
         (
             "{command: 'python -m vllm.entrypoints.openai.api_server --model x --port 80'}",
             "--port is for this front to choose",
@@ -104,7 +118,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(f"models:\n  good: {{command: x}}\n  a: {model}\n", "the.yaml")
+        parse(f"models:\n  good: {{command: vllm serve x}}\n  a: {model}\n", "the.yaml")
     assert str(caught.value).startswith("the.yaml:3: ")
     assert says in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
@@ -118,23 +132,32 @@ def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str
         ("models: [a]", "the.yaml:1: models: keys with values are allowed here, not list"),
         ("- a", "the.yaml:1: the file: keys with values are allowed here, not list"),
         ("models:\n  a: [", "the.yaml:2: not YAML: expected the node content"),
-        ("models:\n  a: {command: x}\n\n  a: {command: y}", "the.yaml:4: models.a: is there twice, on line 2 already"),
         (
-            "models:\n  a b: {command: x}",
+            "models:\n  a: {command: vllm serve x}\n\n  a: {command: vllm serve y}",
+            "the.yaml:4: models.a: is there twice, on line 2 already",
+        ),
+        (
+            "models:\n  a b: {command: vllm serve x}",
             "the.yaml:2: models.a b: letters, digits and . _ : / @ + - are allowed in a name",
         ),
         (
-            "models:\n  a: {command: x}\n  b: {command: x, aliases: [a]}",
+            "models:\n  a: {command: vllm serve x}\n  b: {command: vllm serve x, aliases: [a]}",
             "the.yaml:3: models.b.aliases.0: 'a': is taken by",
         ),
-        ("models: {a: {command: x}}\nhost_memory: lots", "the.yaml:2: host_memory: 'lots': allowed: bytes"),
+        ("models: {a: {command: vllm serve x}}\nhost_memory: lots", "the.yaml:2: host_memory: 'lots': allowed: bytes"),
         (
-            "models: {a: {command: x}}\nfront: {prot: 1}",
+            "models: {a: {command: vllm serve x}}\nfront: {prot: 1}",
             "the.yaml:2: front.prot: '1': there is no such key: did you mean port?",
         ),
-        ("models: {a: {command: x}}\nfront: {port: 99999}", "the.yaml:2: front.port: '99999': "),
-        ("models: {a: {command: x}}\nmodel: 3", "the.yaml:2: model: '3': there is no such key: did you mean models?"),
-        ("models: {a: {command: x}}\n? [1]\n: 2", "the.yaml:1: the file: a key on line 2 is not a single word"),
+        ("models: {a: {command: vllm serve x}}\nfront: {port: 99999}", "the.yaml:2: front.port: '99999': "),
+        (
+            "models: {a: {command: vllm serve x}}\nmodel: 3",
+            "the.yaml:2: model: '3': there is no such key: did you mean models?",
+        ),
+        (
+            "models: {a: {command: vllm serve x}}\n? [1]\n: 2",
+            "the.yaml:1: the file: a key on line 2 is not a single word",
+        ),
         ("models: {a: !!python/name:os.system {}}", "the.yaml:1: "),
     ],
 )
@@ -148,7 +171,7 @@ def test_every_fault_is_named_and_no_secret_is(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("NO_SUCH_VARIABLE", raising=False)
     text = "front:\n  api_keys: ['se cret', {env: NO_SUCH_VARIABLE}]\n  admin_token: {file: /nonexistent}\n"
     with pytest.raises(ConfigError) as caught:
-        parse(f"{text}models: {{a: {{command: x}}}}\n", "the.yaml")
+        parse(f"{text}models: {{a: {{command: vllm serve x}}}}\n", "the.yaml")
     lines = str(caught.value).splitlines()
     assert [line.split(": ")[1] for line in lines] == ["front.api_keys.0", "front.api_keys.1", "front.admin_token"]
     assert "se cret" not in str(caught.value)
@@ -157,9 +180,9 @@ def test_every_fault_is_named_and_no_secret_is(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_models_may_share_settings_through_an_anchor() -> None:
-    text = "models:\n  a: &common {command: x, keep: 1h}\n  b: {<<: *common, command: y}\n"
+    text = "models:\n  a: &common {command: vllm serve x, keep: 1h}\n  b: {<<: *common, command: vllm serve y}\n"
     config = parse(text)
-    assert (config.models["b"].keep, config.models["b"].command) == (3600.0, ("y",))
+    assert (config.models["b"].keep, config.models["b"].command) == (3600.0, ("vllm", "serve", "y"))
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
