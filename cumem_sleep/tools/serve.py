@@ -95,6 +95,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     if options.demo == (options.config is not None):
         raise InvalidArgument("either a file is wanted, as in `cumem-sleep serve models.yaml`, or --demo")
     try:
+        from ..serve import config as files
         from ..serve import demo, main
     except ImportError as error:
         raise _not_installed(error) from None
@@ -115,7 +116,10 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
                 say(line)
             notify_systemd("READY=1")
 
-        _run(main.serve(config, options.config, say, started, options.demo))
+        def load(path: Path) -> Config:
+            return _with_options(files.load(path), options)
+
+        _run(main.serve(config, options.config, load, say, started, options.demo))
 
 
 def read(path: Path) -> Config:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -134,6 +135,18 @@ def test_the_file_is_read_again_when_it_changes_and_at_sighup(tmp_path: Path) ->
         front.process.send_signal(signal.SIGHUP)
         write(file, two={"at_start": "stopped"})
         front.says("reload: one is removed")
+
+
+@pytest.mark.slow
+def test_a_reload_says_nothing_of_the_options_of_the_command_line(tmp_path: Path) -> None:
+    file = write(tmp_path / "models.yaml", one={"at_start": "stopped"})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with running(str(file), "--host", "127.0.0.1", "--port", str(port), log=tmp_path / "log") as front:
+        assert front.url == f"http://127.0.0.1:{port}"
+        front.process.send_signal(signal.SIGHUP)
+        assert front.says("reload: (.*)")[1] == "nothing in the configuration has changed"
 
 
 @pytest.mark.slow
