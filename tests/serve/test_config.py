@@ -67,31 +67,34 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "models.a.keep: '30x': allowed: seconds, or a number with ms, s, m, h or d",
         ),
         ("{command: vllm serve x, keep: -1}", "models.a.keep: '-1': allowed: seconds"),
-        ("{command: vllm serve x, gpus: [0, 0]}", "models.a.gpus: allowed: each GPU once"),
-        ("{command: vllm serve x, gpus: [one]}", "models.a.gpus: allowed: a list of GPU numbers from 0"),
-        ("{command: vllm serve x, gpus: []}", "models.a.gpus: allowed: a list of GPU numbers from 0"),
-        ("{command: vllm serve x, share: 0}", "models.a.share: '0': "),
-        ("{command: vllm serve x, share: 1.5}", "models.a.share: '1.5': "),
-        ("{command: vllm serve x, idle: {4: 1s}}", "models.a.idle: allowed: 1, 2, 3 or stop"),
+        ("{command: vllm serve x, gpus: [0, 0]}", "models.a.gpus: [0, 0]: allowed: each GPU once"),
+        ("{command: vllm serve x, gpus: [one]}", "models.a.gpus: [one]: allowed: a list of GPU numbers from 0"),
+        ("{command: vllm serve x, gpus: []}", "models.a.gpus: []: allowed: a list of GPU numbers from 0"),
+        ("{command: vllm serve x, share: 0}", "models.a.share: '0': more than 0 is allowed"),
+        ("{command: vllm serve x, share: 1.5}", "models.a.share: '1.5': at most 1 is allowed"),
+        ("{command: vllm serve x, idle: {4: 1s}}", "models.a.idle: {4: 1s}: allowed: 1, 2, 3 or stop"),
         (
             "{command: vllm serve x, idle: {1: 2h, stop: 1m}}",
-            "models.a.idle: allowed: a deeper sleep after a longer time",
+            "models.a.idle: {1: 2h, stop: 1m}: allowed: a deeper sleep after a longer time",
         ),
         ("{command: vllm serve x, idle: 60s}", "models.a.idle: '60s': allowed: never, or depths with durations"),
-        ("{command: vllm serve x, levels: [1, 1]}", "models.a.levels: allowed: each level once"),
-        ("{command: vllm serve x, levels: [4]}", "models.a.levels: allowed: 1, 2, 3 or stop"),
+        ("{command: vllm serve x, levels: [1, 1]}", "models.a.levels: [1, 1]: allowed: each level once"),
+        ("{command: vllm serve x, levels: [4]}", "models.a.levels: [4]: allowed: 1, 2, 3 or stop"),
         ("{command: vllm serve x, at_start: yes}", "models.a.at_start: 'yes': awake, asleep or stopped is allowed"),
         (
             "{command: vllm serve x, host_memory: 3XB}",
             "models.a.host_memory: '3XB': allowed: bytes, or a number with KiB",
         ),
         ('{command: "vllm \'serve"}', "allowed: a command as a shell splits it (No closing quotation)"),
-        ("{command: []}", "models.a.command: allowed: a command, such as vllm serve"),
+        ("{command: []}", "models.a.command: []: allowed: a command, such as vllm serve"),
         ("{command: vllm serve x, url: 'http://h:1'}", "models.a: either command or url is needed, not both"),
         ("{}", "models.a: either command or url is needed"),
         ("{url: 'h:1'}", "models.a.url: 'h:1': allowed: http://HOST:PORT"),
-        ("{url: 'http://h:1', idle: {stop: 1h}}", "models.a.idle: a server by url cannot be stopped from here"),
-        ("{url: 'http://h:1', levels: [stop]}", "models.a.levels: a server by url cannot be stopped from here"),
+        (
+            "{url: 'http://h:1', idle: {stop: 1h}}",
+            "models.a.idle: {stop: 1h}: a server by url cannot be stopped from here",
+        ),
+        ("{url: 'http://h:1', levels: [stop]}", "models.a.levels: [stop]: a server by url cannot be stopped from here"),
         ("{url: 'http://h:1', env: {A: b}}", "models.a.env: is for servers with a command"),
         ("{command: vllm serve x, aliases: [a]}", "models.a.aliases.0: 'a': is taken by its own name or alias"),
         ("{command: vllm serve x, aliases: ['b c']}", "models.a.aliases.0: 'b c': letters, digits and"),
@@ -113,7 +116,13 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "{command: 'python -m vllm.entrypoints.openai.api_server --model x --port 80'}",
             "--port is for this front to choose",
         ),
-        ("7", "models.a: '7': keys with values are allowed here, not int"),
+        ("{command: vllm serve x, share: much}", "models.a.share: 'much': a number is allowed here"),
+        ("{command: vllm serve x, share: [1]}", "models.a.share: [1]: a number is allowed here"),
+        ("{command: vllm serve x, aliases: one}", "models.a.aliases: 'one': a list is allowed here"),
+        ("{command: vllm serve x, aliases: [[1]]}", "models.a.aliases.0: [1]: a text is allowed here"),
+        ("{command: vllm serve x, env: {A: 1}}", "models.a.env.A: a text is allowed here, in quotes if it looks"),
+        ("{command: vllm serve x, levels: [@]}".replace("@", "1, " * 40), f"models.a.levels: [{'1, ' * 33}…: allowed"),
+        ("7", "models.a: '7': keys with values are allowed here, and no list"),
     ],
 )
 def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str) -> None:
@@ -129,8 +138,8 @@ def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str
     [
         ("", "the.yaml:1: models: is missing"),
         ("models: {}", "the.yaml:1: models: at least one is needed"),
-        ("models: [a]", "the.yaml:1: models: keys with values are allowed here, not list"),
-        ("- a", "the.yaml:1: the file: keys with values are allowed here, not list"),
+        ("models: [a]", "the.yaml:1: models: keys with values are allowed here, and no list"),
+        ("- a", "the.yaml:1: the file: keys with values are allowed here, and no list"),
         ("models:\n  a: [", "the.yaml:2: not YAML: expected the node content"),
         (
             "models:\n  a: {command: vllm serve x}\n\n  a: {command: vllm serve y}",
@@ -149,7 +158,10 @@ def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str
             "models: {a: {command: vllm serve x}}\nfront: {prot: 1}",
             "the.yaml:2: front.prot: '1': there is no such key: did you mean port?",
         ),
-        ("models: {a: {command: vllm serve x}}\nfront: {port: 99999}", "the.yaml:2: front.port: '99999': "),
+        (
+            "models: {a: {command: vllm serve x}}\nfront: {port: 99999}",
+            "the.yaml:2: front.port: '99999': at most 65535 is allowed",
+        ),
         (
             "models: {a: {command: vllm serve x}}\nmodel: 3",
             "the.yaml:2: model: '3': there is no such key: did you mean models?",
@@ -177,6 +189,16 @@ def test_every_fault_is_named_and_no_secret_is(monkeypatch: pytest.MonkeyPatch) 
     assert "se cret" not in str(caught.value)
     assert "NO_SUCH_VARIABLE" in lines[1]
     assert "/nonexistent" in lines[2]
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [SECRET]", "a: {apikey: [SECRET]}", "a: {api_key: [SECRET]}", "a: {env: [SECRET]}"]
+)
+def test_a_list_or_mapping_is_not_shown_where_a_secret_may_be_in_it(text: str) -> None:
+    for whole in (f"models: {{{text}}}", f"front: [{{{text}}}]", f"front: {{{text}}}", f"- {{{text}}}"):
+        with pytest.raises(ConfigError) as caught:
+            parse(whole)
+        assert "SECRET" not in str(caught.value)
 
 
 def test_models_may_share_settings_through_an_anchor() -> None:
