@@ -229,7 +229,8 @@ def models_table(models: list[dict[str, Any]]) -> Table:
         state = model["phase"] + (f" (level {model['level']})" if model["level"] else "")
         gpus, host = ", ".join(str(gpu) for gpu in model["gpus"]), format_bytes(model["host_bytes"])
         numbers = (str(model["running"]), str(model["waiting"]))
-        table.add_row(model["name"], gpus, state, *numbers, switch, host, model["error"] or "")
+        trouble = model["error"] or ("without cumem-sleep in it" if model["layer"] == "" else "")
+        table.add_row(model["name"], gpus, state, *numbers, switch, host, trouble)
     return table
 
 

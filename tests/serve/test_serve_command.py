@@ -20,6 +20,7 @@ import pytest
 from servers_of_tests import command
 
 from cumem_sleep.tools import cli
+from cumem_sleep.tools import serve as tools
 
 TOKEN = "secret"
 
@@ -90,6 +91,16 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert "no `cumem-sleep serve` answers at http://127.0.0.1:1" in capsys.readouterr().err
     assert cli.main(["wake", "m", "--url", "nonsense"]) == 2
     assert "'nonsense': a URL such as" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("layer", "error", "says"),
+    [("", None, "without cumem-sleep in it"), ("", "it died", "it died"), (None, None, ""), ("0.1.0", None, "")],
+)
+def test_the_table_says_which_server_is_without_the_layer(layer: str | None, error: str | None, says: str) -> None:
+    numbers = {"running": 0, "waiting": 0, "host_bytes": 0, "level": None, "last_switch": None}
+    model = {"name": "one", "gpus": [0], "phase": "awake", **numbers, "layer": layer, "error": error}
+    assert list(tools.models_table([model]).columns[-1].cells) == [says]
 
 
 @pytest.mark.slow
