@@ -27,6 +27,8 @@ _SIZE = {"": 1, "B": 1} | {
     for power, prefix in enumerate(("K", "M", "G", "T"), 1)
 }
 MOST_SHOWN = 100  # letters of a list or mapping that is wrong
+_SECRETS = ("api_keys", "api_key", "admin_token", "env")  # keys whose values are not to be repeated
+_CLOSE = 0.6  # from here on, two names of keys are taken for slips of each other
 _ANY_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]*"
 
 
@@ -335,8 +337,7 @@ class _Document:
         key = ".".join(str(each) for each in fault.path) or "the file"
         text = self._texts.get(fault.path)
         shown = repr(text) if text is not None else self._in_short(fault.path)
-        is_secret = any(each in ("api_keys", "api_key", "admin_token", "env") for each in fault.path)
-        value = f": {shown}" if shown and not is_secret else ""
+        value = f": {shown}" if shown and not _is_secret(fault.path) else ""
         return f"{self._file}:{self._lines[path]}: {key}{value}: {fault.says}"
 
     def _in_short(self, path: tuple[str | int, ...]) -> str:
@@ -422,7 +423,7 @@ def _fault(error: Any) -> Fault:
 
 def _unknown_key(path: tuple[str | int, ...]) -> str:
     known = _keys(_owner(path)[0])
-    close = difflib.get_close_matches(str(path[-1]), known, 1, 0.6)
+    close = difflib.get_close_matches(str(path[-1]), known, 1, _CLOSE)
     hint = f"did you mean {close[0]}? " if close else ""
     return f"there is no such key: {hint}allowed: {', '.join(known)}"
 
@@ -434,6 +435,11 @@ def _owner(path: tuple[str | int, ...]) -> tuple[type[BaseModel], int]:
     if path[:1] == ("models",) and len(path) > 2:
         return Model, 2
     return Config, 0
+
+
+def _is_secret(path: tuple[str | int, ...]) -> bool:
+    """Whether what a path leads to may be a secret: also where the name of its key has a slip in it."""
+    return any(difflib.get_close_matches(str(each), _SECRETS, 1, _CLOSE) for each in path)
 
 
 def _keys(owner: type[BaseModel]) -> list[str]:

@@ -192,9 +192,17 @@ def test_every_fault_is_named_and_no_secret_is(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    "text", ["a: [SECRET]", "a: {apikey: [SECRET]}", "a: {api_key: [SECRET]}", "a: {env: [SECRET]}"]
+    "text",
+    [
+        "a: [SECRET]",
+        "a: {apikey: [SECRET]}",
+        "a: {apikey: SECRET}",
+        "a: {admin-token: SECRET}",
+        "a: {api_key: [SECRET]}",
+        "a: {env: [SECRET]}",
+    ],
 )
-def test_a_list_or_mapping_is_not_shown_where_a_secret_may_be_in_it(text: str) -> None:
+def test_what_may_be_a_secret_or_hold_one_is_not_shown(text: str) -> None:
     for whole in (f"models: {{{text}}}", f"front: [{{{text}}}]", f"front: {{{text}}}", f"- {{{text}}}"):
         with pytest.raises(ConfigError) as caught:
             parse(whole)
