@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from .command import wrong_places
 from .policy import STOP, Spec
 
 ALLOWED_DURATION = "seconds, or a number with ms, s, m, h or d, such as 500ms, 60s or 1h30m"
@@ -24,6 +26,9 @@ _SIZE = {"": 1, "B": 1} | {
     for unit, base in (("iB", 1024), ("B", 1000))
     for power, prefix in enumerate(("K", "M", "G", "T"), 1)
 }
+MOST_SHOWN = 100  # letters of a list or mapping that is wrong
+_SECRETS = ("api_keys", "api_key", "admin_token", "env")  # keys whose values are not to be repeated
+_CLOSE = 0.6  # from here on, two names of keys are taken for slips of each other
 _ANY_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]*"
 
 
@@ -283,14 +288,14 @@ def parse(text: str, file: str = "models.yaml") -> Config:
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_fault(file, error)) from None
     document = _Document(file)
-    data = {} if root is None else document.value(root, ())
+    document.data = data = {} if root is None else document.value(root, ())
     faults = document.faults
     if not faults:
         try:
             config = Config.model_validate(data)
             faults = list(_contradictions(config))
         except ValidationError as error:
-            faults = [_fault(each, data) for each in error.errors(include_url=False)]
+            faults = [_fault(each) for each in error.errors(include_url=False)]
     if faults:
         raise ConfigError("\n".join(document.says(fault) for fault in faults))
     return config
@@ -300,12 +305,18 @@ def parse(text: str, file: str = "models.yaml") -> Config:
 
 
 class _Document:
-    """Plain data of a YAML document, with the line of everything."""
+    """A YAML document, with the line of everything.
+
+    Attributes:
+        data: what it says, as plain data; None until it was read.
+        faults: that were found while it was read.
+    """
 
     def __init__(self, file: str) -> None:
         self._file = file
         self._lines: dict[tuple[str | int, ...], int] = {(): 1}
         self._texts: dict[tuple[str | int, ...], str] = {}
+        self.data: object = None
         self.faults: list[Fault] = []
 
     def value(self, node: yaml.Node, path: tuple[str | int, ...]) -> object:
@@ -324,10 +335,24 @@ class _Document:
         while path not in self._lines:
             path = path[:-1]
         key = ".".join(str(each) for each in fault.path) or "the file"
-        is_secret = any(each in ("api_keys", "api_key", "admin_token", "env") for each in fault.path)
         text = self._texts.get(fault.path)
-        value = f": {text!r}" if text is not None and not is_secret else ""
+        shown = repr(text) if text is not None else self._in_short(fault.path)
+        value = f": {shown}" if shown and not _is_secret(fault.path) else ""
         return f"{self._file}:{self._lines[path]}: {key}{value}: {fault.says}"
+
+    def _in_short(self, path: tuple[str | int, ...]) -> str:
+        """The list or mapping that a key has, on one line; "" for what holds keys, since secrets may be among them."""
+        owner, at = _owner(path)
+        if not path or (at == 0 and path[0] in ("front", "models")) or path[at] not in _keys(owner):
+            return ""
+        found = self.data
+        for each in path:
+            try:
+                found = found[each]  # type: ignore[index]
+            except (KeyError, IndexError, TypeError):
+                return ""
+        text = yaml.safe_dump(found, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf)
+        return text.strip() if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
     def _mapping(self, node: yaml.Node, path: tuple[str | int, ...]) -> dict[object, object]:
         found: dict[object, object] = {}
@@ -363,53 +388,62 @@ def _yaml_fault(file: str, error: yaml.YAMLError) -> str:
     return f"{file}: not YAML: {error}"
 
 
-def _places(command: tuple[str, ...]) -> list[str]:
-    """Arguments that say where a server listens, and do not leave the place open."""
-    if any("{port}" in word or "{socket}" in word for word in command):
-        return []
-    return [word for word in command if word.split("=")[0] in ("--host", "--port", "--uds")]
+_NO_KEYS = "keys with values are allowed here, and no list or single value"
+# What pydantic finds, in our words; {} is for what it says of the limit.
+_WORDS = {
+    "too_short": "at least one is needed",
+    "missing": "is missing",
+    "string_pattern_mismatch": "letters, digits and . _ : / @ + - are allowed in a name",
+    "dict_type": _NO_KEYS,
+    "model_type": _NO_KEYS,
+    "list_type": "a list is allowed here",
+    "string_type": "a text is allowed here, in quotes if it looks like something else",
+    "int_type": "a whole number is allowed here",
+    "float_type": "a number is allowed here",
+    "float_parsing": "a number is allowed here",
+    "path_type": "a path is allowed here",
+    "greater_than": "more than {gt:g} is allowed",
+    "greater_than_equal": "at least {ge:g} is allowed",
+    "less_than_equal": "at most {le:g} is allowed",
+}
 
 
-def _fault(error: Any, data: object) -> Fault:
+def _fault(error: Any) -> Fault:
     """What pydantic found, in our words."""
     kind, path = error["type"], tuple(each for each in error["loc"] if each != "[key]")
     allowed = error.get("ctx", {})
     if kind == "extra_forbidden":
         return Fault(path, _unknown_key(path))
-    if kind == "too_short":
-        return Fault(path, "at least one is needed")
-    if kind == "missing":
-        return Fault(path, "is missing")
-    if kind == "string_pattern_mismatch":
-        return Fault(path, "letters, digits and . _ : / @ + - are allowed in a name")
     if kind == "literal_error":
         return Fault(path, f"{allowed['expected'].replace(chr(39), '')} is allowed")
-    if kind in ("dict_type", "model_type") or "instance" in kind:
-        return Fault(path, "keys with values are allowed here" + _given(data, path))
     if kind == "value_error":
         return Fault(path, f"allowed: {allowed['error']}")
-    return Fault(path, error["msg"])
-
-
-def _given(data: object, path: tuple[str | int, ...]) -> str:
-    for each in path:
-        try:
-            data = data[each]  # type: ignore[index]
-        except (KeyError, IndexError, TypeError):
-            return ""
-    return f", not {type(data).__name__}"
+    return Fault(path, _WORDS[kind].format_map(allowed) if kind in _WORDS else error["msg"])
 
 
 def _unknown_key(path: tuple[str | int, ...]) -> str:
-    owner: type[BaseModel] = Config
-    if path[0] == "front" and len(path) == 2:
-        owner = Front
-    elif path[0] == "models" and len(path) == 3:
-        owner = Model
-    known = [field.alias or name for name, field in owner.model_fields.items()]
-    close = difflib.get_close_matches(str(path[-1]), known, 1, 0.6)
+    known = _keys(_owner(path)[0])
+    close = difflib.get_close_matches(str(path[-1]), known, 1, _CLOSE)
     hint = f"did you mean {close[0]}? " if close else ""
     return f"there is no such key: {hint}allowed: {', '.join(known)}"
+
+
+def _owner(path: tuple[str | int, ...]) -> tuple[type[BaseModel], int]:
+    """Whose keys a path goes through last, and where in the path such a key is."""
+    if path[:1] == ("front",) and len(path) > 1:
+        return Front, 1
+    if path[:1] == ("models",) and len(path) > 2:
+        return Model, 2
+    return Config, 0
+
+
+def _is_secret(path: tuple[str | int, ...]) -> bool:
+    """Whether what a path leads to may be a secret: also where the name of its key has a slip in it."""
+    return any(difflib.get_close_matches(str(each), _SECRETS, 1, _CLOSE) for each in path)
+
+
+def _keys(owner: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in owner.model_fields.items()]
 
 
 def _contradictions(config: Config) -> Iterator[Fault]:
@@ -425,9 +459,8 @@ def _contradictions(config: Config) -> Iterator[Fault]:
                 yield Fault((*path, "aliases", number), f"is taken by {other}")
             taken.setdefault(alias, name)
         if model.owned:
-            for word in _places(model.command or ()):
-                why = "is for this front to choose: leave it out, or leave it open with {port} or {socket}"
-                yield Fault((*path, "command"), f"{word} {why}")
+            for wrong in wrong_places(model.command or ()):
+                yield Fault((*path, "command"), wrong)
             continue
         if any(depth == STOP for _, depth in model.idle):
             yield Fault((*path, "idle"), "a server by url cannot be stopped from here: 1, 2 and 3 are allowed")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from .config import Config, ConfigError, load
+from .config import Config, ConfigError
 from .fleet import Fleet
 from .front import Front
 from .listener import Listener, allow_many_connections
@@ -17,13 +17,17 @@ from .listener import Listener, allow_many_connections
 LOOK_AT_FILE_EVERY_S = 2.0
 
 Say = Callable[[str], None]
+Load = Callable[[Path], Config]
 
 
-async def serve(config: Config, path: Path | None, say: Say, started: Callable[[int], None], simulated: bool) -> None:
+async def serve(
+    config: Config, path: Path | None, load: Load, say: Say, started: Callable[[int], None], simulated: bool
+) -> None:
     """Serve until SIGTERM or SIGINT. SIGHUP, or a change of the file, reloads what can be.
 
     Args:
         path: of the file that `config` was read from; None if it was not.
+        load: reads that file again, with the options of the command line; raises `ConfigError`.
         say: for a line to people.
         started: called with the port, when requests are taken.
 
@@ -38,7 +42,7 @@ async def serve(config: Config, path: Path | None, say: Say, started: Callable[[
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    reloader = _Reloader(fleet, path, say)
+    reloader = _Reloader(fleet, path, load, say)
     loop.add_signal_handler(signal.SIGHUP, reloader.wanted.set)
     await fleet.start()
     await listener.start()
@@ -70,9 +74,10 @@ class _Reloader:
         wanted: set to have the file read now.
     """
 
-    def __init__(self, fleet: Fleet, path: Path | None, say: Say) -> None:
+    def __init__(self, fleet: Fleet, path: Path | None, load: Load, say: Say) -> None:
         self._fleet = fleet
         self._path = path
+        self._load = load
         self._say = say
         self._seen = self._stamp()
         self.wanted = asyncio.Event()
@@ -90,7 +95,7 @@ class _Reloader:
 
     async def _reload(self, path: Path) -> None:
         try:
-            config = load(path)
+            config = self._load(path)
         except ConfigError as error:
             self._say(f"the configuration stays as it is: {error}")
             return

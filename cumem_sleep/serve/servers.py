@@ -14,11 +14,12 @@ import socket
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from .address import Address, from_url
+from .command import is_vllm, listening_host, uses_socket, values
 from .config import Model
 from .engine import Engine
 
@@ -120,9 +121,12 @@ class Server:
             path = self._sockets / f"{_file_name(self.name)}.sock"
             path.unlink(missing_ok=True)
             return from_url(f"unix:{path}", self.model.api_key)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            return from_url(f"http://127.0.0.1:{free.getsockname()[1]}", self.model.api_key)
+        host = listening_host(self.model.command or ())
+        is_ipv6 = ":" in host
+        with socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET) as free:
+            free.bind((host, 0))
+            where = f"[{host}]" if is_ipv6 else host
+            return from_url(f"http://{where}:{free.getsockname()[1]}", self.model.api_key)
 
     async def _until_healthy(self, address: Address, process: asyncio.subprocess.Process) -> None:
         loop = asyncio.get_running_loop()
@@ -157,8 +161,10 @@ def command_line(name: str, model: Model, address: Address) -> list[str]:
     words = [word.replace("{socket}", address.socket or "").replace("{port}", port) for word in model.command or ()]
     if not is_vllm(words):
         return words
-    listens = ["--uds", address.socket] if address.socket is not None else ["--host", "127.0.0.1", "--port", port]
-    added = [] if any(word in ("{socket}", "{port}") for word in model.command or ()) else listens
+    # Without --host it would listen on every interface.
+    tcp = {"--host": listening_host(words), "--port": port}
+    listens = tcp if address.socket is None else {"--uds": address.socket}
+    added = [word for option, value in listens.items() if not values(words, option) for word in (option, value)]
     if "--enable-sleep-mode" not in words:
         added.append("--enable-sleep-mode")
     if not any(word.split("=")[0] == "--served-model-name" for word in words):
@@ -184,18 +190,6 @@ def environment(model: Model, inherited: Mapping[str, str]) -> dict[str, str]:
 def uses_vault(model: Model, inherited: Mapping[str, str]) -> bool:
     """Whether its backups lie in the memory of `cumem-sleep vault`."""
     return bool(model.env.get("CUMEM_SLEEP_VAULT", inherited.get("CUMEM_SLEEP_VAULT", "")))
-
-
-def is_vllm(command: Sequence[str]) -> bool:
-    """Whether a command is `vllm serve …`, however it is reached."""
-    return any(Path(word).name == "vllm" and command[at + 1 : at + 2] == ["serve"] for at, word in enumerate(command))
-
-
-def uses_socket(command: Sequence[str]) -> bool:
-    """Whether a server listens on a Unix socket: if its command says so, and vLLM unless its command says otherwise."""
-    if any("{port}" in word for word in command):
-        return False
-    return any("{socket}" in word for word in command) or is_vllm(list(command))
 
 
 def new_socket_folder() -> Path:

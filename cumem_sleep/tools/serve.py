@@ -95,6 +95,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     if options.demo == (options.config is not None):
         raise InvalidArgument("either a file is wanted, as in `cumem-sleep serve models.yaml`, or --demo")
     try:
+        from ..serve import config as files
         from ..serve import demo, main
     except ImportError as error:
         raise _not_installed(error) from None
@@ -115,7 +116,10 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
                 say(line)
             notify_systemd("READY=1")
 
-        _run(main.serve(config, options.config, say, started, options.demo))
+        def load(path: Path) -> Config:
+            return _with_options(files.load(path), options)
+
+        _run(main.serve(config, options.config, load, say, started, options.demo))
 
 
 def read(path: Path) -> Config:
@@ -225,7 +229,8 @@ def models_table(models: list[dict[str, Any]]) -> Table:
         state = model["phase"] + (f" (level {model['level']})" if model["level"] else "")
         gpus, host = ", ".join(str(gpu) for gpu in model["gpus"]), format_bytes(model["host_bytes"])
         numbers = (str(model["running"]), str(model["waiting"]))
-        table.add_row(model["name"], gpus, state, *numbers, switch, host, model["error"] or "")
+        trouble = model["error"] or ("without cumem-sleep in it" if model["layer"] == "" else "")
+        table.add_row(model["name"], gpus, state, *numbers, switch, host, trouble)
     return table
 
 

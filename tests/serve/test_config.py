@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -56,39 +57,77 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ("{command: x, gpuss: [0]}", "models.a.gpuss: there is no such key: did you mean gpus? allowed: command, "),
-        ("{command: x, xyzzy: 1}", "models.a.xyzzy: '1': there is no such key: allowed: command, "),
-        ("{command: x, keep: 30x}", "models.a.keep: '30x': allowed: seconds, or a number with ms, s, m, h or d"),
-        ("{command: x, keep: -1}", "models.a.keep: '-1': allowed: seconds"),
-        ("{command: x, gpus: [0, 0]}", "models.a.gpus: allowed: each GPU once"),
-        ("{command: x, gpus: [one]}", "models.a.gpus: allowed: a list of GPU numbers from 0"),
-        ("{command: x, gpus: []}", "models.a.gpus: allowed: a list of GPU numbers from 0"),
-        ("{command: x, share: 0}", "models.a.share: '0': "),
-        ("{command: x, share: 1.5}", "models.a.share: '1.5': "),
-        ("{command: x, idle: {4: 1s}}", "models.a.idle: allowed: 1, 2, 3 or stop"),
-        ("{command: x, idle: {1: 2h, stop: 1m}}", "models.a.idle: allowed: a deeper sleep after a longer time"),
-        ("{command: x, idle: 60s}", "models.a.idle: '60s': allowed: never, or depths with durations"),
-        ("{command: x, levels: [1, 1]}", "models.a.levels: allowed: each level once"),
-        ("{command: x, levels: [4]}", "models.a.levels: allowed: 1, 2, 3 or stop"),
-        ("{command: x, at_start: yes}", "models.a.at_start: 'yes': awake, asleep or stopped is allowed"),
-        ("{command: x, host_memory: 3XB}", "models.a.host_memory: '3XB': allowed: bytes, or a number with KiB"),
+        (
+            "{command: vllm serve x, gpuss: [0]}",
+            "models.a.gpuss: there is no such key: did you mean gpus? allowed: command, ",
+        ),
+        ("{command: vllm serve x, xyzzy: 1}", "models.a.xyzzy: '1': there is no such key: allowed: command, "),
+        (
+            "{command: vllm serve x, keep: 30x}",
+            "models.a.keep: '30x': allowed: seconds, or a number with ms, s, m, h or d",
+        ),
+        ("{command: vllm serve x, keep: -1}", "models.a.keep: '-1': allowed: seconds"),
+        ("{command: vllm serve x, gpus: [0, 0]}", "models.a.gpus: [0, 0]: allowed: each GPU once"),
+        ("{command: vllm serve x, gpus: [one]}", "models.a.gpus: [one]: allowed: a list of GPU numbers from 0"),
+        ("{command: vllm serve x, gpus: []}", "models.a.gpus: []: allowed: a list of GPU numbers from 0"),
+        ("{command: vllm serve x, share: 0}", "models.a.share: '0': more than 0 is allowed"),
+        ("{command: vllm serve x, share: 1.5}", "models.a.share: '1.5': at most 1 is allowed"),
+        ("{command: vllm serve x, idle: {4: 1s}}", "models.a.idle: {4: 1s}: allowed: 1, 2, 3 or stop"),
+        (
+            "{command: vllm serve x, idle: {1: 2h, stop: 1m}}",
+            "models.a.idle: {1: 2h, stop: 1m}: allowed: a deeper sleep after a longer time",
+        ),
+        ("{command: vllm serve x, idle: 60s}", "models.a.idle: '60s': allowed: never, or depths with durations"),
+        ("{command: vllm serve x, levels: [1, 1]}", "models.a.levels: [1, 1]: allowed: each level once"),
+        ("{command: vllm serve x, levels: [4]}", "models.a.levels: [4]: allowed: 1, 2, 3 or stop"),
+        ("{command: vllm serve x, at_start: yes}", "models.a.at_start: 'yes': awake, asleep or stopped is allowed"),
+        (
+            "{command: vllm serve x, host_memory: 3XB}",
+            "models.a.host_memory: '3XB': allowed: bytes, or a number with KiB",
+        ),
         ('{command: "vllm \'serve"}', "allowed: a command as a shell splits it (No closing quotation)"),
-        ("{command: []}", "models.a.command: allowed: a command, such as vllm serve"),
-        ("{command: x, url: 'http://h:1'}", "models.a: either command or url is needed, not both"),
+        ("{command: []}", "models.a.command: []: allowed: a command, such as vllm serve"),
+        ("{command: vllm serve x, url: 'http://h:1'}", "models.a: either command or url is needed, not both"),
         ("{}", "models.a: either command or url is needed"),
         ("{url: 'h:1'}", "models.a.url: 'h:1': allowed: http://HOST:PORT"),
-        ("{url: 'http://h:1', idle: {stop: 1h}}", "models.a.idle: a server by url cannot be stopped from here"),
-        ("{url: 'http://h:1', levels: [stop]}", "models.a.levels: a server by url cannot be stopped from here"),
+        (
+            "{url: 'http://h:1', idle: {stop: 1h}}",
+            "models.a.idle: {stop: 1h}: a server by url cannot be stopped from here",
+        ),
+        ("{url: 'http://h:1', levels: [stop]}", "models.a.levels: [stop]: a server by url cannot be stopped from here"),
         ("{url: 'http://h:1', env: {A: b}}", "models.a.env: is for servers with a command"),
-        ("{command: x, aliases: [a]}", "models.a.aliases.0: 'a': is taken by its own name or alias"),
-        ("{command: x, aliases: ['b c']}", "models.a.aliases.0: 'b c': letters, digits and"),
+        ("{command: vllm serve x, aliases: [a]}", "models.a.aliases.0: 'a': is taken by its own name or alias"),
+        ("{command: vllm serve x, aliases: ['b c']}", "models.a.aliases.0: 'b c': letters, digits and"),
         ("{command: vllm serve x --port 80}", "--port 80': --port is for this front to choose"),
-        ("7", "models.a: '7': keys with values are allowed here, not int"),
+        ("{command: vllm serve x --uds=/tmp/x}", "--uds is for this front to choose"),
+        ("{command: [vllm, serve, x, --port, '{port}', --host, 0.0.0.0]}", "--host 0.0.0.0 would open the server"),
+        ("{command: [vllm, serve, x, --uds, '{socket}', '--host=::']}", "--host :: would open the server"),
+        ("{command: [vllm, serve, x, --host, localhost, --port, '{port}', --hos, '']}", "--host '' would open"),
+        ("{command: 'env X=1 vllm serve x --host 10.0.0.1 --port {port}'}", "--host 10.0.0.1 would open the server"),
+        ("{command: 'my-server --host 0.0.0.0 --port {port}'}", "--host 0.0.0.0 would open the server"),
+        ("{command: [sh, -c, 'cd /x;vllm serve x --host 0.0.0.0 --port {port}']}", "--host 0.0.0.0 would open the"),
+        (
+            "{command: [sh, -c, 'exec vllm serve x --port {port}']}",
+            "say --uds {socket}, or --host 127.0.0.1 --port {por",
+        ),
+        ("{command: [sh, -c, vllm serve x]}", "say --uds {socket}, or --host 127.0.0.1 --port {port}, there"),
+        ("{command: python -m my_server}", "is not vllm serve, and does not say where it listens: put {port} or"),
+        (
+            "{command: 'python -m vllm.entrypoints.openai.api_server --model x --port 80'}",
+            "--port is for this front to choose",
+        ),
+        ("{command: vllm serve x, share: much}", "models.a.share: 'much': a number is allowed here"),
+        ("{command: vllm serve x, share: [1]}", "models.a.share: [1]: a number is allowed here"),
+        ("{command: vllm serve x, aliases: one}", "models.a.aliases: 'one': a list is allowed here"),
+        ("{command: vllm serve x, aliases: [[1]]}", "models.a.aliases.0: [1]: a text is allowed here"),
+        ("{command: vllm serve x, env: {A: 1}}", "models.a.env.A: a text is allowed here, in quotes if it looks"),
+        ("{command: vllm serve x, levels: [@]}".replace("@", "1, " * 40), f"models.a.levels: [{'1, ' * 33}…: allowed"),
+        ("7", "models.a: '7': keys with values are allowed here, and no list"),
     ],
 )
 def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(f"models:\n  good: {{command: x}}\n  a: {model}\n", "the.yaml")
+        parse(f"models:\n  good: {{command: vllm serve x}}\n  a: {model}\n", "the.yaml")
     assert str(caught.value).startswith("the.yaml:3: ")
     assert says in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
@@ -99,26 +138,38 @@ def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str
     [
         ("", "the.yaml:1: models: is missing"),
         ("models: {}", "the.yaml:1: models: at least one is needed"),
-        ("models: [a]", "the.yaml:1: models: keys with values are allowed here, not list"),
-        ("- a", "the.yaml:1: the file: keys with values are allowed here, not list"),
+        ("models: [a]", "the.yaml:1: models: keys with values are allowed here, and no list"),
+        ("- a", "the.yaml:1: the file: keys with values are allowed here, and no list"),
         ("models:\n  a: [", "the.yaml:2: not YAML: expected the node content"),
-        ("models:\n  a: {command: x}\n\n  a: {command: y}", "the.yaml:4: models.a: is there twice, on line 2 already"),
         (
-            "models:\n  a b: {command: x}",
+            "models:\n  a: {command: vllm serve x}\n\n  a: {command: vllm serve y}",
+            "the.yaml:4: models.a: is there twice, on line 2 already",
+        ),
+        (
+            "models:\n  a b: {command: vllm serve x}",
             "the.yaml:2: models.a b: letters, digits and . _ : / @ + - are allowed in a name",
         ),
         (
-            "models:\n  a: {command: x}\n  b: {command: x, aliases: [a]}",
+            "models:\n  a: {command: vllm serve x}\n  b: {command: vllm serve x, aliases: [a]}",
             "the.yaml:3: models.b.aliases.0: 'a': is taken by",
         ),
-        ("models: {a: {command: x}}\nhost_memory: lots", "the.yaml:2: host_memory: 'lots': allowed: bytes"),
+        ("models: {a: {command: vllm serve x}}\nhost_memory: lots", "the.yaml:2: host_memory: 'lots': allowed: bytes"),
         (
-            "models: {a: {command: x}}\nfront: {prot: 1}",
+            "models: {a: {command: vllm serve x}}\nfront: {prot: 1}",
             "the.yaml:2: front.prot: '1': there is no such key: did you mean port?",
         ),
-        ("models: {a: {command: x}}\nfront: {port: 99999}", "the.yaml:2: front.port: '99999': "),
-        ("models: {a: {command: x}}\nmodel: 3", "the.yaml:2: model: '3': there is no such key: did you mean models?"),
-        ("models: {a: {command: x}}\n? [1]\n: 2", "the.yaml:1: the file: a key on line 2 is not a single word"),
+        (
+            "models: {a: {command: vllm serve x}}\nfront: {port: 99999}",
+            "the.yaml:2: front.port: '99999': at most 65535 is allowed",
+        ),
+        (
+            "models: {a: {command: vllm serve x}}\nmodel: 3",
+            "the.yaml:2: model: '3': there is no such key: did you mean models?",
+        ),
+        (
+            "models: {a: {command: vllm serve x}}\n? [1]\n: 2",
+            "the.yaml:1: the file: a key on line 2 is not a single word",
+        ),
         ("models: {a: !!python/name:os.system {}}", "the.yaml:1: "),
     ],
 )
@@ -132,7 +183,7 @@ def test_every_fault_is_named_and_no_secret_is(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("NO_SUCH_VARIABLE", raising=False)
     text = "front:\n  api_keys: ['se cret', {env: NO_SUCH_VARIABLE}]\n  admin_token: {file: /nonexistent}\n"
     with pytest.raises(ConfigError) as caught:
-        parse(f"{text}models: {{a: {{command: x}}}}\n", "the.yaml")
+        parse(f"{text}models: {{a: {{command: vllm serve x}}}}\n", "the.yaml")
     lines = str(caught.value).splitlines()
     assert [line.split(": ")[1] for line in lines] == ["front.api_keys.0", "front.api_keys.1", "front.admin_token"]
     assert "se cret" not in str(caught.value)
@@ -140,10 +191,28 @@ def test_every_fault_is_named_and_no_secret_is(monkeypatch: pytest.MonkeyPatch) 
     assert "/nonexistent" in lines[2]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: [SECRET]",
+        "a: {apikey: [SECRET]}",
+        "a: {apikey: SECRET}",
+        "a: {admin-token: SECRET}",
+        "a: {api_key: [SECRET]}",
+        "a: {env: [SECRET]}",
+    ],
+)
+def test_what_may_be_a_secret_or_hold_one_is_not_shown(text: str) -> None:
+    for whole in (f"models: {{{text}}}", f"front: [{{{text}}}]", f"front: {{{text}}}", f"- {{{text}}}"):
+        with pytest.raises(ConfigError) as caught:
+            parse(whole)
+        assert "SECRET" not in str(caught.value)
+
+
 def test_models_may_share_settings_through_an_anchor() -> None:
-    text = "models:\n  a: &common {command: x, keep: 1h}\n  b: {<<: *common, command: y}\n"
+    text = "models:\n  a: &common {command: vllm serve x, keep: 1h}\n  b: {<<: *common, command: vllm serve y}\n"
     config = parse(text)
-    assert (config.models["b"].keep, config.models["b"].command) == (3600.0, ("y",))
+    assert (config.models["b"].keep, config.models["b"].command) == (3600.0, ("vllm", "serve", "y"))
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
@@ -187,6 +256,41 @@ def test_what_a_command_says_itself_is_left_as_it_is() -> None:
     assert words == command.replace("{port}", "8123").split()
     other = Model.model_validate({"command": "my-server --socket {socket}"})
     assert servers.command_line("x", other, from_url("unix:/s", None)) == ["my-server", "--socket", "/s"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "vllm serve m --port {port}",
+        "vllm serve m --port={port}",
+        "env A=1 vllm serve m --master-port {port}",
+        "python -m vllm.entrypoints.openai.api_server --model m --port {port}",
+        "python /x/vllm/entrypoints/openai/api_server.py --model m --port {port}",
+    ],
+)
+def test_a_vllm_with_a_port_listens_on_the_loopback_interface_alone(command: str) -> None:
+    model = parse(json.dumps({"models": {"m": {"command": command}}})).models["m"]
+    words = servers.command_line("m", model, from_url("http://127.0.0.1:8123", None))
+    assert words[words.index("--host") + 1] == "127.0.0.1"
+    assert "--port=8123" in words or words[words.index("--port") + 1] == "8123"
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.2", "::1"])
+def test_a_server_is_asked_at_the_loopback_address_where_it_listens(host: str, tmp_path: Path) -> None:
+    for command in (
+        f"vllm serve m --host={host} --port {{port}}",
+        f"my-server --host {host} --port {{port}}",
+        f"sh -c 'exec vllm serve m --host {host} --port {{port}}'",
+    ):
+        model = parse(json.dumps({"models": {"m": {"command": command}}})).models["m"]
+        address = servers.Server("m", model, tmp_path, tmp_path)._new_address()
+        assert address.base_url.rpartition(":")[0] == f"http://{'[::1]' if host == '::1' else host}"
+        words = servers.command_line("m", model, address)
+        assert len([word for word in words if "--host" in word]) == 1
+
+
+def test_a_vllm_in_a_text_for_a_shell_may_say_itself_where_it_listens() -> None:
+    parse(json.dumps({"models": {"m": {"command": ["sh", "-c", "A=1; exec vllm serve m --uds {socket}"]}}}))
 
 
 def test_a_server_gets_its_gpus_and_no_secret_of_the_front() -> None:

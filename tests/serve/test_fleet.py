@@ -124,7 +124,7 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(
 
     async def scenario() -> None:
         async with running(
-            config(tmp_path, bad={"command": bad}, gone={"command": "no-such-program", "gpus": [1]})
+            config(tmp_path, bad={"command": bad}, gone={"command": "no-such-program {port}", "gpus": [1]})
         ) as fleet:
             with pytest.raises(ServerFailed, match=r"ended with status 2 .* invalid float value: 'much'"):
                 await fleet.wake("bad")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import pytest
 from servers_of_tests import command
 
 from cumem_sleep.tools import cli
+from cumem_sleep.tools import serve as tools
 
 TOKEN = "secret"
 
@@ -91,6 +93,16 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert "'nonsense': a URL such as" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("layer", "error", "says"),
+    [("", None, "without cumem-sleep in it"), ("", "it died", "it died"), (None, None, ""), ("0.1.0", None, "")],
+)
+def test_the_table_says_which_server_is_without_the_layer(layer: str | None, error: str | None, says: str) -> None:
+    numbers = {"running": 0, "waiting": 0, "host_bytes": 0, "level": None, "last_switch": None}
+    model = {"name": "one", "gpus": [0], "phase": "awake", **numbers, "layer": layer, "error": error}
+    assert list(tools.models_table([model]).columns[-1].cells) == [says]
+
+
 @pytest.mark.slow
 def test_the_commands_ask_one_that_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -134,6 +146,18 @@ def test_the_file_is_read_again_when_it_changes_and_at_sighup(tmp_path: Path) ->
         front.process.send_signal(signal.SIGHUP)
         write(file, two={"at_start": "stopped"})
         front.says("reload: one is removed")
+
+
+@pytest.mark.slow
+def test_a_reload_says_nothing_of_the_options_of_the_command_line(tmp_path: Path) -> None:
+    file = write(tmp_path / "models.yaml", one={"at_start": "stopped"})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with running(str(file), "--host", "127.0.0.1", "--port", str(port), log=tmp_path / "log") as front:
+        assert front.url == f"http://127.0.0.1:{port}"
+        front.process.send_signal(signal.SIGHUP)
+        assert front.says("reload: (.*)")[1] == "nothing in the configuration has changed"
 
 
 @pytest.mark.slow

@@ -1,0 +1,97 @@
+"""What the command of a server says of it: whether it is vLLM, and where it listens.
+
+A server has the development paths of vLLM, which need no key: it may listen where only this machine reaches it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import shlex
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+LOOPBACK = "127.0.0.1"
+_LEAVE_OPEN = "is for this front to choose: leave it out, or leave it open with {port} or {socket}"
+
+
+def is_vllm(command: Sequence[str]) -> bool:
+    """Whether words are `vllm serve …`, or one of its modules, however it is reached."""
+    for word, following in zip_longest(command, command[1:], fillvalue=""):
+        program = word.removeprefix("-m").rpartition("/")[2]  # `python -mMODULE` is allowed, too
+        if program in ("vllm", "vllm.entrypoints.cli.main") and following == "serve":
+            return True
+        if program == "vllm.entrypoints.openai.api_server" or word.endswith("vllm/entrypoints/openai/api_server.py"):
+            return True
+    return False
+
+
+def uses_socket(command: Sequence[str]) -> bool:
+    """Whether a server listens on a Unix socket: if its command says so, and vLLM unless its command says otherwise."""
+    if any("{port}" in word for word in command):
+        return False
+    return any("{socket}" in word for word in command) or is_vllm(command)
+
+
+def values(command: Sequence[str], option: str) -> list[str]:
+    """What an option is given, each time that it is; "" without a value."""
+    found = []
+    for word, following in zip_longest(command, command[1:], fillvalue=""):
+        name, equals, value = word.partition("=")
+        # vLLM takes options that are cut short, as argparse does; `--h` is --help to it, too.
+        if len(name) > 3 and option.startswith(name):
+            found.append(value if equals else following)
+    return found
+
+
+def listening_host(command: Sequence[str]) -> str:
+    """Where a server with a port listens."""
+    return ([LOOPBACK] + [host for host in values(_words(command), "--host") if _is_loopback(host)])[-1]
+
+
+def wrong_places(command: Sequence[str]) -> Iterator[str]:
+    """What is wrong with where a server would listen."""
+    words = _words(command)
+    for host in values(words, "--host"):
+        if not _is_loopback(host):
+            where = host or repr(host)
+            yield f"--host {where} would open the server to the network: leave it out, or listen at {LOOPBACK}"
+    if not is_vllm(words):
+        if not any("{port}" in word or "{socket}" in word for word in words):
+            yield "is not vllm serve, and does not say where it listens: put {port} or {socket} where it belongs"
+        return
+    for option, open_value in (("--port", "{port}"), ("--uds", "{socket}")):
+        if any(value != open_value for value in values(words, option)):
+            yield f"{option} {_LEAVE_OPEN}"
+    if not is_vllm(command) and not _is_complete(words):
+        yield (
+            "has vllm serve in a text for a shell, where no argument is added: "
+            f"say --uds {{socket}}, or --host {LOOPBACK} --port {{port}}, there"
+        )
+
+
+def _is_complete(words: Sequence[str]) -> bool:
+    """Whether vLLM listens where it should with these words alone."""
+    return bool(values(words, "--uds") or (values(words, "--host") and values(words, "--port")))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _words(command: Sequence[str]) -> list[str]:
+    """The words of a command; where it is not vLLM itself, those of texts in it for a shell, too."""
+    if is_vllm(command):
+        return list(command)
+    return [inner for word in command for inner in (_shell_words(word) if " " in word or "\n" in word else [word])]
+
+
+def _shell_words(text: str) -> list[str]:
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)  # `cd x;vllm serve` has four words
+    lexer.whitespace_split = True
+    try:
+        return list(lexer)
+    except ValueError:
+        return text.split()
