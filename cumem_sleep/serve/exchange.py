@@ -18,7 +18,7 @@ from .body import BadBody, ModelFinder, TooMuchStructure, finder_for
 from .fleet import Fleet, Lease, NotInTime, UnknownModel
 from .upstream import BrokenOff, Connection, Connections, Headers, Unreachable, passed_on, request_head
 
-MOST_TRIES = 3  # of a request of which no server got anything
+MOST_TRIES = 3  # of a request of which nothing was sent
 LAST_WORDS_WITHIN_S = 1.0
 TOO_MUCH = "requests that wait have too many bytes already: ask again later"
 _LONGEST_NAME = 200  # that is repeated in an error
@@ -234,20 +234,16 @@ class Exchange:
         """
         head, body = self._request(lease)
         connections = self._ways.connections
-        for fresh in (False, True) if self._has_all else (True,):  # what cannot be sent twice needs a sure connection
-            connection = await connections.take(lease.server, fresh=fresh)
-            try:
-                connection.send(head, self._framed(body, more=not self._has_all), more=not self._has_all)
-                if not self._has_all:
-                    self._connected.set_result(connection)
-                await connection.head()
-                self._release()
-                return await self._pass_answer(connection)
-            except BrokenOff as broken:
-                if fresh or self._started or not broken.was_idle:
-                    raise
-            finally:
-                connections.give_back(lease.server, connection)
+        connection = await connections.take(lease.server)
+        try:
+            connection.send(head, self._framed(body, more=not self._has_all), more=not self._has_all)
+            if not self._has_all:
+                self._connected.set_result(connection)
+            await connection.head()
+            self._release()
+            await self._pass_answer(connection)
+        finally:
+            connections.give_back(lease.server, connection)
 
     def _request(self, lease: Lease) -> tuple[bytes, bytes | bytearray]:
         """The request's head and what was read of its body, with the name that the server knows its model by."""

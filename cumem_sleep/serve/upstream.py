@@ -6,6 +6,7 @@ A general client spends several times as long on each piece of a stream, and str
 from __future__ import annotations
 
 import asyncio
+import select
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -31,20 +32,14 @@ OF_ONE_CONNECTION = frozenset(
 
 
 class Unreachable(Exception):
-    """No connection to the server could be made, so nothing was sent."""
+    """There is no connection to the server, so nothing was sent."""
 
 
 class BrokenOff(Exception):
     """The server ended a connection before its answer ended, or answered what is no HTTP.
 
-    Attributes:
-        was_idle: the connection had been idle and brought nothing more: the server may have closed it before the
-            request came.
+    It may have run the request all the same, and to the end: no sign of it comes before the answer does.
     """
-
-    def __init__(self, why: str, was_idle: bool) -> None:
-        super().__init__(why)
-        self.was_idle = was_idle
 
 
 class Connection(asyncio.Protocol):
@@ -75,7 +70,7 @@ class Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._nbytes = 0
         self._has_head = self._complete = self._sent = False
-        self._got_any = self._keeps = False
+        self._keeps = False
         self._news: asyncio.Future[None] | None = None
 
     # The exchange
@@ -85,20 +80,34 @@ class Connection(asyncio.Protocol):
         """Whether another exchange may begin on it."""
         return not (self._closed or self._at_eof) and self._error is None
 
+    def is_silent(self) -> bool:
+        """Whether it is open, and nothing has come that was not read: while it is idle, that would be its end.
+
+        The system is asked, since the loop learns of an end only in its next round.
+        """
+        if self._transport is None or not self.is_open or self._transport.is_closing():
+            return False
+        look = select.poll()  # `recv` is not to be had of uvloop's sockets
+        look.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not look.poll(0)
+
     @property
     def is_read(self) -> bool:
         """Whether all of the answer was read."""
         return self._complete and not self._pieces
 
     def send(self, head: bytes, body: bytes | bytearray, *, more: bool) -> None:
-        """Send a request's head and what is there of its body."""
+        """Send a request's head and what is there of its body.
+
+        Raises:
+            Unreachable: the connection is closed.
+        """
         if self.reused:
             self._begin()
         assert self._transport is not None
-        if self.is_open:
-            self._transport.writelines((head, body) if body else (head,))
-        else:
-            self._fail("the server closed the connection")
+        if not self.is_open:
+            raise Unreachable("the server closed the connection")
+        self._transport.writelines((head, body) if body else (head,))
         self._sent = not more
 
     async def write(self, data: bytes | bytearray, *, more: bool) -> None:
@@ -151,7 +160,7 @@ class Connection(asyncio.Protocol):
         if self._error is not None:
             raise self._error
         if self._closed:
-            raise BrokenOff("the connection is closed", was_idle=self.reused and not self._got_any)
+            raise BrokenOff("the connection is closed")
         self._news = self._loop.create_future()
         await self._news
 
@@ -161,7 +170,7 @@ class Connection(asyncio.Protocol):
 
     def _fail(self, why: str) -> None:
         if self._error is None and not self._complete:
-            self._error = BrokenOff(why, was_idle=self.reused and not self._got_any)
+            self._error = BrokenOff(why)
         self._tell()
 
     # asyncio's protocol
@@ -172,7 +181,6 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Read more of the answer."""
-        self._got_any = True
         if self._complete:  # nobody asked for more
             return self.close()
         try:
@@ -250,16 +258,16 @@ class Connections:
     def __init__(self) -> None:
         self._idle: defaultdict[Address, list[Connection]] = defaultdict(list)
 
-    async def take(self, server: Address, *, fresh: bool = False) -> Connection:
-        """A connection to a server; with `fresh`, a new one.
+    async def take(self, server: Address) -> Connection:
+        """A connection to a server. What is sent over it at once meets no end that the server has already made.
 
         Raises:
             Unreachable.
         """
         idle = self._idle.get(server, [])
-        while idle and not fresh:
+        while idle:
             connection = idle.pop()
-            if connection.is_open and time.monotonic() - connection.idle_since < IDLE_S:
+            if connection.is_silent() and time.monotonic() - connection.idle_since < IDLE_S:
                 return connection
             connection.close()
         try:

@@ -1,13 +1,16 @@
 """A simulated server at which much goes wrong, at random: it dies, it is slow, sleeps and wakes fail, answers are lost.
 
-What must never happen is written to the file that `--record` names: a request while it sleeps, or more memory of a GPU
-than there is. The GPU is a folder with a file for each model that is awake on it.
+What must never happen is written to the file that `--record` names: a request while it sleeps, a sleep under a request
+whose client is still there, or more memory of a GPU than there is. The GPU is a folder with a file for each model that
+is awake on it. The `user` of each request goes to the file that `--executed` names, by which the test sees whether a
+request was run twice.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import sys
@@ -19,6 +22,8 @@ import uvicorn
 from cumem_sleep.asgi import Message, refusal, response
 from cumem_sleep.serve.simulated_server import Options, SimulatedServer
 
+NOTICED_WITHIN_S = 0.3  # that a client has left
+
 
 def lives(pid: str) -> bool:
     """Whoever has died holds no memory."""
@@ -29,9 +34,12 @@ def lives(pid: str) -> bool:
 
 
 class FaultyServer(SimulatedServer):
-    def __init__(self, options: Options, gpus: list[Path], faults: float, seed: int) -> None:
+    def __init__(self, options: Options, gpus: list[Path], executed: Path, faults: float, seed: int) -> None:
         super().__init__(options)
         self.gpus = gpus
+        self.executed = executed
+        self.under_way: set[str] = set()
+        self.abandoned: set[str] = set()  # by their clients
         self.chance = random.Random(seed)
         self.faults = faults
         self.has_layer = seed % 3 > 0
@@ -57,6 +65,8 @@ class FaultyServer(SimulatedServer):
         await asyncio.sleep(self.chance.uniform(0.2, 0.5) if slow else self.chance.uniform(0.0, 0.02))
 
     async def _sleep(self, level: int) -> list[Message]:
+        if met := frozenset(self.under_way):
+            asyncio.get_running_loop().call_later(NOTICED_WITHIN_S, self.judge_sleep, met)
         if self.happens(0.01):
             os._exit(3)
         await self.pause()
@@ -69,6 +79,10 @@ class FaultyServer(SimulatedServer):
         answer = await super()._sleep(level)
         self.give()
         return await self.perhaps_lost(answer)
+
+    def judge_sleep(self, met: frozenset[str]) -> None:
+        if stayed := met - self.abandoned:
+            self._record(f"was put to sleep under the requests {sorted(stayed)}")
 
     async def _wake(self, tags: frozenset[str]) -> list[Message]:
         if self.happens(0.01):
@@ -92,12 +106,27 @@ class FaultyServer(SimulatedServer):
         broken: Message = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]}
         return [broken] if self.happens(0.05) else answer
 
-    async def _run_model(self, path: str, *others: Any) -> None:
+    async def _run_model(self, path: str, scope: Any, body: bytes, *others: Any) -> None:
+        with self.executed.open("a") as file:
+            file.write(f"{json.loads(body)['user']}\n")
         if self.lost:
             self._record(f"{path}: weights are lost")
         if self.happens(0.0005):
             os._exit(4)
-        await super()._run_model(path, *others)
+        if self.happens(0.005):
+            asyncio.get_running_loop().call_later(self.chance.uniform(0.0, 0.01), os._exit, 4)
+        await super()._run_model(path, scope, body, *others)
+
+    async def _complete(self, path: str, asked: dict[str, Any], *others: Any) -> None:
+        number = asked["user"]
+        self.under_way.add(number)
+        try:
+            await super()._complete(path, asked, *others)
+        except asyncio.CancelledError:
+            self.abandoned.add(number)
+            raise
+        finally:
+            self.under_way.discard(number)
 
 
 def main() -> None:
@@ -106,6 +135,7 @@ def main() -> None:
     parser.add_argument("--served-model-name", nargs="+", required=True)
     parser.add_argument("--gpus", nargs="+", type=Path, required=True)
     parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--executed", type=Path, required=True)
     parser.add_argument("--faults", type=float, required=True)
     parser.add_argument("--seed", type=int, required=True)
     asked = parser.parse_args()
@@ -113,7 +143,7 @@ def main() -> None:
     for gpu in asked.gpus:  # whoever held it under this name has ended
         (gpu / asked.served_model_name[0]).unlink(missing_ok=True)
     options = Options(tuple(asked.served_model_name), token_s=0.001, record=asked.record)
-    app = FaultyServer(options, asked.gpus, asked.faults, seed)
+    app = FaultyServer(options, asked.gpus, asked.executed, asked.faults, seed)
     if app.happens(0.1):
         sys.exit(5)
     uvicorn.run(

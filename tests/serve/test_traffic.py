@@ -58,7 +58,7 @@ def models_yaml(folder: Path, faults: float) -> Path:
     for seed, (name, gpus) in enumerate(GPUS.items()):
         folders = " ".join(str(folder / f"gpu{gpu}") for gpu in gpus)
         command = f"{FAULTY} --uds {{socket}} --served-model-name {name} --gpus {folders}"
-        command += f" --record {folder / 'record'} --faults {faults} --seed {seed}"
+        command += f" --record {folder / 'record'} --executed {folder / 'executed'} --faults {faults} --seed {seed}"
         common = {"wait": WAIT_S, "drain": "500ms", "idle": {1: "1s", 2: "3s"}, "host_memory": "10GiB"}
         models[name] = {
             "command": command,
@@ -163,7 +163,8 @@ async def client(port: int, chance: random.Random, numbers: list[int], tally: Ta
         number = numbers.pop()
         name = f"model-{min(int(chance.expovariate(0.35)) + number // 400, 99) % len(GPUS)}"
         words, streams = chance.randint(1, 12), chance.random() < 0.6
-        body = {"model": name, "prompt": "?" * chance.choice((1, 100, 20000)), "max_tokens": words, "stream": streams}
+        body = {"model": name, "user": str(number), "max_tokens": words, "stream": streams}
+        body["prompt"] = "?" * chance.choice((1, 100, 20000))
         leaves_after = chance.uniform(0.0, 0.3) if chance.random() < 0.1 else None
         started = time.monotonic()
         answer = await ask(port, "/v1/completions", body, leaves_after)
@@ -216,6 +217,9 @@ def check(folder: Path, total: int, faults: float) -> None:
     print(f"\n{total} requests in {time.monotonic() - started:.0f} s: {dict(tally.outcomes)};", end=" ")
     print(f"the longest took {tally.longest_s:.1f} s; memory {min(sizes) >> 20} to {max(sizes) >> 20} MiB")
     assert not record.exists(), record.read_text()
+    executed = Counter((folder / "executed").read_text().split())
+    assert not (twice := [number for number, times in executed.items() if times > 1]), f"run twice: {twice}"
+    assert executed.total() >= tally.outcomes["answered"]
     assert not tally.wrong, tally.wrong[:3]
     assert tally.outcomes.total() == total
     assert tally.longest_s <= WAIT_S + 10

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from pathlib import Path
+from types import ModuleType
 
 import pytest
+import uvloop
 from front_world import run
 
-from cumem_sleep.serve.upstream import BrokenOff, Connection
+from cumem_sleep.serve.address import Address
+from cumem_sleep.serve.upstream import BrokenOff, Connection, Connections, Unreachable
 
 
 class Transport:
@@ -53,14 +58,44 @@ def test_a_request_on_a_connection_that_the_server_has_just_closed(reused: bool)
         connection.reused = reused
         end(connection, transport)
         assert not connection.is_open
-        connection.send(b"head", b"body", more=True)
-        await connection.write(b"more", more=False)
-        with pytest.raises(BrokenOff) as broken:
-            await connection.head()
-        assert broken.value.was_idle == reused
+        with pytest.raises(Unreachable):
+            connection.send(b"head", b"body", more=True)
+        assert transport.written == b""
         assert not connection.may_be_reused()
 
     run(scenario)
+
+
+@pytest.mark.parametrize("last", [None, b"", b"HTTP/1.1 408 Request Timeout\r\n\r\n"])
+@pytest.mark.parametrize("loop", [asyncio, uvloop])
+def test_the_end_of_an_idle_connection_is_noticed_before_the_loop_tells_of_it(
+    last: bytes | None, loop: ModuleType, tmp_path: Path
+) -> None:
+    """Nothing is awaited between the server's last words and the next request; `last` is None without any."""
+
+    async def scenario() -> None:
+        server = Address("http://model", str(tmp_path / "socket"))
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(tmp_path / "socket"))
+            listening.listen()
+            connections = Connections()
+            connection = await connections.take(server)
+            its_end, _ = listening.accept()
+            connection.send(b"head", b"", more=False)
+            its_end.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+            await connection.head()
+            assert await connection.read() == b"ok"
+            connections.give_back(server, connection)
+            if last is not None:
+                its_end.send(last)
+                its_end.shutdown(socket.SHUT_RDWR)
+            assert connection.is_open
+            taken = await connections.take(server)
+            assert (taken is connection) == (last is None)
+            taken.close()
+            its_end.close()
+
+    loop.run(scenario())
 
 
 def test_a_connection_that_is_closed_in_the_middle_of_a_body() -> None:
