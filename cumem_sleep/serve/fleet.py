@@ -218,6 +218,8 @@ class Fleet:
             except asyncio.CancelledError:
                 self.counters.requests[name, "cancelled"] += 1
                 raise
+            finally:
+                self._count_wait(name, self._waiting[request])
             self.counters.requests[name, "granted"] += 1
             yield lease
         finally:
@@ -379,15 +381,18 @@ class Fleet:
     def _grant(self, request: int) -> None:
         waiting, now = self._waiting[request], time.monotonic()
         name = waiting.state.spec.name
-        for cause, seconds in self._scheduler.waited_s(waiting.state, now).items():
-            more_s = seconds - waiting.waited_s.get(cause, 0.0)
-            if more_s > 0:
-                key = (name, cause)
-                self.counters.waited_seconds[key] = self.counters.waited_seconds.get(key, 0.0) + more_s
         unit = self._units[name]
         assert unit.address is not None, "a model that is awake has an address"
         lease = self._leases[request] = Lease(name, unit.address, now - waiting.arrived, unit.names)
         _resolve(waiting.granted, lease)
+
+    def _count_wait(self, name: str, waiting: _Waiting) -> None:
+        """However it ended: those that were refused or left have waited, too."""
+        for cause, seconds in self._scheduler.waited_s(waiting.state, time.monotonic()).items():
+            more_s = seconds - waiting.waited_s.get(cause, 0.0)
+            if more_s > 0:
+                key = (name, cause)
+                self.counters.waited_seconds[key] = self.counters.waited_seconds.get(key, 0.0) + more_s
 
     def _set_timer(self) -> None:
         at = self._scheduler.next_time()

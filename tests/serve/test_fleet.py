@@ -92,10 +92,12 @@ def test_a_request_that_is_cancelled_while_it_waits_is_withdrawn(tmp_path: Path)
             waits = asyncio.create_task(fleet.wake("a"))
             while not fleet.status().models[0].waiting:
                 await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
             waits.cancel()
             await asyncio.wait({waits})
             assert fleet.status().models[0].waiting == 0
             assert fleet.counters.requests["a", "cancelled"] == 1
+            assert fleet.counters.waited_seconds["a", "turn"] >= 0.2
 
     run(scenario())
 
@@ -111,6 +113,8 @@ def test_a_request_is_refused_when_its_time_is_up(tmp_path: Path) -> None:
                     pass
             assert caught.value.retry_after_s >= 1
             assert fleet.counters.requests["a", "not_in_time"] == 1
+            waited_s = fleet.counters.waited_seconds["a", "turn"]
+            assert 0.2 <= waited_s < 1
 
     run(scenario())
 
