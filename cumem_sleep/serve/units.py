@@ -191,6 +191,8 @@ class Units:
         why = (
             f"level {action.level} needs {needed / gib:.1f} GiB of host memory, and {available / gib:.1f} GiB are there"
         )
+        if action.from_level is not None:  # it sleeps, and is left so
+            return Outcome(None, Phase.ASLEEP, action.from_level, why_not_deeper=why)
         return Outcome(why, Phase.AWAKE, lacks_host_memory=True)
 
     async def _start(self, unit: Unit) -> Outcome:

@@ -258,6 +258,23 @@ def test_host_memory_is_looked_up_before_a_sleep(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
+def test_a_model_that_has_no_room_to_go_deeper_is_left_asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: 20 << 30)
+
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={"host_memory": "30GiB"})) as fleet:
+            await until(fleet, a=Phase.ASLEEP)
+            with pytest.raises(Refused, match="20.0 GiB are there"):
+                await fleet.sleep("a", 3)
+            assert (fleet.status().models[0].phase, fleet.status().models[0].level) == (Phase.ASLEEP, 2)
+            assert fleet.status().host.held_bytes == 0
+            async with fleet.lease("a") as lease:
+                assert "This is a," in await ask(lease, "a")
+
+    run(scenario())
+
+
+@pytest.mark.slow
 def test_a_new_configuration_is_taken_while_it_runs(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(config(tmp_path, a={"at_start": "awake"}, b={"gpus": [1]})) as fleet:
