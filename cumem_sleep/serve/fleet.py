@@ -111,7 +111,7 @@ class Fleet:
         self.counters = Counters()
         self.simulated = simulated
         self._version = metadata.version("cumem-sleep")
-        self._budget_fixed = config.host_memory
+        self._found_host_bytes = 0
         self._names = config.names()
         self._scheduler = Scheduler((), 0)
         self._units = Units(config, self._scheduler.models, self.counters, self._handle, simulated=simulated)
@@ -130,6 +130,7 @@ class Fleet:
     async def start(self) -> None:
         """Begin: returns at once; servers start one after the other in the background."""
         await self._look_at_gpus()
+        self._found_host_bytes = self._find_host_bytes()
         for name in self.config.models:
             self._units.add(name)
         self._handle(events.Configured(self._specs(), self._budget()))
@@ -169,7 +170,7 @@ class Fleet:
             if old.models[name] != config.models[name]:
                 restarts = old.models[name].spec(name).identity != config.models[name].spec(name).identity
                 says.append(f"{name} was changed" + (": its server restarts when its requests have ended" * restarts))
-        self.config, self._budget_fixed, self._names = config, config.host_memory, config.names()
+        self.config, self._names = config, config.names()
         self._units.config = config
         for name in config.models:
             self._units.add(name)
@@ -414,13 +415,15 @@ class Fleet:
         return tuple(model.spec(name) for name, model in self.config.models.items())
 
     def _budget(self) -> int:
-        """What sleepers may hold: as configured, or what the host can give when this starts, and what they hold."""
-        if self._budget_fixed is not None:
-            return self._budget_fixed
+        """What sleepers may hold."""
+        return self.config.host_memory if self.config.host_memory is not None else self._found_host_bytes
+
+    def _find_host_bytes(self) -> int:
+        """What the host can give to sleepers. Found before servers start: later, backups have a part of it already."""
         available = hardware.host_available_bytes()
         if available is None or self.simulated:
             return 1 << 50
-        return max(0, available - HOST_RESERVE_BYTES) + self._scheduler.held_bytes()
+        return max(0, available - HOST_RESERVE_BYTES)
 
     async def _look_at_gpus(self) -> None:
         if not self.simulated:

@@ -175,22 +175,21 @@ class Units:
             return Outcome("it has no server", Phase.STOPPED)
         if isinstance(action, actions.Wake):
             return await unit.engine.wake(action.level)
-        if (short := self._lacks_host_memory(action)) is not None:
+        if (short := await self._lacks_host_memory(unit.engine, action)) is not None:
             return short
         return await unit.engine.sleep(action.level, action.from_level)
 
-    def _lacks_host_memory(self, action: actions.Sleep) -> Outcome | None:
+    async def _lacks_host_memory(self, engine: Engine, action: actions.Sleep) -> Outcome | None:
         """Looked up before the sleep: what the host can give now, whoever has taken the rest."""
         model = self.config.models.get(action.model)
-        if model is not None and servers.uses_vault(model, os.environ):
-            return None  # its memory is pinned already, and it refuses itself what it has no room for
-        available, needed = hardware.host_available_bytes(), action.more_bytes
-        if not needed or available is None or self._simulated or needed + HOST_RESERVE_BYTES <= available:
+        if self._simulated or not action.more_bytes or (model is not None and servers.uses_vault(model, os.environ)):
+            return None  # with the vault, memory is pinned already, and it refuses what it has no room for
+        prepared_bytes = (await engine.facts()).backed_up_bytes  # pinned already, though it has not slept yet
+        needed, available = max(0, action.more_bytes - prepared_bytes), hardware.host_available_bytes()
+        if available is None or not needed or needed + HOST_RESERVE_BYTES <= available:
             return None
         gib = 1 << 30
-        why = (
-            f"level {action.level} needs {needed / gib:.1f} GiB of host memory, and {available / gib:.1f} GiB are there"
-        )
+        why = f"level {action.level} needs {needed / gib:.1f} GiB more host memory, and {available / gib:.1f} GiB are there"
         if action.from_level is not None:  # it sleeps, and is left so
             return Outcome(None, Phase.ASLEEP, action.from_level, why_not_deeper=why)
         return Outcome(why, Phase.AWAKE, lacks_host_memory=True)
@@ -231,7 +230,8 @@ class Units:
         """What the layer in a server says, or else an estimate: what it may hold of its GPUs' memory."""
         assert unit.engine is not None
         unit.names = await unit.engine.names()
-        unit.layer, nbytes = await unit.engine.facts()
+        facts = await unit.engine.facts()
+        unit.layer, nbytes = facts.layer, facts.host_bytes
         self._handle(events.HasLayer(unit.name, unit.engine.has_layer))
         model = self.config.models.get(unit.name)
         if model is None or model.host_memory is not None:

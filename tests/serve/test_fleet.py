@@ -258,6 +258,27 @@ def test_host_memory_is_looked_up_before_a_sleep(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
+def test_backups_that_are_prepared_need_no_more_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    available = 100 << 30
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: available)
+
+    async def scenario() -> None:
+        nonlocal available
+        with_layer = command("a", f"--weights-bytes {60 << 30} --prepared-bytes {60 << 30}")
+        models = {"a": {"command": with_layer, "host_memory": None, "at_start": "awake"}}
+        async with running(config(tmp_path, **models).model_copy(update={"host_memory": None})) as fleet:
+            await fleet.wake("a")
+            available = 40 << 30
+            await fleet.reload(fleet.config)
+            assert fleet.status().host.budget_bytes == 98 << 30
+            await fleet.sleep("a")
+            assert fleet.status().models[0].level == 1
+            assert fleet.status().host.held_bytes == 60 << 30
+
+    run(scenario())
+
+
+@pytest.mark.slow
 def test_a_model_that_has_no_room_to_go_deeper_is_left_asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: 20 << 30)
 
