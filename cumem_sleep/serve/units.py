@@ -35,6 +35,7 @@ class Unit:
         server: its process; None if somebody else started it.
         engine: for its calls; None before it has an address.
         change: the start, sleep, wake or stop that is under way.
+        pins_bytes: of host memory, what a sleep that is under way takes. The system shows it bit by bit.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Unit:
     address: Address | None = None
     engine: Engine | None = None
     change: asyncio.Task[None] | None = None
+    pins_bytes: int = 0
     last_switch: Switch | None = None
     layer: str | None = None
     restarts: int = 0
@@ -175,24 +177,41 @@ class Units:
             return Outcome("it has no server", Phase.STOPPED)
         if isinstance(action, actions.Wake):
             return await unit.engine.wake(action.level)
-        if (short := await self._lacks_host_memory(unit.engine, action)) is not None:
-            return short
-        return await unit.engine.sleep(action.level, action.from_level)
+        try:
+            short = await self._lacks_host_memory(unit, unit.engine, action)
+            return short or await unit.engine.sleep(action.level, action.from_level)
+        finally:
+            unit.pins_bytes = 0
 
-    async def _lacks_host_memory(self, engine: Engine, action: actions.Sleep) -> Outcome | None:
+    async def _lacks_host_memory(self, unit: Unit, engine: Engine, action: actions.Sleep) -> Outcome | None:
         """Looked up before the sleep: what the host can give now, whoever has taken the rest."""
         model = self.config.models.get(action.model)
         if self._simulated or not action.more_bytes or (model is not None and servers.uses_vault(model, os.environ)):
             return None  # with the vault, memory is pinned already, and it refuses what it has no room for
         prepared_bytes = (await engine.facts()).backed_up_bytes  # pinned already, though it has not slept yet
-        needed, available = max(0, action.more_bytes - prepared_bytes), hardware.host_available_bytes()
-        if available is None or not needed or needed + HOST_RESERVE_BYTES <= available:
+        needed = max(0, action.more_bytes - prepared_bytes)
+        available = await self._too_little_for(unit, needed)
+        if available is None:
             return None
         gib = 1 << 30
-        why = f"level {action.level} needs {needed / gib:.1f} GiB more host memory, and {available / gib:.1f} GiB are there"
+        why = f"level {action.level} needs {needed / gib:.1f} GiB more host memory; {available / gib:.1f} GiB are there"
         if action.from_level is not None:  # it sleeps, and is left so
             return Outcome(None, Phase.ASLEEP, action.from_level, why_not_deeper=why)
         return Outcome(why, Phase.AWAKE, lacks_host_memory=True)
+
+    async def _too_little_for(self, unit: Unit, needed: int) -> int | None:
+        """What the host can give, if that is too little; else None, and so much of it is the unit's."""
+        while True:
+            available, others = hardware.host_available_bytes(), [each for each in self if each.pins_bytes]
+            wanted = needed + HOST_RESERVE_BYTES
+            if available is None or not needed or wanted + sum(each.pins_bytes for each in others) <= available:
+                unit.pins_bytes = needed
+                return None
+            if not others or wanted > available:
+                return available
+            # How much of theirs is pinned by now, nobody knows: it is certain when one of them has ended.
+            changes = [each.change for each in others if each.change is not None]
+            await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
 
     async def _start(self, unit: Unit) -> Outcome:
         if unit.server is None:

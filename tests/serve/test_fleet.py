@@ -14,7 +14,7 @@ import pytest
 from servers_of_tests import command, config, phases, running, until
 
 from cumem_sleep.serve import hardware, policy
-from cumem_sleep.serve.engine import Engine
+from cumem_sleep.serve.engine import Engine, Outcome
 from cumem_sleep.serve.fleet import Fleet, Lease, NotInTime, Refused, ServerFailed, UnknownModel
 from cumem_sleep.serve.status import Phase
 
@@ -279,13 +279,45 @@ def test_backups_that_are_prepared_need_no_more_host_memory(tmp_path: Path, monk
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("available", "levels"), [(100 << 30, [1, 2]), (130 << 30, [1, 1])])
+def test_sleeps_that_overlap_do_not_count_on_the_same_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int, levels: list[int]
+) -> None:
+    pinned, sleep = 0, Engine.sleep
+
+    async def pins(engine: Engine, level: int, from_level: int | None = None) -> Outcome:
+        nonlocal pinned
+        half = (30 << 30) * (level == 1)
+        pinned += half
+        outcome = await sleep(engine, level, from_level)
+        pinned += half
+        return outcome
+
+    monkeypatch.setattr(Engine, "sleep", pins)
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: available - pinned)
+
+    async def scenario() -> None:
+        common = {"host_memory": "60GiB", "at_start": "awake"}
+        models = {
+            name: {**common, "command": command(name, "--sleep-seconds 0.5"), "gpus": [gpu]}
+            for gpu, name in enumerate(("a", "b"))
+        }
+        async with running(config(tmp_path, **models).model_copy(update={"host_memory": 200 << 30})) as fleet:
+            await asyncio.gather(*map(fleet.wake, models))
+            await asyncio.gather(*map(fleet.sleep, models))
+            assert sorted(model.level or 0 for model in fleet.status().models) == levels
+
+    run(scenario())
+
+
+@pytest.mark.slow
 def test_a_model_that_has_no_room_to_go_deeper_is_left_asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: 20 << 30)
 
     async def scenario() -> None:
         async with running(config(tmp_path, a={"host_memory": "30GiB"})) as fleet:
             await until(fleet, a=Phase.ASLEEP)
-            with pytest.raises(Refused, match="20.0 GiB are there"):
+            with pytest.raises(Refused, match=r"20\.0 GiB are there"):
                 await fleet.sleep("a", 3)
             assert (fleet.status().models[0].phase, fleet.status().models[0].level) == (Phase.ASLEEP, 2)
             assert fleet.status().host.held_bytes == 0
