@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from . import actions, events, hardware, servers
 from .address import Address, from_url
 from .config import Config
+from .config import Model as ModelConfig
 from .engine import ASK_EVERY_S, Engine, Outcome
 from .model import Model
 from .policy import STOP
@@ -25,6 +26,7 @@ logger = logging.getLogger("cumem_sleep.serve")
 LOOK_AT_HEALTH_EVERY_S = 2.0  # of servers by URL; the end of a process is seen at once
 UNHEALTHY_AFTER = 3  # looks in a row
 HOST_RESERVE_BYTES = 2 << 30  # of what the system can give: for everybody else
+NOBODY_KNOWS_BYTES = 1 << 60  # what cannot be estimated is taken for more than any host has
 
 
 @dataclass(eq=False)
@@ -246,18 +248,28 @@ class Units:
             await asyncio.sleep(ASK_EVERY_S)
 
     async def _learn(self, unit: Unit) -> None:
-        """What the layer in a server says, or else an estimate: what it may hold of its GPUs' memory."""
+        """What the layer in a server says of its host memory, or else an estimate."""
         assert unit.engine is not None
         unit.names = await unit.engine.names()
         facts = await unit.engine.facts()
-        unit.layer, nbytes = facts.layer, facts.host_bytes
+        unit.layer = facts.layer
         self._handle(events.HasLayer(unit.name, unit.engine.has_layer))
         model = self.config.models.get(unit.name)
         if model is None or model.host_memory is not None:
             return
+        nbytes = facts.host_bytes if facts.host_bytes is not None else self._estimated_bytes(model)
         if nbytes is None:
-            nbytes = int(sum(self.gpus[gpu].total_bytes for gpu in model.gpus if gpu in self.gpus) * model.share)
-        self._handle(events.HostBytes(unit.name, nbytes))
+            why = "nobody says how much host memory level 1 takes"
+            logger.warning("%s: %s: without its host_memory it sleeps at level 2, or is stopped", unit.name, why)
+        self._handle(events.HostBytes(unit.name, NOBODY_KNOWS_BYTES if nbytes is None else nbytes))
+
+    def _estimated_bytes(self, model: ModelConfig) -> int | None:
+        """What a model may hold of its GPUs' memory; None where nobody says how much they have."""
+        if self._simulated:
+            return 0
+        if any(gpu not in self.gpus for gpu in model.gpus):
+            return None
+        return int(sum(self.gpus[gpu].total_bytes for gpu in model.gpus) * model.share)
 
     def _died(self, unit: Unit, error: str) -> None:
         logger.warning("%s: %s", unit.name, error)

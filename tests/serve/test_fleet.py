@@ -311,6 +311,27 @@ def test_sleeps_that_overlap_do_not_count_on_the_same_host_memory(
 
 
 @pytest.mark.slow
+def test_a_model_of_which_nobody_knows_the_host_memory_keeps_away_from_level_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the layer in its server nor `nvidia-smi` says it."""
+    monkeypatch.setattr(hardware, "gpus", lambda _: [])
+
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={"host_memory": None})) as fleet:
+            await until(fleet, a=Phase.ASLEEP)
+            assert fleet.status().models[0].level == 2
+            assert "a: nobody says how much host memory level 1 takes" in caplog.text
+            assert ("a", "sleep", "failed") not in fleet.counters.switches
+            await fleet.reload(config(tmp_path, a={"host_memory": "1GiB"}))
+            await fleet.wake("a")
+            await fleet.sleep("a")
+            assert fleet.status().models[0].level == 1
+
+    run(scenario())
+
+
+@pytest.mark.slow
 def test_a_model_that_has_no_room_to_go_deeper_is_left_asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: 20 << 30)
 
