@@ -253,6 +253,8 @@ class Units:
         unit.names = await unit.engine.names()
         facts = await unit.engine.facts()
         unit.layer = facts.layer
+        if facts.layer == "":
+            logger.info("%s: cumem-sleep is not active in its server", unit.name)
         self._handle(events.HasLayer(unit.name, unit.engine.has_layer))
         model = self.config.models.get(unit.name)
         if model is None or model.host_memory is not None:

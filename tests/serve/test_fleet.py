@@ -257,6 +257,19 @@ def test_host_memory_is_looked_up_before_a_sleep(tmp_path: Path, monkeypatch: py
     run(scenario())
 
 
+def test_the_log_says_in_which_servers_the_layer_is_not_active(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        with_layer = command("a", f"--weights-bytes {1 << 30}")
+        async with running(config(tmp_path, a={"command": with_layer}, b={"gpus": [1]})) as fleet:
+            await until(fleet, a=Phase.ASLEEP, b=Phase.ASLEEP)
+
+    with caplog.at_level("INFO", "cumem_sleep.serve"):
+        run(scenario())
+    assert [text for text in caplog.messages if "not active" in text] == ["b: cumem-sleep is not active in its server"]
+
+
 @pytest.mark.slow
 def test_backups_that_are_prepared_need_no_more_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     available = 100 << 30
