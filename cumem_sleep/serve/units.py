@@ -15,7 +15,7 @@ from . import actions, events, hardware, servers
 from .address import Address, from_url
 from .config import Config
 from .config import Model as ModelConfig
-from .engine import ASK_EVERY_S, Engine, Outcome
+from .engine import ASK_EVERY_S, Engine, Facts, Outcome
 from .model import Model
 from .policy import STOP
 from .servers import Server, StartFailed
@@ -190,7 +190,8 @@ class Units:
         model = self.config.models.get(action.model)
         if self._simulated or not action.more_bytes or (model is not None and servers.uses_vault(model, os.environ)):
             return None  # with the vault, memory is pinned already, and it refuses what it has no room for
-        prepared_bytes = (await engine.facts()).backed_up_bytes  # pinned already, though it has not slept yet
+        facts = await engine.facts() if engine.has_layer else Facts()
+        prepared_bytes = facts.backed_up_bytes  # pinned already, though it has not slept yet
         needed = max(0, action.more_bytes - prepared_bytes)
         available = await self._too_little_for(unit, needed)
         if available is None:
