@@ -39,6 +39,21 @@ class Outcome:
     why_not_deeper: str = ""
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What a server says of this package's layer.
+
+    Attributes:
+        layer: the version of cumem-sleep in it; "" if it is not in it, None if that is not known.
+        host_bytes: what its backups take at level 1; None if that is not known.
+        backed_up_bytes: of these, what they take already: they are prepared while it is awake, and kept when it wakes.
+    """
+
+    layer: str | None = None
+    host_bytes: int | None = None
+    backed_up_bytes: int = 0
+
+
 class Failed(Exception):
     """A call was answered with an error.
 
@@ -171,25 +186,23 @@ class Engine:
             return None
         return Phase.AWAKE if (await self.look()).state is Phase.AWAKE else None
 
-    async def facts(self) -> tuple[str | None, int | None]:
-        """The version of cumem-sleep in it ("" if it is not in it), and the bytes that its backups take at level 1.
-
-        What is not known is None.
-        """
+    async def facts(self) -> Facts:
+        """What it says of the layer in it."""
         try:
             body = {"method": "cumem_sleep_status"}
             answer = await self._client.post("/collective_rpc", json=body, timeout=ASK_WITHIN_S)
             if not answer.is_success:
-                return "", None
+                return Facts("")
             workers = answer.json()["results"]
-            usage = [tag for worker in workers for tag in worker["usage"].items()]
-            nbytes = sum(int(each["bytes"]) for name, each in usage if name != "kv_cache")
-            self.has_layer = nbytes > 0  # the plugin may be there, and vLLM's memory not come from it
+            usage = [tag for worker in workers for name, tag in worker["usage"].items() if name != "kv_cache"]
+            host_bytes = sum(int(tag["bytes"]) for tag in usage)
+            self.has_layer = host_bytes > 0  # the plugin may be there, and vLLM's memory not come from it
             if not self.has_layer:
-                return "", None
-            return str(workers[0].get("version", "active")), nbytes
+                return Facts("")
+            backed_up_bytes = sum(int(tag["backed_up_bytes"]) for tag in usage)
+            return Facts(str(workers[0].get("version", "active")), host_bytes, backed_up_bytes)
         except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
-            return None, None
+            return Facts()
 
     async def names(self) -> tuple[str, ...]:
         """The names that it knows its model by, adapters among them; empty if it does not say."""

@@ -111,7 +111,7 @@ class Fleet:
         self.counters = Counters()
         self.simulated = simulated
         self._version = metadata.version("cumem-sleep")
-        self._budget_fixed = config.host_memory
+        self._found_host_bytes = 0
         self._names = config.names()
         self._scheduler = Scheduler((), 0)
         self._units = Units(config, self._scheduler.models, self.counters, self._handle, simulated=simulated)
@@ -130,6 +130,7 @@ class Fleet:
     async def start(self) -> None:
         """Begin: returns at once; servers start one after the other in the background."""
         await self._look_at_gpus()
+        self._found_host_bytes = self._find_host_bytes()
         for name in self.config.models:
             self._units.add(name)
         self._handle(events.Configured(self._specs(), self._budget()))
@@ -169,7 +170,7 @@ class Fleet:
             if old.models[name] != config.models[name]:
                 restarts = old.models[name].spec(name).identity != config.models[name].spec(name).identity
                 says.append(f"{name} was changed" + (": its server restarts when its requests have ended" * restarts))
-        self.config, self._budget_fixed, self._names = config, config.host_memory, config.names()
+        self.config, self._names = config, config.names()
         self._units.config = config
         for name in config.models:
             self._units.add(name)
@@ -218,6 +219,8 @@ class Fleet:
             except asyncio.CancelledError:
                 self.counters.requests[name, "cancelled"] += 1
                 raise
+            finally:
+                self._count_wait(name, self._waiting[request])
             self.counters.requests[name, "granted"] += 1
             yield lease
         finally:
@@ -379,15 +382,18 @@ class Fleet:
     def _grant(self, request: int) -> None:
         waiting, now = self._waiting[request], time.monotonic()
         name = waiting.state.spec.name
-        for cause, seconds in self._scheduler.waited_s(waiting.state, now).items():
-            more_s = seconds - waiting.waited_s.get(cause, 0.0)
-            if more_s > 0:
-                key = (name, cause)
-                self.counters.waited_seconds[key] = self.counters.waited_seconds.get(key, 0.0) + more_s
         unit = self._units[name]
         assert unit.address is not None, "a model that is awake has an address"
         lease = self._leases[request] = Lease(name, unit.address, now - waiting.arrived, unit.names)
         _resolve(waiting.granted, lease)
+
+    def _count_wait(self, name: str, waiting: _Waiting) -> None:
+        """However it ended: those that were refused or left have waited, too."""
+        for cause, seconds in self._scheduler.waited_s(waiting.state, time.monotonic()).items():
+            more_s = seconds - waiting.waited_s.get(cause, 0.0)
+            if more_s > 0:
+                key = (name, cause)
+                self.counters.waited_seconds[key] = self.counters.waited_seconds.get(key, 0.0) + more_s
 
     def _set_timer(self) -> None:
         at = self._scheduler.next_time()
@@ -409,13 +415,15 @@ class Fleet:
         return tuple(model.spec(name) for name, model in self.config.models.items())
 
     def _budget(self) -> int:
-        """What sleepers may hold: as configured, or what the host can give when this starts, and what they hold."""
-        if self._budget_fixed is not None:
-            return self._budget_fixed
+        """What sleepers may hold."""
+        return self.config.host_memory if self.config.host_memory is not None else self._found_host_bytes
+
+    def _find_host_bytes(self) -> int:
+        """What the host can give to sleepers. Found before servers start: later, backups have a part of it already."""
         available = hardware.host_available_bytes()
         if available is None or self.simulated:
             return 1 << 50
-        return max(0, available - HOST_RESERVE_BYTES) + self._scheduler.held_bytes()
+        return max(0, available - HOST_RESERVE_BYTES)
 
     async def _look_at_gpus(self) -> None:
         if not self.simulated:

@@ -43,6 +43,7 @@ class Options:
     fail_sleeps: int = 0
     fail_wakes: int = 0
     weights_bytes: int = 0
+    prepared_bytes: int = 0
     record: Path | None = None
 
 
@@ -151,7 +152,7 @@ class SimulatedServer:
             why = "" if self.asleep else "it is awake"
             return response(200, {"results": [{"checkpointed": not why, "why": why}]})
         if (method, path) in (("POST", "/reload_weights"), ("POST", "/collective_rpc")):
-            usage = {"weights": {"bytes": self.options.weights_bytes}}
+            usage = {"weights": {"bytes": self.options.weights_bytes, "backed_up_bytes": self.options.prepared_bytes}}
             return response(200, {"results": [{"version": "simulated", "usage": usage}]})
         if (method, path) == ("GET", "/health"):
             ready = time.monotonic() - self.started_at >= self.options.start_s
@@ -213,12 +214,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("sleeps", "wakes"):
         parser.add_argument(f"--fail-{name}", type=int, default=0, metavar="N", help="the first N fail")
     parser.add_argument("--weights-bytes", type=int, default=0, help="that its backups are said to take")
+    parser.add_argument("--prepared-bytes", type=int, default=0, help="of these, those that are said to be backed up")
     parser.add_argument("--record", type=Path, help="requests that came while it slept are appended to this file")
     asked, _ = parser.parse_known_args(arguments)
     times = {f"{name}_s": getattr(asked, f"{name}_seconds") for name in ("start", "sleep", "wake", "token")}
     fails = {"fail_sleeps": asked.fail_sleeps, "fail_wakes": asked.fail_wakes}
-    rest = {"weights_bytes": asked.weights_bytes, "record": asked.record}
-    app = SimulatedServer(Options(tuple(asked.served_model_name), **times, **fails, **rest))
+    memory = {"weights_bytes": asked.weights_bytes, "prepared_bytes": asked.prepared_bytes}
+    app = SimulatedServer(Options(tuple(asked.served_model_name), **times, **fails, **memory, record=asked.record))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     where = {"uds": asked.uds} if asked.uds else {"host": asked.host, "port": asked.port}
     uvicorn.run(

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from . import actions, events, hardware, servers
 from .address import Address, from_url
 from .config import Config
-from .engine import ASK_EVERY_S, Engine, Outcome
+from .config import Model as ModelConfig
+from .engine import ASK_EVERY_S, Engine, Facts, Outcome
 from .model import Model
 from .policy import STOP
 from .servers import Server, StartFailed
@@ -25,6 +26,7 @@ logger = logging.getLogger("cumem_sleep.serve")
 LOOK_AT_HEALTH_EVERY_S = 2.0  # of servers by URL; the end of a process is seen at once
 UNHEALTHY_AFTER = 3  # looks in a row
 HOST_RESERVE_BYTES = 2 << 30  # of what the system can give: for everybody else
+NOBODY_KNOWS_BYTES = 1 << 60  # what cannot be estimated is taken for more than any host has
 
 
 @dataclass(eq=False)
@@ -35,6 +37,7 @@ class Unit:
         server: its process; None if somebody else started it.
         engine: for its calls; None before it has an address.
         change: the start, sleep, wake or stop that is under way.
+        pins_bytes: of host memory, what a sleep that is under way takes. The system shows it bit by bit.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Unit:
     address: Address | None = None
     engine: Engine | None = None
     change: asyncio.Task[None] | None = None
+    pins_bytes: int = 0
     last_switch: Switch | None = None
     layer: str | None = None
     restarts: int = 0
@@ -175,23 +179,42 @@ class Units:
             return Outcome("it has no server", Phase.STOPPED)
         if isinstance(action, actions.Wake):
             return await unit.engine.wake(action.level)
-        if (short := self._lacks_host_memory(action)) is not None:
-            return short
-        return await unit.engine.sleep(action.level, action.from_level)
+        try:
+            short = await self._lacks_host_memory(unit, unit.engine, action)
+            return short or await unit.engine.sleep(action.level, action.from_level)
+        finally:
+            unit.pins_bytes = 0
 
-    def _lacks_host_memory(self, action: actions.Sleep) -> Outcome | None:
+    async def _lacks_host_memory(self, unit: Unit, engine: Engine, action: actions.Sleep) -> Outcome | None:
         """Looked up before the sleep: what the host can give now, whoever has taken the rest."""
         model = self.config.models.get(action.model)
-        if model is not None and servers.uses_vault(model, os.environ):
-            return None  # its memory is pinned already, and it refuses itself what it has no room for
-        available, needed = hardware.host_available_bytes(), action.more_bytes
-        if not needed or available is None or self._simulated or needed + HOST_RESERVE_BYTES <= available:
+        if self._simulated or not action.more_bytes or (model is not None and servers.uses_vault(model, os.environ)):
+            return None  # with the vault, memory is pinned already, and it refuses what it has no room for
+        facts = await engine.facts() if engine.has_layer else Facts()
+        prepared_bytes = facts.backed_up_bytes  # pinned already, though it has not slept yet
+        needed = max(0, action.more_bytes - prepared_bytes)
+        available = await self._too_little_for(unit, needed)
+        if available is None:
             return None
         gib = 1 << 30
-        why = (
-            f"level {action.level} needs {needed / gib:.1f} GiB of host memory, and {available / gib:.1f} GiB are there"
-        )
+        why = f"level {action.level} needs {needed / gib:.1f} GiB more host memory; {available / gib:.1f} GiB are there"
+        if action.from_level is not None:  # it sleeps, and is left so
+            return Outcome(None, Phase.ASLEEP, action.from_level, why_not_deeper=why)
         return Outcome(why, Phase.AWAKE, lacks_host_memory=True)
+
+    async def _too_little_for(self, unit: Unit, needed: int) -> int | None:
+        """What the host can give, if that is too little; else None, and so much of it is the unit's."""
+        while True:
+            available, others = hardware.host_available_bytes(), [each for each in self if each.pins_bytes]
+            wanted = needed + HOST_RESERVE_BYTES
+            if available is None or not needed or wanted + sum(each.pins_bytes for each in others) <= available:
+                unit.pins_bytes = needed
+                return None
+            if not others or wanted > available:
+                return available
+            # How much of theirs is pinned by now, nobody knows: it is certain when one of them has ended.
+            changes = [each.change for each in others if each.change is not None]
+            await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
 
     async def _start(self, unit: Unit) -> Outcome:
         if unit.server is None:
@@ -226,17 +249,30 @@ class Units:
             await asyncio.sleep(ASK_EVERY_S)
 
     async def _learn(self, unit: Unit) -> None:
-        """What the layer in a server says, or else an estimate: what it may hold of its GPUs' memory."""
+        """What the layer in a server says of its host memory, or else an estimate."""
         assert unit.engine is not None
         unit.names = await unit.engine.names()
-        unit.layer, nbytes = await unit.engine.facts()
+        facts = await unit.engine.facts()
+        unit.layer = facts.layer
+        if facts.layer == "":
+            logger.info("%s: cumem-sleep is not active in its server", unit.name)
         self._handle(events.HasLayer(unit.name, unit.engine.has_layer))
         model = self.config.models.get(unit.name)
         if model is None or model.host_memory is not None:
             return
+        nbytes = facts.host_bytes if facts.host_bytes is not None else self._estimated_bytes(model)
         if nbytes is None:
-            nbytes = int(sum(self.gpus[gpu].total_bytes for gpu in model.gpus if gpu in self.gpus) * model.share)
-        self._handle(events.HostBytes(unit.name, nbytes))
+            why = "nobody says how much host memory level 1 takes"
+            logger.warning("%s: %s: without its host_memory it sleeps at level 2, or is stopped", unit.name, why)
+        self._handle(events.HostBytes(unit.name, NOBODY_KNOWS_BYTES if nbytes is None else nbytes))
+
+    def _estimated_bytes(self, model: ModelConfig) -> int | None:
+        """What a model may hold of its GPUs' memory; None where nobody says how much they have."""
+        if self._simulated:
+            return 0
+        if any(gpu not in self.gpus for gpu in model.gpus):
+            return None
+        return int(sum(self.gpus[gpu].total_bytes for gpu in model.gpus) * model.share)
 
     def _died(self, unit: Unit, error: str) -> None:
         logger.warning("%s: %s", unit.name, error)

@@ -22,9 +22,10 @@ def command(name: str, *options: str, server: str = SIMULATED) -> str:
 
 
 def config(folder: Path, **models: dict[str, Any]) -> Config:
-    """With a command each, where none is given."""
+    """With a command each, where none is given; none asks this machine how much memory its GPUs have."""
+    common = {"idle": "never", "host_memory": "1GiB"}
     whole = {
-        name: {"idle": "never", **({} if "url" in model else {"command": command(name)}), **model}
+        name: {**common, **({} if "url" in model else {"command": command(name)}), **model}
         for name, model in models.items()
     }
     return parse(json.dumps({"logs": str(folder / "logs"), "host_memory": "100GiB", "models": whole}))

@@ -10,7 +10,7 @@ import pytest
 
 from cumem_sleep.serve import engine
 from cumem_sleep.serve.address import Address
-from cumem_sleep.serve.engine import Engine, Outcome
+from cumem_sleep.serve.engine import Engine, Facts, Outcome
 from cumem_sleep.serve.status import Phase
 
 Answer = httpx.Response | Exception
@@ -213,18 +213,22 @@ def test_a_server_without_sleep_mode_says_what_it_needs() -> None:
         assert "--enable-sleep-mode and VLLM_SERVER_DEV_MODE=1" in str(do(server, call).error)
 
 
+def _usage(nbytes: int, backed_up_bytes: int = 0) -> dict[str, int]:
+    return {"bytes": nbytes, "backed_up_bytes": backed_up_bytes}
+
+
 @pytest.mark.parametrize(
     ("answer", "facts"),
     [
         (
-            httpx.Response(200, json={"results": [{"usage": {"weights": {"bytes": 5}, "kv_cache": {"bytes": 9}}}] * 2}),
-            ("active", 10),
+            httpx.Response(200, json={"results": [{"usage": {"weights": _usage(5, 3), "kv_cache": _usage(9, 9)}}] * 2}),
+            Facts("active", 10, 6),
         ),
-        (httpx.Response(200, json={"results": [{"usage": {}}]}), ("", None)),
-        (FAILS, ("", None)),
-        (httpx.Response(200, json={"results": [None]}), (None, None)),
-        (LOST, (None, None)),
+        (httpx.Response(200, json={"results": [{"usage": {}}]}), Facts("")),
+        (FAILS, Facts("")),
+        (httpx.Response(200, json={"results": [None]}), Facts()),
+        (LOST, Facts()),
     ],
 )
-def test_what_a_server_says_of_this_layer(answer: Answer, facts: tuple[str | None, int | None]) -> None:
+def test_what_a_server_says_of_this_layer(answer: Answer, facts: Facts) -> None:
     assert do(Server(collective_rpc=[answer]), lambda one: one.facts()) == facts  # type: ignore[comparison-overlap]

@@ -14,7 +14,7 @@ import pytest
 from servers_of_tests import command, config, phases, running, until
 
 from cumem_sleep.serve import hardware, policy
-from cumem_sleep.serve.engine import Engine
+from cumem_sleep.serve.engine import Engine, Outcome
 from cumem_sleep.serve.fleet import Fleet, Lease, NotInTime, Refused, ServerFailed, UnknownModel
 from cumem_sleep.serve.status import Phase
 
@@ -92,10 +92,12 @@ def test_a_request_that_is_cancelled_while_it_waits_is_withdrawn(tmp_path: Path)
             waits = asyncio.create_task(fleet.wake("a"))
             while not fleet.status().models[0].waiting:
                 await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
             waits.cancel()
             await asyncio.wait({waits})
             assert fleet.status().models[0].waiting == 0
             assert fleet.counters.requests["a", "cancelled"] == 1
+            assert fleet.counters.waited_seconds["a", "turn"] >= 0.2
 
     run(scenario())
 
@@ -111,6 +113,8 @@ def test_a_request_is_refused_when_its_time_is_up(tmp_path: Path) -> None:
                     pass
             assert caught.value.retry_after_s >= 1
             assert fleet.counters.requests["a", "not_in_time"] == 1
+            waited_s = fleet.counters.waited_seconds["a", "turn"]
+            assert 0.2 <= waited_s < 1
 
     run(scenario())
 
@@ -249,6 +253,110 @@ def test_host_memory_is_looked_up_before_a_sleep(tmp_path: Path, monkeypatch: py
             status = await until(fleet, b=Phase.ASLEEP, v=Phase.ASLEEP)
             assert (status.models[1].level, status.models[2].level) == (1, 1)
             assert status.host.held_bytes == (10 + 30) << 30
+
+    run(scenario())
+
+
+def test_the_log_says_in_which_servers_the_layer_is_not_active(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        with_layer = command("a", f"--weights-bytes {1 << 30}")
+        async with running(config(tmp_path, a={"command": with_layer}, b={"gpus": [1]})) as fleet:
+            await until(fleet, a=Phase.ASLEEP, b=Phase.ASLEEP)
+
+    with caplog.at_level("INFO", "cumem_sleep.serve"):
+        run(scenario())
+    assert [text for text in caplog.messages if "not active" in text] == ["b: cumem-sleep is not active in its server"]
+
+
+@pytest.mark.slow
+def test_backups_that_are_prepared_need_no_more_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    available = 100 << 30
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: available)
+
+    async def scenario() -> None:
+        nonlocal available
+        with_layer = command("a", f"--weights-bytes {60 << 30} --prepared-bytes {60 << 30}")
+        models = {"a": {"command": with_layer, "host_memory": None, "at_start": "awake"}}
+        async with running(config(tmp_path, **models).model_copy(update={"host_memory": None})) as fleet:
+            await fleet.wake("a")
+            available = 40 << 30
+            await fleet.reload(fleet.config)
+            assert fleet.status().host.budget_bytes == 98 << 30
+            await fleet.sleep("a")
+            assert fleet.status().models[0].level == 1
+            assert fleet.status().host.held_bytes == 60 << 30
+
+    run(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("available", "levels"), [(100 << 30, [1, 2]), (130 << 30, [1, 1])])
+def test_sleeps_that_overlap_do_not_count_on_the_same_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int, levels: list[int]
+) -> None:
+    pinned, sleep = 0, Engine.sleep
+
+    async def pins(engine: Engine, level: int, from_level: int | None = None) -> Outcome:
+        nonlocal pinned
+        half = (30 << 30) * (level == 1)
+        pinned += half
+        outcome = await sleep(engine, level, from_level)
+        pinned += half
+        return outcome
+
+    monkeypatch.setattr(Engine, "sleep", pins)
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: available - pinned)
+
+    async def scenario() -> None:
+        common = {"host_memory": "60GiB", "at_start": "awake"}
+        models = {
+            name: {**common, "command": command(name, "--sleep-seconds 0.5"), "gpus": [gpu]}
+            for gpu, name in enumerate(("a", "b"))
+        }
+        async with running(config(tmp_path, **models).model_copy(update={"host_memory": 200 << 30})) as fleet:
+            await asyncio.gather(*map(fleet.wake, models))
+            await asyncio.gather(*map(fleet.sleep, models))
+            assert sorted(model.level or 0 for model in fleet.status().models) == levels
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_model_of_which_nobody_knows_the_host_memory_keeps_away_from_level_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the layer in its server nor `nvidia-smi` says it."""
+    monkeypatch.setattr(hardware, "gpus", lambda _: [])
+
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={"host_memory": None})) as fleet:
+            await until(fleet, a=Phase.ASLEEP)
+            assert fleet.status().models[0].level == 2
+            assert "a: nobody says how much host memory level 1 takes" in caplog.text
+            assert ("a", "sleep", "failed") not in fleet.counters.switches
+            await fleet.reload(config(tmp_path, a={"host_memory": "1GiB"}))
+            await fleet.wake("a")
+            await fleet.sleep("a")
+            assert fleet.status().models[0].level == 1
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_model_that_has_no_room_to_go_deeper_is_left_asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: 20 << 30)
+
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={"host_memory": "30GiB"})) as fleet:
+            await until(fleet, a=Phase.ASLEEP)
+            with pytest.raises(Refused, match=r"20\.0 GiB are there"):
+                await fleet.sleep("a", 3)
+            assert (fleet.status().models[0].phase, fleet.status().models[0].level) == (Phase.ASLEEP, 2)
+            assert fleet.status().host.held_bytes == 0
+            async with fleet.lease("a") as lease:
+                assert "This is a," in await ask(lease, "a")
 
     run(scenario())
 
