@@ -28,6 +28,7 @@ REQUESTS = int(os.environ.get("SERVE_REQUESTS", "400"))
 FAULTS = float(os.environ.get("SERVE_FAULTS", "1.0"))  # 1: a change of a server in three goes wrong, or is slow
 CLIENTS = 48
 WAIT_S = 60.0
+KEEP_S, DRAIN_S = 0.3, 0.5
 GPUS = {f"model-{number}": [[0], [1]][number % 2] if number < 8 else [0, 1] for number in range(10)}
 FLAT_BYTES = 24 << 20  # what the front's memory may grow by after the first tenth of the requests, however many come
 
@@ -44,10 +45,15 @@ class Answer:
 
 @dataclass
 class Tally:
-    """What became of the requests."""
+    """What became of the requests.
+
+    Attributes:
+        switches_s: the longest sleep, wake and start that was seen.
+    """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     longest_s: float = 0.0
+    switches_s: dict[str, float] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
 
@@ -59,14 +65,14 @@ def models_yaml(folder: Path, faults: float) -> Path:
         folders = " ".join(str(folder / f"gpu{gpu}") for gpu in gpus)
         command = f"{FAULTY} --uds {{socket}} --served-model-name {name} --gpus {folders}"
         command += f" --record {folder / 'record'} --executed {folder / 'executed'} --faults {faults} --seed {seed}"
-        common = {"wait": WAIT_S, "drain": "500ms", "idle": {1: "1s", 2: "3s"}, "host_memory": "10GiB"}
+        common = {"wait": WAIT_S, "drain": DRAIN_S, "idle": {1: "1s", 2: "3s"}, "host_memory": "10GiB"}
         models[name] = {
             "command": command,
             "gpus": gpus,
             "at_start": ["asleep", "awake", "stopped"][seed % 3],
             **common,
         }
-    models["model-3"]["keep"] = "300ms"
+    models["model-3"]["keep"] = KEEP_S
     file = folder / "models.yaml"
     front = {"port": 0, "admin_token": "secret"}
     whole = {"front": front, "logs": str(folder / "logs"), "host_memory": "45GiB", "models": models}
@@ -180,7 +186,7 @@ async def client(port: int, chance: random.Random, numbers: list[int], tally: Ta
             await asyncio.sleep(chance.uniform(0.0, 0.5))
 
 
-async def watch(port: int, pid: int, numbers: list[int], total: int, sizes: list[int]) -> None:
+async def watch(port: int, pid: int, numbers: list[int], total: int, tally: Tally, sizes: list[int]) -> None:
     """The status never shows more than there is; the front's memory is sampled."""
     while numbers:
         answer = await ask(port, "/status", None)
@@ -188,6 +194,8 @@ async def watch(port: int, pid: int, numbers: list[int], total: int, sizes: list
         status = json.loads(answer.body)
         for gpu in status["gpus"]:
             assert sum(holder["share"] for holder in gpu["holders"]) <= 1, gpu
+        for switch in filter(None, (model["last_switch"] for model in status["models"])):
+            tally.switches_s[switch["kind"]] = max(tally.switches_s.get(switch["kind"], 0.0), switch["seconds"])
         assert status["host"]["held_bytes"] <= status["host"]["budget_bytes"]
         if len(numbers) < 0.9 * total:
             sizes.append(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
@@ -200,7 +208,7 @@ async def traffic(folder: Path, total: int, faults: float) -> tuple[Tally, list[
     async with front(folder, faults) as (port, pid):
         clients = [client(port, random.Random(chance.random()), numbers, tally) for _ in range(CLIENTS)]
         sizes.clear()
-        await asyncio.gather(*clients, watch(port, pid, numbers, total, sizes))
+        await asyncio.gather(*clients, watch(port, pid, numbers, total, tally, sizes))
         answer = await ask(port, "/status", None)
         assert answer is not None
         for model in json.loads(answer.body)["models"]:
@@ -208,6 +216,12 @@ async def traffic(folder: Path, total: int, faults: float) -> tuple[Tally, list[
         log = (folder / "front.log").read_text()
         assert "Traceback" not in log, log[log.index("Traceback") :][:3000]
     return tally, sizes
+
+
+def longest_wait_s(switches_s: dict[str, float]) -> float:
+    """One turn of each model, as the documentation promises where nothing fails; the last one is the request's own."""
+    until_awake_s = max(switches_s.get("wake", 0.0), switches_s.get("start", 0.0))
+    return len(GPUS) * (KEEP_S + DRAIN_S + switches_s.get("sleep", 0.0) + until_awake_s)
 
 
 def check(folder: Path, total: int, faults: float) -> None:
@@ -226,6 +240,7 @@ def check(folder: Path, total: int, faults: float) -> None:
     assert max(sizes) - sizes[0] <= FLAT_BYTES
     if not faults:
         assert tally.outcomes.keys() <= {"answered", "left"}
+        assert tally.longest_s <= longest_wait_s(tally.switches_s), tally
 
 
 @pytest.mark.slow
