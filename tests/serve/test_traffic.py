@@ -221,7 +221,7 @@ async def traffic(folder: Path, total: int, faults: float) -> tuple[Tally, list[
 def longest_wait_s(switches_s: dict[str, float]) -> float:
     """One turn of each model, as the documentation promises where nothing fails; the last one is the request's own."""
     until_awake_s = max(switches_s.get("wake", 0.0), switches_s.get("start", 0.0))
-    return len(GPUS) * (KEEP_S + DRAIN_S + switches_s.get("sleep", 0.0) + until_awake_s)
+    return KEEP_S + len(GPUS) * (DRAIN_S + switches_s.get("sleep", 0.0) + until_awake_s)  # one model has a `keep`
 
 
 def check(folder: Path, total: int, faults: float) -> None:
