@@ -373,11 +373,20 @@ class TestTheShim:
             from torch_memory_saver import configure_subprocess, torch_memory_saver
             from torch_memory_saver.entrypoint import TorchMemorySaver
             from torch_memory_saver.hooks.base import HookMode
-            from torch_memory_saver.hooks.mode_preload import configure_subprocess as same
+            from torch_memory_saver.hooks import mode_preload
             from torch_memory_saver.utils import change_env, get_binary_path_from_package, is_xpu
-            assert isinstance(torch_memory_saver, TorchMemorySaver) and same is configure_subprocess and not is_xpu()
+            import os
+            assert isinstance(torch_memory_saver, TorchMemorySaver) and not is_xpu()
             print(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))
+            with configure_subprocess():
+                print(os.environ["LD_PRELOAD"])
+            with mode_preload.configure_subprocess():
+                print(os.environ["LD_PRELOAD"])
+            mode_preload.get_binary_path_from_package = lambda _: "/another.so"  # as its own tests do
+            with mode_preload.configure_subprocess():
+                print(os.environ["LD_PRELOAD"])
             """
         )
         assert process.returncode == 0, process.stderr
-        assert process.stdout.strip() == str(SHIM / "torch_memory_saver_hook_mode_preload.abi3.so")
+        library = str(SHIM / "torch_memory_saver_hook_mode_preload.abi3.so")
+        assert process.stdout.split() == [library, library, library, "/another.so"]

@@ -85,7 +85,14 @@ def hook_path() -> Path:
 @contextmanager
 def configure_subprocess() -> Iterator[None]:
     """Processes that are started inside get the hook in front of cudaMalloc, before what LD_PRELOAD names already."""
-    with changed("LD_PRELOAD", ":".join(filter(None, [str(hook_path()), os.environ.get("LD_PRELOAD", "")]))):
+    with preloaded(str(hook_path())):
+        yield
+
+
+@contextmanager
+def preloaded(library: str) -> Iterator[None]:
+    """LD_PRELOAD names this library inside, before what it names already."""
+    with changed("LD_PRELOAD", ":".join(filter(None, [library, os.environ.get("LD_PRELOAD", "")]))):
         yield
 
 
