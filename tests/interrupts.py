@@ -17,22 +17,22 @@ import pytest
 from support import AWAKE, assert_no_threads, in_thread
 from world import Phase, World, begin_anew
 
-from cumem_sleep import _core, report
+from cumem_sleep import _core, entry, pinned, report
 from cumem_sleep import allocator as allocator_module
-from cumem_sleep.backups import backup, filling, host, store
-from cumem_sleep.codec import compressor, lent, slots, workbench
+from cumem_sleep.backups import backup, filling, host, store, turns
+from cumem_sleep.codec import compressor, encoding, kernels, lent, slots, workbench
 from cumem_sleep.digest import device as digest_device
-from cumem_sleep.operations import layer, prepare, sleep, wake
+from cumem_sleep.operations import agreement, deepen, layer, prepare, sleep, wake
 from cumem_sleep.transfer import lanes, pacing, restorer, routes
 
 _PACKAGE = pathlib.Path(allocator_module.__file__).parent
 _TRACED_FILES = tuple(
     str(module.__file__)
     for module in (
-        *(allocator_module, report),
-        *(layer, sleep, wake, prepare),
-        *(backup, filling, host, store),
-        *(compressor, lent, slots, workbench),
+        *(allocator_module, entry, pinned, report),
+        *(agreement, deepen, layer, sleep, wake, prepare),
+        *(backup, filling, host, store, turns),
+        *(compressor, encoding, kernels, lent, slots, workbench),
         *(lanes, pacing, restorer, routes),
         digest_device,
     )
