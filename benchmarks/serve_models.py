@@ -297,6 +297,8 @@ def write_models(arguments: argparse.Namespace, file: Path) -> None:
     whole = {"front": front, "logs": str(arguments.out.parent / "logs"), "models": models}
     if SIMULATED or arguments.server_command:
         whole["host_memory"] = "8GiB"
+        for model in models.values():
+            model["host_memory"] = "1GiB"  # such servers do not say what they need
     file.write_text(json.dumps(whole, indent=2))
 
 
