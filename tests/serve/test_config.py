@@ -290,7 +290,10 @@ def test_a_server_is_asked_at_the_loopback_address_where_it_listens(host: str, t
 
 
 def test_a_vllm_in_a_text_for_a_shell_may_say_itself_where_it_listens() -> None:
-    parse(json.dumps({"models": {"m": {"command": ["sh", "-c", "A=1; exec vllm serve m --uds {socket}"]}}}))
+    command = ["sh", "-c", "A=1; exec vllm serve m --uds {socket}"]
+    model = parse(json.dumps({"models": {"m": {"command": command}}})).models["m"]
+    words = servers.command_line("m", model, from_url("unix:/run/m.sock", None))
+    assert words == ["sh", "-c", "A=1; exec vllm serve m --uds /run/m.sock"]
 
 
 def test_a_server_gets_its_gpus_and_no_secret_of_the_front() -> None:
