@@ -180,6 +180,7 @@ def test_an_engine_core_ends_where_it_cannot_come_back(server: Server) -> None:
 def end_engine_core(server: Server) -> None:
     """It ends by itself: the API server, which newer versions let kill it at once, is stopped meanwhile."""
     process = server.engine_core()
+    wait_until_idle(process)
     server.process.send_signal(signal.SIGSTOP)
     os.kill(process, signal.SIGTERM)
     end = time.monotonic() + ENDS_WITHIN_S
@@ -187,6 +188,21 @@ def end_engine_core(server: Server) -> None:
         assert time.monotonic() < end, server.said()
         time.sleep(0.05)
     server.process.send_signal(signal.SIGCONT)
+
+
+def wait_until_idle(process: int) -> None:
+    """Its main thread waits for the next order.
+
+    A signal that comes while it is about to wait, and lets go of Python's lock, is handled after that wait only: with
+    two busy cores, one of twenty.
+    """
+    counters = pathlib.Path(f"/proc/{process}/status")
+    end = time.monotonic() + ENDS_WITHIN_S
+    before = ""
+    while (now := counters.read_text().partition("voluntary_ctxt_switches")[2]) != before:
+        assert time.monotonic() < end, "the engine core is never idle"
+        before = now
+        time.sleep(0.3)
 
 
 def ends(server: Server) -> None:
