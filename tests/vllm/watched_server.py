@@ -49,15 +49,19 @@ def model_folder(folder: pathlib.Path) -> pathlib.Path:
 
 def arguments(model: pathlib.Path, *more: str) -> Any:
     """Of a server of that model with `WatchedWorker`."""
+    return parsed(["--model", str(model), "--served-model-name", "model", "--enable-sleep-mode", *options(), *more])
+
+
+def options() -> list[str]:
+    """On the command line of a server with `WatchedWorker`."""
     line = [
-        *("--model", str(model), "--served-model-name", "model", "--enable-sleep-mode", "--enforce-eager"),
-        *("--worker-cls", "watched_worker.WatchedWorker", "--distributed-executor-backend", "uni"),
+        *("--worker-cls", "watched_worker.WatchedWorker", "--distributed-executor-backend", "uni", "--enforce-eager"),
         *("--max-model-len", "512", "--max-num-batched-tokens", "16384", "--max-num-seqs", "64"),
         *("--disable-log-stats", "--load-format", "dummy"),
     ]
     if importlib.metadata.version("vllm").startswith("0.18."):
         line.append("--no-async-scheduling")  # with it, requests kept over a sleep never end, with or without a gate
-    return parsed([*line, *more])
+    return line
 
 
 def parsed(line: list[str]) -> Any:
