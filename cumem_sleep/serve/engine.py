@@ -17,6 +17,7 @@ from .status import Phase
 ASK_WITHIN_S = 10.0
 ASK_EVERY_S = 0.2
 TRIES = 3
+_LACKS_HOST_MEMORY = ("host memory", "outofhostmemory", "no vault answers")  # in the layer's errors
 _NO_SLEEP_MODE = "its server has no sleep mode: it needs --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"
 
 
@@ -47,11 +48,13 @@ class Facts:
         layer: the version of cumem-sleep in it; "" if it is not in it, None if that is not known.
         host_bytes: what its backups take at level 1; None if that is not known.
         backed_up_bytes: of these, what they take already: they are prepared while it is awake, and kept when it wakes.
+        vault: the socket of the `cumem-sleep vault` that keeps its backups; "" if its own memory does.
     """
 
     layer: str | None = None
     host_bytes: int | None = None
     backed_up_bytes: int = 0
+    vault: str = ""
 
 
 class Failed(Exception):
@@ -138,7 +141,7 @@ class Engine:
             if error.is_unknown:
                 return Outcome(str(error), Phase.AWAKE)
             state = await self._after_failed_sleep()
-            lacks = "host memory" in str(error).lower() or "OutOfHostMemory" in str(error)
+            lacks = any(words in str(error).lower() for words in _LACKS_HOST_MEMORY)
             return Outcome(str(error), state, lacks_host_memory=lacks and state is Phase.AWAKE)
         except (httpx.HTTPError, OSError) as error:
             return Outcome(f"/sleep: {_text(error)}")
@@ -200,7 +203,8 @@ class Engine:
             if not self.has_layer:
                 return Facts("")
             backed_up_bytes = sum(int(tag["backed_up_bytes"]) for tag in usage)
-            return Facts(str(workers[0].get("version", "active")), host_bytes, backed_up_bytes)
+            vault = str(workers[0].get("place", {}).get("vault", ""))
+            return Facts(str(workers[0].get("version", "active")), host_bytes, backed_up_bytes, vault)
         except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
             return Facts()
 

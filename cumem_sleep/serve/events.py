@@ -73,10 +73,11 @@ class HostBytes:
 
 @dataclass(frozen=True)
 class HasLayer:
-    """Whether cumem-sleep is in a model's server."""
+    """Whether cumem-sleep is in a model's server, and keeps its backups in the vault."""
 
     model: str
     has_layer: bool
+    in_vault: bool = False
 
 
 @dataclass(frozen=True)

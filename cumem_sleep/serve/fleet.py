@@ -15,19 +15,19 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from . import actions, events, hardware
+from . import actions, events, hardware, servers
 from .address import Address
 from .config import Config
 from .model import Model
 from .policy import STOP, Spec
 from .scheduler import Scheduler
-from .status import Counters, GpuStatus, Holder, HostStatus, ModelStatus, Phase, Status
+from .status import Counters, GpuStatus, Holder, HostStatus, ModelStatus, Phase, Status, VaultStatus
 from .units import HOST_RESERVE_BYTES, Unit, Units
 
 __all__ = ["Address", "Fleet", "Lease", "NotInTime", "Refused", "ServeError", "ServerFailed", "UnknownModel"]
@@ -35,9 +35,13 @@ __all__ = ["Address", "Fleet", "Lease", "NotInTime", "Refused", "ServeError", "S
 logger = logging.getLogger("cumem_sleep.serve")
 
 TOLD_EVERY_S = 0.1  # those who watch hear of changes at most so often
-LOOK_AT_GPUS_EVERY_S = 5.0
+LOOK_AT_MACHINE_EVERY_S = 5.0
 LEASES_END_WITHIN_S = 5.0
 SIMULATED_GPU_BYTES = 80 << 30
+
+
+LookAtVaults = Callable[[Collection[str]], VaultStatus | None]
+"""Asks the vaults at these sockets (`auto` is the user's own); None if none answers. It may take seconds."""
 
 
 class ServeError(Exception):
@@ -106,11 +110,15 @@ class _Waiting:
 class Fleet:
     """All models of one configuration."""
 
-    def __init__(self, config: Config, *, simulated: bool = False) -> None:
+    def __init__(
+        self, config: Config, *, simulated: bool = False, look_at_vaults: LookAtVaults = lambda _sockets: None
+    ) -> None:
         self.config = config
         self.counters = Counters()
         self.simulated = simulated
         self._version = metadata.version("cumem-sleep")
+        self._look_at_vaults = look_at_vaults
+        self._vault: VaultStatus | None = None
         self._found_host_bytes = 0
         self._names = config.names()
         self._scheduler = Scheduler((), 0)
@@ -130,11 +138,11 @@ class Fleet:
     async def start(self) -> None:
         """Begin: returns at once; servers start one after the other in the background."""
         await self._look_at_gpus()
-        self._found_host_bytes = self._find_host_bytes()
+        self._found_host_bytes = await self._find_host_bytes()
         for name in self.config.models:
             self._units.add(name)
         self._handle(events.Configured(self._specs(), self._budget()))
-        self._spawn(self._watch_gpus())
+        self._spawn(self._watch_machine())
 
     async def stop(self) -> None:
         """End all leases, then all servers that this fleet started, and return when nothing of them is left."""
@@ -284,7 +292,7 @@ class Fleet:
         models = tuple(self._model_status(unit, now, wall) for unit in self._units if self._knows(unit))
         numbers = sorted({gpu for model in models for gpu in model.gpus})
         held = self._scheduler.held_bytes()
-        host = HostStatus(self._scheduler.host_bytes, held, hardware.host_available_bytes())
+        host = HostStatus(self._scheduler.host_bytes, held, hardware.host_available_bytes(), self._vault)
         gpus = tuple(self._gpu_status(number) for number in numbers)
         return Status(wall, self._version, self.simulated, gpus, models, host)
 
@@ -332,6 +340,7 @@ class Fleet:
             pid=unit.server.pid if unit.server is not None else None,
             restarts=unit.restarts,
             layer=unit.layer,
+            in_vault=state.in_vault,
         )
 
     def _gpu_status(self, number: int) -> GpuStatus:
@@ -415,26 +424,38 @@ class Fleet:
         return tuple(model.spec(name) for name, model in self.config.models.items())
 
     def _budget(self) -> int:
-        """What sleepers may hold."""
+        """What sleepers may hold, those in the vault aside."""
         return self.config.host_memory if self.config.host_memory is not None else self._found_host_bytes
 
-    def _find_host_bytes(self) -> int:
-        """What the host can give to sleepers. Found before servers start: later, backups have a part of it already."""
+    async def _find_host_bytes(self) -> int:
+        """What the host can give to sleepers. Found before servers start: later, backups have a part of it already.
+
+        What the vault has taken is missing there. What it has yet to take will be.
+        """
+        vault = await self._ask_vaults({servers.vault_of(model, os.environ) for model in self.config.models.values()})
         available = hardware.host_available_bytes()
         if available is None or self.simulated:
             return 1 << 50
-        return max(0, available - HOST_RESERVE_BYTES)
+        return max(0, available - HOST_RESERVE_BYTES - (vault.to_come_bytes if vault is not None else 0))
+
+    async def _ask_vaults(self, sockets: set[str]) -> VaultStatus | None:
+        named = sockets - {""}
+        return await asyncio.to_thread(self._look_at_vaults, named) if named else None
 
     async def _look_at_gpus(self) -> None:
         if not self.simulated:
             found = await asyncio.to_thread(hardware.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
             self._units.gpus = {gpu.number: gpu for gpu in found}
 
-    async def _watch_gpus(self) -> None:
-        while self._units.gpus:
-            await asyncio.sleep(LOOK_AT_GPUS_EVERY_S)
-            await self._look_at_gpus()
-            self._tell()
+    async def _watch_machine(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_AT_MACHINE_EVERY_S)
+            before = self._vault
+            self._vault = await self._ask_vaults({unit.vault for unit in self._units})
+            if self._units.gpus:
+                await self._look_at_gpus()
+            if self._units.gpus or self._vault != before:
+                self._tell()
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .config import Config, ConfigError
-from .fleet import Fleet
+from .fleet import Fleet, LookAtVaults
 from .front import Front
 from .listener import Listener, allow_many_connections
 
@@ -21,7 +21,13 @@ Load = Callable[[Path], Config]
 
 
 async def serve(
-    config: Config, path: Path | None, load: Load, say: Say, started: Callable[[int], None], simulated: bool
+    config: Config,
+    path: Path | None,
+    load: Load,
+    say: Say,
+    started: Callable[[int], None],
+    look_at_vaults: LookAtVaults,
+    simulated: bool,
 ) -> None:
     """Serve until SIGTERM or SIGINT. SIGHUP, or a change of the file, reloads what can be.
 
@@ -30,12 +36,13 @@ async def serve(
         load: reads that file again, with the options of the command line; raises `ConfigError`.
         say: for a line to people.
         started: called with the port, when requests are taken.
+        look_at_vaults: asks those that keep the backups of models.
 
     Raises:
         OSError: the port is taken.
     """
     allow_many_connections()
-    fleet = Fleet(config, simulated=simulated)
+    fleet = Fleet(config, simulated=simulated, look_at_vaults=look_at_vaults)
     front = Front(fleet)
     listener = Listener(front, config.front.host, config.front.port)
     ended = asyncio.Event()

@@ -20,6 +20,7 @@ class Model:
         changes_asleep: it goes deeper, or its server is being stopped, without having woken.
         stays: it would go no deeper than it sleeps now, and is not asked again before it has woken.
         has_layer: so that it need not wake to get from level 1 to 3.
+        in_vault: what it holds of the host is memory of the vault.
         waiting: requests in the order of their arrival, with the time and the number of it.
         running: requests that were granted.
         operation: the number of the change that is under way.
@@ -45,6 +46,7 @@ class Model:
     changes_asleep: bool = False
     stays: bool = False
     has_layer: bool = False
+    in_vault: bool = False
     phase_since: float = 0.0
     waiting: dict[int, tuple[float, int]] = field(default_factory=dict)
     running: set[int] = field(default_factory=set)

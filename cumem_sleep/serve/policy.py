@@ -10,7 +10,7 @@
   request waits for at most M turns of (keep + drain + sleep + wake or start, each with its attempts), or for the
   `wait` of its model, whichever is less.
 - How deep a model sleeps is decided before it does, by the host memory that it would hold: the first of its `levels`
-  that fits.
+  that fits. A model in the vault goes where the vault does not refuse it.
 - What fails is tried again after a pause that doubles. After `ATTEMPTS` a server is stopped and started afresh.
 """
 
@@ -109,7 +109,9 @@ def fits(share: float, free: float) -> bool:
     return share <= free + SHARE_ROUNDING
 
 
-def depth_to_push_out(spec: Spec, held_bytes: int, free_bytes: int, refused: Collection[int], first: int) -> int | None:
+def depth_to_push_out(
+    spec: Spec, held_bytes: int, free_bytes: float, refused: Collection[int], first: int
+) -> int | None:
     """How deep a model sleeps when it leaves its GPUs; None if host memory allows no depth that it may take.
 
     Args:

@@ -24,7 +24,7 @@ class Scheduler:
     """See the module."""
 
     def __init__(self, specs: Iterable[Spec], host_bytes: int, now: float = 0.0) -> None:
-        """`host_bytes`: what sleepers may hold."""
+        """`host_bytes`: what sleepers may hold, those in the vault aside."""
         self.host_bytes = host_bytes
         self.models: dict[str, Model] = {}
         self._model_of: dict[int, Model] = {}
@@ -55,8 +55,8 @@ class Scheduler:
         return 1.0 - sum(model.spec.share for model in self._holders((gpu,)))
 
     def held_bytes(self) -> int:
-        """Host memory that models hold by the ledger."""
-        return sum(model.held_bytes for model in self.models.values())
+        """Host memory that models hold by the ledger, those in the vault aside."""
+        return sum(model.held_bytes for model in self.models.values() if not model.in_vault)
 
     def waited_s(self, model: Model, now: float) -> dict[str, float]:
         """For how long requests of a model have had to wait until now, by cause, if they waited all the time."""
@@ -83,7 +83,8 @@ class Scheduler:
                 model.spec = replace(model.spec, host_bytes=event.host_bytes)
                 model.held_bytes = min(model.held_bytes, event.host_bytes)
             case events.HasLayer():
-                self.models[event.model].has_layer = event.has_layer
+                model = self.models[event.model]
+                model.has_layer, model.in_vault = event.has_layer, event.in_vault
             case events.Configured():
                 self._configured(event)
             case events.TimePassed():
@@ -467,7 +468,7 @@ class Scheduler:
         return self._now >= model.revoked_at + policy.REVOKED_WITHIN_S
 
     def _begin_sleep(self, model: Model, first: int) -> None:
-        free = self.host_bytes - self.held_bytes()
+        free = self._free_bytes(model)
         depth = policy.depth_to_push_out(model.spec, model.held_bytes, free, model.refused, first)
         if depth is None:
             self._failed(model, "host memory has no room for it, and it may sleep in no other way")
@@ -483,6 +484,10 @@ class Scheduler:
         operation = self._begin_operation(model)
         self._become(model, Phase.FALLING_ASLEEP)
         self._do(actions.Sleep(model.spec.name, operation, depth, more_bytes))
+
+    def _free_bytes(self, model: Model) -> float:
+        """Of host memory, for a model that is to sleep. The vault refuses by itself: it alone knows what is shared."""
+        return math.inf if model.in_vault else self.host_bytes - self.held_bytes()
 
     def _begin_stop(self, model: Model) -> None:
         operation = self._begin_operation(model)
@@ -513,7 +518,7 @@ class Scheduler:
         wanted = {gpu for other in self._wanted() for gpu in other.spec.gpus}
         has_room = sleeps_on or (self._has_room(model) and not model.spec.gpus & wanted)
         more_bytes = max(0, model.spec.host_bytes_at(depth) - model.held_bytes)
-        has_memory = more_bytes <= self.host_bytes - self.held_bytes()
+        has_memory = more_bytes <= self._free_bytes(model)
         if model.spec.gpus & self._locked() or not has_room or not has_memory:
             return False
         model.held_bytes += more_bytes

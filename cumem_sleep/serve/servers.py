@@ -187,9 +187,13 @@ def environment(model: Model, inherited: Mapping[str, str]) -> dict[str, str]:
     return {"CUMEM_SLEEP_PREPARE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **kept, **ours, **model.env}
 
 
-def uses_vault(model: Model, inherited: Mapping[str, str]) -> bool:
-    """Whether its backups lie in the memory of `cumem-sleep vault`."""
-    return bool(model.env.get("CUMEM_SLEEP_VAULT", inherited.get("CUMEM_SLEEP_VAULT", "")))
+def vault_of(model: Model, inherited: Mapping[str, str]) -> str:
+    """The vault that its server is told to use: `auto`, the path of a socket, or "" for none.
+
+    Whether it does is for the server to say: without this layer in it, or without a vault for `auto`, it does not.
+    """
+    found = {**inherited, **model.env}.get("CUMEM_SLEEP_VAULT", "") if model.owned else ""
+    return "" if found == "off" else found
 
 
 def new_socket_folder() -> Path:

@@ -60,6 +60,7 @@ class ModelStatus:
         log: path of its server's log; None if somebody else started it.
         restarts: how often its server died and was started again.
         layer: whether cumem-sleep is in it: its version; "" if not; None if not known yet.
+        in_vault: what it holds of the host is memory of the vault.
     """
 
     name: str
@@ -81,6 +82,7 @@ class ModelStatus:
     pid: int | None
     restarts: int
     layer: str | None
+    in_vault: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,18 +112,37 @@ class GpuStatus:
 
 
 @dataclass(frozen=True)
+class VaultStatus:
+    """The memory of `cumem-sleep vault`, as it says itself.
+
+    Attributes:
+        memory_bytes: what it may hold.
+        to_come_bytes: of these, what it has yet to take from the system.
+        asleep_bytes: what sleepers hold, also those of others. Equal bytes count once.
+        left_bytes: what can still fall asleep.
+    """
+
+    memory_bytes: int
+    to_come_bytes: int
+    asleep_bytes: int
+    left_bytes: int
+
+
+@dataclass(frozen=True)
 class HostStatus:
     """Host memory.
 
     Attributes:
-        budget_bytes: what sleepers may hold.
+        budget_bytes: what sleepers may hold, those in the vault aside.
         held_bytes: what they hold, by the ledger.
         available_bytes: what the system can still give; None if it does not say.
+        vault: that models use; None if none does, or none answers.
     """
 
     budget_bytes: int
     held_bytes: int
     available_bytes: int | None
+    vault: VaultStatus | None = None
 
 
 @dataclass(frozen=True)

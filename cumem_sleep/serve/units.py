@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +37,7 @@ class Unit:
         engine: for its calls; None before it has an address.
         change: the start, sleep, wake or stop that is under way.
         pins_bytes: of host memory, what a sleep that is under way takes. The system shows it bit by bit.
+        vault: the socket of the vault that keeps its backups; "" without one.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Unit:
     pins_bytes: int = 0
     last_switch: Switch | None = None
     layer: str | None = None
+    vault: str = ""
     restarts: int = 0
     health: asyncio.Task[None] | None = None
     aliases: tuple[str, ...] = ()
@@ -187,9 +188,8 @@ class Units:
 
     async def _lacks_host_memory(self, unit: Unit, engine: Engine, action: actions.Sleep) -> Outcome | None:
         """Looked up before the sleep: what the host can give now, whoever has taken the rest."""
-        model = self.config.models.get(action.model)
-        if self._simulated or not action.more_bytes or (model is not None and servers.uses_vault(model, os.environ)):
-            return None  # with the vault, memory is pinned already, and it refuses what it has no room for
+        if self._simulated or not action.more_bytes or self._models[action.model].in_vault:
+            return None  # in the vault, memory is pinned already, and it refuses what it has no room for
         facts = await engine.facts() if engine.has_layer else Facts()
         prepared_bytes = facts.backed_up_bytes  # pinned already, though it has not slept yet
         needed = max(0, action.more_bytes - prepared_bytes)
@@ -253,10 +253,10 @@ class Units:
         assert unit.engine is not None
         unit.names = await unit.engine.names()
         facts = await unit.engine.facts()
-        unit.layer = facts.layer
+        unit.layer, unit.vault = facts.layer, facts.vault
         if facts.layer == "":
             logger.info("%s: cumem-sleep is not active in its server", unit.name)
-        self._handle(events.HasLayer(unit.name, unit.engine.has_layer))
+        self._handle(events.HasLayer(unit.name, unit.engine.has_layer, bool(facts.vault)))
         model = self.config.models.get(unit.name)
         if model is None or model.host_memory is not None:
             return

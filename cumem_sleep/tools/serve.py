@@ -10,8 +10,8 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -19,13 +19,17 @@ from urllib.parse import urlsplit
 from rich.table import Table
 
 from ..errors import CumemSleepError, InvalidArgument, InvalidState, format_bytes
+from ..vault import protocol
+from . import vault
 from .vault import notify_systemd
 
 if TYPE_CHECKING:
     from ..serve.config import Config
+    from ..serve.status import VaultStatus
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 URL_VARIABLE, TOKEN_VARIABLE = "CUMEM_SLEEP_SERVE_URL", "CUMEM_SLEEP_SERVE_TOKEN"
+_OF_VAULTS = ("memory", "pinned", "adopted", "touched", "asleep", "left")
 _ASK_WITHIN_S = 1800.0  # a model that is to be woken may have to be started
 
 DESCRIPTION = """\
@@ -119,7 +123,22 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         def load(path: Path) -> Config:
             return _with_options(files.load(path), options)
 
-        _run(main.serve(config, options.config, load, say, started, options.demo))
+        _run(main.serve(config, options.config, load, say, started, look_at_vaults, options.demo))
+
+
+def look_at_vaults(sockets: Collection[str]) -> VaultStatus | None:
+    """Those that answer at these sockets (`auto`: this user's own), as if they were one; None if none does."""
+    from ..serve.status import VaultStatus
+
+    found = []
+    for path in {protocol.default_socket() if each == "auto" else Path(each) for each in sockets}:
+        with suppress(CumemSleepError):
+            found.append(vault.look(path).facts)
+    if not found:
+        return None
+    total = {name: sum(facts[f"{name}_bytes"] for facts in found) for name in _OF_VAULTS}
+    to_come = total["memory"] - total["pinned"] - total["adopted"] - total["touched"]
+    return VaultStatus(total["memory"], max(0, to_come), total["asleep"], total["left"])
 
 
 def read(path: Path) -> Config:

@@ -139,7 +139,7 @@ def _end_at_signals(vault: Vault, wait: bool) -> None:
 
 def _metrics(at: tuple[str, int] | None, path: Path) -> AbstractContextManager[MetricsServer | None]:
     """The server of metrics, if one is wanted. Raises VaultError: somebody else has that port."""
-    return nullcontext() if at is None else MetricsServer(*at, lambda: _look(path).prometheus())
+    return nullcontext() if at is None else MetricsServer(*at, lambda: look(path).prometheus())
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -232,10 +232,15 @@ def status(options: argparse.Namespace) -> Status:
     Raises:
         VaultUnavailable: none answers there.
     """
-    return _look(options.socket)
+    return look(options.socket)
 
 
-def _look(path: Path | None) -> Status:
+def look(path: Path | None) -> Status:
+    """What the vault at that socket holds, or this user's own.
+
+    Raises:
+        VaultUnavailable: none answers there.
+    """
     client = VaultClient(path, "vault status")
     try:
         return Status(client.status())

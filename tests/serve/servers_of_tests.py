@@ -32,8 +32,8 @@ def config(folder: Path, **models: dict[str, Any]) -> Config:
 
 
 @contextlib.asynccontextmanager
-async def running(config: Config) -> AsyncIterator[Fleet]:
-    fleet = Fleet(config)
+async def running(config: Config, **options: Any) -> AsyncIterator[Fleet]:
+    fleet = Fleet(config, **options)
     await fleet.start()
     try:
         yield fleet

@@ -83,14 +83,32 @@ function hostCard(status) {
   const budget = status.host.budget_bytes;
   const rest = status.host.available_bytes === null ? "" : `, ${bytes(status.host.available_bytes)} available`;
   head.append(element("h3", "", "Host memory"), element("span", "dim", `${bytes(status.host.held_bytes)} of ${bytes(budget)} held by sleepers${rest}`));
-  const parts = status.models.filter((model) => model.host_bytes > 0).map((model) => ({
-    share: budget ? model.host_bytes / budget : 0,
+  const holders = status.models.filter((model) => model.host_bytes > 0 && !model.in_vault);
+  const parts = partsOf(status, holders, (model) => (budget ? model.host_bytes / budget : 0));
+  card.append(head, bar(parts, `Host memory: ${bytes(status.host.held_bytes)} of ${bytes(budget)} held by sleepers`));
+  return card;
+}
+
+// Several models may share what lies there once, so their parts are shares of what is asleep.
+function vaultCard(status, vault) {
+  const card = element("li");
+  const head = element("div", "head");
+  const said = `${bytes(vault.asleep_bytes)} of ${bytes(vault.memory_bytes)} held by sleepers`;
+  head.append(element("h3", "", "Vault"), element("span", "dim", `${said}, ${bytes(vault.left_bytes)} left`));
+  const holders = status.models.filter((model) => model.host_bytes > 0 && model.in_vault && model.phase === "asleep");
+  const all = holders.reduce((sum, model) => sum + model.host_bytes, 0);
+  const share = Math.min(all, vault.asleep_bytes) / (all * vault.memory_bytes);
+  card.append(head, bar(partsOf(status, holders, (model) => model.host_bytes * share), `Vault: ${said}`));
+  return card;
+}
+
+function partsOf(status, models, share) {
+  return models.map((model) => ({
+    share: share(model),
     text: model.name,
     busy: false,
     hue: hueOf(status, model.name),
   }));
-  card.append(head, bar(parts, `Host memory: ${bytes(status.host.held_bytes)} of ${bytes(budget)} held by sleepers`));
-  return card;
 }
 
 function switchText(done) {
@@ -154,7 +172,8 @@ function show(status) {
   const kept = model ? [model.dataset.model, focused.dataset.call] : null;
   skewS = Date.now() / 1000 - status.at;
   byId("simulated").hidden = !status.simulated;
-  byId("gpus").replaceChildren(...status.gpus.map((gpu) => gpuCard(status, gpu)), hostCard(status));
+  const vaults = status.host.vault ? [vaultCard(status, status.host.vault)] : [];
+  byId("gpus").replaceChildren(...status.gpus.map((gpu) => gpuCard(status, gpu)), hostCard(status), ...vaults);
   byId("models").replaceChildren(...status.models.map((each) => modelCard(status, each)));
   announce(status);
   last = status;

@@ -1,0 +1,184 @@
+"""Models whose backups lie in a real `cumem-sleep vault`, on the simulated driver."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers_of_tests import config, running, until
+
+from cumem_sleep.serve import fleet as fleets
+from cumem_sleep.serve import hardware
+from cumem_sleep.serve.fleet import Fleet
+from cumem_sleep.serve.status import ModelStatus, Phase, VaultStatus
+from cumem_sleep.tools import serve as tools
+
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
+
+MIB, GIB = 1 << 20, 1 << 30
+WITHIN_S = 100.0
+SERVER = f"{sys.executable} {Path(__file__).parent / 'vault_server.py'}"
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, WITHIN_S))
+
+
+class Vault:
+    """`cumem-sleep vault` of 64 MiB, from `start` on."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700)
+        self.socket = folder / "vault.sock"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        line = [sys.executable, "-m", "cumem_sleep", "vault", "--memory", "64MiB", "--socket", str(self.socket)]
+        self._process = subprocess.Popen(line, stderr=subprocess.DEVNULL)
+        end = time.monotonic() + WITHIN_S
+        while tools.look_at_vaults([str(self.socket)]) is None:
+            assert self._process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+@pytest.fixture
+def vault(tmp_path: Path) -> Iterator[Vault]:
+    vault = Vault(tmp_path / "v")
+    yield vault
+    vault.kill()
+
+
+def model(name: str, vault: str, seed: int = 0, **more: Any) -> dict[str, Any]:
+    """With weights of 40 MiB."""
+    command = f"{SERVER} --uds {{socket}} --served-model-name {name} --weights-bytes {40 * MIB} --seed {seed}"
+    return {"command": command, "env": {"CUMEM_SLEEP_VAULT": vault}, "host_memory": None, **more}
+
+
+def levels(fleet: Fleet) -> dict[str, int | None]:
+    return {each.name: each.level for each in fleet.status().models}
+
+
+def only(fleet: Fleet) -> ModelStatus:
+    (found,) = fleet.status().models
+    return found
+
+
+def test_the_vault_limits_those_in_it_and_the_budget_all_others(tmp_path: Path, vault: Vault) -> None:
+    """The command, with room for one model in the vault, and for one beside it."""
+    vault.start()
+    socket = str(vault.socket)
+    models = {
+        "one": model("one", socket),
+        "replica": model("replica", socket),
+        "other": model("other", socket, 1),  # for which the vault has no room
+        "beside": model("beside", "off", 2),
+        "too-many": model("too-many", "off", 3),
+    }
+    front = {"front": {"port": 0}, "logs": str(tmp_path / "logs"), "host_memory": "50MiB"}
+    file = tmp_path / "models.yaml"
+    file.write_text(json.dumps({**front, "models": {name: {**each, "idle": "never"} for name, each in models.items()}}))
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-m", "cumem_sleep", "serve", str(file)], stdout=log, stderr=log)
+    try:
+        end = time.monotonic() + WITHIN_S
+        status: dict[str, Any] = {}
+        while not status or {each["phase"] for each in status["models"]} != {"asleep"} or not status["host"]["vault"]:
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < end, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+            said = (tmp_path / "log").read_text().partition("listens at ")[2]
+            if ";" in said:
+                with urllib.request.urlopen(f"{said.partition(';')[0]}/status", timeout=WITHIN_S) as answer:
+                    status = json.load(answer)
+    finally:
+        process.terminate()
+        process.wait()
+    found = {each["name"]: (each["level"], each["in_vault"]) for each in status["models"]}
+    in_vault, beside = {"one": (1, True), "replica": (1, True), "other": (2, True)}, {"beside": (1, False)}
+    assert found == {**in_vault, **beside, "too-many": (2, False)}
+    host = status["host"]
+    assert (host["budget_bytes"], host["held_bytes"]) == (50 * MIB, 40 * MIB)
+    assert (host["vault"]["memory_bytes"], host["vault"]["asleep_bytes"]) == (64 * MIB, 40 * MIB)
+
+
+def test_what_the_vault_has_yet_to_take_is_not_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: 256 * GIB)
+    asked = []
+
+    def look(sockets: Any) -> VaultStatus:
+        asked.append(sockets)
+        return VaultStatus(200 * GIB, 150 * GIB, 0, 200 * GIB)
+
+    async def scenario() -> None:
+        monkeypatch.setenv("CUMEM_SLEEP_VAULT", "/run/of-all")
+        models: dict[str, Any] = {"a": {}, "b": {"env": {"CUMEM_SLEEP_VAULT": "auto"}}}
+        models |= {"c": {"env": {"CUMEM_SLEEP_VAULT": "off"}}, "d": {"url": "http://127.0.0.1:1"}}
+        stopped = {name: {**each, "at_start": "stopped"} for name, each in models.items()}
+        parsed = config(tmp_path, **stopped).model_copy(update={"host_memory": None})
+        async with running(parsed, look_at_vaults=look) as fleet:
+            assert fleet.status().host.budget_bytes == (256 - 150 - 2) * GIB
+            assert asked == [{"auto", "/run/of-all"}]
+
+    run(scenario())
+
+
+def test_without_a_vault_auto_is_memory_of_its_own(
+    tmp_path: Path, vault: Vault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: GIB)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(vault.socket.parent))
+
+    async def scenario() -> None:
+        async with running(config(tmp_path, a=model("a", "auto")), look_at_vaults=tools.look_at_vaults) as fleet:
+            await until(fleet, a=Phase.ASLEEP)
+            assert (only(fleet).level, only(fleet).in_vault) == (2, False), "the system has too little"
+
+    run(scenario())
+
+
+def test_a_vault_that_dies_costs_level_1_until_there_is_one_again(
+    tmp_path: Path, vault: Vault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: 0)
+    monkeypatch.setattr(fleets, "LOOK_AT_MACHINE_EVERY_S", 0.05)
+    vault.start()
+
+    async def scenario() -> None:
+        parsed = config(tmp_path, a=model("a", str(vault.socket)))
+        async with running(parsed, look_at_vaults=tools.look_at_vaults) as fleet:
+            await until(fleet, a=Phase.ASLEEP)
+            assert levels(fleet) == {"a": 1}
+            await until_vault(fleet, is_there=True)
+            vault.kill()
+            await until_vault(fleet, is_there=False)
+            await fleet.wake("a")  # from the vault's memory, that its server still has
+            await fleet.sleep("a")
+            assert levels(fleet) == {"a": 2}
+            await fleet.wake("a")
+            vault.start()
+            await fleet.sleep("a")
+            assert levels(fleet) == {"a": 1}
+            assert only(fleet).restarts == 0
+            await until_vault(fleet, is_there=True)
+
+    run(scenario())
+
+
+async def until_vault(fleet: Fleet, *, is_there: bool) -> None:
+    async for status in fleet.watch():
+        if (status.host.vault is not None) is is_there:
+            return
