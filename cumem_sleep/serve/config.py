@@ -249,7 +249,7 @@ class Config(_Strict):
     """Everything.
 
     Attributes:
-        host_memory: what sleepers may hold; without it, what the system says that it has.
+        host_memory: what sleepers may hold, those in the vault aside; without it, what the system says that it has.
         logs: folder of the servers' logs.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from front_world import World, a_world, get, run
 
 import cumem_sleep.serve.page as served
 from cumem_sleep.serve.fleet import Refused
-from cumem_sleep.serve.status import Phase
+from cumem_sleep.serve.status import HostStatus, Phase, VaultStatus
 
 STATIC = Path(served.__file__).parent / "static"
 TOKEN = "operator's-token"
@@ -99,6 +100,31 @@ def test_it_shows_who_is_awake_and_follows() -> None:
             assert page.complaints == []
             hosts = {re.match(r"\w+://([^/]*)", url)[1] for url in page.requests}  # type: ignore[index]
             assert hosts == {f"127.0.0.1:{world.port}"}, "it works offline"
+
+    run(scenario)
+
+
+@needs_browser
+def test_a_vault_has_a_bar_of_its_own() -> None:
+    """Two sleepers share most of what lies there: their parts are as long as what is asleep."""
+
+    async def scenario() -> None:
+        async with a_world("one", "two", "beside") as world, a_page() as page:
+            status = world.fleet.status()
+            one, two, beside = (replace(model, host_bytes=5) for model in status.models)
+            models = (replace(one, in_vault=True), replace(two, in_vault=True), beside)
+            host = HostStatus(10, 5, None, VaultStatus(20, 0, 6, 14))
+            world.fleet.status = lambda: replace(status, models=models, host=host)  # type: ignore[method-assign]
+            await opened(world, page)
+            bars = "[...document.querySelectorAll('#gpus [role=img]')].slice(1)"
+            assert await page.value(f"{bars}.map((bar) => bar.getAttribute('aria-label'))") == [
+                "Host memory: 5 B of 10 B held by sleepers",
+                "Vault: 6 B of 20 B held by sleepers",
+            ]
+            parts = f"{bars}.map((bar) => [...bar.children].map((part) => [part.textContent, part.style.width]))"
+            assert await page.value(parts) == [[["beside", "50%"]], [["one", "15%"], ["two", "15%"]]]
+            assert "14 B left" in await page.value("document.body.innerText")
+            assert page.complaints == []
 
     run(scenario)
 

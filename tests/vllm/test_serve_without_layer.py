@@ -1,7 +1,8 @@
-"""A real `vllm serve` without anything of this package, behind a real `cumem-sleep serve`, beside another model.
+"""A real vLLM without anything of this package, behind a real `cumem-sleep serve`, beside another model.
 
-Real are the front, and of vLLM the command line, the API server and the engine core in a process of its own. The worker
-is `WatchedWorker`, which records whoever touches memory that sleeps, and weights that were dropped.
+Real are the front, and of vLLM the API server, with the arguments that the front gives to `vllm serve`, and the engine
+core in a process of its own. The worker is `WatchedWorker`, which records whoever touches memory that sleeps, and
+weights that were dropped.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ from typing import Any
 import pytest
 import watched_server
 from environment import skip_unless_vllm
+from ready_process import Program, ReadyProcess
+
+from cumem_sleep.serve import servers
+from cumem_sleep.serve.address import from_url
+from cumem_sleep.serve.config import Model
 
 skip_unless_vllm()
 if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
@@ -28,52 +34,60 @@ if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 WITHIN_S = 240.0  # for what takes seconds
-# The front gives it its settings, and it gets a machine with a simulated GPU.
-PROGRAM = """\
-#!{python} -P
-import os, pathlib, sys
-assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
-sys.path.insert(0, {here!r})
+PROGRAM = """
+import sys
 import watched_server
-platform = pathlib.Path({folder!r}, "platform")
-platform.mkdir()
-watched_server.prepare_process(platform)
-from vllm.entrypoints.cli.main import main
-sys.exit(main())
+from vllm.entrypoints.openai import api_server
+import uvloop
+args = watched_server.parsed(sys.argv[1:])
+args.model = args.model_tag
+uvloop.run(api_server.run_server(args))
 """
 
 
-class Front:
-    """`cumem-sleep serve` as a process, with two models on one GPU: a vLLM, and a simulated server with the layer."""
+def start_vllm(ready_process: ReadyProcess, folder: pathlib.Path, url: str) -> Program:
+    """As the front starts a server, but for the program; of all plugins it loads those of the tests alone."""
+    model = watched_server.model_folder(folder / "model")
+    command = ["vllm", "serve", str(model), *watched_server.options()]
+    config = Model(command=command, env={"VLLM_PLUGINS": "simulated_cuda"})  # type: ignore[arg-type]
+    words = servers.command_line("stock", config, from_url(url, None))
+    assert "--middleware" not in words
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    ours = {name: servers.environment(config, {})[name] for name in ("VLLM_SERVER_DEV_MODE", "VLLM_PLUGINS")}
+    record = str(folder / "touches.jsonl")
+    log = folder / "vllm.log"
+    log.touch()
+    return ready_process.run(
+        program, *words[2:], log=log, WATCHED_WORKER_RECORD=record, VLLM_LOGGING_LEVEL="INFO", **ours
+    )
 
-    def __init__(self, folder: pathlib.Path) -> None:
+
+class Front:
+    """`cumem-sleep serve` as a process, with two models on one GPU: that vLLM, and a simulated server."""
+
+    def __init__(self, ready_process: ReadyProcess, folder: pathlib.Path) -> None:
         self.folder = folder
         self.log = folder / "log"
-        self.record = folder / "platform" / "touches.jsonl"
         self.asked_asleep = folder / "asked_asleep"
+        self.touches = folder / "touches.jsonl"
         self.file = folder / "models.yaml"
-        self.model = watched_server.model_folder(folder / "model")
-        self.program = folder / "vllm"
-        here = str(pathlib.Path(__file__).parent)
-        self.program.write_text(PROGRAM.format(python=sys.executable, here=here, folder=str(folder)))
-        self.program.chmod(0o755)
+        self.vllm_url = f"unix:{folder}/vllm.sock"
+        self.vllm = start_vllm(ready_process, folder, self.vllm_url)
         self.configure(level=1)
         with self.log.open("wb") as log:
             line = [sys.executable, "-P", "-m", "cumem_sleep", "serve", str(self.file)]
-            self.process = subprocess.Popen(line, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(line, stdout=log, stderr=log)
 
     def configure(self, level: int) -> None:
         """The depth at which both sleep when the other one is asked."""
-        vllm = [str(self.program), "serve", str(self.model), *watched_server.options()]
         other = [sys.executable, "-m", "cumem_sleep.serve.simulated_server", "--uds", "{socket}"]
         other += ["--served-model-name", "other", "--weights-bytes", "1", "--record", str(self.asked_asleep)]
-        common = {"levels": [level], "idle": "never", "host_memory": "1MiB", "wait": "4m"}
-        # vLLM loads no plugin but the tests' own, by which it finds a platform.
-        stock = {"command": vllm, "env": {"VLLM_PLUGINS": "simulated_cuda"}, **common}
-        models = {"stock": stock, "other": {"command": other, **common}}
-        self.file.with_suffix(".new").write_text(
-            json.dumps({"front": {"port": 0}, "logs": str(self.folder / "logs"), "models": models})
-        )
+        common = {"levels": [level], "idle": "never", "host_memory": "1MiB", "wait": WITHIN_S}
+        stock = {"url": self.vllm_url, "start_timeout": WITHIN_S, "switch_timeout": WITHIN_S, **common}
+        models = {"stock": stock, "other": {"command": other, "at_start": "stopped", **common}}
+        front = {"front": {"port": 0}, "logs": str(self.folder / "logs")}
+        self.file.with_suffix(".new").write_text(json.dumps({**front, "models": models}))
         os.replace(self.file.with_suffix(".new"), self.file)
 
     def reconfigure(self, level: int) -> None:
@@ -82,13 +96,14 @@ class Front:
         self.until(lambda: "reload: stock was changed" in self.log.read_text())
 
     def said(self) -> str:
-        logs = [self.log, *(self.folder / "logs").glob("*.log")]
+        logs = [self.log, self.folder / "vllm.log", *(self.folder / "logs").glob("*.log")]
         return "\n".join(f"{log}:\n{log.read_text()[-5000:]}" for log in logs)
 
     def until(self, is_so: Callable[[], bool]) -> None:
         end = time.monotonic() + WITHIN_S
         while not is_so():
             assert self.process.poll() is None, self.said()
+            assert self.vllm.poll() is None, self.said()
             assert time.monotonic() < end, self.said()
             time.sleep(0.05)
 
@@ -116,22 +131,23 @@ class Front:
 
 
 @pytest.fixture
-def front(tmp_path: pathlib.Path) -> Iterator[Front]:
-    front = Front(tmp_path)
+def front(ready_process: ReadyProcess, tmp_path: pathlib.Path) -> Iterator[Front]:
+    front = Front(ready_process, tmp_path)
     yield front
     front.process.kill()  # its servers end with it
     front.process.wait()
+    front.vllm.end()
 
 
 def test_it_sleeps_and_wakes_for_requests_at_both_levels_of_vllm(front: Front) -> None:
-    front.until(lambda: {model["phase"] for model in front.status().values()} == {"asleep"})
+    front.until(lambda: front.status()["stock"]["phase"] == "awake")
     for level in (1, 2):
         if level == 2:
             front.reconfigure(level)
         for _ in range(2):
             assert front.complete("stock").split() == ["good"] * 3, front.said()
             status = front.status()
-            assert (status["stock"]["phase"], status["other"]["phase"]) == ("awake", "asleep"), front.said()
+            assert (status["stock"]["phase"], status["other"]["phase"] == "awake") == ("awake", False), front.said()
             assert "This is other," in front.complete("other")
             stock = front.status()["stock"]
             assert (stock["phase"], stock["level"], stock["error"]) == ("asleep", level, None), front.said()
@@ -147,5 +163,5 @@ def test_it_sleeps_and_wakes_for_requests_at_both_levels_of_vllm(front: Front) -
     assert "without cumem-sleep in it" in table
     front.end()
     assert " failed " not in front.log.read_text()
-    assert not front.record.exists(), front.record.read_text()
+    assert not front.touches.exists(), front.touches.read_text()
     assert not front.asked_asleep.exists(), front.asked_asleep.read_text()
