@@ -168,8 +168,16 @@ def test_after_a_failed_sleep_the_scheduler_is_resumed() -> None:
     assert do(Server(sleep=[FAILS], wake_up=[FAILS]), lambda one: one.sleep(1)).state is None
 
 
-def test_a_want_of_host_memory_is_told_apart() -> None:
-    refused = httpx.Response(500, json={"detail": "OutOfHostMemory: sleep needs 16.00 GiB"})
+@pytest.mark.parametrize(
+    "says",
+    [
+        {"detail": "OutOfHostMemory: sleep needs 16.00 GiB"},
+        {"error": {"message": "Call to sleep method failed: host memory for backups: needed 16.00 GiB (limit: vault)"}},
+        {"error": {"message": "Call to sleep method failed: no vault answers at <path>: [Errno 2] No such file"}},
+    ],
+)
+def test_a_want_of_host_memory_is_told_apart(says: dict[str, object]) -> None:
+    refused = httpx.Response(500, json=says)
     assert do(Server(sleep=[refused], is_sleeping=AWAKE), lambda one: one.sleep(1)).lacks_host_memory
     assert not do(Server(sleep=[FAILS], is_sleeping=AWAKE), lambda one: one.sleep(1)).lacks_host_memory
 
@@ -223,6 +231,12 @@ def _usage(nbytes: int, backed_up_bytes: int = 0) -> dict[str, int]:
         (
             httpx.Response(200, json={"results": [{"usage": {"weights": _usage(5, 3), "kv_cache": _usage(9, 9)}}] * 2}),
             Facts("active", 10, 6),
+        ),
+        (
+            httpx.Response(
+                200, json={"results": [{"usage": {"weights": _usage(5, 3)}, "place": {"vault": "/v/sock"}}]}
+            ),
+            Facts("active", 5, 3, "/v/sock"),
         ),
         (httpx.Response(200, json={"results": [{"usage": {}}]}), Facts("")),
         (FAILS, Facts("")),

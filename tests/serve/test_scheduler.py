@@ -199,7 +199,9 @@ class World:
             ]
             if any(isinstance(self.changes[name], Start) for name in starting):
                 assert len(starting) == 1, f"GPU {gpu}: {starting} change while one of them starts"
-        assert sum(self.host.values()) <= self.host_bytes, f"host memory is overcommitted: {self.host}"
+        in_vault = {name for name, model in self.scheduler.models.items() if model.in_vault}
+        host = {name: nbytes for name, nbytes in self.host.items() if name not in in_vault}
+        assert sum(host.values()) <= self.host_bytes, f"host memory is overcommitted: {host}"
         for name, model in self.scheduler.models.items():
             assert set(model.waiting) == {each for each, (of, _, _) in self.waiting.items() if of == name}
             assert model.running == {each for each, of in self.running.items() if of == name}
@@ -365,6 +367,24 @@ def test_a_model_without_a_level_that_fits_the_host_sleeps_deeper_or_stops() -> 
     asleep = [(each.model, each.level) for each in world.log if isinstance(each, Sleep)]
     assert asleep == [("a", 1), ("b", 2)]
     assert [each.model for each in world.log if isinstance(each, Stop)] == ["c"]
+
+
+def test_models_in_the_vault_leave_host_memory_to_the_others() -> None:
+    """And the vault is the one that refuses them."""
+    world = World([spec(name, host_bytes=600) for name in "abcd"])
+    for name in "abc":
+        world.send(HasLayer(name, True, in_vault=True))
+    awake(world, "a", "b", "c", "d")
+    assert world.scheduler.held_bytes() == 0
+    request = world.ask("a")
+    assert world.changes["d"].level == 1  # type: ignore[union-attr]
+    world.done("d")
+    assert world.scheduler.held_bytes() == 600
+    world.done("a")
+    world.end(request)
+    world.ask("b")
+    world.done("a", "the vault has no host memory", Phase.AWAKE, lacks=True)
+    assert world.changes["a"].level == 2  # type: ignore[union-attr]
 
 
 def test_backups_are_held_while_a_model_is_awake_again() -> None:
