@@ -31,7 +31,7 @@ from cumem_sleep.serve.config import Model
 skip_unless_vllm()
 if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
     pytest.skip("`WatchedWorker` is for vLLM from 0.18 on", allow_module_level=True)
-pytestmark = [pytest.mark.sim, pytest.mark.slow]
+pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(600)]
 
 WITHIN_S = 240.0  # for what takes seconds
 PROGRAM = """
