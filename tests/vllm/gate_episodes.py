@@ -32,7 +32,7 @@ from raw_http import Answer, Request
 TOKEN, KEY = "token-of-the-operator", "key-of-the-clients"
 POLICIES = ("reject", "wait", "wake")
 DEADLINE_S = 1.0  # of held requests
-BOUND_S = 20.0  # nothing may take longer once the model serves again
+BOUND_S = 60.0  # nothing may hang once the model serves again; on a busy machine much takes long
 COMPLETIONS = "/v1/completions"
 # What none may reach without the token, by the module of vLLM that serves it: all that changes state but inference.
 GUARDED_MODULES = (
@@ -571,7 +571,7 @@ class Episode:
                 return answer.code
 
     async def _check_left(self, before: set[asyncio.Task[Any]]) -> None:
-        until = time.monotonic() + 5
+        until = time.monotonic() + BOUND_S
         while (
             left := {each for each in asyncio.all_tasks() - before if _is_of_gate(each)}
         ) and time.monotonic() < until:

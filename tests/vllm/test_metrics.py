@@ -67,6 +67,7 @@ def test_an_engine_that_does_not_answer_does_not_hang_the_scrape(monkeypatch: py
         client = serve()
         await client.get("/metrics")
         ranks = client.gate._status.ranks
+        monkeypatch.setattr(metrics, "ANSWER_WITHIN_S", 0.01)
         client.engine.waits["cumem_sleep_status"] = asyncio.Event()
         for _ in range(3):
             assert (await client.get("/metrics")).code == 200
@@ -76,7 +77,6 @@ def test_an_engine_that_does_not_answer_does_not_hang_the_scrape(monkeypatch: py
         await until_idle()
         assert client.gate._status.ranks is not ranks, "a late answer is one, too"
 
-    monkeypatch.setattr(metrics, "ANSWER_WITHIN_S", 0.01)
     run(scenario())
 
 
