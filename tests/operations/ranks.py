@@ -24,7 +24,9 @@ from cumem_sleep.ranks import mesh as mesh_module
 from cumem_sleep.ranks.decisions import Record
 from cumem_sleep.ranks.mesh import Mesh
 
-ANSWER_S = 30.0  # a rank that takes longer hangs
+ANSWER_S = 60.0  # a rank that takes longer hangs
+SHORT_S = 0.3  # how long an impatient one waits
+READY_S = 20.0  # for how long ranks wait for each other, where nobody is missing
 TAGS = ("weights", "kv_cache", "default")
 # What the protocol does: a rank is stopped, or killed, before and after any of these.
 STEPS = ((Mesh, "send"), (Mesh, "receive"), (Record, "of"), (Record, "decide"))
@@ -149,6 +151,11 @@ class _Worker:
             calls,
         )
 
+    def limit(self, seconds: float) -> None:
+        """For how long it waits for the others from now on."""
+        assert self._allocator._agreement is not None
+        self._allocator._agreement.timeout_s = seconds
+
     def cost(self, rounds: int) -> list[tuple[float, float]]:
         """Seconds of agreeing, of sleeps and of wakes."""
         return [
@@ -202,7 +209,7 @@ def _live(link: Connection, *arguments: Any) -> None:
 class Ranks:
     """Some ranks, seen from the test."""
 
-    def __init__(self, size: int, timeout_s: float = 5.0, several_hosts: bool = False) -> None:
+    def __init__(self, size: int, timeout_s: float = READY_S, several_hosts: bool = False) -> None:
         self.size = size
         self.links: list[Connection] = []
         self.processes: list[Any] = []
@@ -251,6 +258,18 @@ class Ranks:
             self.begin(rank, "operate", operation, arguments or {}, fault if mine else None, extra if mine else {})
         return self.answers()
 
+    @contextlib.contextmanager
+    def impatient(self, *impatient: int) -> Iterator[None]:
+        """These soon give up others, which are missing; ranks that are merely slow on a busy machine are not given up."""
+        self._limit(SHORT_S, impatient)
+        yield
+        self._limit(READY_S, impatient)
+
+    def _limit(self, seconds: float, whose: tuple[int, ...]) -> None:
+        for rank in whose:
+            self.begin(rank, "limit", seconds)
+            self.answer(rank)
+
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.processes[rank].pid, number)
 
@@ -265,6 +284,14 @@ class Ranks:
                 if file.read().rpartition(")")[2].split()[0] in "TZ":
                     return True
         raise AssertionError(f"rank {rank} neither stops nor answers")
+
+    def is_killed(self, rank: int) -> bool:
+        """Wait until the rank has ended; False if it has answered instead."""
+        try:
+            self.answer(rank)
+        except (EOFError, ConnectionResetError):
+            return True
+        return False
 
     def end(self) -> None:
         for process in self.processes:

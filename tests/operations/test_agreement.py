@@ -17,7 +17,6 @@ pytestmark = pytest.mark.sim
 
 # `CUMEM_SLEEP_TEST_RANKS=1`: every position of every call, and every step; else some of them.
 FULL = os.environ.get("CUMEM_SLEEP_TEST_RANKS") == "1"
-SHORT_S = 0.3
 
 CYCLE: list[tuple[str, dict[str, Any]]] = [
     ("sleep", {"level": 1}),
@@ -120,11 +119,12 @@ def test_a_rank_that_has_nothing_to_do_takes_part(two: Ranks) -> None:
 
 def test_a_rank_that_is_not_called(two: Ranks) -> None:
     """It is named; and the next call of both works, whichever comes first."""
-    with ranks(2, timeout_s=SHORT_S) as them:
+    with ranks(2) as them:
         before = them.operate("sleep", {"level": 0})
         for _ in range(2):
-            them.begin(0, "operate", "sleep", {}, None, {})
-            outcome = them.answer(0)
+            with them.impatient(0):
+                them.begin(0, "operate", "sleep", {}, None, {})
+                outcome = them.answer(0)
             assert (outcome.error, outcome.failed_rank) == ("RankFailed", 1)
             assert "was not called" in outcome.text
             assert outcome.state == before[0].state
@@ -133,10 +133,11 @@ def test_a_rank_that_is_not_called(two: Ranks) -> None:
 
 def test_a_rank_that_is_called_when_the_others_have_given_up() -> None:
     """As a worker that was stopped with the call in its queue: it does not wait for nobody."""
-    with ranks(2, timeout_s=SHORT_S) as them:
+    with ranks(2) as them:
         before = them.operate("sleep", {"level": 0})
-        them.begin(0, "operate", "sleep", {}, None, {})
-        assert them.answer(0).failed_rank == 1
+        with them.impatient(0):
+            them.begin(0, "operate", "sleep", {}, None, {})
+            assert them.answer(0).failed_rank == 1
         them.begin(1, "operate", "sleep", {}, None, {})
         late = them.answer(1)
         assert (late.error, late.state) == ("RankFailed", before[1].state)
@@ -227,15 +228,16 @@ def _with_fault(
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_rank_that_is_stopped_at_every_step(operation: str, at: int) -> None:
     """It goes on when the others have given up, or gone on: it does the same. Then the same call works."""
-    with ranks(2, timeout_s=SHORT_S) as them:
+    with ranks(2) as them:
         before = _come_to(them, operation)
         step, stopped = 0, True
         while stopped:
-            for rank in range(2):
-                extra = {"step": step, "signal": int(signal.SIGSTOP)} if rank == at else {}
-                them.begin(rank, "operate", operation, {}, None, extra)
-            stopped = them.until_stopped(at)
-            others = them.answer(1 - at)
+            with them.impatient(1 - at):
+                for rank in range(2):
+                    extra = {"step": step, "signal": int(signal.SIGSTOP)} if rank == at else {}
+                    them.begin(rank, "operate", operation, {}, None, extra)
+                stopped = them.until_stopped(at)
+                others = them.answer(1 - at)
             if stopped:
                 them.signal(at, signal.SIGCONT)
             outcomes = [others, them.answer(at)]
@@ -270,8 +272,7 @@ def test_a_rank_that_is_killed_at_every_step(operation: str, size: int, stride: 
             if others[0].error:
                 assert others[0].state == before[0].state
                 assert {each.failed_rank for each in others} == {at}
-            them.processes[at].join(1)
-            killed = them.processes[at].exitcode is not None
+            killed = them.is_killed(at)
         step += stride
     assert step > 10
 
@@ -312,11 +313,12 @@ class TestSeveralHosts:
                 before = _done(them, operation, arguments)
 
     def test_a_rank_that_is_not_called(self) -> None:
-        with ranks(2, timeout_s=SHORT_S, several_hosts=True) as them:
+        with ranks(2, several_hosts=True) as them:
             before = _done(them, "sleep", {"level": 0})
             for other in (0, 1):
-                them.begin(other, "operate", "sleep", {}, None, {})
-                outcome = them.answer(other)
+                with them.impatient(other):
+                    them.begin(other, "operate", "sleep", {}, None, {})
+                    outcome = them.answer(other)
                 assert (outcome.failed_rank, outcome.state) == (1 - other, before[other].state)
                 _done(them, "sleep", {})
                 _done(them, "wake_up", {})
@@ -325,13 +327,14 @@ class TestSeveralHosts:
     def test_a_rank_that_is_stopped_at_every_step(self) -> None:
         """One that left the decision to rank 0, which stopped then, says that it does not know; a call mends that."""
         undecided, step, stopped = 0, 0, True
-        with ranks(2, timeout_s=SHORT_S, several_hosts=True) as them:
+        with ranks(2, several_hosts=True) as them:
             while stopped:
-                for rank in range(2):
-                    extra = {"step": step, "signal": int(signal.SIGSTOP)} if rank == 0 else {}
-                    them.begin(rank, "operate", "sleep", {}, None, extra)
-                stopped = them.until_stopped(0)
-                other = them.answer(1)
+                with them.impatient(1):
+                    for rank in range(2):
+                        extra = {"step": step, "signal": int(signal.SIGSTOP)} if rank == 0 else {}
+                        them.begin(rank, "operate", "sleep", {}, None, extra)
+                    stopped = them.until_stopped(0)
+                    other = them.answer(1)
                 if stopped:
                     them.signal(0, signal.SIGCONT)
                 outcomes = [them.answer(0), other]
