@@ -21,7 +21,7 @@ from cumem_sleep.vault.client import Backup, Key, Lent, Range, Sealed, VaultClie
 from cumem_sleep.vault.ledger import UNIT_BYTES
 
 MIB = 1 << 20
-SECONDS = 30  # until something is taken for hung
+SECONDS = 60  # until something is taken for hung
 
 
 def eventually(is_so: Callable[[], bool], what: str) -> None:

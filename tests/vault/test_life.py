@@ -227,8 +227,9 @@ def test_a_vault_that_ends_gives_no_memory_back_that_others_read(
 def test_a_stopped_vault_is_given_up_in_time_and_keeps_everything(
     vault: RunningVault, allocator: CuMemAllocator, memory: Memory
 ) -> None:
-    client = vault.client(deadline_s=0.3)
+    client = vault.client()
     sleeper = Sleeper(client, allocator, memory)
+    client.deadline_s = 0.3
     vault.signal(signal.SIGSTOP)
     with pytest.raises(VaultLost, match=r"silent for 0\.3 s") as lost:
         client.reserve(sleeper.segment.gpu, [PAGE])
@@ -250,8 +251,8 @@ def test_a_stopped_vault_is_given_up_in_time_and_keeps_everything(
 def test_a_vault_that_is_at_work_is_waited_for(
     start_vault: StartVault, allocator: CuMemAllocator, memory: Memory
 ) -> None:
-    vault = start_vault("64MiB", CUMEM_SLEEP_SIM_COPY_DELAY_US="2500000")
-    client = vault.client(deadline_s=2)
+    vault = start_vault("64MiB", CUMEM_SLEEP_SIM_COPY_DELAY_US="4500000")
+    client = vault.client(deadline_s=4)  # it says every second that it is at work
     sleeper = Sleeper(client, allocator, memory)
     assert from_slabs(client, sleeper.backup) == sleeper.content
     client.close()
@@ -379,7 +380,7 @@ def test_a_vault_serves_with_what_is_ready(slow_vault: Callable[..., VaultClient
 
 
 def test_a_reservation_waits_for_memory_that_is_to_come(slow_vault: Callable[..., VaultClient], room: Room) -> None:
-    client, other = slow_vault(deadline_s=0.5), slow_vault()
+    client, other = slow_vault(deadline_s=2.0), slow_vault()
     gpu = client.gpus[0]
     got: list[Backup] = []
     thread = threading.Thread(target=lambda: got.extend(client.reserve(gpu, [3 * PAGE])))
@@ -390,7 +391,7 @@ def test_a_reservation_waits_for_memory_that_is_to_come(slow_vault: Callable[...
     for _ in range(2):
         room.give()
     eventually(lambda: other.status()["pinned_bytes"] == 2 * PAGE, "two slabs")
-    thread.join(1)  # longer than its deadline
+    thread.join(2.2)  # longer than its deadline
     assert thread.is_alive()
     assert got == []
     room.give()
@@ -411,7 +412,8 @@ def test_a_host_without_memory_ends_the_wait(slow_vault: Callable[..., VaultClie
 
 
 def test_a_waiting_client_that_goes_holds_up_nobody(slow_vault: Callable[..., VaultClient], room: Room) -> None:
-    client, other = slow_vault(deadline_s=0.2), slow_vault()
+    client, other = slow_vault(), slow_vault()
+    client.deadline_s = 0.2
     monkey = pytest.MonkeyPatch()
     monkey.setattr(protocol, "BUSY_INTERVAL_S", 30.0)  # as if it were stopped
     with pytest.raises(VaultLost):
