@@ -34,7 +34,7 @@ for pipe, number in zip([os.dup(pipe) for pipe in pipes], (3, 4)):
     os.dup2(pipe, number)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-WITHIN_S = 30.0
+WITHIN_S = 120.0
 
 
 class Page:

@@ -18,7 +18,7 @@ from cumem_sleep.serve.front import Front
 from cumem_sleep.serve.listener import Listener
 from cumem_sleep.serve.status import Counters, GpuStatus, Holder, HostStatus, ModelStatus, Phase, Status, Switch
 
-WITHIN_S = 20.0
+WITHIN_S = 120.0
 ASLEEP = ModelStatus(
     name="one",
     aliases=(),

@@ -91,6 +91,8 @@ async def _ends(world: World) -> bool:
 
 
 def test_connections_to_a_server_are_used_again_and_not_when_they_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "IDLE_S", 1e6)
+
     async def scenario() -> None:
         async with a_world() as world:
             server = await world.server("one")
@@ -391,8 +393,11 @@ def test_a_server_that_dies_while_it_answers(is_stream: bool) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200 OK\r\nconte"])
-def test_a_server_that_dies_over_a_connection_that_had_served_before(sent: bytes) -> None:
+def test_a_server_that_dies_over_a_connection_that_had_served_before(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
     """It looks like a connection that had been closed while it was idle, but the request was running."""
+    monkeypatch.setattr(upstream, "IDLE_S", 1e6)
 
     async def scenario() -> None:
         async with a_world() as world:
@@ -541,6 +546,7 @@ def test_a_slow_client_slows_its_server_down() -> None:
             await world.server("one", serve)
             client = await world.client(limit=1 << 16)
             await client.send(ask(stream=True))
+            await until(lambda: written > 0)
             last = -1
             while written != last:
                 last = written

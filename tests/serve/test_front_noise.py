@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from front_world import Asked, a_world, ask, run, until
+from front_world import WITHIN_S, Asked, a_world, ask, run, until
 
 PIECES = (
     *(b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 204 None\r\n", b"HTTP/1.0 200 OK\r\n"),
@@ -65,7 +65,7 @@ def test_whatever_a_server_answers(seed: int) -> None:
                 client = await world.client()
                 await client.send(ask(stream=True))
                 try:
-                    found = await asyncio.wait_for(client.answer(), 10)
+                    found = await asyncio.wait_for(client.answer(), WITHIN_S)
                 except (asyncio.IncompleteReadError, ConnectionError):
                     continue  # broken off before its head was sent
                 finally:

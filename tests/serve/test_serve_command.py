@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,9 +24,9 @@ from cumem_sleep.tools import serve as tools
 TOKEN = "secret"
 
 
-def write(file: Path, **models: dict[str, Any]) -> Path:
+def write(file: Path, port: int = 0, **models: dict[str, Any]) -> Path:
     whole = {name: {"command": command(name), "idle": "never", **model} for name, model in models.items()}
-    front = {"port": 0, "admin_token": TOKEN}
+    front = {"port": port, "admin_token": TOKEN}
     text = json.dumps({"front": front, "logs": str(file.parent / "logs"), "models": whole})
     file.with_suffix(".new").write_text(text)
     os.replace(file.with_suffix(".new"), file)
@@ -150,12 +149,9 @@ def test_the_file_is_read_again_when_it_changes_and_at_sighup(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_reload_says_nothing_of_the_options_of_the_command_line(tmp_path: Path) -> None:
-    file = write(tmp_path / "models.yaml", one={"at_start": "stopped"})
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with running(str(file), "--host", "127.0.0.1", "--port", str(port), log=tmp_path / "log") as front:
-        assert front.url == f"http://127.0.0.1:{port}"
+    file = write(tmp_path / "models.yaml", port=1, one={"at_start": "stopped"})
+    with running(str(file), "--host", "127.0.0.1", "--port", "0", log=tmp_path / "log") as front:
+        assert front.url != "http://127.0.0.1:1"
         front.process.send_signal(signal.SIGHUP)
         assert front.says("reload: (.*)")[1] == "nothing in the configuration has changed"
 
