@@ -75,7 +75,7 @@ class Model:
                 allocator.wake_up()
                 self.asleep, self.level = False, 0
                 if BROKEN.get("leaves_helper"):
-                    words = ["import time; time.sleep(5)", "cumem_sleep.checkpoint.helper", str(os.getpid())]
+                    words = ["import time; time.sleep(30)", "cumem_sleep.checkpoint.helper", str(os.getpid())]
                     subprocess.Popen([sys.executable, "-c", *words], start_new_session=True)
                 if BROKEN.get("captures_again"):
                     print("Graph capturing finished", flush=True)

@@ -78,7 +78,7 @@ def run(command: list[str], environment: dict[str, str]) -> Run:
             env={**environment, **variables},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=500,
             check=False,
         )
 
@@ -220,14 +220,14 @@ def test_processes_that_a_server_leaves_are_ended(
 ) -> None:
     module = benchmark_module("model_server")
     pid_file = tmp_path / "pid"
-    program = "trap 'exit 0' TERM; (trap '' TERM; exec sleep 99) & echo $! >\"$0\"; wait"
-    server = module.Server("A", ["sh", "-c", program, str(pid_file)], 9, {}, tmp_path / "log", module.Deadline(60))
-    module.STOP_S = 0.3
-    with pytest.raises(module.ServerFailed, match="not ready within"):
-        server.start(0.5)
-    assert server.stop() >= 0.3
+    left = 'trap "" TERM; echo $$ >"$0"; exec sleep 99'
+    program = f"trap 'exit 0' TERM; sh -c '{left}' \"$0\" & wait"
+    server = module.Server("A", ["sh", "-c", program, str(pid_file)], 9, {}, tmp_path / "log", module.Deadline(300))
+    server._is_healthy = lambda: pid_file.exists() and pid_file.read_text().endswith("\n")
+    server.start(300)
+    assert server.stop(0.3) >= 0.3
     stat = pathlib.Path(f"/proc/{int(pid_file.read_text())}/stat")
-    for _ in range(100):
+    for _ in range(1000):
         try:
             state = stat.read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
@@ -237,7 +237,7 @@ def test_processes_that_a_server_leaves_are_ended(
         time.sleep(0.05)
     else:
         pytest.fail("it still runs")
-    assert server.stop() < 0.3
+    assert server.stop() == 0.0, "it has been stopped"
 
 
 def test_ways_and_models_are_checked(run: Run) -> None:
@@ -420,7 +420,7 @@ def serve(environment: dict[str, str], tmp_path: pathlib.Path, *options: str) ->
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=500,
         check=False,
     )
 
