@@ -131,7 +131,7 @@ class TestVault:
                 vault.process.wait()
                 allocator.backup_place()
                 assert allocator.checkpoint is not None
-            in_thread(allocator.wake_up, timeout_s=60)
+            in_thread(allocator.wake_up)
             assert_awake_with_bytes(allocator, memory, address)
             if ends:
                 break

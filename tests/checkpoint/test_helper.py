@@ -311,13 +311,13 @@ class TestExit:
 
 
 OTHER_TOOL = """
-import sys, time
+import sys
 from cumem_sleep import _core
 pid = int(sys.argv[1])
 _core.open_driver(sys.argv[2])
-_core.lock_process(pid, 30.0)
+_core.lock_process(pid, 120.0)
 print("locked", flush=True)
-time.sleep(1.5)
+sys.stdin.readline()
 _core.unlock_process(pid)
 """
 
@@ -334,9 +334,16 @@ def test_another_tool_has_locked_the_process(
         if not tools:
             command = [sys.executable, "-c", OTHER_TOOL, str(os.getpid()), str(_core.driver_path())]
             environment = {**os.environ, "PYTHONPATH": package_root}
-            tools.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+            pipe = subprocess.PIPE
+            tools.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment))
+            assert tools[0].stdin is not None
             assert tools[0].stdout is not None
             assert tools[0].stdout.readline() == "locked\n"
+            try:
+                return ask(self, request)
+            finally:
+                tools[0].stdin.write("unlock\n")
+                tools[0].stdin.flush()
         return ask(self, request)
 
     monkeypatch.setattr(process._Helper, "ask", after_another)

@@ -420,7 +420,6 @@ class TestRefused:
     def test_a_thread_that_stays_in_the_driver(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(process, "_CALLS_END_WITHIN_S", 0.05)
         inside, leave = threading.Event(), threading.Event()
 
         def stay() -> None:
@@ -432,7 +431,9 @@ class TestRefused:
         thread = threading.Thread(target=stay)
         thread.start()
         inside.wait(30)
-        self.assert_refused(allocator, allocator.sleep(level=3), "other threads")
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "_CALLS_END_WITHIN_S", 0.05)
+            self.assert_refused(allocator, allocator.sleep(level=3), "other threads")
         leave.set()
         thread.join()
         allocator.sleep(level=3)
