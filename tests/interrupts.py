@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
-from support import AWAKE, assert_no_threads, in_thread
+from support import AWAKE, HANGS_S, assert_no_threads, in_thread
 from world import Phase, World, begin_anew
 
 from cumem_sleep import _core, entry, pinned, report
@@ -94,7 +94,7 @@ class Signals:
 
     def _wait_for_handler(self, number: int) -> None:
         """Until it has raised: a handler that the next signal interrupts never would."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + HANGS_S
         while self._handled <= number or sys._current_frames()[self._main].f_code is Signals._handle.__code__:
             assert time.monotonic() < deadline, "the caller does not let signals be handled"
             time.sleep(0)
@@ -187,7 +187,7 @@ def _check_signals(world: World, phase: Phase, index: int) -> None:
     assert all(segment.has_memory is (segment.sleep == AWAKE) for segment in world.segments)
     world.check_bytes()
     assert_no_threads()
-    in_thread(world.allocator.usage, timeout_s=5)  # the lock is free again
+    in_thread(world.allocator.usage)  # the lock is free again
     assert world.allocator._compressor.on == (world.allocator.settings.compress == "auto"), "taken for a failure"
     world.wake()
     assert {segment.sleep for segment in world.segments} == {AWAKE}

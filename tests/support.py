@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import pathlib
+import random
 import socket
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from cumem_sleep.pinned import node_of, pinned_table
 MIB = 1 << 20
 PAGE = 2 * MIB  # the granularity of device memory
 DEVICE_BYTES = 256 * MIB
+HANGS_S = 120.0  # what takes longer hangs; on a busy machine much takes long
 
 DRIVER = os.environ["CUMEM_SLEEP_DRIVER"]  # conftest.py sees to it
 SIMULATED = DRIVER == "sim"
@@ -264,7 +266,7 @@ def raises(error_type: type[BaseException], *words: str) -> Iterator[None]:
     assert all(word in text for word in words), text
 
 
-def in_thread(work: Callable[[], _Result], timeout_s: float = 30) -> _Result:
+def in_thread(work: Callable[[], _Result]) -> _Result:
     """The result of `work` on another thread, or what it raised."""
     results: list[_Result] = []
     errors: list[BaseException] = []
@@ -277,21 +279,21 @@ def in_thread(work: Callable[[], _Result], timeout_s: float = 30) -> _Result:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    thread.join(HANGS_S)
     assert not thread.is_alive(), "the thread hangs"
     if errors:
         raise errors[0]
     return results[0]
 
 
-def run_together(*works: Callable[[], object], timeout_s: float = 60) -> None:
+def run_together(*works: Callable[[], object]) -> None:
     """Run all at once, each on a thread of its own; raises the first error of any."""
     errors: list[BaseException] = []
     start = threading.Barrier(len(works))
 
     def run(work: Callable[[], object]) -> None:
         try:
-            start.wait(timeout_s)
+            start.wait(HANGS_S)
             work()
         except BaseException as error:
             errors.append(error)
@@ -300,7 +302,7 @@ def run_together(*works: Callable[[], object], timeout_s: float = 60) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout_s)
+        thread.join(HANGS_S)
         assert not thread.is_alive(), "a thread hangs"
     if errors:
         raise errors[0]
@@ -334,21 +336,22 @@ from support import *
 
 
 def two_free_ports() -> int:
-    """The first of them."""
+    """The first of them, for servers that start later.
+
+    They are none of those that the kernel gives to whoever asks for any, also to the end of each connection.
+    """
+    given_from = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for _ in range(100):
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
+        port = random.randrange(given_from // 2, given_from - 1)
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
             return port
     raise AssertionError("no two free ports in a row")
 
 
 def run_script(
-    *parts: str, preamble: str = PREAMBLE, timeout_s: float = 60, **environment: str
+    *parts: str, preamble: str = PREAMBLE, timeout_s: float = HANGS_S, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python in a process of its own, on the simulated driver unless `environment` says otherwise.
 
@@ -379,7 +382,7 @@ def threads_of_ours(name: str = "cumem-") -> list[str]:
 
 def assert_no_threads(name: str = "cumem-") -> None:
     """One that was told to end does so by itself, soon."""
-    ends_at = time.monotonic() + 5
+    ends_at = time.monotonic() + HANGS_S
     while threads := threads_of_ours(name):
         assert time.monotonic() < ends_at, f"{threads} go on"
         time.sleep(0.001)
@@ -412,14 +415,14 @@ def assert_clean_exit(process: subprocess.CompletedProcess[str]) -> None:
     assert (process.returncode, process.stderr) == (0, ""), process.stdout + process.stderr
 
 
-def assert_thread_ends_in_order(*parts: str, thread: str, timeout_s: float = 30) -> None:
+def assert_thread_ends_in_order(*parts: str, thread: str) -> None:
     """The script may leave `thread` (a `Worker`) at work: it has ended before the interpreter is taken down."""
     first = """
         import atexit
         left = []
         atexit.register(lambda: print("at work" if left[0].running else "ended"))
         """
-    process = run_script(first, PREAMBLE, *parts, f"left.append({thread})", preamble="", timeout_s=timeout_s)
+    process = run_script(first, PREAMBLE, *parts, f"left.append({thread})", preamble="")
     assert_clean_exit(process)
     assert process.stdout == "ended\n"
 
@@ -436,10 +439,10 @@ def fork_beside(
     def hold() -> None:
         with allocator._lock.hold():
             is_held.set()
-            forked.wait(30)
+            forked.wait(HANGS_S)
 
     threading.Thread(target=hold).start()
-    assert is_held.wait(30)
+    assert is_held.wait(HANGS_S)
     assert worker.running
     sys.stdout.flush()
     child = os.fork()

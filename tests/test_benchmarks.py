@@ -39,7 +39,7 @@ def run_peers(out: pathlib.Path, *options: str) -> subprocess.CompletedProcess[s
         env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": str(package_root)},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=500,
         check=False,
     )
 
@@ -575,7 +575,7 @@ def assert_answers(script: str, question: str, facts: list[str]) -> None:
         env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": str(package_root)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         check=False,
     )
     assert process.returncode == 0, process.stderr

@@ -243,7 +243,7 @@ class Running:
 
     def _run(self, _: object) -> None:
         self._started.set()
-        self._ending.wait(3)
+        self._ending.wait(20)
         self.ended.set()
 
     def end(self) -> None:
@@ -367,7 +367,7 @@ class TestKernelInFlight:
                 started.set()
 
         cuda.call("cuLaunchHostFunc", stream, kernel, None)
-        assert started.wait(10)
+        assert started.wait(30)
         expected = b"".join(bytes([part + 1]) * (PAGE // 16) for part in range(16))
         """
 

@@ -136,7 +136,7 @@ def test_snippets_run(snippet: Snippet, tmp_path: pathlib.Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=500,
         check=False,
     )
     assert process.returncode == 0, process.stdout + process.stderr

@@ -24,7 +24,7 @@ def test_example(name: str) -> None:
         env={**os.environ, "CUMEM_SLEEP_DRIVER": DRIVER},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=500,
         check=False,
     )
     needed = NEEDS.get(name)

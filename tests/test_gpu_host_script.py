@@ -43,7 +43,7 @@ def run(host: pathlib.Path, *parts: str, fails: str = "nothing", **variables: st
         env={**os.environ, "PATH": path, "CALLS": str(calls), "FAILS": fails, "SITE": str(host / "site"), **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
         check=False,
     )
     return process.returncode, process.stdout + process.stderr, calls.read_text().splitlines()
@@ -148,7 +148,7 @@ def test_options_are_those_that_scripts_take(host: pathlib.Path, part: str, scri
         env={**os.environ, "PYTHONPATH": str(pathlib.Path(cumem_sleep.__path__[0]).parent)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
         check=False,
     ).stdout
     assert all(option in help_text for option in shlex.split(call) if option.startswith("--"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from support import PAGE, SIMULATED, Memory, hooks, in_thread, run_together
+from support import HANGS_S, PAGE, SIMULATED, Memory, hooks, in_thread, run_together
 
 from cumem_sleep import CuMemAllocator, _core, sim
 from cumem_sleep.allocator import _forget_freed_backups
@@ -106,7 +106,7 @@ class TestHooks:
                 library.cumem_sleep_free(address, PAGE, 0, None)
 
             free() if on_main_thread else in_thread(free)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + HANGS_S
         while allocator._store.host_bytes != PAGE and time.monotonic() < deadline:
             time.sleep(0.001)
         assert allocator._store.host_bytes == PAGE

@@ -30,7 +30,7 @@ def run(folder: pathlib.Path, server: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": str(package_root)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=500,
         check=False,
     )
 

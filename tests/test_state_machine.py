@@ -304,7 +304,7 @@ class Sequences(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(1800)
 def test_random_sequences() -> None:
     run_state_machine_as_test(
         Sequences,

@@ -7,7 +7,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support import assert_clean_exit, run_script
+from support import HANGS_S, assert_clean_exit, run_script
 
 pytestmark = pytest.mark.sim
 
@@ -155,7 +155,7 @@ def test_storm(compress: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         runs = [
             pool.submit(
-                run_script, constants, STORM, REST, timeout_s=STORM_S + 60, STORM_S=str(STORM_S), SEED=str(number)
+                run_script, constants, STORM, REST, timeout_s=STORM_S + HANGS_S, STORM_S=str(STORM_S), SEED=str(number)
             )
             for number in range(2)
         ]
@@ -174,8 +174,7 @@ def test_storm_at_exit() -> None:
         """
     with ThreadPoolExecutor(2) as pool:
         runs = [
-            pool.submit(run_script, constants, STORM, rest, timeout_s=60, STORM_S="0.05", SEED=str(number))
-            for number in range(6)
+            pool.submit(run_script, constants, STORM, rest, STORM_S="0.05", SEED=str(number)) for number in range(6)
         ]
     for run in runs:
         assert run.result().returncode in (0, 1, -signal.SIGINT), run.result().stderr
@@ -270,7 +269,7 @@ def test_finalisers_on_every_thread() -> None:
     """The garbage collector runs them wherever it comes to: also on the layer's own threads."""
     with ThreadPoolExecutor(2) as pool:
         runs = [
-            pool.submit(run_script, FINALISERS, timeout_s=STORM_S + 60, STORM_S=str(STORM_S), SEED=str(number))
+            pool.submit(run_script, FINALISERS, timeout_s=STORM_S + HANGS_S, STORM_S=str(STORM_S), SEED=str(number))
             for number in range(2)
         ]
     seen = set()

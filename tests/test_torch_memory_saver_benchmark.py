@@ -37,7 +37,7 @@ def run(folder: pathlib.Path, *options: str, path: str = "") -> subprocess.Compl
         },
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=500,
         check=False,
     )
 

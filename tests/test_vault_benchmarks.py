@@ -29,7 +29,7 @@ def run(script: str, out: pathlib.Path, *options: str, **environment: str) -> su
         env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": str(package_root), **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=500,
         check=False,
     )
 

@@ -13,6 +13,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from support import HANGS_S
+
 import cumem_sleep
 from cumem_sleep import _core, sim
 
@@ -57,7 +59,7 @@ class Link:
 def other_process(script: str, **environment: str) -> Iterator[tuple[Link, subprocess.Popen[str]]]:
     """Runs `script`, which has a `link` to here; it must end well by itself, unless the test killed it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(60)
+    ours.settimeout(HANGS_S)
     path = os.pathsep.join([str(pathlib.Path(cumem_sleep.__path__[0]).parent), str(pathlib.Path(__file__).parent)])
     with ours:
         with theirs:
@@ -71,7 +73,7 @@ def other_process(script: str, **environment: str) -> Iterator[tuple[Link, subpr
             )
         try:
             yield Link(ours), process
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=HANGS_S)
             assert (process.returncode, errors) in [(0, ""), (-9, "")], errors
         except BaseException as error:
             process.kill()

@@ -44,6 +44,6 @@ def run_with_shim(code: str, **environment: str) -> subprocess.CompletedProcess[
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=500,
         check=False,
     )

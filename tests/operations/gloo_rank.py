@@ -9,7 +9,7 @@ from cumem_sleep import CuMemAllocator, CumemSleepError, InvalidArgument, sim
 
 rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.distributed.init_process_group(
-    "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=300)
 )
 try:
     CuMemAllocator(group="gloo")

@@ -45,7 +45,7 @@ def test_interrupt_of_prepare(world: World) -> None:
             raises_exactly(signals.expected, allocator.prepare)
         assert signals.sent, "the place was not reached"
         file, line, event = clean.positions[index]
-        in_thread(allocator.usage, timeout_s=5)
+        in_thread(allocator.usage)
         allocator.release_backups()
         try:
             assert_no_threads()

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from interrupts import name_of_code
-from support import assert_no_threads
+from support import HANGS_S, assert_no_threads
 from world import PHASES, Phase, World
 
 from cumem_sleep import _core
@@ -95,7 +95,7 @@ class Looks:
         if len(self.places) - 1 != self._at:
             return
         signal.pthread_kill(self._main, signal.SIGUSR1)
-        ends_at = time.monotonic() + 10
+        ends_at = time.monotonic() + HANGS_S
         while True:
             assert time.monotonic() < ends_at, "nobody asks it to stop"
             try:

@@ -306,7 +306,7 @@ def run_alone(script: str, **environment: str) -> subprocess.CompletedProcess[st
         env={**os.environ, "CUMEM_SLEEP_SIM_DEVICE_BYTES": str(64 * MIB), **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 

@@ -257,7 +257,7 @@ def test_level_3_next_to_level_1(tmp_path: pathlib.Path) -> None:
     environment = {**os.environ, "CUMEM_SLEEP_SIM_CONTEXT_BYTES": str(60 * MIB)}
     command = [sys.executable, "-m", "cumem_sleep", "bench", *SMALL, "--level", "3", "--rounds", "2", "--json"]
     done = subprocess.run(
-        [*command, "--plot", str(plot_path)], env=environment, capture_output=True, text=True, check=True, timeout=120
+        [*command, "--plot", str(plot_path)], env=environment, capture_output=True, text=True, check=True, timeout=500
     )
     found = json.loads(done.stdout)
     assert (found["bytes_checked"], found["simulated"], found["note"]) == (True, True, SIMULATED_NOTE)

@@ -148,7 +148,7 @@ def as_module(*arguments: str, stdout: Any = subprocess.PIPE, **environment: str
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 

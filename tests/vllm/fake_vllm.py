@@ -482,7 +482,7 @@ class Held:
         self._incoming.put_nowait({"type": f"{self._kind}.disconnect"})
 
     async def response(self) -> Response:
-        await asyncio.wait_for(self.task, 30)
+        await asyncio.wait_for(self.task, 120)
         return Response(self.sent)
 
 

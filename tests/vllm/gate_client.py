@@ -46,7 +46,7 @@ def policy(request: pytest.FixtureRequest) -> str:
 
 def run(scenario: Awaitable[None]) -> None:
     async def within() -> None:
-        await asyncio.wait_for(scenario, 60)
+        await asyncio.wait_for(scenario, 200)
 
     asyncio.run(within())
 

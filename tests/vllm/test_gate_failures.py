@@ -246,6 +246,6 @@ def test_an_engine_that_ends_while_the_model_sleeps_lets_its_requests_go(
         await until_idle()
         client.engine.dead = True
         with pytest.raises(RuntimeError, match="EngineDeadError"):
-            await asyncio.wait_for(request.task, 5)
+            await asyncio.wait_for(request.task, 120)
 
     run(scenario())

@@ -9,12 +9,12 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 
 import pytest
 from environment import skip_unless_vllm
+from support import two_free_ports
 
 skip_unless_vllm()
 if not importlib.metadata.version("vllm").startswith("0.26."):
@@ -26,12 +26,9 @@ MIB = 1 << 20
 
 
 def test_every_step_is_answered(tmp_path: pathlib.Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = [sys.executable, str(HERE.parents[1] / "benchmarks" / "vllm_level_3.py")]
     command += ["--out", str(tmp_path / "out.json"), "--work", str(tmp_path / "work"), "--shape", "tiny"]
-    command += ["--ways", "vault_compressed", "--cycles", "3", "--port", str(port)]
+    command += ["--ways", "vault_compressed", "--cycles", "3", "--port", str(two_free_ports())]
     command += ["--vault-options=--slab-size 16MiB"]
     command += ["--server-command", f"{sys.executable} {HERE / 'benchmarked_server.py'}"]
     environment = {"CUMEM_SLEEP_DRIVER": "sim", "CUMEM_SLEEP_SIM_CONTEXT_BYTES": str(32 * MIB)}

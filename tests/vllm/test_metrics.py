@@ -28,7 +28,7 @@ def scraped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(scenario: Awaitable[None]) -> None:
     async def within() -> None:
-        await asyncio.wait_for(scenario, 60)
+        await asyncio.wait_for(scenario, 200)
 
     asyncio.run(within())
 

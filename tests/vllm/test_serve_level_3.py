@@ -12,7 +12,6 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 from environment import skip_unless_vllm
 from ready_process import ReadyProcess
+from support import two_free_ports
 
 skip_unless_vllm()
 if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
@@ -50,9 +50,7 @@ class Server:
     def __init__(self, ready_process: ReadyProcess, folder: pathlib.Path, **environment: str) -> None:
         for name in ("platform", "model"):
             (folder / name).mkdir()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = two_free_ports()
         self.record = folder / "platform" / "touches.jsonl"
         self.log = folder / "log"
         self.log.touch()
