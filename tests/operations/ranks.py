@@ -260,7 +260,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def impatient(self, *impatient: int) -> Iterator[None]:
-        """These soon give up others, which are missing; nobody gives up ranks that are merely slow, on a busy machine."""
+        """These soon give up others, which are missing. Ranks that are merely slow are given up by nobody."""
         self._limit(SHORT_S, impatient)
         yield
         self._limit(READY_S, impatient)
