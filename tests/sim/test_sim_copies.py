@@ -231,9 +231,11 @@ class TestFaults:
     def test_unregistered_before_the_copy(self, copying: tuple[Driver, int, int, HostBuffer]) -> None:
         driver, stream, address, buffer = copying
         context = driver.get(ctypes.c_void_p, "cuCtxGetCurrent")
+        begins = threading.Event()
 
         def unregister() -> None:
             driver.ok("cuCtxSetCurrent", ctypes.c_void_p(context))
+            begins.set()
             driver.ok("cuMemHostUnregister", buffer.address)
 
         # The call waits for the work that runs, as the real one does; what is enqueued is too late all the same.
@@ -241,9 +243,10 @@ class TestFaults:
         with driver.busy(stream):
             driver.ok("cuMemcpyHtoDAsync", address, buffer.address, PAGE, stream)
             thread.start()
+            assert begins.wait(30)
             thread.join(0.2)
             assert thread.is_alive()
-        thread.join(10)
+        thread.join(30)
         assert not thread.is_alive()
         self.assert_faulted(driver, stream, address)
         assert read(address)[0] == FILL
