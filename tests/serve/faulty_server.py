@@ -14,6 +14,7 @@ import json
 import os
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class FaultyServer(SimulatedServer):
         super().__init__(options)
         self.gpus = gpus
         self.executed = executed
+        self.lasted = executed.with_name("lasted")  # seconds of requests
         self.under_way: set[str] = set()
         self.abandoned: set[str] = set()  # by their clients
         self.chance = random.Random(seed)
@@ -118,7 +120,7 @@ class FaultyServer(SimulatedServer):
         await super()._run_model(path, scope, body, *others)
 
     async def _complete(self, path: str, asked: dict[str, Any], *others: Any) -> None:
-        number = asked["user"]
+        number, begun_s = asked["user"], time.monotonic()
         self.under_way.add(number)
         try:
             await super()._complete(path, asked, *others)
@@ -127,6 +129,8 @@ class FaultyServer(SimulatedServer):
             raise
         finally:
             self.under_way.discard(number)
+            with self.lasted.open("a") as file:
+                file.write(f"{time.monotonic() - begun_s}\n")
 
 
 def main() -> None:

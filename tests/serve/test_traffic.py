@@ -29,6 +29,7 @@ FAULTS = float(os.environ.get("SERVE_FAULTS", "1.0"))  # 1: a change of a server
 CLIENTS = 48
 WAIT_S = 60.0
 KEEP_S, DRAIN_S = 0.3, 0.5
+PATIENT_S = 300.0  # of waiting and draining, where nobody is to be refused: on a busy machine everything takes longer
 GPUS = {f"model-{number}": [[0], [1]][number % 2] if number < 8 else [0, 1] for number in range(10)}
 FLAT_BYTES = 24 << 20  # what the front's memory may grow by after the first tenth of the requests, however many come
 
@@ -65,7 +66,8 @@ def models_yaml(folder: Path, faults: float) -> Path:
         folders = " ".join(str(folder / f"gpu{gpu}") for gpu in gpus)
         command = f"{FAULTY} --uds {{socket}} --served-model-name {name} --gpus {folders}"
         command += f" --record {folder / 'record'} --executed {folder / 'executed'} --faults {faults} --seed {seed}"
-        common = {"wait": WAIT_S, "drain": DRAIN_S, "idle": {1: "1s", 2: "3s"}, "host_memory": "10GiB"}
+        limits = {"wait": WAIT_S, "drain": DRAIN_S} if faults else {"wait": PATIENT_S, "drain": PATIENT_S}
+        common = {**limits, "idle": {1: "1s", 2: "3s"}, "host_memory": "10GiB"}
         models[name] = {
             "command": command,
             "gpus": gpus,
@@ -218,10 +220,10 @@ async def traffic(folder: Path, total: int, faults: float) -> tuple[Tally, list[
     return tally, sizes
 
 
-def longest_wait_s(switches_s: dict[str, float]) -> float:
+def longest_wait_s(switches_s: dict[str, float], drain_s: float) -> float:
     """One turn of each model, as the documentation promises where nothing fails; the last one is the request's own."""
     until_awake_s = max(switches_s.get("wake", 0.0), switches_s.get("start", 0.0))
-    return KEEP_S + len(GPUS) * (DRAIN_S + switches_s.get("sleep", 0.0) + until_awake_s)  # one model has a `keep`
+    return KEEP_S + len(GPUS) * (drain_s + switches_s.get("sleep", 0.0) + until_awake_s)  # one model has a `keep`
 
 
 def check(folder: Path, total: int, faults: float) -> None:
@@ -236,11 +238,13 @@ def check(folder: Path, total: int, faults: float) -> None:
     assert executed.total() >= tally.outcomes["answered"]
     assert not tally.wrong, tally.wrong[:3]
     assert tally.outcomes.total() == total
-    assert tally.longest_s <= WAIT_S + 10
     assert max(sizes) - sizes[0] <= FLAT_BYTES
-    if not faults:
+    if faults:
+        assert tally.longest_s <= WAIT_S + 10
+    else:
         assert tally.outcomes.keys() <= {"answered", "left"}
-        assert tally.longest_s <= longest_wait_s(tally.switches_s), tally
+        lasted_s = max(map(float, (folder / "lasted").read_text().split()))  # nothing else is waited for to drain one
+        assert tally.longest_s <= longest_wait_s(tally.switches_s, lasted_s), (lasted_s, tally)
 
 
 @pytest.mark.slow
