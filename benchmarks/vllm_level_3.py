@@ -51,7 +51,7 @@ SIMULATED = os.environ.get("CUMEM_SLEEP_DRIVER") == "sim"
 MIB = 1 << 20
 PROMPT = [3 + (7919 * (j + 3)) % 97 for j in range(64)]  # within the vocabulary of every shape
 TOKENS = 16
-START_S, CALL_S, VAULT_S = 240.0, 60.0, 120.0  # how long these may take
+START_S, CALL_S, VAULT_S = 600.0, 60.0, 120.0  # how long these may take
 END_S, TWO_S = 20.0, 100.0  # what is kept for these steps
 FEWEST_CYCLES = 6
 BY_REQUEST = 3  # every third wake

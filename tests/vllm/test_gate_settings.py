@@ -116,7 +116,7 @@ def test_the_gate_is_a_class_and_its_import_needs_nothing_but_the_standard_libra
         "bad = {'vllm', 'torch', 'prometheus_client', 'fastapi', 'starlette'} & set(sys.modules); assert not bad, bad"
     )
     elsewhere = pathlib.Path(__file__).parent  # not the checkout, whose package may not be built
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=elsewhere)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=elsewhere)
 
 
 def test_one_line_says_the_policy_and_not_the_token(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ import sys
 import pytest
 from environment import skip_unless_vllm
 from support import two_free_ports
+from test_level_3_benchmark import missed_in
 
 skip_unless_vllm()
 if not importlib.metadata.version("vllm").startswith("0.26."):
@@ -28,12 +29,12 @@ MIB = 1 << 20
 def test_every_step_is_answered(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, str(HERE.parents[1] / "benchmarks" / "vllm_level_3.py")]
     command += ["--out", str(tmp_path / "out.json"), "--work", str(tmp_path / "work"), "--shape", "tiny"]
-    command += ["--ways", "vault_compressed", "--cycles", "3", "--port", str(two_free_ports())]
-    command += ["--vault-options=--slab-size 16MiB"]
+    command += ["--deadline", "850", "--ways", "vault_compressed", "--cycles", "3", "--port", str(two_free_ports())]
+    command += ["--stop-limit", "180", "--vault-options=--slab-size 16MiB"]
     command += ["--server-command", f"{sys.executable} {HERE / 'benchmarked_server.py'}"]
     environment = {"CUMEM_SLEEP_DRIVER": "sim", "CUMEM_SLEEP_SIM_CONTEXT_BYTES": str(32 * MIB)}
     process = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=250, check=False
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=900, check=False
     )
     assert process.returncode == 0, process.stdout + process.stderr
     way = json.loads((tmp_path / "out.json").read_text())["ways"]["vault_compressed"]
@@ -46,4 +47,4 @@ def test_every_step_is_answered(tmp_path: pathlib.Path) -> None:
     assert way["answers_s"].keys() == way["answers_awake_s"].keys()
     assert way["end"]["gpu_at_level_3_bytes"] == 4 * MIB
     assert way["gpu_left_bytes"] == 0
-    assert "MISSED" not in process.stdout
+    assert missed_in(process.stdout) == []

@@ -30,7 +30,7 @@ PAGE = 2 << 20
 
 @pytest.fixture(scope="session")
 def findings(spawned: Connection, vllm_version: tuple[int, int]) -> Findings:
-    assert spawned.poll(90), "the spawned process does not answer"
+    assert spawned.poll(600), "the spawned process does not answer"
     found: Findings = spawned.recv()
     assert found.error == ""
     return found

@@ -27,7 +27,7 @@ from cumem_sleep.vllm import compatibility
 skip_unless_vllm()
 pytestmark = pytest.mark.sim
 
-WITHIN_S = 60.0
+WITHIN_S = 180.0
 OUTSIDE = 32 << 20
 SIM_FAIL = "CUMEM_SLEEP_SIM_FAIL"
 
