@@ -512,14 +512,16 @@ class TestExit:
         process = run_script(
             ALLOCATED,
             """
-            import os, signal, threading, time
+            import os, signal
 
-            def interrupt():
-                while sim.stats().calls["cuMemcpyDtoHAsync"] == 0:
-                    time.sleep(0.0005)
+            to_host = _core.CopyStream.to_host
+
+            def interrupt(*arguments):
+                to_host(*arguments)
+                _core.CopyStream.to_host = to_host
                 os.kill(os.getpid(), signal.SIGINT)
 
-            threading.Thread(target=interrupt).start()
+            _core.CopyStream.to_host = interrupt
             allocator.sleep()
             """,
             CUMEM_SLEEP_SIM_COPY_DELAY_US="50000",

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from support import two_free_ports
 
 import cumem_sleep
 
@@ -24,6 +25,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.slow]
 def run(folder: pathlib.Path, server: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCHMARK), "--out", str(folder / "out.json"), "--work", str(folder / "work")]
     command += ["--requests", "8", "--load", "12", "--clients", "4", "--overhead", "8", "--server-command", server]
+    command += ["--port", str(two_free_ports())]
     package_root = pathlib.Path(cumem_sleep.__path__[0]).parent
     return subprocess.run(
         command,

@@ -105,7 +105,7 @@ def end(clients: list[subprocess.Popen[str]]) -> None:
     for each in clients:
         each.send_signal(signal.SIGTERM)
     for seed, each in enumerate(clients):
-        said, errors = each.communicate(timeout=120)
+        said, errors = each.communicate(timeout=300)
         assert each.returncode == 0, errors
         print(seed, said.strip())
 
