@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -171,16 +170,13 @@ def test_two_do_without_the_server_that_did_not_start(tmp_path: pathlib.Path) ->
 
 
 @pytest.fixture
-def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module("vllm_level_3")
-    for name in ("vllm_level_3", "level_3_table", "model_server", "checkpoints", "vault_process"):
-        sys.modules.pop(name, None)
+def level_3(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("vllm_level_3")
 
 
 @pytest.fixture
-def table_module(benchmark_module: ModuleType) -> ModuleType:
-    return sys.modules[benchmark_module.table.__module__]
+def table_module(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("level_3_table")
 
 
 def facts_of(*, cycles: int = 20, **changes: Any) -> dict[str, Any]:
@@ -281,7 +277,7 @@ def test_what_was_not_measured_is_not_kept(table_module: ModuleType) -> None:
     assert sum("not measured" in line for line in lines) > 10
 
 
-def test_later_cycles_make_way_for_the_steps_after_them(benchmark_module: ModuleType) -> None:
+def test_later_cycles_make_way_for_the_steps_after_them(level_3: ModuleType) -> None:
     from types import SimpleNamespace as Stub
 
     sleeper = Stub(
@@ -295,22 +291,22 @@ def test_later_cycles_make_way_for_the_steps_after_them(benchmark_module: Module
     )
     bench = Stub(left_s=lambda: 30.0, save=lambda: None, say=print)
     facts: dict[str, Any] = {"failed": {}, "first": {"built": 2}}
-    benchmark_module.cycles(bench, sleeper, facts, 20, 31.0)
-    assert len(facts["cycles"]) == benchmark_module.FEWEST_CYCLES
+    level_3.cycles(bench, sleeper, facts, 20, 31.0)
+    assert len(facts["cycles"]) == level_3.FEWEST_CYCLES
     assert "6 of 20 cycles" in facts["cut"]
-    benchmark_module.cycles(bench, sleeper, facts := {"failed": {}, "first": {"built": 2}}, 20, 29.0)
+    level_3.cycles(bench, sleeper, facts := {"failed": {}, "first": {"built": 2}}, 20, 29.0)
     assert len(facts["cycles"]) == 20
     assert [cycle["request"] for cycle in facts["cycles"]].count(True) == 7
     assert "cut" not in facts
 
 
-def test_two_belongs_to_the_way_before_it(benchmark_module: ModuleType) -> None:
-    chained = benchmark_module.chained
+def test_two_belongs_to_the_way_before_it(level_3: ModuleType) -> None:
+    chained = level_3.chained
     assert chained(["vault", "two", "own"]) == [("vault", True), ("own", False)]
     assert chained(["two"]) == [("two", True)]
 
 
-def test_what_nvml_says(benchmark_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nvml_says(level_3: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the names that NVML's own module has; without a GPU it cannot be asked more."""
     from types import SimpleNamespace as Stub
 
@@ -325,7 +321,7 @@ def test_what_nvml_says(benchmark_module: ModuleType, monkeypatch: pytest.Monkey
     monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda _: processes)
     for visible, name in (("", "('index', 0)"), ("3,1", "('index', 3)"), ("GPU-12", "('uuid', 'GPU-12')")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        gpu = benchmark_module.Gpu()
+        gpu = level_3.Gpu()
         assert (gpu.name, gpu.total_bytes, gpu.free_bytes()) == (name, 100, 30)
     assert gpu.by_process() == {"7": 60, "8": None}
 

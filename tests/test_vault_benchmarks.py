@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import pathlib
 import subprocess
 import sys
-from types import SimpleNamespace
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,7 +89,9 @@ def two_clients_at_once_and_in_turn(steps: dict[str, Any], printed: str) -> None
     assert set(steps["at once / in turn"]) == {"sleep", "wake"}
 
 
-def test_two_clients_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+def test_two_clients_on_one_gpu(
+    benchmark_module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
     """With the real sizes, on a GPU of 139.8 GiB; contexts and what kernels need come on top.
 
     None is checked before all are awake: checksums take the GPU's time.
@@ -116,24 +118,17 @@ def test_two_clients_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: pathl
 
         def close(self) -> None: ...
 
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    try:
-        vault = importlib.import_module("vault")
-        monkeypatch.setattr(vault, "Process", Process)
-        options = argparse.Namespace(
-            deadline=1.0, pause=0.0, decoder_layers=64, scale=1, vault_options="", out=tmp_path / "out.json"
-        )
-        bench = vault.Bench(options)
-        gpu = {"copied_out_bytes": 7, "copied_in_bytes": 7, "busy_out_s": 1.0, "busy_in_s": 1.0}
-        looked_at = SimpleNamespace(socket="/vault.sock", status=lambda: {"gpus": [gpu]})
-        monkeypatch.setattr(bench, "the_vault", lambda: looked_at)
-        monkeypatch.setattr(bench, "see_vault_alone", lambda: None)
-        steps = vault.together(bench)
-    finally:
-        for name in set(sys.modules) - before:
-            if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(BENCHMARKS)):
-                del sys.modules[name]
+    vault = benchmark_module("vault")
+    monkeypatch.setattr(vault, "Process", Process)
+    options = argparse.Namespace(
+        deadline=1.0, pause=0.0, decoder_layers=64, scale=1, vault_options="", out=tmp_path / "out.json"
+    )
+    bench = vault.Bench(options)
+    gpu = {"copied_out_bytes": 7, "copied_in_bytes": 7, "busy_out_s": 1.0, "busy_in_s": 1.0}
+    looked_at = SimpleNamespace(socket="/vault.sock", status=lambda: {"gpus": [gpu]})
+    monkeypatch.setattr(bench, "the_vault", lambda: looked_at)
+    monkeypatch.setattr(bench, "see_vault_alone", lambda: None)
+    steps = vault.together(bench)
     assert len(held) == 2
     assert 100 << 30 < sum(held) <= 120 << 30
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import pathlib
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 
@@ -59,35 +60,28 @@ def lives(pid: int) -> bool:
 
 
 def test_a_scenario_that_takes_longer_has_a_limit_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    benchmark_module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    try:
-        for module, name, value in (
-            ("checkpoints", "write_checkpoint", lambda *_: None),
-            ("record", "machine", dict),
-            ("model_server", "exit_on_sigterm", lambda: None),
-            ("vllm_scenarios", "version", lambda _: "none"),
-        ):
-            monkeypatch.setattr(importlib.import_module(module), name, value)
-        scenarios = importlib.import_module("vllm_scenarios")
-        limits: dict[str, float] = {}
+    for module, name, value in (
+        ("checkpoints", "write_checkpoint", lambda *_: None),
+        ("record", "machine", dict),
+        ("model_server", "exit_on_sigterm", lambda: None),
+        ("vllm_scenarios", "version", lambda _: "none"),
+    ):
+        monkeypatch.setattr(benchmark_module(module), name, value)
+    scenarios = benchmark_module("vllm_scenarios")
+    limits: dict[str, float] = {}
 
-        def run(name: str, _work: pathlib.Path, _logs: pathlib.Path, limit_s: float) -> dict[str, object]:
-            limits[name] = limit_s
-            return {"passed": True}
+    def run(name: str, _work: pathlib.Path, _logs: pathlib.Path, limit_s: float) -> dict[str, object]:
+        limits[name] = limit_s
+        return {"passed": True}
 
-        monkeypatch.setattr(scenarios, "run_in_process", run)
-        names = ["pipeline_parallel_2", "expert_parallel_2", "ranks_agree"]
-        command = ["x", "--out", str(tmp_path / "out.json"), "--work", str(tmp_path), "--limit", "150"]
-        monkeypatch.setattr(sys, "argv", [*command, "--only", ",".join(names)])
-        with pytest.raises(SystemExit, match="False"):
-            scenarios.main()
-    finally:
-        for name in set(sys.modules) - before:
-            if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(BENCHMARKS)):
-                del sys.modules[name]
+    monkeypatch.setattr(scenarios, "run_in_process", run)
+    names = ["pipeline_parallel_2", "expert_parallel_2", "ranks_agree"]
+    command = ["x", "--out", str(tmp_path / "out.json"), "--work", str(tmp_path), "--limit", "150"]
+    monkeypatch.setattr(sys, "argv", [*command, "--only", ",".join(names)])
+    with pytest.raises(SystemExit, match="False"):
+        scenarios.main()
     assert limits == {"pipeline_parallel_2": 150, "expert_parallel_2": 240, "ranks_agree": 240}
 
 
