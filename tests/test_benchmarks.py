@@ -5,14 +5,13 @@ The layers that need a GPU are said to be missing here, which is what a user see
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -54,17 +53,8 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
 
 
 @pytest.fixture
-def benchmark_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    names = ("layers", "level_3_table", "result_tables", "recording", "record")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield
-    for name in names:
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def tables(benchmark_modules: None) -> ModuleType:  # noqa: ARG001  (comes first)
-    return importlib.import_module("result_tables")
+def tables(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("result_tables")
 
 
 @pytest.mark.slow
@@ -97,8 +87,9 @@ def test_results_do_not_name_the_machine(peers: tuple[str, dict[str, Any]]) -> N
     assert str(pathlib.Path(result["machine"]["command"].split()[1]).parent) == "."
 
 
-def test_commands_are_without_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def test_commands_are_without_folders(
+    benchmark_module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
     argv = [
         "/somewhere/vault.py",
         "--out=/somewhere/a.json",
@@ -108,12 +99,15 @@ def test_commands_are_without_folders(monkeypatch: pytest.MonkeyPatch) -> None:
         "A/B",
     ]
     monkeypatch.setattr("sys.argv", argv)
-    found = importlib.import_module("record").command()
+    found = benchmark_module("record").command()
     assert found == ["python", "vault.py", "--out=a.json", "--out", "a.json", "--options=--model=A/B --seed=1", "A/B"]
 
 
 def test_results_carry_the_facts_that_bench_reports(
-    tables: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    benchmark_module: Callable[[str], ModuleType],
+    tables: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
 ) -> None:
     torch = ModuleType("torch")
     gpu = SimpleNamespace(name="A GPU", total_memory=1 << 30)
@@ -124,18 +118,17 @@ def test_results_carry_the_facts_that_bench_reports(
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(sys, "argv", ["/somewhere/codec.py", "--out", "/elsewhere/codec.json"])
-    importlib.import_module("record").write(tmp_path / "codec.json", {"answer": 42})
+    benchmark_module("record").write(tmp_path / "codec.json", {"answer": 42})
     written = json.loads((tmp_path / "codec.json").read_text())
     facts = written["machine"]
     assert written["answer"] == 42
     assert facts.keys() > {field.name for field in fields(MachineFacts)}
     assert (facts["gpu"], facts["gpus"], facts["torch"]) == ("A GPU", 2, "2.11.0+cu130")
     assert (facts["command"], facts["pcie generation, width"]) == ("python codec.py --out codec.json", "5, 16")
-    assert tables.machine(written).startswith("A GPU, driver ")
+    assert tables.results.machine(written).startswith("A GPU, driver ")
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("benchmark_modules")
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
@@ -144,7 +137,11 @@ def test_results_carry_the_facts_that_bench_reports(
     ],
 )
 def test_a_failing_layer_loses_nothing_of_the_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, broken: str, said: str
+    benchmark_module: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    broken: str,
+    said: str,
 ) -> None:
     """A layer that fails at its second sleep keeps its first, and the next layer is measured."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -161,8 +158,8 @@ def test_a_failing_layer_loses_nothing_of_the_others(
     )
     package_root = pathlib.Path(cumem_sleep.__path__[0]).parent
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{package_root}")
-    recording = importlib.import_module("recording")
-    layers = importlib.import_module("layers")
+    recording = benchmark_module("recording")
+    layers = benchmark_module("layers")
     monkeypatch.setitem(layers.LAYERS, "broken", layers.CumemSleep)
     workload = recording.Workload([4096] * 3, 4096, 2, 1, 0.0, 60.0, 4096, 2)
     run = recording.Recording(workload, lambda _: None)
@@ -176,8 +173,9 @@ def test_a_failing_layer_loses_nothing_of_the_others(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("benchmark_modules")
-def test_changed_bytes_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+def test_changed_bytes_are_found(
+    benchmark_module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
         "import layers\n"
@@ -188,7 +186,7 @@ def test_changed_bytes_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: path
     )
     package_root = pathlib.Path(cumem_sleep.__path__[0]).parent
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{package_root}")
-    recording = importlib.import_module("recording")
+    recording = benchmark_module("recording")
     run = recording.Recording(recording.Workload([4096] * 3, 4096, 1, 1, 0.0, 60.0, 4096, 2), lambda _: None)
     run.run(["cumem-sleep"])
     assert "bytes differ after it, in tensors [0, 1, 2]" in run.records["cumem-sleep"].error
@@ -259,10 +257,10 @@ def results(
             f"Above.\n\n{tables.SCENARIOS_BEGIN}\n{tables.SCENARIOS_END}\n{tables.BEGIN}\n{tables.END}\n\nBelow.\n"
         )
     (tmp_path / "README.md").write_text(f"Above.\n\n{tables.HEADLINE_BEGIN}\n{tables.HEADLINE_END}\n")
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "RESULTS", folder)
-    monkeypatch.setattr(tables, "PLOT", tmp_path / "docs" / "peers.svg")
-    monkeypatch.setattr(tables, "draw_peers", lambda _: None)
+    monkeypatch.setattr(tables.results, "ROOT", tmp_path)
+    monkeypatch.setattr(tables.results, "RESULTS", folder)
+    monkeypatch.setattr(tables.peers, "PLOT", tmp_path / "docs" / "peers.svg")
+    monkeypatch.setattr(tables.peers, "draw", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["result_tables.py"])
     return folder
 
@@ -284,8 +282,10 @@ def test_tables_say_what_was_not_measured(results: pathlib.Path, tables: ModuleT
 
 def test_the_plots_have_one_colour_for_one_thing(tables: ModuleType) -> None:
     layers = [layer["title"].replace("`", "") for layer in tables.load("peers.json")["layers"].values()]
-    ways = [tables._title(way) for way in tables.switching_ways(tables.load(tables.SWITCHING), None)]
-    for labels, plot in ((layers, tables.PLOT), (ways, tables.SWITCHING_PLOT)):
+    ways = [
+        tables.switching.title_of(way) for way in tables.switching.ways_of(tables.load(tables.switching.RESULT), None)
+    ]
+    for labels, plot in ((layers, tables.peers.PLOT), (ways, tables.switching.PLOT)):
         colours = {palette.colour_of(label) for label in labels}
         assert len(colours) == len(labels)
         assert set(re.findall(r"fill: (#\w{6})\"", plot.read_text())) - {"#ffffff"} == {c.lower() for c in colours}
@@ -380,18 +380,18 @@ def test_table_of_vllm_at_level_3(tables: ModuleType) -> None:
     result["ways"]["vault_compressed"]["two"]["switches"][0]["gpu_share"] = 0.5
     of_two = two["ways"]["vault_compressed"]
     of_two["two"]["switches"] = of_two["two"]["switches"][:2]
-    lines = tables.vllm_level_3_table(result, default_seqs, own, two)
+    lines = tables.vllm_level_3.table(result, default_seqs, own, two)
     assert "|  | own memory | the vault | the vault, compressed | the vault, compressed, `--max-num-seqs=9` |" in lines
     assert cells_of(lines, "cycles with the same tokens")[0] == "2"
     assert cells_of(lines, "checkpoint")[0] == "2.000 s"
     assert cells_of(lines, "kept on the GPU at level 1")[0] == "not measured"
     assert cells_of(lines, "GPU memory in use asleep grew by")[0] == "not measured"
     assert cells_of(lines, "the vault's own GPU memory")[0] == "–"
-    assert all(row in "\n".join(lines) for row in tables.VLLM_LEVEL_3_ROWS)
+    assert all(row in "\n".join(lines) for row in tables.vllm_level_3.ROWS)
     assert "each had at least 0.500 of the GPU while awake, and the same tokens after 6 of 6 switches. " in lines[-3]
     assert "the same tokens after 2 of 6 switches (then: OutOfTime: " in lines[-1]
     del of_two["failed"]["two"]
-    assert "the same tokens after 2 of 6 switches. " in tables.vllm_level_3_table(result, default_seqs, own, two)[-1]
+    assert "the same tokens after 2 of 6 switches. " in tables.vllm_level_3.table(result, default_seqs, own, two)[-1]
 
 
 def test_table_of_models_behind_the_front(tables: ModuleType) -> None:
@@ -405,7 +405,7 @@ def test_table_of_models_behind_the_front(tables: ModuleType) -> None:
     result["many at once"]["errors"] = {"Failed: 503": 2, "OSError: gone": 1}
     result["failed"] = {"restart": "OutOfTime: no time left\nand more"}
     result["machine"]["command"] = "python serve_models.py --server-options=--max-num-seqs=9 --graphs"
-    lines = tables.serve_models_table(result)
+    lines = tables.serve_models.table(result)
     assert " with CUDA graphs, `--max-num-seqs=9`; " in lines[0]
     assert "|  | 8B | 14B fp8 | 0.6B |" in lines
     assert cells_of(lines, "first token after a switch to it") == ["0.500", "0.700", "0.900"]
@@ -429,7 +429,7 @@ def test_clients_that_share_the_link(tables: ModuleType) -> None:
         "wakes in turn": [{"seconds": 8.0, "each": [7.0, 1.0]}],
         "at once / in turn": {"sleep": 0.875, "wake": 1.125},
     }
-    said = tables.clients_together(result)
+    said = tables.vault.clients_together(result)
     assert "asleep after 6.00 s (1.50 ×), and awake again after 4.00 s (0.50 ×). Then " in said
     assert said.endswith(
         "asleep after 5.00–5.50 s (1.25–1.38 ×) at once, after 6.00 s (1.50 ×) one after the other; and awake again"
@@ -446,7 +446,7 @@ def test_table_of_the_vaults_gpu_memory(tables: ModuleType) -> None:
         {"memory_bytes": 8 << 30, "pages": "pages of 4 KiB", "pinned after s": 2.0, "bytes": 526 << 20},
         {"not measured": "/proc/sys/vm/nr_hugepages cannot be set here"},
     ]
-    lines = tables.vault_gpu_memory_table(result)
+    lines = tables.vault.gpu_memory_table(result)
     assert lines[0].endswith(" A bare context takes 500–510 MiB there.")
     assert lines[-1] == "| 8 | pages of 4 KiB | 2.00 | 526 |"
     assert sum(line.startswith("|") for line in lines) == 3
@@ -454,14 +454,13 @@ def test_table_of_the_vaults_gpu_memory(tables: ModuleType) -> None:
 
 @pytest.mark.slow
 def test_table_of_compressed_backups(
-    results: pathlib.Path, tables: ModuleType, monkeypatch: pytest.MonkeyPatch
+    benchmark_module: Callable[[str], ModuleType], results: pathlib.Path, tables: ModuleType
 ) -> None:
     """Figures are medians beside the link of the same process; a process that failed is left out."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import compressed
+    compressed = benchmark_module("compressed")
 
     def one(content: str, compress: str, dirty_s: tuple[float, ...], stored: float) -> dict[str, Any]:
-        steps = [(name, seconds) for name in tables.COMPRESSED_STEPS for seconds in dirty_s]
+        steps = [(name, seconds) for name in tables.compressed.STEPS for seconds in dirty_s]
         result: dict[str, Any] = {
             "content": content,
             "compress": compress,
@@ -498,7 +497,7 @@ def test_check_notices_other_figures_and_an_old_plot(tables: ModuleType, monkeyp
     monkeypatch.setattr(sys, "argv", ["result_tables.py", "--check"])
     with pytest.raises(SystemExit, match=r"peers\.svg: not made from"):
         tables.main()
-    tables.PLOT.write_text(f"<svg>{tables.peers_digest()}</svg>")
+    tables.peers.PLOT.write_text(f"<svg>{tables.digest_of('peers.json')}</svg>")
     tables.main()
 
 
@@ -520,14 +519,14 @@ def test_the_plot_is_the_same_for_the_same_result(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.undo()
-    monkeypatch.setattr(tables, "RESULTS", results)
+    monkeypatch.setattr(tables.results, "RESULTS", results)
     plots = []
     for name in ("a.svg", "b.svg"):
-        monkeypatch.setattr(tables, "PLOT", results / name)
-        tables.draw_peers(tables.load("peers.json"))
+        monkeypatch.setattr(tables.peers, "PLOT", results / name)
+        tables.peers.draw(tables.load("peers.json"))
         plots.append((results / name).read_text())
     assert plots[0] == plots[1]
-    assert tables.peers_digest() in plots[0]
+    assert tables.digest_of("peers.json") in plots[0]
     assert "first sleep" in plots[0]
 
 

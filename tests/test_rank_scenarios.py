@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import pathlib
@@ -17,25 +16,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-BENCHMARKS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
-
 pytestmark = pytest.mark.sim
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Imports the benchmarks' modules; none of them stays."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(BENCHMARKS)):
-            del sys.modules[name]
-
-
-@pytest.fixture
-def ranks(module: Any) -> ModuleType:
-    found: ModuleType = module("scenarios.ranks")
+def ranks(benchmark_module: Any) -> ModuleType:
+    found: ModuleType = benchmark_module("scenarios.ranks")
     return found
 
 
@@ -245,7 +231,13 @@ class Replica(Engine):
     ],
 )
 def test_two_servers_of_one_model_share_one_copy(
-    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, name: str, wrong: str, held: int, said: str
+    benchmark_module: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    name: str,
+    wrong: str,
+    held: int,
+    said: str,
 ) -> None:
     class Vault(contextlib.nullcontext[Any]):
         socket = "/vault.sock"
@@ -260,9 +252,9 @@ def test_two_servers_of_one_model_share_one_copy(
         def status(self) -> dict[str, Any]:
             return {"asleep_bytes": held}
 
-    scenarios = module("scenarios.vault")
+    scenarios = benchmark_module("scenarios.vault")
     Replica.slept = []
-    monkeypatch.setattr(module("vault_process"), "Vault", Vault)
+    monkeypatch.setattr(benchmark_module("vault_process"), "Vault", Vault)
     monkeypatch.setattr(scenarios, "GatedServer", lambda _folder, log, *_: Replica(tmp_path / log, wrong))
     for variable in ("CUMEM_SLEEP_VAULT", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(variable, "")  # put back at the end
@@ -273,7 +265,7 @@ def test_two_servers_of_one_model_share_one_copy(
 
 @pytest.mark.parametrize("name", ["two_servers_through_the_vault", "replicas_on_two_gpus"])
 def test_what_the_sampler_keeps_among_the_weights_is_little(
-    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, name: str
+    benchmark_module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, name: str
 ) -> None:
     """It differs from server to server: counts of tokens, four bytes for each token of the vocabulary and request."""
 
@@ -282,14 +274,14 @@ def test_what_the_sampler_keeps_among_the_weights_is_little(
 
     def server(_folder: pathlib.Path, _log: str, _port: int, *options: str) -> None:
         given = dict(zip(options[::2], options[1::2], strict=True))
-        shape = module("checkpoints").SHAPES["0.6B"]
+        shape = benchmark_module("checkpoints").SHAPES["0.6B"]
         counts_bytes = int(given.get("--max-num-seqs", 1024)) * shape.vocabulary * 4
         assert counts_bytes < shape.weights_bytes / 100
         raise Asked
 
-    scenarios = module("scenarios.vault")
+    scenarios = benchmark_module("scenarios.vault")
     vault = contextlib.nullcontext(SimpleNamespace(socket="", wait_until_pinned=lambda: 1.0))
-    monkeypatch.setattr(module("vault_process"), "Vault", lambda _: vault)
+    monkeypatch.setattr(benchmark_module("vault_process"), "Vault", lambda _: vault)
     monkeypatch.setattr(scenarios, "GatedServer", server)
     for variable in ("CUMEM_SLEEP_VAULT", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(variable, "")  # put back at the end
@@ -300,7 +292,7 @@ def test_what_the_sampler_keeps_among_the_weights_is_little(
 @pytest.mark.parametrize(("left", "said"), [([2 << 30, 2 << 30], ""), ([2 << 30, 90 << 30], "both have given")])
 def test_both_engines_of_data_parallel_2_have_to_sleep(
     parallel: ModuleType,
-    module: Any,
+    benchmark_module: Any,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: pathlib.Path,
     left: list[int],
@@ -311,7 +303,7 @@ def test_both_engines_of_data_parallel_2_have_to_sleep(
             return (200, {}, None) if path.startswith("/re") else super().ask(method, path, body)
 
     monkeypatch.setattr(parallel, "GatedServer", lambda *_: TwoEngines(tmp_path / "log"))
-    monkeypatch.setattr(module("model_server"), "gpu_memory_in_use_bytes", lambda gpu: left[gpu])
+    monkeypatch.setattr(benchmark_module("model_server"), "gpu_memory_in_use_bytes", lambda gpu: left[gpu])
     expected = pytest.raises(AssertionError, match=said) if said else contextlib.nullcontext()
     with expected:
         facts = parallel.data_parallel_2(tmp_path / "model")
@@ -368,8 +360,8 @@ class Llm:
 
 
 @pytest.fixture
-def parallel(module: Any, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    found: ModuleType = module("scenarios.parallel")
+def parallel(benchmark_module: Any, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    found: ModuleType = benchmark_module("scenarios.parallel")
     monkeypatch.setattr(found, "tokens", lambda _: [[1, 2]])
     return found
 
@@ -409,7 +401,7 @@ def test_what_others_have_on_the_gpu_is_not_what_a_rank_leaves(
     assert facts.get("bytes left asleep, by rank") == (expected and [expected] * 4)
 
 
-def test_memory_of_one_process_is_what_nvml_lists(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_one_process_is_what_nvml_lists(benchmark_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = [SimpleNamespace(pid=7, usedGpuMemory=9 << 30), SimpleNamespace(pid=8, usedGpuMemory=None)]
     nvml = SimpleNamespace(
         NVMLError=OSError,
@@ -418,7 +410,7 @@ def test_memory_of_one_process_is_what_nvml_lists(module: Any, monkeypatch: pyte
         nvmlDeviceGetComputeRunningProcesses=lambda handle: listed if handle == "a GPU" else [],
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    of = module("model_server").gpu_memory_of_process_bytes
+    of = benchmark_module("model_server").gpu_memory_of_process_bytes
     assert [of("GPU-1", process) for process in (7, 8, 9)] == [9 << 30, None, None]
 
     def fails() -> None:
@@ -428,18 +420,22 @@ def test_memory_of_one_process_is_what_nvml_lists(module: Any, monkeypatch: pyte
     assert of("GPU-1", 7) is None
 
 
-def test_a_worker_says_what_its_own_process_has(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_says_what_its_own_process_has(benchmark_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     properties = SimpleNamespace(uuid="a3d9fea7")
     cuda = SimpleNamespace(current_device=lambda: 1, get_device_properties=lambda device: device == 1 and properties)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(module("model_server"), "gpu_memory_of_process_bytes", lambda *of: asked.append(of) or 5)
-    assert module("worker_extension").Extension().gpu_memory_bytes() == 5
+    monkeypatch.setattr(
+        benchmark_module("model_server"), "gpu_memory_of_process_bytes", lambda *of: asked.append(of) or 5
+    )
+    assert benchmark_module("worker_extension").Extension().gpu_memory_bytes() == 5
     assert asked == [("GPU-a3d9fea7", os.getpid())]
 
 
-def test_each_segment_with_weights_is_described(module: Any, monkeypatch: pytest.MonkeyPatch, allocator: Any) -> None:
-    extension = module("worker_extension")
+def test_each_segment_with_weights_is_described(
+    benchmark_module: Any, monkeypatch: pytest.MonkeyPatch, allocator: Any
+) -> None:
+    extension = benchmark_module("worker_extension")
     monkeypatch.setattr(extension, "sums_of_mib", lambda _address, nbytes: [7] * (nbytes >> 20))
     monkeypatch.setattr(extension, "tensors_in", lambda segment: [f"of {segment.bytes}"])
     for nbytes, tag in ((4 << 20, "weights"), (8 << 20, "kv_cache"), (6 << 20, "weights")):
@@ -460,8 +456,8 @@ def test_without_ray_the_scenario_says_so(
     assert type(raised.value).__name__ == "NotHere"
 
 
-def test_what_is_not_run_is_told_apart(module: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    scenarios = module("vllm_scenarios")
+def test_what_is_not_run_is_told_apart(benchmark_module: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    scenarios = benchmark_module("vllm_scenarios")
     outcomes = {
         "a": {"passed": True},
         "b": {"passed": False, "not_run": "no ray"},
@@ -471,10 +467,10 @@ def test_what_is_not_run_is_told_apart(module: Any, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     assert [line.split()[0] for line in said.splitlines()] == ["passed", "NOT", "no", "FAILED", "x"]
     assert [scenarios.failed(outcome) for outcome in outcomes.values()] == [False, False, True]
+    table = benchmark_module("measured.scenarios").table
     machine = {"machine": {"vllm": "0", "gpu": "A GPU"}}
-    tables = module("result_tables")
     outcomes["d"] = {"passed": False, "error": "x", "why": "the other GPU was full"}
-    page = tables.scenarios_table({"scenarios": {n: {**o, **machine, "says": "It."} for n, o in outcomes.items()}})
+    page = table({"scenarios": {n: {**o, **machine, "says": "It."} for n, o in outcomes.items()}})
     assert page[-4:] == [
         "| a | It. |",
         "| b | It. **Not run**: no ray. |",
@@ -483,9 +479,9 @@ def test_what_is_not_run_is_told_apart(module: Any, capsys: pytest.CaptureFixtur
     ]
 
 
-def test_a_mixture_of_experts_is_what_vllm_reads(module: Any) -> None:
+def test_a_mixture_of_experts_is_what_vllm_reads(benchmark_module: Any) -> None:
     """Names and sizes are those that vLLM's Qwen3-MoE loads."""
-    shape = module("checkpoints").SHAPES["MoE"]
+    shape = benchmark_module("checkpoints").SHAPES["MoE"]
     config = shape.config()
     assert config["architectures"] == ["Qwen3MoeForCausalLM"]
     assert config["num_experts"] == 16 > config["num_experts_per_tok"]
@@ -493,7 +489,7 @@ def test_a_mixture_of_experts_is_what_vllm_reads(module: Any) -> None:
     assert layer["model.layers.3.mlp.gate.weight"] == (16, 1024)
     assert layer["model.layers.3.mlp.experts.15.down_proj.weight"] == (1024, 768)
     assert not any(".mlp.gate_proj" in name for name in layer)
-    assert "num_experts" not in module("checkpoints").SHAPES["8B"].config()
+    assert "num_experts" not in benchmark_module("checkpoints").SHAPES["8B"].config()
 
 
 class Worker:
@@ -502,10 +498,10 @@ class Worker:
     rank = 1
 
 
-def test_one_rank_is_limited_and_the_others_are_not(module: Any, allocator: Any) -> None:
+def test_one_rank_is_limited_and_the_others_are_not(benchmark_module: Any, allocator: Any) -> None:
     from cumem_sleep import OutOfHostMemory
 
-    extension = module("worker_extension").Extension
+    extension = benchmark_module("worker_extension").Extension
     worker = type("Both", (extension, Worker), {})()
     allocator.malloc(4 << 20, "weights")
     worker.limit_host_memory("0", "1")
@@ -521,8 +517,8 @@ def test_one_rank_is_limited_and_the_others_are_not(module: Any, allocator: Any)
     assert worker.process_id() > 0
 
 
-def test_what_two_processes_hold_is_compared(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = module("equal_segments")
+def test_what_two_processes_hold_is_compared(benchmark_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = benchmark_module("equal_segments")
     segment = {"bytes": 4 << 20, "sums": [1, 2, 3, 4], "tensors": ["int32 [9]"]}
     others = [{"segments": [{**segment, "sums": [1, 2, 3, 5]}]}, {"segments": [segment]}]
     answers: list[Any] = []

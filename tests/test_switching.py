@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pathlib
@@ -11,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -22,29 +21,10 @@ import cumem_sleep
 
 TESTS = pathlib.Path(__file__).resolve().parent
 BENCHMARKS = TESTS.parent / "benchmarks"
-MODULES = (
-    "checkpoints",
-    "model_server",
-    "page_cache",
-    "level_3_table",
-    "result_tables",
-    "recording",
-    "layers",
-    "switching",
-    "vault_process",
-)
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module
-    for name in MODULES:
-        sys.modules.pop(name, None)
 
 
 @pytest.fixture
@@ -324,7 +304,7 @@ def results(run: Run, tmp_path: pathlib.Path) -> dict[str, Any]:
 def test_the_table_counts_only_restarts_that_did_not_compile(
     results: dict[str, Any], benchmark_module: Callable[[str], ModuleType]
 ) -> None:
-    lines = benchmark_module("result_tables").switching_table(results)
+    lines = benchmark_module("measured.switching").table(results)
     assert "| switch | 46.0 (44.0–48.0) | 2.20 (2.00–2.40) | 4.40 (4.00–4.80) |" in lines
     assert "| switch, faster than restart | – | 20.9 × | 10.5 × |" in lines
     assert "| switches | 2 | 3 | 3 |" in lines
@@ -357,10 +337,10 @@ def test_plot_and_check(
     for page in tables.SECTIONS:
         (tmp_path / "docs" / page).write_text("\n".join(marks) + "\n")
     (tmp_path / "README.md").write_text(f"{tables.HEADLINE_BEGIN}\n{tables.HEADLINE_END}\n")
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    monkeypatch.setattr(tables, "PLOT", tmp_path / "docs" / "peers.svg")
-    monkeypatch.setattr(tables, "SWITCHING_PLOT", tmp_path / "docs" / "switching.svg")
+    monkeypatch.setattr(tables.results, "ROOT", tmp_path)
+    monkeypatch.setattr(tables.results, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables.peers, "PLOT", tmp_path / "docs" / "peers.svg")
+    monkeypatch.setattr(tables.switching, "PLOT", tmp_path / "docs" / "switching.svg")
     monkeypatch.setattr(sys, "argv", ["result_tables.py"])
     tables.main()
     assert "Two models on one GPU, switched" in (tmp_path / "docs" / "benchmarks.md").read_text()
@@ -372,10 +352,10 @@ def test_plot_and_check(
     with pytest.raises(SystemExit, match=r"README\.md: its figures"):
         tables.main()
     (tmp_path / "README.md").write_text(readme)
-    assert "first token after it" in tables.SWITCHING_PLOT.read_text()
+    assert "first token after it" in tables.switching.PLOT.read_text()
     monkeypatch.setattr(sys, "argv", ["result_tables.py", "--check"])
     tables.main()
-    tables.SWITCHING_PLOT.write_text("<svg/>")
+    tables.switching.PLOT.write_text("<svg/>")
     with pytest.raises(SystemExit, match=r"switching\.svg: not made from"):
         tables.main()
 

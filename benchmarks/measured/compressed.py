@@ -1,0 +1,71 @@
+"""Compressed backups (`compressed.py`), and the codec alone (`codec.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .results import machine
+from .written import GIB, digits
+
+STEPS = ("first sleep", "dirty sleep", "clean sleep", "wake at once", "wake later")
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """Raw and compressed backups of the same model, in seconds and beside the link."""
+    results = [one for one in result["results"] if "error" not in one]
+    gib = results[0]["bytes"] / GIB
+    lines = [
+        f"**Compressed backups** (`CUMEM_SLEEP_COMPRESS=auto`) and raw ones: a 32B model's memory, {gib:.2f} GiB of"
+        " weights, 54.63 GiB of KV cache, one process for each line, every byte checked after every wake."
+        f" {machine(results[0])}. In parentheses: how many times faster than the uncompressed weights on the link"
+        f" ({results[0]['link_gbps']['to_host']:.1f} and {results[0]['link_gbps']['to_device']:.1f} GB/s). Seconds,"
+        " medians:",
+        "",
+        f"| weights | compress | stored | {' | '.join(STEPS)} |",
+        f"|---|---|---{'|---' * len(STEPS)}|",
+    ]
+    for one in results:
+        summary = one["summary"]
+        cells = [
+            digits(summary[step]["seconds"])
+            + (f" ({summary[step]['times_link']:.2f} ×)" if step not in ("first sleep", "clean sleep") else "")
+            for step in STEPS
+        ]
+        stored = f"{summary['first sleep']['stored']:.3f}"
+        lines.append(f"| {one['content']} | {one['compress']} | {stored} | {' | '.join(cells)} |")
+    by_way = {(one["content"], one["compress"]): one["summary"]["dirty sleep"] for one in results}
+    backing_up = by_way["bf16 normal", "auto"]
+    return [
+        *lines,
+        "",
+        f"Of the compressed dirty sleep of bf16, {digits(backing_up['backing_up_s'])} s"
+        f" ({backing_up['backing_up_times_link']:.2f} ×) pass until everything is backed up; in the rest the driver"
+        " releases device memory. Wakes follow right after their sleep, or some seconds later. The checkpoint is"
+        " all-MiniLM-L6-v2, repeated; before a dirty sleep each of its values was changed by about 1 %.",
+    ]
+
+
+def codec_table(result: dict[str, Any]) -> list[str]:
+    """The codec's kernels alone beside nvCOMP's."""
+    lines = [
+        f"**The codec alone**, and nvCOMP's ANS ({_version(result['nvcomp']['version'])}) in comparison: stored bytes"
+        f" per byte, and GB/s of raw bytes, kernels only. {machine(result)}.",
+        "",
+        "| content | codec | ratio | count | encode | decode |",
+        "|---|---|---|---|---|---|",
+    ]
+    for content, one in result["codec"].items():
+        named = {"cumem-sleep": one}
+        for chunk in ("256 KiB", "1024 KiB"):
+            named[f"nvCOMP, chunks of {chunk}"] = result["nvcomp"][f"{content}, {chunk}"]
+        for codec, row in named.items():
+            rates = [
+                f"{row[key]['median']:.0f}" if key in row else "–"
+                for key in ("count_gbps", "encode_gbps", "decode_gbps")
+            ]
+            lines.append(f"| {content} | {codec} | {row['ratio']:.3f} | {' | '.join(rates)} |")
+    return lines
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number // 100 % 10}"

@@ -1,0 +1,24 @@
+"""What was tried with a real vLLM (`vllm_scenarios.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """What was tried with a real vLLM, and how it ended."""
+    outcomes = result["scenarios"]
+    versions = ", ".join(sorted({outcome["machine"]["vllm"] for outcome in outcomes.values()}))
+    gpus = ", ".join(sorted({outcome["machine"]["gpu"] for outcome in outcomes.values()}))
+    lines = [
+        f"Run with vLLM {versions} on an {gpus} (`benchmarks/vllm_scenarios.py`):",
+        "",
+        "| scenario | |",
+        "|---|---|",
+    ]
+    for name, outcome in outcomes.items():
+        failed = f" **Failed**: {outcome['why']}." if "why" in outcome else " **Failed.**"
+        not_run = f" **Not run**: {outcome['not_run']}." if "not_run" in outcome else failed
+        ended = "" if outcome["passed"] else not_run
+        lines.append(f"| {name.replace('_', ' ')} | {outcome['says']}{ended} |")
+    return lines

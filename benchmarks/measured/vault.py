@@ -1,0 +1,121 @@
+"""The vault (`vault.py`, `vault_gpu_memory.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .results import beside, machine
+from .written import GIB, MIB, digits, low_to_high
+
+WAYS = {
+    "own": "own memory, its first use on that machine",
+    "vault": "the vault",
+    "replica": "a replica, while the first one sleeps",
+    "compressed": "the vault, compressed",
+}
+STEPS = {
+    "first sleep": "to_host",
+    "wake": "to_device",
+    "wake, later": "to_device",
+    "later sleep, everything changed": "to_host",
+    "later sleep, nothing changed": None,
+}
+BYTES = {
+    "copied by the first sleep, GiB": "copied_bytes",
+    "found in the vault, GiB": "found_bytes",
+    "stored by the first sleep, GiB": "stored_bytes",
+    "pinned by the process itself, GiB": "pinned_by_itself_bytes",
+}
+
+
+def link_rates(result: dict[str, Any]) -> dict[str, float]:
+    """Bytes per second by direction, at best."""
+    return {direction: result["link_bytes"] / min(seconds) for direction, seconds in result["link"].items()}
+
+
+def gbps_of_links(result: dict[str, Any]) -> str:
+    link = link_rates(result)
+    return f"{link['to_host'] / 1e9:.1f} GB/s to the host, {link['to_device'] / 1e9:.1f} GB/s to the GPU"
+
+
+def table(result: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    """Sleeps and wakes through the vault, and of own memory in another run, beside the link of their run."""
+    workload = result["workload"]
+    found = {**result["ways"], "replica": result["ways"]["vault"]["replica"], "own": own["ways"]["own"]}
+    ways = {way: found[way] for way in WAYS if "error" not in found[way]}
+
+    def cell(name: str, step: str, direction: str | None) -> str:
+        way = ways[name]
+        if not (seconds := [answer["seconds"] for answer in way.get(step, ())]):
+            return "–"
+        copies = step != "first sleep" or way[step][0]["layer"]["copied_bytes"] > 0
+        if direction is None or not copies:
+            return low_to_high(seconds)
+        link = link_rates(own if name == "own" else result)
+        times = low_to_high([each * link[direction] / way["bytes"] for each in seconds], "{:.2f}".format)
+        return f"{low_to_high(seconds)} ({times} ×)"
+
+    def busy(way: dict[str, Any]) -> str:
+        return digits(way["first sleep"][0]["link"]["busy_s"]) if "link" in way["first sleep"][0] else "–"
+
+    lines = [
+        f"{workload['segments']} segments, {workload['weights_bytes'] / GIB:.2f} GiB of bf16 weights,"
+        f" {workload['kv_cache_bytes'] / GIB:.2f} GiB of KV cache, every byte checked after every wake."
+        f" {machine(result)}. The link: {gbps_of_links(result)}. The first column was measured earlier{beside(own)},"
+        f" with a link of {gbps_of_links(own)}. Seconds; in parentheses, how many times as long as the uncompressed"
+        " bytes take on the link:",
+        "",
+        f"|  | {' | '.join(WAYS[way] for way in ways)} |",
+        "|---" * (len(ways) + 1) + "|",
+    ]
+    for step, direction in STEPS.items():
+        lines.append(f"| {step} | {' | '.join(cell(way, step, direction) for way in ways)} |")
+    lines.append(f"| in the first sleep the vault's link was busy for | {' | '.join(map(busy, ways.values()))} |")
+    layers = [way["first sleep"][0]["layer"] for way in ways.values()]
+    for head, key in BYTES.items():
+        lines.append(f"| {head} | {' | '.join(f'{layer[key] / GIB:.2f}' for layer in layers)} |")
+    left = [f"{way['first sleep'][0]['left_on_gpu_bytes'] / GIB:.2f}" for way in ways.values()]
+    return [*lines, f"| in use on the whole GPU asleep, GiB | {' | '.join(left)} |"]
+
+
+def clients_together(result: dict[str, Any]) -> str:
+    """Two clients at once, and the same two in turn."""
+    link, together = link_rates(result), result["ways"]["together"]
+    clients = together["the clients"]
+
+    def taken(step: str, direction: str) -> str:
+        seconds = [answer["seconds"] for answer in together[step]]
+        times = low_to_high([each * link[direction] / together["bytes"] for each in seconds], "{:.2f}".format)
+        return f"{low_to_high(seconds)} s ({times} ×)"
+
+    taken_at_once = [*together["sleep at once"], *together["wake at once"]]
+    slower = max(max(pair["each"]) / min(pair["each"]) for pair in taken_at_once)
+    return (
+        f"{len(clients)} clients on one GPU, of {clients[0]['bytes'] / GIB:.2f} GiB of weights each, slept for the"
+        " first time at the same moment, and woke at the same moment: both were asleep after"
+        f" {taken('first sleep', 'to_host')}, and awake again after {taken('wake', 'to_device')}. Then every weight"
+        " changed before each sleep: both were"
+        f" asleep after {taken('sleep at once', 'to_host')} at once, after {taken('sleeps in turn', 'to_host')} one"
+        f" after the other; and awake again after {taken('wake at once', 'to_device')} and"
+        f" {taken('wakes in turn', 'to_device')}. So at once both took {together['at once / in turn']['sleep']:.2f}"
+        f" times as long to sleep as in turn, and {together['at once / in turn']['wake']:.2f} times to wake; no client"
+        f" took longer than {slower:.2f} times what the other took meanwhile."
+    )
+
+
+def gpu_memory_table(result: dict[str, Any]) -> list[str]:
+    """What a vault without a client takes of a GPU, by its size and its pages."""
+    contexts = [each["bytes"] / MIB for each in result["context"]["contexts"]]
+    vaults = [vault for vault in result["vault"]["vaults"] if "not measured" not in vault]
+    return [
+        f"What a vault takes of a GPU before it has a client. {machine(result)}. A bare context takes"
+        f" {low_to_high(contexts)} MiB there.",
+        "",
+        "| memory of the vault, GiB | in | pinned after, s | GPU memory, MiB |",
+        "|---|---|---|---|",
+        *(
+            f"| {vault['memory_bytes'] / GIB:g} | {vault['pages']} | {digits(vault['pinned after s'])} |"
+            f" {vault['bytes'] / MIB:.0f} |"
+            for vault in vaults
+        ),
+    ]
