@@ -46,9 +46,13 @@ class Deadline:
     def __init__(self, seconds: float) -> None:
         self._ends_at = time.monotonic() + seconds
 
+    def left(self) -> float:
+        """Seconds; negative when it has passed."""
+        return self._ends_at - time.monotonic()
+
     def limit(self, seconds: float) -> float:
         """So many seconds, or what is left."""
-        left = self._ends_at - time.monotonic()
+        left = self.left()
         if left <= 0:
             raise OutOfTime("no time left")
         return min(seconds, left)

@@ -415,6 +415,28 @@ def test_table_of_models_behind_the_front(tables: ModuleType) -> None:
     assert lines[-1].endswith(" Failed: restart: OutOfTime: no time left.")
 
 
+def test_table_of_switches_beside_restarts(tables: ModuleType) -> None:
+    """Each model has its own first token while awake and its own restart; one that was left out is said."""
+    result = tables.load("serve_models.json")
+    one = result["one after the other"]
+    for old, key in ((result, "restart"), (one, "first token, awake"), (one, "within the target")):
+        old.pop(key, None)
+    one |= {"limit": "as it is said", "compared": 137, "within the limit": 136}
+    one["first tokens of a model that is awake"] = {"large": [0.04, 0.03, 0.05], "fp8": [0.09], "small": []}
+    result["restarts"] = {
+        "switches": [
+            {"old": "small", "new": "large", "stop_s": 2.0, "first_token_s": 52.0},
+            {"old": "large", "new": "small", "stop_s": 2.0, "first_token_s": 32.0},
+        ],
+        "left out": {"fp8": "44 s were left, and its first start took 60 s"},
+    }
+    lines = tables.serve_models.table(result)
+    assert cells_of(lines, "first token while it was awake") == ["0.040 (0.030–0.050)", "0.090", "not measured"]
+    assert cells_of(lines, "first token after a restart instead") == ["52.0", "not measured", "32.0"]
+    assert lines[-1].startswith("Of 137 first tokens after a switch 136 took no longer than 1.05 times sleep and wake,")
+    assert " 14B fp8 was not restarted: 44 s were left, and its first start took 60 s." in lines[-1]
+
+
 def test_clients_that_share_the_link(tables: ModuleType) -> None:
     """Both together count against the link, by the one that ended last; beside them, both in turn."""
     result = tables.load("vault_alone.json")

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from support import two_free_ports
@@ -44,13 +48,30 @@ def test_every_phase_is_measured(tmp_path: pathlib.Path) -> None:
     assert facts["failed"] == {}
     assert facts["answers"] == {"answers that are known": 18}
     one = facts["one after the other"]
-    assert one["requests"] == 8 == len(one["switches"]) + one["first token, awake"]["count"]
+    assert one["requests"] == 8
+    awake = one["first tokens of a model that is awake"]
+    assert sum(map(len, awake.values())) == 18 + 8 - len(one["switches"])
+    assert min(map(len, awake.values())) >= 6, "every model has its own to be compared with"
     assert all(len(switch["own"]) == 2 for switch in one["switches"])
+    assert one["compared"] == len(one["switches"])
+    medians = {model: statistics.median(seconds) for model, seconds in awake.items()}
+    for switch in one["switches"]:
+        assert switch["awake_first_token_s"] == medians[switch["new"]]
+        limit_s = 1.05 * sum(switch["own"].values()) + 0.02 + medians[switch["new"]]
+        assert switch["limit_s"] == pytest.approx(limit_s)
+    within = [switch for switch in one["switches"] if switch["first_token_s"] <= switch["limit_s"]]
+    assert one["within the limit"] == len(within)
+    assert "awake, in this run" in one["limit"]
     assert facts["many at once"]["whole answers"]["count"] == 12
     assert facts["many at once"]["errors"] == {}
     for way in ("directly", "through the front"):
         assert facts["overhead"]["4 at once"]["first token"][way]["count"] == 8
-    assert facts["restart"]["first token of a model that is started"] > 0
+    assert facts["restarts"]["left out"] == {}
+    started = [(switch["old"], switch["new"]) for switch in facts["restarts"]["switches"]]
+    assert started == [("small", "large"), ("large", "fp8"), ("fp8", "small")]
+    assert all(switch["first_token_s"] > switch["stop_s"] > 0 for switch in facts["restarts"]["switches"])
+    phases = {name: model["phase"] for name, model in facts["models at the end"].items()}
+    assert phases == {"large": "stopped", "fp8": "stopped", "small": "awake"}, "each ran alone"
     assert facts["the front ended in order"]
 
 
@@ -70,6 +91,7 @@ def test_a_model_that_does_not_start_loses_nothing_of_the_others(tmp_path: pathl
     assert "no such kernel" in facts["failed"]["start of fp8"]
     assert facts["answers"] == {"answers that are known": 12}
     assert facts["many at once"]["whole answers"]["count"] == 12
+    assert [switch["new"] for switch in facts["restarts"]["switches"]] == ["large", "small"]
     assert facts["the front ended in order"]
 
 
@@ -95,3 +117,77 @@ def test_what_is_lost_is_said_and_the_other_phases_are_done(tmp_path: pathlib.Pa
     assert "and not" in facts["failed"]["one after the other"]
     assert facts["many at once"]["whole answers"]["count"] == 12
     assert facts["the front ended in order"]
+
+
+# Without servers
+
+
+@pytest.fixture
+def serve_models(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("serve_models")
+
+
+def test_a_switch_is_compared_with_the_same_models_own_first_token(serve_models: ModuleType) -> None:
+    switch = {"old": "small", "new": "fp8", "first_token_s": 0.55, "own": {"small": 0.1, "fp8": 0.3}}
+    found = serve_models.compared(switch, [0.09, 0.4, 0.11])
+    assert found == {
+        **switch,
+        "awake_first_token_s": 0.11,
+        "limit_s": pytest.approx(1.05 * 0.4 + 0.02 + 0.11),
+        "more_s": pytest.approx(0.04),
+    }
+    nothing = serve_models.compared(switch, None)
+    assert (nothing["awake_first_token_s"], nothing["limit_s"], nothing["more_s"]) == (None, None, None)
+
+
+class Servers:
+    """Three models of which one may run at a time; starts take as long as they are said to, on a clock of their own."""
+
+    def __init__(self, serve_models: ModuleType, monkeypatch: pytest.MonkeyPatch, left_s: float) -> None:
+        self.models = ["large", "fp8", "small"]
+        self.start_s = {"large": 50.0, "fp8": 60.0, "small": 30.0}
+        self.facts: dict[str, Any] = {"failed": {}}
+        self.deadline = SimpleNamespace(left=lambda: left_s)
+        self.running = set(self.models)
+        self.fails = ""
+        self.now = 0.0
+        clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter=lambda: self.now)
+        monkeypatch.setattr(serve_models, "time", clock)
+
+    def awake(self) -> str:
+        return "small"
+
+    def stop(self, model: str) -> None:
+        self.running.discard(model)
+        self.now += 2.0
+
+    def ask(self, model: str, _number: int, _limit_s: float) -> SimpleNamespace:
+        assert not self.running, "each runs alone"
+        self.running.add(model)
+        self.now += self.start_s[model]
+        if model == self.fails:
+            raise RuntimeError("no luck")
+        return SimpleNamespace(first_token_s=self.start_s[model])
+
+
+def test_restarts_that_do_not_fit_are_named(serve_models: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = serve_models.restarts(Servers(serve_models, monkeypatch, left_s=500.0), 100.0)
+    assert facts["switches"] == [
+        {"old": "small", "new": "large", "stop_s": 2.0, "first_token_s": 52.0},
+        {"old": "large", "new": "small", "stop_s": 2.0, "first_token_s": 32.0},
+    ]
+    assert facts["left out"] == {"fp8": "44 s were left, and its first start took 60 s"}
+    lines = serve_models.table({"restarts": facts, "failed": {}})
+    assert "NOT RESTARTED fp8: 44 s were left, and its first start took 60 s" in lines
+    none = serve_models.restarts(Servers(serve_models, monkeypatch, left_s=-1.0), 100.0)
+    assert (none["switches"], len(none["left out"])) == ([], 3)
+
+
+def test_a_restart_that_fails_loses_none_of_the_others(
+    serve_models: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = Servers(serve_models, monkeypatch, left_s=500.0)
+    servers.fails = "fp8"
+    facts = serve_models.restarts(servers, 500.0)
+    assert [(switch["old"], switch["new"]) for switch in facts["switches"]] == [("small", "large"), ("fp8", "small")]
+    assert servers.facts["failed"] == {"restart of fp8": "RuntimeError: no luck"}

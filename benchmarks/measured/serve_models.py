@@ -8,18 +8,25 @@ from typing import Any
 from .results import beside, machine
 from .written import digits, spread
 
+Facts = dict[str, Any]
 
-def table(result: dict[str, Any]) -> list[str]:
+
+def table(result: Facts) -> list[str]:
     """Three vLLM servers behind `cumem-sleep serve`: what a client waits for, by model."""
-    one, overhead = result["one after the other"], result["overhead"]
-    awake, switches = one["first token, awake"], one["switches"]
-    titles = [" ".join((shape, *options[1:])) for shape, *options in result["models"].values()]
+    one, overhead, many = result["one after the other"], result["overhead"], result["many at once"]
+    titles, at_once = _titles(result), f"{many['clients']} at once"
+    to, away = (
+        {name: [switch for switch in one["switches"] if switch[end] == name] for name in titles}
+        for end in ("new", "old")
+    )
     command = result["machine"]["command"]
     graphs = "with CUDA graphs" if "--graphs" in command else "without CUDA graphs"
     given = [f", `{option.partition('=')[2]}`" for option in command.split() if option.startswith("--server-options=")]
 
-    def cell(name: str, end: str, seconds: Callable[[dict[str, Any]], float]) -> str:
-        return spread([seconds(switch) for switch in switches if switch[end] == name])
+    def row(head: str, seconds_of: Callable[[str], list[float]]) -> str:
+        """A cell for each model: of its seconds median and range."""
+        found = map(seconds_of, titles)
+        return f"| {head} | {' | '.join(spread(seconds) if seconds else 'not measured' for seconds in found)} |"
 
     def compared(how: str, what: str) -> str:
         front, direct = (1000 * overhead[how][what][way]["median_s"] for way in ("through the front", "directly"))
@@ -30,27 +37,54 @@ def table(result: dict[str, Any]) -> list[str]:
         f" {result['machine']['vllm']} {graphs}{''.join(given)}; {one['requests']} requests to models at random, one"
         f" after the other. {machine(result)}{beside(result)}. Seconds, median and range:",
         "",
-        f"|  | {' | '.join(titles)} |",
+        f"|  | {' | '.join(titles.values())} |",
         "|---" * (len(titles) + 1) + "|",
+        row("first token after a switch to it", lambda name: [switch["first_token_s"] for switch in to[name]]),
+        row("its wake in such a switch", lambda name: [switch["own"][name] for switch in to[name]]),
+        row("its sleep in a switch to another", lambda name: [switch["own"][name] for switch in away[name]]),
+        f"| switches to it | {' | '.join(str(len(to[name])) for name in titles)} |",
     ]
-    for head, end, seconds in (
-        ("first token after a switch to it", "new", lambda switch: switch["first_token_s"]),
-        ("its wake in such a switch", "new", lambda switch: switch["own"][switch["new"]]),
-        ("its sleep in a switch to another", "old", lambda switch: switch["own"][switch["old"]]),
-    ):
-        lines.append(f"| {head} | {' | '.join(cell(name, end, seconds) for name in result['models'])} |")
-    counts = [str(sum(switch["new"] == name for switch in switches)) for name in result["models"]]
-    many, restarted = result["many at once"], result["restart"]["first token of a model that is started"]
+    if awake := one.get("first tokens of a model that is awake"):
+        lines.append(row("first token while it was awake", lambda name: awake.get(name, [])))
+    if restarts := result.get("restarts"):
+        started = {switch["new"]: [switch["first_token_s"]] for switch in restarts["switches"]}
+        lines.append(row("first token after a restart instead", lambda name: started.get(name, [])))
     return [
         *lines,
-        f"| switches to it | {' | '.join(counts)} |",
         "",
-        f"A model that was awake sent its first token after {digits(awake['median_s'])} s ({awake['count']} times). Of"
-        f" {len(switches)} first tokens after a switch {one['within the target']} took no longer than that, 1.05 times"
-        f" sleep and wake, and 20 ms. Then {many['clients']} clients at once, {many['requests']} requests:"
+        f"{_within(one)} Then {many['clients']} clients at once, {many['requests']} requests:"
         f" {digits(many['seconds'])} s, {sum(many['errors'].values())} errors. Through the front, medians: one at a"
-        f" time {compared('one at a time', 'first token')}, {compared('one at a time', 'whole answer')}; 16 at once"
-        f" {compared('16 at once', 'first token')}, {compared('16 at once', 'whole answer')}. A restart of the last"
-        f" model instead of a switch to it: {digits(restarted)} s to its first token."
+        f" time {compared('one at a time', 'first token')}, {compared('one at a time', 'whole answer')}; {at_once}"
+        f" {compared(at_once, 'first token')}, {compared(at_once, 'whole answer')}.{_restarted(result)}"
         + "".join(f" Failed: {phase}: {why.splitlines()[0]}." for phase, why in result["failed"].items()),
     ]
+
+
+def _titles(result: Facts) -> dict[str, str]:
+    return {name: " ".join((shape, *options[1:])) for name, (shape, *options) in result["models"].items()}
+
+
+def _within(one: Facts) -> str:
+    """How many switches took no longer than they may."""
+    if "limit" in one:
+        return (
+            f"Of {one['compared']} first tokens after a switch {one['within the limit']} took no longer than 1.05 times"
+            " sleep and wake, 20 ms, and the median first token of the same model while it was awake."
+        )
+    awake = one["first token, awake"]  # of all models together
+    return (
+        f"A model that was awake sent its first token after {digits(awake['median_s'])} s ({awake['count']} times). Of"
+        f" {len(one['switches'])} first tokens after a switch {one['within the target']} took no longer than that, 1.05"
+        " times sleep and wake, and 20 ms."
+    )
+
+
+def _restarted(result: Facts) -> str:
+    """What a restart is, and which there was no time for."""
+    if restarts := result.get("restarts"):
+        left_out = [f" {_titles(result)[name]} was not restarted: {why}." for name, why in restarts["left out"].items()]
+        return f" A restart is the stop of the model that ran and the start of this one.{''.join(left_out)}"
+    if restart := result.get("restart"):  # of the last model alone
+        seconds = restart["first token of a model that is started"]
+        return f" A restart of the last model instead of a switch to it: {digits(seconds)} s to its first token."
+    return ""
