@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ending import end
 from questions import main
 
 from cumem_sleep import DriverError, _core
@@ -72,14 +73,7 @@ class Target:
     def end(self, number: int = signal.SIGKILL) -> float:
         """Seconds until it has ended; -1 if that did not do it, and SIGKILL had to."""
         start = time.perf_counter()
-        self._process.send_signal(number)
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            return -1.0
-        return time.perf_counter() - start
+        return time.perf_counter() - start if end(self._process, 20, number) else -1.0
 
     def free_mib(self) -> int:
         return free_bytes(self.pid, [self.uuid])[self.uuid] // MIB

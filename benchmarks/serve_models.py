@@ -21,7 +21,6 @@ import math
 import os
 import random
 import shlex
-import signal
 import socket
 import statistics
 import subprocess
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import SHAPES, write_config
+from ending import end
 from layers import SIMULATED
 from model_server import HOST, Deadline, exit_on_sigterm
 
@@ -382,12 +382,7 @@ def front_of(file: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process, 60)
 
 
 def wait_until_started(bench: Bench, process: subprocess.Popen[bytes], log: Path) -> Facts:

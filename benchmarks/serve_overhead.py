@@ -17,7 +17,6 @@ import os
 import platform
 import random
 import resource
-import signal
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from ending import end
 
 RESULT = Path(__file__).parent / "results" / "serve_overhead.json"
 FIRST_TOKEN_S, TOKEN_S, TOKENS = 0.2, 0.02, 40
@@ -191,12 +191,7 @@ def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process, 20)
 
 
 async def until_ready(port: int, path: bytes) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from ending import end
 
 from cumem_sleep.errors import VaultError
 from cumem_sleep.vault.client import VaultClient
@@ -91,13 +92,8 @@ class Vault:
     def close(self) -> None:
         """Does nothing the second time."""
         process, self._process = self._process, None
-        if process is not None and process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        if process is not None:
+            end(process, END_S)
         if self.log.parent != Path(self._folder):
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -10,7 +10,7 @@ from recording import CLEAN_SLEEP, DIRTY_SLEEP, FIRST_SLEEP, HOOK_SEGMENT_BYTES,
 
 from .bars import Bars, draw_bars
 from .results import ROOT, machine
-from .written import GIB, MIB, digits, spread
+from .written import GIB, MIB, digits, header, row, spread
 
 PLOT = ROOT / "docs" / "peers.svg"
 BOTH_HOOKS = tuple(f"malloc and free of a {nbytes // MIB} MiB segment" for nbytes in HOOK_SEGMENT_BYTES)
@@ -53,9 +53,6 @@ def table(result: dict[str, Any], title: str, below: Sequence[str] = ()) -> list
     if not any((FIRST_SLEEP, name) in seconds for name in layers):
         raise SystemExit(f"benchmarks/results: {title}: no layer was measured")
 
-    def row(head: str, cells: list[str]) -> str:
-        return f"| {head} | {' | '.join(cells)} |"
-
     def step_cell(step: str, name: str, scale: float) -> str:
         if (step, name) in seconds:
             return spread([scale * value for value in seconds[step, name]])
@@ -72,8 +69,7 @@ def table(result: dict[str, Any], title: str, below: Sequence[str] = ()) -> list
         f" {machine(result)}. The link: {link_gbps(result, 'to_host')} to the host,"
         f" {link_gbps(result, 'to_device')} to the GPU. Seconds, median and range:",
         "",
-        row("", titles),
-        "|---" * (len(titles) + 1) + "|",
+        *header(titles),
         *(row(step, [step_cell(step, name, 1) for name in layers]) for step in STEPS),
         *(row(f"{hook}, µs", [step_cell(hook, name, 1e6) for name in layers]) for hook in (*HOOKS, *BOTH_HOOKS)),
         row(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .results import beside, machine
-from .written import digits, spread
+from .written import digits, header, row, spread
 
 Facts = dict[str, Any]
 
@@ -23,10 +23,9 @@ def table(result: Facts) -> list[str]:
     graphs = "with CUDA graphs" if "--graphs" in command else "without CUDA graphs"
     given = [f", `{option.partition('=')[2]}`" for option in command.split() if option.startswith("--server-options=")]
 
-    def row(head: str, seconds_of: Callable[[str], list[float]]) -> str:
+    def spreads(head: str, seconds_of: Callable[[str], list[float]]) -> str:
         """A cell for each model: of its seconds median and range."""
-        found = map(seconds_of, titles)
-        return f"| {head} | {' | '.join(spread(seconds) if seconds else 'not measured' for seconds in found)} |"
+        return row(head, (spread(seconds) if seconds else "not measured" for seconds in map(seconds_of, titles)))
 
     def compared(how: str, what: str) -> str:
         front, direct = (1000 * overhead[how][what][way]["median_s"] for way in ("through the front", "directly"))
@@ -37,18 +36,17 @@ def table(result: Facts) -> list[str]:
         f" {result['machine']['vllm']} {graphs}{''.join(given)}; {one['requests']} requests to models at random, one"
         f" after the other. {machine(result)}{beside(result)}. Seconds, median and range:",
         "",
-        f"|  | {' | '.join(titles.values())} |",
-        "|---" * (len(titles) + 1) + "|",
-        row("first token after a switch to it", lambda name: [switch["first_token_s"] for switch in to[name]]),
-        row("its wake in such a switch", lambda name: [switch["own"][name] for switch in to[name]]),
-        row("its sleep in a switch to another", lambda name: [switch["own"][name] for switch in away[name]]),
-        f"| switches to it | {' | '.join(str(len(to[name])) for name in titles)} |",
+        *header(titles.values()),
+        spreads("first token after a switch to it", lambda name: [switch["first_token_s"] for switch in to[name]]),
+        spreads("its wake in such a switch", lambda name: [switch["own"][name] for switch in to[name]]),
+        spreads("its sleep in a switch to another", lambda name: [switch["own"][name] for switch in away[name]]),
+        row("switches to it", (str(len(to[name])) for name in titles)),
     ]
     if awake := one.get("first tokens of a model that is awake"):
-        lines.append(row("first token while it was awake", lambda name: awake.get(name, [])))
+        lines.append(spreads("first token while it was awake", lambda name: awake.get(name, [])))
     if restarts := result.get("restarts"):
         started = {switch["new"]: [switch["first_token_s"]] for switch in restarts["switches"]}
-        lines.append(row("first token after a restart instead", lambda name: started.get(name, [])))
+        lines.append(spreads("first token after a restart instead", lambda name: started.get(name, [])))
     return [
         *lines,
         "",

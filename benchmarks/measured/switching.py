@@ -7,7 +7,7 @@ from typing import Any
 
 from .bars import Bars, draw_bars
 from .results import ROOT, machine
-from .written import GIB, digits, spread
+from .written import GIB, digits, header, row, spread
 
 RESULT = "switching.json"  # left out if there is none
 PLOT = ROOT / "docs" / "switching.svg"
@@ -80,9 +80,6 @@ def headline(result: dict[str, Any]) -> list[str]:
 
 
 def _rows(ways: list[dict[str, Any]]) -> list[str]:
-    def row(head: str, cells: list[str]) -> str:
-        return f"| {head} | {' | '.join(cells)} |"
-
     def cell(way: dict[str, Any], key: str) -> str:
         if values := seconds_of(way, key):
             return spread(values)
@@ -99,7 +96,7 @@ def _rows(ways: list[dict[str, Any]]) -> list[str]:
         sleeps = [sleep["seconds"] for sleep in way["first_sleeps"] if sleep["model"] == model]
         return spread(sleeps) if sleeps else "–"
 
-    lines = [row("", [title_of(way) for way in ways]), "|---" * (len(ways) + 1) + "|"]
+    lines = header(map(title_of, ways))
     for model in ("A", "B"):
         lines.append(row(f"first sleep of {model}", [first_sleep(way, model) for way in ways]))
     for head, key in ROWS.items():

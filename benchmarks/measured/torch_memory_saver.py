@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .results import machine
-from .written import GIB, low_to_high
+from .written import GIB, header, low_to_high, row
 
 
 def table(result: dict[str, Any]) -> list[str]:
@@ -31,10 +31,9 @@ def table(result: dict[str, Any]) -> list[str]:
         f" resume. {machine(result)}. Seconds; in parentheses, how many times as fast as torch_memory_saver with the"
         " same setting, by the faster of two:",
         "",
-        f"|  | {' | '.join(titles)} |",
-        "|---" * (len(ways) + 1) + "|",
+        *header(titles),
     ]
     for step in ways["theirs"]["steps"]:
-        lines.append(f"| {step} | {' | '.join(cell(way, step) for way in ways)} |")
-    lines.append(f"| host memory that the first pause took, GiB | {' | '.join(gib('host_bytes'))} |")
-    return [*lines, f"| in use on the whole GPU when paused, GiB | {' | '.join(gib('left_on_gpu_bytes'))} |"]
+        lines.append(row(step, (cell(way, step) for way in ways)))
+    lines.append(row("host memory that the first pause took, GiB", gib("host_bytes")))
+    return [*lines, row("in use on the whole GPU when paused, GiB", gib("left_on_gpu_bytes"))]

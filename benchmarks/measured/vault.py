@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .results import beside, machine
-from .written import GIB, MIB, digits, low_to_high
+from .written import GIB, MIB, digits, header, low_to_high, row
 
 WAYS = {
     "own": "own memory, its first use on that machine",
@@ -65,17 +65,16 @@ def table(result: dict[str, Any], own: dict[str, Any]) -> list[str]:
         f" with a link of {gbps_of_links(own)}. Seconds; in parentheses, how many times as long as the uncompressed"
         " bytes take on the link:",
         "",
-        f"|  | {' | '.join(WAYS[way] for way in ways)} |",
-        "|---" * (len(ways) + 1) + "|",
+        *header(WAYS[way] for way in ways),
     ]
     for step, direction in STEPS.items():
-        lines.append(f"| {step} | {' | '.join(cell(way, step, direction) for way in ways)} |")
-    lines.append(f"| in the first sleep the vault's link was busy for | {' | '.join(map(busy, ways.values()))} |")
+        lines.append(row(step, (cell(way, step, direction) for way in ways)))
+    lines.append(row("in the first sleep the vault's link was busy for", map(busy, ways.values())))
     layers = [way["first sleep"][0]["layer"] for way in ways.values()]
     for head, key in BYTES.items():
-        lines.append(f"| {head} | {' | '.join(f'{layer[key] / GIB:.2f}' for layer in layers)} |")
+        lines.append(row(head, (f"{layer[key] / GIB:.2f}" for layer in layers)))
     left = [f"{way['first sleep'][0]['left_on_gpu_bytes'] / GIB:.2f}" for way in ways.values()]
-    return [*lines, f"| in use on the whole GPU asleep, GiB | {' | '.join(left)} |"]
+    return [*lines, row("in use on the whole GPU asleep, GiB", left)]
 
 
 def clients_together(result: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from level_3_table import rows as rows_of_level_3
 
 from .results import beside, machine
+from .written import header, row
 
 ROWS = (  # as level_3_table.py calls them
     "cycles with the same tokens",
@@ -65,9 +66,8 @@ def table(result: dict[str, Any], default_seqs: dict[str, Any], own: dict[str, A
         f" number of sequences: the first two{beside(own)}, and the third{beside(default_seqs)}. Medians of the cycles"
         " after the first:",
         "",
-        f"|  | {' | '.join(ways)} |",
-        "|---" * (len(ways) + 1) + "|",
-        *(f"| {row} | {' | '.join(way.get(row, '–') for way in ways.values())} |" for row in ROWS),
+        *header(ways),
+        *(row(head, (way.get(head, "–") for way in ways.values())) for head in ROWS),
         "",
         f"Two models in turns at level 3 through one vault, compressed, {said['shape']} and {said['second']}, with"
         f" {options}, in the run of the last column: {in_turns(result)}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .results import machine
-from .written import GIB, spread
+from .written import GIB, header, row, spread
 
 ROWS = {
     "first sleep": "first_sleep_s",
@@ -38,14 +38,13 @@ def table(result: dict[str, Any]) -> list[str]:
         f" torch.compile and CUDA graphs on, the same tokens after every wake. {machine(served)}. Seconds, as an HTTP"
         " client sees them, median and range:",
         "",
-        f"|  | {' | '.join(TITLES[name] for name in names)} |",
-        "|---" * (len(names) + 1) + "|",
+        *header(TITLES[name] for name in names),
     ]
     for head, key in ROWS.items():
-        cells = [ways[name][key] for name in names]
-        lines.append(f"| {head} | {' | '.join(spread(c if isinstance(c, list) else [c]) for c in cells)} |")
+        measured = (ways[name][key] for name in names)
+        lines.append(row(head, (spread(each if isinstance(each, list) else [each]) for each in measured)))
     left = [f"{ways[name]['gpu_bytes_asleep'][-1] / GIB:.2f}" for name in names]
-    lines.append(f"| left on the GPU asleep, GiB | {' | '.join(left)} |")
+    lines.append(row("left on the GPU asleep, GiB", left))
     if "compressed" in names:
         lines += [
             "",

@@ -1,9 +1,9 @@
-"""How figures are written."""
+"""How figures and rows of a table are written."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -26,3 +26,13 @@ def low_to_high(values: Sequence[float], written: Callable[[float], str] = digit
     """The range, of so few values that a median would hide what it is."""
     low, high = written(min(values)), written(max(values))
     return low if low == high else f"{low}–{high}"
+
+
+def row(head: str, cells: Iterable[str]) -> str:
+    return f"| {' | '.join((head, *cells))} |"
+
+
+def header(titles: Iterable[str]) -> list[str]:
+    """Of a table whose rows have heads."""
+    columns = list(titles)
+    return [row("", columns), "|---" * (len(columns) + 1) + "|"]
