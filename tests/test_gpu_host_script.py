@@ -137,12 +137,21 @@ PARTS = {
 }
 
 
+GIVEN = {
+    "ranks": ("ONLY", "data_parallel_2"),
+    "serve_level_3": ("LEVEL_3_OPTIONS", "--deadline 330"),
+    "models": ("MODELS_OPTIONS", "--requests 100 --restart-seconds 60"),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("part", "script"), PARTS.items())
 def test_options_are_those_that_scripts_take(host: pathlib.Path, part: str, script: str) -> None:
-    status, said, calls = run(host, part)
+    variable, given = GIVEN.get(part, ("ONLY", ""))
+    status, said, calls = run(host, part, **{variable: given})
     assert status == 0, said
     (call,) = (call for call in calls if call.startswith(script))
+    assert call.endswith(given)
     help_text = subprocess.run(
         [sys.executable, str(SCRIPT.parent.parent / script), "--help"],
         env={**os.environ, "PYTHONPATH": str(pathlib.Path(cumem_sleep.__path__[0]).parent)},
