@@ -10,7 +10,7 @@
 #   vault [~300]  vault_small [~80]  vault_gpu_memory [~45]  vault_kills [140]  checkpoints [100]  restores [~60]  level_3 [25]  first_sleeps [~60]
 #   saver [~420]  saver_30 [~150]  saver_tests [~240]  equal_segments [~45]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
-#   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]  models [~440; the restarts in it as far as time is left, or $MODELS_OPTIONS, as --restart-seconds 60]
+#   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]  models [~440; $MODELS_OPTIONS, as --restart-seconds 60]
 #   serve_level_3 [~240; $LEVEL_3_OPTIONS, as --deadline 330]  serve_level_3_own [~240, at once with it on a second GPU]
 #   vault_servers [~70]  scenarios [300]  two_gpus [400]  ranks [~400, two GPUs; with Ray from .gpu/3/*.tar.xz, if it is there]
 #
