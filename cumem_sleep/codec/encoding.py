@@ -53,7 +53,7 @@ class EncodedRun:
 
     @property
     def bytes(self) -> int:
-        """Encoded, all of them."""
+        """Total encoded size."""
         return int(self.sizes.sum())
 
     @property

@@ -44,7 +44,10 @@ class Kept:
         self._stream.synchronize()
 
     def lend(self) -> None:
-        """From now on they may be overwritten. Not before: a workbench lost to an interrupt is not closed, nor used."""
+        """From now on they may be overwritten.
+
+        Not earlier: if an interrupt discards the workbench, nothing would put the bytes back.
+        """
         self._segment.lend()
 
     def put_back(self) -> None:

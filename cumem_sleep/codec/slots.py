@@ -99,7 +99,7 @@ class Slot:
             self.lane.join()
 
     def synchronize(self) -> None:
-        """Wait for what was begun on its stream, including copies to and from extents."""
+        """Wait for the pending work on its stream, including copies to and from extents."""
         (self.lane or self.stream).synchronize()
 
     def copy_later(self, copies: Callable[[], None]) -> None:
@@ -121,7 +121,7 @@ class Slot:
         self._finished = then or _nothing
 
     def finish(self) -> None:
-        """Wait for what was begun, then call what was left for then. Does nothing if nothing was begun."""
+        """Wait for the pending work, then run its completion callback. Does nothing if nothing is pending."""
         finished, self._finished = self._finished, None
         if finished is not None:
             self.copy()

@@ -253,7 +253,7 @@ class Workbench:
                 if alone:
                     slot.synchronize()
                     copies.took(batch.bytes, time.perf_counter() - begin)
-                # This many copies go on while the first batch waits for its segment to be mapped.
+                # Keep this many copies in flight while the first batch waits for its segment to be mapped.
                 if len(copied) > len(self._slots) - 2:
                     decode_next()
                 if not alone:

@@ -28,7 +28,7 @@ class Model:
         draining_since: when it began to let its requests end.
         revoked_at: when those that did not were told to.
         started_at: when its server became ready.
-        deaths: of its server in a row, with little time in between.
+        deaths: consecutive ones of its server, in quick succession.
         retry_at: a change that failed is not tried again before.
         failures: in a row, of starts and wakes or of sleeps.
         refused: depths at which it cannot sleep for now, until it has slept once.
@@ -78,7 +78,7 @@ class Model:
 
     @property
     def place(self) -> int:
-        """In the queue of models that are waited for: the number of that request's arrival."""
+        """Position in the queue of models: the arrival number of the oldest waiting request."""
         return next(iter(self.waiting.values()))[1]
 
     @property

@@ -56,7 +56,7 @@ class SleepingModel:
     torn          a sleep that failed in some workers        `mend`                 before a wake, those are woken
     failure       waking on request failed                   its time, or a wake    it is refused
 
-    `serves`, `lacks_memory` and `may_be_woken` are what they come to.
+    `serves`, `lacks_memory` and `may_be_woken` are derived from these.
 
     Attributes:
         engine: vLLM's engine client.
@@ -150,7 +150,10 @@ class SleepingModel:
             await asyncio.shield(self._question)
 
     def keep_still(self) -> bool:
-        """Keep other API servers from changing anything until `let_go`; False if one is, or has since the last look."""
+        """Keep other API servers from changing anything until `let_go`.
+
+        False if another server is making a change, or has made one since the last look.
+        """
         if not self.several_servers:
             return True
         if not self._siblings.share():
@@ -161,7 +164,7 @@ class SleepingModel:
         return False
 
     def let_go(self) -> None:
-        """After `keep_still`."""
+        """Undo `keep_still`."""
         if self.several_servers:
             self._siblings.unshare()
 
