@@ -70,7 +70,7 @@ class VaultExtent:
                 nbytes -= taken
             offset = max(0, offset - size)
         if nbytes > 0:
-            raise VaultLost("the vault has given this backup away when its connection to this process ended")
+            raise VaultLost("the vault released this backup when its connection to this process ended")
 
 
 class VaultTier(Tier):

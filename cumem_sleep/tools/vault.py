@@ -147,7 +147,7 @@ def _address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if colon else "127.0.0.1"
     if not (host and port.isdecimal() and port.isascii() and int(port) < 1 << 16):
-        raise argparse.ArgumentTypeError(f"{text!r}: a port from 0 to 65535 is allowed, as 9400 or 0.0.0.0:9400")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a port from 0 to 65535, such as 9400 or 0.0.0.0:9400")
     return host, int(port)
 
 

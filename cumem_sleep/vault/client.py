@@ -543,7 +543,7 @@ class VaultClient:
         except OtherVersion as other:
             self._lose(f"{other}: install the same version of cumem-sleep on both sides")
         except (Nonsense, KeyError, TypeError, ValueError) as error:
-            self._lose(f"the vault says what is not understood here: {error!r}", may_go_on=True)
+            self._lose(f"the vault sent an invalid message: {error!r}", may_go_on=True)
         if ended:
             self._lose(ended)
         return count

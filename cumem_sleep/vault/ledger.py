@@ -165,7 +165,7 @@ class Ledger:
     def add_slab(self, slab: int, nbytes: int, node: int = -1) -> None:
         """Add memory for new backups, on that NUMA node."""
         if nbytes % UNIT_BYTES:
-            raise InvalidArgument(f"slab of {nbytes} bytes: a multiple of {UNIT_BYTES} is allowed")
+            raise InvalidArgument(f"slab of {nbytes} bytes: expected a multiple of {UNIT_BYTES}")
         self._slabs[slab] = _Slab(nbytes, node, is_adopted=False)
         self.free_bytes += nbytes
 
@@ -228,7 +228,7 @@ class Ledger:
             InvalidArgument: a size is not positive.
         """
         if any(size < 1 for size in sizes):
-            raise InvalidArgument(f"size={min(sizes)}: at least 1 is allowed")
+            raise InvalidArgument(f"size={min(sizes)}: expected at least 1")
         needed, available = sum(map(_rounded, sizes)), self.available_bytes()
         if needed > available:
             raise OutOfHostMemory(needed, available, "vault", self.who_holds(names))
@@ -279,7 +279,7 @@ class Ledger:
             if known is None or not known.is_adopted or size < 1 or offset + size > known.nbytes:
                 raise InvalidArgument(f"extent {slab}:{offset}+{size}: it does not lie in an adopted slab")
         if not 0 < nbytes <= sum(extent.nbytes for extent in extents):
-            raise InvalidArgument(f"extents of {sum(e.nbytes for e in extents)} bytes: {nbytes} are to be there")
+            raise InvalidArgument(f"extents of {sum(e.nbytes for e in extents)} bytes cannot hold {nbytes} bytes")
         entry = self._by_key[key] = self._add(Entry(nbytes, tuple(extents), key, note))
         return self._new_hold(entry, owner, gpu)
 

@@ -100,9 +100,11 @@ def adopt(descriptor: int, device: int) -> Slab:
     try:
         seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
     except OSError:
-        raise VaultError("what is shown is no memory of a vault: its descriptor is of another kind of file") from None
+        raise VaultError(
+            "the descriptor offered for adoption is not a vault memfd: it is of another kind of file"
+        ) from None
     if seals & (_F_SEAL_SHRINK | _F_SEAL_GROW) != _F_SEAL_SHRINK | _F_SEAL_GROW:
-        raise VaultError("what is shown is no memory of a vault: its size could change")
+        raise VaultError("the descriptor offered for adoption is not a vault memfd: its size could change")
     if not seals & _F_SEAL_WRITE:
         _seal_against_writing(descriptor)
     read_only = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
@@ -129,5 +131,5 @@ def _seal_against_writing(descriptor: int) -> None:
     except OSError as error:
         raise VaultError(
             f"the memory of the other vault cannot be sealed ({error.strerror}): is that vault still there? Its backups"
-            " stay readable; show them again when it has ended"
+            " stay readable; offer them again when it has ended"
         ) from None

@@ -67,7 +67,7 @@ class Pool:
         """
         self.memory_bytes = memory_bytes // _ALIGNMENT * _ALIGNMENT
         if not self.memory_bytes:
-            raise InvalidArgument(f"memory={memory_bytes}: at least {_ALIGNMENT} bytes are allowed")
+            raise InvalidArgument(f"memory={memory_bytes}: expected at least {_ALIGNMENT} bytes")
         least = _aligned_up(-(-self.memory_bytes // MAX_SLABS))
         self._slab_bytes = max(least, _aligned_up(slab_bytes or DEFAULT_SLAB_BYTES))
         self._device, self._nodes, self._host, self._post, self._changed = device, nodes, host, post, changed
@@ -225,7 +225,7 @@ class Pool:
 
     def _make_room(self, nbytes: int, names: Mapping[Hashable, str]) -> None:
         if self._is_stopped:
-            raise InvalidState("the vault is about to end: show this to the next one")
+            raise InvalidState("the vault is shutting down: offer this to its successor")
         excess = self.ledger.own_bytes + self.ledger.adopted_bytes + nbytes - self.memory_bytes
         if excess <= 0:
             return

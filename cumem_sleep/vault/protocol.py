@@ -40,14 +40,14 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
 
 
 class Nonsense(Exception):
-    """What came is no message of this protocol, or says what no client says: the connection ends."""
+    """What came is not a message of this protocol, or says what no client says: the connection ends."""
 
 
 class OtherVersion(Nonsense):
     """The other side speaks another version of the protocol."""
 
     def __init__(self, version: int) -> None:
-        super().__init__(f"version {version} of the protocol is spoken there, version {VERSION} here")
+        super().__init__(f"received version {version} of the protocol, expected version {VERSION}")
         self.version = version
 
 
@@ -96,8 +96,8 @@ class Channel:
         if len(text) > self._max_sent_bytes or len(descriptors) > MAX_DESCRIPTORS:
             close_all(descriptors)
             raise InvalidArgument(
-                f"message of {len(text)} bytes and {len(descriptors)} descriptors: {self._max_sent_bytes} and"
-                f" {MAX_DESCRIPTORS} are allowed, so ask for less at once"
+                f"message of {len(text)} bytes and {len(descriptors)} descriptors: expected at most"
+                f" {self._max_sent_bytes} and {MAX_DESCRIPTORS}: ask for less at once"
             )
         header = _HEADER.pack(_MAGIC, version, len(descriptors), len(text))
         self._unsent.append((memoryview(header + text), descriptors))
@@ -148,11 +148,11 @@ class Channel:
             return None
         magic, version, count, nbytes = _HEADER.unpack_from(self._received)
         if magic != _MAGIC:
-            raise Nonsense("a message begins with other bytes than this protocol's")
+            raise Nonsense("bad magic bytes at the start of a message")
         if version != VERSION:
             raise OtherVersion(version)
         if nbytes > self._max_received_bytes:
-            raise Nonsense(f"a message of {nbytes} bytes is announced, {self._max_received_bytes} are allowed")
+            raise Nonsense(f"announced a message of {nbytes} bytes: expected at most {self._max_received_bytes}")
         end = _HEADER.size + nbytes
         if len(self._received) < end:
             return None
@@ -161,14 +161,14 @@ class Channel:
         descriptors, lost = self._batches.popleft() if count and self._batches else ([], False)
         if (len(descriptors) != count and not lost) or len(self._batches) > (len(self._received) > 0):
             close_all(descriptors)
-            raise Nonsense("a message came with other descriptors than its header says")
+            raise Nonsense("a message's descriptor count does not match its header")
         try:
             body = json.loads(text)
         except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
             close_all(descriptors)
-            raise Nonsense("a message is no JSON object")
+            raise Nonsense("a message is not a JSON object")
         return Message(body, descriptors, lost)
 
     def is_ended_there(self) -> bool:
@@ -198,7 +198,7 @@ def integer(body: Mapping[str, Any], name: str, least: int = 0, most: int = (1 <
     """The whole number of that name. Raises Nonsense: there is none."""
     value = body.get(name)
     if type(value) is not int or not least <= value <= most:
-        raise Nonsense(f"{name}: a whole number from {least} to {most} is wanted")
+        raise Nonsense(f"{name}: expected a whole number from {least} to {most}")
     return value
 
 
@@ -206,9 +206,9 @@ def text(body: Mapping[str, Any], name: str, most: int = 256) -> str:
     """The string of that name. Raises Nonsense: there is none; InvalidArgument: it is too long."""
     value = body.get(name)
     if not isinstance(value, str):
-        raise Nonsense(f"{name}: a string is wanted")
+        raise Nonsense(f"{name}: expected a string")
     if len(value) > most:
-        raise InvalidArgument(f"{name} of {len(value)} characters: at most {most} are allowed")
+        raise InvalidArgument(f"{name} of {len(value)} characters: expected at most {most}")
     return value
 
 
@@ -216,7 +216,7 @@ def boolean(body: Mapping[str, Any], name: str) -> bool:
     """The truth value of that name. Raises Nonsense: there is none."""
     value = body.get(name)
     if not isinstance(value, bool):
-        raise Nonsense(f"{name}: true or false is wanted")
+        raise Nonsense(f"{name}: expected true or false")
     return value
 
 
@@ -224,7 +224,7 @@ def integers(body: Mapping[str, Any], name: str) -> list[int]:
     """The list of whole numbers of that name, none negative. Raises Nonsense: there is none."""
     value = _list(body, name)
     if not all(type(each) is int and 0 <= each < 1 << 63 for each in value):
-        raise Nonsense(f"{name}: whole numbers are wanted")
+        raise Nonsense(f"{name}: expected whole numbers")
     return value
 
 
@@ -233,7 +233,7 @@ def rows(body: Mapping[str, Any], name: str, columns: int) -> list[list[int]]:
     value = _list(body, name)
     for row in value:
         if not isinstance(row, list) or len(row) != columns:
-            raise Nonsense(f"{name}: rows of {columns} numbers are wanted")
+            raise Nonsense(f"{name}: expected rows of {columns} numbers")
         integers({name: row}, name)
     return value
 
@@ -242,16 +242,16 @@ def objects(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """The list of objects of that name. Raises Nonsense: there is none."""
     value = _list(body, name)
     if not all(isinstance(each, dict) for each in value):
-        raise Nonsense(f"{name}: objects are wanted")
+        raise Nonsense(f"{name}: expected objects")
     return value
 
 
 def _list(body: Mapping[str, Any], name: str) -> list[Any]:
     value = body.get(name)
     if not isinstance(value, list):
-        raise Nonsense(f"{name}: a list is wanted")
+        raise Nonsense(f"{name}: expected a list")
     if len(value) > MAX_AT_ONCE:
-        raise InvalidArgument(f"{name}: {len(value)} at once; at most {MAX_AT_ONCE} are allowed")
+        raise InvalidArgument(f"{name}: {len(value)} at once: expected at most {MAX_AT_ONCE}")
     return value
 
 
@@ -279,7 +279,7 @@ def error_from_json(facts: object) -> Exception:
         with suppress(TypeError):
             error: Exception = kinds[facts["type"]](*facts["arguments"])
             return error
-    return VaultError(f"the vault answers with an error that is not understood here: {facts!r:.200}")
+    return VaultError(f"the vault answered with an unknown error: {facts!r:.200}")
 
 
 # The socket
@@ -303,7 +303,7 @@ def check_folder(folder: Path) -> None:
     except OSError as error:
         raise VaultError(f"the folder of the vault's socket, {folder}: {error.strerror}") from None
     if not stat.S_ISDIR(facts.st_mode):
-        raise VaultError(f"the folder of the vault's socket, {folder}, is no folder: name another socket")
+        raise VaultError(f"the folder of the vault's socket, {folder}, is not a folder: name another socket")
     if facts.st_uid not in (os.getuid(), 0):
         raise VaultError(f"the folder of the vault's socket, {folder}, belongs to user {facts.st_uid}: name another")
     if facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:

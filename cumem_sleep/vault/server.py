@@ -42,7 +42,7 @@ def visible_gpus(wanted: Sequence[str] = ()) -> list[Gpu]:
     known = {name: gpu for gpu in gpus for name in (gpu.uuid, str(gpu.ordinal))}
     for name in wanted:
         if name not in known:
-            raise InvalidArgument(f"gpu={name!r}: one of {', '.join(known) or 'none'} is visible here")
+            raise InvalidArgument(f"gpu={name!r}: expected a visible GPU, one of {', '.join(known) or 'none'}")
     return [known[name] for name in dict.fromkeys(wanted)] or gpus
 
 

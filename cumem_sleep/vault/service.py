@@ -104,10 +104,10 @@ class Service:
             asked = _Request(session, integer(body, "id"), body, descriptors)
             verb = text(body, "do", protocol.MAX_REQUEST_BYTES)
             if (verb == "hello") == session.is_greeted:
-                raise Nonsense("hello is said once, and first")
+                raise Nonsense("hello must be the first request, and only sent once")
             handler = _REQUESTS.get(verb)
             if handler is None:
-                raise Nonsense(f"do: {verb!r:.50} is no request")
+                raise Nonsense(f"unknown request {verb!r:.50}")
             try:
                 if message.descriptors_lost:
                     raise VaultError(_NO_MORE_FILES)
@@ -174,7 +174,7 @@ class Service:
     def _reserve(self, asked: _Request) -> None:
         gpu, sizes = self._gpu(asked.body), integers(asked.body, "sizes")
         if self._is_ending:
-            raise InvalidState("the vault is about to end: it takes no new backups")
+            raise InvalidState("the vault is shutting down and accepts no new backups")
         self._waiting.append(_Reservation(asked, gpu, sizes, boolean(asked.body, "wait")))
         self.serve_waiting()
 
@@ -291,7 +291,7 @@ class Service:
             if number in mine:
                 raise Nonsense(f"memory: {number} was sent before")
             if len(mine) >= protocol.MAX_AT_ONCE:
-                raise InvalidState(f"{len(mine)} memories are lent: take some back")
+                raise InvalidState(f"{len(mine)} memory handles are lent already: return some first")
             mine[number] = Lent(asked.descriptors.pop(), gpu.ordinal, nbytes)
         if number not in mine:
             raise InvalidState(f"memory {number} was not sent, or did not arrive")

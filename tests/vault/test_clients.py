@@ -117,7 +117,7 @@ def test_descriptors_that_nobody_asked_for_end_the_connection(vault: RunningVaul
     before = len(os.listdir(f"/proc/{vault.process.pid}/fd"))
     with connect(vault) as connection:
         socket.send_fds(connection, [HELLO], [0, 0, 0])
-        assert "descriptors" in str(last_words(connection)["cut"])
+        assert "descriptor count does not match" in str(last_words(connection)["cut"])
     eventually(lambda: len(os.listdir(f"/proc/{vault.process.pid}/fd")) == before, "its descriptors are closed")
 
 
@@ -162,14 +162,14 @@ def test_many_that_never_say_hello_are_cut_off(vault: RunningVault) -> None:
 def test_a_client_of_another_version_is_told_so(vault: RunningVault) -> None:
     with connect(vault) as connection:
         connection.sendall(framed(b'{"id":0,"do":"greet","in":"the manner of version 7"}', version=7))
-        assert "version 7 of the protocol is spoken there, version 1 here" in str(last_words(connection)["cut"])
+        assert "received version 7 of the protocol, expected version 1" in str(last_words(connection)["cut"])
 
 
 def test_a_vault_of_another_version_is_unavailable(vault: RunningVault, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "VERSION", 2)
     send = Channel.send
     monkeypatch.setattr(Channel, "send", lambda self, body, fds=(), version=2: send(self, body, fds, version))
-    with pytest.raises(VaultUnavailable, match=r"version 1 of the protocol is spoken there.*same version"):
+    with pytest.raises(VaultUnavailable, match=r"received version 1 of the protocol.*same version"):
         vault.client()
 
 
@@ -204,7 +204,7 @@ def test_a_client_that_is_cut_off_keeps_its_backups_until_it_goes(
     mine = Segment(client, allocator.malloc(PAGE, "weights"), PAGE)
     content = memory.fill_random(mine.address, PAGE)
     backup = mine.back_up()
-    with pytest.raises(VaultLost, match="cut this process off: do: 'dance' is no request") as lost:
+    with pytest.raises(VaultLost, match="cut this process off: unknown request 'dance'") as lost:
         client._ask("dance")
     assert lost.value.may_go_on
     assert client.lost is lost.value
@@ -385,7 +385,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(folder: pathlib.Path) -> 
     folder.chmod(0o1777)
     protocol.check_folder(folder)
     (folder / "link").symlink_to(folder)
-    with pytest.raises(VaultError, match="no folder"):
+    with pytest.raises(VaultError, match="is not a folder"):
         protocol.check_folder(folder / "link")
     with pytest.raises(VaultError, match="No such file"):
         protocol.check_folder(folder / "missing")

@@ -109,7 +109,7 @@ def test_status_without_a_vault_says_so(tmp_path: pathlib.Path, capsys: pytest.C
     [
         (["vault"], "--memory is missing"),
         (["vault", "--memory", "1MiB"], "at least 2097152 bytes"),
-        (["vault", "--memory", "64MiB", "--gpus", "7"], "gpu='7': one of GPU-.*, 0 is visible"),
+        (["vault", "--memory", "64MiB", "--gpus", "7"], "gpu='7': expected a visible GPU, one of GPU-.*, 0"),
         (["vault", "--memory", "64MiB", "--metrics", "no.such.host.:1"], "metrics at no.such.host.:1: .*--metrics"),
     ],
 )

@@ -286,7 +286,7 @@ class TestBroken:
         fill(allocator, memory, "weights")
         allocator.sleep()
         tier_of(allocator).client()._channel._socket.shutdown(socket.SHUT_RDWR)
-        with pytest.raises(VaultError, match="given this backup away"):
+        with pytest.raises(VaultError, match="released this backup"):
             allocator.wake_up()
         assert {segment.sleep for segment in _core.segments()} == {BACKED_UP}
 
@@ -297,7 +297,7 @@ class TestBroken:
         gone = fill(allocator, memory, "weights")
         allocator.sleep()
         tier_of(allocator).client()._channel._socket.shutdown(socket.SHUT_RDWR)
-        with pytest.raises(VaultError, match="given this backup away"):
+        with pytest.raises(VaultError, match="released this backup"):
             allocator.wake_up()
         vault.kill()
         start_vault("64MiB", "--slab-size", "16MiB").wait_until_ready()

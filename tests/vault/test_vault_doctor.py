@@ -105,7 +105,7 @@ class TestOneAnswers:
             patch.setattr(protocol, "VERSION", 99)
             check = checked(vault.socket)
         assert check.status is Status.FAIL
-        assert "version 1 of the protocol is spoken there, version 99 here: install the same version" in check.found
+        assert "received version 1 of the protocol, expected version 99: install the same version" in check.found
 
     def test_it_does_not_serve_every_gpu(self, vault: RunningVault) -> None:
         sim.configure(devices=2)

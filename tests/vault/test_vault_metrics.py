@@ -120,7 +120,7 @@ class TestAddresses:
     def test_what_is_no_address(self, text: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             cli.main(["vault", "--memory", "64MiB", f"--metrics={text}"])
-        assert "a port from 0 to 65535 is allowed" in capsys.readouterr().err
+        assert "expected a port from 0 to 65535" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("text", "address"),
