@@ -138,14 +138,16 @@ class Answers:
         query = parse_qs(bytes(scope.get("query_string", b"")).decode("latin-1"))
         model, lines = query.get("model", [""])[-1], query.get("lines", ["100"])[-1]
         if not model or not (lines.isdecimal() and 1 <= int(lines[:9]) <= MOST_LOG_LINES):
-            return refusal(400, f"?model=NAME&lines=N is wanted, with N from 1 to {MOST_LOG_LINES}")
+            return refusal(400, f"expected ?model=NAME&lines=N, with N from 1 to {MOST_LOG_LINES}")
         return response(200, {"model": model, "lines": self._fleet.log_tail(model, int(lines))})
 
     async def _call(self, place: Place, _scope: Scope, inbox: Inbox) -> list[Message]:
         body = await inbox.body(MOST_CALL_BYTES)
         call = _call_in(body) if body is not None else None
         if call is None:
-            return refusal(400, 'a body such as {"model": "NAME"} is wanted, to sleep perhaps with "level": 1, 2 or 3')
+            return refusal(
+                400, 'expected a body such as {"model": "NAME"}; /admin/sleep also accepts "level": 1, 2 or 3'
+            )
         model, level = call
         begun = {
             "/admin/sleep": lambda: self._fleet.sleep(model, level),

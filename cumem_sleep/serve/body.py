@@ -25,7 +25,7 @@ _FIELD_NAME = re.compile(r';\s*name=(?:"([^"\\]*)"|([^;\s"]+))', re.IGNORECASE)
 
 
 class BadBody(Exception):
-    """The body is no JSON object or form, or its `model` is no string."""
+    """The body is not a JSON object or form, or its `model` is not a string."""
 
 
 class TooMuchStructure(Exception):
@@ -89,7 +89,7 @@ class JsonFinder:
         if self._expected:
             found = _NOT_SPACE.search(self.read, self._at)
             if found is not None and found[0] != self._expected[:1]:
-                raise BadBody("`model` is no string" if self._is_model else "the body is no JSON object in UTF-8")
+                raise BadBody("`model` is not a string" if self._is_model else "the body is not a JSON object in UTF-8")
         else:
             found = (_TOP_LEVEL if self._depth == 1 else _STRUCTURE).search(self.read, self._at)
         if found is None:
@@ -135,7 +135,7 @@ class JsonFinder:
             _check_length(end - start)
             self.name, self._span = _text(self.read[start:end]), (start, end)
             if self.name is None:
-                raise BadBody("`model` is no string in JSON")
+                raise BadBody("`model` is not a string in JSON")
         elif self._depth == 1 and self._is_key and _text(self.read[start : min(end, start + _LONGEST_KEY)]) == "model":
             self._is_model, self._expected = True, b':"'
 
@@ -211,12 +211,12 @@ class FormFinder:
         try:
             self.name = self.read[slice(*self._span)].decode()
         except UnicodeDecodeError:
-            raise BadBody("`model` is no text in UTF-8") from None
+            raise BadBody("`model` is not valid UTF-8") from None
         return True
 
 
 def finder_for(content_type: str) -> ModelFinder:
-    """What looks through a body of this type; one that is no form is taken for JSON.
+    """What looks through a body of this type; one that is not a form is taken for JSON.
 
     Raises:
         BadBody: a form whose type does not say where its fields end.

@@ -64,8 +64,8 @@ def wrong_places(command: Sequence[str]) -> Iterator[str]:
             yield f"{option} {_LEAVE_OPEN}"
     if not is_vllm(command) and not _is_complete(words):
         yield (
-            "has vllm serve in a text for a shell, where no argument is added: "
-            f"say --uds {{socket}}, or --host {LOOPBACK} --port {{port}}, there"
+            "runs vllm serve through a shell, where no argument is added: "
+            f"write --uds {{socket}}, or --host {LOOPBACK} --port {{port}}, there"
         )
 
 

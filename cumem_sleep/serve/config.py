@@ -51,7 +51,7 @@ def parse_duration(value: object) -> float:
     """`"1h30m"`, `"500ms"` or 60 in seconds.
 
     Raises:
-        ValueError: it is no duration.
+        ValueError: not a duration.
     """
     if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
         return float(value)
@@ -65,7 +65,7 @@ def parse_size(value: object) -> int:
     """`"200GiB"` or 1073741824 in bytes.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: not a size.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -123,7 +123,7 @@ def _command(value: object) -> object:
         try:
             value = shlex.split(value)
         except ValueError as error:
-            raise ValueError(f"a command as a shell splits it ({error})") from None
+            raise ValueError(f"a command with valid shell quoting ({error})") from None
     if not isinstance(value, list | tuple) or not value or not all(isinstance(word, str | int) for word in value):
         raise ValueError("a command, such as vllm serve Qwen/Qwen3-8B, or its words as a list")
     return tuple(str(word) for word in value)
@@ -141,9 +141,9 @@ def _secret(value: object) -> object:
         except (KeyError, OSError, UnicodeDecodeError) as error:
             raise ValueError(f"a secret that can be read: {type(error).__name__}: {error}") from None
     if not isinstance(value, str) or not value:
-        raise ValueError("a text that is not empty, {env: NAME} or {file: PATH}")
+        raise ValueError("a non-empty string, {env: NAME} or {file: PATH}")
     if not value.isascii() or not value.isprintable() or " " in value:
-        raise ValueError("printable ASCII characters without blanks")
+        raise ValueError("printable ASCII characters without spaces")
     return value
 
 
@@ -388,44 +388,44 @@ def _yaml_fault(file: str, error: yaml.YAMLError) -> str:
     return f"{file}: not YAML: {error}"
 
 
-_NO_KEYS = "keys with values are allowed here, and no list or single value"
+_NO_KEYS = "expected keys with values, not a list or a single value"
 # What pydantic finds, in our words; {} is for what it says of the limit.
 _WORDS = {
-    "too_short": "at least one is needed",
+    "too_short": "expected at least one",
     "missing": "is missing",
-    "string_pattern_mismatch": "letters, digits and . _ : / @ + - are allowed in a name",
+    "string_pattern_mismatch": "expected a name of letters, digits and . _ : / @ + -",
     "dict_type": _NO_KEYS,
     "model_type": _NO_KEYS,
-    "list_type": "a list is allowed here",
-    "string_type": "a text is allowed here, in quotes if it looks like something else",
-    "int_type": "a whole number is allowed here",
-    "float_type": "a number is allowed here",
-    "float_parsing": "a number is allowed here",
-    "path_type": "a path is allowed here",
-    "greater_than": "more than {gt:g} is allowed",
-    "greater_than_equal": "at least {ge:g} is allowed",
-    "less_than_equal": "at most {le:g} is allowed",
+    "list_type": "expected a list",
+    "string_type": "expected a string, in quotes if it looks like something else",
+    "int_type": "expected a whole number",
+    "float_type": "expected a number",
+    "float_parsing": "expected a number",
+    "path_type": "expected a path",
+    "greater_than": "expected more than {gt:g}",
+    "greater_than_equal": "expected at least {ge:g}",
+    "less_than_equal": "expected at most {le:g}",
 }
 
 
 def _fault(error: Any) -> Fault:
     """What pydantic found, in our words."""
     kind, path = error["type"], tuple(each for each in error["loc"] if each != "[key]")
-    allowed = error.get("ctx", {})
+    limits = error.get("ctx", {})
     if kind == "extra_forbidden":
         return Fault(path, _unknown_key(path))
     if kind == "literal_error":
-        return Fault(path, f"{allowed['expected'].replace(chr(39), '')} is allowed")
+        return Fault(path, f"expected {limits['expected'].replace(chr(39), '')}")
     if kind == "value_error":
-        return Fault(path, f"allowed: {allowed['error']}")
-    return Fault(path, _WORDS[kind].format_map(allowed) if kind in _WORDS else error["msg"])
+        return Fault(path, f"expected {limits['error']}")
+    return Fault(path, _WORDS[kind].format_map(limits) if kind in _WORDS else error["msg"])
 
 
 def _unknown_key(path: tuple[str | int, ...]) -> str:
     known = _keys(_owner(path)[0])
     close = difflib.get_close_matches(str(path[-1]), known, 1, _CLOSE)
     hint = f"did you mean {close[0]}? " if close else ""
-    return f"there is no such key: {hint}allowed: {', '.join(known)}"
+    return f"unknown key: {hint}expected one of {', '.join(known)}"
 
 
 def _owner(path: tuple[str | int, ...]) -> tuple[type[BaseModel], int]:
@@ -452,7 +452,7 @@ def _contradictions(config: Config) -> Iterator[Fault]:
     for name, model in config.models.items():
         path = ("models", name)
         if (model.command is None) == (model.url is None):
-            yield Fault(path, "either command or url is needed" + (", not both" if model.command else ""))
+            yield Fault(path, "expected either command or url" + (", not both" if model.command else ""))
         for number, alias in enumerate(model.aliases):
             if alias in taken:
                 other = "its own name or alias" if taken[alias] == name else f"the model {taken[alias]}"
@@ -463,9 +463,9 @@ def _contradictions(config: Config) -> Iterator[Fault]:
                 yield Fault((*path, "command"), wrong)
             continue
         if any(depth == STOP for _, depth in model.idle):
-            yield Fault((*path, "idle"), "a server by url cannot be stopped from here: 1, 2 and 3 are allowed")
+            yield Fault((*path, "idle"), "a server by url cannot be stopped from here: expected 1, 2 or 3")
         if model.levels and STOP in model.levels:
-            yield Fault((*path, "levels"), "a server by url cannot be stopped from here: 1, 2 and 3 are allowed")
+            yield Fault((*path, "levels"), "a server by url cannot be stopped from here: expected 1, 2 or 3")
         for key in ("env", "start_timeout") if model.env else ():
             if key == "env":
-                yield Fault((*path, key), "is for servers with a command")
+                yield Fault((*path, key), "is only for servers with a command")

@@ -20,7 +20,7 @@ from .upstream import BrokenOff, Connection, Connections, Headers, Unreachable, 
 
 MOST_TRIES = 3  # of a request of which nothing was sent
 LAST_WORDS_WITHIN_S = 1.0
-TOO_MUCH = "requests that wait have too many bytes already: ask again later"
+TOO_MUCH = "waiting requests already hold too many bytes: try again later"
 _LONGEST_NAME = 200  # that is repeated in an error
 _NOT_FOR_SERVERS = (b"expect", b"content-length")
 

@@ -150,9 +150,9 @@ class Fleet:
             return
         self._closed = True
         for waiting in list(self._waiting.values()):
-            _fail(waiting.granted, NotInTime("this front is ending", 10.0))
+            _fail(waiting.granted, NotInTime("this front is shutting down", 10.0))
         for lease in list(self._leases.values()):
-            _resolve(lease.revoked, "this front is ending")
+            _resolve(lease.revoked, "this front is shutting down")
         ends_at = time.monotonic() + LEASES_END_WITHIN_S
         while self._leases and time.monotonic() < ends_at:
             await asyncio.sleep(0.01)
@@ -209,10 +209,10 @@ class Fleet:
         """
         name = self.resolve(model)
         if self._closed:
-            raise NotInTime("this front is ending", 10.0)
+            raise NotInTime("this front is shutting down", 10.0)
         if len(self._waiting) >= self.config.front.max_waiting:
             self.counters.requests[name, "not_in_time"] += 1
-            raise NotInTime("too many requests wait already", 5.0)
+            raise NotInTime("too many requests are already waiting", 5.0)
         request, now = next(self._requests), time.monotonic()
         state = self._scheduler.models[name]
         granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
@@ -253,7 +253,7 @@ class Fleet:
         spec = self._scheduler.models[name].spec
         wanted = level if level is not None else min((each for each in spec.levels if each != STOP), default=1)
         if wanted not in (1, 2, 3):
-            raise Refused(f"level {level}: 1, 2 and 3 are allowed")
+            raise Refused(f"level {level}: expected 1, 2 or 3")
         await self._order(name, wanted)
 
     async def wake(self, model: str) -> None:
@@ -282,7 +282,9 @@ class Fleet:
         try:
             await asyncio.wait_for(obeyed, within_s)
         except asyncio.TimeoutError:
-            raise NotInTime(f"{name} is still {state.phase.value}; it will follow the order", 10.0) from None
+            raise NotInTime(
+                f"{name} is still {state.phase.value}; the request will be carried out when it can", 10.0
+            ) from None
 
     # What there is to see
 

@@ -58,7 +58,7 @@ async def serve(
     started(listener.port)
     try:
         await ended.wait()
-        say("ends: requests are ended, and then servers")
+        say("shuts down: requests first, then servers")
     finally:
         watching.cancel()
         with suppress(asyncio.CancelledError):

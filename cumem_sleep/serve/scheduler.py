@@ -122,7 +122,7 @@ class Scheduler:
                 if deadline > self._now:
                     return
                 model = self._model_of[request]
-                self._refuse(model, request, f"the model is {model.phase.value}, and could not be had in time")
+                self._refuse(model, request, f"the model is {model.phase.value}, and did not become available in time")
             heapq.heappop(self._deadlines)
 
     def _waits(self, request: int) -> bool:
@@ -236,7 +236,7 @@ class Scheduler:
         return None
 
     def _settle_failed(self, model: Model, event: events.Done) -> None:
-        """Where a change that failed has left the model. What nobody knows is made certain."""
+        """Where a change that failed has left the model. If that is unknown, stop or probe its server."""
         is_hopeless = model.failures >= policy.ATTEMPTS
         may_restart = model.spec.owned and model.phase is not Phase.STARTING
         if event.state is Phase.AWAKE:
@@ -395,7 +395,7 @@ class Scheduler:
         return {gpu for other in self.models.values() if other.phase in CHANGING for gpu in other.spec.gpus}
 
     def _pushed_out_for(self, model: Model) -> list[str] | None:
-        """Who has to leave, also those that do so already; None if not all of them may be pushed out yet."""
+        """Who has to leave, including those already leaving; None if not all of them may be pushed out yet."""
         holders = self._holders(model.spec.gpus)
         going = [other for other in holders if other.phase in (Phase.FALLING_ASLEEP, Phase.STOPPING)]
         free = {
@@ -433,7 +433,7 @@ class Scheduler:
 
     def _leave(self, model: Model, depth: int) -> None:
         """Drain a model, and then put it to sleep at a depth (0: as its levels say); or go on with that."""
-        if depth == STOP and not model.spec.owned:  # somebody else's is only forgotten
+        if depth == STOP and not model.spec.owned:  # a server we do not own is only dropped from our records
             return self._become_stopped(model) if not model.running else None
         if model.phase is Phase.ASLEEP:
             if not self._go_deeper(model, depth):
@@ -471,7 +471,7 @@ class Scheduler:
         free = self._free_bytes(model)
         depth = policy.depth_to_push_out(model.spec, model.held_bytes, free, model.refused, first)
         if depth is None:
-            self._failed(model, "host memory has no room for it, and it may sleep in no other way")
+            self._failed(model, "it does not fit in host memory, and no other sleep level is allowed")
             model.refused.clear()
             if model.order is not None:
                 self._obey(model, model.error)

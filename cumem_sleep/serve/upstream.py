@@ -36,7 +36,7 @@ class Unreachable(Exception):
 
 
 class BrokenOff(Exception):
-    """The server ended a connection before its answer ended, or answered what is no HTTP.
+    """The server ended a connection before its answer ended, or answered what is not HTTP.
 
     It may have run the request all the same, and to the end: no sign of it comes before the answer does.
     """
@@ -189,7 +189,7 @@ class Connection(asyncio.Protocol):
             self._fail("the server changed to another protocol")
             self.close()
         except httptools.HttpParserError as error:
-            self._fail(f"the server's answer is no HTTP ({error})")
+            self._fail(f"the server's answer is not HTTP ({error})")
             self.close()
         if self._nbytes > AHEAD_BYTES and not self._is_paused and self._transport is not None and not self._closed:
             self._transport.pause_reading()

@@ -42,7 +42,7 @@ change of the file, reloads what can be. It ends with SIGTERM or Ctrl-C, and its
 EPILOG = """\
 examples:
   cumem-sleep serve --demo                 try it: simulated models, no GPU
-  cumem-sleep serve models.yaml --check    is the file right? (exit code 0 or 2)
+  cumem-sleep serve models.yaml --check    is the file valid? (exit code 0 or 2)
   cumem-sleep serve models.yaml
   cumem-sleep serve models.yaml --host 0.0.0.0 --port 8080"""
 
@@ -97,7 +97,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         InvalidArgument: no file, a file that is wrong, or packages that are missing.
     """
     if options.demo == (options.config is not None):
-        raise InvalidArgument("either a file is wanted, as in `cumem-sleep serve models.yaml`, or --demo")
+        raise InvalidArgument("expected either a file, as in `cumem-sleep serve models.yaml`, or --demo")
     try:
         from ..serve import config as files
         from ..serve import demo, main
@@ -217,7 +217,7 @@ def ask(options: argparse.Namespace) -> dict[str, Any]:
 def _request(url: str, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
     where = urlsplit(url)
     if where.scheme not in ("http", "https") or not where.hostname:
-        raise InvalidArgument(f"{url!r}: a URL such as {DEFAULT_URL} is allowed")
+        raise InvalidArgument(f"{url!r}: expected a URL such as {DEFAULT_URL}")
     kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
     token = os.environ.get(TOKEN_VARIABLE)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -279,5 +279,5 @@ def _depth(depth: int) -> str:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r}: a port from 0 to 65535 is allowed")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a port from 0 to 65535")
     return int(text)

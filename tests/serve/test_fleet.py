@@ -110,7 +110,7 @@ def test_a_request_is_refused_when_its_time_is_up(tmp_path: Path) -> None:
             async with fleet.lease("b"):
                 pass
             asked_at = time.monotonic()
-            with pytest.raises(NotInTime, match="could not be had in time") as caught:
+            with pytest.raises(NotInTime, match="did not become available in time") as caught:
                 async with fleet.lease("a"):
                     pass
             in_all_s = time.monotonic() - asked_at
@@ -391,11 +391,11 @@ def test_the_end_of_a_fleet_ends_those_that_wait_and_those_that_run(tmp_path: Pa
             waits = asyncio.create_task(fleet.wake("b"))
             await asyncio.sleep(0)
             ending = asyncio.create_task(fleet.stop())
-            assert await lease.revoked == "this front is ending"
+            assert await lease.revoked == "this front is shutting down"
         await ending
-        with pytest.raises(NotInTime, match="ending"):
+        with pytest.raises(NotInTime, match="shutting down"):
             await waits
-        with pytest.raises(NotInTime, match="ending"):
+        with pytest.raises(NotInTime, match="shutting down"):
             await fleet.wake("a")
 
     run(scenario())

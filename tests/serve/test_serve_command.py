@@ -75,7 +75,7 @@ def test_check_shows_what_a_file_says(tmp_path: Path, capsys: pytest.CaptureFixt
     assert re.search(r"one +0 +1 +never +90 s +gpt", capsys.readouterr().out)
     file.write_text("models: {one: {comand: x}}")
     assert cli.main(["serve", str(file), "--check"]) == 2
-    assert f"{file}:1: models.one.comand: 'x': there is no such key: did you mean command?" in capsys.readouterr().err
+    assert f"{file}:1: models.one.comand: 'x': unknown key: did you mean command?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["models.yaml", "--demo"], ["--check"], ["/nonexistent.yaml"]])
@@ -89,7 +89,7 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert cli.main(["status"]) == 2
     assert "no `cumem-sleep serve` answers at http://127.0.0.1:1" in capsys.readouterr().err
     assert cli.main(["wake", "m", "--url", "nonsense"]) == 2
-    assert "'nonsense': a URL such as" in capsys.readouterr().err
+    assert "'nonsense': expected a URL such as" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_file_is_read_again_when_it_changes_and_at_sighup(tmp_path: Path) ->
         write(file, one={"at_start": "stopped"}, two={"at_start": "stopped"})
         front.says("reload: two was added")
         file.write_text("models: 7")
-        front.says(r"the configuration stays as it is: .*models.yaml:1: models: '7': keys with values")
+        front.says(r"the configuration stays as it is: .*models.yaml:1: models: '7': expected keys with values")
         front.process.send_signal(signal.SIGHUP)
         write(file, two={"at_start": "stopped"})
         front.says("reload: one is removed")
