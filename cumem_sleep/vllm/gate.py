@@ -285,7 +285,7 @@ class SleepGate:
 
     def _raise_overload(self, is_too_much: bool) -> None:
         if is_too_much:
-            message = f"{self.model.why_not()}; too many requests are held already"
+            message = f"{self.model.why_not()}; too many requests are already held"
             raise Refused(message, self._settings.retry_after_s, "rejected")
 
     def _raise_failure(self) -> None:
@@ -422,7 +422,7 @@ class SleepGate:
         model = self.model
         level, mode = _level(query), query.get("mode", ["abort"])[-1]
         if level is None or mode not in MODES:
-            return refusal(400, "level is 0, 1, 2 or 3, and mode is abort, wait or keep")
+            return refusal(400, "expected level 0, 1, 2 or 3, and mode abort, wait or keep")
         is_deep = level == 3
         level = 1 if is_deep else level  # vLLM itself knows no other
         wanted = {"level": level, "mode": mode} if model.has_sleep_modes else {"level": level}
@@ -517,7 +517,7 @@ class SleepGate:
         """
         body = await inbox.body(MOST_WRITTEN_BYTES)
         if body is None:
-            return refusal(413, f"at most {MOST_WRITTEN_BYTES >> 20} MiB are allowed")
+            return refusal(413, f"expected a body of at most {MOST_WRITTEN_BYTES >> 20} MiB")
         if taken.kind is Kind.CALLS:
             effect = worker_methods.effect_of(worker_methods.method_of(body), self._settings.loading_methods)
         else:
@@ -555,7 +555,7 @@ class SleepGate:
         model, answer = self.model, None
         body = await inbox.body(MOST_WRITTEN_BYTES)
         if body is None:
-            answer = refusal(413, f"at most {MOST_WRITTEN_BYTES >> 20} MiB are allowed")
+            answer = refusal(413, f"expected a body of at most {MOST_WRITTEN_BYTES >> 20} MiB")
             return await deliver(scope, inbox, send, answer)
         gone = asyncio.ensure_future(inbox.until_gone())
         try:

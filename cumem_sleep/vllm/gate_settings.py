@@ -96,13 +96,13 @@ def _parse(variable: str, name: str, text: str) -> str | float | tuple[str, ...]
         try:
             count = int(text)
         except ValueError:
-            raise InvalidArgument(f"{variable}={text!r}: {_ALLOWED_COUNT}") from None
+            raise InvalidArgument(f"{variable}={text!r}: {_EXPECTED_COUNT}") from None
         _check_count(variable, count)
         return count
     try:
         seconds: float = int(text) if name == "retry_after_s" else float(text)
     except ValueError:
-        raise InvalidArgument(f"{variable}={text!r}: {_allowed_seconds(name)}") from None
+        raise InvalidArgument(f"{variable}={text!r}: {_expected_seconds(name)}") from None
     _check_seconds(variable, name, seconds)
     return seconds
 
@@ -111,26 +111,26 @@ def _check_choice(label: str, name: str, value: object) -> None:
     if not isinstance(value, str):
         raise InvalidArgumentType(f"{label}={value!r}: expected a string, one of {', '.join(_CHOICES[name])}")
     if value not in _CHOICES[name]:
-        raise InvalidArgument(f"{label}={value!r}: one of {', '.join(_CHOICES[name])} is allowed")
+        raise InvalidArgument(f"{label}={value!r}: expected one of {', '.join(_CHOICES[name])}")
 
 
 def _check_seconds(label: str, name: str, value: object) -> None:
     wanted: tuple[type, ...] = (int,) if name == "retry_after_s" else (int, float)
     if isinstance(value, bool) or not isinstance(value, wanted):
-        raise InvalidArgumentType(f"{label}={value!r}: {_allowed_seconds(name)}")
+        raise InvalidArgumentType(f"{label}={value!r}: {_expected_seconds(name)}")
     assert isinstance(value, (int, float))
     if not _SECONDS[name] <= value <= _MOST_S:  # nor NaN
-        raise InvalidArgument(f"{label}={value!r}: {_allowed_seconds(name)}")
+        raise InvalidArgument(f"{label}={value!r}: {_expected_seconds(name)}")
 
 
-_ALLOWED_COUNT = "a whole number of at least 0 is allowed"
+_EXPECTED_COUNT = "expected a whole number of at least 0"
 
 
 def _check_count(label: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidArgumentType(f"{label}={value!r}: {_ALLOWED_COUNT}")
+        raise InvalidArgumentType(f"{label}={value!r}: {_EXPECTED_COUNT}")
     if value < 0:
-        raise InvalidArgument(f"{label}={value!r}: {_ALLOWED_COUNT}")
+        raise InvalidArgument(f"{label}={value!r}: {_EXPECTED_COUNT}")
 
 
 def _check_methods(label: str, value: object) -> None:
@@ -141,9 +141,9 @@ def _check_methods(label: str, value: object) -> None:
         raise InvalidArgument(f"{label}={names!r}: {bad[0]!r} is not a method name (names are separated by commas)")
 
 
-def _allowed_seconds(name: str) -> str:
+def _expected_seconds(name: str) -> str:
     kind = "a whole number of seconds" if name == "retry_after_s" else "seconds"
-    return f"{kind} from {_SECONDS[name]} to {_MOST_S} {'is' if name == 'retry_after_s' else 'are'} allowed"
+    return f"expected {kind} from {_SECONDS[name]} to {_MOST_S}"
 
 
 def _check_token(label: str, value: object) -> None:
@@ -151,5 +151,5 @@ def _check_token(label: str, value: object) -> None:
         raise InvalidArgumentType(f"{label}: expected a string")
     if not value or not all("!" <= letter <= "~" for letter in value):
         raise InvalidArgument(
-            f"{label}: printable ASCII without spaces is allowed, at least one letter (unset: no token)"
+            f"{label}: expected printable ASCII without spaces, at least one character (unset: no token)"
         )

@@ -108,7 +108,7 @@ def test_no_more_are_held_than_allowed(serve: Serve, policy: str) -> None:
             await until_idle()
         assert [request.task.done() for request in late] == [False, False, True, True]
         for request in late[2:]:
-            assert "too many requests are held" in (await request.response()).error["message"]
+            assert "too many requests are already held" in (await request.response()).error["message"]
         client.engine.waits["wake_up"].set()
         await client.post("/wake")
         assert [(await each.response()).code for each in (early, *late[:2])] == [200] * 3

@@ -30,7 +30,7 @@ def test_no_more_requests_are_held_than_allowed(serve: Serve, policy: str) -> No
         await until_idle()
         response = await client.ask()
         assert response.code == 503
-        assert "too many requests are held" in response.error["message"]
+        assert "too many requests are already held" in response.error["message"]
         assert not any(each.task.done() for each in held)
         client.engine.waits["wake_up"].set()
         await client.post("/wake")

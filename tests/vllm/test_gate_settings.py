@@ -45,7 +45,7 @@ def test_settings_come_from_the_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "allowed"),
+    ("variable", "value", "expected"),
     [
         ("ON_REQUEST", "sleep", "one of reject, wait, wake"),
         ("HEALTH", "true", "one of auto, ok, unavailable"),
@@ -55,19 +55,19 @@ def test_settings_come_from_the_environment() -> None:
         ("REQUEST_DEADLINE_S", "inf", "seconds from 0 to 86400"),
         ("MAX_HELD_REQUESTS", "many", "a whole number of at least 0"),
         ("MAX_HELD_REQUESTS", "-1", "a whole number of at least 0"),
-        ("MAX_HELD_BYTES", "2 barrels", "a number of bytes is allowed"),
+        ("MAX_HELD_BYTES", "2 barrels", "expected a number of bytes"),
         ("LOADING_METHODS", "refit;drop()", "names are separated by commas"),
-        ("RETRY_AFTER_S", "0", "a whole number of seconds from 1 to 86400"),
-        ("RETRY_AFTER_S", "1.5", "a whole number of seconds from 1 to 86400"),
-        ("RETRY_AFTER_S", "1e9", "a whole number of seconds from 1 to 86400"),
+        ("RETRY_AFTER_S", "0", "expected a whole number of seconds from 1 to 86400"),
+        ("RETRY_AFTER_S", "1.5", "expected a whole number of seconds from 1 to 86400"),
+        ("RETRY_AFTER_S", "1e9", "expected a whole number of seconds from 1 to 86400"),
     ],
 )
-def test_bad_values_name_variable_value_and_what_is_allowed(variable: str, value: str, allowed: str) -> None:
+def test_bad_values_name_variable_value_and_what_is_expected(variable: str, value: str, expected: str) -> None:
     with pytest.raises(InvalidArgument) as error:
         GateSettings.from_environment({f"CUMEM_SLEEP_{variable}": value})
     assert f"CUMEM_SLEEP_{variable}=" in str(error.value)
     assert value in str(error.value)
-    assert allowed in str(error.value)
+    assert expected in str(error.value)
 
 
 @pytest.mark.parametrize(
