@@ -101,7 +101,7 @@ class CuMemAllocator:
 
     def __init__(self, settings: Settings | None = None, group: Any = None) -> None:
         if settings is not None and not isinstance(settings, Settings):
-            raise InvalidArgumentType(f"settings={settings!r}: a cumem_sleep.Settings is wanted, or None")
+            raise InvalidArgumentType(f"settings={settings!r}: expected a cumem_sleep.Settings or None")
         self.settings = Settings.from_environment() if settings is None else settings
         warn_of_misspelt()
         other = CuMemAllocator.instance

@@ -182,7 +182,7 @@ class CheckpointFailed(CumemSleepError):
         if self.lost:
             advice = "CUDA cannot restore it any more: restart this process"
         super().__init__(
-            f"this process did not come back from {what}: {reason}; CUDA's state of it is {state}: {advice}"
+            f"this process did not come back from {what}: {reason}; CUDA reports its state as {state}: {advice}"
         )
 
 
@@ -249,6 +249,6 @@ def check_integer(name: str, value: object, minimum: int) -> None:
         InvalidArgument: the argument called `name` is not a whole number, or is below `minimum`.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidArgumentType(f"{name}={value!r}: a whole number is wanted")
+        raise InvalidArgumentType(f"{name}={value!r}: expected a whole number")
     if value < minimum:
-        raise InvalidArgument(f"{name}={value!r}: at least {minimum} is allowed")
+        raise InvalidArgument(f"{name}={value!r}: expected at least {minimum}")

@@ -23,7 +23,7 @@ LEVELS: Mapping[int, tuple[str, tuple[str, ...] | None]] = {
 }
 _DEEP = 3
 _DESCRIBED = [f"{level} ({text})" for level, (text, _) in LEVELS.items()]
-ALLOWED_LEVELS = f"{', '.join(_DESCRIBED[:-1])} and {_DESCRIBED[-1]} are allowed"
+EXPECTED_LEVELS = f"expected {', '.join(_DESCRIBED[:-1])} or {_DESCRIBED[-1]}"
 
 IsDropped = Callable[[str], bool]
 Choice = Callable[[_core.Segment], bool]
@@ -38,9 +38,9 @@ def dropped_at_level(level: object) -> IsDropped | None:
     if level is None:
         level = 1
     if isinstance(level, bool) or not isinstance(level, int):
-        raise InvalidArgumentType(f"level={level!r}: {ALLOWED_LEVELS}")
+        raise InvalidArgumentType(f"level={level!r}: {EXPECTED_LEVELS}")
     if level not in LEVELS:
-        raise InvalidArgument(f"level={level!r}: {ALLOWED_LEVELS}")
+        raise InvalidArgument(f"level={level!r}: {EXPECTED_LEVELS}")
     _, dropped = LEVELS[level]
     return None if dropped is None else dropped.__contains__
 

@@ -99,7 +99,7 @@ class Regions:
         tag, plan = tag_or_default(tag), _plan(backup)
         if not preload.serve():
             raise InvalidState(
-                "nothing is in front of cudaMalloc in this process, so its memory cannot be a region's: start it with"
+                "cudaMalloc is not hooked in this process, so the process cannot be used as one region: start it with"
                 f" LD_PRELOAD={preload.library_path()}"
             )
         self._tags.add(tag)
@@ -170,5 +170,5 @@ class Regions:
 
 def _plan(backup: bool) -> _core.Backup:
     if not isinstance(backup, bool):
-        raise InvalidArgumentType(f"backup={backup!r}: True or False is allowed")
+        raise InvalidArgumentType(f"backup={backup!r}: expected True or False")
     return _core.Backup.ALWAYS if backup else _core.Backup.NEVER

@@ -79,7 +79,7 @@ class Settings:
             _seconds("deep_after_s", self.deep_after_s)
         for name in ("retain_backups", "poison", "prepare"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidArgumentType(f"{name}={getattr(self, name)!r}: True or False is allowed")
+                raise InvalidArgumentType(f"{name}={getattr(self, name)!r}: expected True or False")
 
     def summary(self) -> str:
         """The fields that differ from their defaults, for a log line."""
@@ -111,7 +111,7 @@ def parse_bytes(name: str, text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if not match or match[2].upper() not in _UNITS:
-        raise InvalidArgument(f"{name}={text!r}: a number of bytes is allowed, as 1073741824, 30GiB or 500MB")
+        raise InvalidArgument(f"{name}={text!r}: expected a number of bytes, such as 1073741824, 30GiB or 500MB")
     return int(Decimal(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -133,12 +133,12 @@ def parse_bool(variable: str, text: str) -> bool:
         return True
     if text.lower() in _FALSE:
         return False
-    raise InvalidArgument(f"{variable}={text!r}: one of {', '.join(_TRUE + _FALSE)} is allowed")
+    raise InvalidArgument(f"{variable}={text!r}: expected one of {', '.join(_TRUE + _FALSE)}")
 
 
 def _parse_threads(variable: str, text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise InvalidArgument(f"{variable}={text!r}: a whole number from 1 is allowed")
+        raise InvalidArgument(f"{variable}={text!r}: expected a whole number of at least 1")
     return int(text)
 
 
@@ -148,7 +148,7 @@ def _parse_seconds(variable: str, text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not _is_allowed(seconds):
-        raise InvalidArgument(f"{variable}={text!r}: {_ALLOWED_SECONDS}")
+        raise InvalidArgument(f"{variable}={text!r}: {_EXPECTED_SECONDS}")
     return seconds
 
 
@@ -172,22 +172,22 @@ _PARSERS: dict[str, Any] = {
     "deep_after_s": _parse_seconds,
 }
 _MOST_S = 24 * 3600
-_ALLOWED_SECONDS = f"seconds from 0.1 to {_MOST_S} are allowed"
+_EXPECTED_SECONDS = f"expected seconds from 0.1 to {_MOST_S}"
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if not isinstance(value, str):
         raise InvalidArgumentType(f"{name}={value!r}: expected a string, one of {', '.join(allowed)}")
     if value not in allowed:
-        raise InvalidArgument(f"{name}={value!r}: one of {', '.join(allowed)} is allowed")
+        raise InvalidArgument(f"{name}={value!r}: expected one of {', '.join(allowed)}")
 
 
 def _vault(name: str, value: object) -> None:
-    allowed = "off, auto, or the path of a vault's socket (with a slash) is allowed"
+    expected = "expected off, auto, or the path of a vault's socket (with a slash)"
     if not isinstance(value, str):
-        raise InvalidArgumentType(f"{name}={value!r}: {allowed}")
+        raise InvalidArgumentType(f"{name}={value!r}: {expected}")
     if value not in ("off", "auto") and ("/" not in value or "\0" in value):
-        raise InvalidArgument(f"{name}={value!r}: {allowed}")
+        raise InvalidArgument(f"{name}={value!r}: {expected}")
 
 
 def _integer(name: str, value: object, minimum: int) -> None:
@@ -196,14 +196,14 @@ def _integer(name: str, value: object, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidArgumentType(f"{name}={value!r}: expected a whole number or None")
     if value < minimum:
-        raise InvalidArgument(f"{name}={value!r}: at least {minimum} is allowed")
+        raise InvalidArgument(f"{name}={value!r}: expected at least {minimum}")
 
 
 def _seconds(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidArgumentType(f"{name}={value!r}: {_ALLOWED_SECONDS}")
+        raise InvalidArgumentType(f"{name}={value!r}: {_EXPECTED_SECONDS}")
     if not _is_allowed(value):
-        raise InvalidArgument(f"{name}={value!r}: {_ALLOWED_SECONDS}")
+        raise InvalidArgument(f"{name}={value!r}: {_EXPECTED_SECONDS}")
 
 
 def _is_allowed(seconds: float) -> bool:

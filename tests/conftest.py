@@ -18,7 +18,7 @@ import pytest
 
 _DRIVER = os.environ.get("CUMEM_SLEEP_TEST_DRIVER", "sim")
 if _DRIVER not in ("sim", "cuda"):
-    raise pytest.UsageError(f"CUMEM_SLEEP_TEST_DRIVER={_DRIVER!r}: sim or cuda is allowed")
+    raise pytest.UsageError(f"CUMEM_SLEEP_TEST_DRIVER={_DRIVER!r}: expected sim or cuda")
 # Before the package is imported: no setting of the user's own may change what is tested.
 for _name in [name for name in os.environ if name.startswith("CUMEM_SLEEP_")]:
     if not _name.startswith("CUMEM_SLEEP_TEST_"):

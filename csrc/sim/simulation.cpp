@@ -80,7 +80,7 @@ void add_failures_from_environment(CallTable& calls, std::string& error) {
     for (std::string rule; std::getline(rules, rule, ',');) {
         if (add_failure(calls, rule)) continue;
         error = std::string("CUMEM_SLEEP_SIM_FAIL=\"") + text + "\": \"" + rule +
-                "\" is no rule such as cuMemCreate:0:CUDA_ERROR_OUT_OF_MEMORY:1 (call:after:error:times)";
+                "\" is not a rule such as cuMemCreate:0:CUDA_ERROR_OUT_OF_MEMORY:1 (call:after:error:times)";
     }
 }
 

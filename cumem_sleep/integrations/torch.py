@@ -43,9 +43,9 @@ def as_group(group: Any) -> Group:
     """
     if all(hasattr(group, name) for name in ("rank", "size", "address", "all_gather")):
         return group  # type: ignore[no-any-return]
-    wanted = "a torch.distributed process group with a CPU backend (gloo) is wanted"
+    wanted = "expected a torch.distributed process group with a CPU backend (gloo)"
     if importlib.util.find_spec("torch") is None:
-        raise InvalidArgumentType(f"group={group!r}: {wanted}, and PyTorch is not installed")
+        raise InvalidArgumentType(f"group={group!r}: {wanted}, but PyTorch is not installed")
     from torch import distributed
 
     if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):

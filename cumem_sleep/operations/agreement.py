@@ -303,9 +303,9 @@ def _reason(why: Why, text: str, timeout_s: float) -> str:
         Why.REFUSED: f"failed: {text}" if text else "failed",
         Why.INTERRUPTED: "was interrupted",
         Why.ENDED: "has ended, or its connection is lost: restart the engine",
-        Why.UNFINISHED: f"was not ready {in_time}: it hangs, or its copies take longer",
+        Why.UNFINISHED: f"was not ready {in_time}: it may be hung, or its copies may need a longer timeout",
         Why.SILENT: f"did not begin {in_time}: it was not called, or is stopped",
         Why.LATE: "was called when the others had given up on it",
         Why.OTHER_OPERATION: f"was asked for something else ({text})",
-        Why.UNDECIDED: "was to decide, and has not answered: it may have gone on",
+        Why.UNDECIDED: "had to decide but did not answer: it may have committed",
     }.get(why, why.name)

@@ -142,7 +142,7 @@ def _refuse_unless_possible(ranks: int) -> None:
         raise Refused("the driver cannot checkpoint processes: driver 570 or newer (CUDA 12.8) is needed")
     _refuse_if_awake()
     if _core.reclaim():  # at level 3 nobody could try again
-        raise Refused("the driver refuses to give memory back that nobody needs any more: see the driver's log")
+        raise Refused("the driver refuses to release unused memory: see the driver's log")
 
 
 def _refuse_if_awake() -> None:

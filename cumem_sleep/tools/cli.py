@@ -193,7 +193,7 @@ def _size(text: str) -> int:
     except InvalidArgument as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if nbytes < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: at least one byte is allowed")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected at least one byte")
     return nbytes
 
 
@@ -205,7 +205,7 @@ def _path(text: str) -> Path:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 is allowed")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
     return int(text)
 
 
@@ -215,7 +215,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= _LONGEST_PAUSE_S:
-        raise argparse.ArgumentTypeError(f"{text!r}: seconds from 0 to {_LONGEST_PAUSE_S} are allowed")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds from 0 to {_LONGEST_PAUSE_S}")
     return seconds
 
 
@@ -302,7 +302,7 @@ def _vault_status(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     if options.check:
-        print_all(serve.check(options), f"{options.config} is right")
+        print_all(serve.check(options), f"{options.config} is valid")
     else:
         serve.serve(options, lambda line: say(f"cumem-sleep serve: {line}", style=""))
     return EXIT_OK

@@ -89,7 +89,7 @@ def _read_file(path: Path) -> list[Tensor]:
     if header_bytes > _MOST_HEADER_BYTES:
         raise SafetensorsError(
             f"{path}: not a safetensors file: its first 8 bytes name a header of {header_bytes} bytes"
-            f" (at most {_MOST_HEADER_BYTES} are allowed)"
+            f" (expected at most {_MOST_HEADER_BYTES})"
         )
     if 8 + header_bytes > size:
         raise SafetensorsError(f"{path}: truncated: the header ends at byte {8 + header_bytes}, the file at {size}")

@@ -338,7 +338,7 @@ class TestSeveralHosts:
                 if stopped:
                     them.signal(0, signal.SIGCONT)
                 outcomes = [them.answer(0), other]
-                if "it may have gone on" in other.text:
+                if "it may have committed" in other.text:
                     undecided += 1
                     assert "this rank has undone its half" in other.text
                 else:

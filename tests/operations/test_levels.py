@@ -93,7 +93,7 @@ class TestLevels:
     @pytest.mark.parametrize("level", ["1", " 2", "-1"])
     def test_a_level_given_as_text_is_taken_for_one(self, allocator: CuMemAllocator, level: str) -> None:
         allocator.malloc(PAGE, "weights")
-        with pytest.raises(InvalidArgumentType, match=re.escape(f"level={level!r}: 0 (keep all), 1 (back up all but")):
+        with pytest.raises(InvalidArgumentType, match=re.escape(f"level={level!r}: expected 0 (keep all), 1 (back up")):
             allocator.sleep(level=level)
 
     def test_one_of_level_and_offload_tags(self, allocator: CuMemAllocator) -> None:

@@ -517,7 +517,7 @@ class TestEnvironment:
         assert load(FAIL=other.format(rule))("cuInit", 0) == INVALID_VALUE
         message = capfd.readouterr().err
         assert f'CUMEM_SLEEP_SIM_FAIL="{other.format(rule)}"' in message
-        assert f'"{rule}" is no rule such as' in message
+        assert f'"{rule}" is not a rule such as' in message
 
     @pytest.mark.parametrize("value", ["-1", "many", str(2**63)])
     def test_bad_context_bytes(

@@ -413,7 +413,7 @@ def test_memory_that_is_not_the_layers_is_refused(
         return tuple(memory.Region(tag, index, own.ctypes.data, nbytes) for index, nbytes in enumerate(sizes))
 
     monkeypatch.setattr(memory.SimulatedMemory, "allocate", elsewhere)
-    assert "is no segment of the layer" in refused(capsys, *SMALL)
+    assert "is not a segment of the layer" in refused(capsys, *SMALL)
 
 
 # What it refuses
@@ -436,7 +436,7 @@ def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]
     ("arguments", "message"),
     [
         (["--weights", "4MiB"], "--weights 4.00 MiB: a model takes at least 86.00 MiB"),
-        (["--segment-size", "3MiB"], "--segment-size 3145728: a multiple of 2.00 MiB is allowed"),
+        (["--segment-size", "3MiB"], "--segment-size 3145728: expected a multiple of 2.00 MiB"),
         (["--weights", "32MiB", "--kv", "2MiB", "--segment-size", "64MiB"], "larger than the weights (32.00 MiB)"),
         (["--weights", "900TiB"], "weights of 900.00 TiB and --kv 2.00 MiB do not fit: device 0 has room for"),
         (["--weights", "96MiB", "--kv", "900TiB"], "with these weights"),

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("gate_environment")
 
 DEEPEN = b'{"method": "cumem_sleep_deepen"}'
 FAILED = (
-    "this process did not come back from a checkpoint that failed: CUDA's state of it is LOCKED: call wake_up again"
+    "this process did not come back from a checkpoint that failed: CUDA reports its state as LOCKED: call wake_up again"
 )
 
 

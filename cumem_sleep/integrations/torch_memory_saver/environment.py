@@ -54,8 +54,8 @@ class Environment:
 
 
 NO_DISK_BACKUP = (
-    "cumem-sleep keeps no backups in files: use enable_cpu_backup=True, or a region without a backup whose bytes are"
-    " written anew"
+    "cumem-sleep does not support disk backups: use enable_cpu_backup=True, or a region without a backup whose"
+    " contents are rewritten"
 )
 
 
@@ -66,14 +66,14 @@ def checked_backend(name: str, value: object) -> str:
         InvalidArgument: it is none; the message begins with `name`.
     """
     if value not in BACKENDS:
-        raise InvalidArgument(f"{name}={value!r}: mmap or pinned is allowed")
+        raise InvalidArgument(f"{name}={value!r}: expected mmap or pinned")
     return str(value)
 
 
 def _flag(environment: Mapping[str, str], name: str) -> bool:
     text = environment.get(name, "")
     if text not in ("", *_TRUE, *_FALSE):
-        raise InvalidArgument(f"{name}={text!r}: 1, true, yes, 0, false or no is allowed")
+        raise InvalidArgument(f"{name}={text!r}: expected 1, true, yes, 0, false or no")
     return text in _TRUE
 
 

@@ -149,9 +149,7 @@ class TorchMemorySaver:
             InvalidState: it sleeps without a backup.
         """
         if not x.is_cuda or not x.is_contiguous():
-            raise InvalidArgument(
-                f"get_cpu_backup: a contiguous tensor on a GPU is wanted, not {x.shape} on {x.device}"
-            )
+            raise InvalidArgument(f"get_cpu_backup: expected a contiguous tensor on a GPU, not {x.shape} on {x.device}")
         self._initialized()
         import torch
 
@@ -187,7 +185,7 @@ class TorchMemorySaver:
     @hook_mode.setter
     def hook_mode(self, hook_mode: str) -> None:
         if hook_mode not in HOOK_MODES:
-            raise InvalidArgument(f"hook_mode={hook_mode!r}: preload or torch is allowed")
+            raise InvalidArgument(f"hook_mode={hook_mode!r}: expected preload or torch")
         self._hook_mode = hook_mode
 
     @property

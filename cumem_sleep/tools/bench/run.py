@@ -318,4 +318,4 @@ def _check_segments(regions: Sequence[Region]) -> None:
     sizes = {segment.address: segment.bytes for segment in _core.segments()}
     for region in regions:
         if sizes.get(region.address, 0) < region.nbytes:
-            raise InvalidState(f"{region} is no segment of the layer: is PyTorch's caching allocator disabled?")
+            raise InvalidState(f"{region} is not a segment of the layer: is PyTorch's caching allocator disabled?")

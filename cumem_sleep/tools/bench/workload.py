@@ -199,7 +199,7 @@ def equal_segments(nbytes: int, segment_bytes: int) -> tuple[int, ...]:
         InvalidArgument: the size is not in whole pages, or not even one segment fits.
     """
     if segment_bytes % PAGE_BYTES or segment_bytes < PAGE_BYTES:
-        raise InvalidArgument(f"--segment-size {segment_bytes}: a multiple of {format_bytes(PAGE_BYTES)} is allowed")
+        raise InvalidArgument(f"--segment-size {segment_bytes}: expected a multiple of {format_bytes(PAGE_BYTES)}")
     if nbytes < segment_bytes:
         raise InvalidArgument(
             f"--segment-size {format_bytes(segment_bytes)}: larger than the weights ({format_bytes(nbytes)})"
