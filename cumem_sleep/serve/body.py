@@ -29,7 +29,7 @@ class BadBody(Exception):
 
 
 class TooMuchStructure(Exception):
-    """`model` comes after more brackets and strings than are looked through."""
+    """`model` comes after too many brackets, strings or form fields."""
 
 
 class ModelFinder(Protocol):

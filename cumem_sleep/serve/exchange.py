@@ -98,7 +98,7 @@ class Exchange:
             except BadBody as bad:
                 raise Refused(400, str(bad)) from None
             except TooMuchStructure:
-                raise Refused(413, self._too_late("more brackets and strings than are looked through")) from None
+                raise Refused(413, self._too_late("too many brackets, strings or form fields")) from None
         else:
             name = self._place.model
         names = list(self._ways.fleet.config.models)

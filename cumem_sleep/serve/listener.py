@@ -34,7 +34,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
         super().data_received(data)
         if self._in_head and self._head_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("the request's first lines are too long")
+            self.send_400_response("the request line and headers are too long")
 
     def on_message_begin(self) -> None:
         """A request begins."""
