@@ -51,8 +51,10 @@ def vault(folder: pathlib.Path) -> Iterator[Tier]:
 TIERS: dict[str, Callable[[pathlib.Path], contextmanager[Tier]]] = {"host": host, "vault": vault}  # type: ignore[dict-item,type-arg]
 
 
-# A vault is a process of its own for each test, which takes half a second to start.
-@pytest.fixture(params=["host", pytest.param("vault", marks=pytest.mark.slow)])
+SLOW = {"vault"}  # a process of its own for each test, which takes half a second to start
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in TIERS])
 def tier(request: pytest.FixtureRequest, tmp_path: pathlib.Path, allocator: CuMemAllocator) -> Iterator[Tier]:
     allocator.free(allocator.malloc(PAGE))  # the driver is open
     tmp_path.chmod(0o700)
