@@ -296,10 +296,10 @@ class CuMemAllocator:
 
         Args:
             level: 0 touches nothing. 1 (the default) backs up all but `kv_cache`, which it drops. 2 drops `weights`
-                and `kv_cache` and backs up the rest. 3 goes on from level 1: the CUDA state of the process (context,
-                modules, graphs) leaves the GPU too, and no thread may use CUDA until the process wakes; where that is
-                not possible, it stays at level 1, and the report says why. As in vLLM, tags given here are taken as
-                `offload_tags`.
+                and `kv_cache` and backs up the rest. 3 is level 1, after which the CUDA state of the process
+                (context, modules, graphs) leaves the GPU too, and no thread may use CUDA until the process wakes; where
+                that is not possible, it stays at level 1, and the report says why. A process at level 2 goes on to 3
+                from there. As in vLLM, tags given here are taken as `offload_tags`.
             offload_tags: instead of a level: exactly these tags are backed up, every other one is dropped. (vLLM's own
                 allocator, called without arguments, backs up `default` alone; this one sleeps at level 1.)
 
@@ -355,7 +355,7 @@ class CuMemAllocator:
         return report
 
     def deepen(self) -> SleepReport:
-        """Go on from level 1 (or 2) to level 3, as `sleep(level=3)` does after it has put the memory to sleep.
+        """Go on from level 1 or 2 to level 3, as `sleep(level=3)` does after it has put the memory to sleep.
 
         Returns:
             What was done. If the process stays where it is, `why_not_deeper` says why.
@@ -368,7 +368,7 @@ class CuMemAllocator:
         return self._entry.operate(Call(), partial(self._deepen, _all_asleep_still), "sleep", make_way=trim)
 
     def deepen_when_idle(self) -> None:
-        """Begin to count the seconds after which a process that sleeps at level 1 goes on to level 3 by itself.
+        """Begin to count the seconds after which a process that sleeps at level 1 or 2 goes on to level 3.
 
         Does nothing if `Settings.deep_after_s` is not set, or if memory is awake.
         """

@@ -44,8 +44,8 @@ class Settings:
             its default socket, otherwise as `off`; or the path of a vault's socket.
         agreement_timeout_s: where several ranks sleep and wake together: how long a rank that is ready waits for the
             others before all undo their half.
-        deep_after_s: seconds after which a process that sleeps at level 1 goes on to level 3 by itself; None (unset):
-            never.
+        deep_after_s: seconds after which a process that sleeps at level 1 or 2 goes on to level 3 by itself; None
+            (unset): never.
 
     Raises:
         InvalidArgument: a value is not allowed; the message names the field, the value and what is allowed.

@@ -94,6 +94,25 @@ class TestSleepAndWake:
         allocator.wake_up()
         assert memory.read(weights, PAGE) == BYTES
 
+    @pytest.mark.parametrize("deepen", [CuMemAllocator.deepen, functools.partial(CuMemAllocator.sleep, level=3)])
+    def test_from_level_2(
+        self,
+        allocator: CuMemAllocator,
+        memory: Memory,
+        weights: int,  # noqa: ARG002
+        deepen: Callable[[CuMemAllocator], SleepReport],
+    ) -> None:
+        """What level 2 dropped stays dropped."""
+        other = allocator.malloc(PAGE, "other")
+        memory.write(other, BYTES)
+        allocator.sleep(level=2)
+        report = deepen(allocator)
+        assert_deep(allocator)
+        assert (report.freed_bytes, report.why_not_deeper) == (0, "")
+        assert allocator.wake_up().restored_bytes == PAGE
+        assert memory.read(other, PAGE) == BYTES
+        assert_nothing_asked()
+
     @pytest.mark.parametrize("level", [1, 2, 3, None])
     def test_asking_again(self, allocator: CuMemAllocator, memory: Memory, weights: int, level: int | None) -> None:
         """What sleeps already stays as it is, and keeps its backups."""
