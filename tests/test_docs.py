@@ -246,6 +246,56 @@ def test_the_readme_stays_short() -> None:
     assert len(README.read_text().splitlines()) <= 200
 
 
+# Where things are
+
+
+def defined_in(tree: ast.Module) -> set[str]:
+    """What a module defines: classes, functions and variables, and those of its classes, as `Class.name`."""
+    found = set()
+    for node, prefix in [(node, "") for node in tree.body]:
+        names = names_of(node)
+        found |= {prefix + name for name in names}
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{name}" for inner in node.body for name in names_of(inner)}
+    return found
+
+
+def names_of(node: ast.stmt) -> set[str]:
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def missing_in(file: pathlib.Path, names: list[str]) -> list[str]:
+    """Those that a source file does not define. Of C++ each word of a name has to occur in it."""
+    text = file.read_text()
+    if file.suffix == ".py":
+        return sorted(set(names) - defined_in(ast.parse(text)))
+    return [name for name in names if not all(re.search(rf"\b{word}\b", text) for word in name.split("::"))]
+
+
+def test_places_in_the_code_exist() -> None:
+    """A rename in the code fails here, unless the tables of how it works follow."""
+    tables = page("how-it-works").partition("Where to look")[2]
+    places = re.findall(r"`([\w./-]+\.(?:py|cpp|h))(?:: ([^`]+))?`", tables)
+    assert len([names for _, names in places if names]) > 50
+    for path, names in places:
+        file = next((file for file in (ROOT / "cumem_sleep" / path, ROOT / path) if file.exists()), None)
+        assert file is not None, path
+        assert not missing_in(file, names.split(", ") if names else []), path
+
+
+def test_every_module_is_in_the_tables() -> None:
+    tables = page("how-it-works").partition("## Where things are")[2].partition("Where to look")[0]
+    named = {word for code in re.findall(r"`([^`]+)`", tables) for word in re.split(r"[/ ]", code)}
+    sources = [*ROOT.glob("cumem_sleep/**/*.py"), *ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/*.h")]
+    places = [path.relative_to(ROOT / path.relative_to(ROOT).parts[0]) for path in sources]
+    # Folders that the tables name as one.
+    modules = {place.stem for place in places if not {"shim", "bench", "demo", "doctor"} & {*place.parts[:-1]}}
+    assert sorted(modules - named - {"__init__", "__main__"}) == []
+
+
 # Settings
 
 
