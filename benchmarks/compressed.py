@@ -225,7 +225,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--rounds {options.rounds}: at least 1")
     for path in options.checkpoint:
         if not path.is_file():
-            parser.error(f"--checkpoint {path} is no file")
+            parser.error(f"--checkpoint {path} is not a file")
     return options
 
 

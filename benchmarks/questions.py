@@ -26,7 +26,7 @@ def main(doc: str, questions: Mapping[str, Callable[[], Any]], timeout_s: float)
         print(json.dumps(questions[arguments.only]()))
         return
     if arguments.out is None:
-        parser.error("--out is wanted")
+        parser.error("--out is missing")
     answers: dict[str, Any] = {}
     for name in arguments.questions:
         answers[name] = answer(name, timeout_s)

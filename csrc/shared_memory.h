@@ -30,8 +30,8 @@ ExportedMemory export_memory(CUdeviceptr address);
 class ImportedMemory {
   public:
     // Leaves `fd` open. `bytes` is the full size of the export. Throws InvalidState for invalid arguments (a closed
-    // descriptor, a size that is no multiple of the granularity, memory of another device), DriverError if the driver
-    // refuses; nothing is left behind then.
+    // descriptor, a size that is not a multiple of the granularity, memory of another device), DriverError if the
+    // driver refuses; nothing is left behind then.
     ImportedMemory(int fd, int device, size_t bytes);
     ~ImportedMemory() { close(); }
     ImportedMemory(const ImportedMemory&) = delete;

@@ -7,8 +7,8 @@
 
 namespace cumem_sleep {
 
-// At most two are kept: the first, and the first that is no `Exception`, so that code which catches a TimeoutError does
-// not swallow a Ctrl-C with it. Used with the interpreter lock held.
+// At most two are kept: the first, and the first that is not an `Exception`, so that code which catches a TimeoutError
+// does not swallow a Ctrl-C with it. Used with the interpreter lock held.
 class SignalErrors {
   public:
     // Lets signal handlers run that are pending, on the main thread. Returns whether one raised something.

@@ -166,7 +166,7 @@ def not_canonical(scope: Scope) -> str:
     if "\\" in path or b"%2f" in raw or b"%5c" in raw:
         return "has an encoded slash or a backslash"
     if not path.isprintable() or "\ufffd" in path:
-        return "has letters that cannot be printed"
+        return "has unprintable characters"
     if any(segment in (".", "..") for segment in path.split("/")):
         return "has a segment of dots"
     return ""

@@ -141,7 +141,7 @@ class Entry:
 
         Args:
             woken: for a wake: what it wakes, for which room is made.
-            make_way: for what is no wake: as for `locked`.
+            make_way: for what is not a wake: as for `locked`.
         """
         counted = partial(self.counted, work, operation, call)
         if woken is None:

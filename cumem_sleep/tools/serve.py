@@ -33,8 +33,8 @@ _OF_VAULTS = ("memory", "pinned", "adopted", "touched", "asleep", "left")
 _ASK_WITHIN_S = 1800.0  # a model that is to be woken may have to be started
 
 DESCRIPTION = """\
-Several models behind one OpenAI-compatible port. It starts their servers, puts to sleep
-whoever is not asked, and wakes a model when a request comes for it.
+Several models behind one OpenAI-compatible port. It starts their servers, puts idle
+models to sleep, and wakes a model when a request comes for it.
 
 models.yaml says which models there are; docs/several-models.md has every key. SIGHUP, or a
 change of the file, reloads what can be. It ends with SIGTERM or Ctrl-C, and its servers too."""

@@ -164,7 +164,7 @@ class MetricsServer(socketserver.ThreadingTCPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request: HTTP/1.0, so the connection ends with the answer. What is no HTTP, the base class refuses."""
+    """One request: HTTP/1.0, so the connection ends with the answer. What is not HTTP, the base class refuses."""
 
     timeout = _DEADLINE_S
     server_version, sys_version = "cumem-sleep", ""

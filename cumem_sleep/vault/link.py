@@ -271,7 +271,7 @@ class Link:
 
     def _to_device(self, stream: _core.CopyStream, address: int, piece: Piece) -> None:
         if self._choice.alone and not self._batch_bytes:
-            self._begin_batch()  # what the import took is no rate of a copy
+            self._begin_batch()  # what the import took is not the rate of a copy
         if not self._choice.by_engine and _reached_by_kernels(piece, address):
             try:
                 stream.to_device_by_kernel(address, piece.block, piece.offset, piece.nbytes)

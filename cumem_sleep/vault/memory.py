@@ -95,7 +95,7 @@ def adopt(descriptor: int, device: int) -> Slab:
     against writing, and refuses as long as anybody, the other vault above all, has it mapped for writing.
 
     Raises:
-        VaultError: it is no slab, or somebody can still write to it. The descriptor stays the caller's.
+        VaultError: it is not a slab, or somebody can still write to it. The descriptor stays the caller's.
     """
     try:
         seals = fcntl.fcntl(descriptor, _F_GET_SEALS)

@@ -26,7 +26,7 @@ class Host:
     Attributes:
         room_bytes: how much memory the host can still give, by every limit.
         threads: that touch new memory.
-        say: shows a line to whoever runs the vault.
+        say: shows a line to the operator of the vault.
         reserved_huge_pages: use those, as long as there are some, before other memory.
     """
 
