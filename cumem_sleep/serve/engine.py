@@ -119,7 +119,7 @@ class Engine:
             answer.raise_for_status()
             sleeps = answer.json()["is_sleeping"]
         except httpx.ConnectError as error:
-            return Outcome(f"nobody answers there: {error}", Phase.STOPPED)
+            return Outcome(f"no server answers there: {error}", Phase.STOPPED)
         except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
             return Outcome(f"it does not say whether it sleeps: {_text(error)}")
         return Outcome(None, Phase.ASLEEP, 2) if sleeps else Outcome(None, Phase.AWAKE)

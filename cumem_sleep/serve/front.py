@@ -72,7 +72,7 @@ class Front:
         if fault := not_canonical(scope):
             return None, refusal(400, f"the path {fault}")
         if not query_is_plain(scope):
-            return None, refusal(400, "the query has letters that have to be percent-encoded")
+            return None, refusal(400, "the query has characters that must be percent-encoded")
         if scope["method"] not in ("GET", "HEAD") and comes_from_elsewhere(scope):
             return None, refusal(403, "this comes from a page of another origin")
         place = place_of(str(scope["path"]))
@@ -86,7 +86,7 @@ class Front:
             return None, refusal(404, f"there is no path {str(scope['path'])[:200]!r} here")
         if scope["method"] not in place.methods:
             allowed = ", ".join(place.methods)
-            return None, refusal(405, f"{scope['method']!r} is not for this path: {allowed}", {"Allow": allowed})
+            return None, refusal(405, f"{scope['method']!r} is not allowed for this path: expected {allowed}", {"Allow": allowed})
         if place.name == _REALTIME:
             return None, refusal(501, "websockets are not served here: ask the model's own server")
         return place, []

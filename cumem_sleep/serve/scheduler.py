@@ -311,7 +311,7 @@ class Scheduler:
                 self._leave(model, self._depth_of_leaving(model))
             elif model.spec.name in leaving:
                 self._leave(model, 0)
-            elif model.phase is Phase.DRAINING:  # whoever wanted its room has gone
+            elif model.phase is Phase.DRAINING:  # its room is no longer wanted
                 self._become_awake(model)
                 comes_back = True
             elif not model.waiting:
