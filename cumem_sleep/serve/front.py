@@ -86,7 +86,7 @@ class Front:
             return None, refusal(404, f"there is no path {str(scope['path'])[:200]!r} here")
         if scope["method"] not in place.methods:
             allowed = ", ".join(place.methods)
-            return None, refusal(405, f"{scope['method']!r} is not allowed for this path: expected {allowed}", {"Allow": allowed})
+            return None, refusal(405, f"method {scope['method']!r}: this path expects {allowed}", {"Allow": allowed})
         if place.name == _REALTIME:
             return None, refusal(501, "websockets are not served here: ask the model's own server")
         return place, []
