@@ -145,7 +145,7 @@ class SleepGate:
         if taken.kind is Kind.HEALTH:
             return await self._health(scope, inbox, send)
         if taken.kind in (Kind.RUNS, Kind.ADAPTS, Kind.UNKNOWN):
-            return await self._infer(taken, scope, inbox, send)
+            return await self._run_model(taken, scope, inbox, send)
         if taken.kind in (Kind.CHANGES, Kind.WRITES, Kind.CALLS) and self._dev_mode and not taken.redirects:
             return await deliver(scope, inbox, send, await self._control(taken, scope, inbox))
         if taken.template.startswith("/metrics") and self._is_scraped and self.model.phase is not Phase.CHANGING:
@@ -166,7 +166,7 @@ class SleepGate:
 
     # Requests that run the model
 
-    async def _infer(self, taken: Taken, scope: Scope, inbox: Inbox, send: Send) -> None:
+    async def _run_model(self, taken: Taken, scope: Scope, inbox: Inbox, send: Send) -> None:
         model, outcome = self.model, ""
         try:
             await self._look()
@@ -443,9 +443,9 @@ class SleepGate:
                 code = status_of(answer)
             finally:
                 if code >= 500:
-                    await model.slept_badly()
+                    await model.note_failed_sleep()
             if code < 300:
-                model.slept(level)
+                model.note_sleep(level)
                 await self._see_to_requests_left(level, mode)
                 if is_deep:
                     return await self._deepen()
@@ -490,9 +490,9 @@ class SleepGate:
             answer = await _called(self._app, scope, inbox, gone)
             if status_of(answer) < 300:
                 if path in WAKES:
-                    model.woke(query.get("tags", ()))
+                    model.note_wake(query.get("tags", ()))
                 elif path == "/release_kv_cache_memory":
-                    model.released()
+                    model.note_release()
             return answer
 
     def _wakes_kept_requests_early(self, tags: Iterable[str]) -> bool:
@@ -507,7 +507,7 @@ class SleepGate:
             await self.model.engine.collective_rpc("reload_weights")
         except Exception as error:
             return refusal(500, f"reload_weights failed: {error}")
-        self.model.wrote(Effect.LOADS)
+        self.model.note_write(Effect.LOADS)
         return response(200, {"status": "weights reloaded"})
 
     async def _write(self, taken: Taken, scope: Scope, inbox: Inbox) -> list[Message]:
@@ -536,7 +536,7 @@ class SleepGate:
                     return conflict
                 answer = await _called(self._app, scope, inbox, gone)
                 if status_of(answer) < 300:
-                    self.model.wrote(effect)
+                    self.model.note_write(effect)
                 return answer
         finally:
             gone.cancel()
@@ -569,7 +569,7 @@ class SleepGate:
             gone.cancel()
             await asyncio.wait({gone})  # two readers of one request would steal each other's messages
         if answer is None:
-            return await self._infer(taken, scope, inbox, send)  # as if it had just arrived
+            return await self._run_model(taken, scope, inbox, send)  # as if it had just arrived
         await deliver(scope, inbox, send, answer)
 
     # Health

@@ -346,8 +346,8 @@ class SleepingModel:
         self.checkpointed = any(answer["checkpointed"] for answer in answers)
         return next((str(answer["why"]) for answer in answers if answer["why"]), "")
 
-    def slept(self, level: int) -> None:
-        """Note that a sleep succeeded."""
+    def note_sleep(self, level: int) -> None:
+        """A sleep succeeded."""
         if level == 0 and not self.has_sleep_modes:
             level = 2
         sleeps_again = hasattr(self.engine, "release_kv_cache_memory") and "weights" not in self.asleep
@@ -365,8 +365,8 @@ class SleepingModel:
         if self.update is not Update.NONE:
             self.update = Update.TORN
 
-    async def slept_badly(self) -> None:
-        """Note that a sleep failed. It may have stopped the scheduler before, which amounts to level 0."""
+    async def note_failed_sleep(self) -> None:
+        """A sleep failed. It may have stopped the scheduler before, which amounts to level 0."""
         if not self.paused:
             self.level = self.level or 0
         if not self.asleep:
@@ -392,32 +392,32 @@ class SleepingModel:
             await self.engine.collective_rpc("wake_up")
             self.asleep, self.torn, self.level = set(), False, None if self.paused else 0
 
-    def woke(self, tags: Iterable[str]) -> None:
-        """Note a wake of these tags (none: of all). vLLM ignores calls that name a tag that is awake."""
+    def note_wake(self, tags: Iterable[str]) -> None:
+        """These tags were woken (none: all). vLLM ignores calls that name a tag that is awake."""
         wanted = (set(tags) - {"scheduling"}) if tags else set(self.asleep)
         if wanted <= self.asleep:
             self.asleep -= wanted
         self.staged = self.weights_lost and "weights" not in self.asleep
 
-    def released(self) -> None:
-        """Note that only the KV cache was dropped."""
+    def note_release(self) -> None:
+        """Only the KV cache was dropped."""
         self.asleep.add("kv_cache")
 
-    def wrote(self, effect: Effect) -> None:
-        """Note a call that may have written weights."""
+    def note_write(self, effect: Effect) -> None:
+        """A call may have written weights."""
         if effect is Effect.STARTS:
             self.update = Update.OPEN
         elif effect is Effect.LOADS or (effect is Effect.UPDATES and self.update is Update.NONE):
-            self.loaded()
+            self.note_loaded()
         elif effect is Effect.UPDATES and self.update is Update.OPEN:
             self.update = Update.WRITTEN
         elif effect is Effect.FINISHES:
             whole, self.update = self.update in (Update.NONE, Update.WRITTEN), Update.NONE
             if whole:
-                self.loaded()
+                self.note_loaded()
 
-    def loaded(self) -> None:
-        """Note that all weights were written."""
+    def note_loaded(self) -> None:
+        """All weights were written."""
         if "weights" not in self.asleep:
             self.weights_lost = self.staged = False
             self._tell()
@@ -462,7 +462,7 @@ class SleepingModel:
                 await self.engine.wake_up(["weights"])
                 self.asleep.discard("weights")
             await self.engine.collective_rpc("reload_weights")
-            self.loaded()
+            self.note_loaded()
         if self.asleep:
             rest = self.asleep & TAGS
             await self.engine.wake_up(sorted(rest) if rest < TAGS and rest else None)
