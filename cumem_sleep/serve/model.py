@@ -18,7 +18,7 @@ class Model:
     Attributes:
         level: at which it sleeps, or is about to.
         changes_asleep: it goes deeper, or its server is being stopped, without having woken.
-        stays: it would go no deeper than it sleeps now, and is not asked again before it has woken.
+        cannot_go_deeper: it would go no deeper than it sleeps now, and is not asked again before it has woken.
         has_layer: so that it need not wake to get from level 1 to 3.
         in_vault: what it holds of the host is memory of the vault.
         waiting: requests in the order of their arrival, with the time and the number of it.
@@ -33,8 +33,8 @@ class Model:
         failures: in a row, of starts and wakes or of sleeps.
         refused: depths at which it cannot sleep for now, until it has slept once.
         held_bytes: host memory that its backups take, also while it is awake again.
-        boots: it is to be started (and put to sleep) although nobody waits for it.
-        settles: it was started without a request, and is to sleep at once.
+        starts_unasked: it is to be started (and put to sleep) although nobody waits for it.
+        sleeps_once_started: it was started without a request, and is to sleep at once.
         order: a depth that an operator wants.
         successor: what replaces `spec` when it has stopped. With `removed`, nothing does.
         cause: what its waiting requests wait for.
@@ -44,7 +44,7 @@ class Model:
     phase: Phase = Phase.STOPPED
     level: int | None = None
     changes_asleep: bool = False
-    stays: bool = False
+    cannot_go_deeper: bool = False
     has_layer: bool = False
     in_vault: bool = False
     phase_since: float = 0.0
@@ -62,8 +62,8 @@ class Model:
     error: str | None = None
     refused: set[int] = field(default_factory=set)
     held_bytes: int = 0
-    boots: bool = False
-    settles: bool = False
+    starts_unasked: bool = False
+    sleeps_once_started: bool = False
     order: int | None = None
     successor: Spec | None = None
     removed: bool = False
@@ -77,8 +77,8 @@ class Model:
         return next(iter(self.waiting.values()), (math.inf, 0))[0]
 
     @property
-    def place(self) -> int:
-        """Position in the queue of models: the arrival number of the oldest waiting request."""
+    def queue_position(self) -> int:
+        """In the queue of models: the arrival number of the oldest waiting request."""
         return next(iter(self.waiting.values()))[1]
 
     @property

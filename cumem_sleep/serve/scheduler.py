@@ -91,7 +91,7 @@ class Scheduler:
                 pass
 
     def _add(self, spec: Spec) -> None:
-        self.models[spec.name] = Model(spec, phase_since=self._now, boots=spec.at_start != "stopped")
+        self.models[spec.name] = Model(spec, phase_since=self._now, starts_unasked=spec.at_start != "stopped")
 
     def _arrived(self, event: events.Arrived) -> None:
         model = self.models[event.model]
@@ -175,7 +175,7 @@ class Scheduler:
         model.failures = max(model.failures, model.deaths - 1)  # starts that succeed do not end the pauses
         self._failed(model, error)
         model.operation = 0
-        model.boots = model.spec.at_start != "stopped" and not model.must_leave
+        model.starts_unasked = model.spec.at_start != "stopped" and not model.must_leave
         self._become_stopped(model)
 
     # Changes that have ended
@@ -202,15 +202,15 @@ class Scheduler:
                 model.failures, model.error = 0, None
             self._become_asleep(model, event.level or model.level or 1)
             if event.why_not_deeper:
-                model.stays, model.error = True, event.why_not_deeper
+                model.cannot_go_deeper, model.error = True, event.why_not_deeper
                 self._obey(model, event.why_not_deeper)
             return None
         model.failures, model.error = 0, None
         if model.phase is Phase.STARTING:
             model.started_at = self._now
-        model.settles = model.phase is Phase.STARTING and not model.waiting and model.spec.at_start != "awake"
-        model.settles = model.settles and model.spec.owned
-        model.boots = False
+        is_unasked = model.phase is Phase.STARTING and not model.waiting and model.spec.at_start != "awake"
+        model.sleeps_once_started = is_unasked and model.spec.owned
+        model.starts_unasked = False
         self._become_awake(model)
         model.awake_since = model.last_used = self._now
         return None
@@ -264,12 +264,12 @@ class Scheduler:
 
     def _become_awake(self, model: Model) -> None:
         model.level = model.draining_since = model.revoked_at = None
-        model.stays = model.changes_asleep = False
+        model.cannot_go_deeper = model.changes_asleep = False
         self._become(model, Phase.AWAKE)
 
     def _become_asleep(self, model: Model, level: int) -> None:
         model.level = level
-        model.settles = model.boots = model.changes_asleep = False
+        model.sleeps_once_started = model.starts_unasked = model.changes_asleep = False
         model.held_bytes = model.spec.host_bytes_at(level)
         model.draining_since = model.revoked_at = None
         self._become(model, Phase.ASLEEP)
@@ -279,9 +279,9 @@ class Scheduler:
     def _become_stopped(self, model: Model) -> None:
         model.level = model.draining_since = model.revoked_at = None
         model.held_bytes = 0
-        model.settles = False
+        model.sleeps_once_started = False
         model.refused.clear()
-        model.stays = model.changes_asleep = False
+        model.cannot_go_deeper = model.changes_asleep = False
         self._become(model, Phase.STOPPED)
         self._obey(model)
         if model.removed:
@@ -292,7 +292,7 @@ class Scheduler:
         elif model.successor is not None:
             model.spec, model.successor = model.successor, None
             model.failures, model.error, model.retry_at = 0, None, 0.0
-            model.boots = model.spec.at_start != "stopped"
+            model.starts_unasked = model.spec.at_start != "stopped"
 
     def _obey(self, model: Model, error: str | None = None) -> None:
         """Its order, if there is one, was carried out, or cannot be."""
@@ -307,7 +307,7 @@ class Scheduler:
         leaving = self._serve_in_order()
         comes_back = False
         for model in list(self.models.values()):
-            if model.must_leave or (model.settles and not model.waiting):
+            if model.must_leave or (model.sleeps_once_started and not model.waiting):
                 self._leave(model, self._depth_of_leaving(model))
             elif model.spec.name in leaving:
                 self._leave(model, 0)
@@ -328,7 +328,7 @@ class Scheduler:
         for model in self.models.values():
             if model.phase is not Phase.AWAKE or model.must_leave or not model.waiting:
                 continue
-            model.settles = False
+            model.sleeps_once_started = False
             for request in model.waiting:
                 model.running.add(request)
                 self._do(actions.Grant(request))
@@ -373,12 +373,12 @@ class Scheduler:
             for model in self.models.values()
             if model.waiting and not model.must_leave and model.phase is not Phase.AWAKE
         ]
-        booting = [
+        unasked = [
             model
             for model in self.models.values()
-            if model.boots and not model.waiting and not model.must_leave and model.phase is Phase.STOPPED
+            if model.starts_unasked and not model.waiting and not model.must_leave and model.phase is Phase.STOPPED
         ]
-        return sorted(waited, key=lambda model: model.place) + booting
+        return sorted(waited, key=lambda model: model.queue_position) + unasked
 
     def _has_room(self, model: Model) -> bool:
         return all(policy.fits(model.spec.share, self.free_share(gpu)) for gpu in model.spec.gpus)
@@ -438,7 +438,7 @@ class Scheduler:
         if model.phase is Phase.ASLEEP:
             if not self._go_deeper(model, depth):
                 in_use = "it has to wake to go deeper, but its GPUs or the host's memory are in use"
-                self._obey(model, model.error if model.stays else in_use)
+                self._obey(model, model.error if model.cannot_go_deeper else in_use)
             return None
         if model.phase is Phase.STOPPED:
             return self._become_stopped(model)
@@ -512,7 +512,7 @@ class Scheduler:
             if not self._locked() & model.spec.gpus:  # what is left of it goes, too
                 self._begin_stop(model)
             return True
-        if model.stays and depth == OF_LAYER:
+        if model.cannot_go_deeper and depth == OF_LAYER:
             return False
         sleeps_on = model.has_layer and (model.level, depth) == (1, OF_LAYER)
         wanted = {gpu for other in self._wanted() for gpu in other.spec.gpus}
