@@ -39,7 +39,7 @@ async def serve(
         look_at_vaults: asks those that keep the backups of models.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is taken, or nothing can be written to the folder of the logs.
     """
     allow_many_connections()
     fleet = Fleet(config, simulated=simulated, look_at_vaults=look_at_vaults)

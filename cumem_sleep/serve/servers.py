@@ -208,6 +208,20 @@ def default_logs() -> Path:
     return Path(state) / "cumem-sleep" / "serve"
 
 
+def check_logs(folder: Path) -> None:
+    """Make the folder of the logs. In a container its user may have no home.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(f"logs: nothing can be written to {folder} ({error.strerror}): name another folder") from None
+
+
 def _file_name(model: str) -> str:
     """Different for different models, also where their names have what a path cannot have, or are long."""
     plain = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in model)[:40]

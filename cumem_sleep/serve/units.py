@@ -76,6 +76,9 @@ class Units:
         Args:
             models: what the scheduler knows of each.
             handle: tells the scheduler.
+
+        Raises:
+            OSError: there are servers to start, and nothing can be written to the folder of their logs.
         """
         self.config = config
         self.gpus: dict[int, hardware.Gpu] = {}
@@ -84,6 +87,8 @@ class Units:
         self._handle = handle
         self._simulated = simulated
         self._logs = config.logs or servers.default_logs()
+        if any(model.owned for model in config.models.values()):
+            servers.check_logs(self._logs)  # otherwise every start would fail, again and again
         self._sockets = servers.new_socket_folder()
         self._units: dict[str, Unit] = {}
 

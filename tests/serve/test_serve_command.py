@@ -84,6 +84,15 @@ def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.startswith("cumem-sleep")
 
 
+def test_logs_that_cannot_be_written_end_it_before_it_serves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "models.yaml", small={})
+    (tmp_path / "logs").write_text("a file where the folder should be")
+    assert cli.main(["serve", str(file)]) == 2
+    assert re.search(r"logs: nothing can be written to \S+/logs \(.+\): name another folder", capsys.readouterr().err)
+
+
 def test_nobody_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUMEM_SLEEP_SERVE_URL", "http://127.0.0.1:1")
     assert cli.main(["status"]) == 2
