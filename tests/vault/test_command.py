@@ -6,8 +6,6 @@ import json
 import os
 import pathlib
 import re
-import socket
-from collections.abc import Callable
 
 import pytest
 from running import RunningVault, Segment
@@ -145,14 +143,6 @@ def test_nobody_has_to_read_what_it_says(folder: pathlib.Path) -> None:
         """
     process = run_script(script.replace("SOCKET", repr(str(folder / "vault.sock"))))
     assert process.returncode == 0, process.stderr
-
-
-def test_systemd_is_told_when_it_serves(start_vault: Callable[..., RunningVault], tmp_path: pathlib.Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
-        systemd.bind(str(tmp_path / "notify"))
-        systemd.settimeout(30)
-        start_vault("64MiB", NOTIFY_SOCKET=str(tmp_path / "notify"))
-        assert systemd.recv(100) == b"READY=1"
 
 
 def test_room_is_what_the_tightest_limit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
