@@ -43,7 +43,7 @@ TOKEN = "secret"
 PROMPTS = 6
 TOKENS = 8
 TOUCHED_BYTES = 48 << 30  # as much as all sleepers hold, and more
-START_S = 300.0
+START_S = 400.0
 SHARE, MORE_S = 1.05, 0.020  # of sleep and wake, and seconds beside them, that a switch may take
 LIMIT = (
     f"{SHARE} x (sleep + wake) + {MORE_S} s + the median first token of the new model's own requests while it was"
