@@ -16,6 +16,7 @@
 #include "driver.h"
 #include "errors.h"
 #include "free_listener.h"
+#include "heap_reserve.h"
 #include "holds.h"
 #include "host_memory.h"
 #include "interpreter.h"
@@ -341,6 +342,9 @@ void bind_threads(py::module_& module) {
     module.def("thread_names", &thread_names, "Of all threads of this layer that still run.");
     module.def("allow_threads", &allow_threads, py::arg("count"),
                "For tests: only this many more threads can be started; a negative number lifts the limit.");
+    py::class_<HeapReserve>(module, "HeapReserve",
+                            "While it exists, this thread can allocate so much in small pieces without a system call.")
+        .def(py::init<size_t>(), py::arg("bytes"), NoGil());
 }
 
 void bind_ahead(py::module_& module) {

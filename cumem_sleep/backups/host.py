@@ -23,6 +23,7 @@ from . import limits
 from .tier import Footprint, Tier, Turn, Wanted
 
 _MOST_PREFAULT_THREADS = 16
+_HEAP_BYTES = 16 << 10  # more than the driver allocates when it registers a block
 
 
 class HostTier(Tier):
@@ -104,6 +105,7 @@ class HostTransfers:
         self._threads = threads
         self._touch_bytes = touch_bytes
         self._touched: _core.Ahead | None = None
+        self._heap: _core.HeapReserve | None = None
         self._expected: set[int] = set()  # ids of blocks
         self._stack = ExitStack()
 
@@ -114,6 +116,7 @@ class HostTransfers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+        self._heap = None
 
     def expect(self, extents: Iterable[Extent]) -> None:
         """Begin to prefault their pages, in this order."""
@@ -121,7 +124,9 @@ class HostTransfers:
         if not tasks:
             return
         if self._touched is None:
-            threads = self._threads or _default_prefault_threads()  # looked up only here, because `prepare` needs none
+            # Now, because each step by which this thread's heap grows would wait for the threads that prefault.
+            self._heap = _core.HeapReserve(_HEAP_BYTES * len(tasks))
+            threads = self._threads or _default_prefault_threads()  # looked up here, because `prepare` needs none
             self._touched = self._stack.enter_context(_core.Ahead(threads))
         self._touched.add(tasks)
         self._expected.update(tasks)

@@ -1,0 +1,94 @@
+"""The thread that registers host memory has heap for what the driver allocates, before pages are prefaulted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+from support import MIB, PAGE, Memory, run_script
+
+from cumem_sleep import CuMemAllocator, _core
+from cumem_sleep.backups import host
+
+# How many page faults it takes a thread to allocate 3.5 MiB in small pieces. Neither thread ends before both have
+# counted, because a new one would get the heap of one that has.
+COUNT_FAULTS = """
+import ctypes, resource, threading
+from cumem_sleep import _core
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+all_counted = threading.Barrier(2)
+faults = {}
+
+def count(nbytes):
+    reserve = _core.HeapReserve(nbytes)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for _ in range(300):
+        ctypes.memset(libc.malloc(12 << 10), 1, 12 << 10)
+    faults[nbytes] = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    all_counted.wait()
+
+threads = [threading.Thread(target=count, args=(nbytes,)) for nbytes in (0, 4 << 20)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(faults[0], faults[4 << 20])
+"""
+
+
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer has a heap of its own")
+def test_what_is_reserved_takes_no_page_fault() -> None:
+    without, with_reserve = map(int, run_script(COUNT_FAULTS).stdout.split())
+    assert without > 500, "this thread's heap was large enough already, so the other one shows nothing"
+    assert with_reserve < 50
+
+
+def test_there_is_a_most() -> None:
+    assert _core.HeapReserve(1 << 62) is not None
+
+
+def test_it_comes_before_pages_are_prefaulted_and_for_every_block(
+    allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later, each step by which the heap grows would wait for the threads that prefault."""
+    seen: list[str] = []
+    reserved = _core.HeapReserve
+
+    def reserve(nbytes: int) -> _core.HeapReserve:
+        seen.append(f"reserve {nbytes}")
+        return reserved(nbytes)
+
+    def touch_ahead(block: _core.HostBlock, offset: int, nbytes: int) -> _core.Task:
+        def run() -> None:
+            seen.append("touch")
+            block.touch(offset, nbytes)
+
+        return _core.Task(run)
+
+    address = allocator.malloc(3 * PAGE)
+    content = memory.fill_random(address, 3 * PAGE)
+    monkeypatch.setattr(_core, "HeapReserve", reserve)
+    monkeypatch.setattr(_core, "touch_task", touch_ahead)
+    allocator.sleep()
+    blocks = -(-3 * PAGE // allocator.tuning.slab_bytes)
+    assert seen[0] == f"reserve {blocks * host._HEAP_BYTES}"
+    assert "touch" in seen[1:]
+    assert seen.count(seen[0]) == 1
+    allocator.wake_up()
+    assert memory.read(address, 3 * PAGE) == content
+
+
+def test_nothing_is_reserved_where_nothing_is_prefaulted(
+    allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = allocator.malloc(PAGE)
+    allocator.sleep()
+    allocator.wake_up()
+    memory.fill_random(address, MIB)
+    unwanted: Callable[[int], None] = lambda nbytes: pytest.fail(f"{nbytes} reserved")  # noqa: E731
+    monkeypatch.setattr(_core, "HeapReserve", unwanted)
+    allocator.sleep()
