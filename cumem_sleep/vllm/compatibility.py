@@ -2,6 +2,7 @@
 
 | | since |
 |---|---|
+| `VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY` | 0.18.0 |
 | `enable_cumem_allocator`: the allocator without sleep mode | between 0.19 and 0.22 |
 | `device_allocator.get_mem_allocator_instance` | 0.23.0 |
 | `CuMemAllocator.release_pools`, `close`; `device_allocator.sleep_mode_backend` | 0.25.0 |
@@ -23,6 +24,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -38,6 +40,9 @@ UNTESTED = PREFIX + "VLLM_UNTESTED"
 
 # The fields of `EngineArgs` with which vLLM asks for its CuMemAllocator.
 WHAT_ENABLES_THE_ALLOCATOR = ("enable_sleep_mode", "enable_cumem_allocator")
+
+# The prefixes of variables that vLLM copies to workers on Ray beside its own.
+COPIED_TO_RAY_WORKERS = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
 # What the plugin adds to `WorkerWrapperBase`.
 WRAPPED = (
@@ -117,6 +122,16 @@ def register_backend(name: str, module: str, class_name: str) -> None:
     factory = _backend_factory()
     if factory is not None and name not in factory._registry:
         factory.register_backend(name, module, class_name)
+
+
+def copy_to_ray_workers(prefix: str) -> None:
+    """Have vLLM copy variables with this prefix to workers on Ray, which do not inherit them; before 0.18 it cannot."""
+    variables = importlib.import_module("vllm.envs").environment_variables
+    if COPIED_TO_RAY_WORKERS not in variables:
+        return
+    prefixes = [each.strip() for each in os.environ.get(COPIED_TO_RAY_WORKERS, "").split(",") if each.strip()]
+    if prefix not in prefixes:
+        os.environ[COPIED_TO_RAY_WORKERS] = ",".join([*prefixes, prefix])
 
 
 def version_misfit(version: str) -> str | None:

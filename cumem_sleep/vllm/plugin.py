@@ -123,6 +123,7 @@ def _take_over() -> None:
         logger.info(
             "vLLM's own CuMemAllocator was replaced in modules that had already imported it: %s", ", ".join(others)
         )
+    compatibility.copy_to_ray_workers(PREFIX)
     CuMemAllocator.prepares_after_pools = CuMemAllocator.deepens_after_sleeps = False
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
     WorkerWrapperBase.sleep = sleep

@@ -112,7 +112,7 @@ class Stock:
         import vllm.plugins
 
         from cumem_sleep import CuMemAllocator
-        from cumem_sleep.vllm import plugin
+        from cumem_sleep.vllm import compatibility, plugin
 
         vllm.plugins.plugins_loaded = False
         self.cumem.CuMemAllocator = self.allocator
@@ -124,6 +124,7 @@ class Stock:
         for name in set(self.registry or ()) - self._backends:
             del self.registry[name]  # type: ignore[index]
         os.environ.pop(plugin._SAID, None)
+        os.environ.pop(compatibility.COPIED_TO_RAY_WORKERS, None)
         ours = logging.getLogger("cumem_sleep")
         ours.handlers.clear()
         ours.setLevel(logging.NOTSET)

@@ -73,6 +73,39 @@ class TestLoading:
         load()
         assert not stock.is_untouched()
 
+    def test_workers_on_ray_get_the_settings(self, plugged: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+        """VLLM copies only what it knows, and what it is told, to workers on a cluster that runs already."""
+        ray_env = pytest.importorskip("vllm.ray.ray_env")
+        if not hasattr(ray_env, "DEFAULT_ENV_VAR_PREFIXES"):
+            pytest.skip("before 0.18 no prefix can be named")
+        monkeypatch.setenv("CUMEM_SLEEP_COMPRESS", "auto")
+        copied = ray_env.get_env_vars_to_copy()
+        assert "CUMEM_SLEEP_COMPRESS" in copied
+        assert "VLLM_SERVER_DEV_MODE" in copied
+
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [("", "CUMEM_SLEEP_"), ("A_, B_", "A_,B_,CUMEM_SLEEP_"), ("CUMEM_SLEEP_,A_", "CUMEM_SLEEP_,A_")],
+    )
+    def test_what_the_user_has_copied_there_stays(
+        self, stock: Stock, monkeypatch: pytest.MonkeyPatch, before: str, after: str
+    ) -> None:
+        import vllm.envs
+
+        known = compatibility.COPIED_TO_RAY_WORKERS in vllm.envs.environment_variables
+        monkeypatch.setenv(compatibility.COPIED_TO_RAY_WORKERS, before)
+        load()
+        load()
+        assert os.environ[compatibility.COPIED_TO_RAY_WORKERS] == (after if known else before)
+
+    def test_a_layer_that_does_not_serve_has_nothing_copied(
+        self, stock: Stock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(plugin.DISABLE, "1")
+        load()
+        assert stock.is_untouched()
+        assert compatibility.COPIED_TO_RAY_WORKERS not in os.environ
+
     def test_replaces_the_allocator_where_vllm_looks_for_it(self, plugged: Stock) -> None:
         from vllm.device_allocator.cumem import CuMemAllocator as Imported
 
