@@ -24,6 +24,7 @@ logger = logging.getLogger("cumem_sleep.serve")
 
 LOOK_AT_HEALTH_EVERY_S = 2.0  # of servers by URL; the end of a process is seen at once
 UNHEALTHY_AFTER = 3  # looks in a row
+NOBODY_ANSWERS_S = 5.0  # a server by URL gets so long to be there; then it is tried again later
 HOST_RESERVE_BYTES = 2 << 30  # of what the system can give: for everybody else
 NOBODY_KNOWS_BYTES = 1 << 60  # what cannot be estimated is taken for more than any host has
 
@@ -235,21 +236,25 @@ class Units:
         return Outcome(None, Phase.AWAKE)
 
     async def _find(self, unit: Unit) -> Outcome:
-        """A server by URL is asked what it is in, until it says so."""
+        """A server by URL is asked what it is in, until it says so; not for long where there is none.
+
+        Models on its GPUs wait meanwhile, because a server that is there, and silent, may hold their memory.
+        """
         config = self.config.models[unit.name]
         address = from_url(config.url or "", config.api_key)
         if unit.engine is None or unit.engine.address != address:
             if unit.engine is not None:
                 await unit.engine.close()
             unit.address, unit.engine = address, Engine(address, config.switch_timeout)
-        ends_at = time.monotonic() + min(config.start_timeout, config.switch_timeout)
+        begin, limit_s = time.monotonic(), min(config.start_timeout, config.switch_timeout)
         while True:
             found = await unit.engine.look()
             if found.state in (Phase.AWAKE, Phase.ASLEEP):
                 await self._learn(unit)
                 self._watch_health(unit)
                 return found
-            if time.monotonic() > ends_at:
+            patience_s = min(limit_s, NOBODY_ANSWERS_S) if found.state is Phase.STOPPED else limit_s
+            if time.monotonic() - begin > patience_s:
                 return found
             await asyncio.sleep(ASK_EVERY_S)
 

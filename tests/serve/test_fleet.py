@@ -14,7 +14,7 @@ import httpx
 import pytest
 from servers_of_tests import command, config, phases, running, until
 
-from cumem_sleep.serve import hardware, policy
+from cumem_sleep.serve import hardware, policy, units
 from cumem_sleep.serve.engine import Engine, Outcome
 from cumem_sleep.serve.fleet import Fleet, Lease, NotInTime, Refused, ServerFailed, UnknownModel
 from cumem_sleep.serve.status import Phase
@@ -235,6 +235,25 @@ def test_a_server_by_url_is_found_as_it_is_and_never_stopped(tmp_path: Path) -> 
                     await fleet.stop_model("a")
             async with theirs.lease("a") as lease:
                 assert "This is a," in await ask(lease, "a")
+
+    run(scenario())
+
+
+def test_a_server_by_url_that_is_not_there_holds_up_its_neighbours_for_a_moment_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A silent server may hold the GPU's memory; one that does not exist cannot."""
+    monkeypatch.setattr(units, "NOBODY_ANSWERS_S", 0.3)
+
+    async def scenario() -> None:
+        patient = {"start_timeout": "1h", "switch_timeout": "1h"}
+        nobody = {"url": f"unix:{tmp_path / 'nobody.sock'}", **patient}
+        async with running(config(tmp_path, a=nobody, b={"at_start": "stopped"})) as fleet:
+            asked = asyncio.create_task(fleet.wake("a"))
+            await fleet.wake("b")
+            assert phases(fleet.status())["b"] is Phase.AWAKE
+            with pytest.raises(ServerFailed, match="no server answers there"):
+                await asked
 
     run(scenario())
 
