@@ -387,6 +387,13 @@ def test_models_in_the_vault_leave_host_memory_to_the_others() -> None:
     assert world.changes["a"].level == 2  # type: ignore[union-attr]
 
 
+def test_the_budget_does_not_limit_models_in_the_vault() -> None:
+    world = World([spec("a", host_bytes=600), spec("b", host_bytes=600)], host_bytes=100)
+    world.send(HasLayer("a", True, in_vault=True))
+    awake(world, "a", "b", "a")
+    assert [(each.model, each.level) for each in world.log if isinstance(each, Sleep)] == [("a", 1), ("b", 2)]
+
+
 def test_backups_are_held_while_a_model_is_awake_again() -> None:
     world = World([spec("a", host_bytes=600), spec("b", host_bytes=600)])
     awake(world, "a", "b", "a")
