@@ -134,13 +134,21 @@ class Regions:
         work = partial(sleep, self._layer, alone, self._meant(tags), without_backup)
         return self._entry.operate(alone, work, "sleep")
 
-    def wake(self, tags: str | Iterable[str] | None = None, *, retain_backups: bool | None = None) -> WakeReport:
+    def wake(
+        self,
+        tags: str | Iterable[str] | None = None,
+        *,
+        retain_backups: bool | None = None,
+        wait_for_release: bool = False,
+    ) -> WakeReport:
         """Take the device memory of regions again, at the same addresses, and restore what was backed up.
 
         Args:
             tags: of which regions, exactly; None: of all.
             retain_backups: whether the backups stay until the next sleep, which then copies only what changed. None: as
                 the settings say.
+            wait_for_release: return when the host memory of backups that do not stay has gone back to the system.
+                Otherwise a thread gives back more than 1 GiB of it after this has returned.
 
         Raises:
             InvalidArgument: a tag that no region ever had.
@@ -148,12 +156,15 @@ class Regions:
         """
         meant = self._meant(tags)
         retained = self._layer.settings.retain_backups if retain_backups is None else retain_backups
-        return self._entry.operate(Call(), partial(self._wake, meant, retained), "wake", meant)
+        work = partial(self._wake, meant, retained, wait_for_release)
+        return self._entry.operate(Call(), work, "wake", meant)
 
-    def _wake(self, meant: Choice, retained: bool) -> WakeReport:
+    def _wake(self, meant: Choice, retained: bool, wait_for_release: bool) -> WakeReport:
         woken = asleep(meant)
         report = wake(self._layer, Call(), meant)
         self._layer.store.retain(woken, retained=retained)
+        if wait_for_release:
+            self._layer.store.settle()
         return report
 
     def has(self, tag: str) -> bool:

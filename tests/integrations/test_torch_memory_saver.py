@@ -270,6 +270,40 @@ class TestTheRestOfTheInterface:
         saver.pause()
         saver.resume()
 
+    @pytest.mark.parametrize(
+        ("named", "by_environment", "at_once"),
+        [("mmap", "", True), ("pinned", "", False), (None, "", False), (None, "mmap", True), ("pinned", "mmap", False)],
+    )
+    def test_host_memory_of_mmap_has_gone_back_when_resume_returns(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        allocator: CuMemAllocator,
+        named: str | None,
+        by_environment: str,
+        at_once: bool,
+    ) -> None:
+        monkeypatch.setenv("TMS_INIT_CPU_BACKUP_BACKEND", by_environment)
+        monkeypatch.setattr(CuMemAllocator.tuning, "release_later_bytes", PAGE)
+        monkeypatch.setattr(CuMemAllocator.tuning, "between_releases_s", 1000.0)  # so its thread does nothing
+        saver = TorchMemorySaver()
+        malloc(saver, tag="x", enable_cpu_backup=True, cpu_backup_backend=named)
+        malloc(saver, tag="other", enable_cpu_backup=True, cpu_backup_backend="pinned")
+        for tag, goes in (("other", False), ("x", at_once)):
+            saver.pause(tag)
+            assert allocator._store.host_bytes >= PAGE
+            saver.resume(tag)
+            assert (allocator._store.host_bytes == 0) is goes, tag
+        saver.pause()
+        saver.resume()
+        assert (allocator._store.host_bytes == 0) is at_once
+
+    def test_what_is_retained_stays_with_mmap_too(self, saver: TorchMemorySaver, allocator: CuMemAllocator) -> None:
+        saver.retain_cpu_backup = True
+        malloc(saver, enable_cpu_backup=True, cpu_backup_backend="mmap")
+        saver.pause()
+        saver.resume()
+        assert allocator._store.host_bytes == PAGE
+
     def test_other_backends_are_refused(self, saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="enable_cpu_backup"), saver.region(cpu_backup_backend="mmap"):
             pass

@@ -12,8 +12,8 @@ from ...errors import InvalidArgument
 from .. import preload
 
 _TRUE, _FALSE = ("1", "true", "TRUE", "yes", "YES"), ("0", "false", "FALSE", "no", "NO")
-BACKENDS = ("mmap", "pinned")
-DEFAULT_BACKEND = "pinned"
+MMAP, PINNED = BACKENDS = ("mmap", "pinned")
+DEFAULT_BACKEND = PINNED
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Native:
 
     @contextmanager
     def backend(self, backend: str | None) -> Iterator[None]:
-        """The backend of backups that was named for a scope. It makes no difference, and is only told."""
+        """The backend of backups that was named for a scope."""
         before = getattr(self._thread, "backend", None)
         self._thread.backend = backend or before
         try:

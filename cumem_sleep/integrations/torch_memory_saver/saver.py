@@ -13,7 +13,7 @@ from ...allocator import CuMemAllocator
 from ...errors import InvalidArgument, InvalidState
 from ...tags import DEFAULT_TAG
 from .. import preload
-from .environment import NO_DISK_BACKUP, Environment, checked_backend
+from .environment import MMAP, NO_DISK_BACKUP, Environment, checked_backend
 from .native import Native
 
 HOOK_MODES = ("preload", "torch")
@@ -29,6 +29,7 @@ class TorchMemorySaver:
         self._impl: Native | None = None  # as in torch_memory_saver, None until the first use: trainers ask
         self._hook_mode = "preload"
         self._retain_cpu_backup = False
+        self._of_mmap: set[str] = set()  # tags of regions with backups of that backend
         self._lock = threading.Lock()
 
     # Regions
@@ -52,6 +53,7 @@ class TorchMemorySaver:
         _check_backend(enable_cpu_backup, cpu_backup_backend)
         native = self._initialized()
         with self._allocator().regions.use(tag, backup=bool(enable_cpu_backup)), native.backend(cpu_backup_backend):
+            self._note_backend(native, tag, enable_cpu_backup)
             yield
 
     @contextmanager
@@ -82,6 +84,7 @@ class TorchMemorySaver:
                 native.region(tag, backup=backup),
                 native.backend(cpu_backup_backend),
             ):
+                self._note_backend(native, tag, enable_cpu_backup)
                 yield
             return
         with (
@@ -89,6 +92,7 @@ class TorchMemorySaver:
             torch.cuda.graph(cuda_graph, pool=cast(Any, own_pool), **capture),
             native.backend(cpu_backup_backend),
         ):
+            self._note_backend(native, tag, enable_cpu_backup)
             yield
 
     @contextmanager
@@ -118,11 +122,16 @@ class TorchMemorySaver:
             regions.sleep(tag or None)
 
     def resume(self, tag: str | None = None) -> None:
-        """They take it again: all or nothing, `Regions.wake`."""
+        """They take it again: all or nothing, `Regions.wake`.
+
+        Host memory that is not retained has gone back when this returns if the backend of a region's backups is `mmap`,
+        as in torch_memory_saver, and otherwise soon after.
+        """
         self._initialized()
         regions = self._allocator().regions
         if not tag or regions.has(tag):
-            regions.wake(tag or None, retain_backups=self._retain_cpu_backup)
+            is_of_mmap = tag in self._of_mmap if tag else bool(self._of_mmap)
+            regions.wake(tag or None, retain_backups=self._retain_cpu_backup, wait_for_release=is_of_mmap)
 
     # Backups
 
@@ -225,8 +234,14 @@ class TorchMemorySaver:
                 preload.serve()
                 self._retain_cpu_backup = environment.retain_cpu_backup
                 self._impl = Native(environment.cpu_backup_backend)
+                if environment.enable:
+                    self._note_backend(self._impl, DEFAULT_TAG, environment.enable_cpu_backup)
                 log.info("cumem-sleep: torch_memory_saver is served by this layer (%s)", _what_serves(environment))
             return self._impl
+
+    def _note_backend(self, native: Native, tag: str, backup: object) -> None:
+        if backup and native.tms_get_cpu_backup_backend() == MMAP.encode():
+            self._of_mmap.add(tag)
 
     def _allocator(self) -> CuMemAllocator:
         return CuMemAllocator.get_instance()
