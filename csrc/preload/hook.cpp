@@ -1,5 +1,6 @@
 // The library that LD_PRELOAD names where a whole process is a region, or a CUDA graph is captured in one: it takes the
 // place of cudaMalloc and cudaFree, and gives what belongs to a region to the allocator's hooks (csrc/allocator.h).
+// C code that pauses and resumes by torch_memory_saver's library finds its two functions for that here.
 //
 // It is loaded into every program that is started with that environment, so it needs nothing but libdl, and until the
 // layer says that it serves, it only passes calls on.
@@ -20,6 +21,9 @@ struct Layer {
 };
 
 std::atomic<const Layer*> serving{nullptr};
+
+using TagCall = void (*)(const char* tag);  // null: all tags
+std::atomic<TagCall> pausing{nullptr}, resuming{nullptr};
 
 // The function of this name in the runtime that the program uses; null if it uses none.
 template <typename Function>
@@ -57,6 +61,21 @@ __attribute__((visibility("default"))) int cudaFree(void* address) {
     }
     const auto real = next<int (*)(void*)>("cudaFree");
     return real ? real(address) : kNotInitialized;
+}
+
+// Before torch_memory_saver was used in Python there are no regions, so there is nothing to do.
+__attribute__((visibility("default"))) void tms_pause(const char* tag) {
+    if (const TagCall call = pausing) call(tag);
+}
+
+__attribute__((visibility("default"))) void tms_resume(const char* tag) {
+    if (const TagCall call = resuming) call(tag);
+}
+
+// What these two call from here on; null: nothing.
+__attribute__((visibility("default"))) void cumem_sleep_preload_calls(TagCall pause, TagCall resume) {
+    pausing = pause;
+    resuming = resume;
 }
 
 // Called once, by the layer: from here on it is asked.

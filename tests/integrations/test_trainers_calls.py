@@ -245,6 +245,43 @@ class TestTheHook:
             TMS_INIT_ENABLE_CPU_BACKUP="1",
         )
 
+    def test_c_code_pauses_and_resumes(self) -> None:
+        """By the functions of torch_memory_saver's library, with a tag, or for all."""
+        self.run(
+            """
+        runtime.tms_pause(None)  # nothing was allocated yet
+        runtime.tms_resume(None)
+        first = allocate()
+        with saver.region("a"):
+            allocate()
+        mapped = lambda: {tag: each.mapped_bytes >> 21 for tag, each in allocator.regions.usage().items()}
+        ctypes.memset(first, 7, 100)
+        runtime.tms_pause(b"a")
+        runtime.tms_pause(bytes([255]))  # not a tag that any region has
+        assert mapped() == {"a": 0, "default": 1}
+        runtime.tms_pause(None)
+        assert mapped() == {"a": 0, "default": 0}
+        runtime.tms_resume(b"default")
+        assert mapped() == {"a": 0, "default": 1}
+        runtime.tms_resume(None)
+        assert mapped() == {"a": 1, "default": 1}
+        assert ctypes.string_at(first, 100) == bytes([7]) * 100
+        """,
+            TMS_INIT_ENABLE="1",
+            TMS_INIT_ENABLE_CPU_BACKUP="1",
+        )
+
+    def test_c_code_that_pauses_before_python_does_anything(self) -> None:
+        self.run("runtime.tms_pause(None); runtime.tms_resume(None); assert not _core.driver_is_open()")
+
+    def test_what_fails_is_reported_and_c_code_goes_on(self) -> None:
+        preloaded = {"LD_PRELOAD": str(PRELOADED), "TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
+        code = "allocate(); runtime.tms_pause(None); print(len(_core.segments()))"
+        process = run_with_shim(self.CODE + "\n        " + code, CUMEM_SLEEP_HOST_BUDGET_BYTES="1024", **preloaded)
+        assert process.returncode == 0, process.stderr
+        assert process.stdout == "1\n"
+        assert "OutOfHostMemory" in process.stderr
+
     def test_a_full_device_is_said_so_that_pytorch_tries_again(self) -> None:
         self.run(
             """

@@ -232,6 +232,7 @@ class TorchMemorySaver:
                 if environment.enable:
                     self._allocator().regions.use_for_process(backup=environment.enable_cpu_backup)
                 preload.serve()
+                preload.take_calls(self.pause, self.resume)
                 self._retain_cpu_backup = environment.retain_cpu_backup
                 self._impl = Native(environment.cpu_backup_backend)
                 if environment.enable:
