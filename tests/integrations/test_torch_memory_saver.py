@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support import AWAKE, BACKED_UP, DROPPED, PAGE, Memory
+from support import AWAKE, BACKED_UP, DROPPED, PAGE, Memory, assert_no_threads
 from torch_memory_saver_calls import SHIM, FakeTensor, run_with_shim
 
 from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, OutOfDeviceMemory, OutOfHostMemory, _core, log
@@ -296,6 +296,8 @@ class TestTheRestOfTheInterface:
         saver.pause()
         saver.resume()
         assert (allocator._store.host_bytes == 0) is at_once
+        allocator._store.stop()
+        assert_no_threads("cumem-give-back")
 
     def test_what_is_retained_stays_with_mmap_too(self, saver: TorchMemorySaver, allocator: CuMemAllocator) -> None:
         saver.retain_cpu_backup = True
