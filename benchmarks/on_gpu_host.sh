@@ -101,7 +101,7 @@ of_two_gpus=(
     tests/gpu/test_torch_compress.py::test_two_devices
 )
 # Speaks HTTP and reaches no GPU, with packages that such a host may lack.
-without_gpu=(tests/serve)
+without_gpu=(tests/serve tests/vllm/test_serve_without_layer.py)
 
 suite() {
     local name=$1
