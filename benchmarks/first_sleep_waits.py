@@ -76,6 +76,10 @@ def main() -> None:
     is_new = importlib.util.find_spec("cumem_sleep.backup") is None
     bench = importlib.import_module("cumem_sleep.tools.bench.run" if is_new else "cumem_sleep.bench.run")
     log = importlib.import_module("cumem_sleep.log") if is_new else None
+    if way and not (way.startswith("touch") or (way in ("mainthread", "warm") and is_new)):
+        sys.exit(
+            f"{way}: expected touchN, mainthread or warm, the last two with a build that has operations of its own"
+        )
     if is_new:
         watch_registrations(importlib.import_module("cumem_sleep.backups.host"))
     if way == "mainthread" and log is not None:

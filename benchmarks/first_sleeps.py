@@ -1,4 +1,4 @@
-"""First sleeps with some builds of this layer, in turns: what host memory costs that a process has not used before.
+"""First sleeps with several builds of this layer, in turns: what host memory costs that a process has not used before.
 
     python benchmarks/first_sleeps.py --sites OLD NEW --out first_sleeps.json      # a minute on an H200
 

@@ -48,9 +48,8 @@ def take_calls(pause: Callable[[str | None], None], resume: Callable[[str | None
         return lambda tag: call(None if tag is None else tag.decode(errors="surrogateescape"))
 
     taken = _TagCall(with_tag(pause)), _TagCall(with_tag(resume))
+    ctypes.pythonapi.Py_IncRef(
+        ctypes.py_object(taken)
+    )  # a thread may be about to call one for as long as there is C code
     calls(*taken)
-
-    def leave(_kept: object = taken) -> None:  # C code may call them until then, and not later
-        calls(None, None)
-
-    atexit.register(leave)
+    atexit.register(calls, None, None)

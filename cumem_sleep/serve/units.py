@@ -24,7 +24,7 @@ logger = logging.getLogger("cumem_sleep.serve")
 
 LOOK_AT_HEALTH_EVERY_S = 2.0  # of servers by URL; the end of a process is seen at once
 UNHEALTHY_AFTER = 3  # looks in a row
-NOBODY_ANSWERS_S = 5.0  # a server by URL gets so long to be there; then it is tried again later
+NOBODY_ANSWERS_S = 5.0  # where no server by URL was ever found: then it is looked for again later
 HOST_RESERVE_BYTES = 2 << 30  # of what the system can give: for everybody else
 NOBODY_KNOWS_BYTES = 1 << 60  # what cannot be estimated is taken for more than any host has
 
@@ -39,6 +39,7 @@ class Unit:
         change: the start, sleep, wake or stop that is under way.
         pins_bytes: of host memory, what a sleep that is under way takes. The system shows it bit by bit.
         vault: the socket of the vault that keeps its backups; "" without one.
+        was_found: a server by URL has answered once.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Unit:
     layer: str | None = None
     vault: str = ""
     restarts: int = 0
+    was_found: bool = False
     health: asyncio.Task[None] | None = None
     aliases: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -236,9 +238,9 @@ class Units:
         return Outcome(None, Phase.AWAKE)
 
     async def _find(self, unit: Unit) -> Outcome:
-        """A server by URL is asked what it is in, until it says so; not for long where there is none.
+        """A server by URL is asked what it is in, until it says so; not for long where nobody was ever found.
 
-        Models on its GPUs wait meanwhile, because a server that is there, and silent, may hold their memory.
+        Models on its GPUs wait meanwhile, because a server that is silent, or starts again, may take their memory.
         """
         config = self.config.models[unit.name]
         address = from_url(config.url or "", config.api_key)
@@ -246,15 +248,19 @@ class Units:
             if unit.engine is not None:
                 await unit.engine.close()
             unit.address, unit.engine = address, Engine(address, config.switch_timeout)
-        begin, limit_s = time.monotonic(), min(config.start_timeout, config.switch_timeout)
+        limit_s = min(config.start_timeout, config.switch_timeout)
+        nobody_s = limit_s if unit.was_found else min(limit_s, NOBODY_ANSWERS_S)
+        begin = heard_at = time.monotonic()
         while True:
             found = await unit.engine.look()
             if found.state in (Phase.AWAKE, Phase.ASLEEP):
+                unit.was_found = True
                 await self._learn(unit)
                 self._watch_health(unit)
                 return found
-            patience_s = min(limit_s, NOBODY_ANSWERS_S) if found.state is Phase.STOPPED else limit_s
-            if time.monotonic() - begin > patience_s:
+            now = time.monotonic()
+            heard_at = heard_at if found.state is Phase.STOPPED else now
+            if now - begin > limit_s or now - heard_at > nobody_s:
                 return found
             await asyncio.sleep(ASK_EVERY_S)
 

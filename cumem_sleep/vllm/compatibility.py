@@ -2,7 +2,7 @@
 
 | | since |
 |---|---|
-| `VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY` | 0.18.0 |
+| `ray.ray_env.DEFAULT_ENV_VAR_PREFIXES` | 0.18.0 |
 | `enable_cumem_allocator`: the allocator without sleep mode | between 0.19 and 0.22 |
 | `device_allocator.get_mem_allocator_instance` | 0.23.0 |
 | `CuMemAllocator.release_pools`, `close`; `device_allocator.sleep_mode_backend` | 0.25.0 |
@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -40,9 +39,6 @@ UNTESTED = PREFIX + "VLLM_UNTESTED"
 
 # The fields of `EngineArgs` with which vLLM asks for its CuMemAllocator.
 WHAT_ENABLES_THE_ALLOCATOR = ("enable_sleep_mode", "enable_cumem_allocator")
-
-# The prefixes of variables that vLLM copies to workers on Ray beside its own.
-COPIED_TO_RAY_WORKERS = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
 # What the plugin adds to `WorkerWrapperBase`.
 WRAPPED = (
@@ -125,13 +121,20 @@ def register_backend(name: str, module: str, class_name: str) -> None:
 
 
 def copy_to_ray_workers(prefix: str) -> None:
-    """Have vLLM copy variables with this prefix to workers on Ray, which do not inherit them; before 0.18 it cannot."""
-    variables = importlib.import_module("vllm.envs").environment_variables
-    if COPIED_TO_RAY_WORKERS not in variables:
-        return
-    prefixes = [each.strip() for each in os.environ.get(COPIED_TO_RAY_WORKERS, "").split(",") if each.strip()]
-    if prefix not in prefixes:
-        os.environ[COPIED_TO_RAY_WORKERS] = ",".join([*prefixes, prefix])
+    """Have vLLM copy variables with this prefix to workers on Ray, which do not inherit them; before 0.18 it cannot.
+
+    Not by vLLM's variable for that: it is part of the key of the cache of compiled code.
+    """
+    if isinstance(prefixes := ray_prefixes(), set):
+        prefixes.add(prefix)
+
+
+def ray_prefixes() -> Any:
+    """The prefixes of variables that vLLM copies to workers on Ray; None: this vLLM knows no prefixes."""
+    try:
+        return getattr(importlib.import_module("vllm.ray.ray_env"), "DEFAULT_ENV_VAR_PREFIXES", None)
+    except ImportError:
+        return None
 
 
 def version_misfit(version: str) -> str | None:

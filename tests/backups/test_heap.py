@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable
 
@@ -42,9 +43,11 @@ print(faults[0], faults[4 << 20])
 
 @pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer has a heap of its own")
 def test_what_is_reserved_takes_no_page_fault() -> None:
-    without, with_reserve = map(int, run_script(COUNT_FAULTS).stdout.split())
-    assert without > 500, "this thread's heap was large enough already, so the other one shows nothing"
-    assert with_reserve < 50
+    process = run_script(COUNT_FAULTS, MALLOC_ARENA_MAX="8")
+    assert process.returncode == 0, process.stderr
+    without, with_reserve = map(int, process.stdout.split())
+    assert without > (2 * MIB) // mmap.PAGESIZE, "its heap was large enough already, so the other one shows nothing"
+    assert with_reserve < without / 10
 
 
 def test_there_is_a_most() -> None:

@@ -242,7 +242,7 @@ def test_a_server_by_url_is_found_as_it_is_and_never_stopped(tmp_path: Path) -> 
 def test_a_server_by_url_that_is_not_there_holds_up_its_neighbours_for_a_moment_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A silent server may hold the GPU's memory; one that does not exist cannot."""
+    """One that is silent, or was there before and starts again, may take the GPU's memory."""
     monkeypatch.setattr(units, "NOBODY_ANSWERS_S", 0.3)
 
     async def scenario() -> None:
@@ -254,6 +254,28 @@ def test_a_server_by_url_that_is_not_there_holds_up_its_neighbours_for_a_moment_
             assert phases(fleet.status())["b"] is Phase.AWAKE
             with pytest.raises(ServerFailed, match="no server answers there"):
                 await asked
+
+    run(scenario())
+
+
+def test_a_server_by_url_that_starts_again_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be taking the GPU's memory before it listens."""
+    monkeypatch.setattr(units, "NOBODY_ANSWERS_S", 0.0)
+
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={"at_start": "awake"})) as theirs:
+            await theirs.wake("a")
+            url = theirs.status().models[0].url
+            async with running(config(tmp_path, a={"url": url}, b={"at_start": "stopped"})) as fleet:
+                await until(fleet, a=Phase.AWAKE)
+                await theirs.stop_model("a")
+                await until(fleet, a=Phase.STARTING)  # after three looks in vain
+                asked = asyncio.create_task(fleet.wake("b"))
+                await asyncio.sleep(1.0)
+                assert not asked.done()
+                await theirs.wake("a")
+                await asked
+                assert phases(fleet.status()) == {"a": Phase.ASLEEP, "b": Phase.AWAKE}
 
     run(scenario())
 

@@ -112,6 +112,7 @@ class Stock:
         import vllm.plugins
 
         from cumem_sleep import CuMemAllocator
+        from cumem_sleep.settings import PREFIX
         from cumem_sleep.vllm import compatibility, plugin
 
         vllm.plugins.plugins_loaded = False
@@ -124,7 +125,7 @@ class Stock:
         for name in set(self.registry or ()) - self._backends:
             del self.registry[name]  # type: ignore[index]
         os.environ.pop(plugin._SAID, None)
-        os.environ.pop(compatibility.COPIED_TO_RAY_WORKERS, None)
+        (compatibility.ray_prefixes() or set()).discard(PREFIX)
         ours = logging.getLogger("cumem_sleep")
         ours.handlers.clear()
         ours.setLevel(logging.NOTSET)

@@ -130,7 +130,7 @@ class TorchMemorySaver:
         self._initialized()
         regions = self._allocator().regions
         if not tag or regions.has(tag):
-            is_of_mmap = tag in self._of_mmap if tag else bool(self._of_mmap)
+            is_of_mmap = any(regions.has(each) for each in self._of_mmap if not tag or each == tag)
             regions.wake(tag or None, retain_backups=self._retain_cpu_backup, wait_for_release=is_of_mmap)
 
     # Backups
