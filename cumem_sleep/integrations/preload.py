@@ -48,8 +48,6 @@ def take_calls(pause: Callable[[str | None], None], resume: Callable[[str | None
         return lambda tag: call(None if tag is None else tag.decode(errors="surrogateescape"))
 
     taken = _TagCall(with_tag(pause)), _TagCall(with_tag(resume))
-    ctypes.pythonapi.Py_IncRef(
-        ctypes.py_object(taken)
-    )  # a thread may be about to call one for as long as there is C code
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(taken))  # for ever: a thread may be about to call one
     calls(*taken)
     atexit.register(calls, None, None)

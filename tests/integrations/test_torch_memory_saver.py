@@ -288,15 +288,17 @@ class TestTheRestOfTheInterface:
         saver = TorchMemorySaver()
         malloc(saver, tag="x", enable_cpu_backup=True, cpu_backup_backend=named)
         malloc(saver, tag="other", enable_cpu_backup=True, cpu_backup_backend="pinned")
-        for tag, goes in (("other", False), ("x", at_once)):
-            saver.pause(tag)
-            assert allocator._store.host_bytes >= PAGE
-            saver.resume(tag)
-            assert (allocator._store.host_bytes == 0) is goes, tag
-        saver.pause()
-        saver.resume()
-        assert (allocator._store.host_bytes == 0) is at_once
-        allocator._store.stop()
+        try:
+            for tag, goes in (("other", False), ("x", at_once)):
+                saver.pause(tag)
+                assert allocator._store.host_bytes >= PAGE
+                saver.resume(tag)
+                assert (allocator._store.host_bytes == 0) is goes, tag
+            saver.pause()
+            saver.resume()
+            assert (allocator._store.host_bytes == 0) is at_once
+        finally:  # or later tests would wait for that thread
+            allocator._store.stop()
         assert_no_threads("cumem-give-back")
 
     def test_what_is_retained_stays_with_mmap_too(self, saver: TorchMemorySaver, allocator: CuMemAllocator) -> None:
