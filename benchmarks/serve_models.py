@@ -39,6 +39,11 @@ from layers import SIMULATED
 from model_server import HOST, Deadline, exit_on_sigterm
 
 MODELS = {"large": ("8B", []), "fp8": ("14B", ["--quantization", "fp8"]), "small": ("0.6B", [])}
+EXECUTION = {
+    "eager": ["--enforce-eager"],
+    "graphs": ["-cc.mode=none", "-cc.cudagraph_mode=full"],  # CUDA graphs without torch.compile
+    "compiled": [],  # as vLLM does by itself
+}
 TOKEN = "secret"
 PROMPTS = 6
 TOKENS = 8
@@ -342,8 +347,7 @@ def write_models(arguments: argparse.Namespace, file: Path) -> None:
             command += ["--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "4096", "--seed", "0"]
             command += ["--no-enable-prefix-caching"]
             command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization), *options]
-            command += [] if arguments.graphs else ["--enforce-eager"]
-            command += shlex.split(arguments.server_options)
+            command += [*EXECUTION[arguments.execution], *shlex.split(" ".join(arguments.server_options))]
         else:
             command += ["--uds", "{socket}", "--served-model-name", name]
         models[name] = {
@@ -491,9 +495,16 @@ def main() -> None:
     parser.add_argument(
         "--restart-seconds", type=float, default=math.inf, help="for the restarts (default: what is left of --deadline)"
     )
-    parser.add_argument("--graphs", action="store_true", help="compile, and capture CUDA graphs; starts take longer")
+    parser.add_argument(
+        "--execution", choices=EXECUTION, default="graphs", help="compiled: each start takes a minute longer"
+    )
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    parser.add_argument("--server-options", default="", help="of `vllm serve`, of all models (as --max-num-seqs=64)")
+    parser.add_argument(
+        "--server-options",
+        action="append",
+        default=[],
+        help="of `vllm serve`, of all models (as --max-num-seqs=64); may be repeated",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("/tmp/serve-models"), help="folder for configurations")
     parser.add_argument("--deadline", type=float, default=540, help="seconds that all of it may take (%(default)s)")
@@ -502,7 +513,8 @@ def main() -> None:
     arguments = parser.parse_args()
     exit_on_sigterm()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    facts: Facts = {"machine": machine(arguments), "models": {n: [s, *o] for n, (s, o) in MODELS.items()}, "failed": {}}
+    facts: Facts = {"machine": machine(arguments), "models": {n: [s, *o] for n, (s, o) in MODELS.items()}}
+    facts |= {"execution": arguments.execution, "failed": {}}
 
     def save() -> None:
         arguments.out.write_text(json.dumps(facts, indent=2) + "\n")

@@ -10,7 +10,7 @@ namespace cumem_sleep {
 // for 20 ms. The driver allocates on the thread that registers host memory.
 class HeapReserve {
   public:
-    // At most `kMostBytes`; less if the system gives less. To be destroyed by any thread.
+    // At most `kMostBytes`; less if the system gives less. May be destroyed on any thread.
     explicit HeapReserve(size_t bytes);
     ~HeapReserve();
     HeapReserve(const HeapReserve&) = delete;

@@ -404,9 +404,10 @@ def test_table_of_models_behind_the_front(tables: ModuleType) -> None:
     ]
     result["many at once"]["errors"] = {"Failed: 503": 2, "OSError: gone": 1}
     result["failed"] = {"restart": "OutOfTime: no time left\nand more"}
-    result["machine"]["command"] = "python serve_models.py --server-options=--max-num-seqs=9 --graphs"
+    result["machine"]["command"] = "python serve_models.py --server-options=--max-num-seqs=9"
+    result["execution"] = "graphs"
     lines = tables.serve_models.table(result)
-    assert " with CUDA graphs, `--max-num-seqs=9`; " in lines[0]
+    assert " with CUDA graphs, not compiled, `--max-num-seqs=9`; " in lines[0]
     assert "|  | 8B | 14B fp8 | 0.6B |" in lines
     assert cells_of(lines, "first token after a switch to it") == ["0.500", "0.700", "0.900"]
     assert cells_of(lines, "its wake in such a switch") == ["0.300", "0.400", "0.600"]

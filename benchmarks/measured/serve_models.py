@@ -9,6 +9,11 @@ from .results import beside, machine
 from .written import digits, header, row, spread
 
 Facts = dict[str, Any]
+_EXECUTION = {
+    "eager": "without CUDA graphs",
+    "graphs": "with CUDA graphs, not compiled",
+    "compiled": "compiled, with CUDA graphs",
+}
 
 
 def table(result: Facts) -> list[str]:
@@ -20,7 +25,7 @@ def table(result: Facts) -> list[str]:
         for end in ("new", "old")
     )
     command = result["machine"]["command"]
-    graphs = "with CUDA graphs" if "--graphs" in command else "without CUDA graphs"
+    graphs = _EXECUTION[result.get("execution", "eager")]
     given = [f", `{option.partition('=')[2]}`" for option in command.split() if option.startswith("--server-options=")]
 
     def spreads(head: str, seconds_of: Callable[[str], list[float]]) -> str:

@@ -232,7 +232,9 @@ class _Releasing:
         block.close()
 
     def _run(self, worker: _core.Worker) -> None:
-        while not worker.pause(self._tuning.between_releases_s):
+        pause_s = self._tuning.before_releases_s
+        while not worker.pause(pause_s):
+            pause_s = self._tuning.between_releases_s
             with self._turn() as held:
                 if held and not self._blocks:
                     self._worker = None

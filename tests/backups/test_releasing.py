@@ -118,6 +118,7 @@ def closed_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def much(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three pages are much."""
     monkeypatch.setattr(CuMemAllocator.tuning, "release_later_bytes", 3 * PAGE)
+    monkeypatch.setattr(CuMemAllocator.tuning, "before_releases_s", 0.0)
     yield
     assert_no_threads(GIVING_BACK)
 
@@ -396,6 +397,25 @@ class TestGivingBack:
         in_thread(unretained.usage)
         wait_for_the_end(unretained)
 
+    def test_what_follows_at_once_waits_for_no_block(
+        self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The thread waits before the first block, and not only between two."""
+        monkeypatch.setattr(CuMemAllocator.tuning, "before_releases_s", 1000.0)
+        monkeypatch.setattr(CuMemAllocator.tuning, "between_releases_s", 0.0)
+        self.going(unretained, memory)
+        try:
+            until(threads_giving_back)
+            unretained.sleep(level=2)
+            time.sleep(0.02)
+            unretained.wake_up()
+            assert closed_by == []
+            assert unretained._store._tier._releasing.bytes == 4 * PAGE
+        finally:
+            unretained._store.stop()
+        unretained.release_backups()
+        assert unretained._store.host_bytes == 0
+
     def test_stopping_ends_the_thread(
         self, unretained: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -413,7 +433,8 @@ GOING = """
     import sys, time
 
     tuning = CuMemAllocator.tuning
-    tuning.release_later_bytes, tuning.slab_bytes, tuning.between_releases_s = PAGE, MIB, BETWEEN_S
+    tuning.release_later_bytes, tuning.slab_bytes = PAGE, MIB
+    tuning.before_releases_s = tuning.between_releases_s = BETWEEN_S
     reset_simulation()
     allocator, memory = fresh_allocator(retain_backups=False), Memory()
     contents = {}

@@ -284,7 +284,7 @@ class TestTheRestOfTheInterface:
     ) -> None:
         monkeypatch.setenv("TMS_INIT_CPU_BACKUP_BACKEND", by_environment)
         monkeypatch.setattr(CuMemAllocator.tuning, "release_later_bytes", PAGE)
-        monkeypatch.setattr(CuMemAllocator.tuning, "between_releases_s", 1000.0)  # so its thread does nothing
+        monkeypatch.setattr(CuMemAllocator.tuning, "before_releases_s", 1000.0)  # so its thread does nothing
         saver = TorchMemorySaver()
         malloc(saver, tag="x", enable_cpu_backup=True, cpu_backup_backend=named)
         malloc(saver, tag="other", enable_cpu_backup=True, cpu_backup_backend="pinned")
