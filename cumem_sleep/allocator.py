@@ -31,6 +31,7 @@ from .errors import (
     InvalidState,
     OutOfDeviceMemory,
     check_integer,
+    check_seconds,
 )
 from .integrations.torch import as_group
 from .levels import (
@@ -118,6 +119,7 @@ class CuMemAllocator:
         self._lock: _core.OperationLock = _core.OperationLock()
         self._store: BackupStore = BackupStore(self.settings, self._lock, self.tuning)
         self._preparation: Preparation | None = None
+        self._memory_comes_within_s = 0.0
         self._agreement: Agreement | None = None
         _stores.add(self._store)
         self._digester = DeviceDigester()
@@ -452,9 +454,27 @@ class CuMemAllocator:
             DriverError: the driver refused a call.
             RankFailed: another rank failed, or did not answer, so that no rank wakes.
         """
+        within_s, self._memory_comes_within_s = self._memory_comes_within_s, 0.0
         with self._all_ranks("wake_up") as call:
             meant = woken_in_pools(None if tags is None else self._used_tags.checked(tags))
-            return self._entry.operate(call, partial(wake, self._layer, call, meant), "wake", meant)
+            return self._entry.operate(call, partial(wake, self._layer, call, meant, within_s), "wake", meant)
+
+    def expect_memory(self, within_s: float) -> None:
+        """Let the next `wake_up` begin before its device memory is free: another process is about to give it back.
+
+        That wake takes what is free, maps and fills segments as more comes, and leaves 1 GiB free until it has all. If
+        too little has come in time, it fails as it would have at once, and all it took goes back. So two models change
+        places in less time than the sleep and the wake take one after the other. Two processes that wait for each
+        other's memory both fail. From level 3, and to compressed backups, nothing comes before all memory is free.
+
+        Args:
+            within_s: how long that wake may wait, in seconds from its begin; 0: not at all.
+
+        Raises:
+            InvalidArgument: not a number of seconds.
+        """
+        check_seconds("within_s", within_s)
+        self._memory_comes_within_s = float(within_s)
 
     # Preparing
 

@@ -18,11 +18,12 @@ from .errors import InvalidState
 from .integrations.torch import TorchPools
 from .levels import Choice
 from .operations.agreement import Call
+from .operations.coming import wanting
 from .operations.deepen import DeepSleep
 from .operations.layer import Layer
 from .operations.look import usage_by_tag
 from .operations.room import make_room
-from .operations.wake import asleep, wanting
+from .operations.wake import asleep
 from .pools import Pools
 from .report import OperationTotals, SleepReport, TagUsage, WakeReport
 

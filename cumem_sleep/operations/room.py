@@ -10,7 +10,8 @@ import gc
 from .. import _core
 from ..integrations.torch import TorchPools
 from ..levels import Choice
-from .wake import asleep, wanting
+from .coming import wanting
+from .wake import asleep
 
 
 def trim(pools: TorchPools) -> None:

@@ -8,12 +8,13 @@ from contextlib import ExitStack, contextmanager
 from .. import _core
 from ..codec.workbench import Workbench, close_all
 from ..digest.reference import Digest
-from ..errors import BackupMismatch, OutOfDeviceMemory, counted
+from ..errors import BackupMismatch
 from ..levels import Choice
 from ..report import PhaseTimer, WakeReport
 from ..segments import by_device, describe, total_bytes
 from ..transfer.restorer import ToRestore
 from .agreement import Call
+from .coming import ComingMemory, wanting
 from .layer import Layer
 
 _Sleep = _core.Segment.Sleep
@@ -24,15 +25,13 @@ def asleep(is_meant: Choice) -> list[_core.Segment]:
     return [segment for segment in _core.segments() if segment.sleep != _Sleep.AWAKE and is_meant(segment)]
 
 
-def wanting(segments: Sequence[_core.Segment]) -> dict[int, int]:
-    """How many bytes the segments without memory need, by device."""
-    return {device: total_bytes(mine) for device, mine in by_device(s for s in segments if not s.has_memory).items()}
-
-
-def wake(layer: Layer, call: Call, is_meant: Choice) -> WakeReport:
+def wake(layer: Layer, call: Call, is_meant: Choice, within_s: float = 0.0) -> WakeReport:
     """Wake the segments of `is_meant`. If anything fails, what was taken goes back, and everything stays asleep.
 
     The same holds if anything fails on another rank: the ranks agree when everything is verified.
+
+    Args:
+        within_s: how long device memory that is not free may take to come; it is mapped and filled as it comes.
 
     Raises:
         OutOfDeviceMemory, BackupMismatch, CodecError, DriverError, RankFailed: as `CuMemAllocator.wake_up`.
@@ -48,7 +47,9 @@ def wake(layer: Layer, call: Call, is_meant: Choice) -> WakeReport:
         blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
         for device in by_device(segments):
             _core.release_waiter(device)
-        _check_device_memory(segments)
+        coming = ComingMemory(segments, within_s, layer.tuning.spared_bytes)
+        if any(layer.store.encoding_of(segment) is not None for segment in restored):
+            coming.wait(segments)  # decoding takes memory besides
         expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
         checked = [segment for segment in restored if segment.id in expected]
         keep_bytes = {segment.id for segment in blank if segment.keeps_bytes}
@@ -60,21 +61,22 @@ def wake(layer: Layer, call: Call, is_meant: Choice) -> WakeReport:
             with mapping, mapping_blank, layer.digester.run(checked) as digests:
                 with layer.store.transfers() as transfers, _workbenches(layer, restored, segments, blank) as benches:
                     # What fits into one batch is all mapped before its copy begins: a thread would not get ahead.
-                    if benches or total_bytes(restored) > layer.tuning.engine_batch_bytes:
+                    if coming.is_there and (benches or total_bytes(restored) > layer.tuning.engine_batch_bytes):
                         mapping.start()
                     if restored:
                         with timer("copy"):
                             layer.restorer.restore(
                                 _to_restore(layer, restored),
                                 transfers,
-                                mapping.wait,
-                                mapping_blank.start,
+                                coming.mapped_by(mapping),
+                                lambda: mapping_blank.start() if coming.is_there else None,
                                 digests if checked else None,
                                 benches,
                             )
                 with timer("map"):
+                    mapped = coming.mapped_by(mapping_blank)
                     for segment in blank:
-                        mapping_blank.wait(segment.id)
+                        mapped(segment.id)
                     if layer.settings.poison:
                         _poison([s for s in blank if s.tag != "kv_cache" and s.id not in keep_bytes])
                 if checked:
@@ -122,15 +124,6 @@ def _workbenches(
             yield workbenches
     finally:  # once more: closing may have failed
         close_all(workbenches.values())
-
-
-def _check_device_memory(segments: Sequence[_core.Segment]) -> None:
-    """Refuse a wake that cannot fit before it maps anything."""
-    for device, needed_bytes in wanting(segments).items():
-        free_bytes = _core.memory_info(device)[0]
-        if needed_bytes > free_bytes:
-            count = sum(segment.device == device and not segment.has_memory for segment in segments)
-            raise OutOfDeviceMemory(needed_bytes, free_bytes, device, segment=counted(count, "sleeping segment"))
 
 
 def _digests_at_sleep(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, Digest]:

@@ -15,11 +15,16 @@ class Start:
 
 @dataclass(frozen=True)
 class Wake:
-    """Wake a model that sleeps at this level."""
+    """Wake a model that sleeps at this level.
+
+    Attributes:
+        within_s: others are falling asleep still: their memory may take so long to come; 0: it is free.
+    """
 
     model: str
     operation: int
     level: int
+    within_s: float = 0.0
 
 
 @dataclass(frozen=True)

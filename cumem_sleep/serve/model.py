@@ -19,7 +19,12 @@ class Model:
         level: at which it sleeps, or is about to.
         changes_asleep: it goes deeper, or its server is being stopped, without having woken.
         cannot_go_deeper: it would go no deeper than it sleeps now, and is not asked again before it has woken.
-        has_layer: so that it need not wake to get from level 1 to 3.
+        has_layer: so that it need not wake to get from level 1 to 3, and can wake beside the sleep of others.
+        sleeps_quickly: the sleep that is under way takes no new host memory.
+        wakes_ahead: the wake that is under way began before there was room.
+        waits_for_room: and those that make it have not said yet that they sleep: their memory, or what is free, is all
+            that it has.
+        cannot_wake_ahead: that has failed, and is not tried again before it has woken.
         in_vault: what it holds of the host is memory of the vault.
         waiting: requests in the order of their arrival, with the time and the number of it.
         running: requests that were granted.
@@ -46,6 +51,10 @@ class Model:
     changes_asleep: bool = False
     cannot_go_deeper: bool = False
     has_layer: bool = False
+    sleeps_quickly: bool = False
+    wakes_ahead: bool = False
+    waits_for_room: bool = False
+    cannot_wake_ahead: bool = False
     in_vault: bool = False
     phase_since: float = 0.0
     waiting: dict[int, tuple[float, int]] = field(default_factory=dict)
@@ -88,8 +97,9 @@ class Model:
 
     @property
     def holds(self) -> bool:
-        """Whether it holds its GPUs' memory, or may."""
-        return self.phase not in (Phase.STOPPED, Phase.ASLEEP) and not self.changes_asleep
+        """Whether it holds memory of its GPUs, or may, that others do not count as theirs."""
+        has_none = self.changes_asleep or self.waits_for_room
+        return self.phase not in (Phase.STOPPED, Phase.ASLEEP) and not has_none
 
     @property
     def is_up(self) -> bool:

@@ -1,0 +1,79 @@
+"""Device memory that other processes are giving back: a wake may begin before all of it is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from .. import _core
+from ..errors import OutOfDeviceMemory, counted
+from ..segments import by_device, total_bytes
+
+_LOOK_EVERY_S = 0.001
+
+
+def wanting(segments: Iterable[_core.Segment]) -> dict[int, int]:
+    """How many bytes the segments without memory need, by device."""
+    return {device: total_bytes(mine) for device, mine in by_device(s for s in segments if not s.has_memory).items()}
+
+
+class ComingMemory:
+    """The device memory of one wake, which may have to be waited for.
+
+    Args:
+        segments: those that wake.
+        within_s: how long it may take to come, in seconds from now. 0: it has to be free now.
+        spared_bytes: what stays free on each device until all is there, for whoever gives memory back.
+
+    Attributes:
+        is_there: there is enough for all of them.
+
+    Raises:
+        OutOfDeviceMemory: too little is free, and it may not be waited for; or the device does not have so much.
+    """
+
+    def __init__(self, segments: Sequence[_core.Segment], within_s: float, spared_bytes: int) -> None:
+        self._segments = {segment.id: segment for segment in segments}
+        self._ends_at = time.monotonic() + within_s
+        self._spared_bytes = spared_bytes
+        lack = self._lack(segments)
+        self.is_there = lack is None
+        if lack is not None and (within_s <= 0 or lack.needed_bytes > _core.memory_info(lack.device)[1]):
+            raise lack
+
+    def wait(self, segments: Iterable[_core.Segment]) -> None:
+        """Return when there is memory for those of `segments` that have none.
+
+        Raises:
+            OutOfDeviceMemory: it has not come in time.
+        """
+        while not self.is_there and (lack := self._lack(self._segments.values())) is not None:
+            if self._lack(segments, self._spared_bytes) is None:
+                return
+            _core.stop_if_asked()
+            if time.monotonic() >= self._ends_at:
+                raise lack
+            time.sleep(_LOOK_EVERY_S)
+        self.is_there = True
+
+    def mapped_by(self, mapping: _core.Ahead) -> Callable[[int], None]:
+        """What returns when the segment with that id is mapped; `mapping` runs ahead as soon as all memory is there."""
+
+        def mapped(segment_id: int) -> None:
+            if not self.is_there:
+                self.wait([self._segments[segment_id]])
+                if self.is_there:
+                    mapping.start()
+            mapping.wait(segment_id)
+
+        return mapped
+
+    @staticmethod
+    def _lack(segments: Iterable[_core.Segment], spared_bytes: int = 0) -> OutOfDeviceMemory | None:
+        without = [segment for segment in segments if not segment.has_memory]
+        for device, needed_bytes in wanting(without).items():
+            free_bytes = _core.memory_info(device)[0]
+            if needed_bytes + spared_bytes > free_bytes:
+                count = sum(segment.device == device for segment in without)
+                return OutOfDeviceMemory(needed_bytes, free_bytes, device, segment=counted(count, "sleeping segment"))
+        return None
