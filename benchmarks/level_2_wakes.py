@@ -1,6 +1,6 @@
 """Wakes from level 2 with several builds of this layer, in turns: what they wait for beside the mapping.
 
-    python benchmarks/level_2_wakes.py --sites OLD NEW --out level_2_wakes.json      # 15 s a turn on an H200
+    python benchmarks/level_2_wakes.py --sites OLD NEW --out level_2_wakes.json      # about a minute on an H200
 
 Each turn is a process of its own, which finds the layer in one of these folders (`pip install --target`). A sleep at
 level 2 drops the backups of the weights, and a thread gives their host memory back: the wake follows at once, or when
@@ -55,7 +55,7 @@ for number in range(2 * wakes):
     if at_once := number % 2 == 0:
         allocator.usage()  # as `bench` does
     else:
-        time.sleep(2.0)
+        time.sleep(1.0)
     del noted[:]
     begin = time.perf_counter()
     report = allocator.wake_up()
@@ -96,8 +96,8 @@ def main() -> None:
     parser.add_argument("--weights", type=int, default=32, help="segments (default: %(default)s)")
     parser.add_argument("--kv-cache", type=int, default=24, help="segments (default: %(default)s)")
     parser.add_argument("--segment-bytes", type=int, default=GIB // 2)
-    parser.add_argument("--wakes", type=int, default=6, help="of each kind in a turn (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--wakes", type=int, default=4, help="of each kind in a turn (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=1)
     arguments = parser.parse_args()
     driver = "sim" if os.environ.get("CUMEM_SLEEP_DRIVER") == "sim" else "cuda"
     touch_host_memory(int(1.2 * arguments.weights * arguments.segment_bytes))
