@@ -137,11 +137,13 @@ class Entry:
         operation: str,
         woken: Choice | None = None,
         make_way: Callable[[TorchPools], None] | None = None,
+        *,
+        more_comes: bool = False,
     ) -> _Report:
         """The report of `work`, logged and counted; if it raises, that is counted among the failures.
 
         Args:
-            woken: for a wake: what it wakes, for which room is made.
+            woken: for a wake: what it wakes, for which room is made; `more_comes` as for `make_room`.
             make_way: for what is not a wake: as for `locked`.
         """
         counted = partial(self.counted, work, operation, call)
@@ -149,7 +151,7 @@ class Entry:
             return self.locked(operation, counted, make_way, stays_away=True)
         self.deep.stay()
         come_back = partial(self._come_back_to_wake, woken)
-        return self.locked("wake_up", counted, partial(make_room, woken), come_back=come_back)
+        return self.locked("wake_up", counted, partial(make_room, woken, more_comes), come_back=come_back)
 
     def counted(self, work: Callable[[], _Report], operation: str, call: Call | None = None) -> _Report:
         """As `operate`, of what needs no lock, or has it."""

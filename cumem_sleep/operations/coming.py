@@ -25,20 +25,18 @@ class ComingMemory:
         within_s: how long it may take to come, in seconds from now. 0: it has to be free now.
         spared_bytes: what stays free on each device until all is there, for whoever gives memory back.
 
-    Attributes:
-        is_there: there is enough for all of them.
-
     Raises:
-        OutOfDeviceMemory: too little is free, and it may not be waited for; or the device does not have so much.
+        OutOfDeviceMemory: too little is free, and it may not be waited for; or a device does not have so much.
     """
 
     def __init__(self, segments: Sequence[_core.Segment], within_s: float, spared_bytes: int) -> None:
         self._segments = {segment.id: segment for segment in segments}
         self._ends_at = time.monotonic() + within_s
         self._spared_bytes = spared_bytes
-        lack = self._lack(segments)
-        self.is_there = lack is None
-        if lack is not None and (within_s <= 0 or lack.needed_bytes > _core.memory_info(lack.device)[1]):
+        self._to_start: list[_core.Ahead] = []
+        lack = _lack(segments)
+        self._is_there = lack is None
+        if lack is not None and (within_s <= 0 or _can_never_fit(segments)):
             raise lack
 
     def wait(self, segments: Iterable[_core.Segment]) -> None:
@@ -47,33 +45,46 @@ class ComingMemory:
         Raises:
             OutOfDeviceMemory: it has not come in time.
         """
-        while not self.is_there and (lack := self._lack(self._segments.values())) is not None:
-            if self._lack(segments, self._spared_bytes) is None:
+        if self._is_there:
+            return
+        while (lack := _lack(self._segments.values())) is not None:
+            if _lack(segments, self._spared_bytes) is None:
                 return
             _core.stop_if_asked()
             if time.monotonic() >= self._ends_at:
                 raise lack
             time.sleep(_LOOK_EVERY_S)
-        self.is_there = True
+        self._is_there = True
+        for mapping in self._to_start:
+            mapping.start()
+
+    def start(self, mapping: _core.Ahead) -> None:
+        """Start it when there is memory for all segments."""
+        if self._is_there:
+            mapping.start()
+        else:
+            self._to_start.append(mapping)
 
     def mapped_by(self, mapping: _core.Ahead) -> Callable[[int], None]:
-        """What returns when the segment with that id is mapped; `mapping` runs ahead as soon as all memory is there."""
+        """What returns when the segment with that id is mapped."""
 
         def mapped(segment_id: int) -> None:
-            if not self.is_there:
-                self.wait([self._segments[segment_id]])
-                if self.is_there:
-                    mapping.start()
+            self.wait([self._segments[segment_id]])
             mapping.wait(segment_id)
 
         return mapped
 
-    @staticmethod
-    def _lack(segments: Iterable[_core.Segment], spared_bytes: int = 0) -> OutOfDeviceMemory | None:
-        without = [segment for segment in segments if not segment.has_memory]
-        for device, needed_bytes in wanting(without).items():
-            free_bytes = _core.memory_info(device)[0]
-            if needed_bytes + spared_bytes > free_bytes:
-                count = sum(segment.device == device for segment in without)
-                return OutOfDeviceMemory(needed_bytes, free_bytes, device, segment=counted(count, "sleeping segment"))
-        return None
+
+def _can_never_fit(segments: Sequence[_core.Segment]) -> bool:
+    return any(nbytes > _core.memory_info(device)[1] for device, nbytes in wanting(segments).items())
+
+
+def _lack(segments: Iterable[_core.Segment], spared_bytes: int = 0) -> OutOfDeviceMemory | None:
+    """What the error would say if the segments were mapped now; None if they fit."""
+    without = [segment for segment in segments if not segment.has_memory]
+    for device, needed_bytes in wanting(without).items():
+        free_bytes = _core.memory_info(device)[0]
+        if needed_bytes + spared_bytes > free_bytes:
+            count = sum(segment.device == device for segment in without)
+            return OutOfDeviceMemory(needed_bytes, free_bytes, device, segment=counted(count, "sleeping segment"))
+    return None

@@ -19,8 +19,13 @@ def trim(pools: TorchPools) -> None:
     pools.trim()
 
 
-def make_room(meant: Choice, pools: TorchPools) -> None:
-    """Before a wake of these segments: free PyTorch's unused cache if they would not fit beside it."""
+def make_room(meant: Choice, more_comes: bool, pools: TorchPools) -> None:
+    """Before a wake of these segments: free PyTorch's unused cache if they would not fit beside it.
+
+    `more_comes`: others give memory back. So the garbage collector does not look for tensors first, which takes as long
+    as their sleep.
+    """
     if any(nbytes > _core.memory_info(device)[0] for device, nbytes in wanting(asleep(meant)).items()):
-        gc.collect()
+        if not more_comes:
+            gc.collect()
         pools.trim()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from .. import _core
 from ..codec.workbench import Workbench, close_all
@@ -54,22 +55,22 @@ def wake(layer: Layer, call: Call, is_meant: Choice, within_s: float = 0.0) -> W
         checked = [segment for segment in restored if segment.id in expected]
         keep_bytes = {segment.id for segment in blank if segment.keeps_bytes}
         mapping = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in restored})
-        # Begins when half of the bytes are there, because it costs nothing then. Earlier it could have to wait for the
-        # driver to scrub freed memory, and hold a lock of the driver meanwhile that copies need.
+        # Begins when half of the bytes are there, or later, because it costs nothing then. Earlier it could have to wait
+        # for the driver to scrub freed memory, and hold a lock of the driver meanwhile that copies need.
         mapping_blank = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in blank})
         try:
             with mapping, mapping_blank, layer.digester.run(checked) as digests:
                 with layer.store.transfers() as transfers, _workbenches(layer, restored, segments, blank) as benches:
                     # What fits into one batch is all mapped before its copy begins: a thread would not get ahead.
-                    if coming.is_there and (benches or total_bytes(restored) > layer.tuning.engine_batch_bytes):
-                        mapping.start()
+                    if benches or total_bytes(restored) > layer.tuning.engine_batch_bytes:
+                        coming.start(mapping)
                     if restored:
                         with timer("copy"):
                             layer.restorer.restore(
                                 _to_restore(layer, restored),
                                 transfers,
                                 coming.mapped_by(mapping),
-                                lambda: mapping_blank.start() if coming.is_there else None,
+                                partial(coming.start, mapping_blank),
                                 digests if checked else None,
                                 benches,
                             )

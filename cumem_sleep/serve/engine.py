@@ -86,6 +86,7 @@ class Engine:
         self.address = address
         self.has_layer = False
         self._is_half_woken = False
+        self._within_s = within_s
         self._client = httpx.AsyncClient(
             transport=transport,
             base_url=address.base_url,
@@ -164,8 +165,10 @@ class Engine:
     async def wake(self, level: int, within_s: float = 0.0) -> Outcome:
         """Wake it from this level; weights that were dropped are loaded again before the KV cache comes.
 
-        `within_s`: its memory is not all free yet, and may take so long to come.
+        `within_s`: its memory is not all free yet, and may take so long to come; but no longer than half of what a
+        wake may take.
         """
+        within_s = min(within_s, self._within_s / 2)
         if within_s and (why := await self._expect_memory(within_s)):
             return Outcome(why, Phase.ASLEEP, level)  # nothing has woken it
         try:

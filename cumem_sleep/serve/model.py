@@ -20,10 +20,9 @@ class Model:
         changes_asleep: it goes deeper, or its server is being stopped, without having woken.
         cannot_go_deeper: it would go no deeper than it sleeps now, and is not asked again before it has woken.
         has_layer: so that it need not wake to get from level 1 to 3, and can wake beside the sleep of others.
-        sleeps_quickly: the sleep that is under way takes no new host memory.
+        sleeps_quickly: its layer keeps backups, and the sleep that is under way takes no new host memory.
         wakes_ahead: the wake that is under way began before there was room.
-        waits_for_room: and those that make it have not said yet that they sleep: their memory, or what is free, is all
-            that it has.
+        waits_for_room: its memory still counts as that of the models whose sleep makes its room.
         cannot_wake_ahead: that has failed, and is not tried again before it has woken.
         in_vault: what it holds of the host is memory of the vault.
         waiting: requests in the order of their arrival, with the time and the number of it.
@@ -97,7 +96,7 @@ class Model:
 
     @property
     def holds(self) -> bool:
-        """Whether it holds memory of its GPUs, or may, that others do not count as theirs."""
+        """Whether it holds memory of its GPUs, or may, and it counts as its own."""
         has_none = self.changes_asleep or self.waits_for_room
         return self.phase not in (Phase.STOPPED, Phase.ASLEEP) and not has_none
 

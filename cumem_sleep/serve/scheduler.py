@@ -432,7 +432,9 @@ class Scheduler:
         """Wake those that are next on their GPUs beside the sleeps that make room for them."""
         kept = self._awaited() | self._locked()
         for other in self.models.values():
-            if other.phase is Phase.WAKING:  # it may find less than it was promised
+            # One that wakes, perhaps to sleep deeper, would find less than it was promised.
+            is_quick = other.phase is Phase.FALLING_ASLEEP and other.sleeps_quickly
+            if other.holds and other.phase in CHANGING and not is_quick:
                 kept |= other.spec.gpus
         for model in self._wanted():
             if not model.spec.gpus & kept and self._may_wake_ahead(model):
@@ -534,7 +536,7 @@ class Scheduler:
         more_bytes = max(0, model.spec.host_bytes_at(depth) - model.held_bytes)
         model.held_bytes += more_bytes
         model.level = depth
-        model.sleeps_quickly = not more_bytes
+        model.sleeps_quickly = model.has_layer and not more_bytes
         operation = self._begin_operation(model)
         self._become(model, Phase.FALLING_ASLEEP)
         self._do(actions.Sleep(model.spec.name, operation, depth, more_bytes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -105,6 +106,32 @@ class TestWake:
         with freed_meanwhile(allocator, eaters, watched.enough):
             assert allocator.wake_up().mapped_bytes == 6 * PAGE
         assert len(watched.tags) == 6
+
+    @pytest.mark.usefixtures("small_batches")
+    def test_goes_on_as_always_when_all_is_free(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Threads map ahead from then on, the cache too, if half of the weights are there by then."""
+        contents = fill(allocator, memory, [PAGE] * 4)
+        fill(allocator, memory, [PAGE] * 2, "kv_cache")
+        allocator.sleep()
+        eaters = take_all_but(4 * PAGE, allocator)
+        watched = Watched(monkeypatch, 3 if SIMULATED else 1)
+        started: list[int] = []
+        start = _core.Ahead.start
+
+        def noted(ahead: _core.Ahead) -> None:
+            started.append(len(watched.tags))
+            start(ahead)
+
+        monkeypatch.setattr(_core.Ahead, "start", noted)
+        allocator.expect_memory(IN_TIME_S)
+        with freed_meanwhile(allocator, eaters, watched.enough):
+            allocator.wake_up()
+        assert len(started) == 2
+        if SIMULATED:
+            assert started[0] == 3
+        check_bytes(memory, contents)
 
     @pytest.mark.sim
     def test_of_compressed_backups_begins_when_all_is_free(
@@ -209,6 +236,17 @@ class TestArgument:
     def test_nonsense_is_refused(self, allocator: CuMemAllocator, seconds: object) -> None:
         with pytest.raises(InvalidArgument, match="within_s="):
             allocator.expect_memory(seconds)  # type: ignore[arg-type]
+
+    def test_is_counted_from_the_call(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        """An expectation that was forgotten does not let a later wake wait."""
+        fill(allocator, memory, [PAGE] * 4)
+        allocator.sleep()
+        take_all_but(3 * PAGE, allocator)
+        allocator.expect_memory(0.02)
+        time.sleep(0.03)
+        with pytest.raises(OutOfDeviceMemory) as raised:
+            allocator.wake_up()
+        assert raised.value.needed_bytes == 4 * PAGE
 
     def test_nothing_expects_no_memory(self, allocator: CuMemAllocator, memory: Memory) -> None:
         """The last call counts."""

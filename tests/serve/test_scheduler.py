@@ -807,12 +807,31 @@ def test_only_from_level_1_a_wake_begins_beside_a_sleep(level: int) -> None:
     assert set(world.changes) == {"a"}
 
 
-def test_without_the_layer_a_wake_begins_when_there_is_room() -> None:
+@pytest.mark.parametrize("layered", ["a", "b"])
+def test_without_the_layer_in_both_a_wake_begins_when_there_is_room(layered: str) -> None:
+    """VLLM's own sleep pins host memory each time, and fails if others take memory meanwhile."""
     world = World([spec("a"), spec("b")])
-    world.has_layer("a")
+    world.has_layer(layered)
     awake(world, "b", "a")
     world.ask("b")
     assert set(world.changes) == {"a"}
+
+
+def test_no_wake_begins_beside_a_sleep_where_another_model_wakes_to_sleep_deeper() -> None:
+    deeper = spec("x", share=0.2, idle=((1.0, 1), (5.0, 2)))
+    world = World([spec("a", share=0.5), spec("b", share=0.8), deeper])
+    world.has_layer("a", "b", "x")
+    awake(world, "b")
+    world.now = 1.0
+    awake(world, "a", "x")
+    world.pass_time(1.5)
+    world.done("x")
+    world.pass_time(4.0)
+    assert world.changes["x"] == Sleep("x", world.changes["x"].operation, 2, 0, 1)
+    world.ask("b")
+    assert set(world.changes) == {"x", "a"}
+    world.done("x")
+    assert set(world.changes) == {"a", "b"}
 
 
 def test_one_model_wakes_beside_a_sleep_the_one_that_is_next() -> None:
