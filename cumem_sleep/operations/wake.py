@@ -55,8 +55,8 @@ def wake(layer: Layer, call: Call, is_meant: Choice, within_s: float = 0.0) -> W
         checked = [segment for segment in restored if segment.id in expected]
         keep_bytes = {segment.id for segment in blank if segment.keeps_bytes}
         mapping = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in restored})
-        # Begins when half of the bytes are there, or later, because it costs nothing then. Earlier it might wait for the
-        # driver to scrub freed memory, and hold a lock of the driver meanwhile that copies need.
+        # Begins when half of the bytes are there, or later, because it costs nothing then. Earlier it might wait until
+        # the driver has scrubbed freed memory, and hold a lock of the driver meanwhile that copies need.
         mapping_blank = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in blank})
         try:
             with mapping, mapping_blank, layer.digester.run(checked) as digests:
