@@ -58,6 +58,20 @@ class ComingMemory:
         for mapping in self._to_start:
             mapping.start()
 
+    def fitting_now(self, segments: Sequence[_core.Segment]) -> Sequence[_core.Segment]:
+        """The first ones of `segments` that fit in what is free; none where all memory is there.
+
+        A thread maps these at once: when another process releases its memory, calls of the driver wait for that.
+        """
+        if self._is_there:
+            return ()
+        left = {device: _core.memory_info(device)[0] - self._spared_bytes for device in by_device(segments)}
+        for place, segment in enumerate(segments):
+            left[segment.device] -= 0 if segment.has_memory else segment.bytes
+            if left[segment.device] < 0:
+                return segments[:place]
+        return segments
+
     def start(self, mapping: _core.Ahead) -> None:
         """Start it when there is memory for all segments."""
         if self._is_there:
@@ -66,7 +80,7 @@ class ComingMemory:
             self._to_start.append(mapping)
 
     def mapped_by(self, mapping: _core.Ahead) -> Callable[[int], None]:
-        """What returns when the segment with that id is mapped."""
+        """What waits for the memory of the segment with that id, and returns when `mapping` has mapped it."""
 
         def mapped(segment_id: int) -> None:
             self.wait([self._segments[segment_id]])

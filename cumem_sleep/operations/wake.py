@@ -54,30 +54,38 @@ def wake(layer: Layer, call: Call, is_meant: Choice, within_s: float = 0.0) -> W
         expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
         checked = [segment for segment in restored if segment.id in expected]
         keep_bytes = {segment.id for segment in blank if segment.keeps_bytes}
-        mapping = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in restored})
+        now = coming.fitting_now(restored)
+        mapping_now, mapping = _mapping(now), _mapping(restored[len(now) :])
+        ids_now = {segment.id for segment in now}
+        mapped_later = coming.mapped_by(mapping)
+
+        def mapped(segment_id: int) -> None:
+            (mapping_now.wait if segment_id in ids_now else mapped_later)(segment_id)
+
         # Begins when half of the bytes are there, or later, because it costs nothing then. Earlier it might wait until
         # the driver has scrubbed freed memory, and hold a lock of the driver meanwhile that copies need.
-        mapping_blank = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in blank})
+        mapping_blank = _mapping(blank)
         try:
-            with mapping, mapping_blank, layer.digester.run(checked) as digests:
+            with mapping_now, mapping, mapping_blank, layer.digester.run(checked) as digests:
                 with layer.store.transfers() as transfers, _workbenches(layer, restored, segments, blank) as benches:
                     # What fits into one batch is all mapped before its copy begins: a thread would not get ahead.
                     if benches or total_bytes(restored) > layer.tuning.engine_batch_bytes:
+                        mapping_now.start()
                         coming.start(mapping)
                     if restored:
                         with timer("copy"):
                             layer.restorer.restore(
                                 _to_restore(layer, restored),
                                 transfers,
-                                coming.mapped_by(mapping),
+                                mapped,
                                 partial(coming.start, mapping_blank),
                                 digests if checked else None,
                                 benches,
                             )
                 with timer("map"):
-                    mapped = coming.mapped_by(mapping_blank)
+                    mapped_blank = coming.mapped_by(mapping_blank)
                     for segment in blank:
-                        mapped(segment.id)
+                        mapped_blank(segment.id)
                     if layer.settings.poison:
                         _poison([s for s in blank if s.tag != "kv_cache" and s.id not in keep_bytes])
                 if checked:
@@ -96,6 +104,10 @@ def wake(layer: Layer, call: Call, is_meant: Choice, within_s: float = 0.0) -> W
         seconds=timer.seconds,
         phases=timer.phases,
     )
+
+
+def _mapping(segments: Sequence[_core.Segment]) -> _core.Ahead:
+    return _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in segments})
 
 
 def _to_restore(layer: Layer, restored: Sequence[_core.Segment]) -> ToRestore:

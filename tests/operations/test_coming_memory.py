@@ -18,12 +18,13 @@ from cumem_sleep import CuMemAllocator, InvalidArgument, OutOfDeviceMemory, _cor
 
 MakeAllocator = Callable[..., CuMemAllocator]
 IN_TIME_S = 60.0
+SIZE = PAGE if SIMULATED else 8 * PAGE  # a GPU's driver takes a page or two itself, and other threads' waits do
 
 
 @pytest.fixture(autouse=True)
 def spared(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another process may still need is one page."""
-    monkeypatch.setattr(CuMemAllocator.tuning, "spared_bytes", PAGE)
+    monkeypatch.setattr(CuMemAllocator.tuning, "spared_bytes", SIZE)
 
 
 class Watched:
@@ -81,30 +82,30 @@ class TestWake:
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Two weights fit beside the page that is spared; on a GPU, one at least. Others free the rest."""
-        contents = fill(allocator, memory, [PAGE] * 4)
-        fill(allocator, memory, [2 * PAGE], "kv_cache")
+        contents = fill(allocator, memory, [SIZE] * 4)
+        fill(allocator, memory, [2 * SIZE], "kv_cache")
         allocator.sleep()
-        eaters = take_all_but(3 * PAGE, allocator)
+        eaters = take_all_but(3 * SIZE, allocator)
         watched = Watched(monkeypatch, 2 if SIMULATED else 1)
         allocator.expect_memory(IN_TIME_S)
         with freed_meanwhile(allocator, eaters, watched.enough):
             report = allocator.wake_up()
-        assert report.restored_bytes == report.verified_bytes == 4 * PAGE
+        assert report.restored_bytes == report.verified_bytes == 4 * SIZE
         assert watched.tags == ["weights"] * 4 + ["kv_cache"]
-        assert watched.free_bytes[0] >= PAGE
+        assert watched.free_bytes[0] >= SIZE
         check_bytes(memory, contents)
 
     def test_without_bytes_to_restore(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        fill(allocator, memory, [PAGE] * 4)
-        fill(allocator, memory, [PAGE] * 2, "kv_cache")
+        fill(allocator, memory, [SIZE] * 4)
+        fill(allocator, memory, [SIZE] * 2, "kv_cache")
         allocator.sleep(level=2)
-        eaters = take_all_but(3 * PAGE, allocator)
+        eaters = take_all_but(3 * SIZE, allocator)
         watched = Watched(monkeypatch)
         allocator.expect_memory(IN_TIME_S)
         with freed_meanwhile(allocator, eaters, watched.enough):
-            assert allocator.wake_up().mapped_bytes == 6 * PAGE
+            assert allocator.wake_up().mapped_bytes == 6 * SIZE
         assert len(watched.tags) == 6
 
     @pytest.mark.usefixtures("small_batches")
@@ -112,10 +113,10 @@ class TestWake:
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Threads map ahead from then on, the cache too, if half of the weights are there by then."""
-        contents = fill(allocator, memory, [PAGE] * 4)
-        fill(allocator, memory, [PAGE] * 2, "kv_cache")
+        contents = fill(allocator, memory, [SIZE] * 4)
+        fill(allocator, memory, [SIZE] * 2, "kv_cache")
         allocator.sleep()
-        eaters = take_all_but(4 * PAGE, allocator)
+        eaters = take_all_but(4 * SIZE, allocator)
         watched = Watched(monkeypatch, 3 if SIMULATED else 1)
         started: list[int] = []
         start = _core.Ahead.start
@@ -128,9 +129,8 @@ class TestWake:
         allocator.expect_memory(IN_TIME_S)
         with freed_meanwhile(allocator, eaters, watched.enough):
             allocator.wake_up()
-        assert len(started) == 2
-        if SIMULATED:
-            assert started[0] == 3
+        assert len(started) == 3  # of what fits at once, of the other weights, of the cache
+        assert started[0] == 0
         check_bytes(memory, contents)
 
     @pytest.mark.sim
@@ -139,46 +139,46 @@ class TestWake:
     ) -> None:
         """Decoding needs memory besides, and must not take that of a segment."""
         allocator = make_allocator(compress="auto")
-        address = allocator.malloc(4 * PAGE, "weights")
-        memory.write(address, bytes([0x80, 0x3F]) * (2 * PAGE))
-        before = memory.read(address, 4 * PAGE)
+        address = allocator.malloc(4 * SIZE, "weights")
+        memory.write(address, bytes([0x80, 0x3F]) * (2 * SIZE))
+        before = memory.read(address, 4 * SIZE)
         memory.close()
         report = allocator.sleep()
         assert report.stored_bytes < report.copied_bytes
-        eaters = take_all_but(3 * PAGE, allocator)
+        eaters = take_all_but(3 * SIZE, allocator)
         watched, begin = Watched(monkeypatch), threading.Event()
         allocator.expect_memory(IN_TIME_S)
         threading.Timer(0.05, begin.set).start()
         with freed_meanwhile(allocator, eaters, begin):
             allocator.wake_up()
-        assert watched.free_bytes[0] >= 3 * PAGE
-        assert memory.read(address, 4 * PAGE) == before
+        assert watched.free_bytes[0] >= 3 * SIZE
+        assert memory.read(address, 4 * SIZE) == before
 
 
 class TestRefusal:
     def test_if_it_does_not_come_in_time(self, allocator: CuMemAllocator, memory: Memory) -> None:
         """What was taken goes back, and the next wake is refused at once, as without this."""
-        contents = fill(allocator, memory, [PAGE] * 4)
+        contents = fill(allocator, memory, [SIZE] * 4)
         allocator.sleep()
-        eaters = take_all_but(3 * PAGE, allocator)
+        eaters = take_all_but(3 * SIZE, allocator)
         free_bytes, _ = _core.memory_info(0)
         allocator.expect_memory(0.05)
         with pytest.raises(OutOfDeviceMemory) as raised:
             allocator.wake_up()
-        assert raised.value.needed_bytes < 4 * PAGE  # beside what it had by then
+        assert raised.value.needed_bytes < 4 * SIZE  # beside what it had by then
         assert "sleeping segments" in str(raised.value)
         assert_weights_asleep()
         assert _core.memory_info(0)[0] == free_bytes
         with pytest.raises(OutOfDeviceMemory) as raised:
             allocator.wake_up()
-        assert raised.value.needed_bytes == 4 * PAGE
+        assert raised.value.needed_bytes == 4 * SIZE
         for address in eaters:
             allocator.free(address)
         allocator.wake_up()
         check_bytes(memory, contents)
 
     def test_at_once_of_what_the_device_does_not_have(self, allocator: CuMemAllocator, memory: Memory) -> None:
-        fill(allocator, memory, [PAGE])
+        fill(allocator, memory, [SIZE])
         _, total_bytes = _core.memory_info(0)
         parts = 3
         for _ in range(parts):
@@ -193,9 +193,9 @@ class TestRefusal:
     @pytest.mark.sim
     def test_by_the_driver_undoes_all(self, allocator: CuMemAllocator, memory: Memory) -> None:
         """It says that memory is free, and then does not give it: somebody else was faster."""
-        contents = fill(allocator, memory, [PAGE] * 4)
+        contents = fill(allocator, memory, [SIZE] * 4)
         allocator.sleep()
-        eaters = take_all_but(4 * PAGE, allocator)
+        eaters = take_all_but(4 * SIZE, allocator)
         sim.fail("cuMemCreate", after=1)
         allocator.expect_memory(IN_TIME_S)
         with pytest.raises(OutOfDeviceMemory):
@@ -209,9 +209,9 @@ class TestRefusal:
     def test_an_interrupt_ends_the_waiting(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        contents = fill(allocator, memory, [PAGE] * 4)
+        contents = fill(allocator, memory, [SIZE] * 4)
         allocator.sleep()
-        eaters = take_all_but(3 * PAGE, allocator)
+        eaters = take_all_but(3 * SIZE, allocator)
         watched = Watched(monkeypatch)
 
         def interrupt() -> None:
@@ -239,22 +239,22 @@ class TestArgument:
 
     def test_is_counted_from_the_call(self, allocator: CuMemAllocator, memory: Memory) -> None:
         """An expectation that was forgotten does not let a later wake wait."""
-        fill(allocator, memory, [PAGE] * 4)
+        fill(allocator, memory, [SIZE] * 4)
         allocator.sleep()
-        take_all_but(3 * PAGE, allocator)
+        take_all_but(3 * SIZE, allocator)
         allocator.expect_memory(0.02)
         time.sleep(0.03)
         with pytest.raises(OutOfDeviceMemory) as raised:
             allocator.wake_up()
-        assert raised.value.needed_bytes == 4 * PAGE
+        assert raised.value.needed_bytes == 4 * SIZE
 
     def test_nothing_expects_no_memory(self, allocator: CuMemAllocator, memory: Memory) -> None:
         """The last call counts."""
-        fill(allocator, memory, [PAGE] * 4)
+        fill(allocator, memory, [SIZE] * 4)
         allocator.sleep()
-        take_all_but(3 * PAGE, allocator)
+        take_all_but(3 * SIZE, allocator)
         allocator.expect_memory(IN_TIME_S)
         allocator.expect_memory(0)
         with pytest.raises(OutOfDeviceMemory) as raised:
             allocator.wake_up()
-        assert raised.value.needed_bytes == 4 * PAGE
+        assert raised.value.needed_bytes == 4 * SIZE
