@@ -79,10 +79,6 @@ class Layer:
     def wake(self) -> None:
         raise NotImplementedError
 
-    def expect_memory(self, within_s: float) -> None:
-        """Let the next wake begin before its device memory is free."""
-        raise NotImplementedError
-
     def facts(self) -> dict[str, Any]:
         """What the layer itself says of its last sleep or wake: bytes, by name, and the seconds of its `phases`."""
         return {}
@@ -114,9 +110,6 @@ class CumemSleep(Layer):
 
     def wake(self) -> None:
         self._report = self._allocator.wake_up()
-
-    def expect_memory(self, within_s: float) -> None:
-        self._allocator.expect_memory(within_s)
 
     def facts(self) -> dict[str, Any]:
         usages = self._allocator.usage().values()

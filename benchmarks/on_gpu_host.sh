@@ -7,7 +7,7 @@
 #   tests_1+tests_2 two_gpu_tests [~250]  the same on two GPUs at once
 #   bench [100]  small [60]  beside [120]  decoder [100]  compressed [280]  codec [200]  host_memory [120]  prepare [90]
 #   peers [500]  needs .gpu/peers.tar.xz (benchmarks/peers_bundle.py)
-#   vault [~300]  vault_small [~80]  vault_gpu_memory [~45]  vault_kills [140]  checkpoints [100]  restores [~60]  level_3 [25]  first_sleeps [~60; $FIRST_SLEEPS_OPTIONS]  level_2_wakes [~60]  changing_places [~60]
+#   vault [~300]  vault_small [~80]  vault_gpu_memory [~45]  vault_kills [140]  checkpoints [100]  restores [~60]  level_3 [25]  first_sleeps [~60; $FIRST_SLEEPS_OPTIONS]  level_2_wakes [~60]
 #   saver [~420]  saver_30 [~150]  saver_tests [~240]  equal_segments [~45]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]  models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
@@ -184,9 +184,6 @@ part() {
     level_2_wakes)
         python3 -m pip install --no-index --no-deps -q --upgrade --target /tmp/base_site .gpu/base/*.whl || return 1
         limited 120 python3 benchmarks/level_2_wakes.py --sites /tmp/base_site "$site" --out "$out/level_2_wakes.json"
-        ;;
-    changing_places)
-        limited 120 python3 benchmarks/changing_places.py --out "$out/changing_places.json" --deadline "$(left 110)"
         ;;
     beside)
         local turn site failed=0

@@ -164,10 +164,7 @@ class Worker:
             "layer": self._layer.facts(),
         }
 
-    def wake(self, within_s: float = 0.0) -> dict[str, Any]:
-        """`within_s`: how long its device memory may take to come; only this project's layer waits for it."""
-        if within_s:
-            self._layer.expect_memory(within_s)
+    def wake(self) -> dict[str, Any]:
         available_before = _available_bytes()
         seconds = self._timed(self._layer.wake)
         return {

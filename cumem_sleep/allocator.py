@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -32,7 +31,6 @@ from .errors import (
     InvalidState,
     OutOfDeviceMemory,
     check_integer,
-    check_seconds,
 )
 from .integrations.torch import as_group
 from .levels import (
@@ -120,7 +118,6 @@ class CuMemAllocator:
         self._lock: _core.OperationLock = _core.OperationLock()
         self._store: BackupStore = BackupStore(self.settings, self._lock, self.tuning)
         self._preparation: Preparation | None = None
-        self._memory_comes_by = 0.0
         self._agreement: Agreement | None = None
         _stores.add(self._store)
         self._digester = DeviceDigester()
@@ -455,29 +452,9 @@ class CuMemAllocator:
             DriverError: the driver refused a call.
             RankFailed: another rank failed, or did not answer, so that no rank wakes.
         """
-        within_s, self._memory_comes_by = max(0.0, self._memory_comes_by - time.monotonic()), 0.0
         with self._all_ranks("wake_up") as call:
             meant = woken_in_pools(None if tags is None else self._used_tags.checked(tags))
-            work = partial(wake, self._layer, call, meant, within_s)
-            return self._entry.operate(call, work, "wake", meant, more_comes=within_s > 0)
-
-    def expect_memory(self, within_s: float) -> None:
-        """Let the next `wake_up` begin before its device memory is free: another process is about to give it back.
-
-        That wake takes what is free, maps and fills segments as more comes, and leaves 1 GiB free until it has all. If
-        too little has come in time, or somebody else was faster, it is refused as it would have been at once, and all
-        it took goes back. So two models change places in less time than the sleep and the wake take one after the
-        other. Two processes that wait for each other's memory are both refused. Compressed backups are restored when
-        all memory is free. A process at level 3 does not wait.
-
-        Args:
-            within_s: how long the memory may take to come, in seconds from this call; 0: it has to be there.
-
-        Raises:
-            InvalidArgument: not a number of seconds.
-        """
-        check_seconds("within_s", within_s)
-        self._memory_comes_by = time.monotonic() + within_s
+            return self._entry.operate(call, partial(wake, self._layer, call, meant), "wake", meant)
 
     # Preparing
 

@@ -18,12 +18,11 @@ from .errors import InvalidState
 from .integrations.torch import TorchPools
 from .levels import Choice
 from .operations.agreement import Call
-from .operations.coming import wanting
 from .operations.deepen import DeepSleep
 from .operations.layer import Layer
 from .operations.look import usage_by_tag
 from .operations.room import make_room
-from .operations.wake import asleep
+from .operations.wake import asleep, wanting
 from .pools import Pools
 from .report import OperationTotals, SleepReport, TagUsage, WakeReport
 
@@ -137,13 +136,11 @@ class Entry:
         operation: str,
         woken: Choice | None = None,
         make_way: Callable[[TorchPools], None] | None = None,
-        *,
-        more_comes: bool = False,
     ) -> _Report:
         """The report of `work`, logged and counted; if it raises, that is counted among the failures.
 
         Args:
-            woken: for a wake: what it wakes, for which room is made; `more_comes` as for `make_room`.
+            woken: for a wake: what it wakes, for which room is made.
             make_way: for what is not a wake: as for `locked`.
         """
         counted = partial(self.counted, work, operation, call)
@@ -151,7 +148,7 @@ class Entry:
             return self.locked(operation, counted, make_way, stays_away=True)
         self.deep.stay()
         come_back = partial(self._come_back_to_wake, woken)
-        return self.locked("wake_up", counted, partial(make_room, woken, more_comes), come_back=come_back)
+        return self.locked("wake_up", counted, partial(make_room, woken), come_back=come_back)
 
     def counted(self, work: Callable[[], _Report], operation: str, call: Call | None = None) -> _Report:
         """As `operate`, of what needs no lock, or has it."""

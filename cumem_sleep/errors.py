@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -253,14 +252,3 @@ def check_integer(name: str, value: object, minimum: int) -> None:
         raise InvalidArgumentType(f"{name}={value!r}: expected a whole number")
     if value < minimum:
         raise InvalidArgument(f"{name}={value!r}: expected at least {minimum}")
-
-
-def check_seconds(name: str, value: object) -> None:
-    """
-    Raises:
-        InvalidArgument: the argument called `name` is not a finite number, or is below 0.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidArgumentType(f"{name}={value!r}: expected a number of seconds")
-    if not 0 <= value < math.inf:
-        raise InvalidArgument(f"{name}={value!r}: expected a finite number of seconds, at least 0")

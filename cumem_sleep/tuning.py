@@ -25,8 +25,6 @@ class Tuning:
         before_releases_s: how long that thread waits first, because an operation that comes meanwhile has to wait for a
             block (3 ms of 128 MiB): one that follows at once shall not (`level_2_wakes.json`).
         between_releases_s: how long it pauses between two blocks, so that others get the lock.
-        spared_bytes: a wake that waits for device memory leaves so much free, because a sleep of another process may
-            need some before it gives memory back.
         batch_bytes: copied back at a time by a kernel, or when timed alone.
         engine_batch_bytes: copied back at a time by the copy engine; faster than 64 MiB (`wake_paths.json`).
         batches_in_flight: 5 ms of work, because the driver may block the caller for that long while it maps.
@@ -58,7 +56,6 @@ class Tuning:
     release_later_bytes: int = _GIB
     before_releases_s: float = 0.05
     between_releases_s: float = 0.0002
-    spared_bytes: int = _GIB
     batch_bytes: int = 64 * _MIB
     engine_batch_bytes: int = 256 * _MIB
     batches_in_flight: int = 4

@@ -1,7 +1,5 @@
 """Two processes on one GPU take turns: one sleeps before the other one wakes, so that each may take most of the memory.
 
-Both could begin at once: a wake after `allocator.expect_memory(5.0)` takes the memory as the other one gives it back.
-
 python examples/two_processes.py                            # a GPU
 CUMEM_SLEEP_DRIVER=sim python examples/two_processes.py     # simulated: there each process has a GPU of its own
 """

@@ -10,8 +10,7 @@ import gc
 from .. import _core
 from ..integrations.torch import TorchPools
 from ..levels import Choice
-from .coming import wanting
-from .wake import asleep
+from .wake import asleep, wanting
 
 
 def trim(pools: TorchPools) -> None:
@@ -19,13 +18,8 @@ def trim(pools: TorchPools) -> None:
     pools.trim()
 
 
-def make_room(meant: Choice, more_comes: bool, pools: TorchPools) -> None:
-    """Before a wake of these segments: free PyTorch's unused cache if they would not fit beside it.
-
-    `more_comes`: others give memory back. So the garbage collector does not look for tensors first, which takes as long
-    as their sleep.
-    """
+def make_room(meant: Choice, pools: TorchPools) -> None:
+    """Before a wake of these segments: free PyTorch's unused cache if they would not fit beside it."""
     if any(nbytes > _core.memory_info(device)[0] for device, nbytes in wanting(asleep(meant)).items()):
-        if not more_comes:
-            gc.collect()
+        gc.collect()
         pools.trim()

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 from .. import _core
 from ..codec.workbench import Workbench, close_all
 from ..digest.reference import Digest
-from ..errors import BackupMismatch
+from ..errors import BackupMismatch, OutOfDeviceMemory, counted
 from ..levels import Choice
 from ..report import PhaseTimer, WakeReport
 from ..segments import by_device, describe, total_bytes
 from ..transfer.restorer import ToRestore
 from .agreement import Call
-from .coming import ComingMemory, wanting
 from .layer import Layer
 
 _Sleep = _core.Segment.Sleep
@@ -26,13 +24,15 @@ def asleep(is_meant: Choice) -> list[_core.Segment]:
     return [segment for segment in _core.segments() if segment.sleep != _Sleep.AWAKE and is_meant(segment)]
 
 
-def wake(layer: Layer, call: Call, is_meant: Choice, within_s: float = 0.0) -> WakeReport:
+def wanting(segments: Sequence[_core.Segment]) -> dict[int, int]:
+    """How many bytes the segments without memory need, by device."""
+    return {device: total_bytes(mine) for device, mine in by_device(s for s in segments if not s.has_memory).items()}
+
+
+def wake(layer: Layer, call: Call, is_meant: Choice) -> WakeReport:
     """Wake the segments of `is_meant`. If anything fails, what was taken goes back, and everything stays asleep.
 
     The same holds if anything fails on another rank: the ranks agree when everything is verified.
-
-    Args:
-        within_s: how long device memory that is not free may take to come; it is mapped and filled as it comes.
 
     Raises:
         OutOfDeviceMemory, BackupMismatch, CodecError, DriverError, RankFailed: as `CuMemAllocator.wake_up`.
@@ -48,44 +48,33 @@ def wake(layer: Layer, call: Call, is_meant: Choice, within_s: float = 0.0) -> W
         blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
         for device in by_device(segments):
             _core.release_waiter(device)
-        coming = ComingMemory(segments, within_s, layer.tuning.spared_bytes)
-        if any(layer.store.encoding_of(segment) is not None for segment in restored):
-            coming.wait(segments)  # decoding takes memory besides
+        _check_device_memory(segments)
         expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
         checked = [segment for segment in restored if segment.id in expected]
         keep_bytes = {segment.id for segment in blank if segment.keeps_bytes}
-        now = coming.fitting_now(restored)
-        mapping_now, mapping = _mapping(now), _mapping(restored[len(now) :])
-        ids_now = {segment.id for segment in now}
-        mapped_later = coming.mapped_by(mapping)
-
-        def mapped(segment_id: int) -> None:
-            (mapping_now.wait if segment_id in ids_now else mapped_later)(segment_id)
-
-        # Begins when half of the bytes are there, or later, because it costs nothing then. Earlier it might wait until
-        # the driver has scrubbed freed memory, and hold a lock of the driver meanwhile that copies need.
-        mapping_blank = _mapping(blank)
+        mapping = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in restored})
+        # Begins when half of the bytes are there, because it costs nothing then. Earlier it could have to wait for the
+        # driver to scrub freed memory, and hold a lock of the driver meanwhile that copies need.
+        mapping_blank = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in blank})
         try:
-            with mapping_now, mapping, mapping_blank, layer.digester.run(checked) as digests:
+            with mapping, mapping_blank, layer.digester.run(checked) as digests:
                 with layer.store.transfers() as transfers, _workbenches(layer, restored, segments, blank) as benches:
                     # What fits into one batch is all mapped before its copy begins: a thread would not get ahead.
                     if benches or total_bytes(restored) > layer.tuning.engine_batch_bytes:
-                        mapping_now.start()
-                        coming.start(mapping)
+                        mapping.start()
                     if restored:
                         with timer("copy"):
                             layer.restorer.restore(
                                 _to_restore(layer, restored),
                                 transfers,
-                                mapped,
-                                partial(coming.start, mapping_blank),
+                                mapping.wait,
+                                mapping_blank.start,
                                 digests if checked else None,
                                 benches,
                             )
                 with timer("map"):
-                    mapped_blank = coming.mapped_by(mapping_blank)
                     for segment in blank:
-                        mapped_blank(segment.id)
+                        mapping_blank.wait(segment.id)
                     if layer.settings.poison:
                         _poison([s for s in blank if s.tag != "kv_cache" and s.id not in keep_bytes])
                 if checked:
@@ -104,10 +93,6 @@ def wake(layer: Layer, call: Call, is_meant: Choice, within_s: float = 0.0) -> W
         seconds=timer.seconds,
         phases=timer.phases,
     )
-
-
-def _mapping(segments: Sequence[_core.Segment]) -> _core.Ahead:
-    return _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in segments})
 
 
 def _to_restore(layer: Layer, restored: Sequence[_core.Segment]) -> ToRestore:
@@ -137,6 +122,15 @@ def _workbenches(
             yield workbenches
     finally:  # once more: closing may have failed
         close_all(workbenches.values())
+
+
+def _check_device_memory(segments: Sequence[_core.Segment]) -> None:
+    """Refuse a wake that cannot fit before it maps anything."""
+    for device, needed_bytes in wanting(segments).items():
+        free_bytes = _core.memory_info(device)[0]
+        if needed_bytes > free_bytes:
+            count = sum(segment.device == device and not segment.has_memory for segment in segments)
+            raise OutOfDeviceMemory(needed_bytes, free_bytes, device, segment=counted(count, "sleeping segment"))
 
 
 def _digests_at_sleep(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, Digest]:

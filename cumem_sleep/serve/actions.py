@@ -15,16 +15,11 @@ class Start:
 
 @dataclass(frozen=True)
 class Wake:
-    """Wake a model that sleeps at this level.
-
-    Attributes:
-        within_s: others are falling asleep still: their memory may take so long to come; 0: it is free.
-    """
+    """Wake a model that sleeps at this level."""
 
     model: str
     operation: int
     level: int
-    within_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,6 @@ class Engine:
         self.address = address
         self.has_layer = False
         self._is_half_woken = False
-        self._within_s = within_s
         self._client = httpx.AsyncClient(
             transport=transport,
             base_url=address.base_url,
@@ -162,15 +161,8 @@ class Engine:
         except (Failed, httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
             return Outcome(None, Phase.ASLEEP, 1, why_not_deeper=f"/collective_rpc: {_text(error)}")
 
-    async def wake(self, level: int, within_s: float = 0.0) -> Outcome:
-        """Wake it from this level; weights that were dropped are loaded again before the KV cache comes.
-
-        `within_s`: its memory is not all free yet, and may take so long to come; but no longer than half of what a
-        wake may take.
-        """
-        within_s = min(within_s, self._within_s / 2)
-        if within_s and (why := await self._expect_memory(within_s)):
-            return Outcome(why, Phase.ASLEEP, level)  # nothing has woken it
+    async def wake(self, level: int) -> Outcome:
+        """Wake it from this level; weights that were dropped are loaded again before the KV cache comes."""
         try:
             if level == 2:
                 self._is_half_woken = True
@@ -186,15 +178,6 @@ class Engine:
         except (httpx.HTTPError, OSError) as error:
             return Outcome(f"/wake_up: {_text(error)}")
         return Outcome(None, Phase.AWAKE)
-
-    async def _expect_memory(self, within_s: float) -> str:
-        """Let the layer wait for it in the wake that follows; why it will not, or ""."""
-        body = {"method": "cumem_sleep_expect_memory", "args": [within_s]}
-        try:
-            _check("/collective_rpc", await self._client.post("/collective_rpc", json=body, timeout=ASK_WITHIN_S))
-        except (Failed, httpx.HTTPError, OSError) as error:
-            return f"its layer does not wait for memory: {_text(error)}"
-        return ""
 
     async def _after_failed_sleep(self) -> Phase | None:
         """VLLM has paused its scheduler before the sleep that failed, and takes that for asleep: a wake resumes it."""

@@ -19,11 +19,7 @@ class Model:
         level: at which it sleeps, or is about to.
         changes_asleep: it goes deeper, or its server is being stopped, without having woken.
         cannot_go_deeper: it would go no deeper than it sleeps now, and is not asked again before it has woken.
-        has_layer: so that it need not wake to get from level 1 to 3, and can wake beside the sleep of others.
-        sleeps_quickly: its layer keeps backups, and the sleep that is under way takes no new host memory.
-        wakes_ahead: the wake that is under way began before there was room.
-        waits_for_room: its memory still counts as that of the models whose sleep makes its room.
-        cannot_wake_ahead: that has failed, and is not tried again before it has woken.
+        has_layer: so that it need not wake to get from level 1 to 3.
         in_vault: what it holds of the host is memory of the vault.
         waiting: requests in the order of their arrival, with the time and the number of it.
         running: requests that were granted.
@@ -50,10 +46,6 @@ class Model:
     changes_asleep: bool = False
     cannot_go_deeper: bool = False
     has_layer: bool = False
-    sleeps_quickly: bool = False
-    wakes_ahead: bool = False
-    waits_for_room: bool = False
-    cannot_wake_ahead: bool = False
     in_vault: bool = False
     phase_since: float = 0.0
     waiting: dict[int, tuple[float, int]] = field(default_factory=dict)
@@ -96,9 +88,8 @@ class Model:
 
     @property
     def holds(self) -> bool:
-        """Whether it holds memory of its GPUs, or may, and it counts as its own."""
-        has_none = self.changes_asleep or self.waits_for_room
-        return self.phase not in (Phase.STOPPED, Phase.ASLEEP) and not has_none
+        """Whether it holds its GPUs' memory, or may."""
+        return self.phase not in (Phase.STOPPED, Phase.ASLEEP) and not self.changes_asleep
 
     @property
     def is_up(self) -> bool:

@@ -11,9 +11,6 @@
   `wait` of its model, whichever is less.
 - How deep a model sleeps is decided before it does, by the host memory that it would hold: the first of its `levels`
   that fits. A model in the vault goes where the vault does not refuse it.
-- A wake begins beside the sleeps that make its room, if all those servers have this package and the sleeps take no new
-  host memory, and so not long: the model that wakes fills its memory as it comes. If it does not come, the model is
-  woken again when there is room.
 - What fails is tried again after a pause that doubles. After `ATTEMPTS` a server is stopped and started afresh.
 """
 
@@ -29,8 +26,6 @@ OF_LAYER = 3
 """The level that only servers with this package have; the others are vLLM's own."""
 
 ATTEMPTS = 3
-# A sleep that takes no new host memory lasts a tenth of a second, or a second or two if all has changed.
-MEMORY_COMES_WITHIN_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 REVOKED_WITHIN_S = 10.0  # requests that are revoked end at once; one that does not is not waited for any longer
 SHARE_ROUNDING = 1e-6

@@ -189,9 +189,6 @@ class Scheduler:
             self._succeeded(model, event)
         elif model.phase is Phase.FALLING_ASLEEP:
             self._sleep_failed(model, event, event.error)
-        elif model.wakes_ahead and event.state is Phase.ASLEEP:  # not its fault, perhaps
-            model.cannot_wake_ahead = True
-            self._become_asleep(model, event.level or model.level or 1)
         else:
             self._failed(model, event.error)
             self._settle_failed(model, event)
@@ -264,12 +261,10 @@ class Scheduler:
 
     def _become(self, model: Model, phase: Phase) -> None:
         model.phase, model.phase_since = phase, self._now
-        model.wakes_ahead = False
-        model.waits_for_room = model.waits_for_room and phase not in (Phase.ASLEEP, Phase.STOPPED)
 
     def _become_awake(self, model: Model) -> None:
         model.level = model.draining_since = model.revoked_at = None
-        model.cannot_go_deeper = model.changes_asleep = model.cannot_wake_ahead = False
+        model.cannot_go_deeper = model.changes_asleep = False
         self._become(model, Phase.AWAKE)
 
     def _become_asleep(self, model: Model, level: int) -> None:
@@ -286,7 +281,7 @@ class Scheduler:
         model.held_bytes = 0
         model.sleeps_once_started = False
         model.refused.clear()
-        model.cannot_go_deeper = model.changes_asleep = model.cannot_wake_ahead = False
+        model.cannot_go_deeper = model.changes_asleep = False
         self._become(model, Phase.STOPPED)
         self._obey(model)
         if model.removed:
@@ -308,8 +303,6 @@ class Scheduler:
     # What follows
 
     def _plan(self) -> None:
-        for model in self.models.values():
-            model.waits_for_room = model.waits_for_room and self._still_waits(model)
         self._grant()
         leaving = self._serve_in_order()
         comes_back = False
@@ -325,8 +318,6 @@ class Scheduler:
                 self._idle(model)
         if comes_back:
             self._plan()
-        else:
-            self._wake_ahead()
 
     def _depth_of_leaving(self, model: Model) -> int:
         if model.removed or model.successor is not None:
@@ -347,15 +338,11 @@ class Scheduler:
     def _serve_in_order(self) -> set[str]:
         """Start and wake what is wanted where there is room; returns who has to leave so that there is."""
         leaving: set[str] = set()
-        kept = self._awaited()  # GPUs that somebody earlier in the queue waits for
+        kept: set[int] = set()  # GPUs that somebody earlier in the queue waits for
         locked = self._locked()
         for model in self._wanted():
             gpus = model.spec.gpus
             if model.phase in CHANGING:
-                if (
-                    model.phase is Phase.WAKING and model.waits_for_room
-                ):  # the sleep that was to make it may have failed
-                    leaving |= set(self._pushed_out_for(model) or ())
                 if model.phase in (Phase.FALLING_ASLEEP, Phase.STOPPING):
                     kept |= gpus
                     self._blame(model, "turn")
@@ -428,57 +415,15 @@ class Scheduler:
         wanted = set(gpus)
         return [model for model in self.models.values() if model.holds and model.spec.gpus & wanted]
 
-    def _wake_ahead(self) -> None:
-        """Wake those that are next on their GPUs beside the sleeps that make room for them."""
-        kept = self._awaited() | self._locked()
-        for other in self.models.values():
-            # One that wakes, perhaps to sleep deeper, would find less than it was promised.
-            is_quick = other.phase is Phase.FALLING_ASLEEP and other.sleeps_quickly
-            if other.holds and other.phase in CHANGING and not is_quick:
-                kept |= other.spec.gpus
-        for model in self._wanted():
-            if not model.spec.gpus & kept and self._may_wake_ahead(model):
-                self._begin_wake(model, policy.MEMORY_COMES_WITHIN_S)
-                model.wakes_ahead = model.waits_for_room = True
-            kept |= model.spec.gpus
-
-    def _still_waits(self, model: Model) -> bool:
-        """Whether room is still to be made for a model that wakes, or woke, ahead."""
-        if self._has_room(model):
-            return False
-        # One that is awake has its memory, whatever was counted.
-        going = any(other.phase in CHANGING for other in self._holders(model.spec.gpus))
-        return going or model.phase in (Phase.WAKING, Phase.STOPPING)
-
-    def _awaited(self) -> set[int]:
-        """GPUs on which a model wakes for which there is no room yet."""
-        return {gpu for model in self.models.values() if model.waits_for_room for gpu in model.spec.gpus}
-
-    def _may_wake_ahead(self, model: Model) -> bool:
-        if model.phase is not Phase.ASLEEP or model.level != 1 or model.retry_at > self._now:
-            return False
-        if not model.has_layer or model.cannot_wake_ahead:
-            return False
-        going = [
-            other
-            for other in self._holders(model.spec.gpus)
-            if other.phase is Phase.FALLING_ASLEEP and other.sleeps_quickly
-        ]
-        coming = {gpu: sum(other.spec.share for other in going if gpu in other.spec.gpus) for gpu in model.spec.gpus}
-        return all(policy.fits(model.spec.share, self.free_share(gpu) + share) for gpu, share in coming.items())
-
     def _begin(self, model: Model) -> None:
         """Start or wake a model for which there is room."""
         if model.phase is Phase.STOPPED:
-            self._begin_start(model)
-        else:
-            self._begin_wake(model)
-
-    def _begin_wake(self, model: Model, within_s: float = 0.0) -> None:
+            return self._begin_start(model)
         operation = self._begin_operation(model)
         self._become(model, Phase.WAKING)
         self._blame(model, "wake")
-        self._do(actions.Wake(model.spec.name, operation, model.level or 1, within_s))
+        self._do(actions.Wake(model.spec.name, operation, model.level or 1))
+        return None
 
     def _begin_start(self, model: Model) -> None:
         operation = self._begin_operation(model)
@@ -536,7 +481,6 @@ class Scheduler:
         more_bytes = max(0, model.spec.host_bytes_at(depth) - model.held_bytes)
         model.held_bytes += more_bytes
         model.level = depth
-        model.sleeps_quickly = model.has_layer and not more_bytes
         operation = self._begin_operation(model)
         self._become(model, Phase.FALLING_ASLEEP)
         self._do(actions.Sleep(model.spec.name, operation, depth, more_bytes))
@@ -571,7 +515,7 @@ class Scheduler:
         if model.cannot_go_deeper and depth == OF_LAYER:
             return False
         sleeps_on = model.has_layer and (model.level, depth) == (1, OF_LAYER)
-        wanted = self._awaited().union(*(other.spec.gpus for other in self._wanted()))
+        wanted = {gpu for other in self._wanted() for gpu in other.spec.gpus}
         has_room = sleeps_on or (self._has_room(model) and not model.spec.gpus & wanted)
         more_bytes = max(0, model.spec.host_bytes_at(depth) - model.held_bytes)
         has_memory = more_bytes <= self._free_bytes(model)
@@ -579,7 +523,6 @@ class Scheduler:
             return False
         model.held_bytes += more_bytes
         model.changes_asleep = sleeps_on
-        model.sleeps_quickly = False
         operation, level = self._begin_operation(model), model.level
         model.level = depth
         self._become(model, Phase.FALLING_ASLEEP)

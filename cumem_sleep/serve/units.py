@@ -187,7 +187,7 @@ class Units:
         if unit.engine is None:
             return Outcome("it has no server", Phase.STOPPED)
         if isinstance(action, actions.Wake):
-            return await unit.engine.wake(action.level, action.within_s)
+            return await unit.engine.wake(action.level)
         try:
             short = await self._lacks_host_memory(unit, unit.engine, action)
             return short or await unit.engine.sleep(action.level, action.from_level)

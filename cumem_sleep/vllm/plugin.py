@@ -130,7 +130,6 @@ def _take_over() -> None:
     WorkerWrapperBase.wake_up = wake_up
     WorkerWrapperBase.discard = discard
     WorkerWrapperBase.cumem_sleep_deepen = cumem_sleep_deepen
-    WorkerWrapperBase.cumem_sleep_expect_memory = cumem_sleep_expect_memory
     WorkerWrapperBase.cumem_sleep_status = cumem_sleep_status
     WorkerWrapperBase.worker = deep_worker.WORKER
     compatibility.register_backend(NAME, f"{__package__}.backend", "CumemSleepBackend")
@@ -201,15 +200,6 @@ def cumem_sleep_deepen(self: Any) -> dict[str, Any]:
     """
     why = deep_worker.deepen(deep_worker.of(self))
     return {"rank": deep_worker.of(self).rank, "checkpointed": _core.driver_calls_suspended(), "why": why}
-
-
-def cumem_sleep_expect_memory(self: Any, within_s: float) -> bool:  # noqa: ARG001
-    """One worker's answer to `collective_rpc("cumem_sleep_expect_memory", args=[5.0])`, as `expect_memory`: True.
-
-    For a model that changes places with another: sent before its `/wake_up`, which is sent beside the other's sleep.
-    """
-    CuMemAllocator.get_instance().expect_memory(within_s)
-    return True
 
 
 def cumem_sleep_status(self: Any) -> dict[str, Any]:

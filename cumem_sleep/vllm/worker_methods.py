@@ -37,8 +37,7 @@ _METHODS = {
     Effect.FINISHES: ("finish_weight_update",),
     Effect.LOADS: ("reload_weights",),
     Effect.HARMLESS: (
-        *("cumem_sleep_expect_memory", "cumem_sleep_status"),
-        *("check_health", "list_loras", "profile", "reset_mm_cache", "reset_encoder_cache"),
+        *("cumem_sleep_status", "check_health", "list_loras", "profile", "reset_mm_cache", "reset_encoder_cache"),
         *("get_cache_block_size_bytes", "get_compilation_match_table", "get_encoder_timing_stats"),
         *("get_kv_cache_spec", "get_kv_connector_handshake_metadata", "get_model_inspection"),
         *("get_simple_cpu_offload_num_cpu_blocks", "get_supported_kv_cache_layouts", "get_supported_tasks"),

@@ -46,37 +46,14 @@ class FaultyServer(SimulatedServer):
         self.faults = faults
         self.has_layer = seed % 3 > 0
         self.lost = False  # weights that were dropped and not loaded again
-        self.within_s = 0.0  # what its memory may take to come, in the next wake
         self.take()
 
     def take(self) -> None:
-        for gpu, other in self.others():
-            self._record(f"{gpu.name} is held by {other}")
-        for gpu in self.gpus:
-            (gpu / self.options.names[0]).write_text(str(os.getpid()))
-
-    def others(self) -> list[tuple[Path, str]]:
-        """Who else holds memory of its GPUs."""
-        found = []
         for gpu in self.gpus:
             for other in gpu.iterdir():
-                try:
-                    holder = other.read_text()
-                except FileNotFoundError:
-                    continue
-                if other.name != self.options.names[0] and lives(holder):
-                    found.append((gpu, other.name))
-        return found
-
-    async def memory_comes(self) -> bool:
-        """Whether all others have given their memory back in time, as after `cumem_sleep_expect_memory`."""
-        within_s, self.within_s = self.within_s, 0.0
-        ends_at = time.monotonic() + within_s
-        while within_s and self.others():
-            if time.monotonic() >= ends_at:
-                return False
-            await asyncio.sleep(0.001)
-        return True
+                if lives(other.read_text()):
+                    self._record(f"{gpu.name} is held by {other.name}")
+            (gpu / self.options.names[0]).write_text(str(os.getpid()))
 
     def give(self) -> None:
         for gpu in self.gpus:
@@ -116,14 +93,10 @@ class FaultyServer(SimulatedServer):
         if self.happens(0.1):
             return refusal(500, "a wake that was to fail")
         if "weights" in tags and "weights" in self.asleep:
-            if not await self.memory_comes():
-                return refusal(500, "out of device memory")
             self.take()
         return await self.perhaps_lost(await super()._wake(tags))
 
     async def _answer(self, method: str, path: str, scope: Any, body: bytes) -> list[Message]:
-        if path == "/collective_rpc" and self.has_layer and b"expect_memory" in body:
-            self.within_s = json.loads(body)["args"][0]
         if path == "/collective_rpc" and self.has_layer and b"deepen" not in body:
             return response(200, {"results": [{"version": "simulated", "usage": {"weights": {"bytes": 10 << 30}}}]})
         if path == "/reload_weights":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 
 import httpx
@@ -18,19 +17,16 @@ Answer = httpx.Response | Exception
 
 
 class Server:
-    """Answers calls as it is told to, the last answer again and again; `called` is what was called, with `bodies`."""
+    """Answers calls as it is told to, the last answer again and again; `called` is what was called."""
 
     def __init__(self, **answers: list[Answer]) -> None:
         self.answers = answers
         self.called: list[str] = []
-        self.bodies: list[object] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         name = request.url.path.strip("/")
         query = request.url.query.decode()
         self.called.append(f"{name}?{query}" if query else name)
-        if request.content:
-            self.bodies.append(json.loads(request.content))
         answers = self.answers.get(name, [httpx.Response(200, json={})])
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         if isinstance(answer, Exception):
@@ -146,27 +142,6 @@ def test_a_server_that_does_not_get_to_level_3_sleeps_at_level_1(answer: httpx.R
     outcome = do(Server(collective_rpc=[answer]), lambda one: _with_layer(one, 3))
     assert (outcome.error, outcome.state, outcome.level) == (None, Phase.ASLEEP, 1)
     assert why in outcome.why_not_deeper
-
-
-def test_a_wake_that_may_wait_for_memory_is_announced() -> None:
-    server = Server()
-    assert do(server, lambda one: one.wake(1, 5.0)) == Outcome(None, Phase.AWAKE)
-    assert server.called == ["collective_rpc", "wake_up"]
-    assert server.bodies[0] == {"method": "cumem_sleep_expect_memory", "args": [0.5]}  # half of what a wake may take
-
-
-@pytest.mark.parametrize("answer", [FAILS, httpx.Response(404), LOST, httpx.ReadTimeout("late")])
-def test_a_layer_that_does_not_wait_is_not_woken_before_there_is_room(answer: Answer) -> None:
-    server = Server(collective_rpc=[answer])
-    outcome = do(server, lambda one: one.wake(1, 5.0))
-    assert (outcome.state, outcome.level) == (Phase.ASLEEP, 1)
-    assert "does not wait for memory" in (outcome.error or "")
-    assert server.called == ["collective_rpc"]
-
-
-def test_memory_that_does_not_come_leaves_it_asleep() -> None:
-    outcome = do(Server(wake_up=[FAILS], is_sleeping=ASLEEP), lambda one: one.wake(1, 5.0))
-    assert outcome == Outcome("/wake_up: 500: it failed", Phase.ASLEEP, 1)
 
 
 @pytest.mark.parametrize("lost", [1, 2])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import pytest
@@ -87,10 +86,7 @@ class World:
 
         `stays`: why it sleeps at level 1 and not at 3.
         """
-        assert error is not None or not self.lacks_room(model), f"{model} cannot be awake: {self.changes}"
         change = self.changes.pop(model)
-        self.taken.discard(model)
-        self.released.discard(model)
         if error is None:
             state = {Start: Phase.AWAKE, Wake: Phase.AWAKE, Sleep: Phase.ASLEEP, Stop: Phase.STOPPED}[type(change)]
         level = None
@@ -108,20 +104,13 @@ class World:
             self.host[model] = 0
         return self.send(Done(model, change.operation, error, state, level, lacks, stays))
 
-    def has_layer(self, *models: str, in_vault: bool = False) -> None:
+    def has_layer(self, *models: str) -> None:
         for model in models:
             self.layered.add(model)
-            self.send(HasLayer(model, True, in_vault))
-
-    def release(self, model: str) -> None:
-        """The memory of a model that falls asleep is free, though its server has not answered yet."""
-        self.released.add(model)
-        self.check()
+            self.send(HasLayer(model, True))
 
     def die(self, model: str) -> list[Action]:
         self.changes.pop(model, None)
-        self.taken.discard(model)
-        self.released.discard(model)
         self.truth[model], self.host[model] = Phase.STOPPED, 0
         return self.send(Died(model, "it died"))
 
@@ -165,8 +154,6 @@ class World:
 
     gone: list[Spec] = field(default_factory=list)
     layered: set[str] = field(default_factory=set)
-    taken: set[str] = field(default_factory=set)  # who woke ahead, and has had its room since
-    released: set[str] = field(default_factory=set)
 
     def begin(self, change: Change) -> None:
         assert change.model not in self.changes or isinstance(change, Stop), f"{change} while {self.changes}"
@@ -175,10 +162,6 @@ class World:
             assert self.truth[change.model] is wanted, f"{change} of {self.truth[change.model]}"
         if isinstance(change, Wake):
             assert change.level == self.level[change.model]
-            if change.within_s:
-                assert change.model in self.layered, f"{change} of a server that cannot wait"
-                going = {name for name, other in self.changes.items() if isinstance(other, Sleep)}
-                assert self.has_room(change.model, besides=going), f"{change} without room to come"
         if isinstance(change, Sleep) and change.from_level is None:
             mine = [request for request, model in self.running.items() if model == change.model]
             assert set(mine) <= self.revoked, f"{change} under {mine}"
@@ -189,33 +172,11 @@ class World:
     # What always holds
 
     def holds(self, model: str) -> bool:
-        """Whether a model has memory of its GPUs, or takes or gives it now; not only what is free."""
-        if self.wakes_ahead(model):
-            return model in self.taken
-        if model in self.released:
-            return False
+        """Whether a model has memory of its GPUs, or takes or gives it now."""
         stops = isinstance(self.changes.get(model), Stop)
         if self.truth[model] is Phase.ASLEEP and (stops or self.sleeps_on(model)):
             return False
         return self.truth[model] is Phase.AWAKE or model in self.changes
-
-    def wakes_ahead(self, model: str) -> bool:
-        """Whether its wake may have begun before there was room."""
-        change = self.changes.get(model)
-        return isinstance(change, Wake) and change.within_s > 0
-
-    def has_room(self, model: str, besides: Collection[str] = ()) -> bool:
-        """Whether it fits on its GPUs beside all others, but for those in `besides`."""
-        known = {name: each.spec for name, each in self.scheduler.models.items()}
-        others = [name for name in known if name not in (model, *besides) and self.holds(name)]
-        return all(
-            known[model].share + sum(known[name].share for name in others if gpu in known[name].gpus) <= 1 + 1e-6
-            for gpu in known[model].gpus
-        )
-
-    def lacks_room(self, model: str) -> bool:
-        """Whether it waits for memory that is not free yet."""
-        return self.wakes_ahead(model) and model not in self.taken
 
     def sleeps_on(self, model: str) -> bool:
         """Whether it goes from level 1 to 3 without waking, which leaves it asleep in any case."""
@@ -226,16 +187,10 @@ class World:
     def check(self) -> None:
         gpus = {gpu for spec in self.specs for gpu in spec.gpus}
         known = {name: model.spec for name, model in self.scheduler.models.items()}
-        self.taken |= {name for name in known if self.lacks_room(name) and self.has_room(name)}
         for gpu in gpus:
-            ahead = [name for name in known if gpu in known[name].gpus and self.wakes_ahead(name)]
-            assert len(ahead) <= 1, f"GPU {gpu}: {ahead} wait for the same memory"
             held = [spec.share for name, spec in known.items() if gpu in spec.gpus and self.holds(name)]
             assert sum(held) <= 1 + 1e-6, f"GPU {gpu} is overcommitted: {held}"
             assert self.scheduler.free_share(gpu) >= -1e-6
-            awaited = any(model.waits_for_room and gpu in model.spec.gpus for model in self.scheduler.models.values())
-            is_known = awaited or sum(held) <= 1 - self.scheduler.free_share(gpu) + 1e-6
-            assert is_known, f"GPU {gpu}: {held} is held"
         for gpu in gpus:
             starting = [
                 name
@@ -250,8 +205,7 @@ class World:
         for name, model in self.scheduler.models.items():
             assert set(model.waiting) == {each for each, (of, _, _) in self.waiting.items() if of == name}
             assert model.running == {each for each, of in self.running.items() if of == name}
-            is_known = model.holds or model.waits_for_room or not self.holds(name)
-            assert is_known, f"{name} is {model.phase}, truly {self.truth[name]}"
+            assert model.holds or not self.holds(name), f"{name} is {model.phase}, truly {self.truth[name]}"
         assert all(deadline > self.now for _, _, deadline in self.waiting.values()), "a request is past its deadline"
 
 
@@ -419,7 +373,7 @@ def test_models_in_the_vault_leave_host_memory_to_the_others() -> None:
     """And the vault is the one that refuses them."""
     world = World([spec(name, host_bytes=600) for name in "abcd"])
     for name in "abc":
-        world.has_layer(name, in_vault=True)
+        world.send(HasLayer(name, True, in_vault=True))
     awake(world, "a", "b", "c", "d")
     assert world.scheduler.held_bytes() == 0
     request = world.ask("a")
@@ -435,7 +389,7 @@ def test_models_in_the_vault_leave_host_memory_to_the_others() -> None:
 
 def test_the_budget_does_not_limit_models_in_the_vault() -> None:
     world = World([spec("a", host_bytes=600), spec("b", host_bytes=600)], host_bytes=100)
-    world.has_layer("a", in_vault=True)
+    world.send(HasLayer("a", True, in_vault=True))
     awake(world, "a", "b", "a")
     assert [(each.model, each.level) for each in world.log if isinstance(each, Sleep)] == [("a", 1), ("b", 2)]
 
@@ -747,181 +701,6 @@ def test_what_requests_wait_for_is_known() -> None:
     assert {cause: seconds for cause, seconds in waited.items() if seconds} == {"room": 4.0, "wake": 2.0}
 
 
-def two_that_change_places(*more: Spec, host_bytes: int = 0) -> World:
-    """`a` is awake, `b` sleeps at level 1, and both servers have the layer."""
-    world = World([spec("a", host_bytes=host_bytes), spec("b", host_bytes=host_bytes), *more])
-    world.has_layer(*(each.name for each in world.specs))
-    awake(world, *(each.name for each in more), "b", "a")
-    return world
-
-
-def test_a_wake_begins_beside_the_sleep_that_makes_its_room() -> None:
-    world = two_that_change_places()
-    request = world.ask("b")
-    sleep, wake = world.log[-2:]
-    assert isinstance(sleep, Sleep)
-    assert isinstance(wake, Wake)
-    assert (sleep.model, wake.model, wake.within_s) == ("a", "b", policy.MEMORY_COMES_WITHIN_S)
-    assert not world.scheduler.models["b"].holds
-    world.done("a")
-    assert world.scheduler.models["b"].holds
-    world.done("b")
-    assert request in world.running
-
-
-def test_it_may_be_awake_before_the_other_one_says_that_it_sleeps() -> None:
-    world = two_that_change_places(spec("c"))
-    request = world.ask("b")
-    world.release("a")
-    world.done("b")
-    assert request in world.running
-    third = world.ask("c")
-    assert set(world.changes) == {"a"}
-    world.end(request)
-    assert set(world.changes) == {"a"}
-    world.done("a")
-    assert set(world.changes) == {"b", "c"}
-    world.done("b")
-    world.done("c")
-    assert third in world.running
-
-
-def test_no_wake_begins_beside_a_sleep_that_takes_new_host_memory() -> None:
-    """Pinning it takes seconds. Later sleeps take none."""
-    world = two_that_change_places(host_bytes=300)
-    first = world.ask("b")
-    assert set(world.changes) == {"a"}
-    world.done("a")
-    world.done("b")
-    world.end(first)
-    world.ask("a")
-    assert set(world.changes) == {"a", "b"}
-
-
-@pytest.mark.parametrize("level", [2, 3])
-def test_only_from_level_1_a_wake_begins_beside_a_sleep(level: int) -> None:
-    world = World([spec("a"), spec("b", levels=(level,))])
-    world.has_layer("a", "b")
-    awake(world, "b", "a")
-    world.ask("b")
-    assert set(world.changes) == {"a"}
-
-
-@pytest.mark.parametrize("layered", ["a", "b"])
-def test_without_the_layer_in_both_a_wake_begins_when_there_is_room(layered: str) -> None:
-    """VLLM's own sleep pins host memory each time, and fails if others take memory meanwhile."""
-    world = World([spec("a"), spec("b")])
-    world.has_layer(layered)
-    awake(world, "b", "a")
-    world.ask("b")
-    assert set(world.changes) == {"a"}
-
-
-def test_no_wake_begins_beside_a_sleep_where_another_model_wakes_to_sleep_deeper() -> None:
-    deeper = spec("x", share=0.2, idle=((1.0, 1), (5.0, 2)))
-    world = World([spec("a", share=0.5), spec("b", share=0.8), deeper])
-    world.has_layer("a", "b", "x")
-    awake(world, "b")
-    world.now = 1.0
-    awake(world, "a", "x")
-    world.pass_time(1.5)
-    world.done("x")
-    world.pass_time(4.0)
-    assert world.changes["x"] == Sleep("x", world.changes["x"].operation, 2, 0, 1)
-    world.ask("b")
-    assert set(world.changes) == {"x", "a"}
-    world.done("x")
-    assert set(world.changes) == {"a", "b"}
-
-
-def test_one_model_wakes_beside_a_sleep_the_one_that_is_next() -> None:
-    world = two_that_change_places(spec("c"))
-    first, second = world.ask("b"), world.ask("c")
-    assert set(world.changes) == {"a", "b"}
-    world.end(first)  # nobody wants it any more, and it wakes all the same
-    assert set(world.changes) == {"a", "b"}
-    world.done("a")
-    assert set(world.changes) == {"b"}
-    world.done("b")
-    assert set(world.changes) == {"b", "c"}
-    world.done("b")
-    world.done("c")
-    assert second in world.running
-
-
-def test_no_wake_begins_beside_a_sleep_where_another_model_wakes() -> None:
-    """It takes what is free, and the other one was promised some of that."""
-    world = World([spec(name, share=0.5) for name in "abcd"])
-    world.has_layer("a", "b", "c", "d")
-    for name in "dcab":
-        world.now += 1.0
-        awake(world, name)
-    world.send(Ordered("b", 1))
-    world.done("b")
-    world.ask("c")
-    assert set(world.changes) == {"c"}
-    second = world.ask("d")
-    assert set(world.changes) == {"c", "a"}
-    world.done("c")
-    assert set(world.changes) == {"a", "d"}
-    world.done("a")
-    world.done("d")
-    assert second in world.running
-
-
-def test_memory_that_does_not_come_is_no_failure_of_the_model_that_wakes() -> None:
-    """It is woken again when there is room, and beside a sleep only after that."""
-    world = two_that_change_places()
-    request = world.ask("b")
-    world.done("a", "it failed", Phase.AWAKE)
-    world.done("b", "its memory did not come", Phase.ASLEEP)
-    model = world.scheduler.models["b"]
-    assert (model.failures, model.error, world.changes) == (0, None, {})
-    world.pass_time(policy.FIRST_PAUSE_S + 0.1)
-    assert set(world.changes) == {"a"}
-    world.done("a")
-    assert isinstance(world.changes["b"], Wake)
-    assert world.changes["b"].within_s == 0
-    world.done("b")
-    world.end(request)
-    world.end(world.ask("a"))
-    world.done("b")
-    world.done("a")
-    world.ask("b")
-    assert set(world.changes) == {"a", "b"}
-
-
-def test_a_sleep_that_failed_is_tried_again_for_a_model_that_wakes_already() -> None:
-    world = two_that_change_places()
-    request = world.ask("b")
-    world.done("a", "not enough host memory", Phase.AWAKE, lacks=True)
-    assert world.changes["a"] == Sleep("a", world.changes["a"].operation, 2)
-    assert isinstance(world.changes["b"], Wake)
-    world.done("a")
-    world.done("b")
-    assert request in world.running
-
-
-def test_a_server_of_which_nobody_knows_what_it_is_in_is_stopped_after_a_wake_beside_a_sleep() -> None:
-    world = two_that_change_places()
-    request = world.ask("b")
-    world.done("b", "no answer", None)
-    assert isinstance(world.changes["b"], Stop)
-    world.done("b")
-    world.done("a")
-    world.pass_time(policy.FIRST_PAUSE_S + 0.1)
-    world.done("b")
-    assert request in world.running
-
-
-def test_if_the_one_that_makes_room_dies_there_is_room() -> None:
-    world = two_that_change_places()
-    request = world.ask("b")
-    world.die("a")
-    world.done("b")
-    assert request in world.running
-
-
 # At random
 
 
@@ -958,7 +737,6 @@ class Traffic:
             self.end: 25.0,
             self.withdraw: 3.0,
             self.finish: 22.0,
-            self.release: 5.0,
             self.kill: 0.5 * self.faults,
             self.order: 1.0,
             self.reconfigure: 0.5 * self.faults,
@@ -992,14 +770,6 @@ class Traffic:
             return
         model = chance.choice(list(world.changes))
         change = world.changes[model]
-        if model in world.released:
-            world.done(model)
-            return
-        if world.lacks_room(model) and chance.random() < 0.8:
-            return
-        if world.lacks_room(model):
-            world.done(model, "its memory did not come in time", chance.choice((Phase.ASLEEP, Phase.ASLEEP, None)))
-            return
         if isinstance(change, Stop) or chance.random() > self.faults * 0.3 or world.sleeps_on(model):
             stays = getattr(change, "level", 0) == 3 and isinstance(change, Sleep) and chance.random() < self.faults
             world.done(model, stays="it stays" * stays)
@@ -1011,13 +781,6 @@ class Traffic:
         }
         state = chance.choice(states[type(change)])
         world.done(model, "it failed", state, lacks=chance.random() < 0.5)
-
-    def release(self) -> None:
-        """The memory of one that falls asleep is free before its server answers."""
-        falling = [name for name, change in self.world.changes.items() if isinstance(change, Sleep)]
-        falling = [name for name in falling if self.world.truth[name] is Phase.AWAKE]
-        if falling:
-            self.world.release(self.chance.choice(falling))
 
     def kill(self) -> None:
         alive = [
@@ -1049,11 +812,8 @@ class Traffic:
         while world.waiting or world.running or world.changes:
             for request in list(world.running):
                 world.end(request)
-            in_time = [model for model in world.changes if not world.lacks_room(model)]
-            for model in in_time:
+            for model in list(world.changes):
                 world.done(model)
-            for model in () if in_time else list(world.changes):
-                world.done(model, "its memory did not come in time", Phase.ASLEEP)
             if not world.changes and not world.running and world.waiting:
                 world.pass_time(max(0.01, min(world.scheduler.next_time() - world.now, 1.0)))
             assert world.now < last + bound_s, f"{world.waiting} wait still"

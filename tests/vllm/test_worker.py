@@ -12,14 +12,12 @@ import json
 import pathlib
 import pickle
 import sys
-import threading
 import types
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from environment import Stock, skip_unless_vllm
-from filled import take_all_but
 from real_worker import PAGE, Contents, asleep, backends
 from support import Cuda, Memory, fresh_allocator
 
@@ -27,7 +25,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
 
 from running import RunningVault
 
-from cumem_sleep import CuMemAllocator, DriverError, InvalidArgument, InvalidState, OutOfDeviceMemory, RankFailed, sim
+from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfDeviceMemory, RankFailed, sim
 from cumem_sleep.vllm import compatibility
 
 skip_unless_vllm()
@@ -326,22 +324,6 @@ class TestExecutor:
         assert status["usage"]["kv_cache"]["mapped_bytes"] == 0
         assert status["operations"]["sleep"]["count"] == 1
         assert 0 <= status["device_used_bytes"] < status["device_total_bytes"]
-
-    def test_expects_memory(self, executor: Any) -> None:
-        """That others are about to give back; the wake begins with what is free."""
-        allocator = CuMemAllocator.get_instance()
-        addresses = [allocator.malloc(PAGE, "weights") for _ in range(2)]
-        allocator.sleep(1)
-        eaters = take_all_but(PAGE, allocator)
-        assert executor.collective_rpc("cumem_sleep_expect_memory", args=(30.0,)) == [True]
-        thread = threading.Timer(0.1, lambda: [allocator.free(address) for address in eaters])
-        thread.start()
-        assert allocator.wake_up().mapped_bytes == 2 * PAGE
-        thread.join()
-        with pytest.raises(InvalidArgument, match="within_s="):
-            executor.collective_rpc("cumem_sleep_expect_memory", args=("soon",))
-        for address in addresses:
-            allocator.free(address)
 
     def test_other_executors_use_the_wrapper_too(self, plugged: Stock) -> None:
         import vllm.v1.executor.multiproc_executor as multiproc
