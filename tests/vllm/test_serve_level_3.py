@@ -72,6 +72,15 @@ class Server:
     def said(self) -> str:
         return self.log.read_text()[-6000:]
 
+    def threads(self) -> list[str]:
+        """What the kernel says of each thread of the API server: its name, its state, and where it waits."""
+        tasks = pathlib.Path(f"/proc/{self.process.pid}/task")
+        told = []
+        for task in tasks.iterdir() if tasks.exists() else ():
+            name, _, rest = (task / "status").read_text().partition("\n")
+            told.append(f"{name.split()[-1]} {rest.partition('State:')[2].split()[0]} {(task / 'wchan').read_text()}")
+        return told
+
     def engine_core(self) -> int:
         """The number of its process."""
         found = re.search(r"\(EngineCore\w* pid=(\d+)\)", self.log.read_text())
@@ -210,8 +219,10 @@ def _rest(status: str) -> str | None:
 
 def ends(server: Server) -> None:
     """With all of its processes."""
-    server.process.wait(ENDS_WITHIN_S)
     end = time.monotonic() + ENDS_WITHIN_S
+    while server.process.poll() is None:
+        assert time.monotonic() < end, f"{server.threads()}\n{server.said()}"
+        time.sleep(0.05)
     while not server.is_gone():
         assert time.monotonic() < end, server.said()
         time.sleep(0.05)
