@@ -12,12 +12,10 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from record import GIB, touch_host_memory, write
+from record import GIB, answer_of, touch_host_memory, write
 
 from cumem_sleep.tools.bench.workload import model_like
 
@@ -40,21 +38,6 @@ print(json.dumps({"sleep": seconds, "wake": woken, "phases": dict(report.phases)
 """
 
 
-def one(site: Path, sizes: tuple[int, ...], driver: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_SLEEP, json.dumps(sizes), driver],
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{site}: {done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sites", nargs="+", type=Path, required=True)
@@ -68,7 +51,7 @@ def main() -> None:
     runs: dict[str, list[dict[str, Any]]] = {site.name: [] for site in arguments.sites}
     for turn in range(arguments.turns):
         for site in arguments.sites if turn % 2 == 0 else arguments.sites[::-1]:  # none is always the last
-            runs[site.name].append(one(site, sizes, driver))
+            runs[site.name].append(answer_of(site, ONE_SLEEP, json.dumps(sizes), driver, within_s=60))
     write(arguments.out, {"gib": arguments.gib, "segments": len(sizes), "runs": runs})
     for name, found in runs.items():
         for what, each in (("sleep", "sleep"), ("copy", "phases"), ("wake", "wake")):

@@ -10,15 +10,12 @@ that is done. Noted are when the wake had the lock, and every block that was giv
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from record import GIB, touch_host_memory, write
+from record import GIB, answer_of, touch_host_memory, write
 
 WAKES = """
 import json, sys, time
@@ -33,7 +30,7 @@ def note(kind, method):
     def timed(*arguments, **options):
         start = time.perf_counter()
         result = call(*arguments, **options)
-        if begin:
+        if begin and options.get("wait", True):  # the thread that gives back takes the lock only if it is free
             noted.append((method, start - begin, time.perf_counter() - begin))
         return result
     setattr(kind, method, timed)
@@ -68,22 +65,6 @@ print(json.dumps(found))
 """
 
 
-def one(site: Path, arguments: argparse.Namespace, driver: str) -> list[dict[str, Any]]:
-    counts = [arguments.weights, arguments.kv_cache, arguments.wakes, arguments.segment_bytes]
-    done = subprocess.run(
-        [sys.executable, "-c", WAKES, driver, *map(str, counts)],
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{site}: {done.stderr}")
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def row(name: str, what: str, seconds: list[float]) -> str:
     ordered = sorted(1e3 * each for each in seconds)
     return f"{name:12} {what:24} median {statistics.median(ordered):5.1f} ms, {ordered[0]:.1f} to {ordered[-1]:.1f}"
@@ -101,10 +82,11 @@ def main() -> None:
     arguments = parser.parse_args()
     driver = "sim" if os.environ.get("CUMEM_SLEEP_DRIVER") == "sim" else "cuda"
     touch_host_memory(int(1.2 * arguments.weights * arguments.segment_bytes))
+    counts = [arguments.weights, arguments.kv_cache, arguments.wakes, arguments.segment_bytes]
     runs: dict[str, list[list[dict[str, Any]]]] = {site.name: [] for site in arguments.sites}
     for turn in range(arguments.turns):
         for site in arguments.sites if turn % 2 == 0 else arguments.sites[::-1]:  # none is always the last
-            runs[site.name].append(one(site, arguments, driver))
+            runs[site.name].append(answer_of(site, WAKES, driver, *map(str, counts), within_s=90))
     asked = {"weights": arguments.weights, "kv_cache": arguments.kv_cache, "segment_bytes": arguments.segment_bytes}
     write(arguments.out, {**asked, "runs": runs})
     for name, turns in runs.items():

@@ -36,7 +36,7 @@ vllm_site=${site}_of_vllm # a folder of its own: the suite tests more where it f
 mkdir -p "$out/logs" "$site" "$vllm_site"
 plain_path=$site:$PWD/benchmarks
 export PYTHONPATH=$plain_path PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
-# Each process would compile PyTorch anew, for ten seconds or more, on a host that forbids to write bytecode.
+# Some hosts forbid writing bytecode: then every process would compile what it imports anew.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-/tmp/pycache}
 # Once for each state of the sources.
@@ -84,8 +84,6 @@ unpack() {
         mark=$vllm_site/.unpacked-$(basename "$archive")
         if [ -f "$archive" ] && [ ! -f "$mark" ]; then
             if ! tar xJf "$archive" -C "$vllm_site"; then return 1; fi
-            # An installation has bytecode, too.
-            python3 -m compileall -q -j 0 "$vllm_site" >/dev/null
             touch "$mark"
         fi
     done

@@ -496,7 +496,10 @@ def main() -> None:
         "--restart-seconds", type=float, default=math.inf, help="for the restarts (default: what is left of --deadline)"
     )
     parser.add_argument(
-        "--execution", choices=EXECUTION, default="graphs", help="compiled: each start takes a minute longer"
+        "--execution",
+        choices=EXECUTION,
+        default="graphs",
+        help="how vLLM runs the models; compiled ones take longest to start (default: %(default)s)",
     )
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument(

@@ -25,7 +25,7 @@ def table(result: Facts) -> list[str]:
         for end in ("new", "old")
     )
     command = result["machine"]["command"]
-    graphs = _EXECUTION[result.get("execution", "eager")]
+    graphs = _EXECUTION[result["execution"]]
     given = [f", `{option.partition('=')[2]}`" for option in command.split() if option.startswith("--server-options=")]
 
     def spreads(head: str, seconds_of: Callable[[str], list[float]]) -> str:

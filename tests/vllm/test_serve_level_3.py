@@ -223,6 +223,7 @@ def ends(server: Server) -> None:
     while server.process.poll() is None:
         assert time.monotonic() < end, f"{server.threads()}\n{server.said()}"
         time.sleep(0.05)
+    end = time.monotonic() + ENDS_WITHIN_S
     while not server.is_gone():
         assert time.monotonic() < end, server.said()
         time.sleep(0.05)
