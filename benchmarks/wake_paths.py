@@ -9,6 +9,8 @@ Each question runs in a process of its own, so that none sees memory that anothe
 - `mapping_beside_copies`: seconds until 115 GiB that were just freed are mapped again, beside copies of each kind.
 - `wakes`: seconds of a verified wake of 61 GiB + 54 GiB, right after its sleep and 3 s later, by the engine alone in
   batches of 64 and 256 MiB, and with the copy kernel.
+- `trials`: seconds of a wake of 16 GiB + 108 GiB right after its sleep, by how many bytes the engine is tried with, and
+  with one trial alone; and how long the sleeps took.
 - `decode_beside_work`: ms of a decode step in a CUDA graph beside touching and pinning blocks, and copying pieces.
 """
 
@@ -189,6 +191,38 @@ def wakes() -> dict[str, Any]:
     return rows
 
 
+def trials() -> dict[str, Any]:
+    allocator, tuning = CuMemAllocator.get_instance(), CuMemAllocator.tuning
+    with allocator.use_memory_pool("warm"):
+        small = torch.ones(1, device="cuda")
+    for nbytes in model_like(16280 * MIB):
+        allocator.malloc(nbytes, "weights")
+    for nbytes in kv_segments(108 * GIB):
+        allocator.malloc(nbytes, "kv_cache")
+    assert allocator._restorer._routes._kernel_devices, f"the copy kernel is not in use on {small.device}"
+    for _ in range(2):
+        allocator.sleep()
+        allocator.wake_up()
+    rows: dict[str, Any] = {}
+    between = tuning.batches_between_trials
+    for _ in range(6):
+        for name, nbytes, batches in (
+            ("64 MiB", 64 * MIB, between),
+            ("32 MiB", 32 * MIB, between),
+            ("16 MiB", 16 * MIB, between),
+            ("8 MiB", 8 * MIB, between),
+            ("one of 16 MiB", 16 * MIB, 10**6),
+        ):
+            tuning.trial_bytes, tuning.batches_between_trials = nbytes, batches
+            row = rows.setdefault(name, {"sleep_s": [], "at once_s": [], "later_s": []})
+            for pause_s, key in ((0, "at once_s"), (1.2, "later_s")):
+                time.sleep(0.2)
+                row["sleep_s"].append(round(allocator.sleep().seconds, 4))
+                time.sleep(pause_s)
+                row[key].append(round(allocator.wake_up().seconds, 4))
+    return rows
+
+
 def decode_beside_work() -> dict[str, Any]:
     weights = [torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(140)]
     token = torch.zeros(256, device="cuda")
@@ -239,7 +273,7 @@ def decode_beside_work() -> dict[str, Any]:
     return rows
 
 
-QUESTIONS = {f.__name__: f for f in (copies_while_wiping, mapping_beside_copies, wakes, decode_beside_work)}
+QUESTIONS = {f.__name__: f for f in (copies_while_wiping, mapping_beside_copies, wakes, trials, decode_beside_work)}
 
 
 if __name__ == "__main__":

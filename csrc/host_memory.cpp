@@ -109,9 +109,10 @@ void check_file(int fd, size_t bytes, bool writable) {
 std::mutex kept_mutex;
 auto* const kept = new std::vector<std::shared_ptr<HostPages>>;
 
-// For the digests of half a GiB. An operation on more takes so long that pinning its table does not matter.
+// For the digests of half a GiB: an operation on more takes so long that pinning its table does not matter. And for the
+// copies of any wake.
 constexpr size_t kSmallTable = size_t{16} << 10;
-// The digests have one, and `prepare` another. Never destroyed, as above.
+// An operation has one, and `prepare` beside it another. Never destroyed, as above.
 auto* const idle_tables = new Idle<std::shared_ptr<HostPages>>(2);
 
 void give_back(const std::shared_ptr<HostPages>& pages) noexcept {

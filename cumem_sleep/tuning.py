@@ -25,7 +25,8 @@ class Tuning:
         before_releases_s: how long that thread waits first, because an operation that comes meanwhile has to wait for a
             block (3 ms of 128 MiB): one that follows at once shall not (`level_2_wakes.txt`).
         between_releases_s: how long it pauses between two blocks, so that others get the lock.
-        batch_bytes: copied back at a time by a kernel, or when timed alone.
+        batch_bytes: copied back at a time by a kernel.
+        trial_bytes: copied back when timed alone: if the engine is slow, the kernel waits for it meanwhile.
         engine_batch_bytes: copied back at a time by the copy engine; faster than 64 MiB (`wake_paths.json`).
         batches_in_flight: 5 ms of work, because the driver may block the caller for that long while it maps.
         timed_bytes: how many bytes are timed together for the copy engine's rate.
@@ -57,6 +58,7 @@ class Tuning:
     before_releases_s: float = 0.05
     between_releases_s: float = 0.0002
     batch_bytes: int = 64 * _MIB
+    trial_bytes: int = 16 * _MIB
     engine_batch_bytes: int = 256 * _MIB
     batches_in_flight: int = 4
     timed_bytes: int = _GIB

@@ -8,16 +8,17 @@ mapping of memory that goes on at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 
 import numpy as np
+import numpy.typing as npt
 import triton
 import triton.language as tl
 
 from .. import _core
 from ..extents import Piece
-from ..pinned import pinned_block
+from ..pinned import pinned_block, pinned_table
 from ..streams import current_in_torch
 
 CHUNK_BYTES = 2 << 20  # most pieces of backups are multiples of it
@@ -25,7 +26,8 @@ _PROGRAMS = 8
 _WARPS = 8
 _WORDS = 8192  # of 8 bytes, in flight in each program
 _CHUNKS_PER_LAUNCH = 8
-_ROW_BYTES = 32  # three words, and one to keep them aligned
+_ROW_WORDS = 4  # three, and one to keep them aligned
+_ROW_BYTES = 8 * _ROW_WORDS
 
 
 @triton.jit(do_not_specialize=["chunks"])  # type: ignore[untyped-decorator]  # otherwise Triton compiles again for 1
@@ -48,16 +50,16 @@ def _copy_chunks(table, chunks, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, CHU
 class GpuCopies:
     """Copies to one device, in the order of the given stream.
 
-    A piece takes one chunk of the table for each part of `CHUNK_BYTES`; the last part may be smaller.
+    A piece takes one row of the table for each part of `CHUNK_BYTES`; the last part may be smaller.
 
     Args:
-        nbytes: the most bytes that are copied at a time.
-        pieces: the most pieces that these bytes consist of.
+        table: shape (rows, 4), in pinned memory.
+        address: of the first row.
     """
 
-    def __init__(self, device: int, nbytes: int, pieces: int) -> None:
-        self._block = pinned_block((nbytes // CHUNK_BYTES + pieces) * _ROW_BYTES, device)
-        self._table = np.frombuffer(memoryview(self._block), np.uint64).reshape(-1, _ROW_BYTES // 8)
+    def __init__(self, table: npt.NDArray[np.uint64], address: int) -> None:
+        self._table = table
+        self._address = address
 
     def start(self, stream: _core.CopyStream, pieces: Sequence[Piece]) -> None:
         """Begin to copy `pieces` to the device: addresses and sizes are multiples of 16 bytes.
@@ -79,20 +81,33 @@ class GpuCopies:
         rows[:, 2] = np.minimum(np.repeat(sizes, chunks) - offsets, CHUNK_BYTES) // 16
         with current_in_torch(stream):
             for first in range(0, len(rows), _CHUNKS_PER_LAUNCH):
-                self._launch(self._block.address + _ROW_BYTES * first, min(_CHUNKS_PER_LAUNCH, len(rows) - first))
-
-    def close(self) -> None:
-        """Free the table; no copy may be in flight."""
-        self._block.close()
+                self._launch(self._address + _ROW_BYTES * first, min(_CHUNKS_PER_LAUNCH, len(rows) - first))
 
     @staticmethod
     def _launch(table: int, chunks: int) -> None:
         _copy_chunks[(_PROGRAMS,)](table, chunks, _PROGRAMS, _WORDS, CHUNK_BYTES // 8, num_warps=_WARPS)
 
 
+@contextmanager
+def gpu_copies(device: int, nbytes: int, pieces: int, count: int = 1) -> Iterator[list[GpuCopies]]:
+    """`count` of them, for that many streams. No copy may be in flight when this is left.
+
+    Args:
+        nbytes: the most bytes that each copies at a time.
+        pieces: the most pieces that these bytes consist of.
+
+    Raises:
+        OutOfHostMemory, DriverError: there is no memory for their tables, which are one block.
+    """
+    rows = nbytes // CHUNK_BYTES + pieces
+    with closing(pinned_table(count * rows * _ROW_BYTES, device)) as block:
+        tables = np.frombuffer(memoryview(block), np.uint64).reshape(count, rows, _ROW_WORDS)
+        yield [GpuCopies(table, block.address + n * rows * _ROW_BYTES) for n, table in enumerate(tables)]
+
+
 def warm_up(device: int) -> None:
     """Compile and load the kernel."""
     block = pinned_block(2 * CHUNK_BYTES, device)
-    with closing(block), closing(GpuCopies(device, CHUNK_BYTES, 1)) as copies, _core.CopyStream(device) as stream:
+    with closing(block), gpu_copies(device, CHUNK_BYTES, 1) as [copies], _core.CopyStream(device) as stream:
         copies.start(stream, [Piece(block, 0, block.address + CHUNK_BYTES, CHUNK_BYTES)])
         stream.synchronize()

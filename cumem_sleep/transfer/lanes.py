@@ -11,7 +11,7 @@ from .. import _core
 from ..digest.device import DigestRun
 from ..extents import Piece
 from ..tuning import Tuning
-from .pacing import Choices
+from .pacing import Choice, Choices
 from .routes import Route
 
 
@@ -84,9 +84,7 @@ class RawCopies:
         choice = next(self._choices)
         for number in count():
             _core.stop_if_asked()
-            batch = batches.next(
-                self._tuning.engine_batch_bytes if choice.by_engine and not choice.alone else self._tuning.batch_bytes
-            )
+            batch = batches.next(self._batch_bytes(choice))
             if not batch.pieces:
                 break
             start = time.perf_counter()  # before waiting for the mapping, because copies in flight go on meanwhile
@@ -102,6 +100,11 @@ class RawCopies:
             choice = self._choices.send((batch.bytes, time.perf_counter() - start))
             yield batch.bytes
         self._finish(leave=0)
+
+    def _batch_bytes(self, choice: Choice) -> int:
+        if choice.alone:
+            return self._tuning.trial_bytes
+        return self._tuning.engine_batch_bytes if choice.by_engine else self._tuning.batch_bytes
 
     def _finish(self, leave: int) -> None:
         while len(self._in_flight) > leave:

@@ -80,14 +80,14 @@ class Routes:
 
         Either may be slow now too, because of other copies or the driver's scrubbing, so the better rate counts.
         """
-        from .copy_kernel import GpuCopies
+        from .copy_kernel import gpu_copies
 
         nbytes = self._tuning.batch_bytes
         try:
             with (
                 closing(_core.Scratch(device, nbytes)) as memory,
                 closing(pinned_block(nbytes, device)) as block,
-                closing(GpuCopies(device, nbytes, 1)) as kernel,
+                gpu_copies(device, nbytes, 1) as [kernel],
                 _core.CopyStream(device) as stream,
             ):
                 for number in range(2 * _TIMES_TIMED):
@@ -110,7 +110,7 @@ class Routes:
         pieces: int | None,
         stack: ExitStack,
     ) -> list[Route]:
-        """A route for each of these lanes of `device`; `stack` frees the kernel's tables.
+        """A route for each of these lanes of `device`; `stack` frees the kernel's table.
 
         Args:
             total_bytes: of all copies; if they are few, only the engine is used.
@@ -120,11 +120,11 @@ class Routes:
         both = device in self._kernel_devices and total_bytes >= self._tuning.worth_choosing_bytes
         if not both or not all(lane.kernels_reach for lane in lanes):
             return [Route(lane, None) for lane in lanes]
-        from .copy_kernel import GpuCopies
+        from .copy_kernel import gpu_copies
 
         if pieces is None:
             pieces = batch_bytes // _PIECE_BYTES + 2
-        kernels = [stack.enter_context(closing(GpuCopies(device, batch_bytes, pieces))) for _ in lanes]
+        kernels = stack.enter_context(gpu_copies(device, batch_bytes, pieces, len(lanes)))
         return [Route(lane, kernel) for lane, kernel in zip(lanes, kernels, strict=True)]
 
     def choices(self, device: int, routes: Sequence[Route], timed_bytes: int) -> Choices:

@@ -116,6 +116,27 @@ def test_the_copy_kernel_copies_in_the_interpreter() -> None:
     assert process.returncode == 0, process.stderr
 
 
+@pytest.mark.sim
+def test_copies_that_are_in_flight_together_have_a_table_each() -> None:
+    process = run_script(
+        """
+        import numpy as np
+        from cumem_sleep.driver import open_driver
+        from cumem_sleep.transfer import copy_kernel as kernel
+
+        open_driver("sim")
+        for _ in range(2):
+            with kernel.gpu_copies(0, 4 * kernel.CHUNK_BYTES, pieces=3, count=4) as copies:
+                for number, mine in enumerate(copies):
+                    assert mine._table.shape == (7, 4)
+                    assert mine._table.ctypes.data == mine._address
+                    mine._table[:] = number
+                assert [set(mine._table.flat) for mine in copies] == [{0}, {1}, {2}, {3}]
+        """
+    )
+    assert process.returncode == 0, process.stderr
+
+
 LAYOUTS = ["bf16", "fp16", "e4m3", "e5m2", "fp32"]
 
 CODEC_SETUP = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import threading
 from typing import Any
 
@@ -14,6 +15,8 @@ from support import Memory
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, _core
 from cumem_sleep.digest.device import DeviceDigester
 from cumem_sleep.digest.reference import digest_of
+from cumem_sleep.transfer import routes
+from cumem_sleep.transfer.pacing import Choice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
 torch = pytest.importorskip("torch")
@@ -183,6 +186,27 @@ def test_a_wake_without_room_leaves_all_asleep_and_can_be_made_again(allocator: 
     del blocker  # cached by PyTorch: the wake itself makes that cache give way
     allocator.wake_up()
     assert torch.equal(weights.cpu(), expected)
+
+
+@pytest.mark.parametrize("by_engine", [(False,), (False, True)])
+def test_a_wake_by_the_copy_kernel(
+    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, by_engine: tuple[bool, ...]
+) -> None:
+    """Four copies are in flight, each with a table of its own; the next wake gets the same tables again."""
+    monkeypatch.setattr(CuMemAllocator.tuning, "worth_choosing_bytes", 0)
+    monkeypatch.setattr(CuMemAllocator.tuning, "batch_bytes", 10 * MIB)
+    monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", 10 * MIB)
+    with allocator.use_memory_pool("weights"):
+        weights = [random_tensor(nbytes) for nbytes in (2 * MIB, 64 * MIB, 22 * MIB, 150 * MIB)]
+    assert 0 in allocator._restorer._routes._kernel_devices
+    ways = itertools.cycle(by_engine)
+    monkeypatch.setattr(routes, "choices", lambda *_: (Choice(way, alone=False) for way in ways))
+    expected = [tensor.cpu() for tensor in weights]
+    for _ in range(3):
+        allocator.sleep()
+        assert allocator.wake_up().verified_bytes >= 238 * MIB
+        for tensor, before in zip(weights, expected, strict=True):
+            assert torch.equal(tensor.cpu(), before)
 
 
 def test_a_kernel_in_flight_at_sleep_is_waited_for(allocator: CuMemAllocator) -> None:

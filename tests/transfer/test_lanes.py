@@ -43,6 +43,7 @@ def one_segment_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches as large as the segments, so that numbers of segments are numbers of batches."""
     monkeypatch.setattr(CuMemAllocator.tuning, "batch_bytes", 4)
     monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", 4)
+    monkeypatch.setattr(CuMemAllocator.tuning, "trial_bytes", 4)
     monkeypatch.setattr(CuMemAllocator.tuning, "timed_bytes", 4 * BATCHES_TIMED)
     monkeypatch.setattr(CuMemAllocator.tuning, "least_timed_bytes", 0)
 
@@ -163,15 +164,16 @@ class TestLane:
             ]
 
     def test_batches_of_the_engine_are_larger(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """But for trials, and as the kernel's table has it."""
+        """Trials are smaller than any."""
         monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", 20)
+        monkeypatch.setattr(CuMemAllocator.tuning, "trial_bytes", 2)
         monkeypatch.setattr(CuMemAllocator.tuning, "batches_between_trials", 2)
         lane, _ = self.lane(Log())
         assert list(lane.run(self.batches(12))) == [20, 20, 8]
         sizes = self.run_with_clock(monkeypatch, Log(), 12, engine=lambda: 1, kernel=lambda: 1)
-        assert sizes == [4, 4, 20, 20]
+        assert sizes == [2, 2, 20, 20, 4]
         sizes = self.run_with_clock(monkeypatch, Log(), 12, engine=lambda: 10, kernel=lambda: 1)
-        assert sizes == [4] * 12
+        assert sizes == [2, 2, *[4, 4, 2] * 4, 4]
 
     def test_without_digests(self) -> None:
         log = Log()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 from support import DRIVER, PAGE, SIMULATED
@@ -20,7 +21,7 @@ from cumem_sleep.transfer.restorer import Restorer
 class FakeCopies:
     """Stands in for the kernel's copies, where no kernel runs."""
 
-    def __init__(self, device: int, nbytes: int, pieces: int) -> None:
+    def __init__(self, nbytes: int, pieces: int) -> None:
         self.bytes = nbytes
         self.pieces = pieces
 
@@ -29,15 +30,16 @@ class FakeCopies:
         assert len(pieces) <= self.pieces
         stream.poison(pieces[0].address, pieces[0].bytes)
 
-    def close(self) -> None:
-        pass
+
+def fake_copies(device: int, nbytes: int, pieces: int) -> AbstractContextManager[list[FakeCopies]]:
+    return nullcontext([FakeCopies(nbytes, pieces)])
 
 
 class TestWarmUp:
     def warm_up(self, monkeypatch: pytest.MonkeyPatch, work: Callable[[int], None]) -> Restorer:
         module = types.ModuleType("cumem_sleep.transfer.copy_kernel")
         module.warm_up = work  # type: ignore[attr-defined]
-        module.GpuCopies = FakeCopies  # type: ignore[attr-defined]
+        module.gpu_copies = fake_copies  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(vars(cumem_sleep.transfer), "copy_kernel", module)
         open_driver(DRIVER)
