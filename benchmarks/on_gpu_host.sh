@@ -277,7 +277,8 @@ part() {
         ;;
     switching_vault)
         with_vllm && limited 300 python3 benchmarks/switching.py --out "$out/switching_vault.json" --load-format dummy \
-            --ways level1-unprepared,vault --deadline "$(left 280)"
+            --ways vault,level1-unprepared --server-args="-cc.mode=none -cc.cudagraph_mode=full --max-num-seqs=64" \
+            --deadline "$(left 280)"
         ;;
     switching) switching ;;
     switching_fp8) switching --fp8 --ways vllm,level1 ;;
