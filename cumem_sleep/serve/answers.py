@@ -20,7 +20,7 @@ MOST_CALL_BYTES = 64 << 10
 MOST_WATCHERS = 64
 KEEP_ALIVE_S = 15.0  # a proxy in between takes a stream without a word for dead
 MOST_LOG_LINES = 1000
-_FOR_OPERATORS = ("url", "log", "pid")
+_FOR_OPERATORS = ("url", "log", "pid", "last_words")
 
 
 class Answers:
@@ -52,7 +52,8 @@ class Answers:
         except Refused as refused:
             answer = refusal(409, str(refused))
         except NotInTime as late:
-            answer = refusal(503, str(late), {"Retry-After": str(max(1, math.ceil(late.retry_after_s)))})
+            why = f"{late}; {late.details}" if late.details and self._access.is_admin(scope) else str(late)
+            answer = refusal(503, why, {"Retry-After": str(max(1, math.ceil(late.retry_after_s)))})
         await deliver(scope, inbox, send, answer)
 
     # Looks

@@ -57,11 +57,13 @@ class NotInTime(ServeError):
 
     Attributes:
         retry_after_s: when it is worth trying again.
+        details: the last words of a server that failed, for operators alone.
     """
 
-    def __init__(self, why: str, retry_after_s: float) -> None:
+    def __init__(self, why: str, retry_after_s: float, details: str = "") -> None:
         super().__init__(why)
         self.retry_after_s = retry_after_s
+        self.details = details
 
 
 class ServerFailed(NotInTime):
@@ -336,6 +338,7 @@ class Fleet:
             last_switch=unit.last_switch,
             host_bytes=state.held_bytes,
             error=state.error,
+            last_words=unit.last_words or None,
             retry_in_s=state.retry_at - now if state.retry_at > now else None,
             url=str(unit.address) if unit.address is not None else None,
             log=str(unit.server.log) if unit.server is not None else None,
@@ -377,7 +380,9 @@ class Fleet:
                 self._grant(action.request)
             case actions.Refuse():
                 kind = ServerFailed if action.failed else NotInTime
-                _fail(self._waiting[action.request].granted, kind(action.why, action.retry_after_s))
+                waiting = self._waiting[action.request]
+                details = self._units[waiting.state.spec.name].last_words
+                _fail(waiting.granted, kind(action.why, action.retry_after_s, details))
             case actions.Revoke():
                 if action.request in self._leases:
                     _resolve(self._leases[action.request].revoked, action.why)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import ipaddress
 import logging
 import os
 import signal
@@ -30,6 +31,7 @@ ORPHANS_WITHIN_S = 2.0  # and what it leaves behind, after it has ended
 POLL_S = 0.05
 _NOT_FOR_SERVERS = ("VLLM_API_KEY", "CUMEM_SLEEP_ADMIN_TOKEN", "CUMEM_SLEEP_SERVE_TOKEN", "NOTIFY_SOCKET")
 _TAIL_BYTES = 64 << 10
+_LISTENS = "0A"  # in /proc/net/tcp
 
 # The child ends with this process, however that ends: the kernel tells it.
 _LAUNCHER = """\
@@ -46,7 +48,15 @@ except OSError as error:
 
 
 class StartFailed(Exception):
-    """A server ended or did not become healthy in time; its last words are in the message. Nothing of it is left."""
+    """A server ended or did not become healthy in time. Nothing of it is left.
+
+    Attributes:
+        last_words: what its log says, for operators alone; "" without a log.
+    """
+
+    def __init__(self, why: str, last_words: str = "") -> None:
+        super().__init__(why)
+        self.last_words = last_words
 
 
 class Server:
@@ -67,8 +77,9 @@ class Server:
         """Of the process; None without one."""
         return self._process.pid if self._process is not None else None
 
-    async def start(self, died: Callable[[str], None]) -> Address:
-        """Start it; returns when it is healthy. Should it end later without being told to, `died` is called.
+    async def start(self, died: Callable[[str, str], None]) -> Address:
+        """Start it; returns when it is healthy. Should it end later without being told to, `died` hears why, and its
+        last words.
 
         Raises:
             StartFailed: it did not become healthy.
@@ -136,23 +147,47 @@ class Server:
             while not await engine.is_healthy():
                 if process.returncode is not None:
                     ended = _ended(process.returncode)
-                    raise StartFailed(f"its server {ended} before it was ready; {self._last_words()}")
+                    raise StartFailed(f"its server {ended} before it was ready", self._last_words())
                 if loop.time() > ends_at:
                     limit_s = self.model.start_timeout
-                    raise StartFailed(f"its server was not ready within {limit_s:g} s; {self._last_words()}")
+                    raise StartFailed(f"its server was not ready within {limit_s:g} s", self._last_words())
                 await asyncio.sleep(POLL_S)
         finally:
             await engine.close()
+        if address.socket is None and (where := open_to_network(port := int(address.base_url.rpartition(":")[2]))):
+            raise StartFailed(
+                f"its server listens at {where} (port {port}), where other machines may reach it, and its development"
+                " paths need no key: have it listen at 127.0.0.1"
+            )
 
-    async def _see_it_end(self, process: asyncio.subprocess.Process, died: Callable[[str], None]) -> None:
+    async def _see_it_end(self, process: asyncio.subprocess.Process, died: Callable[[str, str], None]) -> None:
         status = await process.wait()
         self._watch = None
         await self.stop()  # what it has started may live on, and hold the GPU
-        died(f"its server {_ended(status)}; {self._last_words()}")
+        died(f"its server {_ended(status)}", self._last_words())
 
     def _last_words(self) -> str:
         lines = [line for line in self.tail(20) if line.strip() and not line.startswith("==> ")]
         return f"its log ({self.log}) ends with: {lines[-1][:300]}" if lines else f"its log is {self.log}"
+
+
+def open_to_network(port: int) -> str | None:
+    """Where a port of this machine is open to others; None if it is not. Source: proc_pid_net(5)."""
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+                local, _, state = line.split()[1:4]
+                words, _, number = local.partition(":")
+                if state == _LISTENS and int(number, 16) == port and not (host := _ip(words)).is_loopback:
+                    return str(host)
+    return None
+
+
+def _ip(words: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An address in words of 32 bits, each as this machine's memory has it."""
+    parts = (int(words[first : first + 8], 16).to_bytes(4, sys.byteorder) for first in range(0, len(words), 8))
+    found = ipaddress.ip_address(b"".join(parts))
+    return (found.ipv4_mapped or found) if isinstance(found, ipaddress.IPv6Address) else found
 
 
 def command_line(name: str, model: Model, address: Address) -> list[str]:

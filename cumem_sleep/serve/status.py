@@ -55,6 +55,7 @@ class ModelStatus:
         last_switch: None before the first.
         host_bytes: host memory that it holds by this front's ledger.
         error: why it cannot be had now, or why its last switch failed; None if all is well.
+        last_words: of a server that died or did not start; None without any.
         retry_in_s: when that is tried again; None if nothing is to be tried.
         url: of its server, without which it has no process; a Unix socket as `unix:PATH`.
         log: path of its server's log; None if somebody else started it.
@@ -76,6 +77,7 @@ class ModelStatus:
     last_switch: Switch | None
     host_bytes: int
     error: str | None
+    last_words: str | None
     retry_in_s: float | None
     url: str | None
     log: str | None

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from . import actions, events, hardware, servers
 from .address import Address, from_url
@@ -40,6 +41,7 @@ class Unit:
         pins_bytes: of host memory, what a sleep that is under way takes. The system shows it bit by bit.
         vault: the socket of the vault that keeps its backups; "" without one.
         was_found: a server by URL has answered once.
+        last_words: of a server that died or did not start, for operators alone; "" while all is well.
     """
 
     name: str
@@ -53,9 +55,15 @@ class Unit:
     vault: str = ""
     restarts: int = 0
     was_found: bool = False
+    last_words: str = ""
     health: asyncio.Task[None] | None = None
     aliases: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+
+
+def with_details(error: str, unit: Unit) -> str:
+    """What went wrong, for operators: clients need not know where logs are, and what is in them."""
+    return f"{error}; {unit.last_words}" if unit.last_words else error
 
 
 class Units:
@@ -105,9 +113,11 @@ class Units:
         """A model of the configuration, new or not."""
         model = self.config.models[name]
         if name not in self._units:
-            server = Server(name, model, self._logs, self._sockets) if model.owned else None
-            self._units[name] = Unit(name, server)
+            self._units[name] = Unit(name, self._server_of(name, model))
         self._units[name].aliases = tuple(model.aliases)
+
+    def _server_of(self, name: str, model: ModelConfig) -> Server | None:
+        return Server(name, model, self._logs, self._sockets) if model.owned else None
 
     def remove(self, name: str) -> Engine | None:
         """Its server has been stopped, or is somebody else's. Returns its connections, to be closed."""
@@ -160,10 +170,10 @@ class Units:
         try:
             outcome = await self._do(unit, action)
         except StartFailed as error:
-            outcome = Outcome(str(error), Phase.STOPPED)
+            outcome, unit.last_words = Outcome(str(error), Phase.STOPPED), error.last_words
         except Exception as error:  # or the model would be in this change for ever
             logger.exception("%s: %s", unit.name, kind)
-            outcome = Outcome(f"{type(error).__name__}: {error}", None)
+            outcome, unit.last_words = Outcome(f"the front failed ({type(error).__name__})", None), str(error)
         seconds, level = time.monotonic() - started, outcome.level or getattr(action, "level", None)
         unit.last_switch = Switch(kind, level, seconds, time.time(), outcome.error)
         self._counters.switches[unit.name, kind, "failed" if outcome.error else "ok"] += 1
@@ -172,8 +182,11 @@ class Units:
         if outcome.why_not_deeper:
             logger.warning("%s: stays at level %s: %s", unit.name, outcome.level, outcome.why_not_deeper)
         if outcome.error:
-            logger.warning("%s: %s failed after %.3f s: %s", unit.name, kind, seconds, outcome.error)
+            logger.warning(
+                "%s: %s failed after %.3f s: %s", unit.name, kind, seconds, with_details(outcome.error, unit)
+            )
         else:
+            unit.last_words = ""
             logger.info("%s: %s in %.3f s", unit.name, kind, seconds)
         self._handle(events.Done(unit.name, action.operation, **asdict(outcome)))
 
@@ -225,17 +238,29 @@ class Units:
             await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
 
     async def _start(self, unit: Unit) -> Outcome:
+        config = self.config.models.get(unit.name)
+        if config is not None and config.owned != (unit.server is not None):
+            await self._change_owner(unit, config)
         if unit.server is None:
             return await self._find(unit)
-        config = self.config.models.get(unit.name)
         if config is not None:
             unit.server.model = config
         if unit.engine is not None:
             await unit.engine.close()
-        unit.address = await unit.server.start(lambda error: self._died(unit, error))
+        unit.address = await unit.server.start(partial(self._died, unit))
         unit.engine = Engine(unit.address, unit.server.model.switch_timeout)
         await self._learn(unit)
         return Outcome(None, Phase.AWAKE)
+
+    async def _change_owner(self, unit: Unit, config: ModelConfig) -> None:
+        """It got a command in place of a URL, or a URL in place of a command. A server of ours has been stopped."""
+        if unit.health is not None:
+            unit.health.cancel()
+        if unit.engine is not None:
+            await unit.engine.close()
+        unit.health = unit.engine = unit.address = None
+        unit.was_found = False
+        unit.server = self._server_of(unit.name, config)
 
     async def _find(self, unit: Unit) -> Outcome:
         """A server by URL is asked what it is in, until it says so; not for long where nobody was ever found.
@@ -290,8 +315,9 @@ class Units:
             return None
         return int(sum(self.gpus[gpu].total_bytes for gpu in model.gpus) * model.share)
 
-    def _died(self, unit: Unit, error: str) -> None:
-        logger.warning("%s: %s", unit.name, error)
+    def _died(self, unit: Unit, error: str, last_words: str = "") -> None:
+        unit.last_words = last_words
+        logger.warning("%s: %s", unit.name, with_details(error, unit))
         unit.restarts += 1
         if unit.change is not None:
             unit.change.cancel()

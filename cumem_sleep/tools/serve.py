@@ -21,6 +21,7 @@ from rich.table import Table
 from ..errors import CumemSleepError, InvalidArgument, InvalidState, format_bytes
 from ..vault import protocol
 from . import vault
+from .console import say
 from .vault import notify_systemd
 
 if TYPE_CHECKING:
@@ -154,7 +155,10 @@ def read(path: Path) -> Config:
     try:
         return load(path)
     except ConfigError as error:
-        raise InvalidArgument(str(error)) from None
+        *others, last = str(error).splitlines()
+        for fault in others:  # a line each
+            say(f"cumem-sleep: {fault}", style="bold red")
+        raise InvalidArgument(last) from None
 
 
 def _not_installed(error: ImportError) -> InvalidArgument:
@@ -248,7 +252,8 @@ def models_table(models: list[dict[str, Any]]) -> Table:
         state = model["phase"] + (f" (level {model['level']})" if model["level"] else "")
         gpus, host = ", ".join(str(gpu) for gpu in model["gpus"]), format_bytes(model["host_bytes"])
         numbers = (str(model["running"]), str(model["waiting"]))
-        trouble = model["error"] or ("without cumem-sleep in it" if model["layer"] == "" else "")
+        trouble = "; ".join(filter(None, (model["error"], model.get("last_words"))))
+        trouble = trouble or ("without cumem-sleep in it" if model["layer"] == "" else "")
         table.add_row(model["name"], gpus, state, *numbers, switch, host, trouble)
     return table
 

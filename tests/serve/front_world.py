@@ -33,6 +33,7 @@ ASLEEP = ModelStatus(
     last_switch=Switch("sleep", 1, 0.25, 1.0),
     host_bytes=1 << 30,
     error=None,
+    last_words="its log (/secret/folder/one.log) ends with: a key",
     retry_in_s=None,
     url="http://127.0.0.1:1",
     log="/secret/folder/one.log",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import socket
+import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -133,10 +136,13 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(
         async with running(
             config(tmp_path, bad={"command": bad}, gone={"command": "no-such-program {port}", "gpus": [1]})
         ) as fleet:
-            with pytest.raises(ServerFailed, match=r"ended with status 2 .* invalid float value: 'much'"):
+            with pytest.raises(ServerFailed, match=r"its server ended with status 2 before it was ready$") as failed:
                 await fleet.wake("bad")
-            with pytest.raises(ServerFailed, match="no-such-program: No such file"):
+            assert re.search(r"its log \(.*\) ends with: .* invalid float value: 'much'", failed.value.details)
+            with pytest.raises(ServerFailed) as failed:
                 await fleet.wake("gone")
+            assert "no-such-program: No such file" in failed.value.details
+            assert "no-such-program: No such file" in str(fleet.status().models[1].last_words)
 
     run(scenario())
 
@@ -400,6 +406,81 @@ def test_a_model_that_has_no_room_to_go_deeper_is_left_asleep(tmp_path: Path, mo
             assert fleet.status().host.held_bytes == 0
             async with fleet.lease("a") as lease:
                 assert "This is a," in await ask(lease, "a")
+
+    run(scenario())
+
+
+HEALTHY = """
+import http.server, socket, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = b'{"is_sleeping": false, "data": []}'
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+class Server(http.server.ThreadingHTTPServer):
+    address_family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
+
+Server((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
+"""
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as tried:
+            tried.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "is_open"), [("0.0.0.0", True), ("::", True), ("127.0.0.1", False), ("::ffff:127.0.0.1", False)]
+)
+def test_a_server_that_the_network_reaches_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, is_open: bool
+) -> None:
+    """Its development paths need no key."""
+    if ":" in where and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    monkeypatch.setattr(policy, "FIRST_PAUSE_S", 0.01)
+    script = tmp_path / "server.py"
+    script.write_text(HEALTHY)
+
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={"command": f"{sys.executable} {script} {where} {{port}}"})) as fleet:
+            if not is_open:
+                return await fleet.wake("a")
+            with pytest.raises(ServerFailed, match=f"listens at {where} .* where other machines may reach it"):
+                await fleet.wake("a")
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_command_takes_the_place_of_a_url_and_the_other_way_round(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        address = tmp_path / "a.sock"
+        theirs = await asyncio.create_subprocess_exec(*command("a").replace("{socket}", str(address)).split())
+        by_url, by_command = {"url": f"unix:{address}"}, dict[str, str]()
+        try:
+            async with running(config(tmp_path, a=by_url)) as fleet:
+                for model in (by_url, by_command, by_url, by_command):
+                    await fleet.reload(config(tmp_path, a=model))
+                    is_changed = False
+                    while not is_changed:
+                        async with fleet.lease("a") as lease:
+                            assert "This is a," in await ask(lease, "a")
+                            is_changed = (lease.server.socket == str(address)) == (model is by_url)
+                    assert (fleet.status().models[0].pid is None) == (model is by_url)
+            assert theirs.returncode is None, "it was not ours to stop"
+        finally:
+            theirs.terminate()
+            await theirs.wait()
 
     run(scenario())
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cumem_sleep.asgi import not_canonical
 from cumem_sleep.serve.access import place_of
+from cumem_sleep.serve.fleet import ServerFailed
 
 TOKEN, KEY = "operator's-token", "client's-key"
 DEV_MODE = [
@@ -167,12 +168,26 @@ def test_only_an_operator_sees_where_servers_are() -> None:
             answer = await world.ask(get("/status"))
             assert answer.code == 200
             assert b"secret" not in answer.body
-            assert not {"url", "log", "pid"} & answer.json["models"][0].keys()
+            assert not {"url", "log", "pid", "last_words"} & answer.json["models"][0].keys()
             answer = await world.ask(get("/status", bearer(TOKEN)))
             assert answer.json["models"][0]["log"] == "/secret/folder/one.log"
             assert answer.json["operator"] is True
             request = post("/v1/completions", b'{"model": "one"}', bearer(TOKEN))
             assert (await world.ask(request)).code == 200
+
+    run(scenario)
+
+
+def test_only_an_operator_hears_the_last_words_of_a_server() -> None:
+    async def scenario() -> None:
+        async with a_world("one", api_keys=[KEY], admin_token=TOKEN) as world:
+            world.fleet.refusal = ServerFailed("its server ended", 1.0, "its log ends with: a secret")
+            answer = await world.ask(post("/v1/completions", b'{"model": "one"}', bearer(KEY)))
+            assert answer.code == 503
+            assert answer.json["error"]["message"] == "its server ended"
+            assert b"secret" not in (await world.ask(get("/v1/models", bearer(KEY)))).body
+            answer = await world.ask(post("/admin/wake", b'{"model": "one"}', bearer(TOKEN)))
+            assert answer.json["error"]["message"] == "its server ended; its log ends with: a secret"
 
     run(scenario)
 

@@ -76,6 +76,13 @@ def test_check_shows_what_a_file_says(tmp_path: Path, capsys: pytest.CaptureFixt
     file.write_text("models: {one: {comand: x}}")
     assert cli.main(["serve", str(file), "--check"]) == 2
     assert f"{file}:1: models.one.comand: 'x': unknown key: did you mean command?" in capsys.readouterr().err
+    file.write_text("models:\n  one: {command: vllm serve m, gpus: [-1]}\n  two: {command: vllm serve m, keep: long}\n")
+    assert cli.main(["serve", str(file), "--check"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[2].split(": ")[:2] for line in lines] == [
+        [f"{file}:2", "models.one.gpus"],
+        [f"{file}:3", "models.two.keep"],
+    ]
 
 
 @pytest.mark.parametrize("arguments", [[], ["models.yaml", "--demo"], ["--check"], ["/nonexistent.yaml"]])

@@ -141,6 +141,7 @@ function modelCard(status, model) {
   if (model.error) {
     const retry = model.retry_in_s === null ? "" : ` (tried again in ${seconds(model.retry_in_s)})`;
     card.append(element("p", "bad", model.error + retry));
+    if (model.last_words) card.append(element("p", "bad", model.last_words));
   }
   if (status.operator) card.append(buttons(model));
   return card;
