@@ -23,7 +23,7 @@ class Tuning:
             as it takes to digest 61 GiB.
         release_later_bytes: more than this is released in a thread. Unregistering and freeing this much takes 16 ms.
         before_releases_s: how long that thread waits first, because an operation that comes meanwhile has to wait for a
-            block (3 ms of 128 MiB): one that follows at once shall not (`level_2_wakes.txt`).
+            block (3 ms of 128 MiB), and one that follows at once should not (`level_2_wakes.txt`).
         between_releases_s: how long it pauses between two blocks, so that others get the lock.
         batch_bytes: copied back at a time by a kernel.
         trial_bytes: copied back when timed alone: if the engine is slow, the kernel waits for it meanwhile.

@@ -24,7 +24,7 @@ _OTHERS = {
     "DISABLE": "1: the vLLM plugin does nothing, and vLLM keeps its own sleep mode",
     "VLLM_UNTESTED": "1: the vLLM plugin also serves versions of vLLM that were not tested, if their interface fits",
     "SERVE_URL": "the front that `cumem-sleep status`, `sleep`, `wake` and `stop` ask (http://127.0.0.1:8000)",
-    "SERVE_TOKEN": "the admin token, or for `status` an API key, that they bear",
+    "SERVE_TOKEN": "the admin token that they send, or for `status` an API key",
     "SIM_DEVICES": "how many GPUs the simulated driver has (1)",
     "SIM_DEVICE_ORDER": "numbers of the host's GPUs, in the order of the simulated driver's ordinals",
     "SIM_DEVICE_BYTES": "memory of each simulated GPU, in bytes",

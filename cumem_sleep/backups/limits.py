@@ -1,4 +1,7 @@
-"""Every limit on host memory: how much this process may still take, and what is refused."""
+"""The limits on host memory that this process takes itself: how much it may still take, and what is refused.
+
+The vault has its own (`vault/ledger.py`, `vault/pool.py`).
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from ..levels import dropped_at_level, in_pools
 from ..segments import total_bytes
 from .layer import Layer
 
-_SHORTEST_PAUSE_S = 0.0002  # lets whoever waits for the allocator have it
+_SHORTEST_PAUSE_S = 0.0002  # in which other threads get the allocator
 _POLL_S = 0.001
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0  # for a tier that is still taking memory
 

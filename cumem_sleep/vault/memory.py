@@ -33,7 +33,7 @@ class Slab:
         return self.block.bytes
 
     def let_go(self) -> None:
-        """Unmap it; whoever else has a descriptor reads it on. No copy may be in flight."""
+        """Unmap it. Others who have a descriptor of it can still read it. No copy may be in flight."""
         os.close(self.descriptor)
         self.block.close()
 

@@ -189,7 +189,7 @@ class Service:
         return {}
 
     def serve_waiting(self) -> None:
-        """Whoever waits for memory, in order, as far as it goes; and refuse what can never be."""
+        """Give memory to those who wait for it, in order, until there is too little; refuse what can never be had."""
         names = self._names()
         goes_on = True
         for each in list(self._waiting):

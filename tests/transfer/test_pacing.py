@@ -115,7 +115,7 @@ class TestChoices:
         assert chosen[4:] == [ENGINE] * 296
 
     @pytest.mark.parametrize("place", range(BATCHES_TIMED))
-    def test_what_seems_to_take_no_time_is_not_thebest_rate(self, place: int) -> None:
+    def test_what_seems_to_take_no_time_is_not_the_best_rate(self, place: int) -> None:
         """After a stall of ours the batches in flight have finished already."""
         number = 2 + CuMemAllocator.tuning.batches_in_flight + place
         assert self.choose(200, lambda n: 1e9 if n == number else FREE)[2:] == [ENGINE] * 198
