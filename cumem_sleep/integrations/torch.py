@@ -1,9 +1,9 @@
 """PyTorch memory pools whose memory comes from this layer, and what it takes for freed memory to really go back.
 
 A new `torch.cuda.MemPool` is made for each time a pool is entered, one per device, and given up on leaving: its live
-tensors stay where they are. Memory that is free in it is released at once; memory that is freed later is released by the next
-`torch.cuda.empty_cache()`. Keeping the MemPool, as PyTorch's documentation suggests, keeps all its free memory as well:
-`empty_cache()` passes over pools that somebody still holds (pytorch#145168).
+tensors stay where they are. Memory that is free in it is released at once; memory that is freed later is released by
+the next `torch.cuda.empty_cache()`. Keeping the MemPool, as PyTorch's documentation suggests, keeps all its free memory
+as well: `empty_cache()` passes over pools that somebody still holds (pytorch#145168).
 """
 
 from __future__ import annotations
