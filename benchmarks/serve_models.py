@@ -402,7 +402,8 @@ def wait_until_started(bench: Bench, process: subprocess.Popen[bytes], log: Path
             status = bench.status()
             for name in [name for name in bench.models if status[name]["error"]]:
                 bench.models.remove(name)
-                bench.facts["failed"][f"start of {name}"] = status[name]["error"]
+                says = (status[name]["error"], status[name]["last_words"])
+                bench.facts["failed"][f"start of {name}"] = "; ".join(filter(None, says))
                 bench.front.call("POST", "/admin/stop", {"model": name}, limit_s=90.0)  # or it is tried again
                 one_begins = time.monotonic()
             if not bench.models:
