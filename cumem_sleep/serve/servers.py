@@ -156,8 +156,8 @@ class Server:
             await engine.close()
         if address.socket is None and (where := open_to_network(port := int(address.base_url.rpartition(":")[2]))):
             raise StartFailed(
-                f"its server listens at {where} (port {port}), where other machines may reach it, and its development"
-                " paths need no key: have it listen at 127.0.0.1"
+                "its server listens where other machines may reach it, and its development paths need no key",
+                f"it listens at {where}, port {port}: have it listen at 127.0.0.1",
             )
 
     async def _see_it_end(self, process: asyncio.subprocess.Process, died: Callable[[str, str], None]) -> None:
