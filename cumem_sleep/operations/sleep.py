@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 
 from .. import _core, log
+from ..backups.filling import Filling
 from ..codec.encoding import Encoding
+from ..codec.exponent import Code
 from ..codec.workbench import Count, Workbench, close_all, parts_to_count
 from ..digest.device import DigestRun
 from ..digest.reference import Digest
@@ -124,6 +127,8 @@ class _BackingUp:
         self._timer = timer
         self.found: dict[int, _core.Segment] = {}
         self._changed: set[int] = set()  # ids of the segments found to have changed so far
+        self._undigested: deque[_core.Segment] = deque()  # of those that this attempt rewrites
+        self._part_bytes: float = 0  # the least size of the next part of them
 
     def run(self) -> list[_core.Segment]:
         """Copy what changed, and return it. Until a check shows that nobody wrote meanwhile, backups are incomplete."""
@@ -156,34 +161,65 @@ class _BackingUp:
                 # While new pages are prefaulted a digest takes long, because its table needs memory.
                 with self._timer("digest"):
                     self._digests.take(self._segments)
+        self._undigested, self._part_bytes = deque(rewritten), self._tuning.head_bytes
         with self._timer("digest"):
             new = self._changed_of(others)
-            parts = self._changed_parts(rewritten, self._tuning.head_bytes)
-            first = next(parts, [])
-        if not new and not first:
+            part = self._next_changed()
+        if not new and not part:
             return []
-        parts = chain([first] if first else [], parts)
         taken = self._digests.taken
-        maybe_changed = [*new, *first, *(segment for segment in rewritten if segment.id not in taken)]
+        maybe_changed = [*new, *part, *(segment for segment in self._undigested if segment.id not in taken)]
         with self._store.filling([*new, *rewritten]) as filling, self._workbenches(maybe_changed) as workbenches:
             encodings: dict[int, Encoding] = {}
             if workbenches:
                 with self._timer("plan"):
                     stuck = {device for device, workbench in workbenches.items() if not workbench.has_memory}
                     if stuck:  # nothing can be encoded there, so all is stored uncompressed, and takes more
-                        rest = [*chain.from_iterable(parts)]
-                        new += [segment for segment in rest if segment.device in stuck]
-                        parts = iter([[segment for segment in rest if segment.device not in stuck]])
+                        part += self._changed_of(self._undigested)
+                        self._undigested.clear()
+                        new += [segment for segment in part if segment.device in stuck]
+                        part = [segment for segment in part if segment.device not in stuck]
                     encodings = _planned(new, workbenches)
             with self._timer("host_memory"):
                 self._store.take(new, self._segments, encodings)
             with self._timer("copy"):
                 filling.add(new, workbenches)
-                for part, again in self._planned_again(parts, workbenches):
-                    self._store.take(part, self._segments, again)
-                    filling.add(part, workbenches)
+                self._rewrite(part, filling, workbenches)
                 self._digests.begin_check(filling.in_flight)
                 return filling.finish()
+
+    def _rewrite(self, part: list[_core.Segment], filling: Filling, workbenches: Mapping[int, Workbench]) -> None:
+        """Copy `part` into the backups that it has, and after it what else has changed.
+
+        The next part is digested while copies of the parts before it are in flight. Likewise, while segments are
+        encoded, the GPU counts the sizes of the next ones: one count is always ahead.
+        """
+        counts: deque[Count] = deque()
+        while part:
+            if workbenches:
+                for coded in parts_to_count(self._coded(part), self._tuning.count_part_bytes):
+                    counts.append(workbenches[coded[0][0].device].begin_count(coded))
+                    if len(counts) > 1:
+                        self._rewrite_counted(counts.popleft(), filling, workbenches)
+            else:
+                self._store.take(part, self._segments, {})
+                filling.add(part, {})
+            part = self._next_changed()
+        if counts:
+            self._rewrite_counted(counts.popleft(), filling, workbenches)
+
+    def _rewrite_counted(self, count: Count, filling: Filling, workbenches: Mapping[int, Workbench]) -> None:
+        """Encode and copy the segments of a count: with their old codes, unless their values are very different now."""
+        encodings = count.finish()
+        unfit = [s for s in count.segments if not self._store.has_room_for(s, encodings.get(s.id))]
+        encodings.update(_planned(unfit, workbenches))
+        self._store.take(count.segments, self._segments, encodings)
+        filling.add(count.segments, workbenches)
+
+    def _coded(self, part: Iterable[_core.Segment]) -> list[tuple[_core.Segment, Code]]:
+        """The segments that have an encoded backup, device by device, with the codes of these backups."""
+        segments = chain.from_iterable(by_device(part).values())
+        return [(segment, e.code) for segment in segments if (e := self._store.encoding_of(segment))]
 
     def _can_be_rewritten(self, segment: _core.Segment) -> bool:
         if self._compressor.on:
@@ -200,24 +236,21 @@ class _BackingUp:
         self._changed.update(segment.id for segment in changed)
         return changed
 
-    def _changed_parts(self, segments: Sequence[_core.Segment], head_bytes: int) -> Iterator[list[_core.Segment]]:
-        """The changed ones of `segments`, part by part; parts without a change are skipped.
+    def _next_changed(self) -> list[_core.Segment]:
+        """Digest the next part that has changed, and return what changed in it; empty when everything is digested.
 
-        The first part is small, so that its copies begin soon. Where it did not change, the rest probably did not
+        The first part is small, so that its copies begin soon. Where a part did not change, the rest probably did not
         either, and is one part.
-
-        Args:
-            head_bytes: the least size of the first part.
         """
-        start, part_bytes = 0, float(head_bytes)
-        while start < len(segments):
-            sums = accumulate(segment.bytes for segment in segments[start:])
-            ends = (end for end, nbytes in enumerate(sums, start + 1) if nbytes >= part_bytes)
-            end = next(ends, len(segments))
-            changed = self._changed_of(segments[start:end])
-            start, part_bytes = end, self._tuning.digest_part_bytes if changed else math.inf
-            if changed:
-                yield changed
+        changed: list[_core.Segment] = []
+        while self._undigested and not changed:
+            part, nbytes = [], 0
+            while self._undigested and nbytes < self._part_bytes:
+                part.append(self._undigested.popleft())
+                nbytes += part[-1].bytes
+            changed = self._changed_of(part)
+            self._part_bytes = self._tuning.digest_part_bytes if changed else math.inf
+        return changed
 
     @contextmanager
     def _workbenches(self, segments: Sequence[_core.Segment]) -> Iterator[dict[int, Workbench]]:
@@ -234,36 +267,6 @@ class _BackingUp:
                 yield workbenches
         finally:  # once more: closing may have failed, and lenders need their bytes back
             close_all(workbenches.values())
-
-    def _planned_again(
-        self, parts: Iterable[list[_core.Segment]], workbenches: Mapping[int, Workbench]
-    ) -> Iterator[tuple[list[_core.Segment], dict[int, Encoding]]]:
-        """How segments that have an encoded backup are stored now, part by part.
-
-        With the same code, unless their values are very different now.
-
-        While the caller encodes one part, the GPU counts the next.
-        """
-        if not workbenches:
-            for part in parts:
-                yield part, {}
-            return
-        counts = self._counts(parts, workbenches)
-        count = next(counts, None)
-        while count is not None:
-            following = next(counts, None)
-            encodings = count.finish()
-            unfit = [s for s in count.segments if not self._store.has_room_for(s, encodings.get(s.id))]
-            encodings.update(_planned(unfit, workbenches))
-            yield count.segments, encodings
-            count = following
-
-    def _counts(self, parts: Iterable[list[_core.Segment]], workbenches: Mapping[int, Workbench]) -> Iterator[Count]:
-        segments = (segment for part in parts for segment in chain.from_iterable(by_device(part).values()))
-        coded = ((segment, e.code) for segment in segments if (e := self._store.encoding_of(segment)))
-        for each in parts_to_count(coded, self._tuning.count_part_bytes):
-            device = each[0][0].device
-            yield workbenches[device].begin_count(each)
 
 
 class _Digests:

@@ -92,7 +92,8 @@ def test_interrupt_of_a_sleep_of_changed(world: World, monkeypatch: pytest.Monke
     monkeypatch.setattr(CuMemAllocator.tuning, "count_part_bytes", part_bytes)
     (phase,) = (phase for phase in COMPRESSED if phase.name == "sleep of changed")
     bench = (Workbench.encode, Workbench.begin_count, Workbench._count, Workbench.finish, workbench.parts_to_count)
-    check_interrupts(world, phase, (*bench, store, filling, sleep._BackingUp._try, sleep._BackingUp._planned_again))
+    backing_up = (sleep._BackingUp._try, sleep._BackingUp._rewrite, sleep._BackingUp._rewrite_counted)
+    check_interrupts(world, phase, (*bench, store, filling, *backing_up))
 
 
 @pytest.mark.slow
