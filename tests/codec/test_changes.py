@@ -149,7 +149,7 @@ class TestChanges:
             patch.setattr(SimulatedKernels, "encode", noted_encode)
             report = allocator.sleep()
         assert (report.copied_bytes, report.clean_bytes) == (10 * PAGE, 0)
-        assert calls == [[0], [1], [2, 3], "encode", [4], "encode", "encode", "encode", [1, 2], [0, 3, 4]]
+        assert calls == [[0], [1], [2, 3], "encode", "encode", [4], "encode", "encode", [1, 2], [0, 3, 4]]
         allocator.wake_up()
         check_bytes(contents)
 
