@@ -65,6 +65,11 @@ def usable_cores(root: Path = Path("/")) -> int:
     return max(1, cores)
 
 
+def prefault_threads(most: int) -> int:
+    """Three quarters of the usable cores: with more, the thread that registers the touched pages would starve."""
+    return min(most, max(1, usable_cores() * 3 // 4))
+
+
 def _may_lock_any_memory() -> bool:
     for line in _text(Path("/proc/self/status")).splitlines():
         if line.startswith("CapEff:"):

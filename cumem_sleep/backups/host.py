@@ -126,7 +126,8 @@ class HostTransfers:
         if self._touched is None:
             # Now, because each step by which this thread's heap grows would wait for the threads that prefault.
             self._heap = _core.HeapReserve(_HEAP_BYTES * len(tasks))
-            threads = self._threads or _default_prefault_threads()  # looked up here, because `prepare` needs none
+            # Looked up here, because `prepare` needs none.
+            threads = self._threads or host_facts.prefault_threads(_MOST_PREFAULT_THREADS)
             self._touched = self._stack.enter_context(_core.Ahead(threads))
         self._touched.add(tasks)
         self._expected.update(tasks)
@@ -245,8 +246,3 @@ class _Releasing:
 
 def _blocks(extents: Iterable[Extent]) -> list[_core.HostBlock]:
     return [cast(_core.HostBlock, extent) for extent in extents]
-
-
-def _default_prefault_threads() -> int:
-    """Three quarters of the cores: with more, the thread that registers the touched pages would starve."""
-    return min(_MOST_PREFAULT_THREADS, max(1, host_facts.usable_cores() * 3 // 4))

@@ -11,13 +11,13 @@ from contextlib import closing
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import triton
 import triton.language as tl
 
 from .. import _core
 from ..errors import CodecError
 from ..pinned import pinned_block
+from ..streams import current_in_torch
 from . import exponent as codec
 from .exponent import ALIGN_BYTES, BLOCK_VALUES, LEVEL_0_BYTES, PASSED_ON, PLACES, ROW_BYTES, Code, Layout
 
@@ -100,8 +100,7 @@ def warm_up(layout: Layout, device: int) -> None:
             ]
         )
         table = block.address + table_at
-        external = torch.cuda.ExternalStream(stream.handle, device=device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device), torch.cuda.stream(external):
+        with current_in_torch(stream):
             count(layout, table, 1)
             encode(layout, table + ROW_BYTES, counters, 1)
             decode(layout, table + 2 * ROW_BYTES, 1)

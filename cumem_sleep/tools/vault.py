@@ -105,7 +105,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
     open_driver(Settings.from_environment().driver)
     gpus = visible_gpus(options.gpus)
-    threads = min(_MOST_THREADS, max(1, host_facts.usable_cores() * 3 // 4))
+    threads = host_facts.prefault_threads(_MOST_THREADS)
     path = options.socket or protocol.default_socket()
     with _metrics(options.metrics, path) as metrics:
         address = Address(path)
