@@ -323,6 +323,7 @@ def test_the_codec_warms_up_in_host_memory(layout: str) -> None:
         """
         import contextlib
         from unittest import mock
+        import torch
         from cumem_sleep import CodecError
         from cumem_sleep.driver import open_driver
 
@@ -332,7 +333,7 @@ def test_the_codec_warms_up_in_host_memory(layout: str) -> None:
             real = getattr(kernel, name)
             setattr(kernel, name, lambda *arguments, real=real, name=name: (launched.append(name), real(*arguments)))
         nothing = lambda *arguments, **options: contextlib.nullcontext()
-        with mock.patch.multiple(kernel.torch.cuda, device=nothing, stream=nothing, ExternalStream=nothing):
+        with mock.patch.multiple(torch.cuda, device=nothing, stream=nothing, ExternalStream=nothing):
             kernel.warm_up(layout, 0)
             assert launched == ["count", "encode", "decode"]
             assert sim.stats().registered_bytes == 0
