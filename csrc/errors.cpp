@@ -2,7 +2,6 @@
 
 #include "driver.h"
 #include "host_memory.h"
-#include "operation.h"
 
 namespace py = pybind11;
 

@@ -10,7 +10,14 @@ namespace cumem_sleep {
 // The module `cumem_sleep.errors`, kept for as long as the process lives: it cannot be imported while Python exits.
 pybind11::handle errors();
 
-// The Python type of OperationStopped. It does not derive from `Exception`: see operation.h.
+// The operation was asked to stop (operation.h). In Python it does not derive from `Exception`, so that no
+// `except Exception` around a step takes it for a failure of that step.
+class OperationStopped : public std::exception {
+  public:
+    const char* what() const noexcept override { return "the operation was asked to stop"; }
+};
+
+// Its Python type.
 pybind11::handle operation_stopped();
 
 // Raises the `cumem_sleep.errors` type for an error of this layer; leaves any other error to the next translator.

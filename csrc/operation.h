@@ -15,20 +15,12 @@
 #include <pybind11/pybind11.h>
 
 #include <condition_variable>
-#include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <utility>
 
 namespace cumem_sleep {
-
-// The operation was asked to stop. In Python it does not derive from `Exception`, so that no `except Exception` around
-// a step takes it for a failure of that step.
-class OperationStopped : public std::exception {
-  public:
-    const char* what() const noexcept override { return "the operation was asked to stop"; }
-};
 
 // On the thread of an operation: throws OperationStopped if it was asked to stop. On a Python thread: runs pending
 // signal handlers and throws what they raise. Called without the interpreter lock.
