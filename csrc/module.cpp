@@ -25,6 +25,7 @@
 #include "scratch.h"
 #include "shared_memory.h"
 #include "tasks.h"
+#include "thread_role.h"
 #include "threads.h"
 #include "transfer.h"
 #include "waiting.h"

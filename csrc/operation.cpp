@@ -119,15 +119,6 @@ class Operation {
 
 }  // namespace
 
-void stop_if_asked() {
-    if (thread_role.operation_asked) {
-        if (thread_role.operation_asked->is_set()) throw OperationStopped();
-    } else if (!thread_role.worker) {
-        py::gil_scoped_acquire gil;
-        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    }
-}
-
 bool OperationLock::acquire(bool wait) {
     const WithoutInterpreter unlocked;
     for (;;) {

@@ -4,7 +4,7 @@
 // number of times. So no code on that thread can be sure to clean up. An operation therefore runs on its own thread,
 // where no handler runs. The caller waits here without the interpreter lock and lets signal handlers run. It takes a
 // handler's first exception as a request to stop, and raises it when the operation has ended. The operation checks for
-// that request (`stop_if_asked`) where it can still undo everything, and nowhere else.
+// that request (`stop_if_asked` of thread_role.h) where it can still undo everything, and nowhere else.
 //
 // Who takes which error:
 //                      what `work` raises             what signal handlers raise meanwhile
@@ -21,10 +21,6 @@
 #include <utility>
 
 namespace cumem_sleep {
-
-// On the thread of an operation: throws OperationStopped if it was asked to stop. On a Python thread: runs pending
-// signal handlers and throws what they raise. Called without the interpreter lock.
-void stop_if_asked();
 
 // The lock that serialises operations. An object (`LockGuard`) holds it, so that an error at any moment releases it. It
 // is not reentrant: a finaliser that the garbage collector runs must not begin an operation inside another.

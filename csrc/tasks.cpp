@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "operation.h"
+#include "thread_role.h"
 #include "threads.h"
 
 namespace py = pybind11;

@@ -14,4 +14,8 @@ struct ThreadRole {
 
 inline thread_local ThreadRole thread_role;
 
+// On the thread of an operation: throws OperationStopped if it was asked to stop. On a Python thread: runs pending
+// signal handlers and throws what they raise. Called without the interpreter lock.
+void stop_if_asked();
+
 }  // namespace cumem_sleep

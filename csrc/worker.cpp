@@ -8,7 +8,6 @@
 
 #include "driver.h"
 #include "interpreter.h"
-#include "operation.h"
 #include "thread_role.h"
 
 namespace py = pybind11;
