@@ -9,6 +9,7 @@
 #include "driver.h"
 #include "host_memory.h"
 #include "invariants.h"
+#include "segment_counts.h"
 #include "transfer.h"
 #include "waiting.h"
 
@@ -116,7 +117,7 @@ SegmentPtr SegmentTable::allocate(size_t bytes, int device, const Label& label) 
 
 void SegmentTable::hand_out(const SegmentPtr& segment) {
     by_address_.emplace(segment->mapping.address(), segment);
-    ++handed_out_[segment->mapping.device()];
+    count_handed_out(segment->mapping.device());
     check_valid(*segment);
 }
 
@@ -133,7 +134,7 @@ std::pair<SegmentPtr, bool> SegmentTable::take_out(CUdeviceptr address) {
     }
     SegmentPtr segment = found->second;
     by_address_.erase(found);
-    --handed_out_[segment->mapping.device()];
+    count_taken_back(segment->mapping.device());
     segment->freed = true;
     if (segment->has_backup) freed_.push_back(segment->id);
     return {segment, segment->holds > 0};
@@ -181,12 +182,6 @@ bool SegmentTable::has_freed() const {
     if (driver_calls_suspended()) return false;
     std::lock_guard<std::mutex> lock(mutex_);
     return !freed_.empty();
-}
-
-bool SegmentTable::has_segments(int device) const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = handed_out_.find(device);
-    return found != handed_out_.end() && found->second > 0;
 }
 
 SegmentPtr SegmentTable::find(CUdeviceptr address) const {
@@ -369,7 +364,8 @@ bool SegmentTable::is_valid() const {
         if (segment->holds == 0 && !segment->is_valid_at_rest(unreleased.count(segment->id) > 0)) return false;
     }
     const auto is_counted = [&](const auto& entry) { return counts[entry.first] == entry.second; };
-    return std::all_of(handed_out_.begin(), handed_out_.end(), is_counted) &&
+    const std::map<int, size_t> handed_out = segment_counts();
+    return std::all_of(handed_out.begin(), handed_out.end(), is_counted) &&
            std::all_of(deferred_.begin(), deferred_.end(), [](const auto& segment) { return segment->freed.load(); });
 }
 

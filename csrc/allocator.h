@@ -107,8 +107,6 @@ class SegmentTable {
     SegmentPtr find(CUdeviceptr address) const;
     // All segments handed out, oldest first. Throws InvalidState in a forked child, which has none.
     std::vector<SegmentPtr> segments() const;
-    // Whether any that is handed out lies on the device.
-    bool has_segments(int device) const;
 
     // A held segment keeps its address and memory: freeing it is deferred until the last release. Returns the segments
     // that are now held: all but those freed in the meantime. Waits for a `reclaim` on another thread. The last release
@@ -158,11 +156,10 @@ class SegmentTable {
     // of that would map what is being released.
     std::mutex reclaiming_;
     mutable std::mutex mutex_;
-    std::map<CUdeviceptr, SegmentPtr> by_address_;
-    std::map<int, size_t> handed_out_;    // segments of by_address_, by device
-    std::vector<SegmentPtr> deferred_;    // no longer handed out, but the driver refused to free them
-    std::vector<SegmentPtr> unreleased_;  // asleep, but the driver refused to release their memory
-    std::vector<uint64_t> freed_;         // with a backup, for take_freed
+    std::map<CUdeviceptr, SegmentPtr> by_address_;  // counted by device in segment_counts.h, with `mutex_` held
+    std::vector<SegmentPtr> deferred_;              // no longer handed out, but the driver refused to free them
+    std::vector<SegmentPtr> unreleased_;            // asleep, but the driver refused to release their memory
+    std::vector<uint64_t> freed_;                   // with a backup, for take_freed
     uint64_t next_id_ = 1;
     std::atomic<size_t> region_margin_{0};
 };

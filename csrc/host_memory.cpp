@@ -15,10 +15,10 @@
 #include <utility>
 #include <vector>
 
-#include "allocator.h"
 #include "descriptors.h"
 #include "driver.h"
 #include "idle.h"
+#include "segment_counts.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_READ 22  // Linux 5.14; older C libraries name neither
@@ -264,7 +264,7 @@ void HostBlock::close() noexcept {
     closed_ = true;
     if (table_of_ < 0 || !idle_tables->keep(table_of_, pages_))
         give_back(pages_);
-    else if (!SegmentTable::get().has_segments(table_of_))
+    else if (!has_segments(table_of_))
         release_idle_tables(table_of_);
 }
 

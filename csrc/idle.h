@@ -11,7 +11,7 @@
 namespace cumem_sleep {
 
 // A few things of each device, kept only as long as the device has segments. A thread that has kept one therefore looks
-// afterwards whether there still are any (`SegmentTable::has_segments`), and the thread that frees the last takes all.
+// afterwards whether there still are any (`has_segments`), and the thread that frees the last takes all.
 template <typename Thing>
 class Idle {
   public:

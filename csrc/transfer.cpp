@@ -2,10 +2,10 @@
 
 #include <utility>
 
-#include "allocator.h"
 #include "copy_kernel.h"
 #include "driver.h"
 #include "idle.h"
+#include "segment_counts.h"
 #include "waiting.h"
 
 namespace cumem_sleep {
@@ -57,7 +57,7 @@ void CopyStream::close() noexcept {
         waited([this] { cumem_sleep::synchronize(device_); });
     if (!is_idle || !idle_streams->keep(device_, stream))
         destroy(device_, stream);
-    else if (!SegmentTable::get().has_segments(device_))
+    else if (!has_segments(device_))
         release_idle_streams(device_);
 }
 
