@@ -7,6 +7,7 @@
 #include "error_names.h"
 #include "process_board.h"
 #include "simulation.h"
+#include "vmm.h"
 
 using namespace cumem_sim;
 
@@ -30,6 +31,11 @@ void* find_symbol(const std::string& name) {
     return symbol;
 }
 
+void leave_parent(const Simulation& sim) {
+    withdraw_device_memory(sim);
+    leave_board();
+}
+
 }  // namespace
 
 CUresult CUDAAPI cuInit(unsigned int Flags) {
@@ -41,6 +47,7 @@ CUresult CUDAAPI cuInit(unsigned int Flags) {
             return CUDA_ERROR_INVALID_VALUE;
         }
         make_board(call.sim);
+        call.sim.leave_parent = leave_parent;
         call.sim.initialized = true;
         return CUDA_SUCCESS;
     });

@@ -10,8 +10,6 @@
 #include <type_traits>
 
 #include "error_names.h"
-#include "process_board.h"
-#include "vmm.h"
 
 namespace cumem_sim {
 
@@ -90,8 +88,7 @@ void after_fork_in_parent() { Simulation::instance().mutex.unlock(); }
 void after_fork_in_child() {
     Simulation& sim = Simulation::instance();
     sim.forked = sim.initialized;
-    withdraw_device_memory(sim);
-    leave_board();
+    if (sim.forked) sim.leave_parent(sim);
     sim.mutex.unlock();
 }
 

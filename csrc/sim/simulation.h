@@ -212,6 +212,8 @@ struct Simulation {
     CallTable calls;
     bool initialized = false;
     bool forked = false;  // this process is a child forked after cuInit
+    // Called in such a child, to leave what it shares with its parent; cuInit says how.
+    void (*leave_parent)(const Simulation&) = nullptr;
 
     std::vector<std::unique_ptr<Device>> devices;  // never shrinks; settings.devices of them are visible
     std::map<CUmemGenericAllocationHandle, std::shared_ptr<Physical>> handles;
