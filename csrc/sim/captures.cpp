@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "capture_rules.h"
+#include "driver_call.h"
 #include "streams.h"
 
 using namespace cumem_sim;

@@ -14,6 +14,7 @@
 
 #include "control.h"
 #include "devices.h"
+#include "driver_call.h"
 #include "process_board.h"
 
 using namespace cumem_sim;

@@ -16,6 +16,7 @@
 #include <cstring>
 #include <thread>
 
+#include "driver_call.h"
 #include "registration.h"
 #include "simulation.h"
 #include "streams.h"

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "capture_rules.h"
+#include "driver_call.h"
 #include "process_board.h"
 #include "registration.h"
 #include "simulation.h"

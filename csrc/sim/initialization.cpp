@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <string>
 
+#include "driver_call.h"
 #include "error_names.h"
 #include "process_board.h"
 #include "simulation.h"

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "capture_rules.h"
+#include "driver_call.h"
 #include "simulation.h"
 #include "streams.h"
 #include "vmm.h"

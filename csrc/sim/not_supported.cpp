@@ -1,6 +1,7 @@
 // Calls that this driver does not implement but that other libraries in the process are linked against: the loader
 // finds the symbols, and calling them fails. vLLM's extensions (0.11 to 0.33) refer to both: the first for its custom
 // all-reduce, the second for kernels, which cannot run here anyway.
+#include "driver_call.h"
 #include "simulation.h"
 
 using namespace cumem_sim;

@@ -150,9 +150,8 @@ std::atomic<std::uint64_t>& blocked_calls() {
     return count;
 }
 
-Passage::Passage(Needs needs) {
+Passage::Passage(bool waits) {
     Board* const board = own_board;
-    const bool waits = needs != Needs::kNothing && needs != Needs::kInitThoughLocked;
     // A host function belongs to work, which a lock waits for.
     if (!waits || !board || this_thread().runs_stream_work) return;
     for (bool blocked = false;; blocked = true) {

@@ -54,6 +54,18 @@ void publish(const Device& device);
 void work_enqueued();
 void work_ended();
 
+// In existence while a call is in progress; if it `waits`, holds it up while this process is locked.
+class Passage {
+  public:
+    explicit Passage(bool waits);
+    ~Passage();
+    Passage(const Passage&) = delete;
+    Passage& operator=(const Passage&) = delete;
+
+  private:
+    bool counted_ = false;
+};
+
 // How many calls of this process had to wait.
 std::atomic<std::uint64_t>& blocked_calls();
 

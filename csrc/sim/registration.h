@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "driver_call.h"
 #include "simulation.h"
 
 namespace cumem_sim {

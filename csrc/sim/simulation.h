@@ -1,14 +1,14 @@
-// The simulated driver: its state, and the one way into it.
+// The simulated driver: its state.
 //
 // This library implements the part of libcuda that cumem-sleep and vLLM's allocator use, on ordinary memory: physical
 // memory is a memfd, a device address is an ordinary address, a stream is a thread. Every exported call runs its body
-// through driver_call() under one mutex; work on streams runs without it. The state is never destroyed, since stream
-// threads may outlive main().
+// through driver_call() under one mutex, the state's; work on streams runs without it. The state is never destroyed,
+// since stream threads may outlive main().
 //
-// What each file holds: devices.cpp (devices, contexts), vmm.cpp (reserve, create, map, access), registration.cpp
-// (host memory), streams.cpp (streams, events, host functions), copies.cpp, captures.cpp, initialization.cpp (cuInit,
-// errors, symbol lookup), process_board.cpp and checkpoint.cpp (other processes), call_table.cpp and control.cpp
-// (injected failures, statistics).
+// What each file holds: driver_call.h (the one way in), devices.cpp (devices, contexts), vmm.cpp (reserve, create, map,
+// access), registration.cpp (host memory), streams.cpp (streams, events, host functions), copies.cpp, captures.cpp,
+// initialization.cpp (cuInit, errors, symbol lookup), process_board.cpp and checkpoint.cpp (other processes),
+// call_table.cpp and control.cpp (injected failures, statistics).
 #pragma once
 
 #include <array>
@@ -21,9 +21,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -61,6 +59,7 @@ struct Completion {
     bool done = false;
 };
 
+class Physical;  // vmm.h
 struct Stream;
 
 struct Context {
@@ -85,35 +84,6 @@ struct Device {
     std::uint64_t used_bytes = 0;  // ask used_bytes() of vmm.h, which changes it too
     std::vector<HeldElsewhere> held_elsewhere;
     Context primary;
-};
-
-// A separate descriptor of memory that another process (or this one) exported.
-struct ImportedFile {
-    int fd;
-};
-
-// One memfd. Its bytes count against the device, in the process that made it, until its handles are released and its
-// mappings gone, in every process.
-class Physical {
-  public:
-    Physical(Device& device, std::size_t size, bool exportable);  // throws Refused
-    Physical(Device& device, std::size_t size, ImportedFile file);
-    ~Physical();  // the state's mutex is held
-    Physical(const Physical&) = delete;
-    Physical& operator=(const Physical&) = delete;
-
-    std::size_t size() const { return size_; }
-    bool exportable() const { return exportable_; }
-    const Device& device() const { return device_; }
-    int fd() const { return fd_; }
-    bool fill(unsigned char value) const;
-
-  private:
-    Device& device_;
-    std::size_t size_;
-    bool exportable_;
-    bool is_import_ = false;
-    int fd_;
 };
 
 // Memory of cuMemAlloc.
@@ -271,54 +241,5 @@ class Unlocked {
   private:
     Lock& lock_;
 };
-
-// All but the first and kInitThoughLocked wait while this process is locked by a checkpoint call of another.
-enum class Needs { kNothing, kUnlocked, kInitThoughLocked, kInit, kContext };
-
-// What a call body works with.
-struct Call {
-    Simulation& sim;
-    Lock& lock;
-    Context* context;  // current on the calling thread; set if the call needs one
-
-    template <typename Ready>
-    void wait(Ready ready) {
-        sim.progress.wait(lock, ready);
-    }
-};
-
-// In existence while a call is in progress; holds one up that has to wait (process_board.h).
-class Passage {
-  public:
-    explicit Passage(Needs needs);
-    ~Passage();
-    Passage(const Passage&) = delete;
-    Passage& operator=(const Passage&) = delete;
-
-  private:
-    bool counted_ = false;
-};
-
-// Counts the call, applies an injected failure, and checks what the call needs. Throws Refused.
-Call enter(Simulation& sim, Lock& lock, const char* name, Needs needs);
-
-// `name` is the CUDA name without version suffix; `body` takes a Call& and returns a CUresult or throws Refused.
-// Nothing else is caught: a thread that is cancelled inside (Python at exit) must be able to unwind.
-template <typename Body>
-CUresult driver_call(const char* name, Needs needs, Body body) {
-    Simulation& sim = Simulation::instance();
-    const Passage passage(needs);  // before the lock, which calls that never wait take too
-    try {
-        Lock lock(sim.mutex);
-        Call call = enter(sim, lock, name, needs);
-        return body(call);
-    } catch (const Refused& refused) {
-        return refused.result;
-    } catch (const std::bad_alloc&) {
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    } catch (const std::system_error&) {
-        return CUDA_ERROR_OPERATING_SYSTEM;
-    }
-}
 
 }  // namespace cumem_sim

@@ -16,6 +16,7 @@
 #include <cstdio>
 #include <string>
 
+#include "driver_call.h"
 #include "process_board.h"
 
 using namespace cumem_sim;
@@ -213,11 +214,6 @@ bool Physical::fill(unsigned char value) const {
         written += static_cast<std::size_t>(count);
     }
     return true;
-}
-
-CUmemAccess_flags Mapping::access_of(int device) const {
-    const auto entry = access.find(device);
-    return entry == access.end() ? CU_MEM_ACCESS_FLAGS_PROT_NONE : entry->second;
 }
 
 std::vector<std::shared_ptr<Mapping>> mappings_of(const Simulation& sim, CUdeviceptr address, std::size_t size) {

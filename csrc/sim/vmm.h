@@ -1,6 +1,7 @@
-// Device addresses: which mappings lie behind a range.
+// Physical memory, and device addresses: which mappings lie behind a range.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -8,6 +9,35 @@
 #include "simulation.h"
 
 namespace cumem_sim {
+
+// A separate descriptor of memory that another process (or this one) exported.
+struct ImportedFile {
+    int fd;
+};
+
+// One memfd. Its bytes count against the device, in the process that made it, until its handles are released and its
+// mappings gone, in every process.
+class Physical {
+  public:
+    Physical(Device& device, std::size_t size, bool exportable);  // throws Refused
+    Physical(Device& device, std::size_t size, ImportedFile file);
+    ~Physical();  // the state's mutex is held
+    Physical(const Physical&) = delete;
+    Physical& operator=(const Physical&) = delete;
+
+    std::size_t size() const { return size_; }
+    bool exportable() const { return exportable_; }
+    const Device& device() const { return device_; }
+    int fd() const { return fd_; }
+    bool fill(unsigned char value) const;
+
+  private:
+    Device& device_;
+    std::size_t size_;
+    bool exportable_;
+    bool is_import_ = false;
+    int fd_;
+};
 
 // The mappings that cover the range without a gap, in order. Throws Refused if there is a gap.
 std::vector<std::shared_ptr<Mapping>> mappings_of(const Simulation& sim, CUdeviceptr address, std::size_t size);
