@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import pathlib
 import re
 import types
@@ -12,6 +13,7 @@ import pytest
 import cumem_sleep
 from cumem_sleep.integrations.torch import OLDEST_TORCH
 from cumem_sleep.tools.doctor.gpus import OLDEST_CUDA
+from cumem_sleep.vllm import compatibility
 
 ROOT = pathlib.Path(__file__).parent.parent
 PROJECT = (ROOT / "pyproject.toml").read_text()
@@ -31,6 +33,44 @@ def test_the_oldest_versions_are_the_same_everywhere() -> None:
     refused_below = re.search(r"kOldestDriver = (\d+)", (ROOT / "csrc" / "driver.cpp").read_text())
     assert refused_below is not None
     assert f"{int(refused_below[1]) // 1000}.{int(refused_below[1]) % 1000 // 10}" == OLDEST_CUDA
+
+
+def the_only(pattern: str, text: str) -> str:
+    """What stands there, at the one place that there is."""
+    (found,) = re.findall(pattern, text)
+    return str(found)
+
+
+def test_the_vllm_versions_that_are_tested_are_the_same_everywhere() -> None:
+    tested = the_only(r"for version in ([\d. ]+); do", CI).split()
+    for text in ((ROOT / "docs" / "vllm.md").read_text(), compatibility.__doc__ or ""):
+        said = the_only(r"Tested(?: without a GPU)?: ((?:[\d.]+, )+[\d.]+ and [\d.]+\d)", text)
+        assert re.split(", | and ", said) == tested
+    # The oldest and the newest one that the plugin serves, so both ends are tested.
+    ends = [f"{major}.{minor}" for major, minor in (compatibility.OLDEST, compatibility.NEWEST)]
+    assert [version.rpartition(".")[0] for version in (tested[0], tested[-1])] == ends
+    whole = the_only(r'"\$version" != ([\d.]+) ', CI)
+    assert whole in tested  # else no part would test the gate with any vLLM
+    routes = the_only(r"\| Route \| Method \| Gate \| (.+) \|\n", (ROOT / "docs" / "vllm-routes.md").read_text())
+    assert set(routes.split(" | ")) <= {version.rpartition(".")[0] for version in tested}
+
+
+def test_the_vllm_versions_that_are_served_are_the_same_everywhere() -> None:
+    ends = [f"{major}.{minor}" for major, minor in (compatibility.OLDEST, compatibility.NEWEST)]
+    for name in ("README.md", "CHANGELOG.md", "docs/vllm.md", "docs/decisions.md"):
+        said = re.findall(r"(?:vLLM |vLLM \| |every version from )(\d\.\d+) to (\d\.\d+)\b", (ROOT / name).read_text())
+        assert said, name
+        assert {*said} == {tuple(ends)}, name
+
+
+def test_the_vllm_that_gpus_have_seen_is_the_same_everywhere() -> None:
+    scenarios = json.loads((ROOT / "benchmarks" / "results" / "vllm_scenarios.json").read_text())["scenarios"]
+    (seen,) = {outcome["machine"]["vllm"] for outcome in scenarios.values()}
+    assert the_only(r"Tested on GPUs \(H200\): ([\d.]+\d),", (ROOT / "docs" / "vllm.md").read_text()) == seen
+    assert the_only(r"vllm==([\d.]+)", (ROOT / "CONTRIBUTING.md").read_text()) == seen
+    said = the_only(r"\| vLLM \|.* Tested on GPUs with ([\d.]+)\. \|", (ROOT / "README.md").read_text())
+    assert said == seen.rpartition(".")[0]
+    assert seen in the_only(r"for version in ([\d. ]+); do", CI).split()
 
 
 def test_linters_before_a_commit_are_those_of_ci() -> None:
