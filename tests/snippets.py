@@ -44,6 +44,7 @@ class Snippet:
 
     Attributes:
         not_run: why it is not run.
+        run_by: what runs it in place of `tests/test_docs.py`: a file first.
         setup, after: what to run before it, and after it.
         file: the name under which the page's other snippets find it.
     """
@@ -53,6 +54,7 @@ class Snippet:
     language: str
     text: str
     not_run: str | None
+    run_by: str | None
     setup: str
     after: str
     file: str | None
@@ -70,22 +72,24 @@ def snippets_of(page: pathlib.Path) -> Iterator[Snippet]:
             number += 1
             continue
         end = lines.index("```", number + 1)
-        said: dict[str, str] = {}
+        said: dict[str, list[str]] = {}
         for above in reversed(lines[:number]):
-            comment = re.fullmatch(r"<!-- (not run|setup|after|file): (.+) -->", above)
+            comment = re.fullmatch(r"<!-- (not run|run by|setup|after|file): (.+) -->", above)
             if comment is None and above:
                 break
             if comment is not None:
-                said[comment[1]] = comment[2]
-        setup, after = (f"{said[kind]}\n" if kind in said else "" for kind in ("setup", "after"))
+                said.setdefault(comment[1], []).insert(0, comment[2])
+        setup, after = ("".join(f"{line}\n" for line in said.get(kind, ())) for kind in ("setup", "after"))
+        not_run, run_by, file = (said.get(kind, [None])[0] for kind in ("not run", "run by", "file"))
         text = "\n".join(lines[number + 1 : end]) + "\n"
-        yield Snippet(page, number + 1, fence[1], text, said.get("not run"), setup, after, said.get("file"))
+        yield Snippet(page, number + 1, fence[1], text, not_run, run_by, setup, after, file)
         number = end + 1
 
 
 SNIPPETS = [snippet for page in PAGES for snippet in snippets_of(page)]
 OF_PYTHON = [snippet for snippet in SNIPPETS if snippet.language == "python"]
 OF_BASH = [snippet for snippet in SNIPPETS if snippet.language == "bash"]
+THAT_RUN = [each for each in OF_PYTHON + OF_BASH if each.not_run is None and each.run_by is None]
 
 
 def snippet_at(page: str, part: str) -> Snippet:

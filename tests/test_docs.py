@@ -20,16 +20,17 @@ from typing import Any
 
 import pytest
 from snippets import (
-    OF_BASH,
     OF_PYTHON,
     PAGES,
     README,
     ROOT,
     SNIPPETS,
+    THAT_RUN,
     Snippet,
     run_bash,
     run_python,
     skip_unless_it_can_run,
+    snippet_at,
     snippets_of,
 )
 
@@ -66,20 +67,21 @@ def test_snippets_are_found() -> None:
         "{include}",
         "{literalinclude}",
     }
-    assert len([snippet for snippet in OF_PYTHON + OF_BASH if snippet.not_run is None]) >= 7
+    assert len(THAT_RUN) >= 25
 
 
 READ_FIRST = ("README.md", "index.md")  # whose snippets every run tries, the others `pytest -m slow`
+TAKES_LONG = re.compile(r"cumem-sleep (demo|bench)")
 
 
 @pytest.mark.parametrize(
     "snippet",
     [
         pytest.param(
-            snippet, marks=[] if snippet.page.name in READ_FIRST and "demo" not in snippet.text else [pytest.mark.slow]
+            snippet,
+            marks=[] if snippet.page.name in READ_FIRST and not TAKES_LONG.search(snippet.text) else [pytest.mark.slow],
         )
-        for snippet in OF_PYTHON + OF_BASH
-        if snippet.not_run is None
+        for snippet in THAT_RUN
     ],
     ids=str,
 )
@@ -95,7 +97,7 @@ def called(text: str) -> set[str]:
     return set(re.findall(before + r"([^\s;&|(){}]+)", text, re.MULTILINE)) - set(re.findall(r"(\w+)\(\)", text))
 
 
-@pytest.mark.parametrize("snippet", [s for s in OF_BASH if s.not_run is None], ids=str)
+@pytest.mark.parametrize("snippet", [s for s in THAT_RUN if s.language == "bash"], ids=str)
 def test_only_our_own_commands_are_run(snippet: Snippet) -> None:
     """A test that installs packages or asks other machines would be a surprise."""
     of_the_shell = {"export", "kill", "sleep", "return", "do", "done"}
@@ -106,14 +108,25 @@ def test_only_our_own_commands_are_run(snippet: Snippet) -> None:
 
 @pytest.mark.parametrize("line", ["pip install requests", "pip install '.[vllm]'", "docker ps", "vllm serve m", "gcc"])
 def test_other_programs_are_not_found(line: str, tmp_path: pathlib.Path) -> None:
-    snippet = Snippet(README, 0, "bash", f"{line}\n", None, "", "", None)
+    snippet = Snippet(README, 0, "bash", f"{line}\n", None, None, "", "", None)
     with pytest.raises(AssertionError, match=r"there are cumem-sleep and|not found|required: --enable-sleep-mode"):
         run_bash(snippet, tmp_path)
 
 
-@pytest.mark.parametrize("snippet", [s for s in OF_PYTHON if s.not_run is not None], ids=str)
+@pytest.mark.parametrize("snippet", [s for s in OF_PYTHON if s not in THAT_RUN], ids=str)
 def test_other_python_is_at_least_valid(snippet: Snippet) -> None:
     ast.parse(snippet.text)
+
+
+@pytest.mark.parametrize("snippet", [s for s in SNIPPETS if s.run_by is not None], ids=str)
+def test_others_that_are_said_to_run_a_snippet_do(snippet: Snippet) -> None:
+    assert snippet.run_by is not None
+    file = (ROOT / snippet.run_by.partition(",")[0]).read_text()
+    if snippet.run_by.startswith(".ci/"):
+        assert all(f'"{line}"' in file for line in snippet.text.splitlines())
+    else:
+        parts = re.findall(r'snippet_at\("(\w+)", "([^"]+)"\)', file)
+        assert any(snippet_at(*part) == snippet for part in parts)
 
 
 def commands(text: str) -> Iterator[list[str]]:

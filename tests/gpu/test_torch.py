@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from snippets import snippet_at
 from support import Memory
 
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, _core
@@ -106,6 +107,25 @@ def test_memory_of_graphs_captured_in_its_pool_sleeps_too(allocator: CuMemAlloca
     del graph, y
     allocator.release_pools()
     assert "cudagraph" not in allocator.usage()
+
+
+def test_the_snippets_of_the_docs(allocator: CuMemAllocator) -> None:
+    weight = torch.ones(1 << 20, device="cuda", requires_grad=True)
+    weight.sum().backward()
+    names: dict[str, Any] = {"torch": torch, "allocator": allocator, "optimizer": torch.optim.Adam([weight])}
+    exec(snippet_at("pytorch", "optimizer.step()").text, names)
+    assert allocator.usage()["optimizer"].bytes >= 2 * weight.nbytes
+    x = torch.randn(1024, 1024, device="cuda")
+    names |= {"x": x, "step": lambda x: (x * x).relu()}
+    exec(snippet_at("pytorch", "cudagraph_pool").text, names)
+    names["graph"].replay()
+    expected = (x * x).relu()
+    assert torch.equal(names["y"], expected)
+    assert allocator.sleep(level=2).dropped_bytes == 0
+    allocator.wake_up()
+    names["y"].zero_()
+    names["graph"].replay()
+    assert torch.equal(names["y"], expected)
 
 
 def test_memory_that_is_free_on_leaving_the_pool_goes_back(allocator: CuMemAllocator) -> None:

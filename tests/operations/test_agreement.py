@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from ranks import ANSWER_S, Outcome, Ranks, ranks
-from support import PAGE
+from snippets import snippet_at
+from support import PAGE, two_free_ports
 
 pytestmark = pytest.mark.sim
 
@@ -297,6 +298,36 @@ def test_a_group_of_torch_distributed(tmp_path: Path) -> None:
     ]
     said = [process.communicate(timeout=300)[0].split() for process in processes]
     assert said == [["DriverError", str(PAGE), str(PAGE)], ["RankFailed", str(PAGE), str(PAGE)]]
+
+
+@pytest.mark.slow
+def test_the_group_of_the_docs(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    snippet = snippet_at("pytorch", "new_group").text
+    if not torch.distributed.is_nccl_available():
+        assert "cpu:gloo,cuda:nccl" in snippet
+        snippet = snippet.replace("cpu:gloo,cuda:nccl", "cpu:gloo")
+    code = f"""
+import torch.distributed
+from cumem_sleep import CuMemAllocator
+{snippet}
+allocator.malloc(1, "weights")
+report = allocator.sleep()
+print("agree" in report.phases, report.freed_bytes, allocator.wake_up().mapped_bytes)
+"""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(two_free_ports()), "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, **place, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            cwd=tmp_path,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=300)[0].split() for process in processes]
+    assert said == [["True", str(PAGE), str(PAGE)]] * 2
 
 
 class TestSeveralHosts:
