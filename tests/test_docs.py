@@ -11,15 +11,17 @@ import os
 import pathlib
 import re
 import shlex
+import subprocess
 import sys
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
 import pytest
 from snippets import (
+    OF_BASH,
     OF_PYTHON,
     PAGES,
     README,
@@ -127,6 +129,93 @@ def test_others_that_are_said_to_run_a_snippet_do(snippet: Snippet) -> None:
     else:
         parts = re.findall(r'snippet_at\("(\w+)", "([^"]+)"\)', file)
         assert any(snippet_at(*part) == snippet for part in parts)
+
+
+# What is not run is looked at, as far as that shows something
+
+
+class TakenApart(Exception):
+    """A program has got through its arguments."""
+
+
+LINES = [line for each in OF_BASH for line in each.text.splitlines()]
+OF_BENCHMARKS = [line for line in LINES if line.startswith("python benchmarks/") and "result_tables" not in line]
+
+
+@pytest.mark.parametrize("line", OF_BENCHMARKS, ids=lambda line: line.split()[1].partition("/")[2])
+def test_benchmarks_take_their_arguments(
+    line: str, benchmark_module: Callable[[str], types.ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(parser: argparse.ArgumentParser, *arguments: Any) -> None:
+        parse(parser, *arguments)
+        raise TakenApart
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    code, _, comment = line.partition("#")
+    more = re.match(r" (--\w+ \S+) for ", comment)
+    _, program, *arguments = shlex.split(f"{code} {more[1] if more else ''}")
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    module = benchmark_module(pathlib.Path(program).stem)
+    with pytest.raises(TakenApart):
+        module.main()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line",
+    [each for each in LINES if re.match(r"pytest (tests|benchmarks)/", each)],
+    ids=lambda line: line.partition("#")[0].rstrip(),
+)
+def test_pytest_finds_tests(line: str, tmp_path: pathlib.Path) -> None:
+    """Some, where the docs say so; running them is the work of this very suite, or of a GPU."""
+    code, _, comment = line.partition("#")
+    more = re.match(r" (--\w+ \d+) for ", comment)
+    code = re.sub(r"(?<=json=)", f"{tmp_path}/", re.sub(r"(?=(?:tests|benchmarks)/)", f"{ROOT}/", code))
+    arguments = shlex.split(code) + (more[1].split() if more else [])
+    process = subprocess.run(
+        [sys.executable, "-P", "-m", *arguments, "--collect-only", "-q", "-p", "no:cacheprovider"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr
+
+
+def test_linters_are_those_of_ci() -> None:
+    (snippet,) = (each for each in OF_BASH if "pre-commit install" in each.text)
+    ci = (ROOT / ".ci" / "run").read_text()
+    lint = ci[ci.index("\nlint() {") :].partition("\n}")[0]
+    named = re.search(r"# before each commit: (.+)", snippet.text)
+    assert named is not None
+    hooks = re.findall(r"- id: ([\w]+(?:-format)?)", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert set(named[1].split(", ")) == {hook.removesuffix("-format") if "ruff" in hook else hook for hook in hooks}
+    for command in snippet.text.splitlines()[3:]:
+        assert re.search(rf"^    {command.split()[0]}\b", lint, re.MULTILINE), command
+
+
+def test_the_site_is_built_as_ci_does() -> None:
+    (line,) = (line for line in LINES if line.startswith("sphinx-build "))
+    options = line.partition(" build/docs")[0].removeprefix("sphinx-build ")
+    assert f"sphinx-build -q {options} " in (ROOT / ".ci" / "run").read_text()
+
+
+def test_huge_pages_are_switched_on_as_the_doctor_says() -> None:
+    (line,) = (line for line in LINES if "shmem_enabled" in line)
+    assert f'"{line}"' in (ROOT / "cumem_sleep" / "tools" / "doctor" / "host.py").read_text()
+
+
+def test_containers_share_the_folder_of_the_socket_and_one_user() -> None:
+    (snippet,) = (each for each in OF_BASH if "--socket" in each.text and "docker" in each.text)
+    volume, owner, vault, client = snippet.text.splitlines()
+    name = volume.split()[-1]
+    mount = f"-v {name}:/vault "
+    assert all(mount in line for line in (owner, vault, client))
+    sockets = re.findall(r"(?:--socket |CUMEM_SLEEP_VAULT=)(\S+)", snippet.text)
+    assert sockets == ["/vault/vault.sock"] * 2
+    assert re.findall(r"(?:chown|--user) (\S+)", snippet.text) == ["1000"] * 3
 
 
 def commands(text: str) -> Iterator[list[str]]:

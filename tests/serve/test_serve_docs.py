@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from front_world import StubFleet
 
 from cumem_sleep.serve.access import Need, place_of
-from cumem_sleep.serve.config import Front
+from cumem_sleep.serve.config import Front, parse
 from cumem_sleep.serve.metrics import FleetCollector
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +59,12 @@ def test_paths_on_the_page_need_what_it_says() -> None:
 def test_every_key_of_the_front_is_on_the_page() -> None:
     keys = {field.alias or name for name, field in Front.model_fields.items()}
     assert {key for row in rows("Of the front:\n") for key in re.findall(r"`(\w+)`", row[0])} == keys
+
+
+@pytest.mark.parametrize("text", re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+def test_the_front_takes_each_file(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADMIN_TOKEN", "secret")
+    assert parse(text, "models.yaml").models
 
 
 def test_what_the_front_costs_is_what_was_measured() -> None:

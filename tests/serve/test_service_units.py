@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,13 +19,17 @@ DOCS = Path(__file__).parents[2] / "docs"
 UNITS = ("cumem-sleep-serve.service", "cumem-sleep-vault.service")
 
 
-def unit(name: str) -> ConfigParser:
+def text_of_unit(name: str) -> str:
     """From the page that says where to put it."""
     pages = "".join((DOCS / page).read_text() for page in ("several-models.md", "vault.md"))
     text = re.search(rf"^A .*unit.*/{name}`:\n\n```text\n(.*?)```", pages, re.MULTILINE | re.DOTALL)
     assert text is not None
+    return text[1]
+
+
+def unit(name: str) -> ConfigParser:
     parsed = ConfigParser(interpolation=None)
-    parsed.read_string(text[1])
+    parsed.read_string(text_of_unit(name))
     return parsed
 
 
@@ -69,6 +74,23 @@ def test_its_command_says_when_it_serves_and_ends_at_sigterm(name: str, tmp_path
         finally:
             process.kill()
             process.wait()
+
+
+def test_the_vaults_unit_is_enabled_by_its_name() -> None:
+    assert f"\nsystemctl --user enable --now {Path(UNITS[1]).stem}\n" in (DOCS / "vault.md").read_text()
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_systemd_takes_it(name: str, tmp_path: Path) -> None:
+    """Where there is one: it names keys that it does not know, and values that it does not take."""
+    verify = shutil.which("systemd-analyze")
+    if verify is None:
+        pytest.skip("needs systemd-analyze")
+    (tmp_path / name).write_text(text_of_unit(name).replace("%h/venv/bin/cumem-sleep", sys.executable))
+    said = subprocess.run(
+        [verify, "verify", "--man=no", str(tmp_path / name)], capture_output=True, text=True, check=False
+    ).stderr
+    assert [line for line in said.splitlines() if name in line] == []
 
 
 def test_the_front_begins_after_the_vault_and_ends_before_it() -> None:

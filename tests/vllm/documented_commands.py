@@ -15,10 +15,9 @@ from typing import Any
 from environment import simulate_cuda
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "vllm.md")
-COMMANDS = [
-    command for page in PAGES for command in re.findall(r"^ *(vllm serve [^&\n]*)", page.read_text(), re.MULTILINE)
-]
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("vllm", "vault")))
+AT = r"^(?: *|\w+=\w+ |docker run .* IMAGE )(vllm serve [^&\n]*)"
+COMMANDS = [command for page in PAGES for command in re.findall(AT, page.read_text(), re.MULTILINE)]
 
 
 def first_of(name: str, *modules: str) -> Any:
@@ -37,7 +36,7 @@ def check_that_vllm_takes(command: str) -> None:
     arguments = shlex.split(command.replace('"$1"', "model").replace('"$2"', "8001"))
     options = make(kind()).parse_args(arguments[2:])
     assert options.enable_sleep_mode
-    assert options.middleware == ["cumem_sleep.vllm.SleepGate"]
+    assert list(options.middleware) == ["cumem_sleep.vllm.SleepGate"] * ("--middleware" in arguments)
 
 
 def check_that_an_api_key_does_not_protect_the_control_paths() -> None:
@@ -69,7 +68,7 @@ def check_that_an_api_key_does_not_protect_the_control_paths() -> None:
 
 if __name__ == "__main__":
     simulate_cuda(pathlib.Path(sys.argv[1]))
-    assert len(COMMANDS) >= 3
+    assert len(COMMANDS) >= 5
     for each in COMMANDS:
         check_that_vllm_takes(each)
     check_that_an_api_key_does_not_protect_the_control_paths()
