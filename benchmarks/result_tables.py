@@ -53,7 +53,7 @@ def vault_section() -> str:
 
 
 def saver_section() -> str:
-    return _section(torch_memory_saver.table(load("saver_30.json")))
+    return _section(*torch_memory_saver.tables(load("saver.json")))
 
 
 def section() -> str:

@@ -240,7 +240,7 @@ def results(
         "vault",
         "vault_alone",
         "vault_gpu_memory",
-        "saver_30",
+        "saver",
         "bench_level_3",
         "checkpoint_behaviour",
         "vllm_level_3",
@@ -331,11 +331,11 @@ def test_tables_of_the_vault_and_of_the_other_package(results: pathlib.Path, tab
     vault["ways"]["compressed"] = {"error": "no luck"}
     (results / "vault_alone.json").write_text(json.dumps(vault))
     (results / "vault.json").write_text(json.dumps(own))
-    saver = json.loads((results / "saver_30.json").read_text())
+    saver = json.loads((results / "saver.json").read_text())
     ways = saver["results"]["30 GiB"]
     ways["theirs, retained"]["steps"]["resume at once"] = [{"seconds": 0.5}, {"seconds": 1.0}]
     ways["ours, retained"]["steps"]["resume at once"] = [{"seconds": 2.0}, {"seconds": 1.0}]
-    (results / "saver_30.json").write_text(json.dumps(saver))
+    (results / "saver.json").write_text(json.dumps(saver))
     tables.main()
     of_vault = (results.parent / "docs" / "vault.md").read_text()
     assert "| the vault | a replica, while the first one sleeps |\n" in of_vault

@@ -8,9 +8,12 @@ from .results import machine
 from .written import GIB, header, low_to_high, row
 
 
-def table(result: dict[str, Any]) -> list[str]:
-    """The same calls with either package, and how many times as fast ours is with the same setting."""
-    ((size, ways),) = result["results"].items()
+def tables(result: dict[str, Any]) -> list[list[str]]:
+    """Of each size: the same calls with either package, and how many times as fast ours is with the same setting."""
+    return [_table(result, size, ways) for size, ways in result["results"].items()]
+
+
+def _table(result: dict[str, Any], size: str, ways: dict[str, Any]) -> list[str]:
     titles = [way.replace("theirs", "torch_memory_saver").replace("ours", "this layer") for way in ways]
     version = ways["theirs"]["version"]
 
@@ -27,9 +30,9 @@ def table(result: dict[str, Any]) -> list[str]:
 
     lines = [
         f"{size} of weights with a backup and a KV cache without one, torch_memory_saver {version}, hook mode `torch`,"
-        " each way a process of its own that had touched the host memory before, every byte checked after every"
-        f" resume. {machine(result)}. Seconds; in parentheses, how many times as fast as torch_memory_saver with the"
-        " same setting, by the faster of two:",
+        " each way a process of its own that had touched the host memory before (or the vault had), every byte checked"
+        f" after every resume. {machine(result)}. Seconds; in parentheses, how many times as fast as torch_memory_saver"
+        " with the same setting, by the faster of two:",
         "",
         *header(titles),
     ]
