@@ -43,7 +43,6 @@ class Tuning:
             fraction of a millisecond.
         count_part_bytes: segments with a compressed backup are counted in parts of this size. Counting takes 1 ms and
             encoding 13, so the copies of one part last longer than the count of the next.
-        prepare_poll_s: how long `prepare` waits before it tries again to get the lock from an operation.
         prepare_piece_bytes: copied by `prepare` at a time; the model's small copies queue behind it (0.15 ms).
         prepare_extent_bytes: the size of an extent that `prepare` reserves; the model's launches queue behind its
             registration (0.5 ms). Both were measured: `wake_paths.json`, `prepare_cost.json`.
@@ -73,6 +72,5 @@ class Tuning:
     rows: int = 1024
     few_rows: int = 16
     count_part_bytes: int = _GIB
-    prepare_poll_s: float = 0.001
     prepare_piece_bytes: int = 8 * _MIB
     prepare_extent_bytes: int = 32 * _MIB

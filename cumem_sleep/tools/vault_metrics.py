@@ -22,6 +22,7 @@ from ..errors import CumemSleepError, VaultError
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PATH = "/metrics"
 _MOST_AT_ONCE = 16
+_FRESH_S = 1.0  # for so long an answer serves all who ask
 _DEADLINE_S = 10.0  # for one request and its answer
 
 _METRICS = (
@@ -93,16 +94,11 @@ class MetricsServer(socketserver.ThreadingTCPServer):
 
     Attributes:
         url: where the metrics are.
-        fresh_s: for how long an answer of the vault serves all who ask.
-        deadline_s: for one request and its answer.
     """
 
     allow_reuse_address = True
     daemon_threads = True
     request_queue_size = _MOST_AT_ONCE
-
-    fresh_s = 1.0
-    deadline_s = _DEADLINE_S
 
     def __init__(self, host: str, port: int, text: Callable[[], str]) -> None:
         """Take the port.
@@ -140,7 +136,7 @@ class MetricsServer(socketserver.ThreadingTCPServer):
     def text(self) -> str:
         """The metrics, a second old at most. Raises CumemSleepError: there are none now."""
         with self._asking:
-            if time.monotonic() - self._asked >= self.fresh_s:
+            if time.monotonic() - self._asked >= _FRESH_S:
                 self._text = self._ask()
                 self._asked = time.monotonic()
             return self._text
@@ -154,7 +150,7 @@ class MetricsServer(socketserver.ThreadingTCPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Until it is answered, or the deadline: a reader that says a byte a second is not waited for."""
-        deadline = threading.Timer(self.deadline_s, _end, [request])
+        deadline = threading.Timer(_DEADLINE_S, _end, [request])
         deadline.daemon = True
         deadline.start()
         try:
