@@ -10,13 +10,13 @@ from compression import (
     QuickCodec,
     small_slots,  # noqa: F401  (autouse)
 )
-from interrupts import check_interrupts
+from interrupts import CODEC, CODEC_IN_LENT_MEMORY, check_interrupts
 from support import PAGE, free_everything, reset_simulation
 from world import PHASES, Phase, World, check_every_call
 
 from cumem_sleep import CuMemAllocator
 from cumem_sleep.backups import filling, store
-from cumem_sleep.codec import slots, workbench
+from cumem_sleep.codec import workbench
 from cumem_sleep.codec.workbench import Workbench
 from cumem_sleep.operations import sleep, wake
 
@@ -78,11 +78,12 @@ def test_every_driver_call_may_fail_once(world: World, phase: Phase, error_name:
 @pytest.mark.parametrize(
     "phase", [phase for phase in COMPRESSED if phase.name in ("first sleep", "wake of all")], ids=str
 )
-def test_interrupt_anywhere(world: World, phase: Phase) -> None:
+def test_interrupt_anywhere(world: World, phase: Phase, request: pytest.FixtureRequest) -> None:
     operation = (
         (wake._workbenches,) if phase.name == "wake of all" else (sleep._BackingUp._try, sleep._BackingUp._workbenches)
     )
-    check_interrupts(world, phase, (workbench, slots, *operation))
+    is_tight = request.node.callspec.params["world"] == "tight"
+    check_interrupts(world, phase, (*(CODEC_IN_LENT_MEMORY if is_tight else CODEC), *operation), only_there=True)
 
 
 @pytest.mark.slow
@@ -93,7 +94,7 @@ def test_interrupt_of_a_sleep_of_changed(world: World, monkeypatch: pytest.Monke
     (phase,) = (phase for phase in COMPRESSED if phase.name == "sleep of changed")
     bench = (Workbench.encode, Workbench.begin_count, Workbench._count, Workbench.finish, workbench.parts_to_count)
     backing_up = (sleep._BackingUp._try, sleep._BackingUp._rewrite, sleep._BackingUp._rewrite_counted)
-    check_interrupts(world, phase, (*bench, store, filling, *backing_up))
+    check_interrupts(world, phase, (*bench, store, filling, *backing_up), only_there=True)
 
 
 @pytest.mark.slow

@@ -11,19 +11,32 @@ import types
 from collections.abc import Callable
 
 import pytest
-from interrupts import Position, Signals, check_interrupts, choose, is_traced, name_of_code, raises_exactly
+from interrupts import (
+    MALLOC,
+    PREPARE,
+    SLEEP,
+    WAKE,
+    Position,
+    Signals,
+    assert_reached,
+    check_interrupts,
+    choose,
+    is_traced,
+    name_of_code,
+    raises_exactly,
+)
 from support import PAGE, assert_clean_exit, assert_no_threads, free_everything, in_thread, run_script
 from world import PHASES, Phase, World
 
 pytestmark = pytest.mark.sim
 
-INTERRUPTED = [phase for phase in PHASES if phase.name in ("first sleep", "sleep of changed", "wake of all")]
+INTERRUPTED = {"first sleep": SLEEP, "sleep of changed": SLEEP, "wake of all": WAKE}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", INTERRUPTED, ids=str)
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase.name in INTERRUPTED], ids=str)
 def test_interrupt_anywhere(world: World, phase: Phase) -> None:
-    check_interrupts(world, phase)
+    check_interrupts(world, phase, INTERRUPTED[phase.name])
 
 
 @pytest.mark.slow
@@ -35,6 +48,7 @@ def test_interrupt_of_prepare(world: World) -> None:
     assert allocator._store.host_bytes == 0  # the tier is opened once, which is not to shift the places
     with Signals() as clean:
         allocator.prepare()
+    assert_reached(clean.positions, PREPARE)
     chosen = choose(clean.positions)
     problems = []
     for index in chosen:
@@ -117,6 +131,7 @@ def test_interrupt_of_malloc(world: World) -> None:
     with Interrupter() as clean:
         address = world.allocator.malloc(PAGE, "weights")
     world.allocator.free(address)
+    assert_reached(clean.positions, MALLOC)
     before, held = world.state(), world.held()
     for index in choose(clean.positions):
         with contextlib.suppress(KeyboardInterrupt), Interrupter(index):
