@@ -220,6 +220,12 @@ PHASES = [
 ]
 
 
+def phases(*names: str) -> list[Phase]:
+    """Those of these names; KeyError: there is none of such a name."""
+    by_name = {phase.name: phase for phase in PHASES}
+    return [by_name[name] for name in names]
+
+
 def _check_one_failure(world: World, phase: Phase, call: str, position: int, error_name: str) -> None:
     phase.prepare(world)
     world.forget_devices()

@@ -12,7 +12,7 @@ from compression import (
 )
 from interrupts import CODEC, CODEC_IN_LENT_MEMORY, check_interrupts
 from support import PAGE, free_everything, reset_simulation
-from world import PHASES, Phase, World, check_every_call
+from world import Phase, World, check_every_call, phases
 
 from cumem_sleep import CuMemAllocator
 from cumem_sleep.backups import filling, store
@@ -41,9 +41,7 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     reset_simulation()
 
 
-COMPRESSED = [
-    phase for phase in PHASES if phase.name in ("first sleep", "sleep of changed", "wake of weights", "wake of all")
-]
+COMPRESSED = phases("first sleep", "sleep of changed", "wake of weights", "wake of all")
 
 
 def all_compressed(world: World) -> bool:
@@ -75,9 +73,7 @@ def test_every_driver_call_may_fail_once(world: World, phase: Phase, error_name:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "phase", [phase for phase in COMPRESSED if phase.name in ("first sleep", "wake of all")], ids=str
-)
+@pytest.mark.parametrize("phase", phases("first sleep", "wake of all"), ids=str)
 def test_interrupt_anywhere(world: World, phase: Phase, request: pytest.FixtureRequest) -> None:
     operation = (
         (wake._workbenches,) if phase.name == "wake of all" else (sleep._BackingUp._try, sleep._BackingUp._workbenches)
@@ -91,7 +87,7 @@ def test_interrupt_anywhere(world: World, phase: Phase, request: pytest.FixtureR
 def test_interrupt_of_a_sleep_of_changed(world: World, monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
     """Whose backups are written to again, while the next part is counted."""
     monkeypatch.setattr(CuMemAllocator.tuning, "count_part_bytes", part_bytes)
-    (phase,) = (phase for phase in COMPRESSED if phase.name == "sleep of changed")
+    (phase,) = phases("sleep of changed")
     bench = (Workbench.encode, Workbench.begin_count, Workbench._count, Workbench.finish, workbench.parts_to_count)
     backing_up = (sleep._BackingUp._try, sleep._BackingUp._rewrite, sleep._BackingUp._rewrite_counted)
     check_interrupts(world, phase, (*bench, store, filling, *backing_up), only_there=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from support import AWAKE, BACKED_UP, DROPPED, PAGE, assert_clean_exit, free_everything, is_accessible, run_script
-from world import ALL_CALLS_OF, PHASES, Phase, World, check_every_call
+from world import ALL_CALLS_OF, PHASES, Phase, World, check_every_call, phases
 
 from cumem_sleep import CumemSleepError, DriverError, InvalidState, OutOfDeviceMemory, _core, sim
 
@@ -28,7 +28,7 @@ def test_every_driver_call_may_fail_once(world: World, phase: Phase, error_name:
 def test_every_driver_call_of_a_wake_of_two_devices_may_fail_once(world: World) -> None:
     free_everything()
     world.__init__(devices=2)  # type: ignore[misc]
-    phase = next(phase for phase in PHASES if phase.name == "wake of all")
+    (phase,) = phases("wake of all")
     check_every_call(world, phase, "CUDA_ERROR_UNKNOWN", False)
 
 
@@ -153,7 +153,7 @@ class TestPersistentFailures:
     @pytest.mark.parametrize("refused", ["cuMemMap", "cuMemSetAccess"])
     def test_refusals_in_a_row(self, world: World, phase: str, refused: str) -> None:
         """Up to four of unmapping, beside up to four of mapping, at every position: nothing awake is out of reach."""
-        operation = next(each for each in PHASES if each.name == phase)
+        (operation,) = phases(phase)
         positions = range(len(World.TAGS))
         for first, times, map_first, map_times in itertools.product(positions, (1, 3, 4), positions, (1, 2, 3, 4)):
             operation.prepare(world)

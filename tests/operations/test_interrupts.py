@@ -26,7 +26,7 @@ from interrupts import (
     raises_exactly,
 )
 from support import PAGE, assert_clean_exit, assert_no_threads, free_everything, in_thread, run_script
-from world import PHASES, Phase, World
+from world import Phase, World, phases
 
 pytestmark = pytest.mark.sim
 
@@ -34,7 +34,7 @@ INTERRUPTED = {"first sleep": SLEEP, "sleep of changed": SLEEP, "wake of all": W
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase.name in INTERRUPTED], ids=str)
+@pytest.mark.parametrize("phase", phases(*INTERRUPTED), ids=str)
 def test_interrupt_anywhere(world: World, phase: Phase) -> None:
     check_interrupts(world, phase, INTERRUPTED[phase.name])
 

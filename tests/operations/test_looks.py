@@ -10,7 +10,7 @@ import time
 import pytest
 from interrupts import name_of_code
 from support import HANGS_S, assert_no_threads
-from world import PHASES, Phase, World
+from world import Phase, World, phases
 
 from cumem_sleep import _core
 
@@ -37,7 +37,7 @@ LOOKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase.name in LOOKS], ids=str)
+@pytest.mark.parametrize("phase", phases(*LOOKS), ids=str)
 def test_stops_at_every_look(world: World, phase: Phase) -> None:
     check_looks(world, phase, LOOKS[phase.name])
 

@@ -17,7 +17,7 @@ import pytest
 from running import SECONDS, RunningVault, eventually
 from support import AWAKE, PAGE, Memory, assert_clean_exit, bf16_weights, run_script
 from test_sleeping import MakeAllocator, check, fill, leave, through
-from world import PHASES, Phase, World, check_every_call
+from world import Phase, World, check_every_call, phases
 
 from cumem_sleep import CumemSleepError, OutOfHostMemory, _core, sim
 from cumem_sleep.errors import VaultUnavailable
@@ -43,7 +43,7 @@ class VaultWorld(World):
 THROUGH_IT = ("first sleep", "sleep of changed", "wake of all", "release backups")
 
 
-@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase.name in THROUGH_IT], ids=str)
+@pytest.mark.parametrize("phase", phases(*THROUGH_IT), ids=str)
 def test_every_driver_call_may_fail_once(vault: RunningVault, phase: Phase) -> None:
     world = VaultWorld(vault=str(vault.socket))
     world.allocator._store._tier.client()  # type: ignore[attr-defined]  # whose calls are not the phase's
