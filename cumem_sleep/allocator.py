@@ -120,7 +120,7 @@ class CuMemAllocator:
         self._preparation: Preparation | None = None
         self._agreement: Agreement | None = None
         _stores.add(self._store)
-        self._digester = DeviceDigester()
+        self._digester = DeviceDigester(self.tuning)
         self._restorer = Restorer(self.tuning)
         self._compressor = Compressor(self.settings.compress == "auto", self.tuning)
         self._layer = Layer(

@@ -46,6 +46,8 @@ class Tuning:
         prepare_piece_bytes: copied by `prepare` at a time; the model's small copies queue behind it (0.15 ms).
         prepare_extent_bytes: the size of an extent that `prepare` reserves; the model's launches queue behind its
             registration (0.5 ms). Both were measured: `wake_paths.json`, `prepare_cost.json`.
+        prepare_poll_s: how long `prepare` waits before it tries again to get the lock, which it never waits for.
+        bounce_bytes: of device memory that the CPU digests at a time.
     """
 
     idle_s: float = 0.003
@@ -74,3 +76,5 @@ class Tuning:
     count_part_bytes: int = _GIB
     prepare_piece_bytes: int = 8 * _MIB
     prepare_extent_bytes: int = 32 * _MIB
+    prepare_poll_s: float = 0.001
+    bounce_bytes: int = 32 * _MIB

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import cumem_sleep
 from cumem_sleep import CuMemAllocator, CumemSleepError, Settings, _core, sim
 from cumem_sleep.backups.filling import Filling
-from cumem_sleep.digest.reference import CHUNK_BYTES
+from cumem_sleep.digest.reference import CHUNK_BYTES, Digest, digests_from, sums_of
 from cumem_sleep.pinned import node_of, pinned_table
 
 MIB = 1 << 20
@@ -209,6 +209,12 @@ def forget_devices() -> None:
     node_of.cache_clear()
     for device in range(_core.device_count()):
         _core.release_idle(device)
+
+
+def digest_of(data: npt.ArrayLike) -> Digest:
+    """By the reference: of the bytes of an array (any dtype, any length), on the CPU."""
+    content = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    return digests_from(np.array([sums_of(content)], np.uint64), [content.size])[0]
 
 
 def quick_sums(content: npt.NDArray[np.uint8], first_chunk: int = 0) -> tuple[int, int]:

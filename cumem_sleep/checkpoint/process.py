@@ -19,13 +19,6 @@ from typing import IO, Any
 from .. import _core
 from ..errors import CheckpointFailed, CumemSleepError, OutOfDeviceMemory
 
-# How long calls of this process may take to leave the driver. Not long: one of them may wait for the operation that
-# waits here, and other calls fail meanwhile.
-_CALLS_END_WITHIN_S = 2.0
-# How long work on the GPU, and calls of other libraries, may take.
-_LOCK_WITHIN_S = 10.0
-# A checkpoint copies everything that is left, and writes down what is pinned: 2.3 s for 61 GiB of it.
-_ANSWER_WITHIN_S = 180.0
 # What driver 580 says of a restore without enough memory, and of every one after that
 # (benchmarks/results/checkpoint_behaviour.json).
 _RAN_OUT, _AFTER_THAT = "CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM"
@@ -36,6 +29,23 @@ sys.path[:] = sys.argv[3:]
 from cumem_sleep.checkpoint.helper import main
 main(int(sys.argv[1]), sys.argv[2])
 """
+
+
+@dataclass(slots=True)
+class Deadlines:
+    """How long is waited for others. Nobody has to set them; tests make them short.
+
+    Attributes:
+        calls_end_s: for calls of this process to leave the driver. Not long: one of them may wait for the operation
+            that waits here, and other calls fail meanwhile.
+        lock_s: for work on the GPU, and calls of other libraries.
+        answer_s: for an answer of the helper. A checkpoint copies everything that is left, and writes down what is
+            pinned: 2.3 s for 61 GiB of it.
+    """
+
+    calls_end_s: float = 2.0
+    lock_s: float = 10.0
+    answer_s: float = 180.0
 
 
 class Refused(Exception):
@@ -82,7 +92,7 @@ def examine() -> Examination:
         Refused: it cannot be started, or cannot use the driver.
     """
     try:
-        helper = _Helper()
+        helper = _Helper(Deadlines())
         try:
             return helper.wait_until_ready()
         finally:
@@ -100,12 +110,14 @@ class ProcessCheckpoint:
     Attributes:
         taken: the last checkpoint, while it has not been brought back.
         stays: from now on the state stays on the GPU, because this process ends.
+        deadlines: how long its calls may wait.
     """
 
     def __init__(self) -> None:
         self.taken: Checkpointed | None = None
         self._turn = threading.Lock()
         self.stays = False
+        self.deadlines = Deadlines()
         self._uuids: dict[int, str] = {}  # by device
         self._helper: _Helper | None = None
         self._ran_out = False  # a restore of this checkpoint had too little memory
@@ -142,8 +154,10 @@ class ProcessCheckpoint:
             helper = self._ready_helper()
         except _HelperLost as error:
             raise Refused(str(error)) from None
-        if not _core.suspend_driver_calls(_CALLS_END_WITHIN_S):
-            raise Refused(f"other threads of this process called CUDA for longer than {_CALLS_END_WITHIN_S:.0f} s")
+        if not _core.suspend_driver_calls(self.deadlines.calls_end_s):
+            raise Refused(
+                f"other threads of this process called CUDA for longer than {self.deadlines.calls_end_s:.0f} s"
+            )
         try:
             last_check()
         except Refused:
@@ -153,7 +167,7 @@ class ProcessCheckpoint:
             answer = helper.ask(
                 {
                     "do": "checkpoint",
-                    "lock_timeout_s": _LOCK_WITHIN_S,
+                    "lock_timeout_s": self.deadlines.lock_s,
                     "uuids": list(self._uuids.values()),
                     "in_use": sorted({self._uuids[segment.device] for segment in _core.segments()}),
                 }
@@ -242,7 +256,7 @@ class ProcessCheckpoint:
     def _started_helper(self) -> _Helper:
         if self._helper is None or not self._helper.runs():
             self._end_helper()
-            self._helper = _Helper()
+            self._helper = _Helper(self.deadlines)
         return self._helper
 
     def _ready_helper(self) -> _Helper:
@@ -280,7 +294,8 @@ class _Helper:
         _HelperLost: it cannot be started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deadlines: Deadlines) -> None:
+        self._deadlines = deadlines
         self._owner = os.getpid()
         self._found: Examination | None = None
         self._received = b""
@@ -318,7 +333,7 @@ class _Helper:
 
     def _answer(self) -> dict[str, Any]:
         """The next answer that it writes. An interrupt does not end the wait: what was begun has to be finished."""
-        end = time.monotonic() + _ANSWER_WITHIN_S
+        end = time.monotonic() + self._deadlines.answer_s
         while True:
             line = self._line(end)
             with suppress(ValueError):  # not an answer: whatever is started with every Python may write there as well
@@ -335,7 +350,7 @@ class _Helper:
             part = os.read(output, 1 << 16) if is_there else b""
             if not part:
                 self.end()
-                why = "has ended" if is_there else f"has not answered within {_ANSWER_WITHIN_S:.0f} s"
+                why = "has ended" if is_there else f"has not answered within {self._deadlines.answer_s:.0f} s"
                 raise _HelperLost(f"the helper process {why}")
             self._received += part
         line, _, self._received = self._received.partition(b"\n")

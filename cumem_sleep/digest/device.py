@@ -15,12 +15,11 @@ from ..errors import CumemSleepError
 from ..extents import Lane, Piece
 from ..pinned import pinned_block
 from ..segments import by_device
+from ..tuning import Tuning
 from .reference import CHUNK_BYTES, MASK, Digest, Words, digests_from, sums_of
 
 if TYPE_CHECKING:
     from .kernel import GpuSums
-
-_BOUNCE_BYTES = 32 << 20
 
 _Result = TypeVar("_Result")
 
@@ -28,7 +27,8 @@ _Result = TypeVar("_Result")
 class DeviceDigester:
     """Digests of segments: by the Triton kernel where PyTorch and Triton reach the GPU, else on the CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: Tuning) -> None:
+        self._tuning = tuning
         self._chosen = False
         self._kernel: ModuleType | None = None
         self._reaches_host: dict[int, bool] = {}  # by device
@@ -133,7 +133,7 @@ class DigestRun:
             sums = self._on_gpu(device, _finish)
             if sums is None:
                 contents = [(segment.address, segment.bytes) for segment in mine]
-                sums = np.array([_sums_through_host(device, contents)], np.uint64).reshape(-1, 2)
+                sums = np.array([self._through_host(device, contents)], np.uint64).reshape(-1, 2)
             values = digests_from(sums, [segment.bytes for segment in mine])
             digests.update(zip((segment.id for segment in mine), values, strict=True))
         return digests
@@ -152,7 +152,7 @@ class DigestRun:
         self._on_gpu(segment.device, partial(_start, contents=[(address, nbytes)], first_chunk=first_chunk))
         sums = self._on_gpu(segment.device, _finish)
         if sums is None:
-            sums = np.array(_sums_through_host(segment.device, [(address, nbytes)], first_chunk), np.uint64)
+            sums = np.array(self._through_host(segment.device, [(address, nbytes)], first_chunk), np.uint64)
         self._copy_sums += sums
 
     def add_copy(self, segment: _core.Segment, piece: Piece, lane: Lane) -> None:
@@ -181,6 +181,14 @@ class DigestRun:
     def finish_copy(self, segment: _core.Segment) -> Digest:
         """The digest of the copy, once all of its pieces were added."""
         return digests_from(self._copy_sums, [segment.bytes])[0]
+
+    def _through_host(
+        self, device: int, contents: Sequence[tuple[int, int]], first_chunk: int = 0
+    ) -> list[tuple[int, int]]:
+        """The reference on device memory, (address, bytes), through a pinned block; works wherever the driver does."""
+        nbytes = min(self._digester._tuning.bounce_bytes, max(nbytes for _, nbytes in contents))
+        with closing(pinned_block(nbytes, device, -1)) as block, _core.CopyStream(device) as stream:
+            return [_sums_of_memory(content, first_chunk, stream, block) for content in contents]
 
     def _on_gpu(self, device: int, compute: Callable[[GpuSums], _Result]) -> _Result | None:
         """The result of `compute`; None if there is no kernel, or if it has failed."""
@@ -230,13 +238,6 @@ def _warn_of_slow_digests(reason: str) -> None:
         " install them, or set CUMEM_SLEEP_VERIFY=off and CUMEM_SLEEP_RETAIN_BACKUPS=0 to do without digests",
         reason,
     )
-
-
-def _sums_through_host(device: int, contents: Sequence[tuple[int, int]], first_chunk: int = 0) -> list[tuple[int, int]]:
-    """The reference on device memory, (address, bytes), through a pinned block; works wherever the driver does."""
-    nbytes = min(_BOUNCE_BYTES, max(nbytes for _, nbytes in contents))
-    with closing(pinned_block(nbytes, device, -1)) as block, _core.CopyStream(device) as stream:
-        return [_sums_of_memory(content, first_chunk, stream, block) for content in contents]
 
 
 def _sums_of_memory(

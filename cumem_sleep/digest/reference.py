@@ -32,7 +32,7 @@ SEEDS = (0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
 FINAL = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
 MASK = (1 << 64) - 1
 
-_NUMPY_CHUNKS = 8  # chunks at once: their state stays in a core's cache
+_CACHED_CHUNKS = 8  # their state stays in a core's cache
 
 Words = npt.NDArray[np.uint64]
 
@@ -48,19 +48,15 @@ class Digest:
         return f"{self.high:016x}{self.low:016x}"
 
 
-def digest_of(data: npt.ArrayLike) -> Digest:
-    """The reference: the digest of the bytes of an array (any dtype, any length), on the CPU."""
-    content = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-    return digests_from(np.array([sums_of(content)], np.uint64), [content.size])[0]
-
-
-def sums_of(content: npt.NDArray[np.uint8], first_chunk: int = 0) -> tuple[int, int]:
+def sums_of(
+    content: npt.NDArray[np.uint8], first_chunk: int = 0, chunks_at_once: int = _CACHED_CHUNKS
+) -> tuple[int, int]:
     """Both sums over the chunks of `content`, whose first chunk is number `first_chunk`; the end is padded with zeros.
 
     Sums of pieces that start on chunk boundaries add up (modulo 2^64) to the sums of the whole.
     """
     totals = [0, 0]
-    step = _NUMPY_CHUNKS * CHUNK_BYTES
+    step = chunks_at_once * CHUNK_BYTES
     for start in range(0, content.size, step):
         piece = content[start : start + step]
         if padding := -piece.size % CHUNK_BYTES:

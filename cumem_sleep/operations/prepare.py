@@ -20,7 +20,6 @@ from ..segments import total_bytes
 from .layer import Layer
 
 _SHORTEST_PAUSE_S = 0.0002  # in which other threads get the allocator
-_POLL_S = 0.001
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0  # for a tier that is still taking memory
 
 
@@ -254,7 +253,7 @@ class Preparation:
                         yield awake and (backup is None or backup.being_prepared)
             if has_lock:
                 return
-            self._worker.pause(_POLL_S)
+            self._worker.pause(self._tuning.prepare_poll_s)
         self._is_cut_short = True
         yield False
 

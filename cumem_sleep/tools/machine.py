@@ -28,12 +28,14 @@ class Machine:
         environment: the environment variables.
         package_paths: where to look for installed packages; None is `sys.path`.
         affinity: the cores that this process may run on.
+        little_bytes: a vault that has less left than this has too little.
     """
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     package_paths: Sequence[str] | None = None
     affinity: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
+    little_bytes: int = 4 << 30
 
     def read(self, path: str) -> str:
         """A file below the root, stripped; raises OSError."""

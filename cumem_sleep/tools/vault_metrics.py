@@ -22,8 +22,7 @@ from ..errors import CumemSleepError, VaultError
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PATH = "/metrics"
 _MOST_AT_ONCE = 16
-_FRESH_S = 1.0  # for so long an answer serves all who ask
-_DEADLINE_S = 10.0  # for one request and its answer
+_DEADLINE_S = 10.0
 
 _METRICS = (
     ("memory_bytes", "gauge", "what the vault may hold"),
@@ -100,18 +99,23 @@ class MetricsServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = _MOST_AT_ONCE
 
-    def __init__(self, host: str, port: int, text: Callable[[], str]) -> None:
+    def __init__(
+        self, host: str, port: int, text: Callable[[], str], *, fresh_s: float = 1.0, deadline_s: float = _DEADLINE_S
+    ) -> None:
         """Take the port.
 
         Args:
             port: 0: one that is free.
             text: gives the metrics. Raises CumemSleepError where there are none now.
+            fresh_s: for so long an answer serves all who ask.
+            deadline_s: for one request and its answer.
 
         Raises:
             VaultError: somebody else has the port, or this host has no such address.
         """
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._ask = text
+        self._fresh_s, self._deadline_s = fresh_s, deadline_s
         self._asking = threading.Lock()
         self._text, self._asked = "", -math.inf
         self._places = threading.BoundedSemaphore(_MOST_AT_ONCE)
@@ -134,9 +138,9 @@ class MetricsServer(socketserver.ThreadingTCPServer):
         self.server_close()
 
     def text(self) -> str:
-        """The metrics, a second old at most. Raises CumemSleepError: there are none now."""
+        """The metrics, as old as `fresh_s` at most. Raises CumemSleepError: there are none now."""
         with self._asking:
-            if time.monotonic() - self._asked >= _FRESH_S:
+            if time.monotonic() - self._asked >= self._fresh_s:
                 self._text = self._ask()
                 self._asked = time.monotonic()
             return self._text
@@ -150,7 +154,7 @@ class MetricsServer(socketserver.ThreadingTCPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Until it is answered, or the deadline: a reader that says a byte a second is not waited for."""
-        deadline = threading.Timer(_DEADLINE_S, _end, [request])
+        deadline = threading.Timer(self._deadline_s, _end, [request])
         deadline.daemon = True
         deadline.start()
         try:

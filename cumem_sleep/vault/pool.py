@@ -16,7 +16,6 @@ from .ledger import UNIT_BYTES, Ledger
 DEFAULT_SLAB_BYTES = 1 << 30
 MAX_SLABS = 200  # owners have a descriptor of each that they have bytes in
 _ALIGNMENT = 2 << 20  # a huge page
-_TRY_AGAIN_S = 5.0  # after the host had too little memory for a slab
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,14 @@ class Host:
         threads: that touch new memory.
         say: shows a line to the operator of the vault.
         reserved_huge_pages: use those, as long as there are some, before other memory.
+        try_again_s: how long after it had too little memory for a slab it is asked again.
     """
 
     room_bytes: Callable[[], int]
     threads: int
     say: Callable[[str], None]
     reserved_huge_pages: bool = False
+    try_again_s: float = 5.0
 
 
 class Pool:
@@ -152,7 +153,7 @@ class Pool:
         try:
             slab = future.result()
         except Exception as error:  # whatever it is, what is there can be used
-            self.short, self._try_again = str(error), time.monotonic() + _TRY_AGAIN_S
+            self.short, self._try_again = str(error), time.monotonic() + self._host.try_again_s
             if not self._is_short_said:
                 self._host.say(f"has {self._of_all()}, and cannot take more now: {error}")
             self._is_short_said = True

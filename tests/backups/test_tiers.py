@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from support import PAGE, Memory
+from support import PAGE, Memory, digest_of
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
 
@@ -19,7 +19,7 @@ from cumem_sleep import CuMemAllocator, OutOfHostMemory, Settings, _core, sim
 from cumem_sleep.backups.host import HostTier
 from cumem_sleep.backups.tier import Content, Stored, Tier, Wanted
 from cumem_sleep.backups.vault import VaultTier
-from cumem_sleep.digest.reference import Digest, digest_of
+from cumem_sleep.digest.reference import Digest
 from cumem_sleep.extents import Extent, Lane
 
 BUDGET = 64 << 20

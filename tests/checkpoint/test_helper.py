@@ -177,12 +177,11 @@ class TestTheProcess:
     def test_that_does_not_answer(
         self, allocator: CuMemAllocator, memory: Memory, weights: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from cumem_sleep.checkpoint import process
 
         allocator.sleep(level=3)
         os.kill(_helper_pid(), signal.SIGSTOP)
         with monkeypatch.context() as patch:
-            patch.setattr(process, "_ANSWER_WITHIN_S", 15.0)
+            patch.setattr(THIS_PROCESS.deadlines, "answer_s", 15.0)
             allocator.wake_up()  # by the next helper
         assert memory.read(weights, PAGE) == BYTES
 

@@ -452,7 +452,7 @@ class TestRefused:
         thread.start()
         inside.wait(30)
         with monkeypatch.context() as patch:
-            patch.setattr(process, "_CALLS_END_WITHIN_S", 0.05)
+            patch.setattr(process.THIS_PROCESS.deadlines, "calls_end_s", 0.05)
             self.assert_refused(allocator, allocator.sleep(level=3), "other threads")
         leave.set()
         thread.join()

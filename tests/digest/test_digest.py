@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support import PAGE, Memory, assert_clean_exit, in_thread, run_script
+from support import PAGE, Memory, assert_clean_exit, digest_of, in_thread, run_script
 
 from cumem_sleep import CuMemAllocator, DriverError, _core, sim
 from cumem_sleep.digest import device as digest
-from cumem_sleep.digest import reference
 from cumem_sleep.digest.device import DeviceDigester
-from cumem_sleep.digest.reference import CHUNK_BYTES, LANES, ROWS, Digest, digest_of, sums_of
+from cumem_sleep.digest.reference import CHUNK_BYTES, LANES, ROWS, Digest, sums_of
+from cumem_sleep.tuning import Tuning
 
 Bytes = npt.NDArray[np.uint8]
 MASK = (1 << 64) - 1
@@ -157,11 +157,9 @@ class TestDetects:
 
 class TestPieces:
     @pytest.mark.parametrize("chunks_at_once", [1, 2, 8])
-    def test_do_not_depend_on_how_many_go_at_once(self, monkeypatch: pytest.MonkeyPatch, chunks_at_once: int) -> None:
+    def test_do_not_depend_on_how_many_go_at_once(self, chunks_at_once: int) -> None:
         content = random_bytes(5 * CHUNK_BYTES + 100)
-        expected = digest_of(content)
-        monkeypatch.setattr(reference, "_NUMPY_CHUNKS", chunks_at_once)
-        assert digest_of(content) == expected
+        assert sums_of(content, chunks_at_once=chunks_at_once) == sums_of(content)
 
     def test_add_up(self) -> None:
         content = random_bytes(4 * CHUNK_BYTES + 77)
@@ -180,7 +178,7 @@ class TestDevice:
         address = allocator.malloc(pages * PAGE)
         content = memory.fill_random(address, pages * PAGE)
         (segment,) = _core.segments()
-        assert DeviceDigester().of([segment]) == {segment.id: digest_of(np.frombuffer(content, np.uint8))}
+        assert DeviceDigester(Tuning()).of([segment]) == {segment.id: digest_of(np.frombuffer(content, np.uint8))}
 
     def test_of_several_segments(self, allocator: CuMemAllocator, memory: Memory) -> None:
         expected = {}
@@ -188,26 +186,24 @@ class TestDevice:
             address = allocator.malloc(pages * PAGE)
             content = memory.fill_random(address, pages * PAGE)
             expected[_core.segments()[-1].id] = digest_of(np.frombuffer(content, np.uint8))
-        assert DeviceDigester().of(_core.segments()) == expected
-        assert in_thread(lambda: DeviceDigester().of(_core.segments()[::-1])) == expected
-        assert DeviceDigester().of([]) == {}
+        assert DeviceDigester(Tuning()).of(_core.segments()) == expected
+        assert in_thread(lambda: DeviceDigester(Tuning()).of(_core.segments()[::-1])) == expected
+        assert DeviceDigester(Tuning()).of([]) == {}
 
     @pytest.mark.sim
     @pytest.mark.parametrize("bounce_bytes", [CHUNK_BYTES, 3 * CHUNK_BYTES])
-    def test_through_a_small_bounce_buffer(
-        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, bounce_bytes: int
-    ) -> None:
+    def test_through_a_small_bounce_buffer(self, allocator: CuMemAllocator, memory: Memory, bounce_bytes: int) -> None:
         """Segments larger than the buffer are read in pieces that begin on chunks."""
-        monkeypatch.setattr(digest, "_BOUNCE_BYTES", bounce_bytes)
         address = allocator.malloc(2 * PAGE)
         content = memory.fill_random(address, 2 * PAGE)
         (segment,) = _core.segments()
-        assert DeviceDigester().of([segment])[segment.id] == digest_of(np.frombuffer(content, np.uint8))
+        digester = DeviceDigester(Tuning(bounce_bytes=bounce_bytes))
+        assert digester.of([segment])[segment.id] == digest_of(np.frombuffer(content, np.uint8))
 
     @pytest.mark.sim
     def test_runs_on_the_cpu_for_a_simulated_device(self, allocator: CuMemAllocator) -> None:
         allocator.malloc(PAGE)
-        digester = DeviceDigester()
+        digester = DeviceDigester(Tuning())
         digester.of(_core.segments())
         assert not digester.on_gpu
 
@@ -220,7 +216,7 @@ class TestDevice:
         registered_bytes = sim.stats().registered_bytes
         sim.fail(call, error="CUDA_ERROR_UNKNOWN")
         with pytest.raises(DriverError, match=call) as raised:
-            DeviceDigester().of(_core.segments())
+            DeviceDigester(Tuning()).of(_core.segments())
         assert raised.value.call == call
         assert sim.stats().registered_bytes == registered_bytes
 
@@ -243,7 +239,7 @@ class TestDevice:
         content = memory.fill_random(allocator.malloc(PAGE), PAGE)
         monkeypatch.setattr(digest, "_choose_kernel", lambda: Fails)
         (segment,) = _core.segments()
-        digester = DeviceDigester()
+        digester = DeviceDigester(Tuning())
         expected = {segment.id: digest_of(np.frombuffer(content, np.uint8))}
         assert digester.of([segment]) == expected
         assert digester.of([segment]) == expected
@@ -261,7 +257,7 @@ class TestDevice:
             import numpy as np
             from cumem_sleep.digest import device as digest
             from cumem_sleep.digest.device import DeviceDigester
-            from cumem_sleep.digest.reference import digest_of
+            from cumem_sleep.tuning import Tuning
 
             def never(*_):
                 raise AssertionError("the kernel was used")
@@ -272,7 +268,7 @@ class TestDevice:
             warnings = []
             logging.getLogger("cumem_sleep").addFilter(lambda record: warnings.append(record.getMessage()))
             digest._choose_kernel = lambda: types.SimpleNamespace(GpuSums=never, warm_up=never)
-            digester = DeviceDigester()
+            digester = DeviceDigester(Tuning())
             digester.warm_up(0)
             sim.reset()
             for _ in range(2):

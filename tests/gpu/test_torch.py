@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from snippets import snippet_at
-from support import Memory
+from support import Memory, digest_of
 
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, _core
 from cumem_sleep.digest.device import DeviceDigester
-from cumem_sleep.digest.reference import digest_of
 from cumem_sleep.transfer import routes
 from cumem_sleep.transfer.pacing import Choice
 
@@ -355,7 +354,7 @@ def test_the_gpu_digest_equals_the_reference(allocator: CuMemAllocator, memory: 
         address = allocator.malloc(size, "weights")
         contents[address] = memory.fill_random(address, size)
     segments = {segment.address: segment for segment in _core.segments()}
-    digester = DeviceDigester()
+    digester = DeviceDigester(CuMemAllocator.tuning)
     digests = digester.of(list(segments.values()))
     assert digester.on_gpu
     for address, content in contents.items():

@@ -164,7 +164,7 @@ class TestAlone:
             preparation._worker = NeverPauses(preparation._worker)  # type: ignore[assignment]
             start(preparation)
 
-        monkeypatch.setattr("cumem_sleep.operations.prepare._POLL_S", -1.0)
+        monkeypatch.setattr(allocator.tuning, "prepare_poll_s", -1.0)
         monkeypatch.setattr("cumem_sleep.operations.prepare.time.monotonic", lambda: 1000.0)
         monkeypatch.setattr(Preparation, "start", start_with_clock)
         preparation = allocator.prepare()

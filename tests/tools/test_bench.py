@@ -78,7 +78,7 @@ DEEP_ROUND = [
 
 @pytest.fixture(autouse=True)
 def _quick(nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001  (patches go before)
-    monkeypatch.setattr(link, "_SIMULATED_BYTES", 4 * MIB)
+    monkeypatch.setattr(workload.SIMULATED, "link_bytes", 4 * MIB)
     monkeypatch.setattr(digest, "sums_of", quick_sums)
 
 
@@ -193,8 +193,8 @@ def test_table_says_simulated(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.sim
 def test_chosen_sizes_are_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(workload, "_SIMULATED_WEIGHTS_BYTES", 86 * MIB)
-    monkeypatch.setattr(workload, "_SIMULATED_KV_BYTES", 8 * MIB)
+    monkeypatch.setattr(workload.SIMULATED, "weights_bytes", 86 * MIB)
+    monkeypatch.setattr(workload.SIMULATED, "kv_bytes", 8 * MIB)
     assert cli.main(["bench", "--pause", "0", "--rounds", "1", "--json"]) == 0
     output = capsys.readouterr()
     assert output.err.startswith("simulated: the sizes of a small simulated model, which fit: device 0 has room for ")

@@ -535,16 +535,14 @@ def test_a_gpu_that_is_lost_ends_the_vault_for_the_next_one(folder: pathlib.Path
 def test_memory_that_cannot_be_registered_is_said_and_tried_again(
     folder: pathlib.Path, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cumem_sleep.vault import pool, protocol
+    from cumem_sleep.vault import protocol
 
     allocator._entry.open()
     lines: list[str] = []
-    monkeypatch.setattr(pool, "_TRY_AGAIN_S", 0.0)
     monkeypatch.setattr(protocol, "BUSY_INTERVAL_S", 0.02)
     sim.fail("cuMemHostRegister", after=1)
-    vault = Vault(
-        Address(folder / "vault.sock"), 4 * PAGE, visible_gpus(), Host(lambda: 1 << 40, 1, lines.append), PAGE
-    )
+    host = Host(lambda: 1 << 40, 1, lines.append, try_again_s=0.0)
+    vault = Vault(Address(folder / "vault.sock"), 4 * PAGE, visible_gpus(), host, PAGE)
     thread = threading.Thread(target=vault.run)
     thread.start()
     client = VaultClient(folder / "vault.sock")

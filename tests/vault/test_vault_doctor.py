@@ -12,7 +12,6 @@ from running import RunningVault
 from support import PAGE
 
 from cumem_sleep import CuMemAllocator, _core, sim
-from cumem_sleep.tools import doctor
 from cumem_sleep.tools.doctor import Check, Status, examine
 from cumem_sleep.tools.doctor.vault import vault as look
 from cumem_sleep.tools.machine import Machine
@@ -25,15 +24,15 @@ SIMULATED = {"CUMEM_SLEEP_DRIVER": "sim"}
 
 
 @pytest.fixture(autouse=True)
-def _driver(allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is open; and what is little on a real machine is much here."""
+def _driver(allocator: CuMemAllocator) -> None:
+    """It is open."""
     allocator.free(allocator.malloc(PAGE))
-    monkeypatch.setattr(doctor.vault, "_LITTLE_BYTES", PAGE)
 
 
 def checked(at: object, devices: int = 1) -> Check:
+    """What is little on a real machine is much here."""
     environment = {} if at is None else {"CUMEM_SLEEP_VAULT": str(at)}
-    return look(Machine(environment=environment), range(devices))
+    return look(Machine(environment=environment, little_bytes=PAGE), range(devices))
 
 
 class TestNone:
@@ -63,7 +62,7 @@ class TestOneAnswers:
         check = checked(vault.socket)
         found = f"pid {vault.process.pid} at {vault.socket}: 64.00 MiB left of 64.00 MiB, 0 clients"
         assert check == Check("vault", Status.OK, found)
-        monkeypatch.setattr(doctor.vault.protocol, "default_socket", lambda: vault.socket)
+        monkeypatch.setattr(protocol, "default_socket", lambda: vault.socket)
         assert checked("auto") == check
         assert checked(None) == Check(
             "vault", Status.OK, f"not used (CUMEM_SLEEP_VAULT is off), but one answers: {found}"
@@ -117,7 +116,7 @@ class TestOneAnswers:
     def test_it_serves_none(
         self, vault: RunningVault, monkeypatch: pytest.MonkeyPatch, wanted: str, status: Status
     ) -> None:
-        monkeypatch.setattr(doctor.vault.protocol, "default_socket", lambda: vault.socket)
+        monkeypatch.setattr(protocol, "default_socket", lambda: vault.socket)
         asked = VaultClient.status
         others = [{"uuid": "GPU-other"}]
         monkeypatch.setattr(VaultClient, "status", lambda client: {**asked(client), "gpus": others})
@@ -126,7 +125,7 @@ class TestOneAnswers:
 
 @pytest.mark.slow
 def test_it_is_among_the_checks(vault: RunningVault) -> None:
-    report = examine(Machine(environment={**SIMULATED, "CUMEM_SLEEP_VAULT": str(vault.socket)}))
+    report = examine(Machine(environment={**SIMULATED, "CUMEM_SLEEP_VAULT": str(vault.socket)}, little_bytes=PAGE))
     (check,) = [check for check in report.checks if check.name == "vault"]
     assert check.status is Status.OK
 

@@ -73,13 +73,12 @@ class TestAnswers:
         assert b"metric 1" not in answer
         assert ask(server)[0] == 200
 
-    def test_the_vault_is_asked_once_a_second_at_most(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_answer_serves_all_who_ask_while_it_is_fresh(self) -> None:
         numbers = map(str, range(9))
-        with MetricsServer("127.0.0.1", 0, lambda: next(numbers)) as server:
-            monkeypatch.setattr(vault_metrics, "_FRESH_S", SECONDS)
+        with MetricsServer("127.0.0.1", 0, lambda: next(numbers), fresh_s=SECONDS) as server:
             assert [ask(server) for _ in range(3)] == [(200, "0")] * 3
-            monkeypatch.setattr(vault_metrics, "_FRESH_S", 0)
-            assert ask(server) == (200, "1")
+        with MetricsServer("127.0.0.1", 0, lambda: next(numbers), fresh_s=0) as server:
+            assert [ask(server) for _ in range(3)] == [(200, "1"), (200, "2"), (200, "3")]
 
     def test_a_vault_that_does_not_answer_is_503(self) -> None:
         def none() -> str:
@@ -100,14 +99,12 @@ class TestReadersThatMeanNoGood:
         eventually(lambda: server._places._value > 0, "there is room again")
         assert ask(server)[0] == 200
 
-    def test_a_request_that_never_ends_is_not_waited_for(
-        self, server: MetricsServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(vault_metrics, "_DEADLINE_S", 0.2)
-        with connect(server) as slow:
-            slow.sendall(b"GET /metrics HTTP/1.1\r\n")
-            assert slow.recv(100) == b"", "the server has ended it"
-        eventually(lambda: server._places._value == vault_metrics._MOST_AT_ONCE, "its place is free again")
+    def test_a_request_that_never_ends_is_not_waited_for(self) -> None:
+        with MetricsServer("127.0.0.1", 0, str, deadline_s=0.2) as server:
+            with connect(server) as slow:
+                slow.sendall(b"GET /metrics HTTP/1.1\r\n")
+                assert slow.recv(100) == b"", "the server has ended it"
+            eventually(lambda: server._places._value == vault_metrics._MOST_AT_ONCE, "its place is free again")
 
 
 class TestAddresses:

@@ -14,10 +14,9 @@ from ...allocator import CuMemAllocator
 from ...pinned import pinned_block
 from ..layout import PAGE_BYTES
 from .report import Link
-from .workload import Room
+from .workload import SIMULATED, Room
 
 _SIZES = tuple(gib << 30 for gib in (8, 4, 2, 1))
-_SIMULATED_BYTES = 64 << 20
 _RANDOM_BYTES = 64 << 20
 _TAG = "link"
 
@@ -25,7 +24,7 @@ _TAG = "link"
 def link_bytes(room: Room) -> int:
     """How much to copy at a time: up to 8 GiB, and at most a quarter of what is free."""
     least = room.device_bytes if room.host_bytes is None else min(room.device_bytes, room.host_bytes)
-    sizes = (_SIMULATED_BYTES,) if room.simulated else _SIZES
+    sizes = (SIMULATED.link_bytes,) if room.simulated else _SIZES
     return next((size for size in sizes if size <= least // 4), max(PAGE_BYTES, least // 4 // PAGE_BYTES * PAGE_BYTES))
 
 

@@ -133,7 +133,7 @@ class _Bench:
         """Measured on all weights, after a warm-up (which may compile the kernel)."""
         self._progress("digest", 0, 0)
         segments = [segment for segment in _core.segments() if segment.tag == "weights"]
-        digester = DeviceDigester()
+        digester = DeviceDigester(CuMemAllocator.tuning)
         seconds = []
         self._memory.settle()
         with _core.CurrentContext():

@@ -29,7 +29,6 @@ MODEL_WEIGHTS_BYTES = _MODEL_PAGES * PAGE_BYTES
 MODEL_KV_BYTES = int(54.63 * (1 << 30)) // PAGE_BYTES * PAGE_BYTES  # as vLLM 0.26 chose it on an H200
 LEAST_MODEL_BYTES = -(-_MODEL_PAGES // _EMBEDDING_PAGES) * PAGE_BYTES  # so that every segment has a page
 
-_SIMULATED_WEIGHTS_BYTES, _SIMULATED_KV_BYTES = 256 << 20, 128 << 20
 
 # Kept free: on the GPU for PyTorch's kernels and for checking, on the host for the interpreter and PyTorch.
 _DEVICE_RESERVE_BYTES, _HOST_RESERVE_BYTES = 1 << 30, 2 << 30
@@ -76,6 +75,22 @@ class Workload:
     def kv_bytes(self) -> int:
         """The total size of the KV cache."""
         return sum(self.kv_cache)
+
+
+@dataclass(slots=True)
+class SimulatedSizes:
+    """What is chosen on the simulated driver. Nobody has to set it; tests make it small.
+
+    Attributes:
+        link_bytes: copied at a time to measure the link.
+    """
+
+    weights_bytes: int = 256 << 20
+    kv_bytes: int = 128 << 20
+    link_bytes: int = 64 << 20
+
+
+SIMULATED = SimulatedSizes()
 
 
 @dataclass(frozen=True)
@@ -224,7 +239,7 @@ def _totals(request: Request, room: Room) -> tuple[int, int, str]:
     """The bytes of weights and KV cache, and how sizes that were not requested were chosen."""
     wished_weights, wished_kv, model = MODEL_WEIGHTS_BYTES, MODEL_KV_BYTES, "a Qwen3-32B beside vLLM on an H200"
     if room.simulated:
-        wished_weights, wished_kv, model = _SIMULATED_WEIGHTS_BYTES, _SIMULATED_KV_BYTES, "a small simulated model"
+        wished_weights, wished_kv, model = SIMULATED.weights_bytes, SIMULATED.kv_bytes, "a small simulated model"
     if request.weights_bytes is not None:
         return (request.weights_bytes, *_chosen_kv(request, room, request.weights_bytes))
     if request.kv_bytes is not None:
@@ -248,7 +263,7 @@ def _chosen_kv(request: Request, room: Room, weights_bytes: int, wished: int | N
     if request.kv_bytes is not None:
         return request.kv_bytes, ""
     if wished is None:
-        wished = _SIMULATED_KV_BYTES if room.simulated else MODEL_KV_BYTES
+        wished = SIMULATED.kv_bytes if room.simulated else MODEL_KV_BYTES
     chosen = max(PAGE_BYTES, min(wished, room.kv_that_fits(weights_bytes)))
     return chosen, f"a KV cache of {format_bytes(chosen)} was chosen: {room}"
 

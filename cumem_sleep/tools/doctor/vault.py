@@ -15,7 +15,6 @@ from ..machine import Machine
 from .report import Check, Status
 
 _VARIABLE = PREFIX + "VAULT"
-_LITTLE_BYTES = 4 << 30
 
 
 def vault(machine: Machine, devices: Sequence[int]) -> Check:
@@ -41,7 +40,7 @@ def vault(machine: Machine, devices: Sequence[int]) -> Check:
     if wanted != "auto" and here and not {*here} & {*served}:
         advice = "give the vault the GPUs that this process uses (--gpus); until then every sleep at level 1 is refused"
         return Check(name, Status.FAIL, f"{found}; it serves none of the GPUs here: {', '.join(served)}", advice)
-    troubles = dict(_troubles(facts, dict(zip(devices, here, strict=True)), served))
+    troubles = dict(_troubles(facts, dict(zip(devices, here, strict=True)), served, machine.little_bytes))
     if troubles:
         return Check(name, Status.WARN, "; ".join([found, *troubles]), "; ".join(troubles.values()))
     return Check(name, Status.OK, found)
@@ -56,7 +55,9 @@ def _no_vault(name: str, wanted: str, why: str) -> Check:
     return Check(name, Status.FAIL, why, "until a vault answers there, every sleep at level 1 is refused")
 
 
-def _troubles(facts: Mapping[str, Any], here: Mapping[int, str], served: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _troubles(
+    facts: Mapping[str, Any], here: Mapping[int, str], served: Sequence[str], little_bytes: int
+) -> Iterator[tuple[str, str]]:
     """What is wrong, with what to do about it."""
     for device, uuid in here.items():
         if uuid not in served:
@@ -68,5 +69,5 @@ def _troubles(facts: Mapping[str, Any], here: Mapping[int, str], served: Sequenc
     if facts["short"]:
         advice = "free host memory, or give the vault a smaller --memory"
         yield f"it cannot take more memory now: {facts['short']}", advice
-    if facts["left_bytes"] < _LITTLE_BYTES:
+    if facts["left_bytes"] < little_bytes:
         yield "it has little left", "give the vault more --memory, or see who holds it: cumem-sleep vault status"
