@@ -211,6 +211,12 @@ def forget_devices() -> None:
         _core.release_idle(device)
 
 
+def host_bytes_of(allocator: CuMemAllocator, segment: _core.Segment) -> int:
+    """How much host memory its backup takes, complete or not."""
+    backup = allocator._store._backups.get(segment.id)
+    return backup.bytes if backup else 0
+
+
 def digest_of(data: npt.ArrayLike) -> Digest:
     """By the reference: of the bytes of an array (any dtype, any length), on the CPU."""
     content = np.ascontiguousarray(data).reshape(-1).view(np.uint8)

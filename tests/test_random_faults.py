@@ -24,6 +24,7 @@ from support import (
     free_everything,
     fresh_allocator,
     hooks,
+    host_bytes_of,
     is_accessible,
     quick_sums,
     reset_simulation,
@@ -294,7 +295,7 @@ class History:
                 assert self.allocator._store.get(segment) is not None, f"backup of {name}"
                 assert not segment.has_memory, name
             if each.sleep == DROPPED:
-                assert self.allocator._store.host_bytes_of(segment) == 0, name
+                assert host_bytes_of(self.allocator, segment) == 0, name
                 assert segment.has_memory is (each.content is not None), f"{name}: memory that nobody needs"
         assert _core.reclaim() == 0
 

@@ -21,6 +21,7 @@ from support import (
     PAGE,
     free_everything,
     fresh_allocator,
+    host_bytes_of,
     is_accessible,
     quick_sums,
     reset_simulation,
@@ -337,7 +338,7 @@ class Sequences(RuleBasedStateMachine):
             assert part.mapped_bytes == sum(segment.bytes for segment, _ in mine if segment.has_memory)
         host_bytes = 0
         for segment, model in self.pairs():
-            held = self.allocator._store.host_bytes_of(segment)
+            held = host_bytes_of(self.allocator, segment)
             if model.sleep == DROPPED:
                 assert held == 0
             elif model.sleep == BACKED_UP:

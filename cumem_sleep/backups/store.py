@@ -62,11 +62,6 @@ class BackupStore:
         backup = self._backups.get(segment.id)
         return backup if backup and backup.complete else None
 
-    def host_bytes_of(self, segment: _core.Segment) -> int:
-        """How much of the tier's memory `segment`'s backup takes, complete or not."""
-        backup = self._backups.get(segment.id)
-        return backup.bytes if backup else 0
-
     def place(self) -> BackupPlace:
         """Where backups lie."""
         return self._tier.place()

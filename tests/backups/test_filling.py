@@ -14,7 +14,18 @@ from backed_up import (
     fill,
     two_blocks,  # noqa: F401  (autouse)
 )
-from support import AWAKE, MIB, PAGE, SIMULATED, Memory, around_copies, assert_no_threads, digest_eagerly, patch_touch
+from support import (
+    AWAKE,
+    MIB,
+    PAGE,
+    SIMULATED,
+    Memory,
+    around_copies,
+    assert_no_threads,
+    digest_eagerly,
+    host_bytes_of,
+    patch_touch,
+)
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, sim
 from cumem_sleep.digest.device import DigestRun
@@ -367,7 +378,7 @@ class TestParts:
             elif dirty is not None and place not in dirty:
                 assert backup is not None, "it was clean"
         memory.close()
-        held = sum(allocator._store.host_bytes_of(segment) for segment in _core.segments())
+        held = sum(host_bytes_of(allocator, segment) for segment in _core.segments())
         assert allocator._store.host_bytes == held
         if SIMULATED:
             assert sim.stats().registered_bytes == held

@@ -34,7 +34,16 @@ from compression import (
     zeros,
 )
 from preparing import Turns, finished, on_preparing_thread
-from support import DEVICE_BYTES, PAGE, Cuda, assert_thread_ends_in_order, free_everything, in_thread, run_script
+from support import (
+    DEVICE_BYTES,
+    PAGE,
+    Cuda,
+    assert_thread_ends_in_order,
+    free_everything,
+    host_bytes_of,
+    in_thread,
+    run_script,
+)
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, sim
 from cumem_sleep.codec.compressor import Compressor
@@ -205,7 +214,7 @@ class TestPrepare:
             sim.reset()
             _core.synchronize(0)  # fails if work on the device found its memory gone
             ready = [s for s in _core.segments() if allocator._store.get(s) is not None]
-            if allocator._store.host_bytes != sum(map(allocator._store.host_bytes_of, ready)):
+            if allocator._store.host_bytes != sum(host_bytes_of(allocator, segment) for segment in ready):
                 problems.append(f"{call} number {position + 1}: half a backup is left")
             if allocator.sleep().clean_bytes != 2 * PAGE * len(ready):
                 problems.append(f"{call} number {position + 1}: a backup is not of the segment's bytes")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import AWAKE, BACKED_UP, DROPPED
+from support import AWAKE, BACKED_UP, DROPPED, host_bytes_of
 from test_torch_processes import check_clean, run
 
 from cumem_sleep import BackupMismatch, CuMemAllocator, InvalidState, _core
@@ -376,8 +376,8 @@ def test_of_all_kinds_at_once(allocator: CuMemAllocator) -> None:
         assert DROPPED not in states()
         assert layouts(allocator, weights)[: len(names)] == names
         raw = segment_of(weights[len(names) - 1])
-        assert allocator._store.host_bytes_of(raw) == raw.bytes == 32 * MIB
-        assert allocator._store.host_bytes_of(segment_of(weights[0])) <= EXACT * WORTHWHILE * 32 * MIB
+        assert host_bytes_of(allocator, raw) == raw.bytes == 32 * MIB
+        assert host_bytes_of(allocator, segment_of(weights[0])) <= EXACT * WORTHWHILE * 32 * MIB
         woke = allocator.wake_up()
         assert woke.verified_bytes == slept.copied_bytes + slept.clean_bytes == allocator.get_current_usage()
         assert woke.stored_bytes <= host_bytes(allocator) <= EXACT * woke.stored_bytes
@@ -422,7 +422,7 @@ def test_only_what_changed_is_encoded_again(allocator: CuMemAllocator) -> None:
     weights[2].view(torch.float16).copy_(normal(torch.float16, 32 * MIB))
     weights[3].view(torch.uint8).copy_(noise(32 * MIB))
     cycle(copied=2, names=("bf16", "bf16", "fp16", None))
-    assert allocator._store.host_bytes_of(segment_of(weights[3])) == 32 * MIB
+    assert host_bytes_of(allocator, segment_of(weights[3])) == 32 * MIB
     weights[2].zero_()
     weights[3].copy_(bf16(32 * MIB))
     cycle(copied=2)

@@ -23,7 +23,7 @@ from preparing import (
     small_pieces,  # noqa: F401  (autouse)
     until_asked_to_stop,
 )
-from support import AWAKE, PAGE, SIMULATED, Cuda, Memory, hooks, in_thread
+from support import AWAKE, PAGE, SIMULATED, Cuda, Memory, hooks, host_bytes_of, in_thread
 
 from cumem_sleep import CuMemAllocator, _core, sim
 from cumem_sleep.operations.prepare import Preparation
@@ -110,7 +110,7 @@ class TestBesideOthers:
         assert preparation.error is None
         for segment in _core.segments():
             backup = allocator._store.get(segment)
-            assert allocator._store.host_bytes_of(segment) == (0 if backup is None else PAGE), "half a backup is left"
+            assert host_bytes_of(allocator, segment) == (0 if backup is None else PAGE), "half a backup is left"
         assert not any(backup.being_prepared for backup in allocator._store._backups.values())
         if act in ("look", "allocate"):
             assert backed_up_bytes(allocator) == 2 * PAGE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support import PAGE, SIMULATED, Memory, quick_sums
+from support import PAGE, SIMULATED, Memory, host_bytes_of, quick_sums
 from waking import check_bytes, fill
 
 from cumem_sleep import CuMemAllocator, _core, sim
@@ -46,7 +46,7 @@ class TestManySegments:
         segments = _core.segments()
         addresses = [segment.address for segment in segments]
         allocator.free(addresses[1])
-        assert [allocator._store.host_bytes_of(segment) for segment in segments] == [PAGE, 0, PAGE]
+        assert [host_bytes_of(allocator, segment) for segment in segments] == [PAGE, 0, PAGE]
         del contents[addresses[1]]
         assert allocator.sleep().copied_bytes == 0
         allocator.free(addresses[2])
