@@ -136,7 +136,8 @@ def _write_programs(folder: pathlib.Path) -> None:
         "pip": f"{ours} pip",
     }
     if curl := shutil.which("curl"):
-        commands["curl"] = f"{curl} --fail --silent --show-error"
+        # Started with a sanitizer that it was not built with, it hangs.
+        commands["curl"] = f"env -u LD_PRELOAD {curl} --fail --silent --show-error"
     for name, command in commands.items():
         program = folder / name
         program.write_text(f'#!/bin/sh\nexport PATH={path}\nexec {command} "$@"\n')
