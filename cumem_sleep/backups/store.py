@@ -119,6 +119,10 @@ class BackupStore:
         nbytes = total_bytes(segment for segment in segments if segment.id not in self._backups)
         return least_bytes(nbytes) if compressed else nbytes
 
+    def has_free(self, segments: Iterable[_core.Segment]) -> bool:
+        """Whether the tier has free memory for new backups of `segments`, however they are stored."""
+        return self._tier.has_free(total_bytes(segments))
+
     def check(self, needed: int, keep: Iterable[_core.Segment]) -> None:
         """Raise if a limit leaves too little room, or evict as many retained backups as needed, oldest first.
 

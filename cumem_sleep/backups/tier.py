@@ -64,8 +64,9 @@ class Footprint(NamedTuple):
 class Tier(ABC):
     """A place for extents. Not thread safe: the allocator's lock guards it.
 
-    What every tier does is abstract. The rest is in two groups, of which a tier overrides all or nothing: those whose
-    extents other processes may share, or that evict by themselves; and those where releasing takes long.
+    What every tier does is abstract. The rest is in three groups, of which a tier overrides all or nothing: those whose
+    extents other processes may share, or that evict by themselves; those whose memory is ready before it is reserved;
+    and those where releasing takes long.
     """
 
     # What every tier does
@@ -142,6 +143,12 @@ class Tier(ABC):
             The indices of those that have been evicted.
         """
         return []
+
+    # Where memory is ready before it is reserved. Otherwise an operation reserves all that it needs at once
+
+    def has_free(self, nbytes: int) -> bool:  # noqa: ARG002
+        """Whether this much is free and ready, or soon will be: so an operation may reserve it bit by bit."""
+        return False
 
     # Where releasing takes long. Otherwise it is done at once
 

@@ -138,6 +138,9 @@ class VaultTier(Tier):
         self._extents.update((id(extent), extent) for extents in reserved.values() for extent in extents)
         return [tuple(reserved[place]) for place in range(len(wanted))]
 
+    def has_free(self, nbytes: int) -> bool:  # noqa: D102
+        return self.client().free_bytes() >= nbytes
+
     def can_rewrite(self, extents: Sequence[Extent]) -> bool:  # noqa: D102
         return all(each.sealed is None and self._keeps(each) for each in _mine(extents))
 

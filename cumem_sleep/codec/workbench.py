@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,6 +80,7 @@ class Workbench:
         self._turn = 0
         self._warned = False
         self._slots: list[Slot] = []  # before the memory: destroyed in this order if nobody closes them
+        self._samples: list[Samples] = []  # being copied
         self._kept: Kept | Cleared | None = None
         self._memory: _core.Scratch | None = None
         try:
@@ -123,6 +124,8 @@ class Workbench:
                 stack.callback(self._memory.close)
             if self._kept is not None:
                 stack.callback(self._kept.put_back)
+            for samples in self._samples:
+                stack.callback(samples.close)
             for slot in self._slots:
                 stack.callback(slot.close)
 
@@ -133,6 +136,24 @@ class Workbench:
             DriverError: the driver refused.
             CodecError: a kernel failed.
         """
+        plans: list[Plan] = []
+        for first in range(0, len(segments), _CHOSEN_AT_ONCE):  # while the GPU counts those before
+            plans.append(self.begin_plan(segments[first : first + _CHOSEN_AT_ONCE], {}))
+            for plan in plans[-2:-1]:
+                plan.count()
+        return {segment_id: encoding for plan in plans for segment_id, encoding in plan.finish().items()}
+
+    def begin_plan(self, segments: Sequence[_core.Segment], codes: Mapping[int, Code]) -> Plan:
+        """Begin to plan how to encode `segments`; may be called between calls of `encode`.
+
+        Args:
+            codes: by id, for segments whose codes are known already. The others get theirs from samples.
+
+        Raises:
+            DriverError: the driver refused.
+            CodecError: a kernel failed.
+        """
+        plan = Plan(self, segments)
         if not self.has_memory:
             if segments and not self._warned:
                 self._warned = True
@@ -141,30 +162,21 @@ class Workbench:
                     " this time",
                     self._device,
                 )
-            return {}
+            return plan
         segments = [segment for segment in segments if segment.bytes % CHUNK_BYTES == 0]
-        if not segments:
-            return {}
-        counts: list[Count] = []
-        for first in range(0, len(segments), _CHOSEN_AT_ONCE):  # while the GPU counts those before
-            part = segments[first : first + _CHOSEN_AT_ONCE]
-            by_layout: dict[Layout, list[tuple[_core.Segment, Code]]] = {}
-            for segment, code in zip(part, choose_codes(self._samples(part), _WORTH), strict=True):
-                if code is not None:
-                    by_layout.setdefault(code.layout, []).append((segment, code))
-            counts += [self._count(chosen) for chosen in by_layout.values()]
-        return {segment_id: encoding for count in counts for segment_id, encoding in count.finish().items()}
+        plan.counts += self._counts([(segment, codes.get(segment.id)) for segment in segments])
+        if new := [segment for segment in segments if segment.id not in codes]:
+            plan.samples = Samples(new, self._device)
+            self._samples.append(plan.samples)
+            plan.samples.begin()
+        return plan
 
-    def begin_count(self, coded: Sequence[tuple[_core.Segment, Code]]) -> Count:
-        """Begin to count the encoded sizes of these segments, all of one layout, with these codes.
-
-        As `plan`, with codes that are known already; may be called between calls of `encode`.
-
-        Raises:
-            DriverError: the driver refused.
-            CodecError: a kernel failed.
-        """
-        return self._count(coded)
+    def count_sampled(self, samples: Samples) -> list[Count]:
+        """Choose codes for the segments of these samples, and begin to count with them; the samples are closed."""
+        codes = choose_codes(samples.content(), _WORTH)
+        samples.close()
+        self._samples.remove(samples)
+        return self._counts(zip(samples.segments, codes, strict=True))
 
     def encode(self, runs: Iterable[EncodedRun], transfers: Transfers) -> None:
         """Encode chunks and copy them to their places in the extents.
@@ -314,6 +326,14 @@ class Workbench:
         slot.finish()
         return slot
 
+    def _counts(self, coded: Iterable[tuple[_core.Segment, Code | None]]) -> list[Count]:
+        """Begin to count the encoded sizes of those segments that have codes: one count for each layout."""
+        by_layout: dict[Layout, list[tuple[_core.Segment, Code]]] = {}
+        for segment, code in coded:
+            if code is not None:
+                by_layout.setdefault(code.layout, []).append((segment, code))
+        return [self._count(chosen) for chosen in by_layout.values()]
+
     def _count(self, chosen: Sequence[tuple[_core.Segment, Code]]) -> Count:
         """Begin to count the encoded sizes of these segments, all of one layout."""
         layout = chosen[0][1].layout
@@ -336,21 +356,6 @@ class Workbench:
             result.slots.append((first, slot))
         return result
 
-    def _samples(self, segments: Sequence[_core.Segment]) -> npt.NDArray[np.uint8]:
-        """A sample of each segment, from places all over it; shape (segments, _SAMPLE_BYTES)."""
-        block = pinned_block(len(segments) * _SAMPLE_BYTES, self._device, -1)
-        with closing(block), _core.CopyStream(self._device) as stream:  # no copy is in flight when the block is freed
-            for number, segment in enumerate(segments):
-                places = 1 << (min(_SAMPLE_PLACES, segment.bytes // CHUNK_BYTES).bit_length() - 1)
-                nbytes = _SAMPLE_BYTES // places
-                for place in range(places):
-                    address = segment.address + segment.bytes // places * place
-                    stream.to_host(block, number * _SAMPLE_BYTES + place * nbytes, address, nbytes)
-            stream.synchronize()
-            content = np.frombuffer(memoryview(block), np.uint8)[: len(segments) * _SAMPLE_BYTES]
-            samples: npt.NDArray[np.uint8] = content.reshape(-1, _SAMPLE_BYTES).copy()
-            return samples
-
     def _take_memory(self, spare_bytes: int, lenders: Sequence[_core.Segment], *, keep_bytes: bool) -> tuple[int, int]:
         """The address of all slots (0: there is no memory), and how many bytes of chunks each takes."""
         for slot_bytes in self._tuning.slot_bytes:
@@ -372,6 +377,72 @@ class Workbench:
         return segment.address, self._tuning.lent_slot_bytes
 
 
+class Samples:
+    """A sample of each segment, from places all over it, copied to the host. Close it before the segments change."""
+
+    def __init__(self, segments: Sequence[_core.Segment], device: int) -> None:
+        self.segments = segments
+        self._stream = _core.CopyStream(device)  # before the block: destroyed in this order if nobody closes this
+        self._block = pinned_block(len(segments) * _SAMPLE_BYTES, device, -1)
+
+    def begin(self) -> None:
+        """Begin to copy them."""
+        for number, segment in enumerate(self.segments):
+            places = 1 << (min(_SAMPLE_PLACES, segment.bytes // CHUNK_BYTES).bit_length() - 1)
+            nbytes = _SAMPLE_BYTES // places
+            for place in range(places):
+                address = segment.address + segment.bytes // places * place
+                self._stream.to_host(self._block, number * _SAMPLE_BYTES + place * nbytes, address, nbytes)
+
+    def content(self) -> npt.NDArray[np.uint8]:
+        """Wait for the copies, and return them; shape (segments, _SAMPLE_BYTES)."""
+        self._stream.synchronize()
+        content = np.frombuffer(memoryview(self._block), np.uint8)[: len(self.segments) * _SAMPLE_BYTES]
+        samples: npt.NDArray[np.uint8] = content.reshape(-1, _SAMPLE_BYTES).copy()
+        return samples
+
+    def close(self) -> None:
+        """Wait for the copies, and free the memory. Closing again does nothing."""
+        with closing(self._block), self._stream:
+            pass
+
+
+@dataclass
+class Plan:
+    """How to encode some segments of one device. It is found in steps, between which the caller can do other work.
+
+    Attributes:
+        counts: that were begun.
+        samples: by which the codes are still to be chosen.
+    """
+
+    workbench: Workbench
+    segments: Sequence[_core.Segment]
+    counts: list[Count] = field(default_factory=list)
+    samples: Samples | None = None
+
+    def count(self) -> None:
+        """Wait for the samples, choose codes by them, and begin to count the encoded sizes; once is enough.
+
+        Raises:
+            DriverError: the driver refused.
+            CodecError: a kernel failed.
+        """
+        samples, self.samples = self.samples, None
+        if samples is not None:
+            self.counts += self.workbench.count_sampled(samples)
+
+    def finish(self) -> dict[int, Encoding]:
+        """Wait for the counts: how to encode each segment, by id, without those better stored uncompressed.
+
+        Raises:
+            DriverError: the driver refused.
+            CodecError: a kernel failed.
+        """
+        self.count()
+        return {segment_id: encoding for count in self.counts for segment_id, encoding in count.finish().items()}
+
+
 @dataclass
 class Count:
     """Sizes of encoded chunks, which are being counted; each is 0 until its count has finished.
@@ -384,11 +455,6 @@ class Count:
     chosen: Sequence[tuple[_core.Segment, Code]]
     sizes: npt.NDArray[np.int64]
     slots: list[tuple[int, Slot]] = field(default_factory=list)
-
-    @property
-    def segments(self) -> list[_core.Segment]:
-        """The segments of `chosen`."""
-        return [segment for segment, _ in self.chosen]
 
     def finish(self) -> dict[int, Encoding]:
         """How to encode each segment, by id, without those that would not become smaller."""
@@ -407,18 +473,15 @@ def close_all(workbenches: Iterable[Workbench]) -> None:
             stack.callback(workbench.close)
 
 
-def parts_to_count(
-    coded: Iterable[tuple[_core.Segment, Code]], part_bytes: int
-) -> Iterator[list[tuple[_core.Segment, Code]]]:
-    """Parts in order, each of one device and layout, and no larger than the limit unless a single segment is."""
-    part: list[tuple[_core.Segment, Code]] = []
+def parts_to_plan(segments: Iterable[_core.Segment], part_bytes: int) -> Iterator[list[_core.Segment]]:
+    """Parts in order, each of one device, and no larger than the limit unless a single segment is."""
+    part: list[_core.Segment] = []
     nbytes = 0
-    for segment, code in coded:
-        fits = nbytes + segment.bytes <= part_bytes
-        if part and not (fits and (segment.device, code.layout) == (part[0][0].device, part[0][1].layout)):
+    for segment in segments:
+        if part and (nbytes + segment.bytes > part_bytes or segment.device != part[0].device):
             yield part
             part, nbytes = [], 0
-        part.append((segment, code))
+        part.append(segment)
         nbytes += segment.bytes
     if part:
         yield part

@@ -14,7 +14,7 @@ from .. import _core, log
 from ..backups.filling import Filling
 from ..codec.encoding import Encoding
 from ..codec.exponent import Code
-from ..codec.workbench import Count, Workbench, close_all, parts_to_count
+from ..codec.workbench import Plan, Workbench, close_all, parts_to_plan
 from ..digest.device import DigestRun
 from ..digest.reference import Digest
 from ..errors import CodecError, CumemSleepError, DriverError, InvalidState, OutOfHostMemory, counted
@@ -101,7 +101,8 @@ class _BackingUp:
     """Brings the backups of some segments up to date: `run` copies what changed.
 
     A segment whose backup has room for it, stored in the same way again, is digested part by part, while earlier
-    parts are copied. The rest is digested first, and all the memory that it needs is taken before any copy.
+    parts are copied. So are the others, if the tier has free memory for them. Otherwise they are digested first, and
+    all the memory that they need is taken before any copy.
 
     Args:
         dropped: segments whose memory the codec may borrow, if the device has none left.
@@ -127,41 +128,44 @@ class _BackingUp:
         self._timer = timer
         self.found: dict[int, _core.Segment] = {}
         self._changed: set[int] = set()  # ids of the segments found to have changed so far
+        self._was_short = False  # the tier had too little memory
         self._undigested: deque[_core.Segment] = deque()  # of those that this attempt rewrites
         self._part_bytes: float = 0  # the least size of the next part of them
 
     def run(self) -> list[_core.Segment]:
         """Copy what changed, and return it. Until a check shows that nobody wrote meanwhile, backups are incomplete."""
         while True:
-            rewritten = [segment for segment in self._segments if self._can_be_rewritten(segment)]
+            with self._timer("host_memory"):
+                in_parts = self._in_parts()
             try:
-                return self._try(rewritten)
+                return self._try(in_parts)
             except CodecError as error:
                 if not self._compressor.on:
                     raise  # nothing is left to give up
                 self._compressor.give_up(error)
             except OutOfHostMemory:
-                if not any(segment.id in self._changed for segment in rewritten):
+                if not any(segment.id in self._changed for segment in in_parts):
                     raise
+                self._was_short = True
                 # The old backups of changed segments are worthless, and their memory may be what is missing. Without
                 # them everything is planned, and checked, at once.
                 self._store.forget(self._changed)
                 with self._timer("digest"):
-                    rest = self._changed_of(rewritten)
+                    rest = self._changed_of(in_parts)
                 self._store.forget(segment.id for segment in rest)
 
-    def _try(self, rewritten: Sequence[_core.Segment]) -> list[_core.Segment]:
-        """Make one attempt at `run`. The segments `rewritten` have backups that can be overwritten in place."""
-        known = {segment.id for segment in rewritten}
+    def _try(self, in_parts: Sequence[_core.Segment]) -> list[_core.Segment]:
+        """Make one attempt at `run`. The memory for the segments `in_parts` need not be taken before any copy."""
+        known = {segment.id for segment in in_parts}
         others = [segment for segment in self._segments if segment.id not in known]
         if not self._compressor.on:  # otherwise their sizes are not known yet
             with self._timer("host_memory"):
-                self._store.check(self._store.needed_bytes(others, compressed=False), self._segments)
+                self._store.check(self._store.needed_bytes(self._segments, compressed=False), self._segments)
             if others:
                 # While new pages are prefaulted a digest takes long, because its table needs memory.
                 with self._timer("digest"):
                     self._digests.take(self._segments)
-        self._undigested, self._part_bytes = deque(rewritten), self._tuning.head_bytes
+        self._undigested, self._part_bytes = deque(in_parts), self._tuning.head_bytes
         with self._timer("digest"):
             new = self._changed_of(others)
             part = self._next_changed()
@@ -169,7 +173,7 @@ class _BackingUp:
             return []
         taken = self._digests.taken
         maybe_changed = [*new, *part, *(segment for segment in self._undigested if segment.id not in taken)]
-        with self._store.filling([*new, *rewritten]) as filling, self._workbenches(maybe_changed) as workbenches:
+        with self._store.filling([*new, *in_parts]) as filling, self._workbenches(maybe_changed) as workbenches:
             encodings: dict[int, Encoding] = {}
             if workbenches:
                 with self._timer("plan"):
@@ -184,42 +188,53 @@ class _BackingUp:
                 self._store.take(new, self._segments, encodings)
             with self._timer("copy"):
                 filling.add(new, workbenches)
-                self._rewrite(part, filling, workbenches)
+                self._copy_parts(part, filling, workbenches)
                 self._digests.begin_check(filling.in_flight)
                 return filling.finish()
 
-    def _rewrite(self, part: list[_core.Segment], filling: Filling, workbenches: Mapping[int, Workbench]) -> None:
-        """Copy `part` into the backups that it has, and after it what else has changed.
+    def _copy_parts(self, part: list[_core.Segment], filling: Filling, workbenches: Mapping[int, Workbench]) -> None:
+        """Copy `part`, and after it what else has changed.
 
         The next part is digested while copies of the parts before it are in flight. Likewise, while segments are
-        encoded, the GPU counts the sizes of the next ones: one count is always ahead.
+        encoded, the GPU counts the sizes of the next ones, and copies samples of those after that to the host.
         """
-        counts: deque[Count] = deque()
+        plans: deque[Plan] = deque()
         while part:
             if workbenches:
-                for coded in parts_to_count(self._coded(part), self._tuning.count_part_bytes):
-                    counts.append(workbenches[coded[0][0].device].begin_count(coded))
-                    if len(counts) > 1:
-                        self._rewrite_counted(counts.popleft(), filling, workbenches)
+                for one in parts_to_plan(chain.from_iterable(by_device(part).values()), self._tuning.count_part_bytes):
+                    plans.append(workbenches[one[0].device].begin_plan(one, self._codes(one)))
+                    for before in [*plans][-2:-1]:
+                        before.count()
+                    if len(plans) > (1 if plans[-1].samples is None else 2):
+                        self._copy_planned(plans.popleft(), filling, workbenches)
             else:
                 self._store.take(part, self._segments, {})
                 filling.add(part, {})
             part = self._next_changed()
-        if counts:
-            self._rewrite_counted(counts.popleft(), filling, workbenches)
+        while plans:
+            plans[-1].count()
+            self._copy_planned(plans.popleft(), filling, workbenches)
 
-    def _rewrite_counted(self, count: Count, filling: Filling, workbenches: Mapping[int, Workbench]) -> None:
-        """Encode and copy the segments of a count: with their old codes, unless their values are very different now."""
-        encodings = count.finish()
-        unfit = [s for s in count.segments if not self._store.has_room_for(s, encodings.get(s.id))]
+    def _copy_planned(self, plan: Plan, filling: Filling, workbenches: Mapping[int, Workbench]) -> None:
+        """Encode and copy segments: with the codes of their backups, unless their values are very different now."""
+        encodings = plan.finish()
+        rewritten = [segment for segment in plan.segments if self._store.encoding_of(segment)]
+        unfit = [s for s in rewritten if not self._store.has_room_for(s, encodings.get(s.id))]
         encodings.update(_planned(unfit, workbenches))
-        self._store.take(count.segments, self._segments, encodings)
-        filling.add(count.segments, workbenches)
+        self._store.take(plan.segments, self._segments, encodings)
+        filling.add(plan.segments, workbenches)
 
-    def _coded(self, part: Iterable[_core.Segment]) -> list[tuple[_core.Segment, Code]]:
-        """The segments that have an encoded backup, device by device, with the codes of these backups."""
-        segments = chain.from_iterable(by_device(part).values())
-        return [(segment, e.code) for segment in segments if (e := self._store.encoding_of(segment))]
+    def _codes(self, part: Iterable[_core.Segment]) -> dict[int, Code]:
+        """The codes of the encoded backups that segments of `part` have, by the segments' ids."""
+        return {segment.id: e.code for segment in part if (e := self._store.encoding_of(segment))}
+
+    def _in_parts(self) -> list[_core.Segment]:
+        """The segments whose backups need no memory, or of which the tier has enough free."""
+        rewritten = {segment.id for segment in self._segments if self._can_be_rewritten(segment)}
+        others = [segment for segment in self._segments if segment.id not in rewritten]
+        if others and not self._was_short and self._store.has_free(others):
+            return [*self._segments]
+        return [segment for segment in self._segments if segment.id in rewritten]
 
     def _can_be_rewritten(self, segment: _core.Segment) -> bool:
         if self._compressor.on:

@@ -295,6 +295,11 @@ class VaultClient:
             facts = self._ask("reserve", gpu=gpu, sizes=list(sizes), wait=False)["backups"]
             return None if facts is None else [self._backup(each) for each in self._readable(facts)]
 
+    def free_bytes(self) -> int:
+        """What could be reserved without evicting anything, with what the vault is still taking."""
+        nbytes: int = self._ask("room")["free_bytes"]
+        return nbytes
+
     def find(self, gpu: str, keys: Sequence[Key]) -> list[Backup | None]:
         """For each, a share in the backup that has these bytes, if there is one."""
         with self._turn():

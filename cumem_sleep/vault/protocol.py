@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from ..errors import DriverError, InvalidArgument, InvalidState, OutOfHostMemory, VaultError
 
-VERSION = 1
+VERSION = 2
 MAX_REQUEST_BYTES = 8 << 20
 MAX_ANSWER_BYTES = 64 << 20
 MAX_AT_ONCE = 1 << 16  # of one list in a request

@@ -178,6 +178,9 @@ class Service:
         self._waiting.append(_Reservation(asked, gpu, sizes, boolean(asked.body, "wait")))
         self.serve_waiting()
 
+    def _room(self, asked: _Request) -> _Answer:
+        return {"free_bytes": self._pool.ledger.free_bytes + self._pool.bytes_to_come()}
+
     def _withdraw(self, asked: _Request) -> _Answer:
         """The client does not wait any more for the memory that it asked for."""
         given_up = integer(asked.body, "request")
@@ -498,6 +501,7 @@ _REQUESTS: Mapping[str, Callable[[Service, _Request], _Answer | None]] = {
     "copy": Service._copy,
     "forget": Service._take_back,
     "resume": Service._resume,
+    "room": Service._room,
     "withdraw": Service._withdraw,
     "show": Service._show,
     "status": Service._status,

@@ -103,6 +103,17 @@ class TestRoom:
         assert [extent.bytes for extent in extents] == SIZES
         tier.release(extents)
 
+    def test_what_is_said_to_be_free_can_be_reserved_bit_by_bit(self, tier: Tier) -> None:
+        assert not tier.has_free(1 << 50)
+        if tier.has_free(8 << 20):
+            held = [reserve(tier, 1 << 20) for _ in range(8)]
+            while tier.has_free(1 << 20):
+                held.append(reserve(tier, 1 << 20))
+                assert len(held) <= 64
+            for extents in held:
+                tier.release(extents)
+            assert tier.has_free(8 << 20)
+
     def test_the_budget_is_a_limit(self, tier: Tier) -> None:
         left = {limit.name: limit.available_bytes for limit in tier.limits(BUDGET - PAGE)}
         assert left["budget"] == PAGE

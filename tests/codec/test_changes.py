@@ -35,7 +35,7 @@ from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, _core, si
 from cumem_sleep.backups.filling import Filling
 from cumem_sleep.codec.compressor import Compressor
 from cumem_sleep.codec.kernels import SimulatedKernels
-from cumem_sleep.codec.workbench import Workbench
+from cumem_sleep.codec.workbench import Samples, Workbench
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.digest.reference import Digest
 
@@ -79,7 +79,7 @@ class TestChanges:
             contents[address] = bf16(2 * PAGE, random)
             write(address, contents[address])
         with monkeypatch.context() as patch:
-            patch.setattr(Workbench, "_samples", None)
+            patch.setattr(Samples, "begin", None)
             report = allocator.sleep()
         assert report.copied_bytes == 2 * 2 * PAGE
         after = [allocator._store._backups[at(address).id] for address in contents]

@@ -88,8 +88,8 @@ def test_interrupt_of_a_sleep_of_changed(world: World, monkeypatch: pytest.Monke
     """Whose backups are written to again, while the next part is counted."""
     monkeypatch.setattr(CuMemAllocator.tuning, "count_part_bytes", part_bytes)
     (phase,) = phases("sleep of changed")
-    bench = (Workbench.encode, Workbench.begin_count, Workbench._count, Workbench.finish, workbench.parts_to_count)
-    backing_up = (sleep._BackingUp._try, sleep._BackingUp._rewrite, sleep._BackingUp._rewrite_counted)
+    bench = (Workbench.encode, Workbench.begin_plan, Workbench._count, Workbench.finish, workbench.parts_to_plan)
+    backing_up = (sleep._BackingUp._try, sleep._BackingUp._copy_parts, sleep._BackingUp._copy_planned)
     check_interrupts(world, phase, (*bench, store, filling, *backing_up), only_there=True)
 
 

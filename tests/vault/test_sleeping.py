@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +28,10 @@ import cumem_sleep
 from cumem_sleep import CodecError, CuMemAllocator, InvalidState, OutOfHostMemory, _core, sim
 from cumem_sleep.backups.filling import Filling
 from cumem_sleep.backups.vault import VaultTier, name_of
+from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
 from cumem_sleep.vault.client import Backup, Sealed, VaultClient
+from cumem_sleep.vault.ledger import Key
 
 pytestmark = pytest.mark.sim
 
@@ -186,6 +189,91 @@ class TestCycles:
             allocator.sleep()
         assert {segment.sleep for segment in _core.segments()} == {AWAKE}
         check(memory, contents)
+
+    def test_what_is_new_is_digested_part_by_part_while_it_is_copied(
+        self, through: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, compress: str
+    ) -> None:
+        """The vault's memory is there already, so nothing has to be known of the last part to begin with the first."""
+        allocator = through(compress=compress)
+        for size in ("head_bytes", "digest_part_bytes", "count_part_bytes"):
+            monkeypatch.setattr(allocator.tuning, size, 2 * PAGE)
+        contents = fill(allocator, memory, *["weights"] * 4)
+        places = {segment.id: place for place, segment in enumerate(_core.segments())}
+        calls: list[object] = []
+        start, add = DigestRun.start, Filling.add
+
+        def noted_start(run: DigestRun, segments: Sequence[_core.Segment]) -> None:
+            calls.append([places[segment.id] for segment in segments])
+            start(run, segments)
+
+        def noted_add(filling: Filling, part: Sequence[_core.Segment], *arguments: Any) -> None:
+            calls.append(("copy", *(places[segment.id] for segment in part)))
+            add(filling, part, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DigestRun, "start", noted_start)
+            patch.setattr(Filling, "add", noted_add)
+            report = allocator.sleep()
+        assert report.copied_bytes == 8 * PAGE
+        copies = [call for call in calls if call and call[0] == "copy"]  # type: ignore[index]
+        assert copies == [("copy",), ("copy", 0), ("copy", 1), ("copy", 2), ("copy", 3)]
+        assert calls.index(("copy", 0)) < calls.index([3])
+        assert [call for call in calls if call and call[0] != "copy"][:4] == [[0], [1], [2], [3]]  # type: ignore[index]
+        allocator.wake_up()
+        check(memory, contents)
+
+    @pytest.mark.parametrize("free", [True, False])
+    def test_memory_that_runs_short_between_two_parts(
+        self, through: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, compress: str, free: bool
+    ) -> None:
+        """Somebody else takes what was free a moment ago: the error names all that is needed."""
+        allocator = through(compress=compress)
+        for size in ("head_bytes", "digest_part_bytes", "count_part_bytes"):
+            monkeypatch.setattr(allocator.tuning, size, 4 * PAGE)
+        contents: dict[int, bytes] = {}
+        for number in range(10):  # 80 MiB of 64, and random bytes cannot be compressed
+            address = allocator.malloc(4 * PAGE, "weights")
+            contents[address] = np.random.default_rng(number).bytes(4 * PAGE)
+            memory.write(address, contents[address])
+        added: list[int] = []
+        add = Filling.add
+
+        def noted_add(filling: Filling, part: Sequence[_core.Segment], *arguments: Any) -> None:
+            added.append(len(part))
+            add(filling, part, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Filling, "add", noted_add)
+            if free:
+                patch.setattr(VaultTier, "has_free", lambda tier, nbytes: True)
+            with pytest.raises(OutOfHostMemory) as raised:
+                allocator.sleep()
+        assert raised.value.needed_bytes == 40 * PAGE
+        assert sum(added) == (8 if free else 0)
+        assert {segment.sleep for segment in _core.segments()} == {AWAKE}
+        assert allocator._store.host_bytes == 0
+        check(memory, contents)
+        for address in list(contents)[5:]:
+            allocator.free(address)
+            del contents[address]
+        assert allocator.sleep().copied_bytes == 20 * PAGE
+        allocator.wake_up()
+        check(memory, contents)
+
+    def test_what_others_retain_is_not_evicted_by_a_sleep_that_lacks_memory(
+        self, through: MakeAllocator, memory: Memory, vault: RunningVault
+    ) -> None:
+        other = vault.client()
+        (retained,) = other.reserve(other.gpus[0], [8 * PAGE])
+        other.seal([Sealed(retained, Key("of another", 8 * PAGE, ""))])
+        assert other.mark([retained], needed=False) == []
+        allocator = through()
+        contents = fill(allocator, memory, *["weights"] * 10, pages=4)
+        with pytest.raises(OutOfHostMemory):
+            allocator.sleep()
+        assert other.mark([retained], needed=True) == []
+        check(memory, contents)
+        other.close()
 
     def test_a_write_meanwhile(self, through: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
         allocator = through()
