@@ -80,7 +80,7 @@ class Workbench:
         self._turn = 0
         self._warned = False
         self._slots: list[Slot] = []  # before the memory: destroyed in this order if nobody closes them
-        self._samples: list[Samples] = []  # being copied
+        self._samples: list[Samples] = []  # as many as were ever in use at once
         self._kept: Kept | Cleared | None = None
         self._memory: _core.Scratch | None = None
         try:
@@ -166,17 +166,15 @@ class Workbench:
         segments = [segment for segment in segments if segment.bytes % CHUNK_BYTES == 0]
         plan.counts += self._counts([(segment, codes.get(segment.id)) for segment in segments])
         if new := [segment for segment in segments if segment.id not in codes]:
-            plan.samples = Samples(new, self._device)
-            self._samples.append(plan.samples)
-            plan.samples.begin()
+            plan.samples = self._idle_samples(len(new))
+            plan.samples.begin(new)
         return plan
 
     def count_sampled(self, samples: Samples) -> list[Count]:
-        """Choose codes for the segments of these samples, and begin to count with them; the samples are closed."""
-        codes = choose_codes(samples.content(), _WORTH)
-        samples.close()
-        self._samples.remove(samples)
-        return self._counts(zip(samples.segments, codes, strict=True))
+        """Choose codes for the segments of these samples, and begin to count with them."""
+        segments = samples.segments
+        codes = choose_codes(samples.finish(), _WORTH)
+        return self._counts(zip(segments, codes, strict=True))
 
     def encode(self, runs: Iterable[EncodedRun], transfers: Transfers) -> None:
         """Encode chunks and copy them to their places in the extents.
@@ -326,6 +324,14 @@ class Workbench:
         slot.finish()
         return slot
 
+    def _idle_samples(self, segments: int) -> Samples:
+        """For so many segments. They are used again, because pinning memory takes long while copies are in flight."""
+        for samples in self._samples:
+            if not samples.segments and samples.room >= segments:
+                return samples
+        self._samples.append(Samples(max(segments, _CHOSEN_AT_ONCE), self._device))
+        return self._samples[-1]
+
     def _counts(self, coded: Iterable[tuple[_core.Segment, Code | None]]) -> list[Count]:
         """Begin to count the encoded sizes of those segments that have codes: one count for each layout."""
         by_layout: dict[Layout, list[tuple[_core.Segment, Code]]] = {}
@@ -378,26 +384,34 @@ class Workbench:
 
 
 class Samples:
-    """A sample of each segment, from places all over it, copied to the host. Close it before the segments change."""
+    """A sample of each of some segments, from places all over it, copied to the host.
 
-    def __init__(self, segments: Sequence[_core.Segment], device: int) -> None:
-        self.segments = segments
+    Attributes:
+        room: the most segments.
+        segments: whose samples are being copied.
+    """
+
+    def __init__(self, room: int, device: int) -> None:
+        self.room = room
+        self.segments: Sequence[_core.Segment] = ()
         self._stream = _core.CopyStream(device)  # before the block: destroyed in this order if nobody closes this
-        self._block = pinned_block(len(segments) * _SAMPLE_BYTES, device, -1)
+        self._block = pinned_block(room * _SAMPLE_BYTES, device, -1)
 
-    def begin(self) -> None:
-        """Begin to copy them."""
-        for number, segment in enumerate(self.segments):
+    def begin(self, segments: Sequence[_core.Segment]) -> None:
+        """Begin to copy samples of these, which must not change before `finish`."""
+        self.segments = segments
+        for number, segment in enumerate(segments):
             places = 1 << (min(_SAMPLE_PLACES, segment.bytes // CHUNK_BYTES).bit_length() - 1)
             nbytes = _SAMPLE_BYTES // places
             for place in range(places):
                 address = segment.address + segment.bytes // places * place
                 self._stream.to_host(self._block, number * _SAMPLE_BYTES + place * nbytes, address, nbytes)
 
-    def content(self) -> npt.NDArray[np.uint8]:
+    def finish(self) -> npt.NDArray[np.uint8]:
         """Wait for the copies, and return them; shape (segments, _SAMPLE_BYTES)."""
         self._stream.synchronize()
         content = np.frombuffer(memoryview(self._block), np.uint8)[: len(self.segments) * _SAMPLE_BYTES]
+        self.segments = ()
         samples: npt.NDArray[np.uint8] = content.reshape(-1, _SAMPLE_BYTES).copy()
         return samples
 

@@ -89,6 +89,7 @@ class Vault:
         self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
         try:
+            self._service.begin()
             self._pool.take_more()
             last_tick = time.monotonic()
             while not self._may_end():

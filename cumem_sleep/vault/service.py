@@ -92,6 +92,10 @@ class Service:
         self._counts: Counter[str] = Counter()
         self._is_ending = False
 
+    def begin(self) -> None:
+        """Make the links of the GPU that registers the memory, so that its first copies do not wait for the kernel."""
+        self._link(next(iter(self._gpus.values())), True)
+
     def handle(self, session: Session, message: Message) -> None:
         """Do what it asks. Every descriptor is closed, unless the request keeps it.
 

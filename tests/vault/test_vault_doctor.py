@@ -101,10 +101,12 @@ class TestOneAnswers:
 
     def test_another_version_of_the_protocol(self, vault: RunningVault, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
+            ours = protocol.VERSION
             patch.setattr(protocol, "VERSION", 99)
             check = checked(vault.socket)
         assert check.status is Status.FAIL
-        assert "received version 1 of the protocol, expected version 99: install the same version" in check.found
+        expected = f"received version {ours} of the protocol, expected version 99: install the same version"
+        assert expected in check.found
 
     def test_it_does_not_serve_every_gpu(self, vault: RunningVault) -> None:
         sim.configure(devices=2)
