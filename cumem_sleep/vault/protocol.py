@@ -1,4 +1,4 @@
-"""What the vault and its clients say to each other, and over which socket.
+"""How the vault and its clients talk to each other, and over which socket. What they ask: `service._REQUESTS`.
 
 A message is a header of 12 bytes, a JSON object, and maybe descriptors. JSON, because one message moves gigabytes: what
 it costs to read is lost beside that, and a person can read it too. The header never changes, so every version can tell

@@ -1,4 +1,4 @@
-"""What this layer needs from vLLM, and where vLLM's versions differ: no other module knows about versions.
+"""What this layer needs from vLLM, and where vLLM's versions differ. Other modules ask the running engine what it has.
 
 | | since |
 |---|---|
