@@ -59,6 +59,10 @@ class Extension:
     def process_id(self) -> int:
         return os.getpid()
 
+    def variable(self, name: str) -> str | None:
+        """What the worker's environment says."""
+        return os.environ.get(name)
+
     def gpu_memory_bytes(self) -> int | None:
         """What this worker alone has on its GPU; `None` where nobody can say."""
         import torch

@@ -128,24 +128,45 @@ def expert_parallel_2(folder: Path) -> Facts:
     return facts
 
 
-@scenario(gpus=2, VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY="CUMEM_SLEEP_")
-def tensor_parallel_2_on_ray(folder: Path) -> Facts:
-    """Tensor parallel 2 with `--distributed-executor-backend ray`: levels 1 and 2 with reload, the same tokens."""
+# One machine: its loopback address, since the one that Ray and vLLM would look for may not be there.
+ON_RAY = {"VLLM_HOST_IP": "127.0.0.1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def on_ray(folder: Path) -> Facts:
     if importlib.util.find_spec("ray") is None:
         raise NotHere("ray is not installed")
     import ray
 
     facts: Facts = {"ray": ray.__version__}
     # vLLM joins what is there; by itself it would take a third of the memory for Ray's object store.
-    cluster = ray.init(num_gpus=2, object_store_memory=1 << 30, include_dashboard=False)
+    cluster = ray.init(
+        num_gpus=2, object_store_memory=1 << 30, include_dashboard=False, _node_ip_address=ON_RAY["VLLM_HOST_IP"]
+    )
     os.environ["RAY_ADDRESS"] = cluster.address_info["address"]
+    # Set when the cluster runs already: only vLLM can bring it to the workers, and only if the plugin tells it to.
+    os.environ.update(STRICT)
     try:
         llm = engine_of_ranks(folder, tensor_parallel_size=2, distributed_executor_backend="ray")
+        for name, value in STRICT.items():
+            found = llm.collective_rpc("variable", args=(name,))
+            check(f"{name} reached the workers: {found}", found == [value, value])
         cycles_of_ranks(llm, facts)
         llm.llm_engine.engine_core.shutdown()
     finally:
         ray.shutdown()
     return facts
+
+
+@scenario(gpus=2, limit_s=240, **ON_RAY)
+def tensor_parallel_2_on_ray(folder: Path) -> Facts:
+    """Tensor parallel 2 with `--distributed-executor-backend ray`: levels 1 and 2 with reload, the same tokens."""
+    return on_ray(folder)
+
+
+@scenario(gpus=2, limit_s=240, VLLM_USE_RAY_V2_EXECUTOR_BACKEND="0", **ON_RAY)
+def tensor_parallel_2_on_ray_compiled(folder: Path) -> Facts:
+    """The same with vLLM's earlier executor for Ray, on Ray's compiled graphs (`VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0`)."""
+    return on_ray(folder)
 
 
 @scenario(gpus=2, alone=True, limit_s=240, **DEV_MODE)
