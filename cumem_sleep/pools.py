@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import ClassVar
 
 from . import _core, log
@@ -36,8 +36,12 @@ class Pools:
     def allocating(self, tag: str, backup: _core.Backup, *, ordinary: bool) -> Iterator[None]:
         """What this thread allocates inside has this tag and plan; `ordinary`: PyTorch's comes from no pool."""
         pools = self.find(import_torch=True)
-        with _core.ThreadLabel(tag, backup), nullcontext() if pools is None else pools.use(ordinary=ordinary):
-            yield
+        with _core.ThreadLabel(tag, backup):
+            if pools is None:
+                yield
+            else:
+                with pools.leave() if ordinary else pools.use():
+                    yield
 
     @contextmanager
     def capturing(self, call: str, tag: str, backup: _core.Backup) -> Iterator[TorchPools]:

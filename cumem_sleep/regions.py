@@ -55,7 +55,10 @@ class Regions:
             yield
 
     def outside(self) -> AbstractContextManager[None]:
-        """What this thread's PyTorch allocates inside is ordinary memory, even in a region or pool."""
+        """What this thread's PyTorch allocates inside is ordinary memory, even in a region or pool.
+
+        What is free of it at the end goes back to the device. PyTorch's other unused memory stays as it is.
+        """
         return self._entry.allocating(DEFAULT_TAG, ordinary=True)
 
     @contextmanager

@@ -96,12 +96,31 @@ class TorchPools:
         self._version = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
     @contextmanager
-    def use(self, *, ordinary: bool = False) -> Iterator[None]:
-        """What this thread allocates inside comes from the layer's hooks, on every visible device.
+    def use(self) -> Iterator[None]:
+        """What this thread allocates inside comes from the layer's hooks, on every visible device."""
+        try:
+            with self._in_new_pools():
+                yield
+        finally:
+            self.trim()
 
-        Args:
-            ordinary: the opposite: it comes from PyTorch's own allocator, although the thread is in a pool of ours.
+    @contextmanager
+    def leave(self) -> Iterator[None]:
+        """The opposite: it comes from PyTorch's own allocator, although the thread is in a pool of ours.
+
+        What is free of it afterwards goes back. The rest of PyTorch's cache stays: it is the process's own, and sleeps
+        with it where the process is a region.
         """
+        # Inside of any pool, empty_cache() frees what pools have left that were given up, and passes over that cache.
+        with self._in_new_pools(ordinary=True):
+            try:
+                with self._in_new_pools(ordinary=True):
+                    yield
+            finally:
+                self.trim()
+
+    @contextmanager
+    def _in_new_pools(self, *, ordinary: bool = False) -> Iterator[None]:
         pools: list[tuple[int, Any]] = []
         try:
             with self._without_expandable_segments(), ExitStack() as stack:
@@ -113,7 +132,6 @@ class TorchPools:
         finally:
             for device, pool in pools:
                 self._give_up(device, pool)
-            self.trim()
 
     def graph_pool_id(self, shared_by: Hashable = None) -> tuple[int, int]:
         """The id of the pool to capture CUDA graphs of the current device into, made at first use.

@@ -143,6 +143,20 @@ def test_memory_that_is_free_on_leaving_the_pool_goes_back(allocator: CuMemAlloc
     assert expected.numel() == 64 * MIB // 8
 
 
+def test_ordinary_memory_goes_back_and_pytorchs_cache_stays(allocator: CuMemAllocator) -> None:
+    torch.cuda.empty_cache()
+    cached = random_tensor(64 * MIB)
+    del cached
+    reserved, before = torch.cuda.memory_reserved(), free_bytes()
+    with allocator.regions.outside():
+        ordinary = random_tensor(512 * MIB)
+        assert before - free_bytes() >= 512 * MIB
+        del ordinary
+    assert torch.cuda.memory_reserved() == reserved >= 64 * MIB
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved - 64 * MIB
+
+
 def test_a_tag_may_be_entered_again_and_pools_nest(allocator: CuMemAllocator) -> None:
     with allocator.use_memory_pool("weights"):
         a = random_tensor(32 * MIB)
