@@ -372,6 +372,52 @@ class TestTheRestOfTheInterface:
             saver.pause()
 
 
+class TestPastTheInterface:
+    """What its own tests, and code of others, take from `_impl`."""
+
+    def test_a_region_without_a_pool_of_pytorchs(self, saver: TorchMemorySaver) -> None:
+        allocator = CuMemAllocator.get_instance()
+        saver.pause()
+        assert saver._impl is not None
+        cdll = saver._impl._binary_wrapper.cdll
+        with saver._impl._with_region_config(tag="a", enable_cpu_backup=True, cpu_backup_backend="mmap"):
+            assert cdll.tms_get_interesting_region()
+            assert (cdll.tms_get_current_tag(), cdll.tms_get_cpu_backup_backend()) == (b"a", b"mmap")
+            kept = allocator.malloc(PAGE)
+            with saver._impl._with_region_config(tag="b", enable_cpu_backup=False):
+                lost = allocator.malloc(PAGE)
+        assert not cdll.tms_get_interesting_region()
+        assert cdll.tms_get_cpu_backup_backend() == b"pinned"
+        assert saver._impl.tags_of_mmap == {"a"}
+        saver.pause("a")
+        assert states() == {kept: BACKED_UP, lost: AWAKE}
+        saver.pause()
+        assert states() == {kept: BACKED_UP, lost: DROPPED}
+        saver.resume()
+
+    def test_what_it_refuses(self, saver: TorchMemorySaver) -> None:
+        saver.pause()
+        assert saver._impl is not None
+        with pytest.raises(NotImplementedError, match="enable_disk_backup"):
+            saver._impl._with_region_config("a", enable_cpu_backup=False, enable_disk_backup=True)
+        with pytest.raises(InvalidArgument, match="needs enable_cpu_backup"):
+            saver._impl._with_region_config("a", enable_cpu_backup=False, cpu_backup_backend="mmap")
+
+    def test_no_pool_is_held_whose_memory_would_have_to_be_let_go(self, saver: TorchMemorySaver) -> None:
+        address = malloc(saver, tag="a", enable_cpu_backup=True)
+        assert saver._impl is not None
+        saver._impl._mem_pools.pop(("a", True, False, "pinned", 0))
+        saver._impl._mem_pools.clear()
+        assert states() == {address: AWAKE}
+
+    def test_functions_that_there_are_not_are_said_not_to_be(self, saver: TorchMemorySaver) -> None:
+        saver.pause()
+        assert saver._impl is not None
+        cdll = saver._impl._binary_wrapper.cdll
+        assert not hasattr(cdll, "tms_xpu_affected_devices")
+        assert not hasattr(cdll, "cudaOfNoRuntime")
+
+
 class TestBesideVllm:
     def test_each_has_its_own_weights(self, saver: TorchMemorySaver, memory: Memory) -> None:
         """An engine with vLLM's calls, and a trainer with these, in one process."""

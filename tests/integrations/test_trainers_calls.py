@@ -15,7 +15,7 @@ import pytest
 from support import AWAKE, BACKED_UP, DROPPED, PAGE, Memory
 from torch_memory_saver_calls import SHIM, run_with_shim
 
-from cumem_sleep import CuMemAllocator, _core
+from cumem_sleep import CuMemAllocator, _core, sim
 from cumem_sleep.integrations.torch_memory_saver import TorchMemorySaver
 
 PRELOADED = SHIM / "torch_memory_saver_hook_mode_preload.abi3.so"
@@ -282,6 +282,47 @@ class TestTheHook:
         assert process.stdout == "1\n"
         assert "OutOfHostMemory" in process.stderr
 
+    @pytest.mark.parametrize("paused", [False, True])
+    def test_the_backup_of_freed_memory_is_not_pinned_any_more(self, runtime: pathlib.Path, paused: bool) -> None:
+        """As torch_memory_saver's `test_cpu_backup` looks at it: by CUDA, and past the interface."""
+        self.run(
+            f"""
+        from cumem_sleep import sim
+        driver = ctypes.CDLL(str(sim.library_path()))
+        saver.retain_cpu_backup = True
+        with saver.region("a", enable_cpu_backup=True):
+            address = allocate(4096)
+        context = ctypes.c_void_p()  # of this thread, as PyTorch has one
+        assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == driver.cuCtxSetCurrent(context) == 0
+
+        def backup_address():
+            return allocator.read_backup(address, 4096, copy=False).ctypes.data
+
+        def is_pinned(address):
+            of_runtime = saver._impl._binary_wrapper.cdll
+            get_flags = of_runtime.cudaHostGetFlags
+            get_flags.argtypes = [ctypes.POINTER(ctypes.c_uint), ctypes.c_void_p]
+            status = get_flags(ctypes.byref(ctypes.c_uint()), address)
+            assert status == of_runtime.cudaGetLastError()
+            return status == 0
+
+        saver.pause("a")
+        backup = backup_address()
+        assert is_pinned(backup)
+        if not {paused}:
+            saver.resume("a")
+            assert backup_address() == backup and is_pinned(backup)
+        pool = saver._impl._mem_pools.pop(("a", True, False, "pinned", 0))
+        with saver._impl._with_region_config(tag="a", enable_cpu_backup=True, cpu_backup_backend="pinned"):
+            assert saver._impl._binary_wrapper.cdll.tms_get_current_tag() == b"a"
+            del pool
+            assert runtime.cudaFree(ctypes.c_void_p(address)) == 0
+        assert not saver._impl._binary_wrapper.cdll.tms_get_interesting_region()
+        assert not is_pinned(backup)
+        """,
+            runtime,
+        )
+
     def test_a_full_device_is_said_so_that_pytorch_tries_again(self) -> None:
         self.run(
             """
@@ -317,13 +358,26 @@ class TestTheHook:
         source, library = tmp_path / "runtime.c", tmp_path / "libruntime.so"
         source.write_text(
             """
+            #include <dlfcn.h>
             #include <stddef.h>
+            typedef int (*Register)(void*, size_t, unsigned);
+            typedef int (*Unregister)(void*);
             static int frees_;
             int frees(void) { return frees_; }
             int cudaMalloc(void** address, size_t bytes) { *address = (void*)4096; return bytes == 0; }
             int cudaFree(void* address) { frees_++; return address != (void*)4096; }
             int cudaGetDevice(int* device) { *device = 0; return 0; }
+            static int last_error_;
+            int cudaGetLastError(void) { return last_error_; }
+            /* The simulated driver registers no page twice. 712: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED */
+            int cudaHostGetFlags(unsigned* flags, void* address) {
+                void* driver = dlopen(DRIVER, RTLD_NOW | RTLD_NOLOAD);
+                int status = ((Register)dlsym(driver, "cuMemHostRegister_v2"))(address, 1, 0);
+                if (status == 0) ((Unregister)dlsym(driver, "cuMemHostUnregister"))(address);
+                return last_error_ = status == 712 ? 0 : 1;
+            }
             """
         )
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+        driver = f'-DDRIVER="{sim.library_path()}"'
+        subprocess.run(["cc", "-shared", "-fPIC", driver, "-o", str(library), str(source), "-ldl"], check=True)
         return library

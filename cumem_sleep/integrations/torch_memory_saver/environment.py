@@ -70,6 +70,19 @@ def checked_backend(name: str, value: object) -> str:
     return str(value)
 
 
+def check_backend(enable_cpu_backup: object, backend: object) -> None:
+    """What a region says of its backups.
+
+    Raises:
+        InvalidArgument: `backend` is neither None nor one of backups in host memory, or the region has no backup.
+    """
+    if backend is None:
+        return
+    if not enable_cpu_backup:
+        raise InvalidArgument(f"cpu_backup_backend={backend!r}: needs enable_cpu_backup=True")
+    checked_backend("cpu_backup_backend", backend)
+
+
 def _flag(environment: Mapping[str, str], name: str) -> bool:
     text = environment.get(name, "")
     if text not in ("", *_TRUE, *_FALSE):

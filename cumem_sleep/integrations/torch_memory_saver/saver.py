@@ -13,7 +13,7 @@ from ...allocator import CuMemAllocator
 from ...errors import InvalidArgument, InvalidState
 from ...tags import DEFAULT_TAG
 from .. import preload
-from .environment import MMAP, NO_DISK_BACKUP, Environment, checked_backend
+from .environment import NO_DISK_BACKUP, Environment, check_backend
 from .native import Native
 
 HOOK_MODES = ("preload", "torch")
@@ -29,7 +29,6 @@ class TorchMemorySaver:
         self._impl: Native | None = None  # as in torch_memory_saver, None until the first use: trainers ask
         self._hook_mode = "preload"
         self._retain_cpu_backup = False
-        self._of_mmap: set[str] = set()  # tags of regions with backups of that backend
         self._lock = threading.Lock()
 
     # Regions
@@ -50,10 +49,12 @@ class TorchMemorySaver:
         """
         if enable_disk_backup:
             raise NotImplementedError(f"region(tag={tag!r}, enable_disk_backup=True): {NO_DISK_BACKUP}")
-        _check_backend(enable_cpu_backup, cpu_backup_backend)
-        native = self._initialized()
-        with self._allocator().regions.use(tag, backup=bool(enable_cpu_backup)), native.backend(cpu_backup_backend):
-            self._note_backend(native, tag, enable_cpu_backup)
+        check_backend(enable_cpu_backup, cpu_backup_backend)
+        native, backup = self._initialized(), bool(enable_cpu_backup)
+        with (
+            self._allocator().regions.use(tag, backup=backup),
+            native.backend(tag, cpu_backup_backend, backup=backup),
+        ):
             yield
 
     @contextmanager
@@ -74,25 +75,22 @@ class TorchMemorySaver:
         """
         import torch
 
-        _check_backend(enable_cpu_backup, cpu_backup_backend)
+        check_backend(enable_cpu_backup, cpu_backup_backend)
         native = self._initialized()
         allocator, backup = self._allocator(), bool(enable_cpu_backup)
         capture = {"stream": stream, "capture_error_mode": capture_error_mode}
         if preload.serve():
             with (
                 torch.cuda.graph(cuda_graph, pool=pool, **capture),
-                native.region(tag, backup=backup),
-                native.backend(cpu_backup_backend),
+                native.region(tag, cpu_backup_backend, backup=backup),
             ):
-                self._note_backend(native, tag, enable_cpu_backup)
                 yield
             return
         with (
             allocator.regions.graph_pool(tag, backup=backup, shared_by=pool) as own_pool,
             torch.cuda.graph(cuda_graph, pool=cast(Any, own_pool), **capture),
-            native.backend(cpu_backup_backend),
+            native.backend(tag, cpu_backup_backend, backup=backup),
         ):
-            self._note_backend(native, tag, enable_cpu_backup)
             yield
 
     @contextmanager
@@ -127,10 +125,10 @@ class TorchMemorySaver:
         Host memory that is not retained has gone back when this returns if the backend of a region's backups is `mmap`,
         as in torch_memory_saver, and otherwise soon after.
         """
-        self._initialized()
+        native = self._initialized()
         regions = self._allocator().regions
         if not tag or regions.has(tag):
-            is_of_mmap = any(regions.has(each) for each in self._of_mmap if not tag or each == tag)
+            is_of_mmap = any(regions.has(each) for each in native.tags_of_mmap if not tag or each == tag)
             regions.wake(tag or None, retain_backups=self._retain_cpu_backup, wait_for_release=is_of_mmap)
 
     # Backups
@@ -236,24 +234,12 @@ class TorchMemorySaver:
                 self._retain_cpu_backup = environment.retain_cpu_backup
                 self._impl = Native(environment.cpu_backup_backend)
                 if environment.enable:
-                    self._note_backend(self._impl, DEFAULT_TAG, environment.enable_cpu_backup)
+                    self._impl.note_region(DEFAULT_TAG, backup=environment.enable_cpu_backup)
                 log.info("cumem-sleep: torch_memory_saver is served by this layer (%s)", _what_serves(environment))
             return self._impl
 
-    def _note_backend(self, native: Native, tag: str, backup: object) -> None:
-        if backup and native.tms_get_cpu_backup_backend() == MMAP.encode():
-            self._of_mmap.add(tag)
-
     def _allocator(self) -> CuMemAllocator:
         return CuMemAllocator.get_instance()
-
-
-def _check_backend(enable_cpu_backup: bool, backend: str | None) -> None:
-    if backend is None:
-        return
-    if not enable_cpu_backup:
-        raise InvalidArgument(f"cpu_backup_backend={backend!r}: needs enable_cpu_backup=True")
-    checked_backend("cpu_backup_backend", backend)
 
 
 def _what_serves(environment: Environment) -> str:
