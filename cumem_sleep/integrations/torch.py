@@ -111,12 +111,12 @@ class TorchPools:
         What is free of it afterwards goes back. The rest of PyTorch's cache stays: it is the process's own, and sleeps
         with it where the process is a region.
         """
-        # Inside of any pool, empty_cache() frees what pools have left that were given up, and passes over that cache.
-        with self._in_new_pools(ordinary=True):
-            try:
-                with self._in_new_pools(ordinary=True):
-                    yield
-            finally:
+        try:
+            with self._in_new_pools(ordinary=True):
+                yield
+        finally:
+            # Inside of any pool, empty_cache() passes over that cache, and frees what given-up pools have left.
+            with self._in_new_pools(ordinary=True):
                 self.trim()
 
     @contextmanager

@@ -20,14 +20,15 @@ OWN_CACHE: PoolId = (0, 0)
 class FakeTorch:
     """As much of PyTorch's caching allocator, of one device, as decides what `empty_cache` frees.
 
-    As in `release_cached_blocks` of PyTorch 2.8 and later: memory of pools that nobody holds; and, unless some pool is
-    in use, its own cache.
+    As in its `release_cached_blocks`: memory of pools that nobody holds, and its own cache unless a pool is in use.
+    Of pools in pools, the innermost is allocated from; the outermost before pytorch#168382.
     """
 
     __version__ = "2.11.0"
 
-    def __init__(self, free: Callable[[int], None]) -> None:
+    def __init__(self, free: Callable[[int], None], *, outermost: bool = False) -> None:
         self._free = free
+        self._outermost = outermost
         self._holds: dict[PoolId, int] = {}
         self._in_use: list[PoolId] = []
         self.cached: dict[int, PoolId] = {}
@@ -71,7 +72,7 @@ class FakeTorch:
 
     def cache(self, address: int) -> int:
         """A tensor there was freed, which this thread has allocated in the pool that it is in."""
-        self.cached[address] = self._in_use[-1] if self._in_use else OWN_CACHE
+        self.cached[address] = self._in_use[0 if self._outermost else -1] if self._in_use else OWN_CACHE
         return address
 
 
@@ -97,11 +98,11 @@ def test_leaving_a_pool_frees_all_that_is_free(torch: FakeTorch, pools: TorchPoo
     assert freed == [1, 2]
 
 
-def test_ordinary_memory_goes_back_and_the_rest_of_the_cache_stays(
-    torch: FakeTorch, pools: TorchPools, freed: list[int]
-) -> None:
+@pytest.mark.parametrize("outermost", [False, True])
+def test_ordinary_memory_goes_back_and_the_rest_of_the_cache_stays(freed: list[int], outermost: bool) -> None:
+    torch = FakeTorch(freed.append, outermost=outermost)
     torch.cache(1)
-    with pools.leave():
+    with TorchPools(torch).leave():
         torch.cache(2)
     assert freed == [2]
     torch.empty_cache()
