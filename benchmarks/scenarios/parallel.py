@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from .engines import PROMPTS, checkpoint, cycle, engine, tokens
 from .gate import DEV_MODE, GatedServer
+from .ray_cluster import ray_cluster
 from .registry import Facts, NotHere, check, scenario, timed
 
 LEVELS = (1, 1, 2, 1)
@@ -128,32 +130,22 @@ def expert_parallel_2(folder: Path) -> Facts:
     return facts
 
 
-# One machine: its loopback address, since the one that Ray and vLLM would look for may not be there.
-ON_RAY = {"VLLM_HOST_IP": "127.0.0.1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+ON_RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def on_ray(folder: Path) -> Facts:
     if importlib.util.find_spec("ray") is None:
         raise NotHere("ray is not installed")
-    import ray
-
-    facts: Facts = {"ray": ray.__version__}
-    # vLLM joins what is there; by itself it would take a third of the memory for Ray's object store.
-    cluster = ray.init(
-        num_gpus=2, object_store_memory=1 << 30, include_dashboard=False, _node_ip_address=ON_RAY["VLLM_HOST_IP"]
-    )
-    os.environ["RAY_ADDRESS"] = cluster.address_info["address"]
-    # Set when the cluster runs already: only vLLM can bring it to the workers, and only if the plugin tells it to.
-    os.environ.update(STRICT)
-    try:
+    facts: Facts = {"ray": version("ray")}
+    with ray_cluster(gpus=2):
+        # Set when the cluster runs already: only vLLM can bring it to the workers, and only if the plugin tells it to.
+        os.environ.update(STRICT)
         llm = engine_of_ranks(folder, tensor_parallel_size=2, distributed_executor_backend="ray")
         for name, value in STRICT.items():
             found = llm.collective_rpc("variable", args=(name,))
             check(f"{name} reached the workers: {found}", found == [value, value])
         cycles_of_ranks(llm, facts)
         llm.llm_engine.engine_core.shutdown()
-    finally:
-        ray.shutdown()
     return facts
 
 
@@ -165,7 +157,7 @@ def tensor_parallel_2_on_ray(folder: Path) -> Facts:
 
 @scenario(gpus=2, limit_s=240, VLLM_USE_RAY_V2_EXECUTOR_BACKEND="0", **ON_RAY)
 def tensor_parallel_2_on_ray_compiled(folder: Path) -> Facts:
-    """The same with vLLM's earlier executor for Ray, on Ray's compiled graphs (`VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0`)."""
+    """The same with vLLM's earlier executor, on Ray's compiled graphs (`VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0`)."""
     return on_ray(folder)
 
 
