@@ -20,7 +20,7 @@ from world import Phase, World, begin_anew
 from cumem_sleep import _core, entry, pinned, report
 from cumem_sleep import allocator as allocator_module
 from cumem_sleep.backups import backup, filling, host, store, turns
-from cumem_sleep.codec import compressor, encoding, kernels, lent, slots, workbench
+from cumem_sleep.codec import compressor, encoding, lent, runner, slots, workbench
 from cumem_sleep.digest import device as digest_device
 from cumem_sleep.operations import agreement, deepen, layer, prepare, sleep, wake
 from cumem_sleep.transfer import lanes, pacing, restorer, routes
@@ -32,7 +32,7 @@ SLEEP = (*_OPERATION, compressor, filling, layer, sleep)
 WAKE = (*_OPERATION, wake, lanes, pacing, restorer, routes)
 PREPARE = (allocator_module, entry, prepare, host, store, turns, compressor)
 MALLOC = (allocator_module, entry, deepen)
-CODEC = (compressor, encoding, kernels, slots, workbench)
+CODEC = (compressor, encoding, runner, slots, workbench)
 CODEC_IN_LENT_MEMORY = (*CODEC, lent)
 _TRACED_FILES = {str(module.__file__) for module in (*SLEEP, *WAKE, *PREPARE, *MALLOC, *CODEC, *CODEC_IN_LENT_MEMORY)}
 Place = types.ModuleType | Callable[..., object]

@@ -1,4 +1,4 @@
-"""A Ray cluster of this machine alone, started as its operator would start one: before the server, and apart from it."""
+"""A Ray cluster of one machine, started as its operator would start it: before the server, and apart from it."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def ray_cluster(gpus: int) -> Iterator[None]:
 def _wait_for(head: subprocess.Popen[bytes]) -> None:
     until = time.monotonic() + STARTS_WITHIN_S
     check = [*RAY, "health-check", f"--address={os.environ['RAY_ADDRESS']}"]
-    while subprocess.run(check, capture_output=True).returncode:
+    while subprocess.run(check, check=False, capture_output=True).returncode:
         if head.poll() is not None or time.monotonic() > until:
             raise TimeoutError(f"no Ray at {os.environ['RAY_ADDRESS']} within {STARTS_WITHIN_S} s")

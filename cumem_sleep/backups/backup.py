@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
+from ..codec.codec import CHUNK_BYTES
 from ..codec.encoding import EncodedRun, Encoding
-from ..codec.exponent import CHUNK_BYTES
 from ..digest.reference import Digest
 from ..extents import Extent, Piece
 

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
+from ..codec.codec import CHUNK_BYTES
+from ..codec.codecs import decode, least_bytes
 from ..codec.encoding import EncodedRun, Encoding
-from ..codec.exponent import CHUNK_BYTES, decode, least_bytes
 from ..digest.reference import Digest
 from ..errors import InvalidState
 from ..extents import Extent, Piece, Transfers

@@ -55,10 +55,16 @@ class Stored:
 
 
 class Footprint(NamedTuple):
-    """What a backup takes of the host's memory, and whether other processes share that (as far as one can know)."""
+    """What a backup takes of the host's memory, in bytes.
+
+    Attributes:
+        vault_bytes: of these, what a vault holds; the rest is pinned by this process.
+        shared_bytes: of these, what other processes share, as far as one can know.
+    """
 
     bytes: int = 0
-    is_shared: bool = False
+    vault_bytes: int = 0
+    shared_bytes: int = 0
 
 
 class Tier(ABC):

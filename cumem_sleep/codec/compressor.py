@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from .. import _core, log
 from ..errors import CodecError
 from ..tuning import Tuning
-from .exponent import LAYOUTS, Layout
-from .kernels import Kernels, choose_kernels, codec_errors
+from .codec import Layout
+from .codecs import usual_layouts
+from .runner import Runner, choose_runner, codec_errors
 from .workbench import Workbench, workbench_bytes
 
 
@@ -21,15 +22,15 @@ class Compressor:
     def __init__(self, wanted: bool, tuning: Tuning) -> None:
         self._wanted = wanted
         self._tuning = tuning
-        self._kernels: Kernels | None = None
+        self._runner: Runner | None = None
         self._ready: set[tuple[Layout, int]] = set()
 
     @property
     def on(self) -> bool:
         """Whether backups should be compressed (known once the driver is open)."""
-        if self._wanted and self._kernels is None:
+        if self._wanted and self._runner is None:
             try:
-                self._kernels = choose_kernels()
+                self._runner = choose_runner()
             except Exception as error:
                 self.give_up(error)
         return self._wanted
@@ -44,11 +45,12 @@ class Compressor:
         self._wanted = False
 
     def warm_up(self, device: int) -> None:
-        """Compile and load what bf16 weights need, rather than during the first sleep."""
-        if self.on and self._kernels is not None:
+        """Compile and load what usual weights need, rather than during the first sleep."""
+        if self.on and self._runner is not None:
             try:
                 self._check(device)
-                self._have_ready(LAYOUTS[0], device)
+                for layout in usual_layouts():
+                    self._have_ready(layout, device)
             except CodecError as error:
                 self.give_up(error)
 
@@ -58,10 +60,10 @@ class Compressor:
         Raises:
             CodecError: they fail or give wrong results.
         """
-        assert self._kernels is not None
+        assert self._runner is not None
         if (layout, device) not in self._ready:
             with codec_errors():
-                self._kernels.warm_up(layout, device)
+                self._runner.warm_up(layout, device)
             self._ready.add((layout, device))
 
     @staticmethod
@@ -90,9 +92,9 @@ class Compressor:
             CodecError: the kernels are not available, or cannot access the memory they need.
             DriverError, OutOfHostMemory: the driver refused.
         """
-        if self._kernels is None:
+        if self._runner is None:
             try:
-                self._kernels = choose_kernels()
+                self._runner = choose_runner()
             except Exception as error:
                 raise CodecError(f"compressed backups cannot be read: {error}") from error
         self._check(device)
@@ -100,7 +102,7 @@ class Compressor:
             spare_bytes = min(spare_bytes, workbench_bytes(self._tuning, self._tuning.slot_bytes[-1]))
         return Workbench(
             device,
-            self._kernels,
+            self._runner,
             self._tuning,
             spare_bytes,
             lenders,

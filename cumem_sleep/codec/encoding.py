@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from .. import _core
 from ..extents import Extent
-from .exponent import CHUNK_BYTES, Code
+from .codec import CHUNK_BYTES, Code
 
 
 @dataclass(frozen=True)

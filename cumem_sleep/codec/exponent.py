@@ -24,7 +24,6 @@ bytes (and any last, incomplete 16 of them) reads as zero. Digests detect damage
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -32,7 +31,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-CHUNK_BYTES = 2 << 20  # segments are multiples of it
+from .codec import CHUNK_BYTES, Bytes, Integers
+
 BLOCK_VALUES = 4096
 
 LEVELS = 3
@@ -41,12 +41,9 @@ ALIGN_BYTES = 16
 LEVEL_0_BYTES = BLOCK_VALUES // 4
 PASSED_ON = 3
 CODES_PER_WORD = 16
-ROW_BYTES = 32  # of a table that says what to do with which chunk
 
-_SAMPLES_AT_ONCE = 1 << 20  # values: the working set of `choose_codes` stays in a core's cache
+_SAMPLES_AT_ONCE = 1 << 20  # values: the working set of `rank` stays in a core's cache
 
-Bytes = npt.NDArray[np.uint8]
-Integers = npt.NDArray[np.int64]
 Values = npt.NDArray[np.integer[Any]]
 _Size = TypeVar("_Size", int, Integers)
 
@@ -134,33 +131,19 @@ class Code:
         if not len(different) == len(self.symbols) == PLACES:
             raise ValueError(f"a code has {PLACES} different symbols of {self.layout.symbol_bits} bits: {self.symbols}")
 
-
-def choose_code(sample: Bytes, worth: float = 0.95) -> Code | None:
-    """The code that makes `sample` (a multiple of 4 bytes, from one segment) smallest.
-
-    The type of the values is guessed from the bytes. None: no code is expected to get below `worth` of the size.
-    """
-    return choose_codes(sample.reshape(1, -1), worth)[0]
+    @property
+    def parameters(self) -> bytes:
+        """The symbols."""
+        return bytes(self.symbols)
 
 
-def choose_codes(samples: Bytes, worth: float = 0.95) -> list[Code | None]:
-    """`choose_code` of each row of `samples`, of shape (segments, bytes)."""
-    if not samples.size:
-        return [None] * len(samples)
-    samples = np.ascontiguousarray(samples)
-    best = np.full(len(samples), worth)
-    chosen: list[Code | None] = [None] * len(samples)
-    for layout in LAYOUTS:
-        symbols, ratios = _ranked(layout, samples)
-        better = np.flatnonzero(ratios < best)
-        best[better] = ratios[better]
-        for segment, nine in zip(better.tolist(), symbols[better].tolist(), strict=True):
-            chosen[segment] = Code(layout, tuple(nine))
-    return chosen
+def code_of(layout: Layout, parameters: bytes) -> Code:
+    """The code with the symbols at the start of `parameters`."""
+    return Code(layout, tuple(parameters[:PLACES]))
 
 
-def _ranked(layout: Layout, samples: Bytes) -> tuple[Integers, npt.NDArray[np.float64]]:
-    """The nine most frequent symbols of each sample, and the expected ratio of a code with them."""
+def rank(layout: Layout, samples: Bytes) -> tuple[Integers, npt.NDArray[np.float64]]:
+    """The nine most frequent symbols of each sample, and the ratio expected of a code with them."""
     counts = _histograms(layout, samples)
     # With the symbol in the lowest bits, one sort gives the order, which is the same every time for equal counts.
     keys = (counts << layout.symbol_bits) | np.arange(1 << layout.symbol_bits)
@@ -189,11 +172,6 @@ def _histograms(layout: Layout, samples: Bytes) -> Integers:
     return counts
 
 
-def least_bytes(content_bytes: int) -> int:
-    """The least that any code can make of this much content, which is whole chunks."""
-    return content_bytes // CHUNK_BYTES * min(layout.smallest_chunk_bytes for layout in LAYOUTS)
-
-
 def chunk_bytes(code: Code, content: Bytes) -> Integers:
     """The encoded size of each chunk of `content`, which is a whole number of chunks."""
     sizes = []
@@ -218,30 +196,6 @@ def decode(code: Code, stored: Bytes, sizes: npt.ArrayLike) -> Bytes:
     for chunk, start, length in zip(content, starts.tolist(), lengths.tolist(), strict=True):
         _decode_chunk(code, stored[start : start + length], chunk.view(code.layout.dtype))
     return content.reshape(-1)
-
-
-def set_rows(
-    table: npt.NDArray[np.uint64],
-    symbols: npt.ArrayLike,
-    sources: npt.ArrayLike,
-    targets: npt.ArrayLike,
-    sizes: npt.ArrayLike,
-) -> None:
-    """Fill a table of shape (chunks, 4): source, target, symbols 0 to 7, then symbol 8 and the encoded bytes above it.
-
-    Args:
-        symbols: those of a code, of shape (9,) for all or (chunks, 9).
-        sizes: of the encoded chunks in bytes.
-    """
-    table[:, 0], table[:, 1], table[:, 3] = sources, targets, 0
-    table[:, 2:].view(np.uint8)[:, :PLACES] = symbols
-    table.view("<u4")[:, 7] = sizes
-
-
-def read_rows(table: npt.NDArray[np.uint64]) -> Iterator[tuple[tuple[int, ...], int, int, int]]:
-    """(symbols, source, target, encoded bytes) of each row."""
-    for row in table:
-        yield tuple(row[2:].tobytes()[:PLACES]), int(row[0]), int(row[1]), int(row[3]) >> 32
 
 
 def _encode_chunk(code: Code, chunk: Bytes) -> Bytes:

@@ -19,7 +19,9 @@ from ..errors import CodecError
 from ..pinned import pinned_block
 from ..streams import current_in_torch
 from . import exponent as codec
-from .exponent import ALIGN_BYTES, BLOCK_VALUES, LEVEL_0_BYTES, PASSED_ON, PLACES, ROW_BYTES, Code, Layout
+from .codec import CHUNK_BYTES
+from .exponent import ALIGN_BYTES, BLOCK_VALUES, LEVEL_0_BYTES, PASSED_ON, PLACES, Code, Layout
+from .table import ROW_BYTES, rows
 
 _VALUES = tl.constexpr(BLOCK_VALUES)
 _LEVEL_0_BYTES = tl.constexpr(LEVEL_0_BYTES)
@@ -32,15 +34,6 @@ _PLACES = tl.constexpr(PLACES)
 _COUNT_OPTIONS = {"num_warps": 8}
 _ENCODE_OPTIONS = {"num_warps": 8, "maxnreg": 64}
 _DECODE_OPTIONS = {"num_warps": 8, "maxnreg": 64}
-
-
-def rows(
-    code: Code, sources: npt.ArrayLike, targets: npt.ArrayLike, sizes: npt.ArrayLike = 0
-) -> npt.NDArray[np.uint64]:
-    """A table for chunks of this code at these addresses, of these encoded sizes in bytes."""
-    table = np.empty((np.size(sources), 4), np.uint64)
-    codec.set_rows(table, code.symbols, sources, targets, sizes)
-    return table
 
 
 def count(layout: Layout, table: int, chunks: int) -> None:
@@ -82,15 +75,14 @@ def warm_up(layout: Layout, device: int) -> None:
     code = Code(layout, tuple(range(PLACES)))
     content = _trial_chunk(layout)
     encoded_bytes = int(codec.chunk_bytes(code, content)[0])
-    chunk_bytes = codec.CHUNK_BYTES
-    table_at = 2 * chunk_bytes + encoded_bytes
+    table_at = 2 * CHUNK_BYTES + encoded_bytes
     counters_at = table_at + 3 * ROW_BYTES
     # The stream is closed first: whatever happens, nothing runs when the block is freed.
     with closing(pinned_block(counters_at + 2 * 16, device)) as block, _core.CopyStream(device) as stream:
         memory = np.frombuffer(memoryview(block), np.uint8)
         memory[:] = 0
-        memory[:chunk_bytes] = content
-        chunk, encoded, decoded = block.address, block.address + 2 * chunk_bytes, block.address + chunk_bytes
+        memory[:CHUNK_BYTES] = content
+        chunk, encoded, decoded = block.address, block.address + 2 * CHUNK_BYTES, block.address + CHUNK_BYTES
         counters = block.address + counters_at
         memory[table_at:counters_at].view(np.uint64).reshape(-1, 4)[:] = np.concatenate(
             [
@@ -106,7 +98,7 @@ def warm_up(layout: Layout, device: int) -> None:
             decode(layout, table + 2 * ROW_BYTES, 1)
             stream.synchronize()
         taken, counted = memory[counters_at:].view(np.uint32)[[0, 4]]
-        same = np.array_equal(memory[chunk_bytes : 2 * chunk_bytes], content)
+        same = np.array_equal(memory[CHUNK_BYTES : 2 * CHUNK_BYTES], content)
         if not same or counted != encoded_bytes or taken + layout.header_bytes != encoded_bytes:
             raise CodecError(f"the kernels for {layout.name} give wrong results on device {device}")
 
@@ -114,7 +106,7 @@ def warm_up(layout: Layout, device: int) -> None:
 def _trial_chunk(layout: Layout) -> npt.NDArray[np.uint8]:
     """Symbols of all levels, and some that have no code."""
     random = np.random.default_rng(0)
-    count = codec.CHUNK_BYTES // layout.value_bytes
+    count = CHUNK_BYTES // layout.value_bytes
     symbols = np.minimum(random.geometric(0.3, count) - 1, (1 << layout.symbol_bits) - 1)
     rotated = symbols << layout.raw_bits | random.integers(0, 1 << layout.raw_bits, count)
     values = rotated >> 1 | (rotated & 1) << (layout.value_bits - 1)

@@ -11,12 +11,13 @@ import numpy.typing as npt
 from .. import _core
 from ..extents import Lane, Transfers
 from ..pinned import pinned_block
-from . import exponent
+from .codec import Bytes
+from .table import ROW_BYTES, set_rows
 
 
 def head_bytes(rows: int) -> int:
     """The size of what precedes a slot's chunks: a table of `rows` rows, a counter for each, and alignment."""
-    return -(-rows * (exponent.ROW_BYTES + 4) // _HEAD_ALIGN_BYTES) * _HEAD_ALIGN_BYTES
+    return -(-rows * (ROW_BYTES + 4) // _HEAD_ALIGN_BYTES) * _HEAD_ALIGN_BYTES
 
 
 _HEAD_ALIGN_BYTES = 64 << 10
@@ -36,7 +37,7 @@ class Slot:
         self._readers: list[tuple[slice, Callable[[npt.NDArray[np.uint32]], None]]] = []
         self._counted = 0  # counters in use
         self.segments: set[int] = set()
-        counters_at = rows * exponent.ROW_BYTES
+        counters_at = rows * ROW_BYTES
         self._counters_at = counters_at
         self._counters_address = address + counters_at
         self.chunks_address = address + head_bytes(rows)
@@ -56,13 +57,11 @@ class Slot:
         with closing(self._block), self.stream:
             pass
 
-    def set_rows(
-        self, symbols: npt.NDArray[np.uint8], sources: npt.ArrayLike, targets: npt.ArrayLike, sizes: npt.ArrayLike
-    ) -> None:
-        """Set the table of the next kernel; `symbols` has the shape (chunks, 9)."""
-        exponent.set_rows(self._rows[: len(symbols)], symbols, sources, targets, sizes)
+    def set_rows(self, parameters: Bytes, sources: npt.ArrayLike, targets: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
+        """Set the table of the next kernel; `parameters` are those of each chunk's code."""
+        set_rows(self._rows[: len(parameters)], parameters, sources, targets, sizes)
         if self._address:
-            self.stream.to_device(self.table, self._block, 0, len(symbols) * exponent.ROW_BYTES)
+            self.stream.to_device(self.table, self._block, 0, len(parameters) * ROW_BYTES)
 
     def counters_for(self, chunks: int, found: Callable[[npt.NDArray[np.uint32]], None]) -> int:
         """The address of a counter for each of so many chunks, all zero. `read_counters` gives them to `found`."""

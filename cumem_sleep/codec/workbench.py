@@ -1,7 +1,7 @@
 """Compressed backups: chunks are encoded on the GPU on their way to a tier, and decoded on their way back.
 
-The code itself is in `exponent`. Here chunks pass through a few slots of device memory, each with its own stream, so
-that one slot's copies overlap with another's kernels.
+How they are coded is up to the codecs. Here chunks pass through a few slots of device memory, each with its own stream,
+so that one slot's copies overlap with another's kernels.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from ..errors import InvalidState, OutOfDeviceMemory
 from ..extents import Lane, Piece, Transfers
 from ..pinned import pinned_block
 from ..tuning import Tuning
+from .codec import CHUNK_BYTES, Bytes, Code, Layout
+from .codecs import choose_codes, least_bytes
 from .encoding import EncodedRun, Encoding
-from .exponent import CHUNK_BYTES, Code, Layout, choose_codes
-from .kernels import Kernels, codec_errors
 from .lent import Cleared, Kept
+from .runner import Runner, codec_errors
 from .slots import Slot, head_bytes
+from .table import parameters_of
 
 _SAMPLE_BYTES = 8 << 10  # bytes sampled from a segment, and from how many places at most
 _SAMPLE_PLACES = 4
@@ -63,7 +65,7 @@ class Workbench:
     def __init__(
         self,
         device: int,
-        kernels: Kernels,
+        runner: Runner,
         tuning: Tuning,
         spare_bytes: int,
         lenders: Sequence[_core.Segment],
@@ -73,7 +75,7 @@ class Workbench:
         count_rows: int,
     ) -> None:
         self._device = device
-        self._kernels = kernels
+        self._runner = runner
         self._tuning = tuning
         self._have_ready = have_ready
         self._count_rows = count_rows
@@ -99,8 +101,8 @@ class Workbench:
 
     @property
     def chunks_per_slot(self) -> int:
-        """The most chunks that a slot takes: an encoded chunk has more than half of its original bytes."""
-        return 2 * self.slot_bytes // CHUNK_BYTES
+        """The most chunks that a slot takes."""
+        return self.slot_bytes // least_bytes(CHUNK_BYTES)
 
     @property
     def in_flight(self) -> set[int]:
@@ -191,11 +193,11 @@ class Workbench:
             _core.stop_if_asked()
             slot = self._next_slot()
             lane = slot.use(transfers)
-            slot.set_rows(batch.symbols, batch.addresses, slot.chunks_address + batch.starts, batch.sizes)
+            slot.set_rows(batch.parameters, batch.addresses, slot.chunks_address + batch.starts, batch.sizes)
             slot.stream.zero(slot.chunks_address, batch.bytes)
             counters = slot.counters_for(len(batch), batch.check_sizes)
             with codec_errors():
-                self._kernels.encode(slot.stream, batch.layout, slot.table, counters, len(batch))
+                self._runner.encode(slot.stream, batch.layout, slot.table, counters, len(batch))
             slot.segments = {run.segment.id for run in batch.runs}
             slot.copy_later(partial(_write, lane, batch.pieces(slot.chunks_address)))
             slot.begun()
@@ -243,9 +245,9 @@ class Workbench:
             for segment_id in dict.fromkeys(run.segment.id for run in batch.runs):
                 mapped(segment_id)
             slot.join()
-            slot.set_rows(batch.symbols, sources, batch.addresses, batch.sizes)
+            slot.set_rows(batch.parameters, sources, batch.addresses, batch.sizes)
             with codec_errors():
-                self._kernels.decode(slot.stream, batch.layout, slot.table, len(batch))
+                self._runner.decode(slot.stream, batch.layout, slot.table, len(batch))
             slot.begun(then=partial(_complete, completed, [run.segment for run in batch.runs if run.is_last]))
 
         for batch in self._batches(runs):
@@ -291,9 +293,9 @@ class Workbench:
             lane.read(piece.address, piece.extent, piece.offset, piece.bytes)
         source.synchronize()
         targets = target.chunks_address + CHUNK_BYTES * np.arange(len(batch))
-        target.set_rows(batch.symbols, source.chunks_address + batch.starts, targets, batch.sizes)
+        target.set_rows(batch.parameters, source.chunks_address + batch.starts, targets, batch.sizes)
         with codec_errors():
-            self._kernels.decode(target.stream, batch.layout, target.table, len(batch))
+            self._runner.decode(target.stream, batch.layout, target.table, len(batch))
         target.stream.synchronize()
         return target.chunks_address
 
@@ -345,19 +347,19 @@ class Workbench:
         layout = chosen[0][1].layout
         self._have_ready(layout, self._device)
         chunks = [segment.bytes // CHUNK_BYTES for segment, _ in chosen]
-        symbols = np.repeat(np.array([code.symbols for _, code in chosen], np.uint8), chunks, axis=0)
+        parameters = np.repeat(parameters_of([code for _, code in chosen]), chunks, axis=0)
         starts = np.array([segment.address for segment, _ in chosen])
         firsts = np.cumsum(chunks) - chunks
-        sources = np.repeat(starts, chunks) + (np.arange(len(symbols)) - np.repeat(firsts, chunks)) * CHUNK_BYTES
-        result = Count(chosen, np.zeros(len(symbols), np.int64))
-        for first in range(0, len(symbols), self._count_rows):
+        sources = np.repeat(starts, chunks) + (np.arange(len(parameters)) - np.repeat(firsts, chunks)) * CHUNK_BYTES
+        result = Count(chosen, np.zeros(len(parameters), np.int64))
+        for first in range(0, len(parameters), self._count_rows):
             _core.stop_if_asked()
-            mine = slice(first, min(first + self._count_rows, len(symbols)))
+            mine = slice(first, min(first + self._count_rows, len(parameters)))
             slot, count = self._next_slot(), mine.stop - mine.start
             counters = slot.counters_for(count, partial(_store_sizes, result.sizes[mine]))
-            slot.set_rows(symbols[mine], sources[mine], counters + 4 * np.arange(count), 0)
+            slot.set_rows(parameters[mine], sources[mine], counters + 4 * np.arange(count), 0)
             with codec_errors():
-                self._kernels.count(slot.stream, layout, slot.table, count)
+                self._runner.count(slot.stream, layout, slot.table, count)
             slot.begun(then=Slot.read_counters)
             result.slots.append((first, slot))
         return result
@@ -521,10 +523,9 @@ class _Batch:
         return len(self.sizes)
 
     @property
-    def symbols(self) -> npt.NDArray[np.uint8]:
-        """Of each chunk's code; shape (chunks, 9)."""
-        each = np.array([run.code.symbols for run in self.runs], np.uint8)
-        return np.repeat(each, [len(run) for run in self.runs], axis=0)
+    def parameters(self) -> Bytes:
+        """Of each chunk's code."""
+        return np.repeat(parameters_of([run.code for run in self.runs]), [len(run) for run in self.runs], axis=0)
 
     @property
     def addresses(self) -> npt.NDArray[np.int64]:

@@ -25,22 +25,18 @@ def usage_by_tag(layer: Layer, meant: Choice) -> dict[str, TagUsage]:
     for segment in filter(meant, _core.segments()):
         by_tag.setdefault(segment.tag, []).append(segment)
     held = layer.store.footprints(chain.from_iterable(by_tag.values()))
-    is_in_vault = bool(held and layer.store.place().vault)
-    return {tag: _of_a_tag(layer, segments, held, is_in_vault) for tag, segments in by_tag.items()}
+    return {tag: _of_a_tag(layer, segments, held) for tag, segments in by_tag.items()}
 
 
-def _of_a_tag(
-    layer: Layer, segments: list[_core.Segment], held: Mapping[int, Footprint], is_in_vault: bool
-) -> TagUsage:
+def _of_a_tag(layer: Layer, segments: list[_core.Segment], held: Mapping[int, Footprint]) -> TagUsage:
     backups = [held[segment.id] for segment in segments if segment.id in held]
-    host_bytes = sum(each.bytes for each in backups)
     return TagUsage(
         segments=len(segments),
         bytes=sum(segment.bytes for segment in segments),
         mapped_bytes=sum(segment.bytes for segment in segments if segment.has_memory),
-        host_bytes=host_bytes,
-        vault_bytes=host_bytes if is_in_vault else 0,
-        shared_bytes=sum(each.bytes for each in backups if each.is_shared),
+        host_bytes=sum(each.bytes for each in backups),
+        vault_bytes=sum(each.vault_bytes for each in backups),
+        shared_bytes=sum(each.shared_bytes for each in backups),
         asleep_segments=sum(segment.sleep != _Sleep.AWAKE for segment in segments),
         backed_up_bytes=total_bytes(segment for segment in segments if layer.store.get(segment) is not None),
     )

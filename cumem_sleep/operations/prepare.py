@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from .. import _core, log
 from ..backups.backup import Backup
 from ..backups.tier import NotYet
+from ..codec.codec import CHUNK_BYTES
 from ..codec.encoding import EncodedRun, Encoding
-from ..codec.exponent import CHUNK_BYTES
 from ..codec.workbench import ChangedMeanwhile, Workbench
 from ..digest.device import DigestRun
 from ..errors import CodecError, CumemSleepError, InvalidState

@@ -12,8 +12,8 @@ from itertools import chain
 
 from .. import _core, log
 from ..backups.filling import Filling
+from ..codec.codec import Code
 from ..codec.encoding import Encoding
-from ..codec.exponent import Code
 from ..codec.workbench import Plan, Workbench, close_all, parts_to_plan
 from ..digest.device import DigestRun
 from ..digest.reference import Digest

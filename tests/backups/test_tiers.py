@@ -131,8 +131,10 @@ class TestRoom:
     def test_what_is_held_is_counted_backup_by_backup(self, tier: Tier) -> None:
         reserved = tier.reserve([Wanted(0, [PAGE, 3 * PAGE]), Wanted(0, [PAGE // 2 + 16])])
         whole, odd = tier.footprints(reserved)
-        assert whole == (4 * PAGE, False)
+        assert (whole.bytes, whole.shared_bytes) == (4 * PAGE, 0)
         assert PAGE // 2 + 16 <= odd.bytes <= PAGE // 2 + (64 << 10)
+        for each in (whole, odd):
+            assert each.vault_bytes == (each.bytes if tier.place().vault else 0)
         assert (tier.place().vault != "") is isinstance(tier, VaultTier)
         for extents in reserved:
             tier.release(extents)

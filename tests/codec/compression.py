@@ -13,8 +13,8 @@ import pytest
 from support import AWAKE, MIB, PAGE, bf16_weights, quick_sums
 
 from cumem_sleep import CuMemAllocator, _core, host_facts, sim
-from cumem_sleep.codec.exponent import Bytes, Code
-from cumem_sleep.codec.kernels import SimulatedKernels
+from cumem_sleep.codec.codec import Bytes, Code
+from cumem_sleep.codec.runner import SimulatedRunner
 from cumem_sleep.codec.workbench import workbench_bytes
 
 MakeAllocator = Callable[..., CuMemAllocator]
@@ -153,7 +153,7 @@ def cycle(allocator: CuMemAllocator, contents: Contents) -> None:
 
 
 def failing(name: str, monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None:
-    real, calls = getattr(SimulatedKernels, name), []
+    real, calls = getattr(SimulatedRunner, name), []
 
     def fail(*arguments: Any) -> None:
         calls.append(name)
@@ -161,7 +161,7 @@ def failing(name: str, monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None:
             raise RuntimeError("no such kernel")
         real(*arguments)
 
-    monkeypatch.setattr(SimulatedKernels, name, fail)
+    monkeypatch.setattr(SimulatedRunner, name, fail)
 
 
 class QuickCodec:

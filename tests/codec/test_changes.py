@@ -34,7 +34,7 @@ from support import AWAKE, PAGE, EagerSums, digest_eagerly, patch_touch
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, _core, sim
 from cumem_sleep.backups.filling import Filling
 from cumem_sleep.codec.compressor import Compressor
-from cumem_sleep.codec.kernels import SimulatedKernels
+from cumem_sleep.codec.runner import SimulatedRunner
 from cumem_sleep.codec.workbench import Samples, Workbench
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.digest.reference import Digest
@@ -51,13 +51,13 @@ class TestChanges:
         contents[second] = content[:-1] + bytes([content[-1] ^ 0x80])
         write(second, contents[second])
         encoded = []
-        encode = SimulatedKernels.encode
+        encode = SimulatedRunner.encode
 
         def counted(*arguments: Any) -> None:
             encoded.append(arguments[-1])
             encode(*arguments)
 
-        monkeypatch.setattr(SimulatedKernels, "encode", counted)
+        monkeypatch.setattr(SimulatedRunner, "encode", counted)
         report = allocator.sleep()
         assert (report.copied_bytes, report.clean_bytes) == (2 * PAGE, 2 * PAGE)
         assert sum(encoded) == 2
@@ -112,7 +112,7 @@ class TestChanges:
             return call
 
         for name in ("count", "encode"):
-            monkeypatch.setattr(SimulatedKernels, name, noted(name, getattr(SimulatedKernels, name)))
+            monkeypatch.setattr(SimulatedRunner, name, noted(name, getattr(SimulatedRunner, name)))
         allocator.sleep()
         # The second is noise by now; the fourth is counted once more, with a code for zeros.
         assert calls == ["count", "count", "encode", "count", "count", "encode", "count", "encode"]
@@ -134,7 +134,7 @@ class TestChanges:
             write(address, contents[address])
         places = {segment.id: place for place, segment in enumerate(_core.segments())}
         calls: list[object] = []
-        start, encode = DigestRun.start, SimulatedKernels.encode
+        start, encode = DigestRun.start, SimulatedRunner.encode
 
         def noted_start(run: DigestRun, segments: Sequence[_core.Segment]) -> None:
             calls.append([places[segment.id] for segment in segments])
@@ -146,7 +146,7 @@ class TestChanges:
 
         with monkeypatch.context() as patch:
             patch.setattr(DigestRun, "start", noted_start)
-            patch.setattr(SimulatedKernels, "encode", noted_encode)
+            patch.setattr(SimulatedRunner, "encode", noted_encode)
             report = allocator.sleep()
         assert (report.copied_bytes, report.clean_bytes) == (10 * PAGE, 0)
         assert calls == [[0], [1], [2, 3], "encode", "encode", [4], "encode", "encode", [1, 2], [0, 3, 4]]

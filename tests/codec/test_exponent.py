@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cumem_sleep.codec import codecs
 from cumem_sleep.codec import exponent as codec
-from cumem_sleep.codec.exponent import BLOCK_VALUES, CHUNK_BYTES, LAYOUTS, Code, Layout
+from cumem_sleep.codec.codec import CHUNK_BYTES
+from cumem_sleep.codec.exponent import BLOCK_VALUES, LAYOUTS, Code, Layout
 
 Bytes = npt.NDArray[np.uint8]
 BF16, FP16, E4M3, E5M2, FP32 = LAYOUTS
@@ -84,6 +87,17 @@ def code_of(layout: Layout, first: int = 0) -> Code:
     return Code(layout, tuple(range(first, first + 9)))
 
 
+def choose_codes(samples: Bytes, worth: float = 0.95) -> list[Code | None]:
+    """Of this codec: it is the only one that has a code for weights."""
+    chosen = codecs.choose_codes(samples, worth)
+    assert all(code is None or isinstance(code, Code) for code in chosen)
+    return cast(list[Code | None], chosen)
+
+
+def choose_code(sample: Bytes, worth: float = 0.95) -> Code | None:
+    return choose_codes(sample.reshape(1, -1), worth)[0]
+
+
 def assert_round_trip(code: Code, content: Bytes) -> Bytes:
     sizes = codec.chunk_bytes(code, content)
     stored = codec.encode(code, content)
@@ -91,7 +105,7 @@ def assert_round_trip(code: Code, content: Bytes) -> Bytes:
     assert stored.size == sizes.sum()
     assert code.layout.smallest_chunk_bytes <= sizes.min()
     assert sizes.max() <= code.layout.largest_chunk_bytes
-    assert codec.least_bytes(content.size) <= stored.size
+    assert codecs.least_bytes(content.size) <= stored.size
     assert np.array_equal(codec.decode(code, stored, sizes), content)
     return stored
 
@@ -173,7 +187,7 @@ class TestRoundTrip:
     @every_layout
     def test_normal_values(self, layout: Layout) -> None:
         content = weights(layout)
-        code = codec.choose_code(content[:8192])
+        code = choose_code(content[:8192])
         assert code is not None
         assert assert_round_trip(code, content).size < 0.95 * content.size
 
@@ -202,7 +216,7 @@ class TestRoundTrip:
         with np.errstate(over="ignore", invalid="ignore"):
             odd = as_type(layout, np.array(special * 4, np.float32))
         content[8192 : 8192 + odd.size] = odd
-        code = codec.choose_code(content[:8192])
+        code = choose_code(content[:8192])
         assert code is not None
         assert_round_trip(code, content)
 
@@ -212,7 +226,7 @@ class TestRoundTrip:
         assert stored.size == layout.smallest_chunk_bytes
 
     def test_the_least_is_that_of_some_layout(self) -> None:
-        assert codec.least_bytes(3 * CHUNK_BYTES) == 3 * min(layout.smallest_chunk_bytes for layout in LAYOUTS)
+        assert codecs.least_bytes(3 * CHUNK_BYTES) == 3 * min(layout.smallest_chunk_bytes for layout in LAYOUTS)
 
     @every_layout
     def test_symbols_that_are_all_outside_the_code(self, layout: Layout) -> None:
@@ -239,7 +253,7 @@ class TestRoundTrip:
     @every_layout
     def test_many_chunks(self, layout: Layout) -> None:
         content = np.concatenate([weights(layout, 2), random_bytes(CHUNK_BYTES), tiled(b"\0"), weights(layout, seed=1)])
-        code = codec.choose_code(content[:8192])
+        code = choose_code(content[:8192])
         assert code is not None
         stored = assert_round_trip(code, content)
         sizes = codec.chunk_bytes(code, content)
@@ -276,7 +290,7 @@ class TestRatio:
         if layout.value_bytes == 1:
             deviation *= 60  # as quantisation scales to the type's range
         content = weights(layout, 2, deviation)
-        code = codec.choose_code(content[:8192])
+        code = choose_code(content[:8192])
         assert code is not None
         assert code.layout is layout
         assert codec.chunk_bytes(code, content).sum() <= most * content.size
@@ -284,7 +298,7 @@ class TestRatio:
     @every_layout
     def test_the_expected_ratio_is_what_comes_out(self, layout: Layout) -> None:
         content = weights(layout)
-        ((symbols,), (ratio,)) = codec._ranked(layout, content[None])
+        ((symbols,), (ratio,)) = codec.rank(layout, content[None])
         sizes = codec.chunk_bytes(Code(layout, tuple(symbols.tolist())), content)
         excess = (sizes.sum() - ratio * content.size) / layout.blocks_per_chunk
         assert 4 < excess < 24  # of each block: its place in the header, words that are not full, padding
@@ -300,13 +314,13 @@ class TestChoice:
         for seed in range(5):
             values = normal(8192 // layout.value_bytes, scale, seed)
             values[np.random.default_rng(seed).random(values.size) < outliers] *= 30
-            code = codec.choose_code(as_type(layout, values))
+            code = choose_code(as_type(layout, values))
             assert code is not None
             assert code.layout is layout
 
     @pytest.mark.parametrize("nbytes", [4, 64, 1024, 8192])
     def test_of_samples_of_any_size(self, nbytes: int) -> None:
-        code = codec.choose_code(weights(BF16)[:nbytes])
+        code = choose_code(weights(BF16)[:nbytes])
         assert code is not None
 
     def test_agrees_with_pytorch_about_the_types(self) -> None:
@@ -315,36 +329,36 @@ class TestChoice:
         for layout, dtype in ((BF16, "bfloat16"), (FP16, "float16"), (E4M3, "float8_e4m3fn"), (E5M2, "float8_e5m2")):
             theirs = values.to(getattr(torch, dtype)).view(torch.uint8).numpy()
             assert np.array_equal(theirs, as_type(layout, values.numpy()))
-            code = codec.choose_code(theirs)
+            code = choose_code(theirs)
             assert code is not None
             assert code.layout is layout
 
     def test_random_bytes_are_not_worth_it(self) -> None:
-        assert codec.choose_codes(random_bytes(64 * 8192).reshape(64, -1)) == [None] * 64
+        assert choose_codes(random_bytes(64 * 8192).reshape(64, -1)) == [None] * 64
 
     @pytest.mark.parametrize("deviation", [1.5, 2.5, 4.0])
     def test_packed_int4_is_not_worth_it(self, deviation: float) -> None:
         fours = np.clip(np.round(normal(1 << 16, deviation)), -8, 7).astype(np.int8).view(np.uint8) & 15
         packed = fours[::2] | fours[1::2] << 4
-        assert codec.choose_codes(packed.reshape(4, -1)) == [None] * 4
+        assert choose_codes(packed.reshape(4, -1)) == [None] * 4
 
     @every_layout
     def test_what_is_encoded_is_not_worth_it(self, layout: Layout) -> None:
         content = weights(layout)
-        code = codec.choose_code(content[:8192])
+        code = choose_code(content[:8192])
         assert code is not None
         stored = codec.encode(code, content)
         samples = stored[: stored.size // 8192 * 8192].reshape(-1, 8192)
-        assert codec.choose_codes(samples) == [None] * len(samples)
+        assert choose_codes(samples) == [None] * len(samples)
 
     def test_worth_is_a_limit(self) -> None:
         sample = weights(BF16)[:8192]
-        assert codec.choose_code(sample, worth=0.68) is not None
-        assert codec.choose_code(sample, worth=0.65) is None
+        assert choose_code(sample, worth=0.68) is not None
+        assert choose_code(sample, worth=0.65) is None
 
     def test_the_most_frequent_symbols_come_first(self) -> None:
         symbols = np.repeat(np.arange(100, 112), np.arange(12, 0, -1))
-        code = codec.choose_code(values_of(BF16, symbols)[: 2 * 78 * 64])
+        code = choose_code(values_of(BF16, symbols)[: 2 * 78 * 64])
         assert code == Code(BF16, tuple(range(100, 109)))
 
     @pytest.mark.slow
@@ -352,12 +366,12 @@ class TestChoice:
         samples = np.stack(
             [*(weights(layout)[:8192] for layout in LAYOUTS), random_bytes(8192), tiled(b"\0")[:8192]] * 30
         )
-        assert codec.choose_codes(samples) == [codec.choose_code(sample) for sample in samples]
-        assert codec.choose_codes(samples[:, ::2]) == [codec.choose_code(sample[::2].copy()) for sample in samples]
+        assert choose_codes(samples) == [choose_code(sample) for sample in samples]
+        assert choose_codes(samples[:, ::2]) == [choose_code(sample[::2].copy()) for sample in samples]
 
     def test_of_nothing(self) -> None:
-        assert codec.choose_codes(np.zeros((0, 8192), np.uint8)) == []
-        assert codec.choose_codes(np.zeros((2, 0), np.uint8)) == [None, None]
+        assert choose_codes(np.zeros((0, 8192), np.uint8)) == []
+        assert choose_codes(np.zeros((2, 0), np.uint8)) == [None, None]
 
 
 class TestDamage:
@@ -366,7 +380,7 @@ class TestDamage:
     @pytest.fixture(params=LAYOUTS, ids=lambda layout: layout.name)
     def encoded(self, request: pytest.FixtureRequest) -> tuple[Code, Bytes, Bytes]:
         content = weights(request.param)
-        code = codec.choose_code(content[:8192])
+        code = choose_code(content[:8192])
         assert code is not None
         return code, content, codec.encode(code, content)
 

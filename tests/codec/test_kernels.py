@@ -144,8 +144,9 @@ CODEC_SETUP = """
     import numpy as np
     from cumem_sleep.codec import exponent as codec
     from cumem_sleep.codec import exponent_kernel as kernel
+    from cumem_sleep.codec.table import rows
 
-    codec.CHUNK_BYTES = 1 << 15  # the interpreter is slow
+    codec.CHUNK_BYTES = kernel.CHUNK_BYTES = 1 << 15  # the interpreter is slow
     layout = {layout.name: layout for layout in codec.LAYOUTS}[os.environ["LAYOUT"]]
     random = np.random.default_rng(7)
     code = codec.Code(layout, tuple(random.permutation(1 << layout.symbol_bits)[:9].tolist()))
@@ -177,7 +178,7 @@ CODEC_SETUP = """
     def decode(stored, sizes, chunks):
         decoded, intact = guarded(chunks * codec.CHUNK_BYTES, 0xEE)
         at = addresses(decoded, np.full(chunks, codec.CHUNK_BYTES))
-        table = kernel.rows(code, addresses(stored, sizes), at, sizes)
+        table = rows(code, addresses(stored, sizes), at, sizes)
         kernel.decode(layout, table.ctypes.data, chunks)
         assert intact()
         return decoded
@@ -186,7 +187,7 @@ CODEC_SETUP = """
         stored, intact = guarded(sizes.sum())
         counters = np.zeros(len(sizes), np.uint32)
         sources = addresses(content, np.full(len(sizes), codec.CHUNK_BYTES))
-        table = kernel.rows(code, sources, addresses(stored, sizes), sizes)
+        table = rows(code, sources, addresses(stored, sizes), sizes)
         kernel.encode(layout, table.ctypes.data, counters.ctypes.data, len(sizes))
         assert intact()
         return stored, counters + np.uint32(layout.header_bytes)
@@ -240,7 +241,7 @@ def test_the_codec_equals_the_reference_in_the_interpreter(layout: str) -> None:
 
         totals, intact = guarded(12)
         sources = addresses(content, np.full(3, codec.CHUNK_BYTES))
-        table = kernel.rows(code, sources, totals.ctypes.data + 4 * np.arange(3))
+        table = rows(code, sources, totals.ctypes.data + 4 * np.arange(3))
         kernel.count(layout, table.ctypes.data, 3)
         assert totals.view(np.uint32).tolist() == sizes.tolist() and intact()
 

@@ -47,7 +47,7 @@ from support import (
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, sim
 from cumem_sleep.codec.compressor import Compressor
-from cumem_sleep.codec.kernels import SimulatedKernels
+from cumem_sleep.codec.runner import SimulatedRunner
 from cumem_sleep.codec.workbench import Workbench
 
 pytestmark = pytest.mark.sim
@@ -100,7 +100,7 @@ class TestPrepare:
 
             return wait_and_work
 
-        for place, name in [(Compressor, "workbench"), (Workbench, "plan"), (SimulatedKernels, "count")]:
+        for place, name in [(Compressor, "workbench"), (Workbench, "plan"), (SimulatedRunner, "count")]:
             monkeypatch.setattr(place, name, noted(getattr(place, name), name))
         preparation = allocator.prepare()
         returned.set()
@@ -112,13 +112,13 @@ class TestPrepare:
         contents = fill(allocator, bf16, nbytes=5 * PAGE)
         monkeypatch.setattr(CuMemAllocator.tuning, "few_rows", 2)
         counted: list[int] = []
-        count = SimulatedKernels.count
+        count = SimulatedRunner.count
 
         def noted(*arguments: Any) -> None:
             counted.append(arguments[-1])
             count(*arguments)
 
-        monkeypatch.setattr(SimulatedKernels, "count", noted)
+        monkeypatch.setattr(SimulatedRunner, "count", noted)
         assert finished(allocator.prepare()).error is None
         assert counted == [2, 2, 1]
         assert encodings(allocator, contents) == ["bf16"]
@@ -169,14 +169,14 @@ class TestPrepare:
         contents = fill(allocator, bf16, bf16, some_noise)
         freed = list(contents)[place]
         del contents[freed]
-        count = SimulatedKernels.count
+        count = SimulatedRunner.count
 
         def free_and_count(*arguments: Any) -> None:
             with suppress(InvalidState):
                 in_thread(lambda: allocator.free(freed))
             count(*arguments)
 
-        monkeypatch.setattr(SimulatedKernels, "count", free_and_count)
+        monkeypatch.setattr(SimulatedRunner, "count", free_and_count)
         assert finished(allocator.prepare()).error is None
         assert {segment.address for segment in _core.segments()} == set(contents)
         check_host_bytes(allocator)
@@ -355,7 +355,7 @@ class TestPrepare:
             """
             import threading, time
             import numpy as np
-            from cumem_sleep.codec import kernels as coders
+            from cumem_sleep.codec import runner as coders
             from cumem_sleep.codec import workbench as compress
 
             reset_simulation()
@@ -364,14 +364,14 @@ class TestPrepare:
                 address = allocator.malloc(2 * PAGE, "weights")
                 memory.write(address, bf16_weights(2 * PAGE, np.random.default_rng(0)))
             memory.close()
-            counting, count = threading.Event(), coders.SimulatedKernels.count
+            counting, count = threading.Event(), coders.SimulatedRunner.count
 
             def count_slowly(*arguments):
                 counting.set()
                 time.sleep(0.2)
                 count(*arguments)
 
-            coders.SimulatedKernels.count = count_slowly
+            coders.SimulatedRunner.count = count_slowly
             preparation = allocator.prepare()
             assert counting.wait(30)
             """,
@@ -385,7 +385,7 @@ class TestPrepare:
         process = run_script(
             f"""
             import numpy as np
-            from cumem_sleep.codec import kernels as coders
+            from cumem_sleep.codec import runner as coders
             from cumem_sleep.codec import workbench as compress
 
             reset_simulation()
@@ -395,13 +395,13 @@ class TestPrepare:
             memory = Memory()
             memory.write(address, bf16_weights(2 * PAGE, np.random.default_rng(0)))
             memory.close()
-            encode, failures = coders.SimulatedKernels.encode, 0
+            encode, failures = coders.SimulatedRunner.encode, 0
 
             def encode_and_fail(*arguments):
                 encode(*arguments)
                 sim.fail({call!r}, position, "CUDA_ERROR_UNKNOWN")
 
-            coders.SimulatedKernels.encode = encode_and_fail
+            coders.SimulatedRunner.encode = encode_and_fail
             for position in range(4):
                 preparation = allocator.prepare()
                 assert preparation.wait(30)

@@ -39,7 +39,7 @@ from support import AWAKE, BACKED_UP, MIB, PAGE, patch_map
 from cumem_sleep import CuMemAllocator, DriverError, _core, sim
 from cumem_sleep.codec import workbench
 from cumem_sleep.codec.exponent import Layout
-from cumem_sleep.codec.kernels import SimulatedKernels
+from cumem_sleep.codec.runner import SimulatedRunner
 from cumem_sleep.codec.slots import Slot
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.extents import Piece
@@ -267,10 +267,10 @@ class TestRoundTrips:
         monkeypatch.setattr(CuMemAllocator.tuning, "slots", slots)
         contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
         allocator.sleep()
-        decode, map_segment, start = SimulatedKernels.decode, _core.Segment.map, SlotCopies.start
+        decode, map_segment, start = SimulatedRunner.decode, _core.Segment.map, SlotCopies.start
         events: list[str] = []
 
-        def look_and_decode(kernels: SimulatedKernels, stream: _core.CopyStream, layout: Layout, *more: int) -> None:
+        def look_and_decode(kernels: SimulatedRunner, stream: _core.CopyStream, layout: Layout, *more: int) -> None:
             stream.synchronize()
             for _, _, target, _ in kernels._rows(stream, layout, *more):
                 assert any(s.address <= target < s.address + s.bytes and s.has_memory for s in _core.segments())
@@ -285,7 +285,7 @@ class TestRoundTrips:
             events.append("copy")
             start(*arguments)
 
-        monkeypatch.setattr(SimulatedKernels, "decode", look_and_decode)
+        monkeypatch.setattr(SimulatedRunner, "decode", look_and_decode)
         patch_map(monkeypatch, map_slowly)
         monkeypatch.setattr(SlotCopies, "start", note_and_start)
         allocator.wake_up()
@@ -300,7 +300,7 @@ class TestRoundTrips:
         """A lane may wait for the kernel first; with one slot it has to. The counters are read at the end."""
         monkeypatch.setattr(CuMemAllocator.tuning, "slots", slots)
         contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
-        encode, write, read = SimulatedKernels.encode, workbench._write, Slot.read_counters
+        encode, write, read = SimulatedRunner.encode, workbench._write, Slot.read_counters
         events: list[str] = []
 
         def note_and_encode(*arguments: Any) -> None:
@@ -311,7 +311,7 @@ class TestRoundTrips:
             events.append("copy")
             write(*arguments)
 
-        monkeypatch.setattr(SimulatedKernels, "encode", note_and_encode)
+        monkeypatch.setattr(SimulatedRunner, "encode", note_and_encode)
 
         def note_and_read(slot: Slot) -> None:
             if slot._readers and events:

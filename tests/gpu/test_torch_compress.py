@@ -16,6 +16,8 @@ from test_torch_processes import check_clean, run
 
 from cumem_sleep import BackupMismatch, CuMemAllocator, InvalidState, _core
 from cumem_sleep.codec import exponent as codec
+from cumem_sleep.codec import table
+from cumem_sleep.codec.codec import CHUNK_BYTES
 from cumem_sleep.codec.exponent import Bytes, Code, Layout
 from cumem_sleep.codec.workbench import Workbench, workbench_bytes
 
@@ -185,19 +187,19 @@ class OnGpu:
     def decode(self, stored: Sequence[Bytes], sizes: Sequence[int]) -> list[Bytes]:
         """Of each the first `sizes` bytes are valid."""
         starts = starts_of([-(-part.size // 16) * 16 for part in stored])
-        source, chunks = Guarded(int(starts[-1]) + stored[-1].size), Guarded(len(stored) * codec.CHUNK_BYTES, 0xEE)
+        source, chunks = Guarded(int(starts[-1]) + stored[-1].size), Guarded(len(stored) * CHUNK_BYTES, 0xEE)
         for start, part in zip(starts.tolist(), stored, strict=True):
             source.content[start : start + part.size] = torch.from_numpy(part.copy()).cuda()
         table = self._table(source.address + starts, self._chunk_addresses(chunks.address), sizes)
         self._kernel.decode(self._layout, table.data_ptr(), len(stored))
-        return cut(chunks.read(), [codec.CHUNK_BYTES] * len(stored))
+        return cut(chunks.read(), [CHUNK_BYTES] * len(stored))
 
     def _chunk_addresses(self, first: int) -> Any:
-        return first + codec.CHUNK_BYTES * np.arange(len(self._codes))
+        return first + CHUNK_BYTES * np.arange(len(self._codes))
 
     def _table(self, sources: Any, targets: Any, sizes: Any) -> Any:
         columns = zip(self._codes, sources, targets, sizes, strict=True)
-        rows = [self._kernel.rows(code, [source], [target], [size]) for code, source, target, size in columns]
+        rows = [table.rows(code, [source], [target], [size]) for code, source, target, size in columns]
         return torch.from_numpy(np.concatenate(rows).view(np.int64)).cuda()
 
 
@@ -219,8 +221,8 @@ def code_of(layout: Layout, chunk: Bytes, *, worst: bool = False) -> Code:
 def kinds_of_chunks(layout: Layout) -> dict[str, Bytes]:
     random = np.random.default_rng()
     exponent = ((1 << layout.symbol_bits) - 1) << (layout.raw_bits - 1)
-    usual = bytes_of([normal(DTYPES[layout.name], codec.CHUNK_BYTES)])[0].numpy()
-    other = random.integers(0, 256, codec.CHUNK_BYTES, np.uint8)
+    usual = bytes_of([normal(DTYPES[layout.name], CHUNK_BYTES)])[0].numpy()
+    other = random.integers(0, 256, CHUNK_BYTES, np.uint8)
     some = usual.view(layout.dtype).copy()
     which = random.integers(0, 8, some.size)
     some[which == 0] |= layout.dtype.type(exponent)  # NaN, with any payload
@@ -229,7 +231,7 @@ def kinds_of_chunks(layout: Layout) -> dict[str, Bytes]:
     return {
         "normal": usual,
         "random": other,
-        "zeros": np.zeros(codec.CHUNK_BYTES, np.uint8),
+        "zeros": np.zeros(CHUNK_BYTES, np.uint8),
         "some NaN and infinities": some.view(np.uint8),
         "all NaN": (other.view(layout.dtype) | layout.dtype.type(exponent)).view(np.uint8),
         "half random": np.concatenate([usual[: usual.size // 2], other[: usual.size // 2]]),
@@ -254,7 +256,7 @@ class TestKernels:
         codes = [best] * len(kinds) + [worst] * 2
         content = np.concatenate([kinds[name] for name in names])
         expected = [int(codec.chunk_bytes(code, kinds[name])[0]) for code, name in zip(codes, names, strict=True)]
-        assert expected[0] < 0.9 * codec.CHUNK_BYTES < codec.CHUNK_BYTES < expected[-2]
+        assert expected[0] < 0.9 * CHUNK_BYTES < CHUNK_BYTES < expected[-2]
         gpu = OnGpu(layout, codes)
         assert gpu.count(content) == expected
 

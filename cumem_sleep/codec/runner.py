@@ -1,4 +1,4 @@
-"""What runs the codec on chunks of device memory: kernels on a GPU, the reference on the simulated driver."""
+"""What runs codecs on chunks of device memory: kernels on a GPU, the reference on the simulated driver."""
 
 from __future__ import annotations
 
@@ -13,75 +13,75 @@ import numpy.typing as npt
 from .. import _core
 from ..errors import CodecError, CumemSleepError
 from ..streams import current_in_torch
-from . import exponent as codec
-from .exponent import CHUNK_BYTES, Code, Layout
+from .codec import CHUNK_BYTES, Code, Layout
+from .codecs import CODECS, codec_of
+from .table import ROW_BYTES, read_rows
 
 
-class Kernels(Protocol):
-    """The codec on the chunks of a table (`exponent.set_rows`); asynchronous, in the order of `stream`."""
+class Runner(Protocol):
+    """`codec.Kernels` of all codecs; asynchronous, in the order of `stream`."""
 
     def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:
-        """Add the encoded size of each row's source to the word at its target."""
+        """As `Kernels.count`."""
 
     def encode(self, stream: _core.CopyStream, layout: Layout, table: int, counters: int, chunks: int) -> None:
-        """Encode each row's source to its target, which is zero; add the bytes without header to its counter."""
+        """As `Kernels.encode`."""
 
     def decode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:
-        """Decode each row's source to its target."""
+        """As `Kernels.decode`."""
 
     def warm_up(self, layout: Layout, device: int) -> None:
         """Make all three ready."""
 
 
-class GpuKernels(Kernels):
-    """The kernels of `exponent_kernel`."""
+class GpuRunner(Runner):
+    """By the kernels of each codec."""
 
     def __init__(self) -> None:
         import torch
 
-        from . import exponent_kernel as codec_kernel
-
         if not torch.cuda.is_available():
             raise CodecError("PyTorch does not reach the GPU")
-        self._kernels = codec_kernel
+        self._kernels = {layout: listed.import_kernels() for listed in CODECS for layout in listed.codec.LAYOUTS}
 
     def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
         with current_in_torch(stream):
-            self._kernels.count(layout, table, chunks)
+            self._kernels[layout].count(layout, table, chunks)
 
     def encode(  # noqa: D102
         self, stream: _core.CopyStream, layout: Layout, table: int, counters: int, chunks: int
     ) -> None:
         with current_in_torch(stream):
-            self._kernels.encode(layout, table, counters, chunks)
+            self._kernels[layout].encode(layout, table, counters, chunks)
 
     def decode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
         with current_in_torch(stream):
-            self._kernels.decode(layout, table, chunks)
+            self._kernels[layout].decode(layout, table, chunks)
 
     def warm_up(self, layout: Layout, device: int) -> None:  # noqa: D102
-        self._kernels.warm_up(layout, device)
+        self._kernels[layout].warm_up(layout, device)
 
 
-class SimulatedKernels(Kernels):
-    """The reference, on the simulated driver, whose device memory the host can access."""
+class SimulatedRunner(Runner):
+    """By the reference of each codec, on the simulated driver, whose device memory the host can access."""
 
     def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
         for code, source, target, _ in self._rows(stream, layout, table, chunks):
-            _words_at(target, 1)[0] += codec.chunk_bytes(code, _bytes_at(source, CHUNK_BYTES))[0]
+            _words_at(target, 1)[0] += codec_of(layout).chunk_bytes(code, _bytes_at(source, CHUNK_BYTES))[0]
 
     def encode(  # noqa: D102
         self, stream: _core.CopyStream, layout: Layout, table: int, counters: int, chunks: int
     ) -> None:
         found = _words_at(counters, chunks)
         for number, (code, source, target, nbytes) in enumerate(self._rows(stream, layout, table, chunks)):
-            encoded = codec.encode(code, _bytes_at(source, CHUNK_BYTES))
+            encoded = codec_of(layout).encode(code, _bytes_at(source, CHUNK_BYTES))
             found[number] += encoded.size - layout.header_bytes
             _bytes_at(target, nbytes)[:] |= np.resize(encoded, nbytes)  # only where it is zero, as on the GPU
 
     def decode(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
         for code, source, target, nbytes in self._rows(stream, layout, table, chunks):
-            _bytes_at(target, CHUNK_BYTES)[:] = codec.decode(code, _bytes_at(source, nbytes), np.array([nbytes]))
+            stored = _bytes_at(source, nbytes)
+            _bytes_at(target, CHUNK_BYTES)[:] = codec_of(layout).decode(code, stored, np.array([nbytes]))
 
     def warm_up(self, layout: Layout, device: int) -> None:  # noqa: D102
         pass
@@ -91,19 +91,19 @@ class SimulatedKernels(Kernels):
         stream: _core.CopyStream, layout: Layout, table: int, chunks: int
     ) -> Iterator[tuple[Code, int, int, int]]:
         stream.synchronize()
-        rows = _bytes_at(table, codec.ROW_BYTES * chunks).view("<u8").reshape(-1, 4)
-        for symbols, source, target, nbytes in codec.read_rows(rows):
-            yield Code(layout, symbols), source, target, nbytes
+        rows = _bytes_at(table, ROW_BYTES * chunks).view("<u8").reshape(-1, 4)
+        for parameters, source, target, nbytes in read_rows(rows):
+            yield codec_of(layout).code_of(layout, parameters), source, target, nbytes
 
 
-def choose_kernels() -> Kernels:
-    """The kernels for the driver that is open.
+def choose_runner() -> Runner:
+    """The one for the driver that is open.
 
     Raises:
         CodecError: PyTorch does not reach the GPU.
         ImportError: PyTorch or Triton is missing.
     """
-    return SimulatedKernels() if _core.driver_is_simulated() else GpuKernels()
+    return SimulatedRunner() if _core.driver_is_simulated() else GpuRunner()
 
 
 @contextmanager

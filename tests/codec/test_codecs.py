@@ -1,0 +1,207 @@
+"""What every codec must do: each in the list, and one that only tests have."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import even_bytes
+import numpy as np
+import pytest
+from compression import MakeAllocator, at, bf16, check_bytes, cycle, encodings, fill, noise, write
+from support import PAGE
+
+from cumem_sleep import CuMemAllocator, _core
+from cumem_sleep.codec import codecs
+from cumem_sleep.codec.codec import CHUNK_BYTES, PARAMETER_BYTES, Bytes, Code, Codec, Layout
+from cumem_sleep.codec.codecs import CODECS, Listed
+from cumem_sleep.codec.runner import SimulatedRunner
+from cumem_sleep.codec.table import ROW_BYTES, parameters_of, set_rows
+
+
+def no_kernels() -> Any:
+    raise AssertionError("has none")
+
+
+BOTH = (*CODECS, Listed(even_bytes, no_kernels))
+EVERY_LAYOUT = [pytest.param(codec, layout, id=layout.name) for codec, _ in BOTH for layout in codec.LAYOUTS]
+every_layout = pytest.mark.parametrize(("codec", "layout"), EVERY_LAYOUT)
+
+
+def small_numbers(nbytes: int, random: np.random.Generator) -> bytes:
+    """In 16 bits: the high byte of each is 3."""
+    return bytes((random.integers(0, 256, nbytes // 2) + 0x300).astype("<u2"))
+
+
+def content_of(*kinds: str) -> Bytes:
+    """A chunk of each kind."""
+    random = np.random.default_rng(11)
+    make = {
+        "zeros": lambda: bytes(CHUNK_BYTES),
+        "ones": lambda: b"\xff" * CHUNK_BYTES,
+        "noise": lambda: random.bytes(CHUNK_BYTES),
+        "weights": lambda: bf16(CHUNK_BYTES, random),
+        "numbers": lambda: small_numbers(CHUNK_BYTES, random),
+    }
+    return np.frombuffer(b"".join(make[kind]() for kind in kinds), np.uint8)
+
+
+def code_for(codec: Codec[Any, Any], layout: Layout, chunk: Bytes) -> Code:
+    (parameters,), _ = codec.rank(layout, chunk[None, :8192])
+    code: Code = codec.code_of(layout, parameters.astype(np.uint8).tobytes())
+    return code
+
+
+ALL_KINDS = ("zeros", "ones", "noise", "weights", "numbers")
+
+
+class TestReference:
+    @every_layout
+    @pytest.mark.parametrize(
+        "of", ["weights", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ALL_KINDS if kind != "weights")]
+    )
+    def test_any_content_comes_back_with_any_code(self, codec: Codec[Any, Any], layout: Layout, of: str) -> None:
+        content = content_of(*ALL_KINDS)
+        code = code_for(codec, layout, content_of(of))
+        sizes, stored = codec.chunk_bytes(code, content), codec.encode(code, content)
+        assert len(sizes) == len(ALL_KINDS)
+        assert stored.size == sizes.sum()
+        assert np.array_equal(codec.decode(code, stored, sizes), content)
+
+    @every_layout
+    def test_chunks_are_independent(self, codec: Codec[Any, Any], layout: Layout) -> None:
+        content = content_of("weights", "noise", "weights")
+        code = code_for(codec, layout, content[:CHUNK_BYTES])
+        sizes, stored = codec.chunk_bytes(code, content), codec.encode(code, content)
+        for chunk, end, size in zip(content.reshape(3, -1), np.cumsum(sizes), sizes, strict=True):
+            assert np.array_equal(codec.decode(code, stored[end - size : end], [size]), chunk)
+
+    @every_layout
+    def test_no_chunk_becomes_smaller_than_it_says(self, codec: Codec[Any, Any], layout: Layout) -> None:
+        for kind in ALL_KINDS:
+            chunk = content_of(kind)
+            sizes = codec.chunk_bytes(code_for(codec, layout, chunk), chunk)
+            assert layout.header_bytes < layout.smallest_chunk_bytes <= sizes.min()
+
+    @every_layout
+    def test_a_code_is_its_parameters(self, codec: Codec[Any, Any], layout: Layout) -> None:
+        code = code_for(codec, layout, content_of("weights"))
+        assert len(code.parameters) <= PARAMETER_BYTES
+        again = codec.code_of(layout, code.parameters.ljust(PARAMETER_BYTES, b"\0"))
+        assert (again, hash(again)) == (code, hash(code))
+        assert code.layout is layout
+
+    @every_layout
+    def test_damaged_bytes_harm_nobody(self, codec: Codec[Any, Any], layout: Layout) -> None:
+        chunk = content_of("weights")
+        code = code_for(codec, layout, chunk)
+        stored = codec.encode(code, chunk)
+        random = np.random.default_rng(3)
+        for damaged in (stored[: stored.size // 2], stored[:1], random.integers(0, 256, stored.size, np.uint8)):
+            assert codec.decode(code, damaged, [damaged.size]).size == CHUNK_BYTES
+
+    @every_layout
+    def test_of_nothing(self, codec: Codec[Any, Any], layout: Layout) -> None:
+        nothing = np.zeros(0, np.uint8)
+        code = code_for(codec, layout, content_of("weights"))
+        assert codec.encode(code, nothing).size == codec.chunk_bytes(code, nothing).size == 0
+        assert codec.decode(code, nothing, []).size == 0
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "CODECS", BOTH)
+    assert codecs.least_bytes(PAGE) == min(layout.smallest_chunk_bytes for codec, _ in BOTH for layout in codec.LAYOUTS)
+
+
+def test_no_two_layouts_have_the_same_name() -> None:
+    names = [layout.name for codec, _ in BOTH for layout in codec.LAYOUTS]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.usefixtures("both")
+class TestTogether:
+    """In everything but the codecs themselves, which chunks they are is the only question."""
+
+    @every_layout
+    def test_the_simulated_driver_runs_them(
+        self, codec: Codec[Any, Any], layout: Layout, allocator: CuMemAllocator
+    ) -> None:
+        allocator.free(allocator.malloc(PAGE))  # the driver is open
+        content = content_of("weights", "numbers", "noise")
+        code = code_for(codec, layout, content[:CHUNK_BYTES])
+        sizes = codec.chunk_bytes(code, content)
+        totals, counters = np.zeros(3, np.uint32), np.zeros(3, np.uint32)
+        stored, decoded = np.zeros(int(sizes.sum()), np.uint8), np.zeros(content.size, np.uint8)
+        chunks = content.ctypes.data + CHUNK_BYTES * np.arange(3)
+        places = stored.ctypes.data + np.cumsum(sizes) - sizes
+
+        def table(sources: Any, targets: Any, nbytes: Any) -> Any:
+            rows = np.zeros((3, ROW_BYTES // 8), np.uint64)
+            set_rows(rows, parameters_of([code] * 3), sources, targets, nbytes)
+            return rows
+
+        runner = SimulatedRunner()
+        with _core.CopyStream(0) as stream:
+            to_count = table(chunks, totals.ctypes.data + 4 * np.arange(3), 0)
+            runner.count(stream, layout, to_count.ctypes.data, 3)
+            assert totals.tolist() == sizes.tolist()
+            to_encode = table(chunks, places, sizes)
+            runner.encode(stream, layout, to_encode.ctypes.data, counters.ctypes.data, 3)
+            assert (counters + layout.header_bytes).tolist() == sizes.tolist()
+            to_decode = table(places, decoded.ctypes.data + CHUNK_BYTES * np.arange(3), sizes)
+            runner.decode(stream, layout, to_decode.ctypes.data, 3)
+        assert np.array_equal(decoded, content)
+
+    def test_each_segment_gets_the_one_that_suits_it(self, allocator: CuMemAllocator) -> None:
+        contents = fill(allocator, bf16, small_numbers, noise, bf16, small_numbers)
+        cycle(allocator, contents)
+        assert encodings(allocator, contents) == ["bf16", "even_bytes", None, "bf16", "even_bytes"]
+        numbers = [allocator._store.encoding_of(at(address)) for address in list(contents)[1::3]]
+        assert all(n is not None and n.bytes == 2 * even_bytes.LAYOUTS[0].smallest_chunk_bytes for n in numbers)
+
+    def test_a_segment_changes_from_one_to_the_other(self, allocator: CuMemAllocator) -> None:
+        contents = fill(allocator, bf16, small_numbers)
+        cycle(allocator, contents)
+        for address, kind in zip(contents, (small_numbers, bf16), strict=True):
+            contents[address] = kind(2 * PAGE, np.random.default_rng(address))
+            write(address, contents[address])
+        cycle(allocator, contents)
+        assert encodings(allocator, contents) == ["even_bytes", "bf16"]
+
+    def test_prepared(self, make_allocator: MakeAllocator) -> None:
+        allocator = make_allocator(compress="auto")
+        contents = fill(allocator, bf16, small_numbers, noise)
+        allocator.prepare().wait()
+        report = allocator.sleep()
+        assert report.copied_bytes == 0
+        assert encodings(allocator, contents) == ["bf16", "even_bytes", None]
+        allocator.wake_up()
+        check_bytes(contents)
+
+    def test_a_backup_is_read_without_a_wake(self, allocator: CuMemAllocator) -> None:
+        contents = fill(allocator, bf16, small_numbers)
+        allocator.sleep()
+        for address, content in contents.items():
+            found = allocator.read_backup(address + 5, PAGE)
+            assert found is not None
+            assert found.tobytes() == content[5 : 5 + PAGE]
+
+    def test_what_changes_while_it_is_encoded_is_noticed(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        contents = fill(allocator, small_numbers)
+        (address,) = contents
+        encode = SimulatedRunner.encode
+
+        def change_and_encode(*arguments: Any) -> None:
+            ctypes.memset(address + 1, 7, 1)  # one odd byte, so the whole chunk needs twice the room
+            encode(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedRunner, "encode", change_and_encode)
+            with pytest.raises(Exception, match="was written to while it was backed up"):
+                allocator.sleep()
+        contents[address] = contents[address][:1] + b"\7" + contents[address][2:]
+        check_bytes(contents)
+        cycle(allocator, contents)
