@@ -74,7 +74,10 @@ class Lane(Protocol):
 
 
 class Transfers(Protocol):
-    """The lanes of one operation: a context manager. Leave it only when no copy is in flight."""
+    """The lanes of one operation: a context manager. Leave it only when no copy is in flight.
+
+    When it has been left, nobody else has a hold on the device memory of these copies.
+    """
 
     def __enter__(self) -> Transfers: ...
 
@@ -84,6 +87,9 @@ class Transfers(Protocol):
 
     def expect(self, extents: Iterable[Extent]) -> None:
         """Announce extents that are written next, so that they can be prepared ahead."""
+
+    def end(self) -> None:
+        """Announce that no copy follows, and none is in flight: what leaving has to wait for can begin."""
 
     def lane(self, stream: _core.CopyStream) -> Lane:
         """A lane in the order of `stream`, which the caller closes after the last copy."""

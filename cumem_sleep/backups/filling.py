@@ -82,6 +82,7 @@ class Filling:
         """
         for each in self._at_work():
             each.finish()
+        self._transfers.end()
         return self._added
 
     def _at_work(self) -> Iterable[_Copies | Workbench]:

@@ -132,6 +132,9 @@ class HostTransfers:
         self._touched.add(tasks)
         self._expected.update(tasks)
 
+    def end(self) -> None:
+        """There is nothing to wait for."""
+
     def lane(self, stream: _core.CopyStream) -> HostLane:
         """A lane in the order of `stream`."""
         return HostLane(stream, self)

@@ -50,14 +50,14 @@ def sleep(layer: Layer, call: Call, is_meant: Choice, is_dropped: Choice, operat
         call.agree(timer)
         note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
         return SleepReport(seconds=timer.seconds, note=note, operation=operation)
-    with _told_if_not_undone(segments), _core.HeldSegments(segments) as held:
+    with _told_if_not_undone(segments), _core.HeldSegments(segments) as held, ExitStack() as copying:
         dropped = [segment for segment in held if is_dropped(segment)]
         backed_up = [segment for segment in held if not is_dropped(segment)]
         with timer("quiesce"):
             quiesce(held)
-        copied, found = _back_up(layer, backed_up, dropped, timer) if backed_up else ([], [])
+        copied, found = _back_up(layer, backed_up, dropped, timer, copying) if backed_up else ([], [])
         with timer("release"):
-            freed_bytes = _core.put_to_sleep(backed_up, dropped, partial(_agree, call, timer))
+            freed_bytes = _core.put_to_sleep(backed_up, dropped, partial(_agree, call, timer, copying))
     copied_bytes = total_bytes(copied)
     devices = {segment.device for segment in segments}
     left_bytes = _left_on(devices)
@@ -77,14 +77,22 @@ def sleep(layer: Layer, call: Call, is_meant: Choice, is_dropped: Choice, operat
 
 
 def _back_up(
-    layer: Layer, segments: Sequence[_core.Segment], dropped: Sequence[_core.Segment], timer: PhaseTimer
+    layer: Layer,
+    segments: Sequence[_core.Segment],
+    dropped: Sequence[_core.Segment],
+    timer: PhaseTimer,
+    copying: ExitStack,
 ) -> tuple[list[_core.Segment], list[_core.Segment]]:
-    """Give each segment a backup of its present bytes. Returns those copied, and those whose bytes the tier had."""
+    """Give each segment a backup of its present bytes. Returns those copied, and those whose bytes the tier had.
+
+    Args:
+        copying: what is left of the copies is entered here, to be left before their memory is released.
+    """
     layer.store.claim(segments)
     with layer.digester.run(segments) as run:
         digests = _Digests(segments if _digests_are_compared(layer) else [], run, layer.tuning.idle_s)
         backing_up = _BackingUp(layer, segments, dropped, digests, timer)
-        copied = backing_up.run()
+        copied = backing_up.run(copying)
         with timer("check"):
             if copied:
                 _check_unchanged(layer, segments, copied, digests)
@@ -92,7 +100,9 @@ def _back_up(
     return copied, [*backing_up.found.values()]
 
 
-def _agree(call: Call, timer: PhaseTimer) -> None:
+def _agree(call: Call, timer: PhaseTimer, copying: ExitStack) -> None:
+    """All is unmapped. From here on nobody else has a hold on this memory, so what is released is free."""
+    copying.close()
     _core.stop_if_asked()
     call.agree(timer)
 
@@ -132,13 +142,17 @@ class _BackingUp:
         self._undigested: deque[_core.Segment] = deque()  # of those that this attempt rewrites
         self._part_bytes: float = 0  # the least size of the next part of them
 
-    def run(self) -> list[_core.Segment]:
-        """Copy what changed, and return it. Until a check shows that nobody wrote meanwhile, backups are incomplete."""
+    def run(self, copying: ExitStack) -> list[_core.Segment]:
+        """Copy what changed, and return it. Until a check shows that nobody wrote meanwhile, backups are incomplete.
+
+        Args:
+            copying: entered, for the caller to leave: the tier gives back what it was lent while copies are checked.
+        """
         while True:
             with self._timer("host_memory"):
                 in_parts = self._in_parts()
             try:
-                return self._try(in_parts)
+                return self._try(in_parts, copying)
             except CodecError as error:
                 if not self._compressor.on:
                     raise  # nothing is left to give up
@@ -154,7 +168,7 @@ class _BackingUp:
                     rest = self._changed_of(in_parts)
                 self._store.forget(segment.id for segment in rest)
 
-    def _try(self, in_parts: Sequence[_core.Segment]) -> list[_core.Segment]:
+    def _try(self, in_parts: Sequence[_core.Segment], copying: ExitStack) -> list[_core.Segment]:
         """Make one attempt at `run`. The memory for the segments `in_parts` need not be taken before any copy."""
         known = {segment.id for segment in in_parts}
         others = [segment for segment in self._segments if segment.id not in known]
@@ -173,24 +187,38 @@ class _BackingUp:
             return []
         taken = self._digests.taken
         maybe_changed = [*new, *part, *(segment for segment in self._undigested if segment.id not in taken)]
-        with self._store.filling([*new, *in_parts]) as filling, self._workbenches(maybe_changed) as workbenches:
-            encodings: dict[int, Encoding] = {}
-            if workbenches:
-                with self._timer("plan"):
-                    stuck = {device for device, workbench in workbenches.items() if not workbench.has_memory}
-                    if stuck:  # nothing can be encoded there, so all is stored uncompressed, and takes more
-                        part += self._changed_of(self._undigested)
-                        self._undigested.clear()
-                        new += [segment for segment in part if segment.device in stuck]
-                        part = [segment for segment in part if segment.device not in stuck]
-                    encodings = _planned(new, workbenches)
-            with self._timer("host_memory"):
-                self._store.take(new, self._segments, encodings)
-            with self._timer("copy"):
-                filling.add(new, workbenches)
-                self._copy_parts(part, filling, workbenches)
-                self._digests.begin_check(filling.in_flight)
-                return filling.finish()
+        with ExitStack() as attempt:
+            filling = attempt.enter_context(self._store.filling([*new, *in_parts]))
+            with self._workbenches(maybe_changed) as workbenches:
+                copied = self._fill(filling, workbenches, new, part)
+            copying.enter_context(attempt.pop_all())
+        return copied
+
+    def _fill(
+        self,
+        filling: Filling,
+        workbenches: Mapping[int, Workbench],
+        new: list[_core.Segment],
+        part: list[_core.Segment],
+    ) -> list[_core.Segment]:
+        """Copy `new`, whose memory is taken before any copy, and part by part `part` and what else has changed."""
+        encodings: dict[int, Encoding] = {}
+        if workbenches:
+            with self._timer("plan"):
+                stuck = {device for device, workbench in workbenches.items() if not workbench.has_memory}
+                if stuck:  # nothing can be encoded there, so all is stored uncompressed, and takes more
+                    part += self._changed_of(self._undigested)
+                    self._undigested.clear()
+                    new += [segment for segment in part if segment.device in stuck]
+                    part = [segment for segment in part if segment.device not in stuck]
+                encodings = _planned(new, workbenches)
+        with self._timer("host_memory"):
+            self._store.take(new, self._segments, encodings)
+        with self._timer("copy"):
+            filling.add(new, workbenches)
+            self._copy_parts(part, filling, workbenches)
+            self._digests.begin_check(filling.in_flight)
+            return filling.finish()
 
     def _copy_parts(self, part: list[_core.Segment], filling: Filling, workbenches: Mapping[int, Workbench]) -> None:
         """Copy `part`, and after it what else has changed.

@@ -74,7 +74,7 @@ class Shown(NamedTuple):
 
 @dataclass(eq=False)
 class Lent:
-    """Physical memory of this process that the vault may map, until `VaultClient.take_back`."""
+    """Physical memory of this process that the vault may map, until `VaultClient.begin_to_take_back`."""
 
     number: int
     gpu: str
@@ -398,10 +398,11 @@ class VaultClient:
         return self._copy(lent, ranges, to_host=False)
 
     def wait(self, requests: Iterable[int]) -> None:
-        """Return when these copies have ended. Waiting again for the same does nothing.
+        """Return when these copies have ended, or this memory was given back. Waiting again for the same does nothing.
 
         Raises:
             DriverError: a copy, or the import of the memory, failed; all of these have ended.
+            VaultLost: it may still have the memory.
         """
         failure: Exception | None = None
         for request in requests:
@@ -414,8 +415,8 @@ class VaultClient:
         if failure is not None:
             raise failure
 
-    def take_back(self, lent: Sequence[Lent]) -> None:
-        """Return when the vault has given this memory back; wait for its copies before.
+    def begin_to_take_back(self, lent: Sequence[Lent]) -> int | None:
+        """Let the vault give this memory back; its copies have ended. Returns what to `wait` for, if it has any of it.
 
         Raises:
             VaultLost: it may still have it.
@@ -425,8 +426,7 @@ class VaultClient:
             for each in lent:
                 protocol.close_all([each.descriptor] if each.descriptor >= 0 else [])
                 each.descriptor = -1
-            if sent:
-                self._ask("forget", memories=sent)
+            return self._begin("forget", memories=sent) if sent else None
 
     def status(self) -> dict[str, Any]:
         """Everything that the vault knows."""

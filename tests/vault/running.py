@@ -129,12 +129,18 @@ class Segment:
     def write(self, backup: Backup) -> None:
         lent, offset = self.lend()
         self.client.wait([self.client.write(lent, self.ranges(backup, offset))])
-        self.client.take_back([lent])
+        take_back(self.client, [lent])
 
     def read(self, backup: Backup) -> None:
         lent, offset = self.lend()
         self.client.wait([self.client.read(lent, self.ranges(backup, offset))])
-        self.client.take_back([lent])
+        take_back(self.client, [lent])
+
+
+def take_back(client: VaultClient, lent: Sequence[Lent]) -> None:
+    """Return when the vault has given this memory back."""
+    request = client.begin_to_take_back(lent)
+    client.wait([] if request is None else [request])
 
 
 def seal(client: VaultClient, backup: Backup, name: str, note: str = "") -> Key:

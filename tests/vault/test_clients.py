@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from running import RunningVault, Segment, eventually, from_slabs
+from running import RunningVault, Segment, eventually, from_slabs, take_back
 from support import PAGE, PREAMBLE, Memory, assert_clean_exit, run_script
 
 from cumem_sleep import (
@@ -307,7 +307,7 @@ def test_a_vault_that_can_open_no_more_files_says_so(
     with pytest.raises(VaultError, match="can open no more files"):
         client.wait([client.write(lent, [Range(backup, 0, 0, PAGE)])])
     set_descriptor_limit(pid, limit)
-    client.take_back([lent])
+    take_back(client, [lent])
     mine.write(backup)
 
 

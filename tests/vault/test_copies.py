@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 import pytest
-from running import MIB, RunningVault, Segment, eventually, from_slabs, seal, taken
+from running import MIB, RunningVault, Segment, eventually, from_slabs, seal, take_back, taken
 from support import PAGE, Memory, assert_clean_exit, run_script
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidArgument, InvalidState, OutOfHostMemory, _core
@@ -54,7 +54,7 @@ def test_requests_are_sent_ahead_of_their_answers(segment: MakeSegment, memory: 
     lent = [each.lend()[0] for each in segments]
     client.wait([client.write(lent[at], [Range(backups[at], 0, 0, PAGE)]) for at in range(20)])
     client.wait([client.read(lent[at], [Range(backups[at - 1], 0, 0, PAGE)]) for at in range(20)])
-    client.take_back(lent)
+    take_back(client, lent)
     assert [memory.read(each.address, PAGE) for each in segments] == contents[-1:] + contents[:-1]
 
 
@@ -213,7 +213,7 @@ def test_ranges_beyond_are_refused(segment: MakeSegment, client: VaultClient) ->
         with pytest.raises(InvalidArgument, match="beyond"):
             client.wait([client.write(lent, [bad])])
     client.wait([client.write(lent, [Range(larger, PAGE, 0, PAGE)])])
-    client.take_back([lent])
+    take_back(client, [lent])
 
 
 def test_memory_that_is_smaller_than_said_is_refused(segment: MakeSegment, client: VaultClient) -> None:
@@ -223,7 +223,7 @@ def test_memory_that_is_smaller_than_said_is_refused(segment: MakeSegment, clien
     lent = client.lend(mine.gpu, descriptor, 2 * PAGE)
     with pytest.raises((DriverError, InvalidState)):
         client.wait([client.write(lent, [Range(backup, 0, 0, 2 * PAGE)])])
-    client.take_back([lent])
+    take_back(client, [lent])
     mine.write(client.reserve(mine.gpu, [PAGE])[0])
 
 
@@ -233,7 +233,7 @@ def test_a_descriptor_of_something_else_is_refused(segment: MakeSegment, client:
     lent = client.lend(mine.gpu, os.open(os.devnull, os.O_RDWR), PAGE)
     with pytest.raises((DriverError, InvalidState)):
         client.wait([client.write(lent, [Range(backup, 0, 0, PAGE)])])
-    client.take_back([lent])
+    take_back(client, [lent])
     mine.write(backup)
 
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
-from running import MIB, RunningVault, Segment, eventually, from_slabs, seal
+from running import MIB, RunningVault, Segment, eventually, from_slabs, seal, take_back
 from support import PAGE, Memory
 
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, VaultError, VaultLost, _core
@@ -83,7 +83,7 @@ def test_a_vault_that_is_killed_while_it_copies_is_noticed(
     with pytest.raises(VaultLost):
         client.wait([request])
     with pytest.raises(VaultLost):
-        client.take_back([lent])
+        take_back(client, [lent])
     client.close()
 
 

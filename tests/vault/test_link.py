@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from running import Segment, eventually, from_slabs
+from running import Segment, eventually, from_slabs, take_back
 from support import PAGE, Memory, run_script
 
 from cumem_sleep import CuMemAllocator, DriverError, VaultError, VaultLost, _core, sim
@@ -183,7 +183,7 @@ def test_large_copies_go_in_pieces(monkeypatch: pytest.MonkeyPatch, here: Callab
     backup = client.reserve(mine.gpu, [4 * PAGE])[0]
     lent, _ = mine.lend()
     client.wait([client.write(lent, [Range(backup, 0, 0, 4 * PAGE)])])
-    client.take_back([lent])
+    take_back(client, [lent])
     assert sim.stats().calls["cuMemcpyDtoHAsync"] == calls + 8
     client.close()
 
@@ -216,7 +216,7 @@ def test_two_clients_that_sleep_at_once_have_equal_turns(
     both_have_asked.set()
     for client, lent, request in copies:
         client.wait([request])
-        client.take_back([lent])
+        take_back(client, [lent])
         client.close()
     early = ["early" in turn for turn in turns]
     assert early.count(True) == early.count(False) == 16
@@ -455,7 +455,7 @@ def test_a_call_that_fails_fails_one_request(
     sim.fail(call, error="CUDA_ERROR_INVALID_VALUE")
     with pytest.raises(DriverError, match=call):
         client.wait([client.write(lent, mine.ranges(backup, offset))])
-    client.take_back([lent])
+    take_back(client, [lent])
     after = sim.stats()
     assert (after.mapped_bytes, after.reserved_bytes) == (before.mapped_bytes, before.reserved_bytes)
     mine.write(backup)
@@ -482,7 +482,7 @@ def test_memory_stays_until_its_copies_have_ended_even_if_the_wait_for_them_fail
         lent, offset = mine.lend()
         with raises(DriverError, "cuStreamSynchronize"):
             client.wait([client.write(lent, mine.ranges(backup, offset))])
-        client.take_back([lent])  # unmapped under a copy, it would break the GPU's context
+        take_back(client, [lent])  # unmapped under a copy, it would break the GPU's context
         mine.write(backup)
         client.close()
         vault.stop(wait=False)
