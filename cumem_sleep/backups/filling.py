@@ -82,6 +82,7 @@ class Filling:
         """
         for each in self._at_work():
             each.finish()
+        self._streams.close()  # the digests that follow take them
         self._transfers.end()
         return self._added
 

@@ -144,8 +144,7 @@ def test_a_pool_of_pytorch_is_noted_before_it_is_entered(
         def device_in_use(self) -> int:
             return 0
 
-        def use(self, *, ordinary: bool) -> Callable[[], None]:
-            assert not ordinary
+        def use(self) -> Callable[[], None]:
             raise KeyError("entered")
 
     allocator._entry.open()
