@@ -159,9 +159,9 @@ class Regions:
         work = partial(self._wake, meant, retained, wait_for_release)
         return self._entry.operate(Call(), work, "wake", meant)
 
-    def _wake(self, meant: Choice, retained: bool, wait_for_release: bool) -> WakeReport:
+    def _wake(self, meant: Choice, retained: bool, wait_for_release: bool, *, known_to_fit: bool = False) -> WakeReport:
         woken = asleep(meant)
-        report = wake(self._layer, Call(), meant)
+        report = wake(self._layer, Call(), meant, known_to_fit=known_to_fit)
         self._layer.store.retain(woken, retained=retained)
         if wait_for_release:
             self._layer.store.settle()
