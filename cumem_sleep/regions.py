@@ -116,7 +116,7 @@ class Regions:
 
     # Sleeping and waking
 
-    def sleep(self, tags: str | Iterable[str] | None = None) -> SleepReport:
+    def sleep(self, tags: str | Iterable[str] | None = None, *, with_left: bool = True) -> SleepReport:
         """Give the device memory of regions back: all or nothing, as `CuMemAllocator.sleep`, but of this process alone.
 
         PyTorch keeps its unused cache, which the process that goes on without these regions would allocate again; where
@@ -125,13 +125,14 @@ class Regions:
 
         Args:
             tags: of which regions; None: of all.
+            with_left: whether the report says what is left on the devices (`left_bytes`); the driver has to be asked.
 
         Raises:
             InvalidArgument: a tag that no region ever had.
             InvalidState, OutOfHostMemory, DriverError: as `CuMemAllocator.sleep`.
         """
         alone = Call()
-        work = partial(sleep, self._layer, alone, self._meant(tags), without_backup)
+        work = partial(sleep, self._layer, alone, self._meant(tags), without_backup, with_left=with_left)
         return self._entry.operate(alone, work, "sleep")
 
     def wake(

@@ -27,7 +27,15 @@ from .layer import Layer, quiesce
 _Sleep = _core.Segment.Sleep
 
 
-def sleep(layer: Layer, call: Call, is_meant: Choice, is_dropped: Choice, operation: str = "sleep") -> SleepReport:
+def sleep(
+    layer: Layer,
+    call: Call,
+    is_meant: Choice,
+    is_dropped: Choice,
+    operation: str = "sleep",
+    *,
+    with_left: bool = True,
+) -> SleepReport:
     """Back up the awake segments that are not dropped, and take the physical memory of all of them; all or nothing.
 
     An error, or a request to stop, before the memory is released leaves everything mapped with its bytes. So does an
@@ -38,6 +46,7 @@ def sleep(layer: Layer, call: Call, is_meant: Choice, is_dropped: Choice, operat
         is_meant: whether a segment is to sleep.
         is_dropped: whether it sleeps without a backup.
         operation: what the report calls it.
+        with_left: whether the report says what is left on the devices.
 
     Raises:
         InvalidState, OutOfHostMemory, DriverError, RankFailed: as `CuMemAllocator.sleep`.
@@ -60,7 +69,7 @@ def sleep(layer: Layer, call: Call, is_meant: Choice, is_dropped: Choice, operat
             freed_bytes = _core.put_to_sleep(backed_up, dropped, partial(_agree, call, timer))
     copied_bytes = total_bytes(copied)
     devices = {segment.device for segment in segments}
-    left_bytes = _left_on(devices)
+    left_bytes = _left_on(devices) if with_left else 0
     return SleepReport(
         freed_bytes=freed_bytes,
         copied_bytes=copied_bytes,
