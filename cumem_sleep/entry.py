@@ -16,7 +16,7 @@ from . import _core, log
 from .driver import open_driver
 from .errors import InvalidState
 from .integrations.torch import TorchPools
-from .levels import Choice
+from .levels import Group
 from .operations.agreement import Call
 from .operations.deepen import DeepSleep
 from .operations.layer import Layer
@@ -134,7 +134,7 @@ class Entry:
         call: Call,
         work: Callable[..., _Report],
         operation: str,
-        woken: Choice | None = None,
+        woken: Group | None = None,
         make_way: Callable[[TorchPools], None] | None = None,
     ) -> _Report:
         """The report of `work`, logged and counted; if it raises, that is counted among the failures.
@@ -182,7 +182,7 @@ class Entry:
             self.totals[operation] = replace(totals, failures=totals.failures + 1)
             raise
 
-    def usage(self, meant: Choice) -> dict[str, TagUsage]:
+    def usage(self, meant: Group) -> dict[str, TagUsage]:
         """What the segments of each tag hold, and their backups; calls no driver."""
         if not _core.driver_is_open():
             return {}
@@ -228,7 +228,7 @@ class Entry:
         if self.deep.is_away:
             self.locked("coming back from level 3", lambda: None)
 
-    def _come_back_to_wake(self, woken: Choice) -> None:
+    def _come_back_to_wake(self, woken: Group) -> None:
         with self._failures_counted("wake"):
             self.deep.come_back(wanting(asleep(woken)))
 

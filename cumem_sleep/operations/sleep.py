@@ -18,7 +18,7 @@ from ..codec.workbench import Plan, Workbench, close_all, parts_to_plan
 from ..digest.device import DigestRun
 from ..digest.reference import Digest
 from ..errors import CodecError, CumemSleepError, DriverError, InvalidState, OutOfHostMemory, counted
-from ..levels import Choice
+from ..levels import Choice, Group
 from ..report import PhaseTimer, SleepReport
 from ..segments import by_device, describe, total_bytes
 from .agreement import Call
@@ -30,7 +30,7 @@ _Sleep = _core.Segment.Sleep
 def sleep(
     layer: Layer,
     call: Call,
-    is_meant: Choice,
+    meant: Group,
     is_dropped: Choice,
     operation: str = "sleep",
     *,
@@ -43,7 +43,7 @@ def sleep(
 
     Args:
         call: through which the ranks agree.
-        is_meant: whether a segment is to sleep.
+        meant: which segments are to sleep.
         is_dropped: whether it sleeps without a backup.
         operation: what the report calls it.
         with_left: whether the report says what is left on the devices.
@@ -52,9 +52,8 @@ def sleep(
         InvalidState, OutOfHostMemory, DriverError, RankFailed: as `CuMemAllocator.sleep`.
     """
     timer = PhaseTimer()
-    meant = [segment for segment in _core.segments() if is_meant(segment)]
     # What an earlier failure left asleep, with its memory, is dropped for good.
-    segments = [s for s in meant if s.sleep == _Sleep.AWAKE or (s.keeps_bytes and is_dropped(s))]
+    segments = [s for s in meant() if s.sleep == _Sleep.AWAKE or (s.keeps_bytes and is_dropped(s))]
     if not segments:
         call.agree(timer)
         note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"

@@ -9,7 +9,7 @@ from .. import _core
 from ..codec.workbench import Workbench, close_all
 from ..digest.reference import Digest
 from ..errors import BackupMismatch, OutOfDeviceMemory, counted
-from ..levels import Choice
+from ..levels import Group
 from ..report import PhaseTimer, WakeReport
 from ..segments import by_device, describe, total_bytes
 from ..transfer.restorer import ToRestore
@@ -19,9 +19,9 @@ from .layer import Layer
 _Sleep = _core.Segment.Sleep
 
 
-def asleep(is_meant: Choice) -> list[_core.Segment]:
-    """The segments of `is_meant` that are asleep."""
-    return [segment for segment in _core.segments() if segment.sleep != _Sleep.AWAKE and is_meant(segment)]
+def asleep(meant: Group) -> list[_core.Segment]:
+    """The segments of `meant` that are asleep."""
+    return [segment for segment in meant() if segment.sleep != _Sleep.AWAKE]
 
 
 def wanting(segments: Sequence[_core.Segment]) -> dict[int, int]:
@@ -29,13 +29,13 @@ def wanting(segments: Sequence[_core.Segment]) -> dict[int, int]:
     return {device: total_bytes(mine) for device, mine in by_device(s for s in segments if not s.has_memory).items()}
 
 
-def fits(is_meant: Choice) -> bool:
-    """Whether the devices have enough free memory for a wake of `is_meant`."""
-    return not _lacking(asleep(is_meant))
+def fits(meant: Group) -> bool:
+    """Whether the devices have enough free memory for a wake of `meant`."""
+    return not _lacking(asleep(meant))
 
 
-def wake(layer: Layer, call: Call, is_meant: Choice, *, known_to_fit: bool = False) -> WakeReport:
-    """Wake the segments of `is_meant`. If anything fails, what was taken goes back, and everything stays asleep.
+def wake(layer: Layer, call: Call, meant: Group, *, known_to_fit: bool = False) -> WakeReport:
+    """Wake the segments of `meant`. If anything fails, what was taken goes back, and everything stays asleep.
 
     The same holds if anything fails on another rank: the ranks agree when everything is verified.
 
@@ -46,7 +46,7 @@ def wake(layer: Layer, call: Call, is_meant: Choice, *, known_to_fit: bool = Fal
         OutOfDeviceMemory, BackupMismatch, CodecError, DriverError, RankFailed: as `CuMemAllocator.wake_up`.
     """
     timer = PhaseTimer()
-    sleeping = asleep(is_meant)
+    sleeping = asleep(meant)
     if not sleeping:
         call.agree(timer)
         return WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep")
