@@ -62,7 +62,8 @@ def answer_of(site: Path, program: str, *arguments: str, within_s: float) -> Any
     """What a Python program prints last, as JSON: a process of its own, which finds the layer in the folder `site`."""
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
-        env={**os.environ, "PYTHONPATH": str(site)},
+        cwd=site,  # which comes before PYTHONPATH
+        env={**os.environ, "PYTHONPATH": str(site.resolve())},
         capture_output=True,
         text=True,
         timeout=within_s,

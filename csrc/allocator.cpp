@@ -193,15 +193,19 @@ SegmentPtr SegmentTable::find(CUdeviceptr address) const {
 }
 
 std::vector<SegmentPtr> SegmentTable::segments() const {
+    return segments([](const Segment&) { return true; });
+}
+
+std::vector<SegmentPtr> SegmentTable::segments(const std::function<bool(const Segment&)>& wanted) const {
     if (Driver::is_open()) Driver::get();
-    std::vector<SegmentPtr> all;
+    std::vector<SegmentPtr> found;
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        all.reserve(by_address_.size());
-        for (const auto& [address, segment] : by_address_) all.push_back(segment);
+        for (const auto& [address, segment] : by_address_)
+            if (wanted(*segment)) found.push_back(segment);
     }
-    std::sort(all.begin(), all.end(), [](const SegmentPtr& a, const SegmentPtr& b) { return a->id < b->id; });
-    return all;
+    std::sort(found.begin(), found.end(), [](const SegmentPtr& a, const SegmentPtr& b) { return a->id < b->id; });
+    return found;
 }
 
 std::vector<SegmentPtr> SegmentTable::hold(const std::vector<SegmentPtr>& segments) {

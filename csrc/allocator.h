@@ -107,6 +107,8 @@ class SegmentTable {
     SegmentPtr find(CUdeviceptr address) const;
     // All segments handed out, oldest first. Throws InvalidState in a forked child, which has none.
     std::vector<SegmentPtr> segments() const;
+    // Those that `wanted` accepts; it must not call the table.
+    std::vector<SegmentPtr> segments(const std::function<bool(const Segment&)>& wanted) const;
 
     // A held segment keeps its address and memory: freeing it is deferred until the last release. Returns the segments
     // that are now held: all but those freed in the meantime. Waits for a `reclaim` on another thread. The last release

@@ -6,6 +6,9 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
+#include <set>
+#include <string>
 #include <tuple>
 #include <utility>
 
@@ -140,6 +143,26 @@ void bind_segment(py::module_& module) {
 
 void bind_segment_table(py::module_& module) {
     module.def("segments", [] { return SegmentTable::get().segments(); }, NoGil(), "Handed out, oldest first.");
+    module.def(
+        "segments_in",
+        [](bool regions, const std::optional<std::set<std::string>>& tags) {
+            return SegmentTable::get().segments([&](const Segment& segment) {
+                return (segment.backup != Backup::kByLevel) == regions && (!tags || tags->count(segment.tag));
+            });
+        },
+        py::arg("regions"), py::arg("tags"), NoGil(),
+        "Those in regions, or those in pools, with one of these tags (None: any). Python would take as long for a\n"
+        "thousand others as a small operation does for all else.");
+    module.def(
+        "bytes_with_memory",
+        [](const std::set<int>& devices) {
+            size_t bytes = 0;
+            for (const SegmentPtr& segment : SegmentTable::get().segments())
+                if (segment->mapping.has_memory() && devices.count(segment->mapping.device()))
+                    bytes += segment->mapping.bytes();
+            return bytes;
+        },
+        py::arg("devices"), NoGil(), "Of all segments on these devices.");
     py::class_<Allocation>(module, "Allocation")
         // No factory: pybind11 registers what one returns before NoGil() ends.
         .def(py::init<size_t, std::string, int, Backup>(), py::arg("bytes"), py::arg("tag"), py::arg("device"),

@@ -32,6 +32,14 @@ class CudaThreadState {
         CUstreamCaptureMode mode = mode_;
         if (has_mode_) driver_->exchange_capture_mode.attempt(&mode);
     }
+    // Leaves the thread as a new one is; false if it could not, or if this object does not know how it is.
+    static bool reset() {
+        if (!Driver::is_open() || Driver::is_forked()) return false;
+        CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+        const Driver& driver = Driver::get();
+        return driver.ctx_set_current.attempt(nullptr) == CUDA_SUCCESS &&
+               driver.exchange_capture_mode.attempt(&mode) == CUDA_SUCCESS;
+    }
 
   private:
     const Driver* driver_;
@@ -40,8 +48,9 @@ class CudaThreadState {
     bool has_mode_ = false;
 };
 
-// One call on its own thread, which gets the caller's context variables and CUDA's per-thread state. Once started, it
-// must have ended before this object is destroyed. All is called by the caller, with the interpreter lock held.
+// One call on a thread that nothing else uses meanwhile, which gets the caller's context variables and CUDA's
+// per-thread state. Once started, it must have ended before this object is destroyed. All is called by the caller, with
+// the interpreter lock held.
 class Operation {
   public:
     explicit Operation(const py::object& work)
@@ -57,19 +66,19 @@ class Operation {
     bool start() {
         const WithoutInterpreter unlocked;
         try {
-            thread_ = start_thread("cumem-operation", [this] { perform(); });
+            thread_.start([this] { return perform(); });
         } catch (const std::exception&) {
             return false;
         }
-        join_once_ended();
+        thread_.wait(kBetweenLooks);
         return true;
     }
     // For a moment, or until it has ended or a signal arrives.
     void wait() {
         const WithoutInterpreter unlocked;
-        join_once_ended();
+        thread_.wait(kBetweenLooks);
     }
-    bool has_ended() const { return !thread_.joinable(); }
+    bool has_ended() const { return thread_.has_ended(); }
     void ask_to_stop() { asked_.set(); }
 
     // Once it has ended: what it raised, or null; what it returned.
@@ -79,11 +88,8 @@ class Operation {
   private:
     using Error = std::unique_ptr<py::error_already_set>;
 
-    void join_once_ended() {
-        if (ended_.wait(kBetweenLooks)) thread_.join();
-    }
-
-    void perform() noexcept {
+    // Returns whether the thread is left as it was.
+    bool perform() noexcept {
         try {
             cuda_.apply();
             thread_role.operation_asked = &asked_;
@@ -93,7 +99,8 @@ class Operation {
             if (!result_) error_ = raised();
             if (entered && PyContext_Exit(variables_.ptr()) != 0) PyErr_Clear();
             PyGILState_Release(state);
-            ended_.set();
+            thread_role.operation_asked = nullptr;
+            return CudaThreadState::reset();
         } catch (abi::__forced_unwind&) {
             stay_until_the_process_ends();
         }
@@ -111,8 +118,8 @@ class Operation {
     const py::object& work_;
     const py::object variables_;
     const CudaThreadState cuda_;
-    Event asked_, ended_;
-    std::thread thread_;
+    Event asked_;
+    OperationThread thread_;
     py::object result_;
     Error error_;
 };

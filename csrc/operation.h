@@ -32,7 +32,7 @@ class OperationLock {
     bool acquire(bool wait);
     void release();
 
-    // Calls `work` on a new thread and returns its result or throws what it raised. If signal handlers raised
+    // Calls `work` on a thread of its own and returns its result or throws what it raised. If signal handlers raised
     // meanwhile, throws the first of their exceptions once `work` has ended, whatever its outcome. Calls `work` on this
     // thread instead if no thread can be started, or if this thread belongs to the layer or has the lock.
     pybind11::object run(const pybind11::object& work);
@@ -63,8 +63,8 @@ class LockGuard {
     std::shared_ptr<OperationLock> lock_;
 };
 
-// Calls `work` on a new thread and lets signal handlers run only afterwards: for callbacks that Python runs at an
-// arbitrary place. Errors are reported as unraisable, like those of finalisers. If no thread can be started, `work`
+// Calls `work` on a thread of its own and lets signal handlers run only afterwards: for callbacks that Python runs at
+// an arbitrary place. Errors are reported as unraisable, like those of finalisers. If no thread can be started, `work`
 // runs here, and what signal handlers raise in it (anything but an error of this package) is thrown.
 void call_undisturbed(const pybind11::object& work);
 

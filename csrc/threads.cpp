@@ -54,10 +54,25 @@ class SignalsBlocked {
     sigset_t before_;
 };
 
+std::thread new_thread(const std::string& name, std::function<void()> work) {
+    for (int allowed = threads_allowed; allowed >= 0;) {
+        if (allowed == 0)
+            throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again), "refused");
+        if (threads_allowed.compare_exchange_weak(allowed, allowed - 1)) break;
+    }
+    const SignalsBlocked blocked;
+    return std::thread([name, work = std::move(work)] {
+        own_name = name;
+        pthread_setname_np(pthread_self(), name.c_str());
+        work();
+    });
+}
+
 }  // namespace
 
 void Event::set() noexcept {
     word_.store(1, std::memory_order_release);
+    // From here on the object may be gone; the kernel only looks for threads that wait at this address.
     syscall(SYS_futex, &word_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
@@ -70,18 +85,80 @@ bool Event::wait(std::chrono::nanoseconds at_most) const noexcept {
 }
 
 std::thread start_thread(const std::string& name, std::function<void()> work) {
-    for (int allowed = threads_allowed; allowed >= 0;) {
-        if (allowed == 0)
-            throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again), "refused");
-        if (threads_allowed.compare_exchange_weak(allowed, allowed - 1)) break;
-    }
-    const SignalsBlocked blocked;
-    return std::thread([name, work = std::move(work)] {
-        own_name = name;
-        pthread_setname_np(pthread_self(), name.c_str());
+    return new_thread(name, [work = std::move(work)] {
         const AtWork here;
         work();
     });
+}
+
+// A thread that has done its work and waits for more.
+class IdleThread {
+  public:
+    // Null if none waits. Whoever gets one gives it work.
+    static IdleThread* take() { return threads_allowed < 0 ? waiting.exchange(nullptr) : nullptr; }
+
+    void give(OperationThread& operation) {
+        operation_ = &operation;
+        has_work_.set();
+    }
+
+    // False if another one waits already.
+    bool offer() {
+        IdleThread* none = nullptr;
+        return kForgottenByForks && threads_allowed < 0 && waiting.compare_exchange_strong(none, this);
+    }
+    // Once it was offered: the next operation, or null if none came.
+    OperationThread* wait() {
+        has_work_.wait(kAtMost);
+        IdleThread* still = this;
+        if (waiting.compare_exchange_strong(still, nullptr)) return nullptr;
+        while (!has_work_.wait(kBetweenLooks)) continue;  // whoever took it is about to give it work
+        return operation_;
+    }
+
+    static void serve(OperationThread* operation) {
+        while (operation) {
+            bool is_as_before = false;
+            {
+                const AtWork here;
+                is_as_before = operation->work_();
+            }
+            IdleThread mine;
+            const bool stays = is_as_before && mine.offer();  // before the caller can begin the next operation
+            operation->stays_ = stays;
+            operation->ended_.set();
+            operation = stays ? mine.wait() : nullptr;
+        }
+    }
+
+  private:
+    static constexpr std::chrono::seconds kAtMost{1};
+    static const bool kForgottenByForks;      // a child has only the memory of its parent's thread
+    static std::atomic<IdleThread*> waiting;  // without a mutex, which a fork could find locked
+
+    OperationThread* operation_ = nullptr;
+    Event has_work_;
+};
+
+std::atomic<IdleThread*> IdleThread::waiting{nullptr};
+const bool IdleThread::kForgottenByForks = pthread_atfork(nullptr, nullptr, [] { waiting = nullptr; }) == 0;
+
+void OperationThread::start(std::function<bool()> work) {
+    work_ = std::move(work);
+    if (IdleThread* const idle = IdleThread::take())
+        idle->give(*this);
+    else
+        thread_ = new_thread("cumem-operation", [this] { IdleThread::serve(this); });
+}
+
+void OperationThread::wait(std::chrono::nanoseconds at_most) {
+    if (has_ended_ || !ended_.wait(at_most)) return;
+    has_ended_ = true;
+    if (!thread_.joinable()) return;
+    if (stays_)
+        thread_.detach();
+    else
+        thread_.join();
 }
 
 std::vector<std::string> thread_names() {

@@ -18,6 +18,7 @@ constexpr std::chrono::milliseconds kBetweenLooks{50};
 // Something that happens once. It uses no mutex, so none can be left locked.
 class Event {
   public:
+    // The object may be destroyed as soon as another thread sees that it is set.
     void set() noexcept;
     bool is_set() const noexcept { return word_.load(std::memory_order_acquire) != 0; }
     // Waits at most this long; returns early if a signal handler ran on this thread. Returns whether it is set.
@@ -31,13 +32,36 @@ class Event {
 // be started.
 std::thread start_thread(const std::string& name, std::function<void()> work);
 
-// The name of this thread, if `start_thread` has started it, or "".
+// One piece of work on a thread named `cumem-operation`, started as above. When that is done the thread waits for more
+// work of this kind, a second at most, because to start and to end one takes longer than a small operation. So the work
+// leaves the thread's state as it was, and returns whether it could; if not, the thread ends. At most one waits.
+//
+// Once started, the work must have ended before this object is destroyed.
+class OperationThread {
+  public:
+    // Throws std::system_error if no thread can be started.
+    void start(std::function<bool()> work);
+    // Waits as `Event::wait`.
+    void wait(std::chrono::nanoseconds at_most);
+    bool has_ended() const noexcept { return has_ended_; }
+
+  private:
+    friend class IdleThread;
+
+    std::function<bool()> work_;
+    Event ended_;
+    bool stays_ = false;  // known once it has ended
+    bool has_ended_ = false;
+    std::thread thread_;  // unless one had waited
+};
+
+// The name of this thread, if it was started here, or "".
 const std::string& thread_name();
 
-// The names of all threads that `start_thread` has started and that still run; in a forked child, those of its parent.
+// The names of all threads started here that are at work; in a forked child, those of its parent.
 std::vector<std::string> thread_names();
 
-// For tests: only this many more threads can be started; a negative number lifts the limit.
+// For tests: only this many more threads can be started, and none waits for work; a negative number lifts the limit.
 void allow_threads(int count) noexcept;
 
 }  // namespace cumem_sleep

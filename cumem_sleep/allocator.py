@@ -546,7 +546,7 @@ class CuMemAllocator:
 
     def get_current_usage(self) -> int:
         """Bytes of all segments but those of regions, mapped or not (vLLM's call, which wants none before its own)."""
-        return total_bytes(filter(in_pools(), _core.segments()))
+        return total_bytes(in_pools()())
 
     def totals(self) -> dict[str, OperationTotals]:
         """What all sleeps, wakes and discards did so far, by operation."""

@@ -16,13 +16,13 @@ from . import _core, log
 from .driver import open_driver
 from .errors import InvalidState
 from .integrations.torch import TorchPools
-from .levels import Choice
+from .levels import Group
 from .operations.agreement import Call
 from .operations.deepen import DeepSleep
 from .operations.layer import Layer
 from .operations.look import usage_by_tag
 from .operations.room import make_room
-from .operations.wake import asleep, wanting
+from .operations.wake import asleep, fits, wanting
 from .pools import Pools
 from .report import OperationTotals, SleepReport, TagUsage, WakeReport
 
@@ -132,15 +132,15 @@ class Entry:
     def operate(
         self,
         call: Call,
-        work: Callable[[], _Report],
+        work: Callable[..., _Report],
         operation: str,
-        woken: Choice | None = None,
+        woken: Group | None = None,
         make_way: Callable[[TorchPools], None] | None = None,
     ) -> _Report:
         """The report of `work`, logged and counted; if it raises, that is counted among the failures.
 
         Args:
-            woken: for a wake: what it wakes, for which room is made.
+            woken: for a wake: what it wakes, for which room is made. `work` takes what `wake` takes: `known_to_fit`.
             make_way: for what is not a wake: as for `locked`.
         """
         counted = partial(self.counted, work, operation, call)
@@ -148,7 +148,12 @@ class Entry:
             return self.locked(operation, counted, make_way, stays_away=True)
         self.deep.stay()
         come_back = partial(self._come_back_to_wake, woken)
-        return self.locked("wake_up", counted, partial(make_room, woken), come_back=come_back)
+        if self._pools.find() is not None:
+            at_once = partial(self.counted, partial(work, known_to_fit=True), operation, call)
+            report = self.locked("wake_up", lambda: at_once() if fits(woken) else None, come_back=come_back)
+            if report is not None:
+                return report
+        return self.locked("wake_up", counted, make_room, come_back=come_back)
 
     def counted(self, work: Callable[[], _Report], operation: str, call: Call | None = None) -> _Report:
         """As `operate`, of what needs no lock, or has it."""
@@ -177,7 +182,7 @@ class Entry:
             self.totals[operation] = replace(totals, failures=totals.failures + 1)
             raise
 
-    def usage(self, meant: Choice) -> dict[str, TagUsage]:
+    def usage(self, meant: Group) -> dict[str, TagUsage]:
         """What the segments of each tag hold, and their backups; calls no driver."""
         if not _core.driver_is_open():
             return {}
@@ -223,7 +228,7 @@ class Entry:
         if self.deep.is_away:
             self.locked("coming back from level 3", lambda: None)
 
-    def _come_back_to_wake(self, woken: Choice) -> None:
+    def _come_back_to_wake(self, woken: Group) -> None:
         with self._failures_counted("wake"):
             self.deep.come_back(wanting(asleep(woken)))
 

@@ -7,6 +7,7 @@ wakes by other calls: neither touches the other's, whatever the tags.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from . import _core
 from .errors import InvalidArgument, InvalidArgumentType
@@ -27,6 +28,7 @@ EXPECTED_LEVELS = f"expected {', '.join(_DESCRIBED[:-1])} or {_DESCRIBED[-1]}"
 
 IsDropped = Callable[[str], bool]
 Choice = Callable[[_core.Segment], bool]
+Group = Callable[[], list[_core.Segment]]  # the segments that a call is about: those that there are at the moment
 
 
 def dropped_at_level(level: object) -> IsDropped | None:
@@ -55,14 +57,14 @@ def dropped_unless(kept: set[str]) -> IsDropped:
     return lambda tag: tag not in kept
 
 
-def in_pools(tags: set[str] | None = None) -> Choice:
-    """Choose segments of pools with these tags (None: all)."""
-    return lambda segment: (tags is None or segment.tag in tags) and segment.backup == _core.Backup.BY_LEVEL
+def in_pools(tags: set[str] | None = None) -> Group:
+    """The segments of pools with these tags (None: all)."""
+    return partial(_core.segments_in, regions=False, tags=tags)
 
 
-def in_regions(tags: set[str] | None = None) -> Choice:
-    """Choose segments of regions with these tags (None: all)."""
-    return lambda segment: (tags is None or segment.tag in tags) and segment.backup != _core.Backup.BY_LEVEL
+def in_regions(tags: set[str] | None = None) -> Group:
+    """The segments of regions with these tags (None: all)."""
+    return partial(_core.segments_in, regions=True, tags=tags)
 
 
 def with_tag(is_chosen: IsDropped) -> Choice:
@@ -75,9 +77,7 @@ def without_backup(segment: _core.Segment) -> bool:
     return segment.backup == _core.Backup.NEVER
 
 
-def woken_in_pools(tags: set[str] | None) -> Choice:
-    """Choose the segments that a wake of pools with `tags` (None: all) wakes."""
-    is_of_a_pool = in_pools()
-    return lambda segment: (
-        is_of_a_pool(segment) and (tags is None or segment.tag in tags or segment.tag not in DEFERRABLE_TAGS)
-    )
+def woken_in_pools(tags: set[str] | None) -> Group:
+    """The segments that a wake of pools with `tags` (None: all) wakes."""
+    in_any = in_pools()
+    return lambda: [s for s in in_any() if tags is None or s.tag in tags or s.tag not in DEFERRABLE_TAGS]

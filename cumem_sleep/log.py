@@ -39,6 +39,11 @@ def info(message: str, *arguments: object) -> None:
     _log(logging.INFO, message, *arguments)
 
 
+def tells_info() -> bool:
+    """Whether anybody sees what `info` logs."""
+    return _logger.isEnabledFor(logging.INFO)
+
+
 def warning(message: str, *arguments: object) -> None:
     """As `debug`."""
     _log(logging.WARNING, message, *arguments)

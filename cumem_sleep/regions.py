@@ -11,7 +11,7 @@ from .driver import driver_path
 from .entry import Entry
 from .errors import InvalidArgumentType, InvalidState, check_integer
 from .integrations import preload
-from .levels import Choice, in_regions, without_backup
+from .levels import Group, in_regions, without_backup
 from .operations.agreement import Call
 from .operations.layer import Layer
 from .operations.sleep import sleep
@@ -119,7 +119,7 @@ class Regions:
 
     # Sleeping and waking
 
-    def sleep(self, tags: str | Iterable[str] | None = None) -> SleepReport:
+    def sleep(self, tags: str | Iterable[str] | None = None, *, with_left: bool = True) -> SleepReport:
         """Give the device memory of regions back: all or nothing, as `CuMemAllocator.sleep`, but of this process alone.
 
         PyTorch keeps its unused cache, which the process that goes on without these regions would allocate again; where
@@ -128,13 +128,14 @@ class Regions:
 
         Args:
             tags: of which regions; None: of all.
+            with_left: whether the report says what is left on the devices (`left_bytes`); the driver has to be asked.
 
         Raises:
             InvalidArgument: a tag that no region ever had.
             InvalidState, OutOfHostMemory, DriverError: as `CuMemAllocator.sleep`.
         """
         alone = Call()
-        work = partial(sleep, self._layer, alone, self._meant(tags), without_backup)
+        work = partial(sleep, self._layer, alone, self._meant(tags), without_backup, with_left=with_left)
         return self._entry.operate(alone, work, "sleep")
 
     def wake(
@@ -162,9 +163,9 @@ class Regions:
         work = partial(self._wake, meant, retained, wait_for_release)
         return self._entry.operate(Call(), work, "wake", meant)
 
-    def _wake(self, meant: Choice, retained: bool, wait_for_release: bool) -> WakeReport:
+    def _wake(self, meant: Group, retained: bool, wait_for_release: bool, *, known_to_fit: bool = False) -> WakeReport:
         woken = asleep(meant)
-        report = wake(self._layer, Call(), meant)
+        report = wake(self._layer, Call(), meant, known_to_fit=known_to_fit)
         self._layer.store.retain(woken, retained=retained)
         if wait_for_release:
             self._layer.store.settle()
@@ -172,13 +173,13 @@ class Regions:
 
     def has(self, tag: str) -> bool:
         """Whether a region with this tag has memory, asleep or awake. Waits for nothing."""
-        return any(map(in_regions({tag}), _core.segments()))
+        return bool(in_regions({tag})())
 
     def usage(self) -> dict[str, TagUsage]:
         """What the segments of regions of each tag hold, and their backups."""
         return self._entry.usage(in_regions())
 
-    def _meant(self, tags: str | Iterable[str] | None) -> Choice:
+    def _meant(self, tags: str | Iterable[str] | None) -> Group:
         return in_regions(None if tags is None else self._tags.checked(tags))
 
 

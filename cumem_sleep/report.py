@@ -74,7 +74,7 @@ class SleepReport:
         dropped_bytes: released without a backup; the bytes are gone.
         stored_bytes: what the copied bytes take in host memory; less than copied_bytes if they are compressed.
         left_bytes: what is still in use afterwards on the devices concerned, by this process (the CUDA context,
-            graphs, buffers of NCCL, memory of no pool) and by others; 0 where nothing was done.
+            graphs, buffers of NCCL, memory of no pool) and by others; 0 where nothing was done, or nobody asked.
         left: about how `left_bytes` is made up, by name. `awake`: memory of this layer. `context`: what was in use when
             this layer first allocated there: the CUDA context, communicators, other processes. `modules_and_graphs`:
             what came with the warm-up (`CuMemAllocator.warming_up`, vLLM's). `rest`: all else, other processes

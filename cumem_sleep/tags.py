@@ -16,11 +16,11 @@ class UsedTags:
     """The tags of pools, or of regions, so far. A call that names another one has probably misspelt it."""
 
     def __init__(
-        self, meant: Callable[[_core.Segment], bool], otherwise: str, always: Iterable[str] = frozenset()
+        self, meant: Callable[[], list[_core.Segment]], otherwise: str, always: Iterable[str] = frozenset()
     ) -> None:
         """
         Args:
-            meant: which segments' tags count; those that the hooks allocated never came by `add`.
+            meant: the segments whose tags count; those that the hooks allocated never came by `add`.
             otherwise: what is said of another tag.
             always: tags that count from the first.
         """
@@ -34,7 +34,7 @@ class UsedTags:
 
     def all(self) -> set[str]:
         """Every tag that counts."""
-        return {*self._added, *(segment.tag for segment in filter(self._meant, _core.segments()))}
+        return {*self._added, *(segment.tag for segment in self._meant())}
 
     def checked(self, tags: str | Iterable[str]) -> set[str]:
         """The tags, if each of them counts.

@@ -120,10 +120,10 @@ class TestOperations:
         content = memory.fill_random(staying, PAGE)
         if operation == "wake_up":
             allocator.sleep()
-        list_segments = _core.segments
+        list_segments = _core.segments_in
 
-        def list_and_free() -> list[_core.Segment]:
-            listed = list_segments()
+        def list_and_free(regions: bool, tags: set[str] | None) -> list[_core.Segment]:
+            listed = list_segments(regions, tags)
             monkeypatch.undo()
             if through_hook:
                 in_thread(lambda: hooks().cumem_sleep_free(going, PAGE, 0, None))
@@ -136,7 +136,7 @@ class TestOperations:
             "wake_up": allocator.wake_up,
             "discard": lambda: allocator.discard({"weights", "kv_cache"}),
         }
-        monkeypatch.setattr(_core, "segments", list_and_free)
+        monkeypatch.setattr(_core, "segments_in", list_and_free)
         calls[operation]()
         allocator.wake_up()
         assert [segment.address for segment in _core.segments()] == [staying]

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from support import PAGE, free_everything, fresh_allocator, hooks, quick_sums, reset_simulation
+from support import AWAKE, DROPPED, PAGE, free_everything, fresh_allocator, hooks, quick_sums, reset_simulation
 
 import cumem_sleep
 from cumem_sleep import CuMemAllocator, _core, host_facts, sim
@@ -113,6 +113,31 @@ def test_calls_about_single_segments_do_not_look_at_the_others(operate: Callable
     assert allocator is not None
     kept = MANY if operate is malloc else MANY - TOUCHED
     assert allocator._store.host_bytes == kept * PAGE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [AWAKE, DROPPED], ids=["awake", "asleep"])
+def test_calls_about_a_small_region_do_not_look_at_the_others(others: _core.Segment.Sleep) -> None:
+    """Unless these have backups, each of which is looked at when an operation ends."""
+
+    def work_beside(count: int) -> Work:
+        free_everything()
+        reset_simulation()
+        regions = fresh_allocator().regions
+        sim.configure(device_bytes=2 * count * PAGE)
+        for tag, segments in (("others", count), ("small", 1)):
+            with regions.use(tag):
+                for _ in range(segments):
+                    CuMemAllocator.get_instance().malloc(PAGE)
+        regions.sleep()
+        regions.wake("small" if others == DROPPED else None)
+        with Work() as work:
+            regions.sleep("small")
+            regions.wake("small")
+            assert regions.has("small")
+        return work
+
+    assert work_beside(MANY) == work_beside(FEW)
 
 
 @pytest.mark.slow

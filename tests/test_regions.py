@@ -49,6 +49,43 @@ def test_pytorchs_unused_cache_is_left_to_the_process_that_goes_on(
     assert pools.trimmed == 1
 
 
+@pytest.mark.sim
+class TestRoomForAWake:
+    @pytest.fixture
+    def pools(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> Pools:
+        malloc_in_region(allocator, "x", backup=False)
+        allocator.regions.sleep()
+        pools = Pools()
+        monkeypatch.setattr(allocator._pools, "found", pools)
+        return pools
+
+    def test_is_asked_for_once(self, allocator: CuMemAllocator, pools: Pools) -> None:
+        sim.reset()
+        allocator.regions.wake()
+        assert sim.stats().calls["cuMemGetInfo"] == 1
+        assert pools.trimmed == 0
+
+    def test_may_be_in_pytorchs_unused_cache(self, allocator: CuMemAllocator, pools: Pools) -> None:
+        cached: list[_core.Scratch] = [_core.Scratch(0, _core.memory_info(0)[0] // PAGE * PAGE)]
+
+        def trim() -> None:
+            assert _core.thread_name() == "", "it runs what the garbage collector finds, which may call the allocator"
+            cached.pop().close()
+
+        pools.trim = trim  # type: ignore[method-assign]
+        assert allocator.regions.wake().mapped_bytes == PAGE
+        assert allocator.totals()["wake"].failures == 0
+
+    def test_that_there_is_not_leaves_all_asleep(self, allocator: CuMemAllocator, pools: Pools) -> None:
+        taken = _core.Scratch(0, _core.memory_info(0)[0] // PAGE * PAGE)
+        with pytest.raises(OutOfDeviceMemory, match="1 sleeping segment"):
+            allocator.regions.wake()
+        assert pools.trimmed == 1
+        assert allocator.totals()["wake"].failures == 1
+        taken.close()
+        allocator.regions.wake()
+
+
 class TestBackupIsOfTheRegion:
     def test_not_of_the_tag(self, allocator: CuMemAllocator, memory: Memory) -> None:
         kept = malloc_in_region(allocator, "same", backup=True)

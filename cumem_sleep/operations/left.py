@@ -44,7 +44,7 @@ class LeftOnDevices:
 
     def items(self, devices: Collection[int], left_bytes: int) -> dict[str, int]:
         """`left_bytes` of these devices by name, as in `SleepReport.left`; empty if nothing is known."""
-        awake = {"awake": total_bytes(s for s in _core.segments() if s.has_memory and s.device in devices)}
+        awake = {"awake": _core.bytes_with_memory(set(devices))}
         noted = {"modules_and_graphs": sum(self._by_warm_up.get(device, 0) for device in devices)}
         if all(device in self._before for device in devices):
             noted["context"] = sum(self._before[device] for device in devices)

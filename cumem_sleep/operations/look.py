@@ -11,7 +11,7 @@ import numpy.typing as npt
 from .. import _core
 from ..backups.tier import Footprint
 from ..errors import InvalidState
-from ..levels import Choice
+from ..levels import Group
 from ..report import TagUsage
 from ..segments import describe, segment_around, total_bytes
 from .layer import Layer
@@ -19,10 +19,10 @@ from .layer import Layer
 _Sleep = _core.Segment.Sleep
 
 
-def usage_by_tag(layer: Layer, meant: Choice) -> dict[str, TagUsage]:
+def usage_by_tag(layer: Layer, meant: Group) -> dict[str, TagUsage]:
     """What the segments of `meant` hold, and their backups."""
     by_tag: dict[str, list[_core.Segment]] = {}
-    for segment in filter(meant, _core.segments()):
+    for segment in meant():
         by_tag.setdefault(segment.tag, []).append(segment)
     held = layer.store.footprints(chain.from_iterable(by_tag.values()))
     return {tag: _of_a_tag(layer, segments, held) for tag, segments in by_tag.items()}

@@ -30,7 +30,7 @@ def wanted_ahead(layer: Layer) -> list[_core.Segment]:
         OutOfHostMemory: a limit leaves too little for all of it, compressed or not.
     """
     is_dropped, meant = dropped_at_level(1), in_pools()
-    awake = [segment for segment in _core.segments() if segment.sleep == _core.Segment.Sleep.AWAKE and meant(segment)]
+    awake = [segment for segment in meant() if segment.sleep == _core.Segment.Sleep.AWAKE]
     wanted = [segment for segment in awake if is_dropped and not is_dropped(segment.tag)]
     layer.store.check(layer.store.needed_bytes(wanted, compressed=layer.compressor.on), wanted)
     return wanted

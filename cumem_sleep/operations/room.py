@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import gc
 
-from .. import _core
 from ..integrations.torch import TorchPools
-from ..levels import Choice
-from .wake import asleep, wanting
 
 
 def trim(pools: TorchPools) -> None:
@@ -18,8 +15,7 @@ def trim(pools: TorchPools) -> None:
     pools.trim()
 
 
-def make_room(meant: Choice, pools: TorchPools) -> None:
-    """Before a wake of these segments: free PyTorch's unused cache if they would not fit beside it."""
-    if any(nbytes > _core.memory_info(device)[0] for device, nbytes in wanting(asleep(meant)).items()):
-        gc.collect()
-        pools.trim()
+def make_room(pools: TorchPools) -> None:
+    """Before a wake that does not fit beside PyTorch's unused cache: free that."""
+    gc.collect()
+    pools.trim()

@@ -18,7 +18,7 @@ from ..codec.workbench import Plan, Workbench, close_all, parts_to_plan
 from ..digest.device import DigestRun
 from ..digest.reference import Digest
 from ..errors import CodecError, CumemSleepError, DriverError, InvalidState, OutOfHostMemory, counted
-from ..levels import Choice
+from ..levels import Choice, Group
 from ..report import PhaseTimer, SleepReport
 from ..segments import by_device, describe, total_bytes
 from .agreement import Call
@@ -27,7 +27,15 @@ from .layer import Layer, quiesce
 _Sleep = _core.Segment.Sleep
 
 
-def sleep(layer: Layer, call: Call, is_meant: Choice, is_dropped: Choice, operation: str = "sleep") -> SleepReport:
+def sleep(
+    layer: Layer,
+    call: Call,
+    meant: Group,
+    is_dropped: Choice,
+    operation: str = "sleep",
+    *,
+    with_left: bool = True,
+) -> SleepReport:
     """Back up the awake segments that are not dropped, and take the physical memory of all of them; all or nothing.
 
     An error, or a request to stop, before the memory is released leaves everything mapped with its bytes. So does an
@@ -35,17 +43,17 @@ def sleep(layer: Layer, call: Call, is_meant: Choice, is_dropped: Choice, operat
 
     Args:
         call: through which the ranks agree.
-        is_meant: whether a segment is to sleep.
+        meant: which segments are to sleep.
         is_dropped: whether it sleeps without a backup.
         operation: what the report calls it.
+        with_left: whether the report says what is left on the devices.
 
     Raises:
         InvalidState, OutOfHostMemory, DriverError, RankFailed: as `CuMemAllocator.sleep`.
     """
     timer = PhaseTimer()
-    meant = [segment for segment in _core.segments() if is_meant(segment)]
     # What an earlier failure left asleep, with its memory, is dropped for good.
-    segments = [s for s in meant if s.sleep == _Sleep.AWAKE or (s.keeps_bytes and is_dropped(s))]
+    segments = [s for s in meant() if s.sleep == _Sleep.AWAKE or (s.keeps_bytes and is_dropped(s))]
     if not segments:
         call.agree(timer)
         note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
@@ -60,7 +68,7 @@ def sleep(layer: Layer, call: Call, is_meant: Choice, is_dropped: Choice, operat
             freed_bytes = _core.put_to_sleep(backed_up, dropped, partial(_agree, call, timer, copying))
     copied_bytes = total_bytes(copied)
     devices = {segment.device for segment in segments}
-    left_bytes = _left_on(devices)
+    left_bytes = _left_on(devices) if with_left else 0
     return SleepReport(
         freed_bytes=freed_bytes,
         copied_bytes=copied_bytes,

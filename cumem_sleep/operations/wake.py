@@ -9,7 +9,7 @@ from .. import _core
 from ..codec.workbench import Workbench, close_all
 from ..digest.reference import Digest
 from ..errors import BackupMismatch, OutOfDeviceMemory, counted
-from ..levels import Choice
+from ..levels import Group
 from ..report import PhaseTimer, WakeReport
 from ..segments import by_device, describe, total_bytes
 from ..transfer.restorer import ToRestore
@@ -19,9 +19,9 @@ from .layer import Layer
 _Sleep = _core.Segment.Sleep
 
 
-def asleep(is_meant: Choice) -> list[_core.Segment]:
-    """The segments of `is_meant` that are asleep."""
-    return [segment for segment in _core.segments() if segment.sleep != _Sleep.AWAKE and is_meant(segment)]
+def asleep(meant: Group) -> list[_core.Segment]:
+    """The segments of `meant` that are asleep."""
+    return [segment for segment in meant() if segment.sleep != _Sleep.AWAKE]
 
 
 def wanting(segments: Sequence[_core.Segment]) -> dict[int, int]:
@@ -29,16 +29,24 @@ def wanting(segments: Sequence[_core.Segment]) -> dict[int, int]:
     return {device: total_bytes(mine) for device, mine in by_device(s for s in segments if not s.has_memory).items()}
 
 
-def wake(layer: Layer, call: Call, is_meant: Choice) -> WakeReport:
-    """Wake the segments of `is_meant`. If anything fails, what was taken goes back, and everything stays asleep.
+def fits(meant: Group) -> bool:
+    """Whether the devices have enough free memory for a wake of `meant`."""
+    return not _lacking(asleep(meant))
+
+
+def wake(layer: Layer, call: Call, meant: Group, *, known_to_fit: bool = False) -> WakeReport:
+    """Wake the segments of `meant`. If anything fails, what was taken goes back, and everything stays asleep.
 
     The same holds if anything fails on another rank: the ranks agree when everything is verified.
+
+    Args:
+        known_to_fit: `fits` has said so, with the lock held. To ask the driver takes as long as a small copy.
 
     Raises:
         OutOfDeviceMemory, BackupMismatch, CodecError, DriverError, RankFailed: as `CuMemAllocator.wake_up`.
     """
     timer = PhaseTimer()
-    sleeping = asleep(is_meant)
+    sleeping = asleep(meant)
     if not sleeping:
         call.agree(timer)
         return WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep")
@@ -46,9 +54,8 @@ def wake(layer: Layer, call: Call, is_meant: Choice) -> WakeReport:
         restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
         restored.sort(key=lambda segment: layer.store.encoding_of(segment) is not None)  # as they are copied
         blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
-        for device in by_device(segments):
-            _core.release_waiter(device)
-        _check_device_memory(segments)
+        if not known_to_fit:
+            _check_device_memory(segments)
         expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
         checked = [segment for segment in restored if segment.id in expected]
         keep_bytes = {segment.id for segment in blank if segment.keeps_bytes}
@@ -126,11 +133,17 @@ def _workbenches(
 
 def _check_device_memory(segments: Sequence[_core.Segment]) -> None:
     """Refuse a wake that cannot fit before it maps anything."""
-    for device, needed_bytes in wanting(segments).items():
-        free_bytes = _core.memory_info(device)[0]
-        if needed_bytes > free_bytes:
-            count = sum(segment.device == device and not segment.has_memory for segment in segments)
-            raise OutOfDeviceMemory(needed_bytes, free_bytes, device, segment=counted(count, "sleeping segment"))
+    for device, needed_bytes, free_bytes in _lacking(segments):
+        count = sum(segment.device == device and not segment.has_memory for segment in segments)
+        raise OutOfDeviceMemory(needed_bytes, free_bytes, device, segment=counted(count, "sleeping segment"))
+
+
+def _lacking(segments: Sequence[_core.Segment]) -> list[tuple[int, int, int]]:
+    """The devices with less free memory than the segments need there: each with what is needed, and what is free."""
+    for device in by_device(segments):
+        _core.release_waiter(device)  # whose page counts, too
+    found = [(device, nbytes, _core.memory_info(device)[0]) for device, nbytes in wanting(segments).items()]
+    return [(device, needed, free) for device, needed, free in found if needed > free]
 
 
 def _digests_at_sleep(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, Digest]:

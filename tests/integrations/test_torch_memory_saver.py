@@ -12,7 +12,16 @@ import pytest
 from support import AWAKE, BACKED_UP, DROPPED, PAGE, Memory, assert_no_threads
 from torch_memory_saver_calls import SHIM, FakeTensor, run_with_shim
 
-from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, OutOfDeviceMemory, OutOfHostMemory, _core, log
+from cumem_sleep import (
+    CuMemAllocator,
+    InvalidArgument,
+    InvalidState,
+    OutOfDeviceMemory,
+    OutOfHostMemory,
+    _core,
+    log,
+    sim,
+)
 from cumem_sleep.integrations.torch_memory_saver import TorchMemorySaver, configure_subprocess
 from cumem_sleep.integrations.torch_memory_saver.environment import Environment
 
@@ -56,6 +65,20 @@ class TestRegions:
         assert states() == {address: BACKED_UP}
         saver.resume()
         assert memory.read(address, PAGE) == content
+
+    @pytest.mark.sim
+    @pytest.mark.parametrize(("level", "asked"), [(logging.INFO, 1), (logging.WARNING, 0)])
+    def test_what_is_left_is_looked_for_only_if_the_log_says_it(
+        self, saver: TorchMemorySaver, caplog: pytest.LogCaptureFixture, level: int, asked: int
+    ) -> None:
+        malloc(saver)
+        malloc(saver, tag="stays awake")
+        with caplog.at_level(level, "cumem_sleep"):
+            sim.reset()
+            saver.pause("default")
+            assert sim.stats().calls["cuMemGetInfo"] == asked
+        assert ("left on the GPU" in caplog.text) == bool(asked)
+        saver.resume()
 
     def test_tags_are_paused_and_resumed_in_any_order(self, saver: TorchMemorySaver) -> None:
         a, b = malloc(saver, tag="type1"), malloc(saver, tag="type2")

@@ -117,7 +117,7 @@ class TorchMemorySaver:
         self._initialized()
         regions = self._allocator().regions
         if not tag or regions.has(tag):
-            regions.sleep(tag or None)
+            regions.sleep(tag or None, with_left=log.tells_info())  # nobody else gets the report
 
     def resume(self, tag: str | None = None) -> None:
         """They take it again: all or nothing, `Regions.wake`.
