@@ -36,6 +36,8 @@ class Tuning:
         batches_between_trials: how many batches the kernel copies before the engine is tried again.
         worth_choosing_bytes: if there is less to copy, the engine copies all of it.
         slots: how many pieces of device memory encoded chunks pass through, each with its own stream.
+        most_slots: the same where the device has the memory: 7 ms of copies are in flight then, so the link need not
+            wait while the caller plans the next part.
         slot_bytes: how many bytes of encoded chunks fit into a slot; the second number is for a full GPU.
         lent_slot_bytes: the same, for memory that is borrowed from a segment.
         rows: the most chunks in one launch of a codec kernel.
@@ -69,6 +71,7 @@ class Tuning:
     batches_between_trials: int = 48
     worth_choosing_bytes: int = _GIB
     slots: int = 4
+    most_slots: int = 7
     slot_bytes: tuple[int, ...] = (64 * _MIB, 8 * _MIB)
     lent_slot_bytes: int = 8 * _MIB
     rows: int = 1024

@@ -51,7 +51,8 @@ NOISE, WEIGHTS = _BYTES.bytes(LENDER_BYTES + 8192), bf16_weights(LENDER_BYTES + 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", PAGE)
-    monkeypatch.setattr(CuMemAllocator.tuning, "slots", 2)
+    for name in ("slots", "most_slots"):
+        monkeypatch.setattr(CuMemAllocator.tuning, name, 2)
     monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (4 * MIB, 2 * MIB))
     monkeypatch.setattr(CuMemAllocator.tuning, "lent_slot_bytes", 2 * MIB)
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", PAGE)  # is decoded in a slot

@@ -99,7 +99,9 @@ class Compressor:
                 raise CodecError(f"compressed backups cannot be read: {error}") from error
         self._check(device)
         if small:
-            spare_bytes = min(spare_bytes, workbench_bytes(self._tuning, self._tuning.slot_bytes[-1]))
+            spare_bytes = min(
+                spare_bytes, workbench_bytes(self._tuning, self._tuning.slots, self._tuning.slot_bytes[-1])
+            )
         return Workbench(
             device,
             self._runner,

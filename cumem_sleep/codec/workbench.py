@@ -86,10 +86,10 @@ class Workbench:
         self._kept: Kept | Cleared | None = None
         self._memory: _core.Scratch | None = None
         try:
-            address, self.slot_bytes = self._take_memory(spare_bytes, lenders, keep_bytes=keep_bytes)
+            address, slots, self.slot_bytes = self._take_memory(spare_bytes, lenders, keep_bytes=keep_bytes)
             self.has_memory = bool(address)
             step = head_bytes(tuning.rows) + self.slot_bytes
-            for number in range(tuning.slots):
+            for number in range(slots):
                 self._slots.append(Slot(device, address and address + number * step, tuning.rows))
         except BaseException:
             self.close()
@@ -364,25 +364,29 @@ class Workbench:
             result.slots.append((first, slot))
         return result
 
-    def _take_memory(self, spare_bytes: int, lenders: Sequence[_core.Segment], *, keep_bytes: bool) -> tuple[int, int]:
-        """The address of all slots (0: there is no memory), and how many bytes of chunks each takes."""
-        for slot_bytes in self._tuning.slot_bytes:
-            nbytes = workbench_bytes(self._tuning, slot_bytes)
+    def _take_memory(
+        self, spare_bytes: int, lenders: Sequence[_core.Segment], *, keep_bytes: bool
+    ) -> tuple[int, int, int]:
+        """The address of all slots (0: there is no memory), their number, and how many bytes of chunks each takes."""
+        tuning = self._tuning
+        shapes = [(tuning.most_slots, tuning.slot_bytes[0]), *((tuning.slots, each) for each in tuning.slot_bytes)]
+        for slots, slot_bytes in shapes:
+            nbytes = workbench_bytes(tuning, slots, slot_bytes)
             if nbytes > spare_bytes:
                 continue
             try:
                 self._memory = _core.Scratch(self._device, nbytes)
             except OutOfDeviceMemory:
                 continue
-            return self._memory.address, slot_bytes
-        needed = workbench_bytes(self._tuning, self._tuning.lent_slot_bytes)
+            return self._memory.address, slots, slot_bytes
+        needed = workbench_bytes(tuning, tuning.slots, tuning.lent_slot_bytes)
         large = [segment for segment in lenders if segment.device == self._device and segment.bytes >= needed]
         if not large:
-            return 0, self._tuning.lent_slot_bytes
+            return 0, tuning.slots, tuning.lent_slot_bytes
         segment = min(large, key=lambda segment: segment.bytes)  # mapping may wait for the driver to scrub
         segment.map()
         self._kept = Kept(segment, needed) if keep_bytes else Cleared(segment, needed)
-        return segment.address, self._tuning.lent_slot_bytes
+        return segment.address, tuning.slots, tuning.lent_slot_bytes
 
 
 class Samples:
@@ -575,7 +579,7 @@ def _store_sizes(sizes: npt.NDArray[np.int64], counters: npt.NDArray[np.uint32])
     sizes[:] = counters
 
 
-def workbench_bytes(tuning: Tuning, slot_bytes: int) -> int:
+def workbench_bytes(tuning: Tuning, slots: int, slot_bytes: int) -> int:
     """The size of all slots, in whole pages."""
-    nbytes = tuning.slots * (head_bytes(tuning.rows) + slot_bytes)
+    nbytes = slots * (head_bytes(tuning.rows) + slot_bytes)
     return -(-nbytes // CHUNK_BYTES) * CHUNK_BYTES

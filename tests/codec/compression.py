@@ -26,7 +26,7 @@ BENCH_BYTES = 5 * PAGE, 3 * PAGE  # with `small_slots`; the second can be lent
 EXACT = 1.01
 COMPRESSED_BYTES = int(0.70 * 2 * PAGE)  # of two pages of weights, with some to spare
 USUAL_BENCH_BYTES = workbench_bytes(
-    CuMemAllocator.tuning, CuMemAllocator.tuning.slot_bytes[0]
+    CuMemAllocator.tuning, CuMemAllocator.tuning.most_slots, CuMemAllocator.tuning.slot_bytes[0]
 )  # before the tests make it small
 
 
@@ -36,7 +36,8 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuMemAllocator.tuning, "head_bytes", 2 * PAGE)
     monkeypatch.setattr(CuMemAllocator.tuning, "digest_part_bytes", 4 * PAGE)
     monkeypatch.setattr(CuMemAllocator.tuning, "idle_s", 60.0)  # this machine may be busy, and the device is not
-    monkeypatch.setattr(CuMemAllocator.tuning, "slots", 2)
+    for name in ("slots", "most_slots"):
+        monkeypatch.setattr(CuMemAllocator.tuning, name, 2)
     monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (4 * MIB, 2 * MIB))
     monkeypatch.setattr(CuMemAllocator.tuning, "lent_slot_bytes", 2 * MIB)
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", PAGE)  # is decoded in a slot

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.sim
 
 
 def one_page_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CuMemAllocator.tuning, "slots", 1)
+    for name in ("slots", "most_slots"):
+        monkeypatch.setattr(CuMemAllocator.tuning, name, 1)
     monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (ONE_PAGE_BENCH,))
     monkeypatch.setattr(CuMemAllocator.tuning, "lent_slot_bytes", ONE_PAGE_BENCH)
 

@@ -122,7 +122,8 @@ class TestRoundTrips:
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int, tight: bool
     ) -> None:
         """By turns with the copy engine, and alone where its time is to tell the rate."""
-        monkeypatch.setattr(CuMemAllocator.tuning, "slots", slots)
+        for name in ("slots", "most_slots"):
+            monkeypatch.setattr(CuMemAllocator.tuning, name, slots)
         monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (8 * MIB, 4 * MIB))
         monkeypatch.setattr(CuMemAllocator.tuning, "worth_choosing_bytes", 0)
         monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", 3 * MIB)
@@ -194,7 +195,8 @@ class TestRoundTrips:
     def test_tables_of_the_copy_kernel_outlive_its_copies(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(CuMemAllocator.tuning, "slots", 4)
+        for name in ("slots", "most_slots"):
+            monkeypatch.setattr(CuMemAllocator.tuning, name, 4)
         monkeypatch.setattr(CuMemAllocator.tuning, "worth_choosing_bytes", 0)
         in_flight: set[int] = set()  # streams
         closed: list[bool] = []
@@ -243,7 +245,8 @@ class TestRoundTrips:
     def test_digests_begin_when_segments_are_complete(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int
     ) -> None:
-        monkeypatch.setattr(CuMemAllocator.tuning, "slots", slots)
+        for name in ("slots", "most_slots"):
+            monkeypatch.setattr(CuMemAllocator.tuning, name, slots)
         contents = fill(allocator, bf16, some_noise, bf16, nbytes=3 * PAGE)
         allocator.sleep()
         started: list[int] = []
@@ -264,7 +267,8 @@ class TestRoundTrips:
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int
     ) -> None:
         """But copies to slots, all but two of them, have begun by then."""
-        monkeypatch.setattr(CuMemAllocator.tuning, "slots", slots)
+        for name in ("slots", "most_slots"):
+            monkeypatch.setattr(CuMemAllocator.tuning, name, slots)
         contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
         allocator.sleep()
         decode, map_segment, start = SimulatedRunner.decode, _core.Segment.map, SlotCopies.start
@@ -298,7 +302,8 @@ class TestRoundTrips:
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int
     ) -> None:
         """A lane may wait for the kernel first; with one slot it has to. The counters are read at the end."""
-        monkeypatch.setattr(CuMemAllocator.tuning, "slots", slots)
+        for name in ("slots", "most_slots"):
+            monkeypatch.setattr(CuMemAllocator.tuning, name, slots)
         contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
         encode, write, read = SimulatedRunner.encode, workbench._write, Slot.read_counters
         events: list[str] = []

@@ -28,6 +28,7 @@ from compression import (
 from support import AWAKE, DEVICE_BYTES, DROPPED, MIB, PAGE, is_accessible
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, _core, sim
+from cumem_sleep.codec.workbench import workbench_bytes
 
 pytestmark = pytest.mark.sim
 
@@ -121,6 +122,17 @@ class TestFullDevice:
 
     def test_a_workbench_is_bounded(self) -> None:
         assert 128 * MIB < USUAL_BENCH_BYTES <= 512 * MIB
+
+    def test_there_are_more_slots_where_there_is_memory(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(CuMemAllocator.tuning, "most_slots", 5)
+        allocator.free(allocator.malloc(PAGE))  # the driver is open
+        assert allocator._compressor.on
+        enough = workbench_bytes(CuMemAllocator.tuning, 5, CuMemAllocator.tuning.slot_bytes[0])
+        for spare_bytes, slots in ((enough, 5), (enough - 1, 2)):
+            with allocator._compressor.workbench(0, spare_bytes) as workbench:
+                assert (len(workbench._slots), workbench.slot_bytes) == (slots, CuMemAllocator.tuning.slot_bytes[0])
 
     @pytest.mark.parametrize("free_bytes", BENCH_BYTES)
     def test_room_for_a_workbench(
