@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import pathlib
@@ -117,6 +118,36 @@ class Signals:
                 signal.pthread_kill(self._main, signal.SIGUSR1)
                 self._wait_for_handler(number)
         self.positions.append((name_of_code(frame.f_code), frame.f_lineno, event))
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt in the thread that made this, by a signal's handler, whenever a test sends one."""
+
+    def __init__(self) -> None:
+        self.handled = 0
+        self._main = threading.get_ident()
+
+    def __enter__(self) -> Interrupts:
+        self._before = signal.signal(signal.SIGUSR1, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGUSR1, self._before)
+
+    def _handle(self, *_: object) -> None:
+        self.handled += 1
+        raise KeyboardInterrupt
+
+    def send(self) -> None:
+        """Return once it is handled and, on an operation's own thread, once that is asked to stop."""
+        before, ends_at = self.handled, time.monotonic() + HANGS_S
+        signal.pthread_kill(self._main, signal.SIGUSR1)
+        with contextlib.suppress(_core.OperationStopped):
+            while self.handled == before or _core.thread_name() == "cumem-operation":
+                assert time.monotonic() < ends_at, "nobody handles it"
+                if self.handled > before:
+                    _core.stop_if_asked()
+                time.sleep(0.0005)
 
 
 def is_traced(frame: types.FrameType) -> bool:
