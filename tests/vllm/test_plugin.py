@@ -217,7 +217,10 @@ class TestLeftAlone:
 class TestStart:
     """A server that this layer cannot serve as it was told stops at its start, and nothing else stops."""
 
-    VARIABLES = ("CUMEM_SLEEP_DISABLE", "CUMEM_SLEEP_VLLM_UNTESTED", "CUMEM_SLEEP_PREPARE")
+    VARIABLES = (
+        *("CUMEM_SLEEP_DISABLE", "CUMEM_SLEEP_VLLM_UNTESTED"),
+        *("CUMEM_SLEEP_PREPARE", "CUMEM_SLEEP_HOST_BUDGET_BYTES"),
+    )
 
     @pytest.fixture
     def configured(self, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
