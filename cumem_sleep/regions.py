@@ -9,7 +9,7 @@ from functools import partial
 from . import _core
 from .driver import driver_path
 from .entry import Entry
-from .errors import InvalidArgumentType, InvalidState, check_integer
+from .errors import InvalidArgument, InvalidArgumentType, InvalidState, check_integer
 from .integrations import preload
 from .levels import Group, in_regions, without_backup
 from .operations.agreement import Call
@@ -17,7 +17,7 @@ from .operations.layer import Layer
 from .operations.sleep import sleep
 from .operations.wake import asleep, wake
 from .report import SleepReport, TagUsage, WakeReport
-from .tags import DEFAULT_TAG, UsedTags, tag_or_default
+from .tags import DEFAULT_TAG, UsedTags, checked_tag, tag_or_default
 
 
 class Regions:
@@ -173,7 +173,10 @@ class Regions:
 
     def has(self, tag: str) -> bool:
         """Whether a region with this tag has memory, asleep or awake. Waits for nothing."""
-        return bool(in_regions({tag})())
+        try:
+            return bool(in_regions({checked_tag(tag)})())
+        except InvalidArgument:  # no region can have it
+            return False
 
     def usage(self) -> dict[str, TagUsage]:
         """What the segments of regions of each tag hold, and their backups."""

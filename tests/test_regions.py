@@ -161,6 +161,7 @@ class TestTags:
         address = malloc_in_region(allocator, "region", backup=False)
         has = allocator.regions.has
         assert [has(tag) for tag in ("region", "pool", "nothing")] == [True, False, False]
+        assert [has(tag) for tag in ("", "\udcff", "re\0gion", None, 5, ["region"])] == [False] * 6  # type: ignore[arg-type]
         allocator.regions.sleep()
         assert has("region")
         allocator.free(address)
