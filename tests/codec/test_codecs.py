@@ -119,6 +119,7 @@ def test_no_two_layouts_have_the_same_name() -> None:
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.sim  # the second codec has no kernels, and content is written by the CPU
 @pytest.mark.usefixtures("both")
 class TestTogether:
     """In everything but the codecs themselves, which chunks they are is the only question."""
