@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -115,19 +116,49 @@ class TestOperations:
         through_hook: bool,
     ) -> None:
         """A segment that goes while the operation draws up its list is no error, and no use of freed memory."""
+        self.free_at(1, allocator, memory, monkeypatch, operation, through_hook=through_hook)
+
+    @pytest.mark.sim
+    @pytest.mark.parametrize("listing", [1, 2])
+    @pytest.mark.parametrize("through_hook", [False, True])
+    def test_free_just_before_a_wake_beside_pytorch_takes_hold(
+        self,
+        allocator: CuMemAllocator,
+        memory: Memory,
+        monkeypatch: pytest.MonkeyPatch,
+        listing: int,
+        through_hook: bool,
+    ) -> None:
+        """Such a wake draws up its list twice: to see whether it fits, and to wake."""
+        pools = types.SimpleNamespace(is_capturing=lambda: False, trim=lambda: None)
+        monkeypatch.setattr(allocator._pools, "found", pools)
+        self.free_at(listing, allocator, memory, monkeypatch, "wake_up", through_hook=through_hook)
+
+    @staticmethod
+    def free_at(
+        listing: int,
+        allocator: CuMemAllocator,
+        memory: Memory,
+        monkeypatch: pytest.MonkeyPatch,
+        operation: str,
+        *,
+        through_hook: bool,
+    ) -> None:
+        """Free one of two segments when the operation lists segments for that time."""
         going = allocator.malloc(PAGE, "weights")
         staying = allocator.malloc(PAGE, "weights")
         content = memory.fill_random(staying, PAGE)
         if operation == "wake_up":
             allocator.sleep()
-        list_segments = _core.segments_in
+        list_segments, listings = _core.segments_in, 0
 
         def list_and_free(regions: bool, tags: set[str] | None) -> list[_core.Segment]:
+            nonlocal listings
             listed = list_segments(regions, tags)
-            monkeypatch.undo()
-            if through_hook:
+            listings += 1
+            if listings == listing and through_hook:
                 in_thread(lambda: hooks().cumem_sleep_free(going, PAGE, 0, None))
-            else:
+            elif listings == listing:
                 in_thread(lambda: _core.free(going))
             return listed
 
@@ -136,8 +167,10 @@ class TestOperations:
             "wake_up": allocator.wake_up,
             "discard": lambda: allocator.discard({"weights", "kv_cache"}),
         }
-        monkeypatch.setattr(_core, "segments_in", list_and_free)
-        calls[operation]()
+        with monkeypatch.context() as patch:
+            patch.setattr(_core, "segments_in", list_and_free)
+            calls[operation]()
+        assert listings >= listing
         allocator.wake_up()
         assert [segment.address for segment in _core.segments()] == [staying]
         if operation != "discard":
