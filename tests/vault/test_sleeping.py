@@ -27,7 +27,8 @@ from support import (
 import cumem_sleep
 from cumem_sleep import CodecError, CuMemAllocator, InvalidState, OutOfHostMemory, _core, sim
 from cumem_sleep.backups.filling import Filling
-from cumem_sleep.backups.vault import VaultTier, name_of
+from cumem_sleep.backups.store import BackupStore
+from cumem_sleep.backups.vault import VaultTier, VaultTransfers, name_of
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
 from cumem_sleep.vault.client import Backup, Sealed, VaultClient
@@ -313,6 +314,89 @@ allocator.wake_up()
 assert memory.read(address, 2 * PAGE) == bytes(2 * PAGE)
 print("done", flush=True)
 """
+
+
+class TestGivingBack:
+    """What a sleep lent to the vault comes back while it checks its backups, and before it releases that memory."""
+
+    @staticmethod
+    def lent_bytes(vault: RunningVault) -> int:
+        return sum(client["lent_bytes"] for client in vault.status()["clients"])
+
+    def test_begins_before_the_check_and_has_ended_before_the_release(
+        self,
+        through: MakeAllocator,
+        memory: Memory,
+        vault: RunningVault,
+        compress: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        allocator = through(compress=compress)
+        contents = fill(allocator, memory, *TAGS)
+        steps: list[str] = []
+        put_to_sleep, proven = _core.put_to_sleep, BackupStore.prove
+        end, leave_transfers = VaultTransfers.end, VaultTransfers.__exit__
+
+        def noted_end(transfers: VaultTransfers) -> None:
+            if transfers._lent:
+                assert self.lent_bytes(vault) > 0
+                steps.append("begun")
+            end(transfers)
+
+        def noted_exit(transfers: VaultTransfers, *exception: Any) -> None:
+            leave_transfers(transfers, *exception)
+            if transfers._returning:
+                assert transfers._client is not None
+                assert not set(transfers._returning) & set(transfers._client._answers), "it did not wait"
+                steps.append("ended")
+
+        def noted_proof(store: BackupStore, *arguments: Any) -> None:
+            steps.append("checked")
+            proven(store, *arguments)
+
+        def looked_at(backed_up: Any, dropped: Any, last_check: Callable[[], None]) -> int:
+            def check_and_look() -> None:
+                last_check()
+                steps.append(f"{self.lent_bytes(vault)} bytes lent")
+
+            return put_to_sleep(backed_up, dropped, check_and_look)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(VaultTransfers, "end", noted_end)
+            patch.setattr(VaultTransfers, "__exit__", noted_exit)
+            patch.setattr(BackupStore, "prove", noted_proof)
+            patch.setattr(_core, "put_to_sleep", looked_at)
+            allocator.sleep()
+        assert steps == ["begun", "checked", "ended", "0 bytes lent"]
+        allocator.wake_up()
+        check(memory, {address: contents[address] for address in list(contents)[::2]})  # the cache was dropped
+
+    def test_a_vault_that_dies_meanwhile_leaves_all_awake(
+        self,
+        through: MakeAllocator,
+        memory: Memory,
+        vault: RunningVault,
+        start_vault: Callable[..., RunningVault],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        allocator = through()
+        contents = fill(allocator, memory, *TAGS)
+        end = VaultTransfers.end
+
+        def end_and_die(transfers: VaultTransfers) -> None:
+            end(transfers)
+            vault.kill()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(VaultTransfers, "end", end_and_die)
+            with pytest.raises(VaultError):
+                allocator.sleep()
+        assert {segment.sleep for segment in _core.segments()} == {AWAKE}
+        check(memory, contents)
+        start_vault().wait_until_ready()
+        allocator.sleep()
+        allocator.wake_up()
+        check(memory, {address: contents[address] for address in list(contents)[::2]})
 
 
 def test_a_replica_copies_nothing_and_writes_to_nobody_else(
