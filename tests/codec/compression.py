@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support import AWAKE, MIB, PAGE, bf16_weights, quick_sums
+from support import AWAKE, MIB, PAGE, SIMULATED, bf16_weights, quick_sums
 
 from cumem_sleep import CuMemAllocator, _core, host_facts, sim
 from cumem_sleep.codec.codec import Bytes, Code
@@ -81,6 +81,8 @@ KINDS: tuple[Kind, ...] = (bf16, fp16, e4m3, fp32, noise, some_noise)
 
 
 def write(address: int, content: bytes) -> None:
+    """By the CPU; where that is not possible, without the end of the whole run."""
+    assert SIMULATED, "device memory of a GPU: this test needs pytest.mark.sim"
     ctypes.memmove(address, content, len(content))
 
 
