@@ -288,15 +288,17 @@ class Workbench:
         """
         assert run.content_bytes <= self.slot_bytes
         target, source = self._next_slot(), self._next_slot()
-        lane, batch = source.use(transfers), _Batch([run])
-        for piece in batch.pieces(source.chunks_address):
-            lane.read(piece.address, piece.extent, piece.offset, piece.bytes)
-        source.synchronize()
-        targets = target.chunks_address + CHUNK_BYTES * np.arange(len(batch))
-        target.set_rows(batch.parameters, source.chunks_address + batch.starts, targets, batch.sizes)
-        with codec_errors():
-            self._runner.decode(target.stream, batch.layout, target.table, len(batch))
-        target.stream.synchronize()
+        lane, decoded = source.use(transfers), 0
+        for batch in self._batches([run]):  # encoded, what does not compress is larger, and may not fit at once
+            for piece in batch.pieces(source.chunks_address):
+                lane.read(piece.address, piece.extent, piece.offset, piece.bytes)
+            source.synchronize()
+            targets = target.chunks_address + CHUNK_BYTES * (decoded + np.arange(len(batch)))
+            target.set_rows(batch.parameters, source.chunks_address + batch.starts, targets, batch.sizes)
+            with codec_errors():
+                self._runner.decode(target.stream, batch.layout, target.table, len(batch))
+            target.stream.synchronize()
+            decoded += len(batch)
         return target.chunks_address
 
     def _batches(self, runs: Iterable[EncodedRun]) -> Iterator[_Batch]:

@@ -47,8 +47,10 @@ from support import (
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, sim
 from cumem_sleep.codec.compressor import Compressor
+from cumem_sleep.codec.encoding import EncodedRun
 from cumem_sleep.codec.runner import SimulatedRunner
 from cumem_sleep.codec.workbench import Workbench
+from cumem_sleep.extents import Transfers
 
 pytestmark = pytest.mark.sim
 
@@ -84,6 +86,36 @@ class TestPrepare:
         assert allocator.sleep().copied_bytes == 0
         allocator.wake_up()
         check_bytes(contents)
+
+    @pytest.mark.parametrize("place", [0, 1, 2])
+    def test_a_piece_that_is_larger_encoded_than_a_slot(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, place: int
+    ) -> None:
+        """Its content is read back in as many batches as it takes, and not beyond the slot."""
+        piece = 2 * PAGE
+        monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (piece, piece))
+        monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", piece)
+        monkeypatch.setattr(CuMemAllocator.tuning, "prepare_extent_bytes", 8 * PAGE)
+        content = bytearray(bf16(8 * PAGE, np.random.default_rng(5)))
+        content[place * piece : (place + 1) * piece] = noise(piece, np.random.default_rng(6))
+        address = allocator.malloc(8 * PAGE, "weights")
+        write(address, bytes(content))
+        largest = 0
+        decode_again = Workbench.decode_again
+
+        def noted(workbench: Workbench, run: EncodedRun, transfers: Transfers) -> int:
+            nonlocal largest
+            largest = max(largest, run.bytes)
+            return decode_again(workbench, run, transfers)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Workbench, "decode_again", noted)
+            assert finished(allocator.prepare()).error is None
+        assert largest > piece
+        assert encodings(allocator, [address]) == ["bf16"]
+        assert allocator.sleep().copied_bytes == 0
+        allocator.wake_up()
+        check_bytes({address: bytes(content)})
 
     def test_the_caller_counts_nothing(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nor waits until it was: it may be who runs the model."""

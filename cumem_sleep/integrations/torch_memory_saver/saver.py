@@ -128,7 +128,7 @@ class TorchMemorySaver:
         native = self._initialized()
         regions = self._allocator().regions
         if not tag or regions.has(tag):
-            is_of_mmap = any(regions.has(each) for each in native.tags_of_mmap if not tag or each == tag)
+            is_of_mmap = any(regions.has(each) for each in tuple(native.tags_of_mmap) if not tag or each == tag)
             regions.wake(tag or None, retain_backups=self._retain_cpu_backup, wait_for_release=is_of_mmap)
 
     # Backups
