@@ -383,7 +383,7 @@ class VaultTransfers:
         """The vault's memory is ready as it is."""
 
     def end(self) -> None:
-        """Let the vault begin to give back what it was lent: it takes 50 µs for each segment (`vault.json`)."""
+        """Let the vault begin to give back what it was lent: it takes 50 µs for each segment (`vault_alone.json`)."""
         lent, self._lent = [each for _, each in self._lent.values()], {}
         if self._client is not None and (request := self._client.begin_to_take_back(lent)) is not None:
             self._returning.append(request)

@@ -1,7 +1,7 @@
 """What a codec is: a lossless code for chunks of segments.
 
 A codec is two modules: a reference in NumPy (`Codec`), which also runs on the simulated driver, and kernels for a GPU
-(`Kernels`). `codecs` lists them, and nothing else names one. `tests/codec/test_codecs.py` tests each in the list.
+(`Kernels`). `codecs` lists them, and nothing else names one. `tests/codec/test_codecs.py` tests each reference.
 
 What the rest of the package relies on:
 
