@@ -19,6 +19,7 @@ namespace {
 std::atomic<int> threads_allowed{-1};
 thread_local std::string own_name;
 
+// Locked during a fork, whose child would otherwise find it locked for ever if another thread had it just then.
 std::mutex at_work_mutex;
 auto* const at_work = new std::vector<std::string>;  // never destroyed: threads go on while the process exits
 
@@ -141,7 +142,11 @@ class IdleThread {
 };
 
 std::atomic<IdleThread*> IdleThread::waiting{nullptr};
-const bool IdleThread::kForgottenByForks = pthread_atfork(nullptr, nullptr, [] { waiting = nullptr; }) == 0;
+const bool IdleThread::kForgottenByForks = pthread_atfork([] { at_work_mutex.lock(); }, [] { at_work_mutex.unlock(); },
+                                                          [] {
+                                                              waiting = nullptr;
+                                                              at_work_mutex.unlock();
+                                                          }) == 0;
 
 void OperationThread::start(std::function<bool()> work) {
     work_ = std::move(work);

@@ -43,7 +43,7 @@ Choices = Generator[Choice, tuple[int, float], None]
 _Trial = Generator[Choice, tuple[int, float], bool]
 
 
-def choices(best: BestRate, timed_bytes: int, tuning: Tuning) -> Choices:
+def choices(best: BestRate, timed_bytes: int, in_flight: int, tuning: Tuning) -> Choices:
     """Yields how to copy the next batch; send it the bytes and seconds of the batch before.
 
     The engine is used until it proves slow compared with the best rate seen; then the kernel for a while, and then the
@@ -52,13 +52,14 @@ def choices(best: BestRate, timed_bytes: int, tuning: Tuning) -> Choices:
 
     Args:
         timed_bytes: how many bytes are timed together for the engine's rate.
+        in_flight: how many batches are begun before the first one is waited for.
     """
     if not best.value:
         yield from _one_alone(best, tuning.least_timed_bytes, by_engine=False)
     while True:
         is_engine_fast = yield from _one_alone(best, tuning.least_timed_bytes, by_engine=True)
         while is_engine_fast:
-            is_engine_fast = yield from _engine_for_a_while(best, timed_bytes, tuning.batches_in_flight)
+            is_engine_fast = yield from _engine_for_a_while(best, timed_bytes, in_flight)
         for _ in range(tuning.batches_between_trials):
             yield Choice(by_engine=False, alone=False)
 

@@ -131,7 +131,7 @@ class Routes:
         """The route of each next batch (`pacing.choices`)."""
         if routes[0].kernel is None:
             return engine_alone()
-        return choices(self.best_rate(device), timed_bytes, self._tuning)
+        return choices(self.best_rate(device), timed_bytes, len(routes), self._tuning)
 
     def best_rate(self, device: int) -> BestRate:
         """The highest rate seen on the link to `device`."""

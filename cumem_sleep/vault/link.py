@@ -191,7 +191,7 @@ class Link:
         self._choose_anew(self._best)
 
     def _choose_anew(self, best: BestRate) -> None:
-        self._choices, self._batch_bytes = choices(best, self._tuning.timed_bytes, self._tuning), 0
+        self._choices, self._batch_bytes = choices(best, self._tuning.timed_bytes, _IN_FLIGHT, self._tuning), 0
         self._choice = next(self._choices)
 
     def _choose(self, in_flight: deque[tuple[_core.CopyStream, Job, int]]) -> None:

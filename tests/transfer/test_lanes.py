@@ -63,7 +63,9 @@ class TestLane:
         streams = [FakeStream(number, log) for number in range(ways)]
         all_ways = [Route(stream, FakeKernel(log) if kernels else None) for stream in streams]  # type: ignore[arg-type]
         tuning = CuMemAllocator.tuning
-        choices = pacing.choices(BestRate(), tuning.timed_bytes, tuning) if kernels else pacing.engine_alone()
+        choices = pacing.engine_alone()
+        if kernels:
+            choices = pacing.choices(BestRate(), tuning.timed_bytes, tuning.batches_in_flight, tuning)
         lane = RawCopies(mapped, FakeDigests(log) if digests else None, all_ways, choices, tuning)  # type: ignore[arg-type]
         return lane, streams
 

@@ -22,6 +22,7 @@ from ways import (
 from cumem_sleep import CuMemAllocator
 from cumem_sleep.transfer import pacing
 from cumem_sleep.transfer.pacing import BestRate, Choice
+from cumem_sleep.transfer.routes import Route, Routes
 
 
 class TestChoices:
@@ -30,13 +31,18 @@ class TestChoices:
         monkeypatch.setattr(CuMemAllocator.tuning, "least_timed_bytes", 0)
 
     def choose(
-        self, count: int, engine: Callable[[int], float], kernel: float = FAST_KERNEL, best: BestRate | None = None
+        self,
+        count: int,
+        engine: Callable[[int], float],
+        kernel: float = FAST_KERNEL,
+        best: BestRate | None = None,
+        in_flight: int = CuMemAllocator.tuning.batches_in_flight,
     ) -> list[Choice]:
         """What is chosen for so many batches; `engine` is its rate by the number of the batch.
 
         What says nothing of a rate gets a time that would spoil all if it counted.
         """
-        choices = pacing.choices(best or BestRate(), 100 * BATCHES_TIMED, CuMemAllocator.tuning)
+        choices = pacing.choices(best or BestRate(), 100 * BATCHES_TIMED, in_flight, CuMemAllocator.tuning)
         chosen = [next(choices)]
         while len(chosen) < count:
             choice = chosen[-1]
@@ -90,6 +96,17 @@ class TestChoices:
 
         assert self.choose(100, engine)[2:] == [ENGINE] * 98
 
+    @pytest.mark.parametrize("in_flight", [1, 4, CuMemAllocator.tuning.most_slots])
+    def test_the_queue_may_be_of_any_length(self, in_flight: int) -> None:
+        """What fills it seems to take no time, and the engine is busy in every batch that counts."""
+        first_timed = 2 + in_flight
+        chosen = self.choose(
+            first_timed + BATCHES_TIMED,
+            lambda number: FREE if number == 1 else 1e9 if number < first_timed else BUSY,
+            in_flight=in_flight,
+        )
+        assert chosen[2:] == [*[ENGINE] * (in_flight + 3), KERNEL]
+
     @pytest.mark.parametrize(("slow_batches", "is_busy"), [(1, False), (2, True)])
     def test_all_timed_batches_count_together(self, slow_batches: int, is_busy: bool) -> None:
         """Of four, one at 35 and three at 55 GB/s make 48; two at 25 make 34. The least that is enough is 38.5."""
@@ -104,7 +121,9 @@ class TestChoices:
     def test_batches_of_any_size(self, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
         """A batch takes as long as the one whose slot it waits for, which may be much larger."""
         monkeypatch.setattr(CuMemAllocator.tuning, "least_timed_bytes", 100)
-        choices = pacing.choices(BestRate(), 100 * BATCHES_TIMED, CuMemAllocator.tuning)
+        choices = pacing.choices(
+            BestRate(), 100 * BATCHES_TIMED, CuMemAllocator.tuning.batches_in_flight, CuMemAllocator.tuning
+        )
         choice, chosen = next(choices), []
         for number in range(300):
             nbytes = small if number % 5 == 0 else 100
@@ -137,3 +156,16 @@ class TestChoices:
         assert self.choose(3, lambda _: FREE, best=best)[-1] == ENGINE
         assert best.value == pytest.approx(FREE)
         assert self.choose(3, lambda _: BUSY, kernel=BUSY, best=best)[-1] == KERNEL
+
+
+@pytest.mark.parametrize("lanes", [1, CuMemAllocator.tuning.most_slots])
+def test_each_lane_has_one_batch_in_flight(lanes: int) -> None:
+    """So many batches fill the queue before the engine's rate counts."""
+    routes = Routes(CuMemAllocator.tuning)
+    routes.best_rate(0).see(int(FREE * 1e9), 1)
+    timed_bytes = CuMemAllocator.tuning.least_timed_bytes
+    choices = routes.choices(0, [Route(None, object())] * lanes, timed_bytes)  # type: ignore[arg-type]
+    chosen = [next(choices), choices.send((timed_bytes, timed_bytes / (FREE * 1e9)))]
+    while chosen[-1] == ENGINE:
+        chosen.append(choices.send((timed_bytes, 1.0)))
+    assert chosen == [ENGINE_ALONE, *[ENGINE] * (lanes + 1), KERNEL]
