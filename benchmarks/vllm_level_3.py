@@ -282,7 +282,7 @@ class Sleeper:
         if self._is_awake and "checkpoint" not in phases:
             raise Failed(f"{self.name} says that it is at level 3, but made no checkpoint: {phases}")
         self._is_awake = False
-        deep = phases.get("lock", 0.0) + phases.get("checkpoint", 0.0)
+        deep = sum(phases.get(name, 0.0) for name in ("unpin", "lock", "checkpoint"))
         return {
             "sleep_s": seconds,
             "level_1_s": sum(phases.values()) - deep,

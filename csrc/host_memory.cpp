@@ -170,15 +170,19 @@ void HostPages::pin(int device) {
     pinned_device_ = device;
 }
 
-bool HostPages::give_back() noexcept {
-    if (is_forked()) return true;
+bool HostPages::unpin() noexcept {
     const bool unpinned = !pinned() || try_twice([this] {
         ContextScope context(pinned_device_);
         RelaxedCaptureScope relaxed;
         return Driver::get().mem_host_unregister.attempt(data_) == CUDA_SUCCESS;
     });
-    if (!unpinned) return false;
-    pinned_device_ = -1;
+    if (unpinned) pinned_device_ = -1;
+    return unpinned;
+}
+
+bool HostPages::give_back() noexcept {
+    if (is_forked()) return true;
+    if (!unpin()) return false;
     if (backing_.file < 0)
         madvise(data_, bytes_, MADV_DONTNEED);
     else
@@ -257,6 +261,11 @@ void HostBlock::touch(size_t offset, size_t bytes) {
 void HostBlock::pin(int device) {
     check_open();
     pages_->pin(device);
+}
+
+bool HostBlock::unpin() {
+    check_open();
+    return pages_->unpin();
 }
 
 void HostBlock::close() noexcept {

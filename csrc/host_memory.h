@@ -42,6 +42,8 @@ class HostPages {
     HostPages& operator=(const HostPages&) = delete;
 
     void pin(int device);
+    // The bytes stay. False if the driver refuses.
+    bool unpin() noexcept;
     // Unpins and frees the memory but keeps the addresses, which then read as zeros. False if the driver refuses. Pages
     // of a file are freed when nobody maps them any more and all of its descriptors are closed.
     bool give_back() noexcept;
@@ -63,7 +65,7 @@ class HostPages {
 };
 
 // One block of host memory. Steps in order: construct (address space only), `touch` every part (on any threads,
-// disjoint parts concurrently), `pin`; then it can be copied to and from. `close`, or the destructor, frees the memory;
+// disjoint parts concurrently), `pin`; then it can be copied to and from, until `unpin`. `close`, or the destructor, frees the memory;
 // no copy may be in flight, and the driver's unpinning waits for all work that runs on the device. Somebody may still
 // have a view of a closed block, so its addresses stay until the destructor.
 class HostBlock {
@@ -89,6 +91,8 @@ class HostBlock {
     // Registers the whole block for every device, as read-only memory if it is not writable. Throws HostMemoryError if
     // the driver cannot pin that much, DriverError.
     void pin(int device);
+    // Unregisters it; the bytes stay. No copy may be in flight. False if the driver refuses: then it is still pinned.
+    bool unpin();
     void close() noexcept;
 
     uint8_t* data() const { return pages_->data(); }

@@ -259,6 +259,7 @@ void bind_memory(py::module_& module) {
                     "The memory of a `shared` block of another process. `fd` may be closed afterwards.")
         .def("touch", &HostBlock::touch, py::arg("offset"), py::arg("bytes"), NoGil())
         .def("pin", &HostBlock::pin, py::arg("device"), NoGil())
+        .def("unpin", &HostBlock::unpin, NoGil(), "The bytes stay. False if the driver refuses.")
         .def("close", &HostBlock::close, NoGil())
         .def_property_readonly("bytes", &HostBlock::bytes)
         .def_property_readonly("pinned", &HostBlock::pinned)

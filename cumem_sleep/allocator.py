@@ -345,7 +345,8 @@ class CuMemAllocator:
         atexit.unregister(_come_back_at_exit)
         atexit.register(_come_back_at_exit)
         agreement = self._agreement
-        return self._entry.deep.deepen(partial(self._settled, work), 1 if agreement is None else agreement.mesh.size)
+        ranks = 1 if agreement is None else agreement.mesh.size
+        return self._entry.deep.deepen(partial(self._settled, work), self._store.unpin, ranks)
 
     def _settled(self, work: Callable[[], SleepReport]) -> SleepReport:
         """Do `work`, then wait until host memory that is not needed is given back: at level 3 that is impossible."""

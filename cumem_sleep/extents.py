@@ -27,7 +27,7 @@ class Extent(Protocol):
 
     @property
     def address(self) -> int:
-        """Where kernels of this process find its bytes, if `Lane.kernels_reach`."""
+        """Where kernels of this process find its bytes, if `Lane.kernels_reach` and it is pinned."""
 
 
 class Lane(Protocol):
@@ -39,7 +39,16 @@ class Lane(Protocol):
 
     @property
     def kernels_reach(self) -> bool:
-        """Whether kernels of this process can access the extents' bytes by their address."""
+        """Whether kernels of this process can access the bytes of pinned extents by their address."""
+
+    def pin(self, extents: Iterable[Extent]) -> None:
+        """Let kernels reach these by their address; without `kernels_reach` it does nothing.
+
+        What was written through a lane is pinned already, unless the tier has unpinned it since. `read` needs no call.
+
+        Raises:
+            DriverError, OutOfHostMemory: refused.
+        """
 
     def write(self, extent: Extent, offset: int, address: int, nbytes: int) -> None:
         """Begin to copy `nbytes` at the device's `address` to `offset` in `extent`.
@@ -52,7 +61,7 @@ class Lane(Protocol):
         """Begin to copy `nbytes` at `offset` in `extent` to the device's `address`.
 
         Raises:
-            DriverError: refused; nothing was begun.
+            DriverError, OutOfHostMemory: refused; nothing was begun.
         """
 
     def join(self) -> None:

@@ -33,7 +33,7 @@ class HostTier(Tier):
         self._settings = settings
         self._tuning = tuning
         # By id; `limits` iterates over it and drops the pinned ones.
-        self._unpinned: WeakValueDictionary[int, _core.HostBlock] = WeakValueDictionary()
+        self._untouched: WeakValueDictionary[int, _core.HostBlock] = WeakValueDictionary()
         self._releasing = _Releasing(turn, tuning)
 
     @property
@@ -42,9 +42,9 @@ class HostTier(Tier):
 
     def limits(self, held_bytes: int, needed_bytes: int | None = None) -> list[limits.HostLimit]:  # noqa: D102
         # Reserved but not touched yet: the system still counts as available what is already promised to these.
-        unpinned = [block for block in self._unpinned.values() if not block.pinned]
-        self._unpinned = WeakValueDictionary({id(block): block for block in unpinned})
-        promised = sum(block.bytes for block in unpinned)
+        untouched = [block for block in self._untouched.values() if not block.pinned]
+        self._untouched = WeakValueDictionary({id(block): block for block in untouched})
+        promised = sum(block.bytes for block in untouched)
         return limits.of_this_process(self._settings.host_budget_bytes, held_bytes, promised, needed_bytes)
 
     def place(self) -> BackupPlace:  # noqa: D102
@@ -64,7 +64,7 @@ class HostTier(Tier):
             node = node_of(each.device)
             reserved.append(tuple(_core.HostBlock(size, node) for size in each.sizes))
         for blocks in reserved:
-            self._unpinned.update((id(block), block) for block in blocks)
+            self._untouched.update((id(block), block) for block in blocks)
         return [tuple(blocks) for blocks in reserved]
 
     def extent_bytes(self, *, beside_work: bool) -> int:  # noqa: D102
@@ -72,7 +72,7 @@ class HostTier(Tier):
 
     def release(self, extents: Iterable[Extent]) -> None:  # noqa: D102
         for block in _blocks(extents):
-            self._unpinned.pop(id(block), None)
+            self._untouched.pop(id(block), None)
             block.close()
 
     def release_later(self, extents: Sequence[Extent]) -> None:  # noqa: D102
@@ -80,11 +80,17 @@ class HostTier(Tier):
             self.release(extents)
             extents = ()
         for block in _blocks(extents):
-            self._unpinned.pop(id(block), None)
+            self._untouched.pop(id(block), None)
         self._releasing.start(_blocks(extents))
 
     def finish_releasing(self) -> None:  # noqa: D102
         self._releasing.finish()
+
+    def unpin(self, extents: Iterable[Extent]) -> None:  # noqa: D102
+        for block in _blocks(extents):
+            if block.pinned:
+                self._untouched.pop(id(block), None)
+                block.unpin()
 
     @staticmethod
     def content(extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:  # noqa: D102
@@ -161,13 +167,21 @@ class HostTransfers:
 
 
 class HostLane:
-    """Copies by the copy engine, in the order of a stream; a block is registered when it is first written."""
+    """Copies by the copy engine, in the order of a stream; a block is registered when it is first used."""
 
     kernels_reach = True
 
     def __init__(self, stream: _core.CopyStream, transfers: HostTransfers) -> None:
         self.stream = stream
         self._transfers = transfers
+
+    def pin(self, extents: Iterable[Extent]) -> None:
+        """Register what has been unpinned; its pages are there. While the copies before it are in flight, that costs
+        nothing: it takes as long for huge pages as their copy does.
+        """
+        for block in _blocks(extents):
+            if not block.pinned:
+                block.pin(self.stream.device)
 
     def write(self, extent: Extent, offset: int, address: int, nbytes: int) -> None:
         """Begin to copy from the device."""
@@ -177,6 +191,7 @@ class HostLane:
 
     def read(self, address: int, extent: Extent, offset: int, nbytes: int) -> None:
         """Begin to copy to the device."""
+        self.pin([extent])
         self.stream.to_device(address, cast(_core.HostBlock, extent), offset, nbytes)
 
     def join(self) -> None:

@@ -331,6 +331,11 @@ class BackupStore:
         self.prune()
         self._tier.finish_releasing()
 
+    def unpin(self) -> None:
+        """Let the tier keep no backup pinned until it is copied again."""
+        if "_tier" in self.__dict__:
+            self._tier.unpin(extent for backup in self._backups.values() for extent in backup.extents)
+
     def prune_freed(self) -> None:
         """Forget the segments freed since the last call, and look at nothing else: every free by a hook calls this."""
         while freed := _core.take_freed():  # other threads may free more meanwhile

@@ -70,9 +70,9 @@ class Footprint(NamedTuple):
 class Tier(ABC):
     """A place for extents. Not thread safe: the allocator's lock guards it.
 
-    What every tier does is abstract. The rest is in three groups, of which a tier overrides all or nothing: those whose
+    What every tier does is abstract. The rest is in four groups, of which a tier overrides all or nothing: those whose
     extents other processes may share, or that evict by themselves; those whose memory is ready before it is reserved;
-    and those where releasing takes long.
+    those that pin it in this process; and those where releasing takes long.
     """
 
     # What every tier does
@@ -155,6 +155,11 @@ class Tier(ABC):
     def has_free(self, nbytes: int) -> bool:  # noqa: ARG002
         """Whether this much is free and ready, or soon will be: so an operation may reserve it bit by bit."""
         return False
+
+    # Where this process pins the memory itself. Otherwise there is nothing to do
+
+    def unpin(self, extents: Iterable[Extent]) -> None:  # noqa: B027
+        """Leave the bytes, but do not keep them pinned until they are copied again. No copy of them is in flight."""
 
     # Where releasing takes long. Otherwise it is done at once
 

@@ -272,6 +272,8 @@ class Workbench:
                     self._slots[(self._turn + 1) % len(self._slots)].finish()
                     copies.took(batch.bytes, time.perf_counter() - begin)
             else:
+                if slot.lane is not None:
+                    slot.lane.pin(run.extent for run in batch.runs)
                 copied.append((slot, batch, batch.addresses_in_extents))
                 decode_next()
             yield len(batch) * CHUNK_BYTES

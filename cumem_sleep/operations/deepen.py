@@ -11,7 +11,7 @@ from typing import TypeVar
 from .. import _core, log
 from ..checkpoint.process import THIS_PROCESS, Checkpointed, Refused
 from ..errors import CumemSleepError, counted
-from ..report import SleepReport, WakeReport
+from ..report import PhaseTimer, SleepReport, WakeReport
 
 _Report = TypeVar("_Report", SleepReport, WakeReport)
 
@@ -47,8 +47,12 @@ class DeepSleep:
         if not self.is_away:
             gc.collect()
 
-    def deepen(self, work: Callable[[], SleepReport], ranks: int) -> SleepReport:
+    def deepen(self, work: Callable[[], SleepReport], unpin: Callable[[], None], ranks: int) -> SleepReport:
         """The report of `work`, a sleep at level 1, and of going on from there to level 3, or of why that cannot be.
+
+        Args:
+            unpin: unpins the backups. A checkpoint and a restore would unpin and pin them as well, and nothing could
+                happen meanwhile; a wake pins each part while the one before it is copied.
 
         Raises:
             CheckpointFailed: the CUDA state could neither be taken nor brought back.
@@ -60,10 +64,14 @@ class DeepSleep:
             return report
         try:
             _refuse_unless_possible(ranks)
+            timer = PhaseTimer()
+            with timer("unpin"):
+                unpin()
             taken = self._checkpoint.take(_refuse_if_awake)
         except Refused as refused:
             log.warning("level 3 is not possible, so this process stays at level 1: %s", refused)
             return replace(report, why_not_deeper=str(refused))
+        phases = {**timer.phases, **taken.seconds}
         mine = {segment.device for segment in _core.segments()}
         devices = [device for device, nbytes in taken.freed_bytes.items() if nbytes > 0 or device in mine]
         return replace(
@@ -72,8 +80,8 @@ class DeepSleep:
             left={},
             checkpointed_bytes=sum(max(0, nbytes) for nbytes in taken.freed_bytes.values()),
             left_bytes=sum(taken.total_bytes[device] - taken.free_bytes[device] for device in devices),
-            seconds=report.seconds + sum(taken.seconds.values()),
-            phases={**report.phases, **taken.seconds},
+            seconds=report.seconds + sum(phases.values()),
+            phases={**report.phases, **phases},
         )
 
     def come_back(self, needed_bytes: Mapping[int, int] = MappingProxyType({})) -> None:

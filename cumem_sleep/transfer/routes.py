@@ -36,6 +36,7 @@ class Route:
     def start(self, pieces: Sequence[Piece], *, by_engine: bool) -> None:
         """Begin to copy these to the device."""
         if not by_engine and self.kernel is not None:
+            self.lane.pin(piece.extent for piece in pieces)
             try:
                 self.kernel.start(self.lane.stream, pieces)
                 return

@@ -16,6 +16,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
 from running import RunningVault
 
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, Settings, _core, sim
+from cumem_sleep.backups import limits
 from cumem_sleep.backups.host import HostTier
 from cumem_sleep.backups.tier import Content, Stored, Tier, Wanted
 from cumem_sleep.backups.vault import VaultTier
@@ -212,6 +213,51 @@ class TestCopies:
             if lane.kernels_reach:
                 held = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * PAGE).from_address(extents[0].address))
                 assert held.tobytes() == content[:PAGE]
+        tier.release(extents)
+
+    def test_what_is_unpinned_keeps_its_bytes_and_can_be_copied(
+        self, tier: Tier, allocator: CuMemAllocator, memory: Memory, segment: tuple[int, bytes]
+    ) -> None:
+        address, content = segment
+        extents = reserve(tier, PAGE, PAGE, PAGE)
+        for number, extent in enumerate(extents):
+            write(tier, extent, address + number * PAGE, PAGE)
+        tier.unpin(extents)
+        tier.unpin(extents)
+        assert [tier.content(extent, 0, PAGE).tobytes() for extent in extents] == [
+            content[start : start + PAGE] for start in range(0, 3 * PAGE, PAGE)
+        ]
+        target = allocator.malloc(2 * PAGE, "weights")
+        with lane_of(tier) as lane:
+            lane.read(target, extents[0], 0, PAGE)
+            lane.pin(extents[1:2])
+            if lane.kernels_reach:
+                assert extents[1].pinned  # type: ignore[attr-defined]
+                assert not extents[2].pinned  # type: ignore[attr-defined]
+            lane.read(target + PAGE, extents[1], 0, PAGE)
+            lane.synchronize()
+        write(tier, extents[2], address, PAGE)
+        assert memory.read(target, 2 * PAGE) == content[: 2 * PAGE]
+        assert tier.content(extents[2], 0, PAGE).tobytes() == content[:PAGE]
+        tier.release(extents)
+
+    def test_what_is_unpinned_takes_no_room_twice(self, tier: Tier, segment: tuple[int, bytes]) -> None:
+        """Its pages are there, so the system does not count them as available any more."""
+        address, _ = segment
+        extents = reserve(tier, PAGE)
+        write(tier, extents[0], address, PAGE)
+        tier.unpin(extents)
+        promised = limits.of_this_process
+        seen: list[int] = []
+
+        def note(budget: int | None, held: int, promised_bytes: int, needed: int | None) -> list[limits.HostLimit]:
+            seen.append(promised_bytes)
+            return promised(budget, held, promised_bytes, needed)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(limits, "of_this_process", note)
+            tier.limits(PAGE)
+        assert not any(seen)
         tier.release(extents)
 
     @pytest.mark.sim

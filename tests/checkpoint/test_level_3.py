@@ -13,7 +13,7 @@ import pytest
 from checkpointing import LEFT_AT_LEVEL_1, LEFT_AT_LEVEL_3
 from support import MIB, PAGE, Memory, assert_no_threads, hooks, in_thread, raises, run_together, threads_of_ours
 
-from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, SleepReport, _core, sim
+from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, OutOfHostMemory, SleepReport, _core, sim
 from cumem_sleep.checkpoint import process
 
 BYTES = bytes(range(256)) * (PAGE // 256)
@@ -188,6 +188,62 @@ class TestSleepAndWake:
         allocator.wake_up()
         assert "weights" not in allocator.usage()
         assert_nothing_asked()
+
+    def test_backups_are_not_pinned_there(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
+        """A checkpoint would unpin them, and a restore pin all of them again before the first byte is copied."""
+        other = allocator.malloc(3 * PAGE, "other")
+        memory.write(other, BYTES * 3)
+        allocator.sleep(level=1)
+        at_level_1 = sim.stats().registered_bytes
+        report = allocator.sleep(level=3)
+        assert_deep(allocator)
+        assert "unpin" in report.phases
+        assert sim.stats().registered_bytes == at_level_1 - 4 * PAGE
+        allocator.wake_up("kv_cache")
+        assert sim.stats().registered_bytes < at_level_1, "what was not copied is not pinned either"
+        allocator.wake_up()
+        assert sim.stats().registered_bytes == at_level_1
+        assert memory.read(weights, PAGE) == BYTES
+        assert_nothing_asked()
+
+    def test_a_backup_that_cannot_be_pinned_again(
+        self, allocator: CuMemAllocator, memory: Memory, weights: int
+    ) -> None:
+        allocator.sleep(level=3)
+        sim.fail("cuMemHostRegister_v2")
+        with pytest.raises(OutOfHostMemory, match="cuMemHostRegister"):
+            allocator.wake_up()
+        assert_at_level_1(allocator)
+        assert allocator.wake_up().verified_bytes == PAGE
+        assert memory.read(weights, PAGE) == BYTES
+
+    def test_a_backup_that_cannot_be_unpinned(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
+        """Then it is a matter of the checkpoint, as it is for all other pinned memory."""
+        allocator.sleep(level=1)
+        registered = sim.stats().registered_bytes
+        sim.fail("cuMemHostUnregister", times=2, error="CUDA_ERROR_UNKNOWN")
+        allocator.sleep(level=3)
+        assert_deep(allocator)
+        assert sim.stats().registered_bytes == registered
+        allocator.wake_up()
+        assert memory.read(weights, PAGE) == BYTES
+        allocator.sleep(level=3)
+        allocator.wake_up()
+        assert memory.read(weights, PAGE) == BYTES
+
+    def test_a_backup_that_was_unpinned_for_nothing(
+        self, allocator: CuMemAllocator, memory: Memory, weights: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The process stays at level 1 after all, and its wake pins the backup."""
+        monkeypatch.setattr(_core, "suspend_driver_calls", lambda _: False)
+        allocator.sleep(level=1)
+        registered = sim.stats().registered_bytes
+        assert "other threads" in allocator.sleep(level=3).why_not_deeper
+        assert_at_level_1(allocator)
+        assert sim.stats().registered_bytes < registered
+        allocator.wake_up()
+        assert sim.stats().registered_bytes == registered
+        assert memory.read(weights, PAGE) == BYTES
 
     def test_a_new_allocator(self, allocator: CuMemAllocator, make_allocator: Callable[..., CuMemAllocator]) -> None:
         allocator.sleep(level=3)

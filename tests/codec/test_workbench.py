@@ -164,6 +164,18 @@ class TestFullDevice:
         for address in lent:  # not what was encoded there, which a model might take for numbers
             assert ctypes.string_at(address, self.CACHE_BYTES) == bytes(self.CACHE_BYTES)
 
+    def test_what_is_decoded_in_place_is_pinned_first(self, allocator: CuMemAllocator) -> None:
+        """As after level 3, for which backups are unpinned. There is no memory for a copy of what is encoded."""
+        contents, _ = self.fill(allocator, cache=False)
+        allocator.sleep()
+        registered = sim.stats().registered_bytes
+        allocator._store.unpin()
+        assert sim.stats().registered_bytes < registered
+        sim.configure(device_bytes=sum(segment.bytes for segment in _core.segments()))
+        allocator.wake_up()
+        assert sim.stats().registered_bytes == registered
+        check_bytes(contents)
+
     def test_wake_of_weights_borrows_from_nobody(self, allocator: CuMemAllocator) -> None:
         contents, _ = self.fill(allocator)
         allocator.sleep()

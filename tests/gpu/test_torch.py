@@ -235,8 +235,10 @@ def test_a_wake_by_the_copy_kernel(
     ways = itertools.cycle(by_engine)
     monkeypatch.setattr(routes, "choices", lambda *_: (Choice(way, alone=False) for way in ways))
     expected = [tensor.cpu() for tensor in weights]
-    for _ in range(3):
+    for is_unpinned in (False, True, False):  # as after level 3
         allocator.sleep()
+        if is_unpinned:
+            allocator._store.unpin()
         assert allocator.wake_up().verified_bytes >= 238 * MIB
         for tensor, before in zip(weights, expected, strict=True):
             assert torch.equal(tensor.cpu(), before)

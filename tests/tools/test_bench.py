@@ -71,7 +71,7 @@ def backed_up_at_once(allocator: CuMemAllocator) -> FakePreparation:
 
 
 DEEP_ROUND = [
-    *("level 1 sleep", "level 1 wake", "level 3 sleep", "lock", "checkpoint"),
+    *("level 1 sleep", "level 1 wake", "level 3 sleep", "unpin", "lock", "checkpoint"),
     *("level 3 wake", "restore", "unlock"),
 ]
 
@@ -272,7 +272,7 @@ def test_level_3_next_to_level_1(tmp_path: pathlib.Path) -> None:
             level = 3 if "3" in name else 1
             assert step["left_on_gpu_bytes"] == left_bytes[level]
             assert step.get("checkpointed_bytes") == (56 * MIB if level == 3 else None)
-    for whole, parts in (("level 3 sleep", ("lock", "checkpoint")), ("level 3 wake", ("restore", "unlock"))):
+    for whole, parts in (("level 3 sleep", ("unpin", "lock", "checkpoint")), ("level 3 wake", ("restore", "unlock"))):
         for number in (1, 2):
             steps = {step["step"]: step for step in found["steps"] if step["round"] == number}
             assert [steps[part]["seconds"] for part in parts] == [steps[whole]["phases"][part] for part in parts]

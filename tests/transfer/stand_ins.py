@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ class Block:
     """Of a host block, likewise."""
 
     bytes: int
+    pinned: bool = True
 
 
 class Store:
@@ -72,6 +74,12 @@ class FakeStream:
     def stream(self) -> FakeStream:
         """As a lane it is the same."""
         return self
+
+    def pin(self, extents: Iterable[Block]) -> None:
+        for extent in extents:
+            if not extent.pinned:
+                extent.pinned = True
+                self.log.events.append(("pinned", extent.bytes))
 
     def read(self, address: int, extent: object, offset: int, nbytes: int) -> None:
         if self.fails_at == address >> 32:

@@ -205,6 +205,14 @@ class TestWay:
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "no such register" in caplog.text
 
+    def test_a_kernel_reads_only_what_is_pinned(self) -> None:
+        log = Log()
+        way = Route(FakeStream(0, log), FakeKernel(log))  # type: ignore[arg-type]
+        pieces = self.pieces()
+        pieces[0].extent.pinned = False  # type: ignore[attr-defined]
+        way.start(pieces, by_engine=False)
+        assert log.events == [("pinned", pieces[0].extent.bytes), ("kernel", 1)]
+
     def test_an_error_of_the_driver_is_none_of_the_kernels(self) -> None:
         log = Log()
         error = DriverError("cuLaunchKernel", "CUDA_ERROR_UNKNOWN", "", "")

@@ -17,7 +17,7 @@ from ..machine import MachineFacts
 from ..simulated import SIMULATED_NOTE
 
 _DEEP_NOTE = (
-    "\nlock, checkpoint: parts of 'level 3 sleep'; restore, unlock: of 'level 3 wake';"
+    "\nunpin, lock, checkpoint: parts of 'level 3 sleep'; restore, unlock: of 'level 3 wake';"
     "\ncheckpointed: what the CUDA state of this process took, and gave back."
 )
 

@@ -173,7 +173,7 @@ class _Bench:
         self._sleep("level 1 sleep")
         self._wake("level 1 wake")
         slept = self._sleep("level 3 sleep", level=3)
-        self._add_parts(Kind.SLEEP, slept.phases, ("lock", "checkpoint"))
+        self._add_parts(Kind.SLEEP, slept.phases, ("unpin", "lock", "checkpoint"))
         woke = self._wake("level 3 wake")
         self._add_parts(Kind.WAKE, woke.phases, ("restore", "unlock"))
 
