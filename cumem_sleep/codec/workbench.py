@@ -253,6 +253,8 @@ class Workbench:
         for batch in self._batches(runs):
             _core.stop_if_asked()
             slot = self._next_slot()
+            if slot.lane is not None:  # before the copy is timed
+                slot.lane.pin(run.extent for run in batch.runs)
             if self.has_memory:
                 alone = copies.alone
                 if alone:
@@ -272,8 +274,6 @@ class Workbench:
                     self._slots[(self._turn + 1) % len(self._slots)].finish()
                     copies.took(batch.bytes, time.perf_counter() - begin)
             else:
-                if slot.lane is not None:
-                    slot.lane.pin(run.extent for run in batch.runs)
                 copied.append((slot, batch, batch.addresses_in_extents))
                 decode_next()
             yield len(batch) * CHUNK_BYTES

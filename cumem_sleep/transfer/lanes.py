@@ -90,10 +90,11 @@ class RawCopies:
             start = time.perf_counter()  # before waiting for the mapping, because copies in flight go on meanwhile
             for segment in batch.segments:
                 self._mapped(segment.id)
+            route = self._routes[number % len(self._routes)]
+            route.lane.pin(piece.extent for piece in batch.pieces)
             if choice.alone:
                 self._finish(leave=0)
                 start = time.perf_counter()
-            route = self._routes[number % len(self._routes)]
             route.start(batch.pieces, by_engine=choice.by_engine)
             self._in_flight.append((batch, route))
             self._finish(leave=0 if choice.alone else len(self._routes) - 1)
@@ -102,9 +103,9 @@ class RawCopies:
         self._finish(leave=0)
 
     def _batch_bytes(self, choice: Choice) -> int:
-        if choice.alone:
+        if choice.alone and not choice.again:
             return self._tuning.trial_bytes
-        return self._tuning.engine_batch_bytes if choice.by_engine else self._tuning.batch_bytes
+        return self._tuning.engine_batch_bytes if choice.by_engine and not choice.alone else self._tuning.batch_bytes
 
     def _finish(self, leave: int) -> None:
         while len(self._in_flight) > leave:

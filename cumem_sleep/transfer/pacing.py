@@ -18,10 +18,13 @@ class Choice:
     Attributes:
         by_engine: by the copy engine; otherwise by the kernel.
         alone: with no other copy in flight, so that its time gives the rate.
+        again: the one before was fast, so this one should be larger: the first may have fallen between two pieces of
+            memory that the engine scrubs.
     """
 
     by_engine: bool
     alone: bool
+    again: bool = False
 
 
 @dataclass
@@ -57,17 +60,24 @@ def choices(best: BestRate, timed_bytes: int, in_flight: int, tuning: Tuning) ->
     if not best.value:
         yield from _one_alone(best, tuning.least_timed_bytes, by_engine=False)
     while True:
-        is_engine_fast = yield from _one_alone(best, tuning.least_timed_bytes, by_engine=True)
+        is_engine_fast = yield from _engine_tried(best, tuning.least_timed_bytes)
         while is_engine_fast:
             is_engine_fast = yield from _engine_for_a_while(best, timed_bytes, in_flight)
         for _ in range(tuning.batches_between_trials):
             yield Choice(by_engine=False, alone=False)
 
 
-def _one_alone(best: BestRate, least_bytes: int, *, by_engine: bool) -> _Trial:
+def _engine_tried(best: BestRate, least_bytes: int) -> _Trial:
+    """Whether it was fast twice. To believe it wrongly costs as much as dozens of trials."""
+    if not (yield from _one_alone(best, least_bytes, by_engine=True)):
+        return False
+    return (yield from _one_alone(best, least_bytes, by_engine=True, again=True))
+
+
+def _one_alone(best: BestRate, least_bytes: int, *, by_engine: bool, again: bool = False) -> _Trial:
     """Until a batch was large enough to time. Whether that was fast; its rate may be the best."""
     while True:
-        nbytes, seconds = yield Choice(by_engine, alone=True)
+        nbytes, seconds = yield Choice(by_engine, alone=True, again=again)
         if nbytes >= least_bytes:
             return best.see(nbytes, seconds) >= _ENGINE_IS_BUSY * best.value
 

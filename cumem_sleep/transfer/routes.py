@@ -34,9 +34,8 @@ class Route:
     kernel: GpuCopies | None
 
     def start(self, pieces: Sequence[Piece], *, by_engine: bool) -> None:
-        """Begin to copy these to the device."""
+        """Begin to copy these to the device; their extents are pinned (`Lane.pin`)."""
         if not by_engine and self.kernel is not None:
-            self.lane.pin(piece.extent for piece in pieces)
             try:
                 self.kernel.start(self.lane.stream, pieces)
                 return

@@ -110,6 +110,30 @@ class TestLane:
             ("done", 2),
         ]
 
+    @pytest.mark.parametrize("kernels", [False, True])
+    def test_what_is_unpinned_is_pinned_before_its_copy_is_timed(
+        self, kernels: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Kernels cannot reach it otherwise, and an engine that seems slow would not be used."""
+        log = Log()
+        monkeypatch.setattr(
+            lanes.time, "perf_counter", lambda: log.events.append(("clock", 0)) or float(len(log.events))
+        )
+        lane, _ = self.lane(log, kernels)
+        batches = self.batches(2)
+        for _, piece, _ in batches._pieces:
+            piece.extent.pinned = False  # type: ignore[attr-defined]
+        list(lane.run(batches))
+        first, second = (
+            log.events.index((copy, n)) for n, copy in ((1, "kernel" if kernels else "engine"), (2, "engine"))
+        )
+        assert log.events.count(("pinned", 4)) == 2
+        if kernels:  # alone
+            assert log.events[first - 2 : first] == [("pinned", 4), ("clock", 0)]
+            assert log.events[second - 2 : second] == [("pinned", 4), ("clock", 0)]
+        else:
+            assert log.events[first - 1] == log.events[second - 1] == ("pinned", 4)
+
     def run_with_clock(
         self, monkeypatch: pytest.MonkeyPatch, log: Log, count: int, **seconds: Callable[[], int]
     ) -> list[int]:
@@ -154,9 +178,9 @@ class TestLane:
         assert ways == [
             "kernel",
             *["engine"]
-            * (1 + len(ENGINE_FOR_A_WHILE) + CuMemAllocator.tuning.batches_in_flight + 1),  # the last says enough
+            * (2 + len(ENGINE_FOR_A_WHILE) + CuMemAllocator.tuning.batches_in_flight + 1),  # the last says enough
             *["kernel", "kernel", "kernel", "engine"] * 4,  # of these trials the fourth finds it free
-            *["engine"] * (50 - 1 - 14 - 16),
+            *["engine"] * (50 - 1 - 15 - 16),
         ]
         assert log.flying == []
         for number in range(1, 51):
@@ -173,7 +197,7 @@ class TestLane:
         lane, _ = self.lane(Log())
         assert list(lane.run(self.batches(12))) == [20, 20, 8]
         sizes = self.run_with_clock(monkeypatch, Log(), 12, engine=lambda: 1, kernel=lambda: 1)
-        assert sizes == [2, 2, 20, 20, 4]
+        assert sizes == [2, 2, 4, 20, 20], "the second trial is as large as a batch of the kernel"
         sizes = self.run_with_clock(monkeypatch, Log(), 12, engine=lambda: 10, kernel=lambda: 1)
         assert sizes == [2, 2, *[4, 4, 2] * 4, 4]
 
@@ -204,14 +228,6 @@ class TestWay:
         assert log.events == [("engine", 1)] * 2
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "no such register" in caplog.text
-
-    def test_a_kernel_reads_only_what_is_pinned(self) -> None:
-        log = Log()
-        way = Route(FakeStream(0, log), FakeKernel(log))  # type: ignore[arg-type]
-        pieces = self.pieces()
-        pieces[0].extent.pinned = False  # type: ignore[attr-defined]
-        way.start(pieces, by_engine=False)
-        assert log.events == [("pinned", pieces[0].extent.bytes), ("kernel", 1)]
 
     def test_an_error_of_the_driver_is_none_of_the_kernels(self) -> None:
         log = Log()

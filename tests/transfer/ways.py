@@ -7,6 +7,8 @@ from cumem_sleep.transfer.pacing import Choice
 
 KERNEL, KERNEL_ALONE = Choice(by_engine=False, alone=False), Choice(by_engine=False, alone=True)
 ENGINE, ENGINE_ALONE = Choice(by_engine=True, alone=False), Choice(by_engine=True, alone=True)
+ENGINE_AGAIN = Choice(by_engine=True, alone=True, again=True)
+TRIALS = [ENGINE_ALONE, ENGINE_AGAIN]  # of an engine that is fast
 
 # Between two looks at the engine's rate, and until the engine is tried again.
 BATCHES_TIMED = 4
