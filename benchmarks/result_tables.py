@@ -73,7 +73,9 @@ def section() -> str:
         host_memory.prepare_table(load("prepare_cost.json")),
         decoder.table(load("decoder.json")),
         bench.level_3_table(load("bench_level_3.json"), load("checkpoint_behaviour.json")),
-        vllm_level_3.table(*(load(f"vllm_level_3{which}.json") for which in ("", "_default_seqs", "_own", "_two"))),
+        vllm_level_3.table(
+            *(load(f"vllm_level_3{which}.json") for which in ("", "_default_seqs", "_own", "_own_default_seqs", "_two"))
+        ),
         serve_models.table(load("serve_models.json")),
         [BELOW],
     )

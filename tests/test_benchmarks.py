@@ -246,6 +246,7 @@ def results(
         "vllm_level_3",
         "vllm_level_3_default_seqs",
         "vllm_level_3_own",
+        "vllm_level_3_own_default_seqs",
         "vllm_level_3_two",
         "serve_models",
     )
@@ -371,8 +372,8 @@ def cells_of(lines: list[str], head: str) -> list[str]:
 
 def test_table_of_vllm_at_level_3(tables: ModuleType) -> None:
     """One column for each place of backups; what one of them lacks or did not measure is told apart from nothing."""
-    result, default_seqs, own, two = (
-        tables.load(f"vllm_level_3{which}.json") for which in ("", "_default_seqs", "_own", "_two")
+    result, default_seqs, own, own_default_seqs, two = (
+        tables.load(f"vllm_level_3{which}.json") for which in ("", "_default_seqs", "_own", "_own_default_seqs", "_two")
     )
     cycles = own["ways"]["own"]["cycles"] = own["ways"]["own"]["cycles"][:2]
     cycles[1]["checkpoint_s"] = 2.0
@@ -380,8 +381,10 @@ def test_table_of_vllm_at_level_3(tables: ModuleType) -> None:
     result["ways"]["vault_compressed"]["two"]["switches"][0]["gpu_share"] = 0.5
     of_two = two["ways"]["vault_compressed"]
     of_two["two"]["switches"] = of_two["two"]["switches"][:2]
-    lines = tables.vllm_level_3.table(result, default_seqs, own, two)
-    assert "|  | own memory | the vault | the vault, compressed | the vault, compressed, `--max-num-seqs=9` |" in lines
+    lines = tables.vllm_level_3.table(result, default_seqs, own, own_default_seqs, two)
+    options = "`--max-num-seqs=9`"
+    heads = f"own memory, {options} | the vault, compressed, {options} | the vault | the vault, compressed"
+    assert f"|  | {heads} |" in lines
     assert cells_of(lines, "cycles with the same tokens")[0] == "2"
     assert cells_of(lines, "checkpoint")[0] == "2.000 s"
     assert cells_of(lines, "kept on the GPU at level 1")[0] == "not measured"
@@ -391,7 +394,10 @@ def test_table_of_vllm_at_level_3(tables: ModuleType) -> None:
     assert "each had at least 0.500 of the GPU while awake, and the same tokens after 6 of 6 switches. " in lines[-3]
     assert "the same tokens after 2 of 6 switches (then: OutOfTime: " in lines[-1]
     del of_two["failed"]["two"]
-    assert "the same tokens after 2 of 6 switches. " in tables.vllm_level_3.table(result, default_seqs, own, two)[-1]
+    assert (
+        "the same tokens after 2 of 6 switches. "
+        in tables.vllm_level_3.table(result, default_seqs, own, own_default_seqs, two)[-1]
+    )
 
 
 def test_table_of_models_behind_the_front(tables: ModuleType) -> None:

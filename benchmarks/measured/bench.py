@@ -41,7 +41,8 @@ def table(result: dict[str, Any], title: str) -> list[str]:
     return [*lines, "", " ".join(remarks)]
 
 
-LEVEL_3_STEPS = ("level 1 sleep", "level 3 sleep", "checkpoint", "level 1 wake", "level 3 wake", "restore")
+LEVEL_3_PARTS = ("unpin", "checkpoint", "restore")
+LEVEL_3_STEPS = ("level 1 sleep", "level 3 sleep", *LEVEL_3_PARTS[:2], "level 1 wake", "level 3 wake", LEVEL_3_PARTS[2])
 
 
 def level_3_table(result: dict[str, Any], behaviour: dict[str, Any]) -> list[str]:
@@ -49,7 +50,7 @@ def level_3_table(result: dict[str, Any], behaviour: dict[str, Any]) -> list[str
     workload = result["workload"]
     lines = [
         f"**Level 3**: {workload['segments']} segments, {workload['weights_bytes'] / GIB:.0f} GiB of weights, which the"
-        f" process itself has pinned in host memory, {workload['kv_cache_bytes'] / GIB:.0f} GiB of KV cache, every byte"
+        f" process itself pins in host memory, {workload['kv_cache_bytes'] / GIB:.0f} GiB of KV cache, every byte"
         f" checked after every wake. {machine(result)}. Seconds, median and range:",
         "",
         "| step | seconds | in use on the GPU then, MiB |",
@@ -58,7 +59,7 @@ def level_3_table(result: dict[str, Any], behaviour: dict[str, Any]) -> list[str
     for step in LEVEL_3_STEPS:
         rows = [row for row in result["steps"] if row["step"] == step]
         left = {row["left_on_gpu_bytes"] for row in rows if "left_on_gpu_bytes" in row}
-        part = "of it: " if step in ("checkpoint", "restore") else ""
+        part = "of it: " if step in LEVEL_3_PARTS else ""
         cell = low_to_high([each / MIB for each in left]) if left else ""
         lines.append(f"| {part}{step} | {spread([row['seconds'] for row in rows])} | {cell} |")
     rounds = behaviour["twenty_times"]["rounds"]

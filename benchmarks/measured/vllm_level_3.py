@@ -33,7 +33,13 @@ ROWS = (  # as level_3_table.py calls them
 )
 
 
-def table(result: dict[str, Any], default_seqs: dict[str, Any], own: dict[str, Any], two: dict[str, Any]) -> list[str]:
+def table(
+    result: dict[str, Any],
+    default_seqs: dict[str, Any],
+    own: dict[str, Any],
+    own_default_seqs: dict[str, Any],
+    two: dict[str, Any],
+) -> list[str]:
     """`vllm serve` at level 3, a column for each place of its backups; then two models in turns."""
 
     def measured(run: dict[str, Any], way: str = "vault_compressed") -> dict[str, str]:
@@ -53,24 +59,24 @@ def table(result: dict[str, Any], default_seqs: dict[str, Any], own: dict[str, A
     said = result["arguments"]
     options = f"`{said['server_options']}`"
     ways = {
-        "own memory": measured(own, "own"),
-        "the vault": measured(own, "vault"),
-        "the vault, compressed": measured(default_seqs),
+        f"own memory, {options}": measured(own, "own"),
         f"the vault, compressed, {options}": measured(result),
+        "the vault": measured(own_default_seqs, "vault"),
+        "the vault, compressed": measured(default_seqs),
     }
     before = measured(two)
     return [
         f"**`vllm serve` at level 3**, a Qwen3-{said['shape']}-shaped model with"
         f" {said['gpu_memory_utilization']:.0%} of the GPU, vLLM {result['machine']['vllm']} with its default CUDA"
-        f" graphs. {machine(result)}{beside(result)}. The other columns were measured earlier, with vLLM's default"
-        f" number of sequences: the first two{beside(own)}, and the third{beside(default_seqs)}. Medians of the cycles"
-        " after the first:",
+        f" graphs. The first column: {machine(own)}{beside(own)}. The second: {machine(result)}{beside(result)}. The"
+        f" others were measured earlier, with vLLM's default number of sequences: the third{beside(own_default_seqs)},"
+        f" and the last{beside(default_seqs)}. Medians of the cycles after the first:",
         "",
         *header(ways),
         *(row(head, (way.get(head, "–") for way in ways.values())) for head in ROWS),
         "",
         f"Two models in turns at level 3 through one vault, compressed, {said['shape']} and {said['second']}, with"
-        f" {options}, in the run of the last column: {in_turns(result)}",
+        f" {options}, in the run of the second column: {in_turns(result)}",
         "",
         f"The same earlier, with vLLM's default number of sequences{beside(two)}: {in_turns(two)} Before the switches,"
         f" {before['cycles with the same tokens']} cycles of the first model alone: checkpoint {before['checkpoint']},"
