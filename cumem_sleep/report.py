@@ -180,7 +180,7 @@ class TagUsage:
         bytes: their total size, mapped or not.
         mapped_bytes: how much of that is backed by physical device memory.
         host_bytes: host memory held by their backups; less than what they back up, if they are compressed.
-        vault_bytes: of these, what the vault holds; the rest is pinned by this process.
+        vault_bytes: of these, what the vault holds; the rest is this process's own memory, pinned but at level 3.
         shared_bytes: of these, what other processes share; each of them counts it. 0 while no vault answers.
         asleep_segments: how many sleep.
         backed_up_bytes: their bytes that have a complete backup, awake or asleep (`prepare` makes this grow).

@@ -58,7 +58,7 @@ class Footprint(NamedTuple):
     """What a backup takes of the host's memory, in bytes.
 
     Attributes:
-        vault_bytes: of these, what a vault holds; the rest is pinned by this process.
+        vault_bytes: of these, what a vault holds; the rest is this process's own memory.
         shared_bytes: of these, what other processes share, as far as one can know.
     """
 
