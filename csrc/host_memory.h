@@ -65,9 +65,9 @@ class HostPages {
 };
 
 // One block of host memory. Steps in order: construct (address space only), `touch` every part (on any threads,
-// disjoint parts concurrently), `pin`; then it can be copied to and from, until `unpin`. `close`, or the destructor, frees the memory;
-// no copy may be in flight, and the driver's unpinning waits for all work that runs on the device. Somebody may still
-// have a view of a closed block, so its addresses stay until the destructor.
+// disjoint parts concurrently), `pin`; then it can be copied to and from, until `unpin`. `close`, or the destructor,
+// frees the memory; no copy may be in flight, and the driver's unpinning waits for all work that runs on the device.
+// Somebody may still have a view of a closed block, so its addresses stay until the destructor.
 class HostBlock {
   public:
     // Private memory. `numa_node` < 0: any node. Throws HostMemoryError.

@@ -69,6 +69,8 @@ void bind_driver(py::module_& module) {
         },
         py::arg("device"), NoGil(), "(free, total) bytes of the device. Creates its primary context if need be.");
     module.def("synchronize", &synchronize, py::arg("device"), NoGil());
+    module.def("wait_for_running_work", &wait_for_running_work, py::arg("device"), NoGil(),
+               "As `synchronize`, and leaves graph captures intact.");
     module.def("release_waiter", &release_waiter, py::arg("device"), NoGil(),
                "Free the device page that makes waiting cheap, if there is one; waits for the device.");
 }

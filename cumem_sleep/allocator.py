@@ -448,6 +448,7 @@ class CuMemAllocator:
             OutOfDeviceMemory: the device has too little free memory. At level 3 the CUDA state of the process needs
                 some as well; it then stays off the GPU.
             CheckpointFailed: the driver did not bring that state back.
+            OutOfHostMemory: the driver cannot pin again what was unpinned for level 3. The process is at level 1 then.
             BackupMismatch: restored bytes are not those at sleep.
             CodecError: a compressed backup cannot be decoded here.
             DriverError: the driver refused a call.
@@ -530,7 +531,7 @@ class CuMemAllocator:
 
         Args:
             address: in memory of this layer, with `nbytes` from there on in the same segment.
-            copy: False: not copied, where the bytes lie together and uncompressed in pinned memory of this process.
+            copy: False: not copied, where the bytes lie together and uncompressed in memory of this process.
                 Then the array is valid only until that memory sleeps or wakes the next time, or is freed.
 
         Returns:

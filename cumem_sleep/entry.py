@@ -150,7 +150,9 @@ class Entry:
         come_back = partial(self._come_back_to_wake, woken)
         if self._pools.find() is not None:
             at_once = partial(self.counted, partial(work, known_to_fit=True), operation, call)
-            report = self.locked("wake_up", lambda: at_once() if fits(woken) else None, come_back=come_back)
+            report = self.locked(
+                "wake_up", lambda: at_once() if fits(self._layer, woken) else None, come_back=come_back
+            )
             if report is not None:
                 return report
         return self.locked("wake_up", counted, make_room, come_back=come_back)
@@ -230,7 +232,7 @@ class Entry:
 
     def _come_back_to_wake(self, woken: Group) -> None:
         with self._failures_counted("wake"):
-            self.deep.come_back(wanting(asleep(woken)))
+            self.deep.come_back(wanting(self._layer, asleep(woken)))
 
 
 def _prepare_thread(name: str, pools: TorchPools, make_way: Callable[[TorchPools], None] | None) -> None:

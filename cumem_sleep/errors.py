@@ -106,6 +106,8 @@ class OutOfDeviceMemory(DriverError):
 class OutOfHostMemory(CumemSleepError, MemoryError):
     """There is too little host memory for the backups. Raised before anything is changed.
 
+    A wake from level 3 raises it if the driver cannot pin the backups again: everything sleeps, at level 1.
+
     Attributes:
         needed_bytes: what the backups need in addition to what they take already.
         available_bytes: what the limit leaves.

@@ -156,7 +156,7 @@ class Regions:
 
         Raises:
             InvalidArgument: a tag that no region ever had.
-            OutOfDeviceMemory, BackupMismatch, CodecError, DriverError: as `CuMemAllocator.wake_up`.
+            OutOfDeviceMemory, OutOfHostMemory, BackupMismatch, CodecError, DriverError: as `CuMemAllocator.wake_up`.
         """
         meant = self._meant(tags)
         retained = self._layer.settings.retain_backups if retain_backups is None else retain_backups

@@ -24,10 +24,11 @@ from .tier import Footprint, Tier, Turn, Wanted
 
 _MOST_PREFAULT_THREADS = 16
 _HEAP_BYTES = 16 << 10  # more than the driver allocates when it registers a block
+_PINNED_BY_TABLE_BYTE = 512  # 2 MiB of page tables for each GiB, on every GPU (driver_behaviour.json)
 
 
 class HostTier(Tier):
-    """Extents are blocks of pinned host memory: address space once reserved, pinned pages once written."""
+    """Extents are blocks of host memory: address space once reserved, pinned pages once written, until `unpin`."""
 
     def __init__(self, settings: Settings, tuning: Tuning, turn: Turn) -> None:
         self._settings = settings
@@ -88,9 +89,13 @@ class HostTier(Tier):
 
     def unpin(self, extents: Iterable[Extent]) -> None:  # noqa: D102
         for block in _blocks(extents):
+            _core.stop_if_asked()
             if block.pinned:
                 self._untouched.pop(id(block), None)
                 block.unpin()
+
+    def device_bytes_to_pin(self, extents: Iterable[Extent]) -> int:  # noqa: D102
+        return sum(block.bytes for block in _blocks(extents) if not block.pinned) // _PINNED_BY_TABLE_BYTE
 
     @staticmethod
     def content(extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:  # noqa: D102
@@ -176,9 +181,7 @@ class HostLane:
         self._transfers = transfers
 
     def pin(self, extents: Iterable[Extent]) -> None:
-        """Register what has been unpinned; its pages are there. While the copies before it are in flight, that costs
-        nothing: it takes as long for huge pages as their copy does.
-        """
+        """Register what has been unpinned; its pages are there. Most of that is hidden by the copies before it."""
         for block in _blocks(extents):
             if not block.pinned:
                 block.pin(self.stream.device)

@@ -332,9 +332,16 @@ class BackupStore:
         self._tier.finish_releasing()
 
     def unpin(self) -> None:
-        """Let the tier keep no backup pinned until it is copied again."""
+        """Let the tier unpin all backups; each is pinned again when it is next copied."""
         if "_tier" in self.__dict__:
             self._tier.unpin(extent for backup in self._backups.values() for extent in backup.extents)
+
+    def device_bytes_to_pin(self, segments: Iterable[_core.Segment]) -> int:
+        """How much memory of each GPU it takes to pin those backups of `segments` that are not."""
+        if "_tier" not in self.__dict__:
+            return 0
+        backups = [backup for segment in segments if (backup := self._backups.get(segment.id))]
+        return self._tier.device_bytes_to_pin(extent for backup in backups for extent in backup.extents)
 
     def prune_freed(self) -> None:
         """Forget the segments freed since the last call, and look at nothing else: every free by a hook calls this."""

@@ -159,7 +159,15 @@ class Tier(ABC):
     # Where this process pins the memory itself. Otherwise there is nothing to do
 
     def unpin(self, extents: Iterable[Extent]) -> None:  # noqa: B027
-        """Leave the bytes, but do not keep them pinned until they are copied again. No copy of them is in flight."""
+        """Leave the bytes, but do not keep them pinned until they are copied again. No copy of them is in flight.
+
+        Raises:
+            OperationStopped: some may be pinned still.
+        """
+
+    def device_bytes_to_pin(self, extents: Iterable[Extent]) -> int:  # noqa: ARG002
+        """How much memory of each GPU it takes to pin those of `extents` that are not."""
+        return 0
 
     # Where releasing takes long. Otherwise it is done at once
 

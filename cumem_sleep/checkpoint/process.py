@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import logging
 import os
@@ -39,8 +40,8 @@ class Deadlines:
         calls_end_s: for calls of this process to leave the driver. Not long: one of them may wait for the operation
             that waits here, and other calls fail meanwhile.
         lock_s: for work on the GPU, and calls of other libraries.
-        answer_s: for an answer of the helper. A checkpoint copies everything that is left, and writes down what is
-            pinned: 2.3 s for 61 GiB of it.
+        answer_s: for an answer of the helper. A checkpoint copies everything that is left, and writes down what others
+            have pinned in this process.
     """
 
     calls_end_s: float = 2.0
@@ -132,10 +133,12 @@ class ProcessCheckpoint:
         with self._turn, suppress(_HelperLost):
             self._started_helper()
 
-    def take(self, last_check: Callable[[], None]) -> Checkpointed:
+    def take(self, unpin: Callable[[], None], last_check: Callable[[], None]) -> Checkpointed:
         """Take the CUDA state off the GPU. From then on all driver calls of this layer fail at once.
 
         Args:
+            unpin: called when only other threads, and the driver, can still prevent that. It may call the driver, and
+                wait for the GPU, on which no work runs then.
             last_check: called when they do, and before anything else; it may raise `Refused`.
 
         Raises:
@@ -145,15 +148,17 @@ class ProcessCheckpoint:
         with self._turn:
             if self.stays:
                 raise Refused("this process ends")
-            return self._take(last_check)
+            return self._take(unpin, last_check)
 
-    def _take(self, last_check: Callable[[], None]) -> Checkpointed:
+    def _take(self, unpin: Callable[[], None], last_check: Callable[[], None]) -> Checkpointed:
         devices = {device: _core.device_info(device) for device in range(_core.device_count())}
         self._uuids = {device: info.uuid for device, info in devices.items()}
         try:
             helper = self._ready_helper()
         except _HelperLost as error:
             raise Refused(str(error)) from None
+        self._wait_for_work()
+        unpin()
         if not _core.suspend_driver_calls(self.deadlines.calls_end_s):
             raise Refused(
                 f"other threads of this process called CUDA for longer than {self.deadlines.calls_end_s:.0f} s"
@@ -190,6 +195,37 @@ class ProcessCheckpoint:
             answer["seconds"],
         )
         return self.taken
+
+    def _wait_for_work(self) -> None:
+        """Wait for what runs on the GPUs, as the lock will, and not longer.
+
+        CUDA has no call for this that ends by itself. So a thread makes it, and is left behind if that takes too long.
+
+        Raises:
+            Refused: it took too long, or the driver refused.
+        """
+        errors: list[CumemSleepError] = []
+        ended = threading.Event()
+
+        def wait() -> None:
+            try:
+                for device in sorted({segment.device for segment in _core.segments()}):
+                    _core.wait_for_running_work(device)
+                    _core.release_waiter(device)
+            except CumemSleepError as error:
+                errors.append(error)
+            finally:
+                ended.set()
+
+        # Not `threading.Thread`: that would keep an entry for the thread of this operation, which Python did not start.
+        _thread.start_new_thread(wait, ())
+        ends_at = time.monotonic() + self.deadlines.lock_s
+        while not ended.wait(0.05) and time.monotonic() < ends_at:
+            _core.stop_if_asked()
+        if not ended.is_set():
+            raise Refused(f"work on the GPU did not end within {self.deadlines.lock_s:.0f} s")
+        if errors:
+            raise Refused(str(errors[0]))
 
     def bring_back(self, also_needed_bytes: Mapping[int, int]) -> Mapping[str, float]:
         """Put the CUDA state on the GPU again, and let driver calls through.

@@ -253,7 +253,8 @@ class Workbench:
         for batch in self._batches(runs):
             _core.stop_if_asked()
             slot = self._next_slot()
-            if slot.lane is not None:  # before the copy is timed
+            begin = time.perf_counter()  # before pinning, because copies in flight go on meanwhile
+            if slot.lane is not None:
                 slot.lane.pin(run.extent for run in batch.runs)
             if self.has_memory:
                 alone = copies.alone
@@ -261,7 +262,7 @@ class Workbench:
                     self.finish()
                     for other, _, _ in copied:
                         other.synchronize()
-                begin = time.perf_counter()
+                    begin = time.perf_counter()
                 copies.start(self._turn, batch.pieces(slot.chunks_address))
                 copied.append((slot, batch, slot.chunks_address + batch.starts))
                 if alone:

@@ -62,15 +62,23 @@ class DeepSleep:
         report = work()
         if self.is_away:
             return report
-        try:
-            _refuse_unless_possible(ranks)
-            timer = PhaseTimer()
+        timer = PhaseTimer()
+
+        def timed_unpin() -> None:
             with timer("unpin"):
                 unpin()
-            taken = self._checkpoint.take(_refuse_if_awake)
+
+        try:
+            _refuse_unless_possible(ranks)
+            taken = self._checkpoint.take(timed_unpin, _refuse_if_awake)
         except Refused as refused:
             log.warning("level 3 is not possible, so this process stays at level 1: %s", refused)
-            return replace(report, why_not_deeper=str(refused))
+            return replace(
+                report,
+                why_not_deeper=str(refused),
+                seconds=report.seconds + sum(timer.phases.values()),
+                phases={**report.phases, **timer.phases},
+            )
         phases = {**timer.phases, **taken.seconds}
         mine = {segment.device for segment in _core.segments()}
         devices = [device for device, nbytes in taken.freed_bytes.items() if nbytes > 0 or device in mine]

@@ -24,14 +24,16 @@ def asleep(meant: Group) -> list[_core.Segment]:
     return [segment for segment in meant() if segment.sleep != _Sleep.AWAKE]
 
 
-def wanting(segments: Sequence[_core.Segment]) -> dict[int, int]:
-    """How many bytes the segments without memory need, by device."""
-    return {device: total_bytes(mine) for device, mine in by_device(s for s in segments if not s.has_memory).items()}
+def wanting(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, int]:
+    """How many bytes the segments without memory need, by device, with the page tables of what their wake pins."""
+    lacking = [segment for segment in segments if not segment.has_memory]
+    tables_bytes = layer.store.device_bytes_to_pin(lacking)
+    return {device: total_bytes(mine) + tables_bytes for device, mine in by_device(lacking).items()}
 
 
-def fits(meant: Group) -> bool:
+def fits(layer: Layer, meant: Group) -> bool:
     """Whether the devices have enough free memory for a wake of `meant`."""
-    return not _lacking(asleep(meant))
+    return not _lacking(layer, asleep(meant))
 
 
 def wake(layer: Layer, call: Call, meant: Group, *, known_to_fit: bool = False) -> WakeReport:
@@ -43,7 +45,8 @@ def wake(layer: Layer, call: Call, meant: Group, *, known_to_fit: bool = False) 
         known_to_fit: `fits` has said so, with the lock held. To ask the driver takes as long as a small copy.
 
     Raises:
-        OutOfDeviceMemory, BackupMismatch, CodecError, DriverError, RankFailed: as `CuMemAllocator.wake_up`.
+        OutOfDeviceMemory, OutOfHostMemory, BackupMismatch, CodecError, DriverError, RankFailed: as
+            `CuMemAllocator.wake_up`.
     """
     timer = PhaseTimer()
     sleeping = asleep(meant)
@@ -55,7 +58,7 @@ def wake(layer: Layer, call: Call, meant: Group, *, known_to_fit: bool = False) 
         restored.sort(key=lambda segment: layer.store.encoding_of(segment) is not None)  # as they are copied
         blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
         if not known_to_fit:
-            _check_device_memory(segments)
+            _check_device_memory(layer, segments)
         expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
         checked = [segment for segment in restored if segment.id in expected]
         keep_bytes = {segment.id for segment in blank if segment.keeps_bytes}
@@ -119,7 +122,7 @@ def _workbenches(
     workbenches: dict[int, Workbench] = {}
     encoded = [segment for segment in restored if layer.store.encoding_of(segment) is not None]
     lenders = [segment for segment in blank if not segment.keeps_bytes]
-    needed_bytes = wanting(waking)
+    needed_bytes = wanting(layer, waking)
     try:
         with ExitStack() as stack:
             for device in by_device(encoded):
@@ -131,18 +134,18 @@ def _workbenches(
         close_all(workbenches.values())
 
 
-def _check_device_memory(segments: Sequence[_core.Segment]) -> None:
+def _check_device_memory(layer: Layer, segments: Sequence[_core.Segment]) -> None:
     """Refuse a wake that cannot fit before it maps anything."""
-    for device, needed_bytes, free_bytes in _lacking(segments):
+    for device, needed_bytes, free_bytes in _lacking(layer, segments):
         count = sum(segment.device == device and not segment.has_memory for segment in segments)
         raise OutOfDeviceMemory(needed_bytes, free_bytes, device, segment=counted(count, "sleeping segment"))
 
 
-def _lacking(segments: Sequence[_core.Segment]) -> list[tuple[int, int, int]]:
+def _lacking(layer: Layer, segments: Sequence[_core.Segment]) -> list[tuple[int, int, int]]:
     """The devices with less free memory than the segments need there: each with what is needed, and what is free."""
     for device in by_device(segments):
         _core.release_waiter(device)  # whose page counts, too
-    found = [(device, nbytes, _core.memory_info(device)[0]) for device, nbytes in wanting(segments).items()]
+    found = [(device, nbytes, _core.memory_info(device)[0]) for device, nbytes in wanting(layer, segments).items()]
     return [(device, needed, free) for device, needed, free in found if needed > free]
 
 

@@ -87,7 +87,7 @@ class RawCopies:
             batch = batches.next(self._batch_bytes(choice))
             if not batch.pieces:
                 break
-            start = time.perf_counter()  # before waiting for the mapping, because copies in flight go on meanwhile
+            start = time.perf_counter()  # before mapping and pinning, because copies in flight go on meanwhile
             for segment in batch.segments:
                 self._mapped(segment.id)
             route = self._routes[number % len(self._routes)]

@@ -18,8 +18,8 @@ class Choice:
     Attributes:
         by_engine: by the copy engine; otherwise by the kernel.
         alone: with no other copy in flight, so that its time gives the rate.
-        again: the one before was fast, so this one should be larger: the first may have fallen between two pieces of
-            memory that the engine scrubs.
+        again: the one before was fast. If there is a choice, this one is larger: the first may have fallen between two
+            pieces of memory that the engine scrubs.
     """
 
     by_engine: bool

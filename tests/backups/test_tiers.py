@@ -257,7 +257,7 @@ class TestCopies:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(limits, "of_this_process", note)
             tier.limits(PAGE)
-        assert not any(seen)
+        assert seen == ([0] if isinstance(tier, HostTier) else [])
         tier.release(extents)
 
     @pytest.mark.sim

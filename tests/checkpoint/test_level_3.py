@@ -17,6 +17,7 @@ from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, OutOfHo
 from cumem_sleep.checkpoint import process
 
 BYTES = bytes(range(256)) * (PAGE // 256)
+TABLES_OF_A_PAGE = PAGE >> 9  # of device memory, to pin as much host memory
 
 
 @pytest.fixture
@@ -238,11 +239,37 @@ class TestSleepAndWake:
         monkeypatch.setattr(_core, "suspend_driver_calls", lambda _: False)
         allocator.sleep(level=1)
         registered = sim.stats().registered_bytes
-        assert "other threads" in allocator.sleep(level=3).why_not_deeper
+        report = allocator.sleep(level=3)
+        assert "other threads" in report.why_not_deeper
+        assert report.seconds >= report.phases["unpin"] > 0
         assert_at_level_1(allocator)
         assert sim.stats().registered_bytes < registered
         allocator.wake_up()
         assert sim.stats().registered_bytes == registered
+        assert memory.read(weights, PAGE) == BYTES
+
+    def test_work_that_does_not_end(
+        self, allocator: CuMemAllocator, memory: Memory, weights: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """To unpin would wait for it without a limit, with the lock held: nothing is unpinned before it ended."""
+        ends, begun = threading.Event(), threading.Event()
+
+        def never(_: int) -> None:
+            begun.set()
+            ends.wait(60)
+
+        allocator.sleep(level=1)
+        registered = sim.stats().registered_bytes
+        monkeypatch.setattr(_core, "wait_for_running_work", never)
+        monkeypatch.setattr(process.THIS_PROCESS.deadlines, "lock_s", 0.2)
+        report = allocator.sleep(level=3)
+        assert begun.is_set()
+        assert "work on the GPU did not end" in report.why_not_deeper
+        assert "unpin" not in report.phases
+        assert sim.stats().registered_bytes == registered
+        assert_at_level_1(allocator)
+        ends.set()
+        allocator.wake_up()
         assert memory.read(weights, PAGE) == BYTES
 
     def test_a_new_allocator(self, allocator: CuMemAllocator, make_allocator: Callable[..., CuMemAllocator]) -> None:
@@ -349,7 +376,7 @@ class TestMemory:
         self, allocator: CuMemAllocator, memory: Memory, weights: int, short_bytes: int
     ) -> None:
         report = allocator.sleep(level=3)
-        needed = report.checkpointed_bytes + 3 * PAGE
+        needed = report.checkpointed_bytes + 3 * PAGE + TABLES_OF_A_PAGE  # for the backup, which is pinned again
         self.fill(needed - short_bytes)
         with pytest.raises(OutOfDeviceMemory) as refused:
             allocator.wake_up()
@@ -364,7 +391,7 @@ class TestMemory:
 
     def test_enough_for_some_tags(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
         report = allocator.sleep(level=3)
-        self.fill(report.checkpointed_bytes + PAGE)
+        self.fill(report.checkpointed_bytes + PAGE + TABLES_OF_A_PAGE)
         with pytest.raises(OutOfDeviceMemory):
             allocator.wake_up()
         allocator.wake_up(["weights"])

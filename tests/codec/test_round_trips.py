@@ -117,11 +117,14 @@ class TestRoundTrips:
         check_bytes(contents | cache)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(("slots", "tight"), [(2, False), (2, True), (4, False)])
+    @pytest.mark.parametrize(
+        ("slots", "tight", "is_unpinned"),
+        [(2, False, False), (2, True, False), (4, False, False), (4, False, True)],
+    )
     def test_wake_by_the_copy_kernel(
-        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int, tight: bool
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int, tight: bool, is_unpinned: bool
     ) -> None:
-        """By turns with the copy engine, and alone where its time is to tell the rate."""
+        """By turns with the copy engine, and alone where its time is to tell the rate; also after level 3."""
         for name in ("slots", "most_slots"):
             monkeypatch.setattr(CuMemAllocator.tuning, name, slots)
         monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (8 * MIB, 4 * MIB))
@@ -138,6 +141,7 @@ class TestRoundTrips:
                 started.append(sum(piece.bytes for piece in pieces))
                 for piece in pieces:
                     assert piece.bytes % 16 == piece.offset % 16 == piece.address % 16 == 0
+                    assert piece.extent.pinned  # type: ignore[attr-defined]
                     ctypes.memmove(piece.address, piece.extent.address + piece.offset, piece.bytes)
 
         def gpu_copies(device: int, nbytes: int, pieces: int, count: int) -> AbstractContextManager[list[GpuCopies]]:
@@ -155,6 +159,8 @@ class TestRoundTrips:
         contents = fill(allocator, *KINDS, nbytes=12 * PAGE)
         contents |= fill(allocator, bf16, fp16, nbytes=PAGE)
         allocator.sleep()
+        if is_unpinned:
+            allocator._store.unpin()
         if tight:
             leave_free(sum(map(len, contents.values())) + BENCH_BYTES[0])
         allocator.wake_up()

@@ -171,7 +171,9 @@ class TestFullDevice:
         registered = sim.stats().registered_bytes
         allocator._store.unpin()
         assert sim.stats().registered_bytes < registered
-        sim.configure(device_bytes=sum(segment.bytes for segment in _core.segments()))
+        tables_bytes = allocator._store.device_bytes_to_pin(_core.segments())
+        assert tables_bytes > 0
+        sim.configure(device_bytes=sum(segment.bytes for segment in _core.segments()) + tables_bytes)
         allocator.wake_up()
         assert sim.stats().registered_bytes == registered
         check_bytes(contents)

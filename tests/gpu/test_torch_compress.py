@@ -5,6 +5,7 @@ What a failure leaves behind, call by call, is tested on the simulated driver (t
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from cumem_sleep.codec import table
 from cumem_sleep.codec.codec import CHUNK_BYTES
 from cumem_sleep.codec.exponent import Bytes, Code, Layout
 from cumem_sleep.codec.workbench import Workbench, workbench_bytes
+from cumem_sleep.transfer import routes
+from cumem_sleep.transfer.pacing import Choice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
 torch = pytest.importorskip("torch")
@@ -353,7 +356,9 @@ def test_weights_take_two_thirds_and_a_graph_of_before_replays(allocator: CuMemA
     del graph, y
 
 
-def test_of_all_kinds_at_once(allocator: CuMemAllocator) -> None:
+def test_of_all_kinds_at_once(allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second wake copies by the kernel what has been unpinned, as after level 3."""
+    monkeypatch.setattr(CuMemAllocator.tuning, "worth_choosing_bytes", 0)
     large = [normal(dtype, 32 * MIB) for dtype in DTYPES.values()]
     large.append(noise(32 * MIB))
     large.append(torch.randint(0, 50_000, (4 * MIB,), device="cuda"))
@@ -373,13 +378,17 @@ def test_of_all_kinds_at_once(allocator: CuMemAllocator) -> None:
     expected = bytes_of(weights + buffers)
     del large, odd, half
     names = [*DTYPES, None]
-    for _ in range(2):
+    assert 0 in allocator._restorer._routes._kernel_devices
+    for by_kernel in (False, True):
         slept = allocator.sleep(1)
         assert DROPPED not in states()
         assert layouts(allocator, weights)[: len(names)] == names
         raw = segment_of(weights[len(names) - 1])
         assert host_bytes_of(allocator, raw) == raw.bytes == 32 * MIB
         assert host_bytes_of(allocator, segment_of(weights[0])) <= EXACT * WORTHWHILE * 32 * MIB
+        if by_kernel:
+            monkeypatch.setattr(routes, "choices", lambda *_: itertools.repeat(Choice(by_engine=False, alone=False)))
+            allocator._store.unpin()
         woke = allocator.wake_up()
         assert woke.verified_bytes == slept.copied_bytes + slept.clean_bytes == allocator.get_current_usage()
         assert woke.stored_bytes <= host_bytes(allocator) <= EXACT * woke.stored_bytes
@@ -688,6 +697,7 @@ def test_wake_with_room_for_the_weights_alone(allocator: CuMemAllocator) -> None
     expected = bytes_of(weights)
     allocator.sleep()
     assert layouts(allocator, weights) == ["bf16", None, "fp16"]
+    allocator._store.unpin()  # as for level 3
     taken = fill_device(leave_bytes=total_bytes(*weights) + 8 * MIB)
     assert free_bytes() < total_bytes(*weights) + BENCH_BYTES
     assert allocator.wake_up().verified_bytes == total_bytes(*weights)

@@ -148,7 +148,7 @@ class TorchMemorySaver:
         """The bytes of a tensor at the last pause, as a tensor on the CPU; None: it is awake and has no backup.
 
         Args:
-            zero_copy: not copied where they lie together and uncompressed in pinned memory of this process. It may be
+            zero_copy: not copied where they lie together and uncompressed in memory of this process. It may be
                 read, until the tensor's memory is paused or resumed the next time, or freed.
 
         Raises:
