@@ -387,7 +387,9 @@ def test_of_all_kinds_at_once(allocator: CuMemAllocator, monkeypatch: pytest.Mon
         assert host_bytes_of(allocator, raw) == raw.bytes == 32 * MIB
         assert host_bytes_of(allocator, segment_of(weights[0])) <= EXACT * WORTHWHILE * 32 * MIB
         if by_kernel:
-            monkeypatch.setattr(routes, "choices", lambda *_: itertools.repeat(Choice(by_engine=False, alone=False)))
+            monkeypatch.setattr(
+                routes, "choices", lambda *_: (Choice(by_engine=False, alone=False) for _ in itertools.count())
+            )
             allocator._store.unpin()
         woke = allocator.wake_up()
         assert woke.verified_bytes == slept.copied_bytes + slept.clean_bytes == allocator.get_current_usage()
