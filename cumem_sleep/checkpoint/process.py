@@ -202,7 +202,7 @@ class ProcessCheckpoint:
         CUDA has no call for this that ends by itself. So a thread makes it, and is left behind if that takes too long.
 
         Raises:
-            Refused: it took too long, or the driver refused.
+            Refused: it took too long, or the driver or the system refused.
         """
         errors: list[CumemSleepError] = []
         ended = threading.Event()
@@ -218,7 +218,10 @@ class ProcessCheckpoint:
                 ended.set()
 
         # Not `threading.Thread`: that would keep an entry for the thread of this operation, which Python did not start.
-        _thread.start_new_thread(wait, ())
+        try:
+            _thread.start_new_thread(wait, ())
+        except RuntimeError as error:  # at a limit, or Python is exiting
+            raise Refused(f"a thread that waits for work on the GPU cannot be started: {error}") from None
         ends_at = time.monotonic() + self.deadlines.lock_s
         while not ended.wait(0.05) and time.monotonic() < ends_at:
             _core.stop_if_asked()

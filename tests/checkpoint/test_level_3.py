@@ -13,7 +13,16 @@ import pytest
 from checkpointing import LEFT_AT_LEVEL_1, LEFT_AT_LEVEL_3
 from support import MIB, PAGE, Memory, assert_no_threads, hooks, in_thread, raises, run_together, threads_of_ours
 
-from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, OutOfHostMemory, SleepReport, _core, sim
+from cumem_sleep import (
+    CuMemAllocator,
+    DriverError,
+    InvalidState,
+    OutOfDeviceMemory,
+    OutOfHostMemory,
+    SleepReport,
+    _core,
+    sim,
+)
 from cumem_sleep.checkpoint import process
 
 BYTES = bytes(range(256)) * (PAGE // 256)
@@ -271,6 +280,33 @@ class TestSleepAndWake:
         ends.set()
         allocator.wake_up()
         assert memory.read(weights, PAGE) == BYTES
+
+    @pytest.mark.parametrize(
+        ("patched", "error", "said"),
+        [
+            ((process._thread, "start_new_thread"), RuntimeError("can't start new thread"), "can't start new thread"),
+            ((_core, "wait_for_running_work"), DriverError("cuMemFree", "CUDA_ERROR_UNKNOWN", "", ""), "cuMemFree"),
+        ],
+    )
+    def test_work_that_cannot_be_waited_for(
+        self,
+        allocator: CuMemAllocator,
+        weights: int,  # noqa: ARG002
+        monkeypatch: pytest.MonkeyPatch,
+        patched: tuple[object, str],
+        error: Exception,
+        said: str,
+    ) -> None:
+        def fail(*_: object) -> None:
+            raise error
+
+        allocator.sleep(level=1)
+        registered = sim.stats().registered_bytes
+        monkeypatch.setattr(*patched, fail)
+        assert said in allocator.sleep(level=3).why_not_deeper
+        assert sim.stats().registered_bytes == registered
+        assert_at_level_1(allocator)
+        allocator.wake_up()
 
     def test_a_new_allocator(self, allocator: CuMemAllocator, make_allocator: Callable[..., CuMemAllocator]) -> None:
         allocator.sleep(level=3)
