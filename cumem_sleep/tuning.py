@@ -50,6 +50,7 @@ class Tuning:
             registration (0.5 ms). Both were measured: `wake_paths.json`, `prepare_cost.json`.
         prepare_poll_s: how long `prepare` waits before it tries again to get the lock, which it never waits for.
         bounce_bytes: of device memory that the CPU digests at a time.
+        table_bytes_per_gib: of page tables, on every GPU, for pinned host memory (`driver_behaviour.json`).
     """
 
     idle_s: float = 0.003
@@ -81,3 +82,4 @@ class Tuning:
     prepare_extent_bytes: int = 32 * _MIB
     prepare_poll_s: float = 0.001
     bounce_bytes: int = 32 * _MIB
+    table_bytes_per_gib: int = 2 * _MIB

@@ -36,6 +36,8 @@ HANGS_S = 120.0  # what takes longer hangs; on a busy machine much takes long
 
 DRIVER = os.environ["CUMEM_SLEEP_DRIVER"]  # conftest.py sees to it
 SIMULATED = DRIVER == "sim"
+if SIMULATED:
+    CuMemAllocator.tuning.table_bytes_per_gib = 0  # that driver takes none, and tests fill its devices exactly
 
 AWAKE, BACKED_UP, DROPPED = _core.Segment.Sleep.AWAKE, _core.Segment.Sleep.BACKED_UP, _core.Segment.Sleep.DROPPED
 

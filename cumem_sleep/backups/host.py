@@ -24,7 +24,6 @@ from .tier import Footprint, Tier, Turn, Wanted
 
 _MOST_PREFAULT_THREADS = 16
 _HEAP_BYTES = 16 << 10  # more than the driver allocates when it registers a block
-_PINNED_BY_TABLE_BYTE = 512  # 2 MiB of page tables for each GiB, on every GPU (driver_behaviour.json)
 
 
 class HostTier(Tier):
@@ -95,7 +94,8 @@ class HostTier(Tier):
                 block.unpin()
 
     def device_bytes_to_pin(self, extents: Iterable[Extent]) -> int:  # noqa: D102
-        return sum(block.bytes for block in _blocks(extents) if not block.pinned) // _PINNED_BY_TABLE_BYTE
+        nbytes = sum(block.bytes for block in _blocks(extents) if not block.pinned)
+        return nbytes * self._tuning.table_bytes_per_gib >> 30
 
     @staticmethod
     def content(extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:  # noqa: D102

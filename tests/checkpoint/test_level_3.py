@@ -24,9 +24,10 @@ from cumem_sleep import (
     sim,
 )
 from cumem_sleep.checkpoint import process
+from cumem_sleep.tuning import Tuning
 
 BYTES = bytes(range(256)) * (PAGE // 256)
-TABLES_OF_A_PAGE = PAGE >> 9  # of device memory, to pin as much host memory
+TABLES_OF_A_PAGE = PAGE >> 9  # of device memory, to pin as much host memory, on a GPU
 
 
 @pytest.fixture
@@ -402,6 +403,10 @@ class TestMeanwhile:
 
 class TestMemory:
     """Coming back takes memory, which is looked up before anything is done."""
+
+    @pytest.fixture(autouse=True)
+    def _as_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(CuMemAllocator.tuning, "table_bytes_per_gib", Tuning().table_bytes_per_gib)
 
     def fill(self, free_bytes: int) -> None:
         used = used_bytes()

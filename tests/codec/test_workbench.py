@@ -164,8 +164,11 @@ class TestFullDevice:
         for address in lent:  # not what was encoded there, which a model might take for numbers
             assert ctypes.string_at(address, self.CACHE_BYTES) == bytes(self.CACHE_BYTES)
 
-    def test_what_is_decoded_in_place_is_pinned_first(self, allocator: CuMemAllocator) -> None:
+    def test_what_is_decoded_in_place_is_pinned_first(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """As after level 3, for which backups are unpinned. There is no memory for a copy of what is encoded."""
+        monkeypatch.setattr(CuMemAllocator.tuning, "table_bytes_per_gib", 2 * MIB)
         contents, _ = self.fill(allocator, cache=False)
         allocator.sleep()
         registered = sim.stats().registered_bytes

@@ -1,0 +1,47 @@
+"""Which workers sleep and wake together: vLLM's own parallel groups, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from environment import skip_unless_vllm
+from support import two_free_ports
+
+skip_unless_vllm()
+SCRIPT = Path(__file__).with_name("engine_rank.py")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "data"),
+    [pytest.param(2, 2, 1, id="tensor and pipeline"), pytest.param(2, 1, 2, id="two engines of data parallel")],
+)
+def test_all_workers_of_an_engine_or_none(tmp_path: Path, tensor: int, pipeline: int, data: int) -> None:
+    """Each rank of the first engine fails once: all of its ranks stay awake and name it, and no other engine does."""
+    size = tensor * pipeline
+    cut = [str(each) for each in (tensor, pipeline, data, two_free_ports())]
+    environment = {**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "CUMEM_SLEEP_AGREEMENT_TIMEOUT_S": "120"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(rank), *cut],
+            stdout=subprocess.PIPE,
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+        )
+        for rank in range(size * data)
+    ]
+    try:
+        said = [json.loads(process.communicate(timeout=600)[0].splitlines()[-1]) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for number, each in enumerate(said):
+        engine, mine = divmod(number, size)
+        assert each["engine"] == [mine, size]
+        failing = [[f"{'DriverError' if rank == mine else 'RankFailed'}: rank {rank}", True] for rank in range(size)]
+        assert each["sleeps"] == [*(failing if engine == 0 else [["asleep", False]] * size), ["asleep", False]]
