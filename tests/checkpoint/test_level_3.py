@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
 from checkpointing import LEFT_AT_LEVEL_1, LEFT_AT_LEVEL_3
-from support import MIB, PAGE, Memory, assert_no_threads, hooks, in_thread, raises, run_together, threads_of_ours
+from support import (
+    HANGS_S,
+    MIB,
+    PAGE,
+    Memory,
+    assert_no_threads,
+    hooks,
+    in_thread,
+    raises,
+    run_together,
+    threads_of_ours,
+)
 
 from cumem_sleep import (
     CuMemAllocator,
@@ -309,6 +323,42 @@ class TestSleepAndWake:
         assert_at_level_1(allocator)
         allocator.wake_up()
 
+    @pytest.mark.parametrize("step", ["unpin", "checkpoint"])
+    def test_a_wake_while_it_goes_down(
+        self, allocator: CuMemAllocator, memory: Memory, weights: int, monkeypatch: pytest.MonkeyPatch, step: str
+    ) -> None:
+        """It waits until the process is at level 3, and brings it back."""
+        goes_down, woken = threading.Event(), threading.Event()
+        ask, unpin = process._Helper.ask, allocator._store.unpin
+
+        def until_a_wake_waits() -> None:
+            goes_down.set()
+            woken.wait(0.3)
+            assert not woken.is_set(), "the wake did not wait"
+
+        def ask_late(self: process._Helper, request: dict[str, object]) -> dict[str, object]:
+            if step == request["do"]:
+                until_a_wake_waits()
+            return ask(self, request)
+
+        def unpin_late() -> None:
+            if step == "unpin":
+                until_a_wake_waits()
+            unpin()
+
+        def wake() -> None:
+            assert goes_down.wait(HANGS_S)
+            report = allocator.wake_up()
+            woken.set()
+            assert "restore" in report.phases
+
+        monkeypatch.setattr(process._Helper, "ask", ask_late)
+        monkeypatch.setattr(allocator._store, "unpin", unpin_late)
+        run_together(lambda: allocator.sleep(level=3), wake)
+        assert allocator.checkpoint is None
+        assert memory.read(weights, PAGE) == BYTES
+        assert_nothing_asked()
+
     def test_a_new_allocator(self, allocator: CuMemAllocator, make_allocator: Callable[..., CuMemAllocator]) -> None:
         allocator.sleep(level=3)
         other = make_allocator()
@@ -319,6 +369,17 @@ class TestSleepAndWake:
 
 class TestMeanwhile:
     """What is asked of the allocator at level 3."""
+
+    def test_doctor_answers_beside_it(self, allocator: CuMemAllocator, weights: int) -> None:  # noqa: ARG002
+        allocator.sleep(level=3)
+        doctor = [sys.executable, "-m", "cumem_sleep", "doctor", "--json"]
+        done = subprocess.run(doctor, capture_output=True, text=True, timeout=HANGS_S, check=False)
+        said = json.loads(done.stdout)
+        assert (done.returncode, said["ok"]) == (0, True)
+        assert "level 3" in {check["name"] for check in said["checks"]}
+        assert_deep(allocator)
+        assert_nothing_asked()
+        allocator.wake_up()
 
     @pytest.mark.parametrize(
         "look",
