@@ -87,6 +87,8 @@ unpack() {
             touch "$mark"
         fi
     done
+    # Python's zipfile, by which wheels are made smaller for these archives, leaves no program executable.
+    if [ -d "$vllm_site/ray/core" ]; then chmod -R a+rx "$vllm_site/ray/core"; fi
 }
 unpack || status=1
 checkpoint=()
