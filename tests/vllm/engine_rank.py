@@ -13,10 +13,15 @@ from datetime import timedelta
 import torch.distributed
 from vllm.config import DeviceConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.platforms import current_platform
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, _core, sim
 from cumem_sleep.vllm.engine_group import EngineGroup
 
+# There is no device to communicate with.
+type(current_platform).get_device_communicator_cls = classmethod(
+    lambda _: "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
+)
 rank, tensor, pipeline, data, port = map(int, sys.argv[1:])
 size = tensor * pipeline
 engine, mine = divmod(rank, size)
