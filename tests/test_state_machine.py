@@ -133,6 +133,7 @@ class Sequences(RuleBasedStateMachine):
             self.allocator.free(self.allocator.malloc(1, tag))
         sim.configure(device_bytes=DEVICE_PAGES * PAGE)
         self.registered_before = sim.stats().registered_bytes
+        self.may_be_unpinned = False  # backups, for level 3, until they are copied again
         self.models: dict[int, Model] = {}
         self.written = 0
         self.driver_has_refused = False
@@ -258,6 +259,7 @@ class Sequences(RuleBasedStateMachine):
 
     @rule(level=st.sampled_from([0, 1, 2, 3]), failure=failures)
     def sleep(self, level: int, failure: Failure) -> None:
+        self.may_be_unpinned |= level == 3
         result = self.attempt(failure, lambda: self.allocator.sleep(level))
         dropped = [set(), {"kv_cache"}, {"kv_cache", "weights"}, {"kv_cache"}][level]
         self.slept(result, set(self.models) if level else set(), dropped)
@@ -351,7 +353,10 @@ class Sequences(RuleBasedStateMachine):
         assert self.allocator._store.host_bytes == host_bytes
         assert host_bytes <= BUDGET_PAGES * PAGE
         registered_bytes = sim.stats().registered_bytes - self.registered_before  # by an example that failed
-        assert host_bytes <= registered_bytes <= 1.01 * host_bytes
+        backups = self.allocator._store._backups.values()
+        pinned_bytes = sum(extent.bytes for backup in backups for extent in backup.extents if extent.pinned)  # type: ignore[attr-defined]
+        assert pinned_bytes <= registered_bytes <= pinned_bytes + host_bytes // 100
+        assert pinned_bytes == host_bytes or self.may_be_unpinned
 
 
 @pytest.mark.slow
