@@ -104,9 +104,10 @@ class OutOfDeviceMemory(DriverError):
 
 
 class OutOfHostMemory(CumemSleepError, MemoryError):
-    """There is too little host memory for the backups. Raised before anything is changed.
+    """There is too little host memory for the backups.
 
-    A wake from level 3 raises it if the driver cannot pin the backups again: everything sleeps, at level 1.
+    Raised before anything is changed, but for one case: a wake from level 3 raises it if the driver cannot pin the
+    backups again. Then everything still sleeps, and the process is at level 1.
 
     Attributes:
         needed_bytes: what the backups need in addition to what they take already.
