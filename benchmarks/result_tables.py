@@ -44,10 +44,9 @@ def _section(*paragraphs: Sequence[str]) -> str:
 
 
 def vault_section() -> str:
-    alone = load("vault_alone.json")
     return _section(
-        vault.table(alone, load("vault.json")),
-        [vault.clients_together(alone)],
+        vault.table(load("vault_alone.json"), load("vault.json")),
+        [vault.clients_together(load("vault_four_slots.json"))],
         vault.gpu_memory_table(load("vault_gpu_memory.json")),
     )
 

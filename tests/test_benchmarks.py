@@ -446,7 +446,7 @@ def test_table_of_switches_beside_restarts(tables: ModuleType) -> None:
 
 def test_clients_that_share_the_link(tables: ModuleType) -> None:
     """Both together count against the link, by the one that ended last; beside them, both in turn."""
-    result = tables.load("vault_alone.json")
+    result = tables.load("vault_four_slots.json")
     result |= {"link_bytes": 10, "link": {"to_host": [1.5, 1.0], "to_device": [2.0]}}
     result["ways"]["together"] |= {
         "bytes": 40,
