@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -230,6 +230,23 @@ class CuMemAllocator:
         the GPU as an item of its own (`SleepReport.left`). In vLLM the plugin does this.
         """
         return self._layer.left.warm_up()
+
+    def note_communicators(self, nbytes: Mapping[int, int]) -> None:
+        """Say how much device memory came with communicators (NCCL's) that were made before this layer allocated.
+        Sleeps then report it as an item of its own (`SleepReport.left`). In vLLM the plugin does this.
+
+        Args:
+            nbytes: bytes by device.
+
+        Raises:
+            InvalidArgument: a device or a number of bytes is not a non-negative integer.
+        """
+        for device, taken in nbytes.items():
+            for name, value in (("device", device), ("bytes", taken)):
+                if type(value) is not int or value < 0:
+                    raise InvalidArgument(f"note_communicators: {name} {value!r} is not a non-negative integer")
+        for device, taken in nbytes.items():
+            self._layer.left.note_communicators(device, taken)
 
     @property
     def regions(self) -> Regions:

@@ -76,9 +76,10 @@ class SleepReport:
         left_bytes: what is still in use afterwards on the devices concerned, by this process (the CUDA context,
             graphs, buffers of NCCL, memory of no pool) and by others; 0 where nothing was done, or nobody asked.
         left: about how `left_bytes` is made up, by name. `awake`: memory of this layer. `context`: what was in use when
-            this layer first allocated there: the CUDA context, communicators, other processes. `modules_and_graphs`:
-            what came with the warm-up (`CuMemAllocator.warming_up`, vLLM's). `rest`: all else, other processes
-            included. An item is missing where nothing is known of it, or it does not fit into the sum any more.
+            this layer first allocated there: the CUDA context, other processes. `nccl`: what came with communicators
+            before that (`CuMemAllocator.note_communicators`, vLLM's). `modules_and_graphs`: what came with the warm-up
+            (`CuMemAllocator.warming_up`, vLLM's). `rest`: all else, other processes included. An item is missing where
+            nothing is known of it, or it does not fit into the sum any more.
         checkpointed_bytes: at level 3, of the CUDA state of this process that left its devices as well.
         why_not_deeper: why a sleep at level 3 stayed at level 1, if it did.
         seconds: the whole call.
@@ -247,6 +248,7 @@ def _stored(preposition: str, stored_bytes: int, nbytes: int) -> str:
 _LEFT = {
     "awake": "awake",
     "context": "CUDA context and other processes",
+    "nccl": "NCCL",
     "modules_and_graphs": "modules and graphs",
     "rest": "the rest",
 }

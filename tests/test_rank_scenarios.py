@@ -148,7 +148,8 @@ class Mortal(Engine):
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, dict[str, str], Any]:
         if path in ("/health", "/v1/completions"):
-            return (200 if self.wrong == "undead" else 503), {}, "the engine is dead"
+            is_well = (self._state() != "Z" and self.wrong != "ill") or self.wrong == "undead"
+            return (200 if is_well else 503), {}, "well" if is_well else "the engine is dead"
         if path == "/wake_up" and self._state() == "T":
             with self.log.open("a") as log:
                 log.write("wake_up: rank 1 of 2 did not begin within 5 s (CUMEM_SLEEP_AGREEMENT_TIMEOUT_S)\n")
@@ -167,7 +168,13 @@ class Mortal(Engine):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"), [("", ""), ("split", "no rank is awake"), ("undead", "the server says that it is not well")]
+    ("wrong", "said"),
+    [
+        ("", ""),
+        ("split", "no rank is awake"),
+        ("ill", "the engine is dead"),
+        ("undead", "the server says that it is not well"),
+    ],
 )
 def test_a_rank_is_stopped_and_killed(
     ranks: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, wrong: str, said: str
@@ -445,6 +452,17 @@ def test_each_segment_with_weights_is_described(
         (4 << 20, 4, [f"of {4 << 20}"]),
         (6 << 20, 6, [f"of {6 << 20}"]),
     ]
+
+
+def test_tokens_that_do_not_repeat_without_a_sleep(parallel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They prove nothing then. If vLLM alone does not repeat them either, the weights are the proof."""
+    each = iter(range(100))
+    monkeypatch.setattr(parallel, "tokens", lambda _: [[1, 2], [next(each)]])
+    with pytest.raises(AssertionError, match=r"tokens repeat without a sleep, those of prompts \[1\] do not"):
+        parallel.cycles_of_ranks(Llm(), {}, is_alone=True)
+    parallel.cycles_of_ranks(Llm(), {}, is_alone=True, tokens_repeat=False)
+    with pytest.raises(AssertionError, match="weights after level 2"):
+        parallel.cycles_of_ranks(Llm(forgets=True), {}, is_alone=True, tokens_repeat=False)
 
 
 def test_without_ray_the_scenario_says_so(

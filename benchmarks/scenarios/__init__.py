@@ -1,6 +1,6 @@
 """What vLLM does with sleep mode, scenario by scenario; `benchmarks/vllm_scenarios.py` runs them. One topic a file."""
 
-from . import cycles, gate, layer, models, parallel, ranks, vault
+from . import cycles, gate, layer, level_3, models, parallel, ranks, vault
 from .registry import ALONE, LIMIT_S, LIMITS_S, OTHER_SHAPES, SCENARIOS, TWO_GPUS, NotHere, scenario
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "cycles",
     "gate",
     "layer",
+    "level_3",
     "models",
     "parallel",
     "ranks",

@@ -10,6 +10,8 @@ from typing import Any
 
 from .engines import PROMPTS, checkpoint, cycle, engine, tokens
 from .gate import DEV_MODE, GatedServer
+from .level_3 import refused_level_3
+from .ranks import TENSOR_PARALLEL, asleep, fails, gpu_is_full
 from .ray_cluster import ray_cluster
 from .registry import Facts, NotHere, check, scenario, timed
 
@@ -53,15 +55,23 @@ def check_weights(llm: Any, before: list[dict[str, int]], level: int) -> None:
     check(f"weights after level {level}: {differ[:8]} of {len(differ)} differ", not differ)
 
 
-def cycles_of_ranks(llm: Any, facts: Facts, *, is_alone: bool = False) -> None:
+def repeating_tokens(llm: Any) -> tuple[list[list[int]], list[int]]:
+    """Tokens, and which of the prompts get others the second time, with no sleep between."""
+    first = tokens(llm)
+    llm.reset_prefix_cache()
+    return first, [i for i, (a, b) in enumerate(zip(first, tokens(llm), strict=True)) if a != b]
+
+
+def cycles_of_ranks(llm: Any, facts: Facts, *, is_alone: bool = False, tokens_repeat: bool = True) -> None:
     """Sleeps and wakes at both levels: the same tokens, and what each rank leaves on its GPU and waits for the others.
 
     Args:
         is_alone: nobody else is on these GPUs, so what is left on them is this engine's.
+        tokens_repeat: whether this vLLM gives the same tokens twice without this layer. Otherwise only weights tell.
     """
-    first = tokens(llm)
-    llm.reset_prefix_cache()
-    check("tokens repeat without a sleep", tokens(llm) == first)
+    first, differ = repeating_tokens(llm)
+    if tokens_repeat:
+        check(f"tokens repeat without a sleep, those of prompts {differ} do not", not differ)
     known = statuses(llm)
     check("each rank has its own memory in this layer", [s["rank"] for s in known] == [0, 1])
     check("on a device of its own", all(len(s["devices"]) == 1 for s in known))
@@ -87,7 +97,8 @@ def cycles_of_ranks(llm: Any, facts: Facts, *, is_alone: bool = False) -> None:
         facts.setdefault("sleep: agreeing ms, by rank", []).append(agreed_ms(before, asleep, "sleep"))
         facts.setdefault("wake: agreeing ms, by rank", []).append(agreed_ms(asleep, after, "wake"))
         check_weights(llm, weights, level)
-        check(f"tokens after level {level}", tokens(llm) == first)
+        after_it = tokens(llm)
+        check(f"tokens after level {level}", after_it == first or not tokens_repeat)
     facts["statuses"] = statuses(llm)
 
 
@@ -133,10 +144,15 @@ def expert_parallel_2(folder: Path) -> Facts:
 ON_RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
-def on_ray(folder: Path) -> Facts:
+def needs_ray() -> str:
+    """Its version."""
     if importlib.util.find_spec("ray") is None:
         raise NotHere("ray is not installed")
-    facts: Facts = {"ray": version("ray")}
+    return version("ray")
+
+
+def on_ray(folder: Path, *, tokens_repeat: bool = True) -> Facts:
+    facts: Facts = {"ray": needs_ray()}
     with ray_cluster(gpus=2):
         # Set when the cluster runs already: only vLLM can bring it to the workers, and only if the plugin tells it to.
         os.environ.update(STRICT)
@@ -144,7 +160,7 @@ def on_ray(folder: Path) -> Facts:
         for name, value in STRICT.items():
             found = llm.collective_rpc("variable", args=(name,))
             check(f"{name} reached the workers: {found}", found == [value, value])
-        cycles_of_ranks(llm, facts)
+        cycles_of_ranks(llm, facts, tokens_repeat=tokens_repeat)
         llm.llm_engine.engine_core.shutdown()
     return facts
 
@@ -162,8 +178,45 @@ EARLIER_EXECUTOR = {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0", "CUDA_VISIBLE_DEVIC
 
 @scenario(gpus=2, limit_s=240, **EARLIER_EXECUTOR, **ON_RAY)
 def tensor_parallel_2_on_ray_compiled(folder: Path) -> Facts:
-    """The same with vLLM's earlier executor, on Ray's compiled graphs (`VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0`)."""
-    return on_ray(folder)
+    """The same with vLLM's earlier executor, on Ray's compiled graphs (`VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0`): the same
+    weights, and the same tokens if an engine without sleep mode repeats them there.
+    """
+    needs_ray()
+    with ray_cluster(gpus=2):
+        options = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "enable_sleep_mode": False}
+        llm = engine(folder, **options)
+        _, differ = repeating_tokens(llm)
+        llm.llm_engine.engine_core.shutdown()
+    return {
+        "without sleep mode, prompts with other tokens the second time": differ,
+        **on_ray(folder, tokens_repeat=not differ),
+    }
+
+
+@scenario(gpus=2, alone=True, limit_s=240, CUMEM_SLEEP_ON_REQUEST="reject", **DEV_MODE, **ON_RAY)
+def gate_on_ray(folder: Path) -> Facts:
+    """`vllm serve` on Ray, tensor parallel 2, with the gate: it rejects, wakes, refuses level 3; then a full GPU."""
+    facts: Facts = {"ray": needs_ray()}
+    with (
+        ray_cluster(gpus=2),
+        GatedServer(folder, "ray", 8141, *TENSOR_PARALLEL, "--distributed-executor-backend", "ray") as server,
+    ):
+        _, before = server.tokens(PROMPTS[0])
+        for level in (1, 2):
+            server.expect(200, "POST", f"/sleep?level={level}")
+            check("all ranks sleep", asleep(server) == [True, True])
+            check("a request is rejected", server.tokens(PROMPTS[0])[0] == 503)
+            server.expect(200, "POST", "/wake?tags=weights" if level == 2 else "/wake")
+            if level == 2:
+                server.expect(200, "POST", "/reload_weights")
+                server.expect(200, "POST", "/wake")
+            check(f"tokens after level {level}", server.tokens(PROMPTS[0]) == (200, before))
+        facts["level 3"] = refused_level_3(server)
+        with gpu_is_full(1):
+            fails(server, facts, "/wake_up", 1, [True, True])
+        server.expect(200, "POST", "/wake_up")
+        check("tokens after the retry", server.tokens(PROMPTS[0]) == (200, before))
+    return facts
 
 
 @scenario(gpus=2, alone=True, limit_s=240, **DEV_MODE)

@@ -140,7 +140,10 @@ def process_of(server: GatedServer, rank: int) -> int:
     return int(server.expect(200, "POST", "/collective_rpc", {"method": "process_id"})["results"][rank])
 
 
-@scenario(gpus=2, alone=True, CUMEM_SLEEP_ON_REQUEST="reject", CUMEM_SLEEP_AGREEMENT_TIMEOUT_S="5", **DEV_MODE)
+PROBED = {"CUMEM_SLEEP_ON_REQUEST": "reject", "CUMEM_SLEEP_HEALTH": "ok", "CUMEM_SLEEP_AGREEMENT_TIMEOUT_S": "5"}
+
+
+@scenario(gpus=2, alone=True, **PROBED, **DEV_MODE)
 def rank_stopped_and_killed(folder: Path) -> Facts:
     """A rank is stopped in a wake, and goes on: the retry works. Then it is killed: the engine ends, and says so."""
     from model_server import gpu_memory_in_use_bytes
@@ -167,6 +170,7 @@ def rank_stopped_and_killed(folder: Path) -> Facts:
         check("tokens after the retry", server.tokens(PROMPTS[0]) == (200, before))
 
         server.expect(200, "POST", "/sleep?level=1")
+        server.expect(200, "GET", "/health")
         stop(rank_1)
         wake = pool.submit(_ask_who_may_end, server, "POST", "/wake_up")
         time.sleep(1)  # rank 0 waits for it by now

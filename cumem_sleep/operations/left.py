@@ -19,6 +19,7 @@ class LeftOnDevices:
 
     def __init__(self) -> None:
         self._before: dict[int, int] = {}  # the first allocation, by device
+        self._by_communicators: dict[int, int] = {}  # a part of what was in use before
         self._by_warm_up: dict[int, int] = {}
 
     def note_before(self, device: int) -> None:
@@ -32,6 +33,10 @@ class LeftOnDevices:
         """Note that so much is in use; does nothing if this layer has allocated on the device already."""
         if device not in self._before and not any(segment.device == device for segment in _core.segments()):
             self._before[device] = used_bytes
+
+    def note_communicators(self, device: int, nbytes: int) -> None:
+        """Note that communicators made before the first allocation take so much of the device."""
+        self._by_communicators[device] = nbytes
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
@@ -47,7 +52,9 @@ class LeftOnDevices:
         awake = {"awake": _core.bytes_with_memory(set(devices))}
         noted = {"modules_and_graphs": sum(self._by_warm_up.get(device, 0) for device in devices)}
         if all(device in self._before for device in devices):
-            noted["context"] = sum(self._before[device] for device in devices)
+            nccl = {device: min(self._by_communicators.get(device, 0), self._before[device]) for device in devices}
+            noted["nccl"] = sum(nccl.values())
+            noted["context"] = sum(self._before[device] for device in devices) - noted["nccl"]
         known = {**awake, **noted}
         if sum(known.values()) > left_bytes:  # other processes have less than they had, or PyTorch has
             known = awake

@@ -95,6 +95,22 @@ def before_engine_config(check: Callable[[Any], None]) -> None:
     arguments.create_engine_config = create_engine_config
 
 
+def before_init_device(see: Callable[[Any], None]) -> None:
+    """Call `see` with every worker of vLLM in this process before its `init_device`; calling this again is harmless."""
+    wrapper = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
+    init = wrapper.init_device
+    if getattr(init, "seen_by", None) is see:
+        return
+
+    @functools.wraps(init)
+    def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+        see(self.worker)
+        return init(self, *args, **kwargs)
+
+    init_device.seen_by = see  # type: ignore[attr-defined]
+    wrapper.init_device = init_device
+
+
 def replace_allocator() -> list[str]:
     """Put this layer's class in every module that has vLLM's; returns its names in modules that imported it before."""
     cumem = importlib.import_module("vllm.device_allocator.cumem")
@@ -197,6 +213,8 @@ def _worker_misfit() -> str | None:
         own = getattr(wrapper, name, None)
         if own is not None and not own.__module__.startswith(__package__):
             return f"its WorkerWrapperBase.{name} is new"
+    if not hasattr(wrapper, "init_device"):
+        return "its WorkerWrapperBase.init_device is gone"
     if not hasattr(worker, "compile_or_warm_up_model") or "__getattr__" not in vars(wrapper):
         return "its workers warm up in another way (WorkerBase.compile_or_warm_up_model behind WorkerWrapperBase)"
     return None

@@ -19,7 +19,7 @@ from ..allocator import CuMemAllocator
 from ..errors import CumemSleepError, InvalidState
 from ..levels import is_deep
 from ..settings import PREFIX, Settings, parse_bool
-from . import compatibility, deep_worker, engine_group
+from . import communicators, compatibility, deep_worker, engine_group
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -124,6 +124,7 @@ def _take_over() -> None:
             "vLLM's own CuMemAllocator was replaced in modules that had already imported it: %s", ", ".join(others)
         )
     compatibility.copy_to_ray_workers(PREFIX)
+    compatibility.before_init_device(communicators.watch)
     CuMemAllocator.prepares_after_pools = CuMemAllocator.deepens_after_sleeps = False
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
     WorkerWrapperBase.sleep = sleep
@@ -138,6 +139,8 @@ def _take_over() -> None:
 def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's method. After it, the engine's workers form a group and, if set so, prepare their first sleep."""
     worker, allocator = deep_worker.of(self), CuMemAllocator.instance
+    if allocator is not None:
+        allocator.note_communicators(communicators.bytes_taken())
     with nullcontext() if allocator is None else allocator.warming_up():
         result = worker.compile_or_warm_up_model(*args, **kwargs)
     engine_group.join(worker)

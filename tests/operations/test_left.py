@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from support import MIB, PAGE, Cuda
 
-from cumem_sleep import CuMemAllocator, DriverError, sim
+from cumem_sleep import CuMemAllocator, DriverError, InvalidArgument, sim
 from cumem_sleep.driver import open_driver
 
 pytestmark = pytest.mark.sim
@@ -53,6 +53,29 @@ def test_everything_has_its_item(allocator: CuMemAllocator, take: Take) -> None:
     assert "(about 8.00 MiB CUDA context and other processes, 6.00 MiB modules and graphs, 4.00 MiB the rest)" in str(
         report
     )
+
+
+def test_communicators_are_a_part_of_what_was_there_before(allocator: CuMemAllocator, take: Take) -> None:
+    take(8 * MIB)
+    allocator.note_communicators({0: 6 * MIB, 1: 1 * MIB})  # nothing of this layer is on the other device
+    allocator.malloc(PAGE, "weights")
+    report = allocator.sleep()
+    assert report.left == {"context": 2 * MIB, "nccl": 6 * MIB, "rest": 0}
+    assert "(about 2.00 MiB CUDA context and other processes, 6.00 MiB NCCL)" in str(report)
+
+
+def test_communicators_are_never_more_than_what_was_there(allocator: CuMemAllocator, take: Take) -> None:
+    take(8 * MIB)
+    allocator.note_communicators({0: 9 * MIB})
+    allocator.malloc(PAGE, "weights")
+    assert allocator.sleep().left == {"nccl": 8 * MIB, "rest": 0}
+
+
+@pytest.mark.parametrize("noted", [{-1: 5}, {0: -5}, {0: 1.5}, {True: 5}, {0: "much"}])
+def test_nonsense_about_communicators(allocator: CuMemAllocator, noted: dict[int, int]) -> None:
+    """Nothing of it is noted."""
+    with pytest.raises(InvalidArgument, match=r"note_communicators: (device|bytes) .* is not a non-negative integer"):
+        allocator.note_communicators({0: 5, **noted})
 
 
 def test_memory_that_stays_awake_is_an_item(allocator: CuMemAllocator, take: Take) -> None:

@@ -414,6 +414,9 @@ class TestFit:
             context.setattr(stock.wrapper, "compile_or_warm_up_model", Stock.restore, raising=False)
             assert "WorkerWrapperBase.compile_or_warm_up_model is new" in (compatibility.misfit() or "")
         with monkeypatch.context() as context:
+            context.delattr(stock.wrapper, "init_device")
+            assert "its WorkerWrapperBase.init_device is gone" in (compatibility.misfit() or "")
+        with monkeypatch.context() as context:
             context.delattr(stock.wrapper, "__getattr__")
             assert "its workers warm up in another way" in (compatibility.misfit() or "")
         with monkeypatch.context() as context:

@@ -26,7 +26,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
 from running import RunningVault
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfDeviceMemory, RankFailed, sim
-from cumem_sleep.vllm import compatibility
+from cumem_sleep.vllm import communicators, compatibility
 
 skip_unless_vllm()
 pytestmark = pytest.mark.sim
@@ -296,6 +296,63 @@ class TestExecutor:
         cuda.call("cuMemFree_v2", graphs)
         cuda.leave()
         allocator.free(address)
+
+    def test_what_nccl_took_is_told_by_itself(
+        self, plugged: Stock, executor: Any, worker: Any, make_allocator: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of what is in use before the first allocation; the context, which is there before, is not NCCL's."""
+        import torch
+        from vllm.v1.worker import gpu_worker
+
+        cuda, made = Cuda(), []
+
+        def make(nbytes: int) -> None:
+            made.append(ctypes.c_uint64())
+            cuda.call("cuMemAlloc_v2", ctypes.byref(made[-1]), ctypes.c_size_t(nbytes))
+
+        monkeypatch.setattr(communicators, "_taken", {})
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(gpu_worker, communicators.MAKES_THEM, make)
+        allocator = make_allocator()
+        cuda.enter()
+        make(2 * PAGE)
+        worker.init_device = lambda: gpu_worker.init_worker_distributed_environment(5 * PAGE)
+        worker.compile_or_warm_up_model = lambda: make(3 * PAGE)
+        executor.driver_worker.worker = worker
+        for _ in range(2):
+            communicators.watch(worker)  # again: it is measured once
+        plugged.wrapper.init_device.seen_by(worker)
+        worker.init_device()
+        assert communicators.bytes_taken() == {0: 5 * PAGE}
+        allocator.malloc(PAGE, "weights")
+        executor.collective_rpc("compile_or_warm_up_model")
+        report = allocator.sleep(1)
+        assert report.left == {"context": 2 * PAGE, "nccl": 5 * PAGE, "modules_and_graphs": 3 * PAGE, "rest": 0}
+        assert "4.00 MiB CUDA context and other processes, 10.00 MiB NCCL, 6.00 MiB modules and graphs" in str(report)
+        for address in made:
+            cuda.call("cuMemFree_v2", address)
+        cuda.leave()
+
+    def test_vllm_makes_its_communicators_there(self, plugged: Stock) -> None:
+        """With nothing on the device but its context, and before it looks at how much is free."""
+        from vllm.v1.worker import gpu_worker
+
+        steps = inspect.getsource(gpu_worker.Worker.init_device)
+        assert steps.count(f"{communicators.MAKES_THEM}(") == 1
+        before, _, after = steps.partition(f"{communicators.MAKES_THEM}(")
+        assert "set_device" in before
+        assert "MemorySnapshot(" in after
+
+    def test_every_worker_is_seen_before_it_begins(self, plugged: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[Any] = []
+        see = seen.append  # one object, as the plugin's is
+        monkeypatch.setattr(plugged.wrapper, "init_device", lambda self: seen.append("its own"))
+        for _ in range(2):
+            compatibility.before_init_device(see)
+        wrapper = plugged.wrapper.__new__(plugged.wrapper)
+        wrapper.worker = "the worker"
+        wrapper.init_device()
+        assert seen == ["the worker", "its own"]
 
     def test_a_warm_up_that_fails(self, executor: Any, make_allocator: Any) -> None:
         allocator = fresh_allocator(prepare=True)

@@ -1,0 +1,77 @@
+"""`vllm serve` at level 3 where something is in its way: too little memory, or a second rank."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from .engines import PROMPTS
+from .gate import DEV_MODE, GatedServer
+from .ranks import TENSOR_PARALLEL, asleep, gpu_is_full
+from .registry import Facts, check, scenario, timed
+
+PORT = 8151
+DEEP_AFTER_S = 2.0
+DEEP_WITHIN_S = 30.0
+
+
+def level(server: GatedServer) -> int:
+    """How deep the workers sleep, by the gate's metrics; the least of all ranks."""
+    lines = server.expect(200, "GET", "/metrics").splitlines()
+    levels = [float(line.split()[-1]) for line in lines if line.startswith("cumem_sleep:sleep_level{")]
+    check("metrics say the level", levels)
+    return int(min(levels))
+
+
+def refused_level_3(server: GatedServer) -> Any:
+    """Asks a server of two ranks for level 3: it sleeps at level 1, and says why not deeper."""
+    answer = server.expect(200, "POST", "/sleep?level=3")
+    check(f"it stays at level 1: {answer}", answer["level"] == 1)
+    check(f"and names the ranks: {answer}", "rank" in answer["why_not_deeper"])
+    check("all ranks sleep", asleep(server) == [True, True])
+    return answer
+
+
+@scenario(gpus=2, CUMEM_SLEEP_ON_REQUEST="wake", CUMEM_SLEEP_DEEP_AFTER_S=f"{DEEP_AFTER_S:g}", **DEV_MODE)
+def level_3_of_two_ranks(folder: Path) -> Facts:
+    """Tensor parallel 2 asked for level 3, and left asleep: it stays at level 1, says why, and a request wakes it."""
+    facts: Facts = {}
+    with GatedServer(folder, "level_3_ranks", PORT, *TENSOR_PARALLEL) as server:
+        _, before = server.tokens(PROMPTS[0])
+        facts["answer"] = refused_level_3(server)
+        check("tokens of a request that wakes it", server.tokens(PROMPTS[0]) == (200, before))
+        server.expect(200, "POST", "/sleep?level=1")
+        time.sleep(2 * DEEP_AFTER_S)
+        facts["level after some time"] = level(server)
+        check(f"it stays at level 1: {facts}", facts["level after some time"] == 1)
+        check("tokens after that", server.tokens(PROMPTS[0]) == (200, before))
+    return facts
+
+
+@scenario(alone=True, CUMEM_SLEEP_ON_REQUEST="reject", CUMEM_SLEEP_DEEP_AFTER_S=f"{DEEP_AFTER_S:g}", **DEV_MODE)
+def level_3_with_little_memory(folder: Path) -> Facts:
+    """A sleeping server goes to level 3 by itself; while another process has the GPU, no wake; afterwards the retry."""
+    facts: Facts = {}
+    with GatedServer(folder, "level_3_memory", PORT + 1) as server:
+        _, before = server.tokens(PROMPTS[0])
+        for _ in range(2):
+            server.expect(200, "POST", "/sleep?level=1")
+            with timed(facts, "until it is at level 3, s"):
+                ends_at = time.monotonic() + DEEP_WITHIN_S
+                while level(server) < 3:
+                    check("it goes to level 3", time.monotonic() < ends_at)
+                    time.sleep(0.1)
+            with gpu_is_full(0):
+                with timed(facts, "a wake without room fails after, s"):
+                    status, _, answer = server.ask("POST", "/wake")
+                facts["answer without room"] = [status, answer]
+                check(f"the wake fails: {status} {answer}", status >= 400)
+                check(f"and says what is missing: {answer}", "memory" in str(answer).lower())
+                check("it is at level 3 still", level(server) == 3)
+                check("and says that it sleeps", server.expect(200, "GET", "/is_sleeping")["is_sleeping"])
+                check("a request is rejected", server.tokens(PROMPTS[0])[0] == 503)
+            with timed(facts, "retry s"):
+                server.expect(200, "POST", "/wake")
+            check("tokens after the retry", server.tokens(PROMPTS[0]) == (200, before))
+    return facts
