@@ -181,6 +181,7 @@ def test_a_rank_is_stopped_and_killed(
 ) -> None:
     engine = Mortal(tmp_path / "log", wrong)
     monkeypatch.setattr(ranks, "GatedServer", lambda *_: engine)
+    monkeypatch.setattr(ranks, "ILL_WITHIN_S", 0.2)
     expected = pytest.raises(AssertionError, match=said) if said else contextlib.nullcontext()
     with expected:
         facts = ranks.rank_stopped_and_killed(tmp_path / "model")
