@@ -239,6 +239,7 @@ def results(
         "host_memory_used_before",
         "vault",
         "vault_alone",
+        "vault_four_slots",
         "vault_gpu_memory",
         "saver",
         "bench_level_3",
