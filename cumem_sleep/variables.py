@@ -45,6 +45,11 @@ OTHERS: Mapping[str, str] = {PREFIX + name: text for name, text in _OTHERS.items
 _warned_of: set[str] = set()
 
 
+def shown(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables as people may see them: a token is not shown, whatever the rest of its name is."""
+    return {name: "…" if "TOKEN" in name and text else text for name, text in environment.items()}
+
+
 def described(settings: Any) -> dict[str, str]:
     """The variable of each field of a settings dataclass, with its description in the class's docstring."""
     attributes = inspect.cleandoc(settings.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]

@@ -18,7 +18,8 @@ from cumem_sleep.driver import open_driver
 from cumem_sleep.tools import cli, doctor
 from cumem_sleep.tools.doctor import Check, DoctorReport, Status, gpus, host, level_3, packages, variables
 from cumem_sleep.tools.doctor.examine import examine, guarded
-from cumem_sleep.tools.machine import Machine
+from cumem_sleep.tools.machine import Machine, machine_facts
+from cumem_sleep.variables import KNOWN
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -318,9 +319,16 @@ def test_settings(environment: dict[str, str], status: Status, found: str, advic
     assert advice in check.advice
 
 
-def test_the_admin_token_is_not_shown(tmp_path: pathlib.Path) -> None:
-    found = variables.settings(machine(tmp_path, environment={"CUMEM_SLEEP_ADMIN_TOKEN": "sesame"})).found
-    assert found == "CUMEM_SLEEP_ADMIN_TOKEN=…"
+@pytest.mark.parametrize("name", sorted(name for name in KNOWN if "TOKEN" in name))
+def test_tokens_are_not_shown(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Neither by the doctor, nor beside results, which people post."""
+    assert variables.settings(machine(tmp_path, environment={name: "sesame"})).found == f"{name}=…"
+    monkeypatch.setenv(name, "sesame")
+    assert machine_facts("a GPU", []).environment[name] == "…"
+
+
+def test_there_are_tokens() -> None:
+    assert {"CUMEM_SLEEP_ADMIN_TOKEN", "CUMEM_SLEEP_SERVE_TOKEN"} <= KNOWN
 
 
 # The driver

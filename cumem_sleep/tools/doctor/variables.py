@@ -10,19 +10,17 @@ from ...vllm.gate_settings import GateSettings
 from ..machine import Machine
 from .report import Check, Status
 
-_ADMIN_TOKEN = PREFIX + "ADMIN_TOKEN"
-
 
 def settings(machine: Machine) -> Check:
     """Which settings are in effect, and which variables look like settings but are none."""
     name = "settings"
     given = {variable: text for variable, text in machine.environment.items() if variable.startswith(PREFIX)}
     documented = {**variables.described(Settings), **variables.described(GateSettings)}
-    shown = {**given, **({_ADMIN_TOKEN: "…"} if given.get(_ADMIN_TOKEN) else {})}
+    shown = variables.shown(given)
     in_force = [
         f"{variable}={text}" for variable, text in sorted(shown.items()) if variable in documented and text.strip()
     ]
-    in_force += [f"{variable}={given[variable]}" for variable in variables.OTHERS if variable in given]
+    in_force += [f"{variable}={shown[variable]}" for variable in variables.OTHERS if variable in given]
     found = ", ".join(in_force) or "all at their defaults"
     try:
         Settings.from_environment(given)
