@@ -229,12 +229,7 @@ class CuMemAllocator:
         """Put this around code that loads modules and captures CUDA graphs. Sleeps then report what that code left on
         the GPU as an item of its own (`SleepReport.left`). In vLLM the plugin does this.
         """
-
-        def trim_cache() -> None:
-            if (pools := self._pools.find()) is not None and not pools.is_capturing():
-                trim(pools)
-
-        return self._layer.left.warm_up(trim_cache)
+        return self._layer.left.warm_up()
 
     def note_communicators(self, nbytes: Mapping[int, int]) -> None:
         """Say how much device memory came with communicators (NCCL's) that were made before this layer allocated.

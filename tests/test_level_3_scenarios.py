@@ -50,7 +50,8 @@ class Server:
             deepens = self.wrong != "stays" if self.ranks == 1 else self.wrong == "deepens"
             if deepens and self.level == 1 and not self.is_half_way:
                 self.level = 3
-            lines = [f'cumem_sleep:sleep_level{{rank="{rank}"}} {self.level}.0' for rank in range(self.ranks)]
+            each = [1, 3] if self.wrong == "splits" and self.level else [self.level] * self.ranks
+            lines = [f'cumem_sleep:sleep_level{{rank="{rank}"}} {level}.0' for rank, level in enumerate(each)]
             return 200, {}, "\n".join(["# HELP", *lines] if self.wrong != "no metrics" else [])
         if path == "/is_sleeping":
             return 200, {}, {"is_sleeping": self.level > 0 and self.wrong != "lies"}
@@ -107,7 +108,7 @@ def test_servers_that_do_right_pass(
 ) -> None:
     facts = play(level_3, monkeypatch, tmp_path, "level_3_of_two_ranks", "")
     assert facts["answer"]["why_not_deeper"] == "it has 2 ranks"
-    assert facts["level after some time"] == 1
+    assert facts["levels after some time"] == [1, 1]
     facts = play(level_3, monkeypatch, tmp_path, "level_3_with_little_memory", "")
     assert facts["answer without room"] == [503, "OutOfDeviceMemory: 1 GiB is missing"]
     assert len(facts["retry s"]) == len(facts["until it is at level 3, s"]) == 2
@@ -121,6 +122,7 @@ def test_servers_that_do_right_pass(
         ("level_3_of_two_ranks", "no reason", "names the ranks"),
         ("level_3_of_two_ranks", "awake", "all ranks sleep"),
         ("level_3_of_two_ranks", "deepens", "it stays at level 1"),
+        ("level_3_of_two_ranks", "splits", "it stays at level 1"),
         ("level_3_of_two_ranks", "no metrics", "metrics say the level"),
         ("level_3_of_two_ranks", "tokens", "tokens of a request that wakes it"),
         ("level_3_with_little_memory", "stays", "it goes to level 3"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from .. import _core
@@ -39,16 +39,10 @@ class LeftOnDevices:
         self._by_communicators[device] = nbytes
 
     @contextmanager
-    def warm_up(self, trim: Callable[[], None]) -> Iterator[None]:
-        """Put this around code that loads modules and captures graphs.
-
-        Args:
-            trim: gives back what every sleep gives back before it begins, so that it does not count.
-        """
-        trim()
+    def warm_up(self) -> Iterator[None]:
+        """Put this around code that loads modules and captures graphs."""
         before = _not_ours()
         yield
-        trim()
         for device, nbytes in _not_ours().items():
             if (grown := nbytes - before.get(device, nbytes)) > 0:
                 self._by_warm_up[device] = self._by_warm_up.get(device, 0) + grown

@@ -16,8 +16,12 @@ def watch(worker: Any) -> None:
     """Note what comes with this worker's communicators when it makes them; calling this again is harmless.
 
     Args:
-        worker: vLLM's worker, before its `init_device`. One that makes them elsewhere is not watched.
+        worker: vLLM's worker, before its `init_device`. One that makes them elsewhere is not watched, nor is one that
+            is alone: it has none, and what changes meanwhile is another process's.
     """
+    parallel = getattr(worker, "parallel_config", None)
+    if getattr(parallel, "world_size", 1) * getattr(parallel, "data_parallel_size", 1) == 1:
+        return
     for owner in type(worker).__mro__:  # an extension's class may be in front of vLLM's
         module = sys.modules.get(owner.__module__)
         make = getattr(module, MAKES_THEM, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import types
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -54,32 +53,6 @@ def test_everything_has_its_item(allocator: CuMemAllocator, take: Take) -> None:
     assert "(about 8.00 MiB CUDA context and other processes, 6.00 MiB modules and graphs, 4.00 MiB the rest)" in str(
         report
     )
-
-
-def test_pytorchs_unused_cache_does_not_come_with_the_warm_up(
-    allocator: CuMemAllocator, take: Take, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sleep gives it back first, so it is not left: what was cached before, and what the warm-up leaves unused."""
-    take(8 * MIB)
-    allocator.malloc(PAGE, "weights")
-    cached = [take(4 * MIB)]
-    pools = types.SimpleNamespace(is_capturing=lambda: False, trim=lambda: [cached.pop()() for _ in [*cached]])
-    monkeypatch.setattr(allocator._pools, "found", pools)
-    with allocator.warming_up():
-        take(6 * MIB)
-        cached.append(take(20 * MIB))
-    assert allocator.sleep().left == {"context": 8 * MIB, "modules_and_graphs": 6 * MIB, "rest": 0}
-
-
-def test_a_warm_up_in_a_capture_leaves_the_cache_alone(
-    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PyTorch would refuse."""
-    pools = types.SimpleNamespace(is_capturing=lambda: True, trim=lambda: pytest.fail("it was trimmed"))
-    monkeypatch.setattr(allocator._pools, "found", pools)
-    with allocator.warming_up():
-        pass
-    monkeypatch.undo()
 
 
 def test_communicators_are_a_part_of_what_was_there_before(allocator: CuMemAllocator, take: Take) -> None:

@@ -319,6 +319,10 @@ class TestExecutor:
         worker.init_device = lambda: gpu_worker.init_worker_distributed_environment(5 * PAGE)
         worker.compile_or_warm_up_model = lambda: make(3 * PAGE)
         executor.driver_worker.worker = worker
+        worker.parallel_config = types.SimpleNamespace(world_size=1, data_parallel_size=1)
+        communicators.watch(worker)
+        assert gpu_worker.init_worker_distributed_environment is make  # one that is alone has none
+        worker.parallel_config.world_size = 2
         for _ in range(2):
             communicators.watch(worker)  # again: it is measured once
         plugged.wrapper.init_device.seen_by(worker)
