@@ -7,12 +7,15 @@ list that the compiler's -fsanitize takes) builds the first two with sanitizers,
 
 import importlib.metadata
 import os
+import shlex
 import shutil
+import sysconfig
 from pathlib import Path
 
 import pybind11
 from pybind11.setup_helpers import ParallelCompile
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
@@ -48,6 +51,25 @@ def sources(folder: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("*.cpp"))
 
 
+def require_compiler() -> None:
+    """End with one line if there is no C++ compiler."""
+    command = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")[0]
+    if shutil.which(command) is None:
+        raise SystemExit(
+            f"the C++ compiler {command!r} was not found: install one that knows C++17 (apt install g++,"
+            " dnf install gcc-c++), or name yours in CXX"
+        )
+
+
+class Build(build):
+    """Looks for the compiler before hundreds of lines about copied files hide that there is none."""
+
+    def run(self) -> None:
+        """Build a wheel's content."""
+        require_compiler()
+        super().run()
+
+
 class BuildExt(build_ext):
     """Gives plain shared objects, which are no Python modules, their file names."""
 
@@ -56,15 +78,10 @@ class BuildExt(build_ext):
         super().finalize_options()
         self.force = True
 
-    def build_extensions(self) -> None:
-        """Build, or say in one line that there is nothing to build with."""
-        command = (getattr(self.compiler, "compiler_so_cxx", None) or self.compiler.compiler_cxx)[0]
-        if shutil.which(command) is None:
-            raise SystemExit(
-                f"the C++ compiler {command!r} was not found: install one that knows C++17 (apt install g++,"
-                " dnf install gcc-c++), or name yours in CXX"
-            )
-        super().build_extensions()
+    def run(self) -> None:
+        """Build the extensions; an editable installation runs this without `build`."""
+        require_compiler()
+        super().run()
 
     def get_ext_filename(self, fullname: str) -> str:
         """Where the extension `fullname` is put, relative to the root of packages."""
@@ -130,5 +147,5 @@ setup(
             language="c++",
         ),
     ],
-    cmdclass={"build_ext": BuildExt},
+    cmdclass={"build": Build, "build_ext": BuildExt},
 )
