@@ -270,7 +270,7 @@ bool SegmentTable::is_valid() const {
 std::string SegmentTable::describe() const {
     std::string text = "the table of segments";
     for (const auto& [address, segment] : by_address_)
-        text += "\n  " + segment->describe() + ", held " + std::to_string(segment->holds) + " times";
+        text += "\n  " + segment->describe() + ", holds: " + std::to_string(segment->holds);
     return text;
 }
 

@@ -36,7 +36,14 @@ _OTHERS = {
     "SIM_HOST_POINTERS": "0: simulated GPUs cannot access registered memory by its host address",
     "SANITIZE": "what `pip install` passes to the compiler's -fsanitize",
     "WERROR": "1: compiler warnings are errors in `pip install`",
-    "TEST_DRIVER": "cuda: the test suite runs on a GPU",
+    "TEST_DRIVER": "cuda: the test suite runs on a GPU (sim)",
+    "TEST_HISTORIES": "how many random histories the test suite runs (24)",
+    "TEST_HISTORY": "the number of the only random history that it runs",
+    "TEST_STORM_S": "how many seconds each storm of signals or finalisers lasts (4)",
+    "TEST_RANKS": "1: ranks fail at every position of every driver call, and are killed at every step",
+    "TEST_VAULT_KILLS": "how often a vault at work is killed (6)",
+    "TEST_GATE_SECONDS": "for how many seconds random requests to the gate begin (20)",
+    "TEST_GATE_SEED": "with which of these it begins (300)",
 }
 
 KNOWN = frozenset(PREFIX + name for name in (*_OF_SETTINGS, *_OF_THE_GATE, *_OTHERS))

@@ -31,7 +31,7 @@ BREAKS = {
             _core.put_to_sleep([], [segment], lambda: None)
             segment.map()
         """,
-        "dropped, its mapping mapped, held 0 times",
+        "dropped, its mapping mapped, holds: 0",
     ),
 }
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from rich.console import RenderableType
 
@@ -18,6 +18,7 @@ from .. import __version__, _core
 from ..allocator import CuMemAllocator
 from ..errors import BackupMismatch, CumemSleepError, InvalidArgument
 from ..settings import parse_bytes
+from ..variables import warn_of_misspelt
 from . import bench, demo, doctor, help_texts, serve, shim, simulated, vault
 from .console import print_all, progress_bar, say
 from .layout import lay_out
@@ -30,11 +31,25 @@ EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and S
 _LONGEST_PAUSE_S = 3600
 
 
+class _BadUsage(Exception):
+    """Arguments that the parser of a command does not take."""
+
+    def __init__(self, parser: argparse.ArgumentParser, message: str) -> None:
+        super().__init__(message)
+        self.parser = parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Leave to `main` what argparse would print itself, and never as JSON."""
+        raise _BadUsage(self, message)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code.
 
     Raises:
-        SystemExit: `--help`, `--version` (0) or bad usage (2), by argparse.
+        SystemExit: `--help`, `--version` (0) or bad usage (2), as with argparse.
     """
     if sys.stdout is None:
         _say_error("standard output is closed: there is nowhere to print the result")
@@ -43,30 +58,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without "✓" gets "?"
     parser = _parser()
-    options = parser.parse_args(arguments)
-    options.command_line = ["cumem-sleep", *(sys.argv[1:] if arguments is None else arguments)]
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        options = parser.parse_args(given)
+    except _BadUsage as error:
+        _refuse(error, given)
+    options.command_line = ["cumem-sleep", *given]
     if options.run is None:
         parser.print_help(sys.stderr)
         return EXIT_ERROR
+    warn_of_misspelt()
     try:
         code: int = options.run(options)
         sys.stdout.flush()
         return code
     except CumemSleepError as error:
-        _say_error(str(error))
-        if options.json and not options.shown:
-            _print_json(options, _core.driver_is_simulated(), str(error), {})
+        _end(options, str(error))
         return EXIT_CHECK_FAILED if isinstance(error, BackupMismatch) else EXIT_ERROR
     except KeyboardInterrupt:
-        _say_error("interrupted")
+        _end(options, "interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader has seen enough
         _write_no_more()
         return EXIT_BROKEN_PIPE
     except OSError as error:  # for example a full disk
-        _say_error(str(error))
+        with suppress(OSError):  # the same again
+            _end(options, str(error))
+            sys.stdout.flush()
         _write_no_more()
         return EXIT_ERROR
+
+
+def _refuse(error: _BadUsage, given: Sequence[str]) -> NoReturn:
+    """Say what is wrong with the arguments as argparse does, and as JSON if they want that."""
+    command = error.parser.prog.partition(" ")[2] or None
+    if "--json" in given:
+        _print_json(argparse.Namespace(command=command), _core.driver_is_simulated(), str(error), {})
+    error.parser.print_usage(sys.stderr)
+    error.parser.exit(EXIT_ERROR, f"{error.parser.prog}: error: {error}\n")
+
+
+def _end(options: argparse.Namespace, error: str) -> None:
+    """Say why a command has ended early, in a line and, if it was to print JSON and has not, as JSON."""
+    _say_error(error)
+    if options.json and not options.shown:
+        _print_json(options, _core.driver_is_simulated(), error, {})
 
 
 def _write_no_more() -> None:
@@ -80,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         return make(*names, formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
 
     parser = new(
-        argparse.ArgumentParser,
+        _Parser,
         prog="cumem-sleep",
         description=help_texts.DESCRIPTION,
         epilog=help_texts.EPILOG + help_texts.environment(),

@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CumemSleepError
+from ..errors import CumemSleepError, counted
 
 _MOST_HEADER_BYTES = 100_000_000  # as in the safetensors library
 _DTYPE_BITS = {
@@ -130,7 +130,7 @@ def _tensors_of(path: Path, header: Mapping[str, Any], data: Bytes) -> list[Tens
         tensors.append(Tensor(name, dtype, shape, data[begin:end]))
         position = end
     if position != data.size:
-        raise SafetensorsError(f"{path}: damaged: {data.size - position} bytes after the last tensor")
+        raise SafetensorsError(f"{path}: damaged: {counted(data.size - position, 'byte')} after the last tensor")
     return tensors
 
 

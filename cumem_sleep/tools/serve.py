@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from rich.table import Table
 
-from ..errors import CumemSleepError, InvalidArgument, InvalidState, format_bytes
+from ..errors import CumemSleepError, InvalidArgument, InvalidState, counted, format_bytes
 from ..vault import protocol
 from . import vault
 from .console import say
@@ -114,9 +114,8 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             config = _with_options(read(options.config), options)
 
         def started(port: int) -> None:
-            say(
-                f"listens at http://{config.front.host}:{port}; {len(config.models)} models: {', '.join(config.models)}"
-            )
+            models = f"{counted(len(config.models), 'model')}: {', '.join(config.models)}"
+            say(f"listens at http://{config.front.host}:{port}; {models}")
             for line in demo.invitation(port, config.front.admin_token or "") if options.demo else ():
                 say(line)
             notify_systemd("READY=1")

@@ -35,6 +35,8 @@ from ..asgi import (
     status_of,
     whole_answer,
 )
+from ..errors import counted
+from ..variables import warn_of_misspelt
 from . import metrics, worker_methods
 from .engine_door import LEASE, EngineDoor, Lease
 from .gate_settings import GateSettings
@@ -91,6 +93,7 @@ class SleepGate:
     def __init__(self, app: App) -> None:
         self._app = app
         self._settings = settings = GateSettings.from_environment()
+        warn_of_misspelt()
         self._status = metrics.WorkerStatus()
         self._outcomes: Counter[str] = Counter()
         self._leases: set[Lease] = set()
@@ -435,7 +438,8 @@ class SleepGate:
                 return await self._deepen(is_deep)
             if not await self._is_clear(self._settings.request_deadline_s):
                 late = {"Retry-After": str(self._settings.retry_after_s)}
-                return refusal(503, f"{self._in_engine()} requests are still running: nothing has changed", late)
+                running = counted(self._in_engine(), "request")
+                return refusal(503, f"still running in the engine: {running}; nothing has changed", late)
             await model.mend()
             code = 500
             try:

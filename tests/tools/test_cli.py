@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import json
 import math
@@ -18,7 +19,16 @@ import pytest
 from support import MIB, SIMULATED, Memory, write_safetensors
 
 import cumem_sleep
-from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, InvalidArgument, InvalidState, Settings, _core
+from cumem_sleep import (
+    BackupMismatch,
+    CuMemAllocator,
+    DriverError,
+    InvalidArgument,
+    InvalidState,
+    Settings,
+    _core,
+    variables,
+)
 from cumem_sleep.backups.store import BackupStore
 from cumem_sleep.tools import cli, demo, layout, simulated
 from cumem_sleep.tools.demo.report import DemoReport, Step, short
@@ -122,6 +132,26 @@ def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]
         cli.main(arguments)
     assert exit_.value.code == 2
     assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command", "error"),
+    [
+        (["demo", "--kv", "0"], "demo", "argument --kv: '0': expected at least one byte"),
+        (["vault", "status", "--nonsense"], None, "unrecognized arguments: --nonsense"),
+        (["no-such"], None, "argument COMMAND: invalid choice: 'no-such'"),
+    ],
+)
+def test_bad_usage_as_json(
+    arguments: list[str], command: str | None, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([*arguments, "--json"])
+    assert exit_.value.code == 2
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["command", "version", "ok", "simulated", "error"]
+    assert (found["command"], found["ok"]) == (command, False)
+    assert found["error"].startswith(error)
 
 
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,6 +388,35 @@ def test_interrupt_is_130(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(CuMemAllocator, "sleep", interrupt)
     assert cli.main(["demo", str(model), *KV]) == 130
     assert "interrupted" in capsys.readouterr().err
+    code, report = run_json(capsys, "demo", str(model), *KV)
+    assert (code, report["command"], report["ok"], report["error"]) == (130, "demo", False, "interrupted")
+
+
+@pytest.mark.parametrize("what", ["the work", "JSON"])
+def test_full_disk_as_json(
+    what: str, model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cli, "_write_no_more", lambda: None)
+    monkeypatch.setattr(*((CuMemAllocator, "sleep") if what == "the work" else (json, "dumps")), full)
+    assert cli.main(["demo", str(model), *KV, "--json"]) == 2
+    output = capsys.readouterr()
+    assert "No space left on device" in output.err
+    if what == "the work":
+        assert json.loads(output.out)["error"] == "[Errno 28] No space left on device"
+    else:
+        assert output.out == ""
+
+
+def test_a_misspelt_variable_is_named_by_a_command_without_an_allocator(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(variables, "_warned_of", set())
+    monkeypatch.setenv("CUMEM_SLEEP_VERIFI", "1")
+    assert cli.main(["shim", "torch_memory_saver"]) == 0
+    assert "did you mean CUMEM_SLEEP_VERIFY?" in caplog.text
 
 
 @pytest.mark.sim

@@ -33,7 +33,7 @@ BAD_FILES: dict[str, tuple[object, bytes, str]] = {
     "hole": ({"a": entry(0, 1), "b": entry(2, 3)}, b"xxx", "begins at byte 2 of the data, not 1"),
     "overlap": ({"a": entry(0, 2), "b": entry(1, 3)}, b"xxx", "begins at byte 1 of the data, not 2"),
     "truncated": ({"w": entry(0, 10)}, b"xxx", "truncated"),
-    "too long": ({"w": entry(0, 2)}, b"xxx", "1 bytes after the last tensor"),
+    "too long": ({"w": entry(0, 2)}, b"xxx", "1 byte after the last tensor"),
     "dtype": ({"w": entry(0, 3, [3], "F77")}, b"xxx", r"tensor 'w' has dtype 'F77', .*: known are BF16, BOOL, "),
     "size": ({"w": entry(0, 3, [2], "BF16")}, b"xxx", "has 3 bytes"),
     "no tensors": ({}, b"", "holds no tensor"),

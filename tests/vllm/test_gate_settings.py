@@ -13,7 +13,7 @@ import pytest
 from fake_vllm import FakeVllm
 from gate_client import TOKEN, Serve, run
 
-from cumem_sleep import InvalidArgument, InvalidArgumentType
+from cumem_sleep import InvalidArgument, InvalidArgumentType, variables
 from cumem_sleep.vllm import SleepGate
 from cumem_sleep.vllm.gate_settings import GateSettings
 
@@ -107,6 +107,17 @@ def test_bad_settings_stop_the_server_when_it_looks_the_class_up_and_when_it_mak
         package.SleepGate  # noqa: B018
     with pytest.raises(InvalidArgument, match="CUMEM_SLEEP_ON_REQUEST='nap'"):
         SleepGate(FakeVllm())
+
+
+def test_a_misspelt_variable_is_named_once_by_a_server_that_has_no_allocator(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(variables, "_warned_of", set())
+    monkeypatch.setenv("CUMEM_SLEEP_ADMINTOKEN", TOKEN)
+    for _ in range(2):
+        SleepGate(FakeVllm())
+    assert caplog.text.count("did you mean CUMEM_SLEEP_ADMIN_TOKEN?") == 1
+    assert TOKEN not in caplog.text
 
 
 @pytest.mark.slow
