@@ -12,6 +12,9 @@ from .errors import InvalidState
 from .integrations.torch import TorchPools, torch_with_cuda
 
 
+_NEVER_EMPTY = ("weights", "kv_cache")
+
+
 class Pools:
     """The pools of an allocator whose driver is open.
 
@@ -19,7 +22,7 @@ class Pools:
         found: PyTorch's, once it was in use and reached the GPU.
     """
 
-    warned_of_empty: ClassVar[bool] = False
+    warned_of_empty: ClassVar[set[str]] = set()  # the tags
 
     def __init__(self) -> None:
         self.found: TorchPools | None = None
@@ -57,10 +60,16 @@ class Pools:
             yield pools
 
     def warn_of_empty(self, tag: str) -> None:
-        """Say once why a pool is left while this layer holds no memory at all: nothing of it would sleep."""
-        if Pools.warned_of_empty or _core.segments():
+        """Say once why a pool is left without memory of its tag: nothing of it would sleep.
+
+        A pool of any other tag may be empty, such as one for optional parts, unless this layer holds no memory at all.
+        """
+        if tag in Pools.warned_of_empty:
             return
-        Pools.warned_of_empty = True
+        tags = {segment.tag for segment in _core.segments()}
+        if tag in tags or (tag not in _NEVER_EMPTY and (tags or Pools.warned_of_empty)):
+            return
+        Pools.warned_of_empty.add(tag)
         if _core.driver_is_simulated():
             why = "on the simulated driver PyTorch does not allocate from this layer, only `malloc` and CuPy do"
         elif self.found is None:

@@ -443,13 +443,13 @@ class TestEmptyPools:
 
     @pytest.fixture(autouse=True)
     def _anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Pools, "warned_of_empty", False)
+        monkeypatch.setattr(Pools, "warned_of_empty", set())
 
     @pytest.mark.sim
     def test_are_told_of_once_with_the_reason(
         self, allocator: CuMemAllocator, caplog: pytest.LogCaptureFixture
     ) -> None:
-        for tag in ("weights", "weights", "kv_cache"):
+        for tag in ("weights", "weights", "lora"):
             with allocator.use_memory_pool(tag):
                 pass
         (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -476,6 +476,18 @@ class TestEmptyPools:
             context.setattr(allocator._pools, "found", torch_pools)
             allocator._pools.warn_of_empty("weights")
         assert why in caplog.text
+
+    @pytest.mark.parametrize(("filled", "empty"), [("weights", "kv_cache"), ("kv_cache", "weights")])
+    def test_are_told_of_although_the_other_is_not_empty(
+        self, allocator: CuMemAllocator, caplog: pytest.LogCaptureFixture, filled: str, empty: str
+    ) -> None:
+        with allocator.use_memory_pool(filled):
+            allocator.malloc(PAGE)
+        for _ in range(2):
+            with allocator.use_memory_pool(empty):
+                pass
+        assert caplog.text.count("nothing was allocated") == 1
+        assert f"in the memory pool {empty!r}" in caplog.text
 
     def test_memory_in_the_pool_is_no_reason(self, allocator: CuMemAllocator, caplog: pytest.LogCaptureFixture) -> None:
         with allocator.use_memory_pool("weights"):
