@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from record import machine_without_gpu
 
 os.environ.setdefault("CUMEM_SLEEP_DRIVER", "sim")
 sys.path += [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests" / "operations")]
@@ -49,29 +49,16 @@ def measured(size: int, cycles: int) -> dict[str, Any]:
     return results
 
 
-def machine() -> dict[str, Any]:
-    """As `record.machine`, which asks for a GPU."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "unknown")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "gpu": "none (simulated driver)",
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "command": f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}",
-        "commit": os.environ.get("COMMIT") or commit,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where the raw result goes (JSON)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="how many, each measured (default: 2 8)")
     parser.add_argument("--cycles", type=int, default=200, help="sleeps and wakes (default: 200)")
     arguments = parser.parse_args()
-    results = {"machine": machine(), "agreement": [measured(size, arguments.cycles) for size in arguments.ranks]}
+    results = {
+        "machine": machine_without_gpu(),
+        "agreement": [measured(size, arguments.cycles) for size in arguments.ranks],
+    }
     arguments.out.write_text(json.dumps(results, indent=2) + "\n")
     print(json.dumps(results["agreement"], indent=2), file=sys.stderr)
 

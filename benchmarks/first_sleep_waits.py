@@ -33,10 +33,10 @@ def watch_registrations(host: Any) -> None:
         if block.pinned:
             return
         begin = time.perf_counter()
-        if self._touched is not None and id(block) in self._expected:
-            self._touched.wait(id(block))
+        if self._prefaulted is not None and id(block) in self._expected:
+            self._prefaulted.wait(id(block))
         else:
-            block.touch(0, block.bytes)
+            block.prefault(0, block.bytes)
         used, touched = resource.getrusage(resource.RUSAGE_THREAD), time.perf_counter()
         block.pin(device)
         now = resource.getrusage(resource.RUSAGE_THREAD)
@@ -92,9 +92,9 @@ def main() -> None:
         if way.startswith("touch"):
             nbytes = int(way.removeprefix("touch")) << 20
             if is_new:
-                self._allocator.tuning.touch_bytes = nbytes
+                self._allocator.tuning.prefault_bytes = nbytes
             else:
-                importlib.import_module("cumem_sleep.backup")._TOUCH_BYTES = nbytes  # type: ignore[attr-defined]
+                importlib.import_module("cumem_sleep.backup")._PREFAULT_BYTES = nbytes  # type: ignore[attr-defined]
         self._rewrite(self._weights)
         touch()
         self._sleep("first sleep")

@@ -32,7 +32,7 @@ from cumem_sleep.tools.bench.memory import DeviceMemory, open_memory
 from cumem_sleep.tools.bench.workload import kv_segments, model_like
 from cumem_sleep.tuning import Tuning
 
-SLAB_BYTES, TOUCH_BYTES = Tuning().slab_bytes, Tuning().touch_bytes
+SLAB_BYTES, PREFAULT_BYTES = Tuning().slab_bytes, Tuning().prefault_bytes
 DEVICE_BYTES = 2 * GIB
 PAUSES_S = (0.0, 0.0, 8.0)
 ALONE, SLEEP = "the calls alone", "a first sleep"
@@ -76,7 +76,7 @@ def source() -> tuple[DeviceMemory, int]:
 
 
 def touching(block: _core.HostBlock) -> list[_core.Task]:
-    return [_core.touch_task(block, start, TOUCH_BYTES) for start in range(0, SLAB_BYTES, TOUCH_BYTES)]
+    return [_core.prefault_task(block, start, PREFAULT_BYTES) for start in range(0, SLAB_BYTES, PREFAULT_BYTES)]
 
 
 def threads() -> int:

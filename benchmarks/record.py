@@ -12,7 +12,7 @@ from typing import Any
 
 from cumem_sleep.tools.bench.host_memory import touch_host_memory
 
-__all__ = ["GIB", "answer_of", "command", "machine", "touch_host_memory", "write"]
+__all__ = ["GIB", "answer_of", "command", "machine", "machine_without_gpu", "touch_host_memory", "write"]
 
 GIB = 1 << 30
 
@@ -48,6 +48,19 @@ def machine() -> dict[str, Any]:
         "gpu_memory_bytes": gpu.total_memory,
         "pcie generation, width": link.strip(),
         "commit": os.environ.get("COMMIT"),  # a copy of the tree does not know it
+    }
+
+
+def machine_without_gpu() -> dict[str, Any]:
+    """The same of a machine whose GPU, if it has one, takes no part."""
+    from cumem_sleep.tools.machine import machine_facts
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        **asdict(machine_facts("none", command())),
+        "cpu": next((line.partition(":")[2].strip() for line in lines if "model name" in line), "unknown"),
+        "commit": os.environ.get("COMMIT") or commit,
     }
 
 

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import random
 import resource
 import statistics
@@ -30,6 +29,7 @@ from typing import Any
 
 import uvloop
 from ending import end
+from record import machine_without_gpu
 
 RESULT = Path(__file__).parent / "results" / "serve_overhead.json"
 FIRST_TOKEN_S, TOKEN_S, TOKENS = 0.2, 0.02, 40
@@ -275,17 +275,11 @@ async def _measure_memory(asked: argparse.Namespace, port: int, pid: int) -> dic
 
 
 def machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "")
     return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
+        **machine_without_gpu(),
         **{name: version(name) for name in ("uvicorn", "uvloop", "httptools")},
         "load average before": os.getloadavg(),
         "others on this machine": os.environ.get("OTHERS"),
-        "commit": os.environ.get("COMMIT"),
     }
 
 

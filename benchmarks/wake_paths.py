@@ -53,7 +53,7 @@ class Link:
     def __init__(self, streams: int = 4) -> None:
         self.address = CuMemAllocator.get_instance().malloc(GIB, "kept")
         self.block = _core.HostBlock(GIB, -1)
-        self.block.touch(0, GIB)
+        self.block.prefault(0, GIB)
         self.block.pin(0)
         self.streams = [_core.CopyStream(0) for _ in range(streams)]
         self.kernel(512)(0)  # compiled now
@@ -233,7 +233,7 @@ def decode_beside_work() -> dict[str, Any]:
     def touch_and_pin(nbytes: int) -> Callable[[], None]:
         def work() -> None:
             block = _core.HostBlock(nbytes, -1)
-            block.touch(0, nbytes)
+            block.prefault(0, nbytes)
             block.pin(0)
             held.append(block)
             if len(held) * nbytes > 8 * GIB:

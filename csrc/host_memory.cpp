@@ -238,9 +238,9 @@ void HostBlock::check_open() const {
         throw InvalidState("the host block was made before this process was forked: make a new one");
 }
 
-void HostBlock::touch(size_t offset, size_t bytes) {
+void HostBlock::prefault(size_t offset, size_t bytes) {
     check_open();
-    if (offset > bytes_ || bytes > bytes_ - offset) throw std::out_of_range("touch beyond the block");
+    if (offset > bytes_ || bytes > bytes_ - offset) throw std::out_of_range("prefault beyond the block");
     const int advice = writable() ? MADV_POPULATE_WRITE : MADV_POPULATE_READ;
     // The kernel reports a shortage here; a plain write would get the process killed.
     int result = 0;

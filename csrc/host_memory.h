@@ -64,7 +64,7 @@ class HostPages {
     int pinned_device_ = -1;
 };
 
-// One block of host memory. Steps in order: construct (address space only), `touch` every part (on any threads,
+// One block of host memory. Steps in order: construct (address space only), `prefault` every part (on any threads,
 // disjoint parts concurrently), `pin`; then it can be copied to and from, until `unpin`. `close`, or the destructor,
 // frees the memory; no copy may be in flight, and the driver's unpinning waits for all work that runs on the device.
 // Somebody may still have a view of a closed block, so its addresses stay until the destructor.
@@ -87,7 +87,7 @@ class HostBlock {
     HostBlock& operator=(const HostBlock&) = delete;
 
     // Faults in the pages of [offset, offset + bytes). Needs no lock and no context. Throws HostMemoryError.
-    void touch(size_t offset, size_t bytes);
+    void prefault(size_t offset, size_t bytes);
     // Registers the whole block for every device, as read-only memory if it is not writable. Throws HostMemoryError if
     // the driver cannot pin that much, DriverError.
     void pin(int device);

@@ -101,7 +101,6 @@ void bind_devices(py::module_& module) {
         .def_readonly("pci_bus_id", &DeviceInfo::pci_bus_id)
         .def_readonly("uuid", &DeviceInfo::uuid)
         .def_readonly("total_bytes", &DeviceInfo::total_bytes)
-        .def_readonly("granularity_bytes", &DeviceInfo::granularity_bytes)
         .def_readonly("capability_major", &DeviceInfo::capability_major)
         .def_readonly("capability_minor", &DeviceInfo::capability_minor)
         .def_readonly("numa_node", &DeviceInfo::numa)
@@ -259,7 +258,7 @@ void bind_memory(py::module_& module) {
                     "Memory for a table of one operation, which may be pinned already by the one before.")
         .def_static("mapped", &HostBlock::mapped, py::arg("fd"), py::arg("bytes"), py::arg("writable"),
                     "The memory of a `shared` block of another process. `fd` may be closed afterwards.")
-        .def("touch", &HostBlock::touch, py::arg("offset"), py::arg("bytes"), NoGil())
+        .def("prefault", &HostBlock::prefault, py::arg("offset"), py::arg("bytes"), NoGil())
         .def("pin", &HostBlock::pin, py::arg("device"), NoGil())
         .def("unpin", &HostBlock::unpin, NoGil(), "The bytes stay. False if the driver refuses.")
         .def("close", &HostBlock::close, NoGil())
@@ -378,7 +377,7 @@ void bind_ahead(py::module_& module) {
     py::class_<AheadTask>(module, "Task", "A task for a thread of `Ahead`; only tests make one from a Python function.")
         .def(py::init(&python_task), py::arg("work"));
     module.def("map_task", &map_task, py::arg("segment"), "Map physical memory under it; the segment must be held.");
-    module.def("touch_task", &touch_task, py::arg("block"), py::arg("offset"), py::arg("bytes"));
+    module.def("prefault_task", &prefault_task, py::arg("block"), py::arg("offset"), py::arg("bytes"));
     py::class_<Ahead>(module, "Ahead",
                       "Threads that run tasks in order, each under the key of what it is for; a context manager.")
         .def(py::init(

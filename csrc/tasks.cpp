@@ -15,8 +15,8 @@ AheadTask map_task(const SegmentPtr& segment) {
     return {[segment] { segment->map(); }};
 }
 
-AheadTask touch_task(const std::shared_ptr<HostBlock>& block, size_t offset, size_t bytes) {
-    return {[block, offset, bytes] { block->touch(offset, bytes); }};
+AheadTask prefault_task(const std::shared_ptr<HostBlock>& block, size_t offset, size_t bytes) {
+    return {[block, offset, bytes] { block->prefault(offset, bytes); }};
 }
 
 AheadTask python_task(py::object work) {

@@ -19,7 +19,7 @@ struct AheadTask {
 
 // Maps physical memory under the segment, which must be held.
 AheadTask map_task(const SegmentPtr& segment);
-AheadTask touch_task(const std::shared_ptr<HostBlock>& block, size_t offset, size_t bytes);
+AheadTask prefault_task(const std::shared_ptr<HostBlock>& block, size_t offset, size_t bytes);
 AheadTask python_task(pybind11::object work);
 
 // Waits for the tasks of `key`, and checks for requests to stop meanwhile. Called without the interpreter lock.

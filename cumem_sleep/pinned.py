@@ -37,7 +37,7 @@ def node_of(device: int) -> int:
 
 def _pinned(block: _core.HostBlock, device: int) -> _core.HostBlock:
     try:
-        block.touch(0, block.bytes)
+        block.prefault(0, block.bytes)
         block.pin(device)
     except BaseException:
         block.close()

@@ -11,7 +11,6 @@ from . import _core, log
 from .errors import InvalidState
 from .integrations.torch import TorchPools, torch_with_cuda
 
-
 _NEVER_EMPTY = ("weights", "kv_cache")
 
 

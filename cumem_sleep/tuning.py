@@ -18,7 +18,7 @@ class Tuning:
         digest_part_bytes: digested at a time after that. It takes a few milliseconds, as long as the copies in flight
             last.
         slab_bytes: the largest extent of a backup, so that one extent can be registered while another is filled.
-        touch_bytes: prefaulted by one thread at a time.
+        prefault_bytes: prefaulted by one thread at a time.
         stream_bytes: copied to a tier by one stream at a time. On four streams 18 ms of copies are in flight, as long
             as it takes to digest 61 GiB.
         release_later_bytes: more than this is released in a thread. Unregistering and freeing this much takes 16 ms.
@@ -57,7 +57,7 @@ class Tuning:
     head_bytes: int = 2 * _GIB
     digest_part_bytes: int = 8 * _GIB
     slab_bytes: int = 128 * _MIB
-    touch_bytes: int = 64 * _MIB
+    prefault_bytes: int = 64 * _MIB
     stream_bytes: int = 256 * _MIB
     release_later_bytes: int = _GIB
     before_releases_s: float = 0.05

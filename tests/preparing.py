@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from support import MIB, PAGE, SIMULATED, Memory, in_thread, patch_touch, quick_sums
+from support import MIB, PAGE, SIMULATED, Memory, in_thread, patch_prefault, quick_sums
 
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core, host_facts
 from cumem_sleep.operations.prepare import Preparation
@@ -112,18 +112,18 @@ class Turns:
                 self._errors.append(error)
 
 
-def refuse_touch(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+def refuse_prefault(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """The kernel has no page for the block after so many of a preparation's blocks."""
-    touch, touched = _core.HostBlock.touch, []
+    prefault, prefaulted = _core.HostBlock.prefault, []
 
     def refusing(block: _core.HostBlock, offset: int, nbytes: int) -> None:
         if on_preparing_thread() and block.bytes == MIB:
-            touched.append(offset)
-            if len(touched) > after:
+            prefaulted.append(offset)
+            if len(prefaulted) > after:
                 raise OutOfHostMemory(nbytes, 0, "madvise")
-        touch(block, offset, nbytes)
+        prefault(block, offset, nbytes)
 
-    patch_touch(monkeypatch, refusing)
+    patch_prefault(monkeypatch, refusing)
 
 
 class Gate:

@@ -95,7 +95,7 @@ class Memory:
     def _bounce(self, device: int) -> tuple[_core.CopyStream, _core.HostBlock, npt.NDArray[np.uint8]]:
         if self._block is None:
             block = _core.HostBlock(self.BOUNCE_BYTES, -1)
-            block.touch(0, block.bytes)
+            block.prefault(0, block.bytes)
             block.pin(device)
             self._block = block
         stream = self._streams.get(device) or self._streams.setdefault(device, _core.CopyStream(device))
@@ -402,10 +402,10 @@ def assert_no_threads(name: str = "cumem-") -> None:
         time.sleep(0.001)
 
 
-def patch_touch(patch: pytest.MonkeyPatch, touch: Callable[[_core.HostBlock, int, int], None]) -> None:
-    """Have this called wherever pages of a block are touched, by threads ahead as well."""
-    patch.setattr(_core.HostBlock, "touch", touch)
-    patch.setattr(_core, "touch_task", lambda *arguments: _core.Task(functools.partial(touch, *arguments)))
+def patch_prefault(patch: pytest.MonkeyPatch, prefault: Callable[[_core.HostBlock, int, int], None]) -> None:
+    """Have this called wherever pages of a block are prefaulted, by threads ahead as well."""
+    patch.setattr(_core.HostBlock, "prefault", prefault)
+    patch.setattr(_core, "prefault_task", lambda *arguments: _core.Task(functools.partial(prefault, *arguments)))
 
 
 def patch_map(patch: pytest.MonkeyPatch, map_segment: Callable[[_core.Segment], None]) -> None:

@@ -378,6 +378,7 @@ def defaults() -> dict[str, str]:
         if each.default is not MISSING
     }
     found |= {variable: f"`{default}`" for variable, default in simulator_variables().items()}
+    suite = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     return found | {
         "CUMEM_SLEEP_PREFAULT_THREADS": "¾ of the cores, at most 16",
         "CUMEM_SLEEP_PREPARE_BYTES_PER_SECOND": "`5GB`",
@@ -392,7 +393,9 @@ def defaults() -> dict[str, str]:
         "CUMEM_SLEEP_SERVE_TOKEN": "none",
         "CUMEM_SLEEP_SANITIZE": "none",
         "CUMEM_SLEEP_WERROR": "`0`",
-        "CUMEM_SLEEP_TEST_DRIVER": "`sim`",
+        "CUMEM_SLEEP_TEST_HISTORY": "none",
+        "CUMEM_SLEEP_TEST_RANKS": "`0`",
+        **{variable: f"`{default}`" for variable, default in re.findall(r'"(CUMEM_SLEEP_TEST_\w+)", "(\w+)"\)', suite)},
     }
 
 

@@ -143,7 +143,7 @@ class TestTwoProcesses:
             imported = _core.ImportedMemory(descriptor, 0, nbytes)
             os.close(descriptor)
             block = _core.HostBlock.shared(nbytes, -1)
-            block.touch(0, nbytes)
+            block.prefault(0, nbytes)
             block.pin(0)
             with _core.CopyStream(0) as stream:
                 stream.to_host(block, 0, imported.address, nbytes)
@@ -191,7 +191,7 @@ class TestTwoProcesses:
             os.close(reader)
             process.kill()
             process.wait()
-        block.touch(0, BYTES)
+        block.prefault(0, BYTES)
         with contextlib.suppress(() if SIMULATED else DriverError):  # then it is copied from pageable memory
             block.pin(0)
         with _core.CopyStream(0) as stream:
@@ -453,7 +453,7 @@ class TestReadOnly:
             memoryview(block)[0] = 1
 
     def test_no_copy_is_made_to_it(self, block: _core.HostBlock) -> None:
-        block.touch(0, PAGE)
+        block.prefault(0, PAGE)
         block.pin(0)
         assert block.pinned
         with _core.CopyStream(0) as stream, pytest.raises(InvalidState, match="read-only"):
@@ -525,7 +525,7 @@ class TestFaults:
             stack.callback(imported.close)
             block = block_of()
             stack.callback(block.close)
-            block.touch(0, nbytes)
+            block.prefault(0, nbytes)
             block.pin(0)
             with _core.CopyStream(0) as stream:
                 stream.to_host(block, 0, imported.address, nbytes)
@@ -677,7 +677,7 @@ class TestFork:
                 for refused in (
                     lambda: _core.ImportedMemory(descriptor, 0, PAGE),
                     lambda: _core.export_memory(address),
-                    lambda: block.touch(0, PAGE),
+                    lambda: block.prefault(0, PAGE),
                     lambda: block.pin(0),
                 ):
                     with raises(InvalidState, "fork"):
@@ -710,7 +710,7 @@ class TestFork:
                 assert libc.mmap(address, PAGE, 3, fixed, -1, 0) == address
                 ctypes.memset(address, 5, PAGE)
                 with raises(InvalidState, "fork"):
-                    block.touch(0, PAGE)
+                    block.prefault(0, PAGE)
                 block.close()
                 del block
                 assert ctypes.string_at(address, 4) == bytes([5] * 4)
@@ -731,7 +731,7 @@ def test_a_stream_tells_whether_its_copies_are_done() -> None:
         allocator = CuMemAllocator(Settings(driver="sim"))
         address = allocator.malloc(PAGE)
         block = _core.HostBlock(PAGE, -1)
-        block.touch(0, PAGE)
+        block.prefault(0, PAGE)
         block.pin(0)
         with _core.CopyStream(0) as stream:
             assert stream.query()

@@ -46,11 +46,14 @@ class Backup:
 
     def begin(self, encoding: Encoding | None, *, being_prepared: bool = False) -> None:
         """Note that it is about to be rewritten with this encoding: its old content is no longer valid."""
+        assert self.segment.has_memory, "a backup of a segment whose bytes are nowhere else"
         self.complete, self.digest = False, None
         self.encoding, self.being_prepared = encoding, being_prepared
 
     def prove(self, digest: Digest | None) -> None:
         """Note that every byte has been copied and has this digest."""
+        assert self.segment.has_memory, "a backup of a segment that was not there to be copied"
+        assert not self.complete, "a backup that nothing was copied to"
         self.complete, self.digest, self.being_prepared = True, digest, False
 
     def pieces(self, at_most: int | None = None) -> Iterator[Piece]:

@@ -103,7 +103,7 @@ class HostTier(Tier):
         return held[offset : offset + nbytes]
 
     def transfers(self) -> HostTransfers:  # noqa: D102
-        return HostTransfers(self._settings.prefault_threads, self._tuning.touch_bytes)
+        return HostTransfers(self._settings.prefault_threads, self._tuning.prefault_bytes)
 
     def stop(self) -> None:  # noqa: D102
         self._releasing.stop()
@@ -112,10 +112,10 @@ class HostTier(Tier):
 class HostTransfers:
     """The lanes of one operation. Threads prefault new blocks ahead of the copies."""
 
-    def __init__(self, threads: int | None, touch_bytes: int) -> None:
+    def __init__(self, threads: int | None, prefault_bytes: int) -> None:
         self._threads = threads
-        self._touch_bytes = touch_bytes
-        self._touched: _core.Ahead | None = None
+        self._prefault_bytes = prefault_bytes
+        self._prefaulted: _core.Ahead | None = None
         self._heap: _core.HeapReserve | None = None
         self._expected: set[int] = set()  # ids of blocks
         self._stack = ExitStack()
@@ -131,16 +131,16 @@ class HostTransfers:
 
     def expect(self, extents: Iterable[Extent]) -> None:
         """Begin to prefault their pages, in this order."""
-        tasks = {id(block): self._touch_tasks(block) for block in _blocks(extents) if not block.pinned}
+        tasks = {id(block): self._prefault_tasks(block) for block in _blocks(extents) if not block.pinned}
         if not tasks:
             return
-        if self._touched is None:
+        if self._prefaulted is None:
             # Now, because each step by which this thread's heap grows would wait for the threads that prefault.
             self._heap = _core.HeapReserve(_HEAP_BYTES * len(tasks))
             # Looked up here, because `prepare` needs none.
             threads = self._threads or host_facts.prefault_threads(_MOST_PREFAULT_THREADS)
-            self._touched = self._stack.enter_context(_core.Ahead(threads))
-        self._touched.add(tasks)
+            self._prefaulted = self._stack.enter_context(_core.Ahead(threads))
+        self._prefaulted.add(tasks)
         self._expected.update(tasks)
 
     def end(self) -> None:
@@ -158,16 +158,16 @@ class HostTransfers:
         """
         if block.pinned:
             return
-        if self._touched is not None and id(block) in self._expected:
-            self._touched.wait(id(block))
+        if self._prefaulted is not None and id(block) in self._expected:
+            self._prefaulted.wait(id(block))
         else:
-            block.touch(0, block.bytes)
+            block.prefault(0, block.bytes)
         block.pin(device)
 
-    def _touch_tasks(self, block: _core.HostBlock) -> list[_core.Task]:
+    def _prefault_tasks(self, block: _core.HostBlock) -> list[_core.Task]:
         return [
-            _core.touch_task(block, start, min(self._touch_bytes, block.bytes - start))
-            for start in range(0, block.bytes, self._touch_bytes)
+            _core.prefault_task(block, start, min(self._prefault_bytes, block.bytes - start))
+            for start in range(0, block.bytes, self._prefault_bytes)
         ]
 
 

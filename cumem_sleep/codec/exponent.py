@@ -96,11 +96,6 @@ class Layout:
         return self.header_bytes + self.blocks_per_chunk * self.fixed_bytes
 
     @property
-    def largest_chunk_bytes(self) -> int:
-        """The largest size of an encoded chunk, which is more than `CHUNK_BYTES`."""
-        return self.header_bytes + self.blocks_per_chunk * self.largest_block_bytes
-
-    @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
         """The dtype of the values as numbers."""
         return np.dtype(f"<u{self.value_bytes}")

@@ -151,9 +151,16 @@ def everything_sleeps() -> bool:
     return bool(segments) and not any(segment.has_memory for segment in segments)
 
 
+def why_not_for_ranks(ranks: int) -> str:
+    """Why one of so many ranks stays at level 1; "" for a process that has no others."""
+    if ranks == 1:
+        return ""
+    return f"this process is one of {ranks} ranks, whose CUDA state the driver does not restore"
+
+
 def _refuse_unless_possible(ranks: int) -> None:
-    if ranks > 1:
-        raise Refused(f"this process is one of {ranks} ranks, whose CUDA state the driver does not restore")
+    if why := why_not_for_ranks(ranks):
+        raise Refused(why)
     if not _core.can_checkpoint():
         raise Refused("the driver cannot checkpoint processes: driver 570 or newer (CUDA 12.8) is needed")
     _refuse_if_awake()

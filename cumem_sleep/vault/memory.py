@@ -12,7 +12,7 @@ from contextlib import suppress
 from .. import _core
 from ..errors import CumemSleepError, VaultError
 
-_TOUCH_BYTES = 64 << 20
+_PREFAULT_BYTES = 64 << 20
 # fcntl.h; Python names them from 3.13 on
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_WRITE = 2, 4, 8
@@ -41,8 +41,8 @@ class Slab:
         """Give the memory back. No copy may be in flight. What is adopted goes when its owners close it, too."""
         if not self.is_adopted:  # owners of earlier backups may still have it open
             with mmap.mmap(self.block.fd, self.nbytes) as pages:
-                for start in range(0, self.nbytes, _TOUCH_BYTES):  # each holds the interpreter up
-                    pages.madvise(mmap.MADV_REMOVE, start, min(_TOUCH_BYTES, self.nbytes - start))
+                for start in range(0, self.nbytes, _PREFAULT_BYTES):  # each holds the interpreter up
+                    pages.madvise(mmap.MADV_REMOVE, start, min(_PREFAULT_BYTES, self.nbytes - start))
         self.let_go()
 
 
@@ -57,7 +57,7 @@ def take(
     node: int,
     device: int,
     threads: int,
-    touched: Callable[[int], None],
+    prefaulted: Callable[[int], None],
     *,
     reserved_huge_pages: bool = False,
 ) -> Slab:
@@ -66,8 +66,8 @@ def take(
     Args:
         node: the NUMA node of its pages; -1: wherever.
         device: the GPU whose context registers it, for all GPUs.
-        threads: that touch its pages.
-        touched: is told of bytes whose pages are there.
+        threads: that prefault its pages.
+        prefaulted: is told of bytes whose pages are there.
         reserved_huge_pages: take it of those that the system has reserved, and of nothing else.
 
     Raises:
@@ -75,11 +75,11 @@ def take(
     """
     block = _core.HostBlock.shared(nbytes, node, reserved_huge_pages)
     try:
-        with ThreadPoolExecutor(threads, "vault-touch") as pool:
-            starts = range(0, nbytes, _TOUCH_BYTES)
-            sizes = [min(_TOUCH_BYTES, nbytes - start) for start in starts]
-            for size, _ in zip(sizes, pool.map(block.touch, starts, sizes), strict=True):
-                touched(size)
+        with ThreadPoolExecutor(threads, "vault-prefault") as pool:
+            starts = range(0, nbytes, _PREFAULT_BYTES)
+            sizes = [min(_PREFAULT_BYTES, nbytes - start) for start in starts]
+            for size, _ in zip(sizes, pool.map(block.prefault, starts, sizes), strict=True):
+                prefaulted(size)
         block.pin(device)
         descriptor = os.open(f"/proc/self/fd/{block.fd}", os.O_RDONLY | os.O_CLOEXEC)
     except BaseException:

@@ -24,7 +24,7 @@ class Host:
 
     Attributes:
         room_bytes: how much memory the host can still give, by every limit.
-        threads: that touch new memory.
+        threads: that prefault new memory.
         say: shows a line to the operator of the vault.
         reserved_huge_pages: use those, as long as there are some, before other memory.
         try_again_s: how long after it had too little memory for a slab it is asked again.
@@ -42,7 +42,7 @@ class Pool:
 
     Attributes:
         short: why no more memory is being taken, or "".
-        touched_bytes: of the slab that is being taken, whose pages are there.
+        prefaulted_bytes: of the slab that is being taken, whose pages are there.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Pool:
         self._device, self._nodes, self._host, self._post, self._changed = device, nodes, host, post, changed
         self.ledger = Ledger()
         self.short = ""
-        self.touched_bytes = 0
+        self.prefaulted_bytes = 0
         self._slabs: dict[int, memory.Slab] = {}
         self._last_slab = 0
         self._taker = ThreadPoolExecutor(1, "vault-memory")
@@ -131,12 +131,12 @@ class Pool:
         future.add_done_callback(lambda future: self._post(partial(self._taken, future, node)))
 
     def _take(self, nbytes: int, node: int) -> memory.Slab:
-        take = partial(memory.take, nbytes, node, self._device, self._host.threads, self._touched)
+        take = partial(memory.take, nbytes, node, self._device, self._host.threads, self._prefaulted)
         if self._reserved_are_left:
             try:
                 return take(reserved_huge_pages=True)  # these are in no limit of the rest
             except CumemSleepError as error:
-                self._reserved_are_left, self.touched_bytes = False, 0
+                self._reserved_are_left, self.prefaulted_bytes = False, 0
                 self._host.say(
                     f"takes other memory from here on, since no slab of reserved huge pages is left: {error}"
                 )
@@ -145,11 +145,11 @@ class Pool:
             raise OutOfHostMemory(nbytes, max(0, room), "MemAvailable")
         return take()
 
-    def _touched(self, nbytes: int) -> None:
-        self.touched_bytes += nbytes
+    def _prefaulted(self, nbytes: int) -> None:
+        self.prefaulted_bytes += nbytes
 
     def _taken(self, future: Future[memory.Slab], node: int) -> None:
-        self._is_taking, self.touched_bytes = False, 0
+        self._is_taking, self.prefaulted_bytes = False, 0
         try:
             slab = future.result()
         except Exception as error:  # whatever it is, what is there can be used

@@ -15,6 +15,7 @@ from typing import Any
 from .. import _core
 from ..allocator import CuMemAllocator
 from ..errors import CumemSleepError
+from ..operations.deepen import why_not_for_ranks
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -122,7 +123,4 @@ def _shut_down(allocator: CuMemAllocator, method: Callable[[], Any]) -> Any:
 def _why_not(worker: Any) -> str:
     """Engines of data parallelism that know of each other share communicators, though each sleeps by itself."""
     parallel = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
-    ranks = getattr(parallel, "world_size", 1) * getattr(parallel, "data_parallel_size", 1)
-    if ranks == 1:
-        return ""
-    return f"this process is one of {ranks} ranks, whose CUDA state the driver does not restore"
+    return why_not_for_ranks(getattr(parallel, "world_size", 1) * getattr(parallel, "data_parallel_size", 1))

@@ -24,7 +24,7 @@ from support import (
     assert_no_threads,
     digest_eagerly,
     host_bytes_of,
-    patch_touch,
+    patch_prefault,
 )
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, sim
@@ -188,7 +188,7 @@ class TestParts:
         check_bytes(memory, contents)
 
     @pytest.mark.parametrize("known", [0, 1, 5])
-    def test_digests_and_streams_come_before_new_pages_are_touched(
+    def test_digests_and_streams_come_before_new_pages_are_prefaulted(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, known: int
     ) -> None:
         """They change the address space, which takes long meanwhile."""
@@ -199,27 +199,27 @@ class TestParts:
         contents |= fill(allocator, memory, SIZES[known:])
         with monkeypatch.context() as patch:
             events = Events(patch)
-            touch, stream = _core.HostBlock.touch, _core.CopyStream
+            prefault, stream = _core.HostBlock.prefault, _core.CopyStream
 
             def noted(block: _core.HostBlock, start: int, nbytes: int) -> None:
                 if block.bytes == MIB:  # others are no backups
-                    events.seen.append(("touch", []))
-                touch(block, start, nbytes)
+                    events.seen.append(("prefault", []))
+                prefault(block, start, nbytes)
 
             def create(device: int) -> _core.CopyStream:
-                threading.Event().wait(0.02)  # for threads that touch, if there are any
+                threading.Event().wait(0.02)  # for threads that prefault, if there are any
                 events.seen.append(("stream", []))
                 return stream(device)
 
-            patch_touch(patch, noted)
+            patch_prefault(patch, noted)
             patch.setattr(_core, "CopyStream", create)
             allocator.sleep()
         seen = [event for event, _ in events.seen]
-        touched = seen.index("touch")
+        prefaulted = seen.index("prefault")
         copied = max(number for number, event in enumerate(seen) if event == "copy")
-        assert "digest" in seen[:touched]
-        assert "stream" in seen[:touched]
-        assert not {"digest", "stream"} & set(seen[touched:copied])
+        assert "digest" in seen[:prefaulted]
+        assert "stream" in seen[:prefaulted]
+        assert not {"digest", "stream"} & set(seen[prefaulted:copied])
         assert events.digests[0] == [0, 1, 2, 3, 4, 5]
         allocator.wake_up()
         check_bytes(memory, contents)

@@ -65,21 +65,21 @@ def test_it_comes_before_pages_are_prefaulted_and_for_every_block(
         seen.append(f"reserve {nbytes}")
         return reserved(nbytes)
 
-    def touch_ahead(block: _core.HostBlock, offset: int, nbytes: int) -> _core.Task:
+    def prefault_ahead(block: _core.HostBlock, offset: int, nbytes: int) -> _core.Task:
         def run() -> None:
-            seen.append("touch")
-            block.touch(offset, nbytes)
+            seen.append("prefault")
+            block.prefault(offset, nbytes)
 
         return _core.Task(run)
 
     address = allocator.malloc(3 * PAGE)
     content = memory.fill_random(address, 3 * PAGE)
     monkeypatch.setattr(_core, "HeapReserve", reserve)
-    monkeypatch.setattr(_core, "touch_task", touch_ahead)
+    monkeypatch.setattr(_core, "prefault_task", prefault_ahead)
     allocator.sleep()
     blocks = -(-3 * PAGE // allocator.tuning.slab_bytes)
     assert seen[0] == f"reserve {blocks * host._HEAP_BYTES}"
-    assert "touch" in seen[1:]
+    assert "prefault" in seen[1:]
     assert seen.count(seen[0]) == 1
     allocator.wake_up()
     assert memory.read(address, 3 * PAGE) == content

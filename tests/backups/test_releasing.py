@@ -25,7 +25,7 @@ from support import (
     assert_thread_ends_in_order,
     hooks,
     in_thread,
-    patch_touch,
+    patch_prefault,
     run_script,
     threads_of_ours,
 )
@@ -290,13 +290,13 @@ class TestGivingBack:
         budget = allocator._store.limits()[0]
         assert (budget.name, budget.available_bytes) == ("budget", spare_pages * PAGE)
         most = [0]
-        touch = _core.HostBlock.touch
+        prefault = _core.HostBlock.prefault
 
         def noted(block: _core.HostBlock, offset: int, nbytes: int) -> None:
             most[0] = max(most[0], allocator._store.host_bytes)
-            touch(block, offset, nbytes)
+            prefault(block, offset, nbytes)
 
-        patch_touch(monkeypatch, noted)
+        patch_prefault(monkeypatch, noted)
         if operation == "prepare":
             assert allocator.prepare().wait(30)
         report = allocator.sleep()

@@ -29,7 +29,7 @@ from compression import (
     write,
     zeros,
 )
-from support import AWAKE, PAGE, EagerSums, digest_eagerly, patch_touch
+from support import AWAKE, PAGE, EagerSums, digest_eagerly, patch_prefault
 
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, _core, sim
 from cumem_sleep.backups.filling import Filling
@@ -370,13 +370,13 @@ class TestChanges:
         for address in contents:
             contents[address] = noise(2 * PAGE, np.random.default_rng(address))
             write(address, contents[address])
-        touch, touched = _core.HostBlock.touch, Counter[str]()
+        touch, touched = _core.HostBlock.prefault, Counter[str]()
 
         def noted(block: _core.HostBlock, start: int, nbytes: int) -> None:
             touched[_core.thread_name()] += nbytes
             touch(block, start, nbytes)
 
-        patch_touch(monkeypatch, noted)
+        patch_prefault(monkeypatch, noted)
         allocator.sleep()
         assert touched["cumem-ahead"] == 3 * 2 * PAGE
         allocator.wake_up()

@@ -19,7 +19,7 @@ from preparing import (
     check_bytes,
     fill,
     finished,
-    refuse_touch,
+    refuse_prefault,
     small_pieces,  # noqa: F401  (autouse)
     until_asked_to_stop,
 )
@@ -446,7 +446,7 @@ class TestBesideCaptures:
         if ends:
             turns._act, turns._at = act, COPYING[1]
         if ends == "short":
-            refuse_touch(monkeypatch, after=3)
+            refuse_prefault(monkeypatch, after=3)
         cuda.call("cuStreamBeginCapture_v2", stream, mode)
         try:
             preparation = in_thread(lambda: turns.prepare(allocator))

@@ -15,7 +15,7 @@ from preparing import (
     fill,
     finished,
     on_preparing_thread,
-    refuse_touch,
+    refuse_prefault,
     small_pieces,  # noqa: F401  (autouse)
 )
 from support import AWAKE, MIB, PAGE, Memory, forget_devices
@@ -109,7 +109,7 @@ class TestHostMemoryIsShort:
         }
         check_bytes(memory, contents)
 
-    @pytest.mark.parametrize("stage", ["cgroup", "budget", "mmap", "touch", "register"])
+    @pytest.mark.parametrize("stage", ["cgroup", "budget", "mmap", "prefault", "register"])
     @pytest.mark.parametrize("complete", [0, 1])
     def test_half_way(
         self,
@@ -136,10 +136,10 @@ class TestHostMemoryIsShort:
 
                 turns._act, turns._at = shrink, 4 * complete
             else:
-                refuse = {"mmap": refuse_mmap, "touch": refuse_touch, "register": refuse_register}[stage]
+                refuse = {"mmap": refuse_mmap, "prefault": refuse_prefault, "register": refuse_register}[stage]
                 refuse(patch, after=2 * complete + 1)  # in the middle of a segment
             preparation = turns.prepare(allocator)
-        limit = {"touch": "madvise", "register": "cuMemHostRegister"}.get(stage, stage)
+        limit = {"prefault": "madvise", "register": "cuMemHostRegister"}.get(stage, stage)
         assert isinstance(preparation.error, OutOfHostMemory)
         assert preparation.error.limit == limit
         assert [record.levelname for record in caplog.records] == ["WARNING"]

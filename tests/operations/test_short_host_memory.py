@@ -6,7 +6,7 @@ import gc
 import os
 
 import pytest
-from support import MIB, PAGE, assert_clean_exit, patch_touch, run_script
+from support import MIB, PAGE, assert_clean_exit, patch_prefault, run_script
 from world import World, awake_with_backups
 
 from cumem_sleep import OutOfHostMemory, _core, host_facts, sim
@@ -67,23 +67,23 @@ class TestHostMemoryIsShort:
         monkeypatch.undo()
         self._check_works(world)
 
-    def test_touch(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The kernel refuses pages, in one of the threads that touch them."""
-        touch, touched = _core.HostBlock.touch, []
+    def test_prefault(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The kernel refuses pages, in one of the threads that prefault them."""
+        prefault, prefaulted = _core.HostBlock.prefault, []
 
         def refuse_last(block: _core.HostBlock, offset: int, nbytes: int) -> None:
-            touched.append(block)
-            if len(touched) == 3:
+            prefaulted.append(block)
+            if len(prefaulted) == 3:
                 raise OutOfHostMemory(nbytes, 0, "madvise")
-            touch(block, offset, nbytes)
+            prefault(block, offset, nbytes)
 
         monkeypatch.setattr(world.allocator._digester, "of", lambda segments: {})
         with monkeypatch.context() as patch:
-            patch_touch(patch, refuse_last)
+            patch_prefault(patch, refuse_last)
             before = world.state()
             with pytest.raises(OutOfHostMemory, match="madvise"):
                 world.allocator.sleep()
-            touched.clear()
+            prefaulted.clear()
             assert world.state() == before
         world.check_bytes()
         monkeypatch.undo()

@@ -63,7 +63,7 @@ class TestBytes:
     def test_pages_are_touched_in_pieces(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, pieces_mib: int
     ) -> None:
-        monkeypatch.setattr(CuMemAllocator.tuning, "touch_bytes", pieces_mib * MIB)
+        monkeypatch.setattr(CuMemAllocator.tuning, "prefault_bytes", pieces_mib * MIB)
         address = allocator.malloc(2 * PAGE)
         content = memory.fill_random(address, 2 * PAGE)
         allocator.sleep()

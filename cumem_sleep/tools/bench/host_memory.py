@@ -30,10 +30,10 @@ def touch_host_memory(nbytes: int, numa_node: int = -1, progress: Callable[[int]
             stack.enter_context(closing(_core.HostBlock(min(_BLOCK_BYTES, nbytes - start), numa_node)))
             for start in range(0, nbytes, _BLOCK_BYTES)
         ]
-        pool = ThreadPoolExecutor(host_facts.usable_cores(), thread_name_prefix="cumem-sleep-touch")
+        pool = ThreadPoolExecutor(host_facts.usable_cores(), thread_name_prefix="cumem-sleep-prefault")
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)  # before the blocks are closed, also after Ctrl-C
         pieces = {
-            pool.submit(block.touch, start, size): size
+            pool.submit(block.prefault, start, size): size
             for block in blocks
             for start in range(0, block.bytes, _PIECE_BYTES)
             for size in (min(_PIECE_BYTES, block.bytes - start),)
