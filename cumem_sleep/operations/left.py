@@ -49,15 +49,16 @@ class LeftOnDevices:
 
     def items(self, devices: Collection[int], left_bytes: int) -> dict[str, int]:
         """`left_bytes` of these devices by name, as in `SleepReport.left`; empty if nothing is known."""
-        awake = {"awake": _core.bytes_with_memory(set(devices))}
-        noted = {"modules_and_graphs": sum(self._by_warm_up.get(device, 0) for device in devices)}
+        known = {"awake": _core.bytes_with_memory(set(devices))}
+        before = {}
         if all(device in self._before for device in devices):
-            nccl = {device: min(self._by_communicators.get(device, 0), self._before[device]) for device in devices}
-            noted["nccl"] = sum(nccl.values())
-            noted["context"] = sum(self._before[device] for device in devices) - noted["nccl"]
-        known = {**awake, **noted}
-        if sum(known.values()) > left_bytes:  # other processes have less than they had, or PyTorch has
-            known = awake
+            nccl = sum(min(self._by_communicators.get(device, 0), self._before[device]) for device in devices)
+            before = {"context": sum(self._before[device] for device in devices) - nccl, "nccl": nccl}
+        others = left_bytes - sum(known.values()) - sum(before.values())
+        if others >= 0:  # else other processes have less than they had
+            warm_up = sum(self._by_warm_up.get(device, 0) for device in devices)
+            # PyTorch's unused cache counts as part of the warm-up, and is gone when memory sleeps.
+            known |= {**before, "modules_and_graphs": min(warm_up, others)}
         known = {name: nbytes for name, nbytes in known.items() if nbytes}
         return {**known, "rest": max(0, left_bytes - sum(known.values()))} if known else {}
 

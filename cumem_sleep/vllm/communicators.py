@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from typing import Any
+
+logger = logging.getLogger("cumem_sleep")
 
 # In the module of the worker's class, in every version; called when the worker has set its device.
 MAKES_THEM = "init_worker_distributed_environment"
@@ -34,16 +37,26 @@ def bytes_taken() -> dict[int, int]:
     return dict(_taken)
 
 
+def _free_bytes() -> dict[int, int]:
+    """Of the current device; nothing if that is not known, which must not stop an engine."""
+    import torch
+
+    try:
+        return {torch.cuda.current_device(): torch.cuda.mem_get_info()[0]}
+    except Exception as error:
+        logger.warning("how much memory NCCL takes is not known: %s", error)
+        return {}
+
+
 def _watched(make: Any) -> Any:
     @functools.wraps(make)
     def make_and_note(*args: Any, **kwargs: Any) -> Any:
-        import torch
-
-        free_before, _ = torch.cuda.mem_get_info()  # makes the CUDA context, which is not theirs
+        before = _free_bytes()  # makes the CUDA context, which is not theirs
         result = make(*args, **kwargs)
-        free_bytes, _ = torch.cuda.mem_get_info()
-        if free_bytes < free_before:
-            _taken[torch.cuda.current_device()] = free_before - free_bytes
+        for device, nbytes in _free_bytes().items():
+            # Those of a later engine come when this layer has memory already: they are in the rest.
+            if nbytes < before.get(device, 0):
+                _taken.setdefault(device, before[device] - nbytes)
         return result
 
     make_and_note.is_watched = True  # type: ignore[attr-defined]

@@ -104,7 +104,7 @@ def before_init_device(see: Callable[[Any], None]) -> None:
 
     @functools.wraps(init)
     def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
-        see(self.worker)
+        see(vars(self)["worker"])  # not the attribute, which at level 3 of another engine is no worker
         return init(self, *args, **kwargs)
 
     init_device.seen_by = see  # type: ignore[attr-defined]

@@ -99,6 +99,17 @@ def test_what_others_gave_back_is_not_guessed_at(allocator: CuMemAllocator, take
     assert str(report).count("4.00 MiB left on the GPU; ") == 1
 
 
+def test_of_a_warm_up_only_what_is_still_there_counts(allocator: CuMemAllocator, take: Take) -> None:
+    """PyTorch's unused cache, which a sleep empties before it looks."""
+    take(8 * MIB)
+    allocator.malloc(PAGE, "weights")
+    with allocator.warming_up():
+        empty_cache = take(6 * MIB)
+        take(4 * MIB)
+    empty_cache()
+    assert allocator.sleep().left == {"context": 8 * MIB, "modules_and_graphs": 4 * MIB, "rest": 0}
+
+
 def test_a_warm_up_during_which_others_gave_memory_back_has_no_item(allocator: CuMemAllocator, take: Take) -> None:
     give_back = take(8 * MIB)
     take(2 * MIB)

@@ -337,6 +337,24 @@ class TestExecutor:
             cuda.call("cuMemFree_v2", address)
         cuda.leave()
 
+    def test_a_device_that_does_not_answer_stops_no_engine(
+        self, plugged: Stock, worker: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        import torch
+        from vllm.v1.worker import gpu_worker
+
+        def fail() -> int:
+            raise RuntimeError("CUDA is not there")
+
+        monkeypatch.setattr(communicators, "_taken", {})
+        monkeypatch.setattr(torch.cuda, "current_device", fail)
+        monkeypatch.setattr(gpu_worker, communicators.MAKES_THEM, lambda: "made")
+        worker.parallel_config = types.SimpleNamespace(world_size=2, data_parallel_size=1)
+        communicators.watch(worker)
+        assert gpu_worker.init_worker_distributed_environment() == "made"
+        assert communicators.bytes_taken() == {}
+        assert "how much memory NCCL takes is not known: CUDA is not there" in caplog.text
+
     def test_vllm_makes_its_communicators_there(self, plugged: Stock) -> None:
         """With nothing on the device but its context, and before it looks at how much is free."""
         from vllm.v1.worker import gpu_worker
