@@ -5,7 +5,7 @@
 # The suite, and the memory layer alone (seconds on an H200 in brackets; those marked ~ are estimates):
 #   tests [400]  or its halves tests_1, tests_2;  vault_tests [15] belongs to it;  sanitizer [240]
 #   tests_1+tests_2 two_gpu_tests [~250]  the same on two GPUs at once
-#   bench [100]  small [60]  beside [120]  decoder [100]  compressed [280]  codec [200]  host_memory [120]  prepare [90]
+#   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  decoder [100]  compressed [280]  codec [200]  host_memory [120]  prepare [90]
 #   peers [500]  needs .gpu/peers.tar.xz (benchmarks/peers_bundle.py)
 #   vault [~300]  vault_small [~80]  vault_gpu_memory [~45]  vault_kills [140]  checkpoints [100]  restores [~60]  level_3 [25]  first_sleeps [~60; $FIRST_SLEEPS_OPTIONS]  level_2_wakes [~60]  small_calls [~60]
 #   saver [~420]  saver_30 [~150]  saver_tests [~240]  equal_segments [~45]
@@ -193,7 +193,7 @@ part() {
         local turn site failed=0
         # Today's bench and that of an earlier commit, in turns: one machine, one hour.
         python3 -m pip install --no-index --no-deps -q --upgrade --target /tmp/base_site .gpu/base/*.whl || return 1
-        for turn in 1 2; do
+        for ((turn = 1; turn <= ${TURNS:-2}; turn++)); do
             for site in base_site site; do
                 PYTHONPATH=/tmp/$site timeout 60 python3 -m cumem_sleep bench --rounds 1 --weights 16GiB --kv 12GiB \
                     --json >"$out/bench_$site.$turn.json" || failed=1

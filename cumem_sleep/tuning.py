@@ -40,6 +40,8 @@ class Tuning:
             wait while the caller plans the next part.
         slot_bytes: how many bytes of encoded chunks fit into a slot; the second number is for a full GPU.
         lent_slot_bytes: the same, for memory that is borrowed from a segment.
+        worth_compiling_bytes: segments that are planned together and are less than this do not get a layout whose
+            kernels are not ready: compiling them takes longer than copying any of this (1.5 s, `vllm_level_3.json`).
         rows: the most chunks in one launch of a codec kernel.
         few_rows: the same while a model runs, whose launches queue behind those of all slots: counting 128 MiB takes a
             fraction of a millisecond.
@@ -75,6 +77,7 @@ class Tuning:
     most_slots: int = 7
     slot_bytes: tuple[int, ...] = (64 * _MIB, 8 * _MIB)
     lent_slot_bytes: int = 8 * _MIB
+    worth_compiling_bytes: int = 256 * _MIB
     rows: int = 1024
     few_rows: int = 16
     count_part_bytes: int = _GIB

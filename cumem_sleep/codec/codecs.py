@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,12 +38,13 @@ def usual_layouts() -> list[Layout]:
     return [listed.codec.LAYOUTS[0] for listed in CODECS]
 
 
-def choose_codes(samples: Bytes, worth: float) -> list[Code | None]:
+def choose_codes(samples: Bytes, worth: float, without: Collection[Layout] = ()) -> list[Code | None]:
     """The code that makes each sample smallest, of all codecs.
 
     Args:
         samples: of shape (segments, bytes); each a multiple of 4 bytes from one segment.
         worth: None is chosen where no code is expected to get below this share of the size.
+        without: layouts that are left out.
     """
     if not samples.size:
         return [None] * len(samples)
@@ -51,7 +52,7 @@ def choose_codes(samples: Bytes, worth: float) -> list[Code | None]:
     best = np.full(len(samples), worth)
     chosen: list[Code | None] = [None] * len(samples)
     for codec, _ in CODECS:
-        for layout in codec.LAYOUTS:
+        for layout in (each for each in codec.LAYOUTS if each not in without):
             parameters, ratios = codec.rank(layout, samples)
             better = np.flatnonzero(ratios < best)
             best[better] = ratios[better]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from .. import _core, log
@@ -54,6 +55,11 @@ class Compressor:
             except CodecError as error:
                 self.give_up(error)
 
+    def _is_ready(self, layout: Layout, device: int) -> bool:
+        """Whether its kernels run at once."""
+        assert self._runner is not None
+        return not self._runner.compiles or (layout, device) in self._ready
+
     def _have_ready(self, layout: Layout, device: int) -> None:
         """Compile, load and test the kernels, before anything is stored that only they can read.
 
@@ -62,9 +68,12 @@ class Compressor:
         """
         assert self._runner is not None
         if (layout, device) not in self._ready:
+            begin = time.perf_counter()
             with codec_errors():
                 self._runner.warm_up(layout, device)
             self._ready.add((layout, device))
+            seconds = time.perf_counter() - begin
+            log.debug("the kernels for %s are ready on device %d after %.2f s", layout.name, device, seconds)
 
     @staticmethod
     def _check(device: int) -> None:
@@ -109,6 +118,7 @@ class Compressor:
             spare_bytes,
             lenders,
             keep_bytes=keep_bytes,
+            is_ready=self._is_ready,
             have_ready=self._have_ready,
             count_rows=self._tuning.few_rows if small else self._tuning.rows,
         )

@@ -19,7 +19,13 @@ from .table import ROW_BYTES, read_rows
 
 
 class Runner(Protocol):
-    """`codec.Kernels` of all codecs; asynchronous, in the order of `stream`."""
+    """`codec.Kernels` of all codecs; asynchronous, in the order of `stream`.
+
+    Attributes:
+        compiles: the first use of a layout takes a second or two.
+    """
+
+    compiles: bool
 
     def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:
         """As `Kernels.count`."""
@@ -36,6 +42,8 @@ class Runner(Protocol):
 
 class GpuRunner(Runner):
     """By the kernels of each codec."""
+
+    compiles = True
 
     def __init__(self) -> None:
         import torch
@@ -64,6 +72,8 @@ class GpuRunner(Runner):
 
 class SimulatedRunner(Runner):
     """By the reference of each codec, on the simulated driver, whose device memory the host can access."""
+
+    compiles = False
 
     def count(self, stream: _core.CopyStream, layout: Layout, table: int, chunks: int) -> None:  # noqa: D102
         for code, source, target, _ in self._rows(stream, layout, table, chunks):

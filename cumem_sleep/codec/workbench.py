@@ -7,7 +7,7 @@ so that one slot's copies overlap with another's kernels.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core, log
-from ..errors import InvalidState, OutOfDeviceMemory
+from ..errors import InvalidState, OutOfDeviceMemory, format_bytes
 from ..extents import Lane, Piece, Transfers
 from ..pinned import pinned_block
 from ..tuning import Tuning
 from .codec import CHUNK_BYTES, Bytes, Code, Layout
-from .codecs import choose_codes, least_bytes
+from .codecs import choose_codes, least_bytes, usual_layouts
 from .encoding import EncodedRun, Encoding
 from .lent import Cleared, Kept
 from .runner import Runner, codec_errors
@@ -71,12 +71,14 @@ class Workbench:
         lenders: Sequence[_core.Segment],
         *,
         keep_bytes: bool,
+        is_ready: Callable[[Layout, int], bool],
         have_ready: Callable[[Layout, int], None],
         count_rows: int,
     ) -> None:
         self._device = device
         self._runner = runner
         self._tuning = tuning
+        self._is_ready = is_ready
         self._have_ready = have_ready
         self._count_rows = count_rows
         self._turn = 0
@@ -174,9 +176,25 @@ class Workbench:
 
     def count_sampled(self, samples: Samples) -> list[Count]:
         """Choose codes for the segments of these samples, and begin to count with them."""
-        segments = samples.segments
-        codes = choose_codes(samples.finish(), _WORTH)
+        segments, content = samples.segments, samples.finish()
+        codes = choose_codes(content, _WORTH)
+        if without := self._not_worth_compiling(segments, codes):
+            others = [number for number, code in enumerate(codes) if code is not None and code.layout in without]
+            for number, code in zip(others, choose_codes(content[others], _WORTH, without), strict=True):
+                codes[number] = code
         return self._counts(zip(segments, codes, strict=True))
+
+    def _not_worth_compiling(self, segments: Sequence[_core.Segment], codes: Sequence[Code | None]) -> set[Layout]:
+        """Layouts that only a few small segments would have, such as one of zeros, and whose kernels are not ready."""
+        nbytes: Counter[Layout] = Counter()
+        for segment, code in zip(segments, codes, strict=True):
+            if code is not None and not self._is_ready(code.layout, self._device):
+                nbytes[code.layout] += segment.bytes
+        few = {layout for layout, total in nbytes.items() if total < self._tuning.worth_compiling_bytes}
+        few.difference_update(usual_layouts())
+        for layout in few:
+            log.debug("%s would suit %s, too little to compile for", layout.name, format_bytes(nbytes[layout]))
+        return few
 
     def encode(self, runs: Iterable[EncodedRun], transfers: Transfers) -> None:
         """Encode chunks and copy them to their places in the extents.

@@ -40,6 +40,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(CuMemAllocator.tuning, name, 2)
     monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (4 * MIB, 2 * MIB))
     monkeypatch.setattr(CuMemAllocator.tuning, "lent_slot_bytes", 2 * MIB)
+    monkeypatch.setattr(CuMemAllocator.tuning, "worth_compiling_bytes", 0)
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", PAGE)  # is decoded in a slot
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_extent_bytes", PAGE)
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)  # what it tells apart is not the question here

@@ -47,6 +47,12 @@ DTYPES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def every_layout_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little memory there is of it."""
+    monkeypatch.setattr(CuMemAllocator.tuning, "worth_compiling_bytes", 0)
+
+
 @pytest.fixture
 def allocator(make_allocator: MakeAllocator) -> CuMemAllocator:
     return make_allocator(compress="auto")
