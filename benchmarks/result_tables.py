@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from measured import (
     bench,
+    bench_beside,
     compressed,
     decoder,
     host_memory,
@@ -33,6 +34,8 @@ HEADLINE_BEGIN = "<!-- headline: made by benchmarks/result_tables.py from benchm
 HEADLINE_END = "<!-- /headline -->"
 SCENARIOS_BEGIN = "<!-- scenarios: made by benchmarks/result_tables.py from benchmarks/results, do not edit -->"
 SCENARIOS_END = "<!-- /scenarios -->"
+BESIDE_BEGIN = "<!-- beside: made by benchmarks/result_tables.py from benchmarks/results, do not edit -->"
+BESIDE_END = "<!-- /beside -->"
 BEGIN = "<!-- measured: made by benchmarks/result_tables.py from benchmarks/results, do not edit -->"
 END = "<!-- /measured -->"
 
@@ -116,6 +119,8 @@ def main() -> None:
     for name, made in SECTIONS.items():
         new[results.ROOT / "docs" / name] = replaced((results.ROOT / "docs" / name).read_text(), BEGIN, made(), END)
     new[page] = replaced(new[page], SCENARIOS_BEGIN, tried(), SCENARIOS_END)
+    beside = "\n".join([BESIDE_BEGIN, "", *bench_beside.table(), "", BESIDE_END])
+    new[page] = replaced(new[page], BESIDE_BEGIN, beside, BESIDE_END)
     plots = {"peers.json": (peers.PLOT, peers.draw)}
     if is_there(switching.RESULT):
         plots[switching.RESULT] = (switching.PLOT, switching.draw)

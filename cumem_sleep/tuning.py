@@ -41,7 +41,8 @@ class Tuning:
         slot_bytes: how many bytes of encoded chunks fit into a slot; the second number is for a full GPU.
         lent_slot_bytes: the same, for memory that is borrowed from a segment.
         worth_compiling_bytes: segments that are planned together and are less than this do not get a layout whose
-            kernels are not ready: compiling them takes longer than copying any of this (1.5 s, `vllm_level_3.json`).
+            kernels are not ready, because compiling takes longer than copying all of them would
+            (`vllm_first_compressed_sleep.json`).
         rows: the most chunks in one launch of a codec kernel.
         few_rows: the same while a model runs, whose launches queue behind those of all slots: counting 128 MiB takes a
             fraction of a millisecond.

@@ -229,6 +229,7 @@ def results(
         (folder / name).write_text(json.dumps(bench_result()))
     kept = (
         "decoder",
+        "bench_beside",
         "prepare_cost",
         "peers_vllm",
         "vllm_serve",
@@ -255,9 +256,9 @@ def results(
         (folder / name).write_bytes((BENCHMARKS / "results" / name).read_bytes())
     (tmp_path / "docs").mkdir()
     for page in tables.SECTIONS:
-        (tmp_path / "docs" / page).write_text(
-            f"Above.\n\n{tables.SCENARIOS_BEGIN}\n{tables.SCENARIOS_END}\n{tables.BEGIN}\n{tables.END}\n\nBelow.\n"
-        )
+        marks = ("SCENARIOS_BEGIN", "SCENARIOS_END", "BEGIN", "END", "BESIDE_BEGIN", "BESIDE_END")
+        lines = "\n".join(getattr(tables, mark) for mark in marks)
+        (tmp_path / "docs" / page).write_text(f"Above.\n\n{lines}\n\nBelow.\n")
     (tmp_path / "README.md").write_text(f"Above.\n\n{tables.HEADLINE_BEGIN}\n{tables.HEADLINE_END}\n")
     monkeypatch.setattr(tables.results, "ROOT", tmp_path)
     monkeypatch.setattr(tables.results, "RESULTS", folder)
