@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from .engines import PROMPTS, checkpoint, cycle, engine, tokens
 from .gate import DEV_MODE, GatedServer
 from .level_3 import refused_level_3
-from .ranks import TENSOR_PARALLEL, asleep, fails, gpu_is_full
+from .ranks import PROBED, TENSOR_PARALLEL, asleep, fails, gpu_is_full, killed_in_a_wake, process_of
 from .ray_cluster import ray_cluster
 from .registry import Facts, NotHere, check, scenario, timed
 
@@ -193,13 +194,16 @@ def tensor_parallel_2_on_ray_compiled(folder: Path) -> Facts:
     }
 
 
-@scenario(gpus=2, alone=True, limit_s=240, CUMEM_SLEEP_ON_REQUEST="reject", **DEV_MODE, **ON_RAY)
+@scenario(gpus=2, alone=True, limit_s=240, **PROBED, **DEV_MODE, **ON_RAY)
 def gate_on_ray(folder: Path) -> Facts:
-    """`vllm serve` on Ray, tensor parallel 2, with the gate: it rejects, wakes, refuses level 3; then a full GPU."""
+    """`vllm serve` on Ray, tensor parallel 2, with the gate: it rejects, wakes, refuses level 3; then a full GPU, and a
+    rank that is killed.
+    """
     facts: Facts = {"ray": needs_ray()}
     with (
         ray_cluster(gpus=2),
         GatedServer(folder, "ray", 8141, *TENSOR_PARALLEL, "--distributed-executor-backend", "ray") as server,
+        ThreadPoolExecutor(1) as pool,
     ):
         _, before = server.tokens(PROMPTS[0])
         for level in (1, 2):
@@ -216,6 +220,7 @@ def gate_on_ray(folder: Path) -> Facts:
             fails(server, facts, "/wake_up", 1, [True, True])
         server.expect(200, "POST", "/wake_up")
         check("tokens after the retry", server.tokens(PROMPTS[0]) == (200, before))
+        killed_in_a_wake(server, facts, process_of(server, 1), pool)
     return facts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -155,6 +156,8 @@ def rank_stopped_and_killed(folder: Path) -> Facts:
         _, before = server.tokens(PROMPTS[0])
         rank_1 = process_of(server, 1)
         server.expect(200, "POST", "/sleep?level=1")
+        facts["what is left, by rank"] = found = re.findall(r"[\d.]+ .iB left on the GPU[^;\n]*", log_of(server))
+        check(f"NCCL has an item: {found}", sum("iB NCCL" in each for each in found) == 2)
         stop(rank_1)
         try:
             wake: Future[Any] = pool.submit(server.ask, "POST", "/wake_up")
@@ -170,28 +173,33 @@ def rank_stopped_and_killed(folder: Path) -> Facts:
         server.expect(200, "POST", "/wake_up")
         check("tokens after the retry", server.tokens(PROMPTS[0]) == (200, before))
 
-        server.expect(200, "POST", "/sleep?level=1")
-        server.expect(200, "GET", "/health")
-        stop(rank_1)
-        wake = pool.submit(_ask_who_may_end, server, "POST", "/wake_up")
-        time.sleep(1)  # rank 0 waits for it by now
-        with timed(facts, "until the call ends s"):
-            os.kill(rank_1, signal.SIGKILL)
-            facts["answer of the wake whose rank was killed"] = ended = wake.result(ENDS_WITHIN_S)
-        check("the call does not succeed", ended[0] != 200)
-        facts["health"] = health = [_ask_who_may_end(server, "GET", "/health")]
-
-        def is_ill() -> bool:
-            health[1:] = [_ask_who_may_end(server, "GET", "/health")]
-            return health[-1][0] != 200
-
-        with timed(facts, "until health says so s"):  # vLLM learns of it in another process
-            _until(is_ill, ILL_WITHIN_S, "the server says that it is not well")
-        check("a request is not answered", _ask_who_may_end(server, "POST", "/v1/completions", "x")[0] != 200)
+        killed_in_a_wake(server, facts, rank_1, pool)
     left = [gpu_memory_in_use_bytes(gpu) or 0 for gpu in range(2)]
     facts["bytes on the GPUs before and after"] = [empty, left]
     check(f"nothing is left: {empty}, {left}", all(b <= a + (64 << 20) for a, b in zip(empty, left, strict=True)))
     return facts
+
+
+def killed_in_a_wake(server: GatedServer, facts: Facts, process: int, pool: ThreadPoolExecutor) -> None:
+    """The call ends, without success, and the server says within some seconds that it is not well."""
+    server.expect(200, "POST", "/sleep?level=1")
+    server.expect(200, "GET", "/health")
+    stop(process)
+    wake = pool.submit(_ask_who_may_end, server, "POST", "/wake_up")
+    time.sleep(1)  # the other rank waits for it by now
+    with timed(facts, "until the call ends s"):
+        os.kill(process, signal.SIGKILL)
+        facts["answer of the wake whose rank was killed"] = ended = wake.result(ENDS_WITHIN_S)
+    check("the call does not succeed", ended[0] != 200)
+    facts["health"] = health = [_ask_who_may_end(server, "GET", "/health")]
+
+    def is_ill() -> bool:
+        health[1:] = [_ask_who_may_end(server, "GET", "/health")]
+        return bool(health[-1][0] != 200)
+
+    with timed(facts, "until health says so s"):  # vLLM learns of it in another process
+        _until(is_ill, ILL_WITHIN_S, "the server says that it is not well")
+    check("a request is not answered", _ask_who_may_end(server, "POST", "/v1/completions", "x")[0] != 200)
 
 
 def stop(process: int) -> None:
