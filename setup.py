@@ -53,7 +53,7 @@ def sources(folder: str) -> list[str]:
 
 def require_compiler() -> None:
     """End with one line if there is no C++ compiler."""
-    command = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")[0]
+    command = (shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "") or ["g++"])[0]
     if shutil.which(command) is None:
         raise SystemExit(
             f"the C++ compiler {command!r} was not found: install one that knows C++17 (apt install g++,"

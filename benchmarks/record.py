@@ -51,14 +51,19 @@ def machine() -> dict[str, Any]:
     }
 
 
-def machine_without_gpu() -> dict[str, Any]:
-    """The same of a machine whose GPU, if it has one, takes no part."""
+def machine_without_gpu(*, simulated: bool = False) -> dict[str, Any]:
+    """The same of a machine whose GPU, if it has one, takes no part.
+
+    Args:
+        simulated: processes that this one starts use the simulated driver.
+    """
     from cumem_sleep.tools.machine import machine_facts
 
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
         **asdict(machine_facts("none", command())),
+        "simulated": simulated,
         "cpu": next((line.partition(":")[2].strip() for line in lines if "model name" in line), "unknown"),
         "commit": os.environ.get("COMMIT") or commit,
     }

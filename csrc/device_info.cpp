@@ -47,7 +47,6 @@ DeviceInfo device_info(int device) {
     info.host_pointers = attribute(CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
     info.virtual_memory = attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
     if (!info.virtual_memory) return info;
-    info.granularity_bytes = granularity(device);
     const HandleSupport support = handle_support(device);
     info.posix_fd = support.handle_types & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     info.fabric = support.handle_types & CU_MEM_HANDLE_TYPE_FABRIC;

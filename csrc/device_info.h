@@ -11,7 +11,7 @@ struct DeviceInfo {
     // "GPU-" and 8-4-4-4-12 hexadecimal digits, as nvidia-smi prints it. Processes may number a host's GPUs differently
     // (CUDA_VISIBLE_DEVICES); this is the same in all of them.
     std::string uuid;
-    size_t total_bytes = 0, granularity_bytes = 0;
+    size_t total_bytes = 0;
     int capability_major = 0, capability_minor = 0, numa = -1;
     bool virtual_memory = false, posix_fd = false, fabric = false, gpu_direct_rdma = false;
     bool host_pointers = false;  // kernels can access registered host memory by its host address

@@ -75,4 +75,6 @@ class Pools:
             why = "PyTorch is not installed, or reaches no GPU (a build for the CPU?)"
         else:
             why = "what is built on the CPU and moved to the GPU later is not in it: build, or move, inside the pool"
-        log.warning("nothing was allocated in the memory pool %r, so nothing of it can sleep: %s", tag, why)
+        log.warning(
+            "nothing was allocated in the memory pool %r, so nothing of it can sleep; if something should: %s", tag, why
+        )

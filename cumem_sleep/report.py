@@ -78,8 +78,8 @@ class SleepReport:
         left: about how `left_bytes` is made up, by name. `awake`: memory of this layer. `context`: what was in use when
             this layer first allocated there: the CUDA context, other processes. `nccl`: what came with communicators
             before that (`CuMemAllocator.note_communicators`, vLLM's). `modules_and_graphs`: what came with the warm-up
-            (`CuMemAllocator.warming_up`, vLLM's). `rest`: all else, other processes included. An item is missing where
-            nothing is known of it, or it does not fit into the sum any more.
+            (`CuMemAllocator.warming_up`, vLLM's) and is still there. `rest`: all else, other processes included. An
+            item is missing where nothing is known of it, or what was in use before does not fit into the sum any more.
         checkpointed_bytes: at level 3, of the CUDA state of this process that left its devices as well.
         why_not_deeper: why a sleep at level 3 stayed at level 1, if it did.
         seconds: the whole call.

@@ -40,9 +40,8 @@ class Tuning:
             wait while the caller plans the next part.
         slot_bytes: how many bytes of encoded chunks fit into a slot; the second number is for a full GPU.
         lent_slot_bytes: the same, for memory that is borrowed from a segment.
-        worth_compiling_bytes: segments that are planned together and are less than this do not get a layout whose
-            kernels are not ready, because compiling takes longer than copying all of them would
-            (`vllm_first_compressed_sleep.json`).
+        worth_compiling_bytes: a sleep that has planned less than this with a layout compiles no kernels for it, because
+            that takes longer than to copy as much uncompressed (`vllm_first_compressed_sleep.json`).
         rows: the most chunks in one launch of a codec kernel.
         few_rows: the same while a model runs, whose launches queue behind those of all slots: counting 128 MiB takes a
             fraction of a millisecond.

@@ -42,8 +42,8 @@ _OTHERS = {
     "TEST_STORM_S": "how many seconds each storm of signals or finalisers lasts (4)",
     "TEST_RANKS": "1: ranks fail at every position of every driver call, and are killed at every step",
     "TEST_VAULT_KILLS": "how often a vault at work is killed (6)",
-    "TEST_GATE_SECONDS": "for how many seconds random requests to the gate begin (20)",
-    "TEST_GATE_SEED": "with which of these it begins (300)",
+    "TEST_GATE_SECONDS": "how long new random episodes at the gate are started, in seconds (20)",
+    "TEST_GATE_SEED": "the number of the first of them (300)",
 }
 
 KNOWN = frozenset(PREFIX + name for name in (*_OF_SETTINGS, *_OF_THE_GATE, *_OTHERS))

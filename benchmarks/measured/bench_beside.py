@@ -32,7 +32,7 @@ def table() -> list[str]:
     lines += [f"| {step} | {' | '.join(_cell(seconds[step]) for seconds in both)} |" for step in both[0]]
     releases = [[one for run in runs[name] for one in _releases(run)] for name in (base, f"commit {later}")]
     shown = " and ".join(f"{1000 * median(each):.0f} ms ({_range(each, 1000, 0)})" for each in releases)
-    return [*lines, "", f"Of each sleep the driver took {shown} to release memory. Raw: `{RESULT}`."]
+    return [*lines, "", f"In each sleep, releasing memory took the driver {shown}. Raw: `{RESULT}`."]
 
 
 def _seconds(runs: list[dict[str, Any]]) -> dict[str, list[float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,11 @@ CODECS = (Listed(exponent, _exponent_kernels),)
 def codec_of(layout: Layout) -> Codec[Any, Any]:
     """The codec that has this layout."""
     return next(listed.codec for listed in CODECS if layout in listed.codec.LAYOUTS)
+
+
+def all_layouts() -> list[Layout]:
+    """Those of all codecs."""
+    return [layout for listed in CODECS for layout in listed.codec.LAYOUTS]
 
 
 def usual_layouts() -> list[Layout]:
@@ -63,8 +68,7 @@ def choose_codes(samples: Bytes, worth: float, without: Collection[Layout] = ())
 
 def least_bytes(content_bytes: int) -> int:
     """The least that any code can make of this much content, which is whole chunks."""
-    layouts: Iterator[Layout] = (layout for codec, _ in CODECS for layout in codec.LAYOUTS)
-    return content_bytes // CHUNK_BYTES * min(layout.smallest_chunk_bytes for layout in layouts)
+    return content_bytes // CHUNK_BYTES * min(layout.smallest_chunk_bytes for layout in all_layouts())
 
 
 def decode(code: Code, stored: Bytes, sizes: npt.ArrayLike) -> Bytes:

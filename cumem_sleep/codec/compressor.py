@@ -95,7 +95,8 @@ class Compressor:
             spare_bytes: how much device memory may be taken for them.
             lenders: segments whose memory may be used meanwhile if there is too little.
             keep_bytes: whether the lenders' bytes are put back at the end.
-            small: take little memory and count few chunks at a time, because the model runs meanwhile.
+            small: take little memory and count few chunks at a time, because the model runs meanwhile; nobody waits, so
+                kernels are compiled for any segment.
 
         Raises:
             CodecError: the kernels are not available, or cannot access the memory they need.
@@ -120,5 +121,6 @@ class Compressor:
             keep_bytes=keep_bytes,
             is_ready=self._is_ready,
             have_ready=self._have_ready,
+            worth_compiling_bytes=0 if small else self._tuning.worth_compiling_bytes,
             count_rows=self._tuning.few_rows if small else self._tuning.rows,
         )

@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core, log
-from ..errors import InvalidState, OutOfDeviceMemory, format_bytes
+from ..errors import InvalidState, OutOfDeviceMemory
 from ..extents import Lane, Piece, Transfers
 from ..pinned import pinned_block
 from ..tuning import Tuning
 from .codec import CHUNK_BYTES, Bytes, Code, Layout
-from .codecs import choose_codes, least_bytes, usual_layouts
+from .codecs import all_layouts, choose_codes, least_bytes, usual_layouts
 from .encoding import EncodedRun, Encoding
 from .lent import Cleared, Kept
 from .runner import Runner, codec_errors
@@ -73,6 +73,7 @@ class Workbench:
         keep_bytes: bool,
         is_ready: Callable[[Layout, int], bool],
         have_ready: Callable[[Layout, int], None],
+        worth_compiling_bytes: int,
         count_rows: int,
     ) -> None:
         self._device = device
@@ -80,6 +81,8 @@ class Workbench:
         self._tuning = tuning
         self._is_ready = is_ready
         self._have_ready = have_ready
+        self._worth_compiling_bytes = worth_compiling_bytes
+        self._bytes_of: Counter[Layout] = Counter()  # planned so far: those that suit the layout best
         self._count_rows = count_rows
         self._turn = 0
         self._warned = False
@@ -178,23 +181,24 @@ class Workbench:
         """Choose codes for the segments of these samples, and begin to count with them."""
         segments, content = samples.segments, samples.finish()
         codes = choose_codes(content, _WORTH)
-        if without := self._not_worth_compiling(segments, codes):
-            others = [number for number, code in enumerate(codes) if code is not None and code.layout in without]
+        without = self._not_worth_compiling(segments, codes)
+        if others := [number for number, code in enumerate(codes) if code is not None and code.layout in without]:
             for number, code in zip(others, choose_codes(content[others], _WORTH, without), strict=True):
                 codes[number] = code
         return self._counts(zip(segments, codes, strict=True))
 
     def _not_worth_compiling(self, segments: Sequence[_core.Segment], codes: Sequence[Code | None]) -> set[Layout]:
-        """Layouts that only a few small segments would have, such as one of zeros, and whose kernels are not ready."""
-        nbytes: Counter[Layout] = Counter()
+        """Layouts whose kernels are not ready, and that too little would have so far, such as one buffer of float32."""
         for segment, code in zip(segments, codes, strict=True):
-            if code is not None and not self._is_ready(code.layout, self._device):
-                nbytes[code.layout] += segment.bytes
-        few = {layout for layout, total in nbytes.items() if total < self._tuning.worth_compiling_bytes}
-        few.difference_update(usual_layouts())
-        for layout in few:
-            log.debug("%s would suit %s, too little to compile for", layout.name, format_bytes(nbytes[layout]))
-        return few
+            if code is not None:
+                self._bytes_of[code.layout] += segment.bytes
+        return {
+            layout
+            for layout in all_layouts()
+            if layout not in usual_layouts()
+            and self._bytes_of[layout] < self._worth_compiling_bytes
+            and not self._is_ready(layout, self._device)
+        }
 
     def encode(self, runs: Iterable[EncodedRun], transfers: Transfers) -> None:
         """Encode chunks and copy them to their places in the extents.

@@ -13,8 +13,8 @@ from ..segments import total_bytes
 class LeftOnDevices:
     """Notes of what is in use on a device and is not this layer's, taken at moments when it is known what came before.
 
-    The driver tells what is in use by all processes, and other processes come and go. So items are about right, and
-    those that do not fit into the sum are left out.
+    The driver tells what is in use by all processes, and other processes come and go. So items are about right. What
+    the warm-up added counts as far as it fits into the sum; if what was there before does not fit, none is told.
     """
 
     def __init__(self) -> None:

@@ -82,27 +82,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _write_no_more()
         return EXIT_BROKEN_PIPE
     except OSError as error:  # for example a full disk
-        with suppress(OSError):  # the same again
-            _end(options, str(error))
-            sys.stdout.flush()
+        _end(options, str(error))
         _write_no_more()
         return EXIT_ERROR
 
 
 def _refuse(error: _BadUsage, given: Sequence[str]) -> NoReturn:
     """Say what is wrong with the arguments as argparse does, and as JSON if they want that."""
-    command = error.parser.prog.partition(" ")[2] or None
-    if "--json" in given:
-        _print_json(argparse.Namespace(command=command), _core.driver_is_simulated(), str(error), {})
     error.parser.print_usage(sys.stderr)
-    error.parser.exit(EXIT_ERROR, f"{error.parser.prog}: error: {error}\n")
+    print(f"{error.parser.prog}: error: {error}", file=sys.stderr)
+    if "--json" in given:
+        command = error.parser.prog.partition(" ")[2] or None
+        _print_error(argparse.Namespace(command=command), str(error))
+    raise SystemExit(EXIT_ERROR)
 
 
 def _end(options: argparse.Namespace, error: str) -> None:
     """Say why a command has ended early, in a line and, if it was to print JSON and has not, as JSON."""
     _say_error(error)
     if options.json and not options.shown:
+        _print_error(options, error)
+
+
+def _print_error(options: argparse.Namespace, error: str) -> None:
+    """As JSON, unless nobody takes it: the exit code says the same."""
+    try:
         _print_json(options, _core.driver_is_simulated(), error, {})
+        sys.stdout.flush()
+    except OSError:
+        _write_no_more()
 
 
 def _write_no_more() -> None:

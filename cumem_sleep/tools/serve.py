@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 URL_VARIABLE, TOKEN_VARIABLE = "CUMEM_SLEEP_SERVE_URL", "CUMEM_SLEEP_SERVE_TOKEN"
-_OF_VAULTS = ("memory", "pinned", "adopted", "prefaulted", "asleep", "left")
+_OF_VAULTS = ("memory", "pinned", "adopted", "touched", "asleep", "left")
 _ASK_WITHIN_S = 1800.0  # a model that is to be woken may have to be started
 
 DESCRIPTION = """\
@@ -137,7 +137,7 @@ def look_at_vaults(sockets: Collection[str]) -> VaultStatus | None:
     if not found:
         return None
     total = {name: sum(facts[f"{name}_bytes"] for facts in found) for name in _OF_VAULTS}
-    to_come = total["memory"] - total["pinned"] - total["adopted"] - total["prefaulted"]
+    to_come = total["memory"] - total["pinned"] - total["adopted"] - total["touched"]
     return VaultStatus(total["memory"], max(0, to_come), total["asleep"], total["left"])
 
 

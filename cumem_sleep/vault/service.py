@@ -442,7 +442,7 @@ class Service:
             "socket": str(self._path),
             "memory_bytes": self._pool.memory_bytes,
             "pinned_bytes": self._pool.ledger.own_bytes,
-            "prefaulted_bytes": self._pool.prefaulted_bytes,
+            "touched_bytes": self._pool.prefaulted_bytes,
             "adopted_bytes": self._pool.ledger.adopted_bytes,
             "short": self._pool.short,
             "free_bytes": self._pool.ledger.free_bytes,

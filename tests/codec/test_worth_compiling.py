@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from compression import (
-    at,
     bf16,
-    check_bytes,
+    content_of,
     cycle,
     e4m3,
     encodings,
     fill,
     fp32,
     small_slots,  # noqa: F401  (autouse)
+    write,
 )
 from support import PAGE
 
@@ -85,17 +85,53 @@ def test_a_layout_that_is_ready_serves_the_smallest_segment(allocator: CuMemAllo
     assert compiled == []
 
 
-def test_a_backup_keeps_its_layout(allocator: CuMemAllocator, compiled: list[str]) -> None:
-    """Its kernels were ready when it was made; what is planned with known codes asks no samples."""
+def test_a_backup_keeps_its_layout_when_it_is_rewritten(allocator: CuMemAllocator, compiled: list[str]) -> None:
+    """What is planned with a code that is known is not judged again."""
     contents = fill(allocator, fp32, nbytes=WORTH_BYTES)
     cycle(allocator, contents)
-    for address in contents:
-        assert at(address).bytes == WORTH_BYTES
-    check_bytes(contents)
-    allocator.sleep()
-    allocator.wake_up()
-    assert encodings(allocator, contents) == ["fp32"]
     assert compiled == ["fp32"]
+    allocator._compressor._ready.clear()
+    CuMemAllocator.tuning.worth_compiling_bytes = 2 * WORTH_BYTES
+    (address,) = contents
+    contents[address] = content_of(fp32, WORTH_BYTES, seed=1)
+    write(address, contents[address])
+    cycle(allocator, contents)
+    assert encodings(allocator, contents) == ["fp32"]
+
+
+def test_the_next_best_layout_must_be_ready_as_well(allocator: CuMemAllocator, compiled: list[str]) -> None:
+    """After e4m3 that is e5m2."""
+    contents = fill(allocator, bf16, e4m3, nbytes=PAGE)
+    cycle(allocator, contents)
+    assert encodings(allocator, contents) == ["bf16", None]
+    assert compiled == ["bf16"]
+
+
+@pytest.mark.parametrize("pages", [1, 2])
+def test_small_segments_add_up(allocator: CuMemAllocator, compiled: list[str], pages: int) -> None:
+    """A sleep plans them in parts, of which each may be too little."""
+    contents = fill(allocator, *[fp32] * (16 // pages), nbytes=pages * PAGE)
+    cycle(allocator, contents)
+    assert "fp32" in encodings(allocator, contents)
+    assert compiled == ["fp32"]
+
+
+def test_each_sleep_counts_anew(allocator: CuMemAllocator, compiled: list[str]) -> None:
+    contents = fill(allocator, fp32, nbytes=WORTH_BYTES - PAGE)
+    for _ in range(3):
+        cycle(allocator, contents)
+        allocator.release_backups()
+    assert compiled == []
+
+
+def test_in_the_background_everything_is_compiled(allocator: CuMemAllocator, compiled: list[str]) -> None:
+    contents = fill(allocator, fp32, e4m3, nbytes=PAGE)
+    preparation = allocator.prepare()
+    preparation.wait()
+    assert preparation.error is None
+    cycle(allocator, contents)
+    assert encodings(allocator, contents) == ["fp32", "e4m3"]
+    assert compiled == ["fp32", "e4m3"]
 
 
 def named(*names: str) -> list[Layout]:

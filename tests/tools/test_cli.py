@@ -208,6 +208,20 @@ def test_full_disk(arguments: list[str], model: pathlib.Path) -> None:
     assert process.stderr.splitlines()[-1:] == ["cumem-sleep [simulated]: [Errno 28] No space left on device"]
 
 
+@pytest.mark.slow
+@pytest.mark.sim
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["demo", "--kv", "0"], ["demo", "/nonexistent"]])
+def test_full_disk_for_the_json_of_an_error(arguments: list[str], unbuffered: str) -> None:
+    """The error is on standard error, and the exit code its own."""
+    with pathlib.Path("/dev/full").open("w") as full:
+        environment = {"CUMEM_SLEEP_DRIVER": "sim", "PYTHONUNBUFFERED": unbuffered}
+        process = as_module(*arguments, "--json", stdout=full, **environment)
+    assert process.returncode == 2
+    assert "expected at least one byte" in process.stderr or "No such file" in process.stderr
+    assert "Traceback" not in process.stderr
+
+
 def test_closed_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     assert cli.main(["doctor"]) == 2
