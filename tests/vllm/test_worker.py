@@ -333,6 +333,7 @@ class TestExecutor:
         report = allocator.sleep(1)
         assert report.left == {"context": 2 * PAGE, "nccl": 5 * PAGE, "modules_and_graphs": 3 * PAGE, "rest": 0}
         assert "4.00 MiB CUDA context and other processes, 10.00 MiB NCCL, 6.00 MiB modules and graphs" in str(report)
+        cuda.enter()
         gpu_worker.init_worker_distributed_environment(PAGE)  # a later engine's are not among what was there before
         assert communicators.bytes_taken() == {0: 5 * PAGE}
         for address in made:
