@@ -1,6 +1,6 @@
 """Whether backups are compressed. If they cannot be, compression is given up here.
 
-`Workbench.begin_plan` and `Count.finish` decide whether it is worthwhile for a single backup.
+`Workbench.begin_plan`, `Workbench.count_sampled` and `Count.finish` decide whether a single backup is.
 """
 
 from __future__ import annotations
