@@ -11,6 +11,9 @@ Each question starts a process that sleeps at level 1, and checkpoints it from o
 - `calls_while_locked`: which calls of a locked process return, and which wait.
 - `lock_beside_work`: a lock with a timeout while a kernel runs, and after it.
 - `ended_while_checkpointed`: by SIGTERM and by SIGKILL; when its memory is free again.
+- `without_host_memory`, `stopped`, `caller_killed`, `other_memory`: a checkpoint that finds no host memory; calls about
+  a process that is stopped; calls whose caller is killed; a process with managed memory, or whose memory others may
+  open. And whether the process can be brought back then.
 - `twenty_times`: seconds and memory of twenty checkpoints and restores in a row, and the bytes after them.
 """
 
@@ -20,12 +23,14 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +46,7 @@ SIMULATED = os.environ.get("CUMEM_SLEEP_DRIVER") == "sim"
 WEIGHTS_BYTES = (8 if SIMULATED else 1024) * MIB
 SECONDS = 120.0
 STEPS = ("lock", "checkpoint", "restore", "unlock")
+SLOW = ("checkpoint", "restore")
 
 
 class Target:
@@ -247,6 +253,135 @@ def ended_while_checkpointed() -> dict[str, Any]:
     return found
 
 
+def without_host_memory() -> dict[str, Any]:
+    return _each({"its address space may grow by 64 MiB": _without_host_memory})
+
+
+def stopped() -> dict[str, Any]:
+    return _each({"lock": _stopped_before_the_lock, **{f"{step}": partial(_stopped_before, step) for step in SLOW}})
+
+
+def caller_killed() -> dict[str, Any]:
+    ways = [(step, seconds) for step in SLOW for seconds in (0.02, 0.15)]
+    return _each({f"{seconds} s into the {step}": partial(_caller_killed, step, seconds) for step, seconds in ways})
+
+
+def other_memory() -> dict[str, Any]:
+    return _each({what: partial(_has, what) for what in (() if SIMULATED else ("managed", "ipc"))})
+
+
+def _each(ways: dict[str, Callable[[Target], dict[str, Any]]]) -> dict[str, Any]:
+    """What came of each call, and then of those that bring the process back, with its bytes."""
+    found: dict[str, Any] = {}
+    for name, disturb in ways.items():
+        with target() as process:
+            found[name] = disturb(process)
+            found[name]["brought back"] = _brought_back(process)
+    return found
+
+
+def _brought_back(process: Target) -> list[Any]:
+    """By the calls that its state asks for, which are tried once; then whether its bytes are right."""
+    steps: list[Any] = []
+    if (at := state(process.pid)) == "CHECKPOINTED":
+        steps.append(["restore", _do_for("restore", process.pid, 20.0)])
+        at = state(process.pid)
+    if at == "LOCKED":
+        steps.append(["unlock", do("unlock", process.pid)])
+        at = state(process.pid)
+    if at == "RUNNING":
+        process.tell("wake")
+        steps.append(["bytes are right", process.answers_within(20.0) and process.hear()["right"]])
+    return [*steps, at]
+
+
+def _without_host_memory(process: Target) -> dict[str, Any]:
+    """Its address space may not grow by more than 64 MiB."""
+    do("lock", process.pid)
+    nbytes = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    before = resource.prlimit(process.pid, resource.RLIMIT_AS, (nbytes + 64 * MIB, resource.RLIM_INFINITY))
+    found = {"checkpoint": _do_for("checkpoint", process.pid, 20.0)}
+    resource.prlimit(process.pid, resource.RLIMIT_AS, before)
+    if state(process.pid) == "LOCKED":
+        found["checkpoint, with memory again"] = _do_for("checkpoint", process.pid, 20.0)
+    return found
+
+
+def _stopped_before_the_lock(process: Target) -> dict[str, Any]:
+    os.kill(process.pid, signal.SIGSTOP)
+    found = {"lock, 1 s": _do_for("lock", process.pid, 20.0, "1.0")}
+    os.kill(process.pid, signal.SIGCONT)
+    return {**found, "state when it goes on": _states(process.pid, 2.0)}
+
+
+def _stopped_before(step: str, process: Target) -> dict[str, Any]:
+    for before in STEPS[: STEPS.index(step)]:
+        do(before, process.pid)
+    os.kill(process.pid, signal.SIGSTOP)
+    with _doing(step, process.pid) as caller:
+        time.sleep(3)
+        found: dict[str, Any] = {"after 3 s": "waits" if caller.poll() is None else "returns"}
+        os.kill(process.pid, signal.SIGCONT)
+        found["when it goes on"] = _answer_of(caller, 20.0)
+    return found
+
+
+def _caller_killed(step: str, seconds: float, process: Target) -> dict[str, Any]:
+    for before in STEPS[: STEPS.index(step)]:
+        do(before, process.pid)
+    with _doing(step, process.pid) as caller:
+        time.sleep(seconds)
+        was_at_work = caller.poll() is None
+        caller.kill()
+    return {"it was at work": was_at_work, "state": _states(process.pid, 2.0)}
+
+
+def _has(what: str, process: Target) -> dict[str, Any]:
+    answer = process.ask("take", what=what)
+    return {"taken": answer, **{step: _do_for(step, process.pid, 20.0) for step in ("lock", "checkpoint")}}
+
+
+def _states(pid: int, seconds: float) -> list[list[Any]]:
+    """Each state in that time, and after how many seconds it was first seen."""
+    found: list[list[Any]] = []
+    start = time.perf_counter()
+    while (now := time.perf_counter() - start) < seconds:
+        at = state(pid)
+        if not found or found[-1][1] != at:
+            found.append([round(now, 3), at])
+        time.sleep(0.005)
+    return found
+
+
+@contextlib.contextmanager
+def _doing(step: str, pid: int, *more: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process has begun this call."""
+    caller = subprocess.Popen(
+        [sys.executable, __file__, "--do", step, str(pid), *more], stdout=subprocess.PIPE, text=True
+    )
+    assert caller.stdout is not None
+    caller.stdout.readline()
+    try:
+        yield caller
+    finally:
+        caller.kill()
+        caller.wait()
+
+
+def _answer_of(caller: subprocess.Popen[str], seconds: float) -> Any:
+    try:
+        out, _ = caller.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"no answer in {seconds:.0f} s"
+    return json.loads(out.splitlines()[-1]) if out.strip() else f"ended with {caller.returncode}"
+
+
+def _do_for(step: str, pid: int, seconds: float, *more: str) -> Any:
+    """By another process, which may not come back."""
+    with _doing(step, pid, *more) as caller:
+        return _answer_of(caller, seconds)
+
+
 def twenty_times() -> dict[str, Any]:
     with target() as process:
         rounds = []
@@ -279,6 +414,7 @@ def serve() -> None:
     stream.synchronize()
     allocator.sleep(level=1)
     print(json.dumps({"uuid": _core.device_info(0).uuid}), flush=True)
+    held: list[object] = []
     for line in sys.stdin:
         answer: dict[str, Any] = {}
         request = json.loads(line)
@@ -291,6 +427,8 @@ def serve() -> None:
             answer = {"right": bool((content == written).all())}
         elif command in ("shrink", "grow"):
             sim.configure(device_bytes=(1 if command == "shrink" else 4 * WEIGHTS_BYTES // MIB) * MIB)
+        elif command == "take":
+            answer = {request["what"]: _take(request["what"], held)}
         elif command == "names":
             answer = {"names": list(_calls())}
         elif command == "call":
@@ -300,6 +438,24 @@ def serve() -> None:
         elif command == "finish":
             stream.synchronize()
         print(json.dumps(answer), flush=True)
+
+
+def _take(what: str, held: list[object]) -> str:
+    """Memory that checkpoints may not know."""
+    import torch
+
+    if what == "ipc":
+        held.append(tensor := torch.ones(8 * MIB, dtype=torch.uint8, device="cuda"))
+        held.append(tensor.untyped_storage()._share_cuda_())
+        return "a handle to be opened by other processes was made"
+    torch.cuda.init()
+    torch.cuda.current_stream().synchronize()
+    pointer = ctypes.c_uint64()
+    result = ctypes.CDLL(str(_core.driver_path())).cuMemAllocManaged(
+        ctypes.byref(pointer), ctypes.c_size_t(8 * MIB), ctypes.c_uint(1)
+    )
+    ctypes.memset(pointer.value or 0, 1, 8 * MIB) if result == 0 else None
+    return f"cuMemAllocManaged returned {result}"
 
 
 def _work(stream: _core.CopyStream, address: int, allocator: Any) -> object:
@@ -360,10 +516,11 @@ if __name__ == "__main__":
         hog(int(sys.argv[2]))
     elif sys.argv[1:2] == ["--do"]:
         _core.open_driver(driver_path("sim" if SIMULATED else "cuda"))
-        print(json.dumps(do(sys.argv[2], int(sys.argv[3]))))
+        print("begins", flush=True)
+        print(json.dumps(do(sys.argv[2], int(sys.argv[3]), *map(float, sys.argv[4:]))))
     else:
         questions = (
             *(memory, illegal, restore_without_memory, calls_while_locked, lock_beside_work),
-            *(ended_while_checkpointed, twenty_times),
+            *(ended_while_checkpointed, twenty_times, without_host_memory, stopped, caller_killed, other_memory),
         )
         main(__doc__ or "", {question.__name__: question for question in questions}, timeout_s=150.0)

@@ -575,6 +575,9 @@ def test_the_plot_is_the_same_for_the_same_result(
         ("lock_beside_work", ['"result": "CUDA_ERROR_NOT_READY"', '"state": "LOCKED"']),
         ("ended_while_checkpointed", ['"SIGTERM": {"seconds": 0', '"SIGKILL": {"seconds": 0']),
         ("twenty_times", ['"bytes are right": true']),
+        ("without_host_memory", ['["bytes are right", true], "RUNNING"']),
+        ("stopped", ['"lock": {', '"restore": {', '["bytes are right", true], "RUNNING"']),
+        ("caller_killed", ['0.15 s into the restore": {', '["bytes are right", true], "RUNNING"']),
     ],
 )
 def test_questions_about_checkpoints(question: str, facts: list[str]) -> None:
