@@ -32,6 +32,7 @@ class Engine:
     Attributes:
         wrong: `split` (one rank goes on), `nameless` (the error names nobody), `lies` (about `/is_sleeping`), `tokens`
             (others than before), `stuck` (no retry works).
+        told_of_nccl: how many ranks say what NCCL takes when they fall asleep.
     """
 
     log: pathlib.Path
@@ -41,6 +42,7 @@ class Engine:
     short_of_gpu: int | None = None
     short_of_host: int | None = None
     woken: int = 0
+    told_of_nccl: int = 2
 
     def __enter__(self) -> Engine:
         self.server = SimpleNamespace(log=self.log)
@@ -54,6 +56,8 @@ class Engine:
         del method
         if path.startswith("/sleep"):
             self.paused = True
+            with self.log.open("a") as log:
+                log.write("2.00 GiB left on the GPU (about 1.00 GiB NCCL, 1.00 GiB the rest); x\n" * self.told_of_nccl)
             return self._change(True, self.short_of_host)
         if path == "/wake_up":
             found = self._change(False, self.short_of_gpu)
@@ -171,6 +175,7 @@ class Mortal(Engine):
     ("wrong", "said"),
     [
         ("", ""),
+        ("silent", "NCCL has an item"),
         ("split", "no rank is awake"),
         ("ill", "the engine is dead"),
         ("undead", "the server says that it is not well"),
@@ -179,7 +184,7 @@ class Mortal(Engine):
 def test_a_rank_is_stopped_and_killed(
     ranks: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, wrong: str, said: str
 ) -> None:
-    engine = Mortal(tmp_path / "log", wrong)
+    engine = Mortal(tmp_path / "log", wrong, told_of_nccl=1 if wrong == "silent" else 2)
     monkeypatch.setattr(ranks, "GatedServer", lambda *_: engine)
     monkeypatch.setattr(ranks, "ILL_WITHIN_S", 0.2)
     expected = pytest.raises(AssertionError, match=said) if said else contextlib.nullcontext()

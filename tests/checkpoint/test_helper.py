@@ -235,6 +235,7 @@ class TestExit:
         assert_clean_exit(process)
         assert process.stdout == "0 False\n"  # handlers of libraries may call CUDA
 
+    @pytest.mark.slow
     def test_while_another_thread_is_on_its_way_there(self) -> None:
         """The end takes its turn, and does not read the answer that is meant for that thread."""
         process = run_script(

@@ -87,7 +87,7 @@ class TestPrepare:
         allocator.wake_up()
         check_bytes(contents)
 
-    @pytest.mark.parametrize("place", [0, 1, 2])
+    @pytest.mark.parametrize("place", [0, *(pytest.param(place, marks=pytest.mark.slow) for place in (1, 2))])
     def test_a_piece_that_is_larger_encoded_than_a_slot(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, place: int
     ) -> None:

@@ -303,7 +303,7 @@ class TestRoundTrips:
         assert events.index("decode") == slots - 1
         assert events.count("copy") == events.count("decode") == 8  # two encoded pages in each
 
-    @pytest.mark.parametrize("slots", [1, 2, 4])
+    @pytest.mark.parametrize("slots", [2, *(pytest.param(slots, marks=pytest.mark.slow) for slots in (1, 4))])
     def test_what_is_encoded_is_copied_while_the_next_is_encoded(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int
     ) -> None:

@@ -107,7 +107,7 @@ def test_the_next_best_layout_must_be_ready_as_well(allocator: CuMemAllocator, c
     assert compiled == ["bf16"]
 
 
-@pytest.mark.parametrize("pages", [1, 2])
+@pytest.mark.parametrize("pages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_small_segments_add_up(allocator: CuMemAllocator, compiled: list[str], pages: int) -> None:
     """A sleep plans them in parts, of which each may be too little."""
     contents = fill(allocator, *[fp32] * (16 // pages), nbytes=pages * PAGE)

@@ -245,6 +245,7 @@ def test_a_server_by_url_is_found_as_it_is_and_never_stopped(tmp_path: Path) -> 
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_server_by_url_that_is_not_there_holds_up_its_neighbours_for_a_moment_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +265,7 @@ def test_a_server_by_url_that_is_not_there_holds_up_its_neighbours_for_a_moment_
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_server_by_url_that_starts_again_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be taking the GPU's memory before it listens."""
     monkeypatch.setattr(units, "NOBODY_ANSWERS_S", 0.0)

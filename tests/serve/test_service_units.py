@@ -39,6 +39,7 @@ def command(parsed: ConfigParser, home: Path) -> list[str]:
     return shlex.split(line.replace("%h", str(home)).replace("200GiB", "64MiB"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNITS)
 def test_its_command_says_when_it_serves_and_ends_at_sigterm(name: str, tmp_path: Path) -> None:
     (tmp_path / "models.yaml").write_text(

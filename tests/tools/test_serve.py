@@ -11,6 +11,7 @@ import pytest
 WITHOUT_YAML = "import sys; sys.modules['yaml'] = None; from cumem_sleep.tools import cli; sys.exit(cli.main())"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--check"], []], ids=["check", "serve"])
 def test_without_its_packages(options: list[str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "models.yaml").write_text("models: {}")
