@@ -76,6 +76,14 @@ class Target:
         self.tell(command, **arguments)
         return self.hear()
 
+    def still_right(self) -> bool | str:
+        """Whether a wake brings its bytes back, or what became of the process."""
+        try:
+            self.tell("wake")
+            return bool(self.answers_within(20.0) and self.hear()["right"])
+        except (OSError, ValueError):  # it ended
+            return f"it ended with status {self._process.wait(10)}"
+
     def end(self, number: int = signal.SIGKILL) -> float:
         """Seconds until it has ended; -1 if that did not do it, and SIGKILL had to."""
         start = time.perf_counter()
@@ -290,8 +298,7 @@ def _brought_back(process: Target) -> list[Any]:
         steps.append(["unlock", do("unlock", process.pid)])
         at = state(process.pid)
     if at == "RUNNING":
-        process.tell("wake")
-        steps.append(["bytes are right", process.answers_within(20.0) and process.hear()["right"]])
+        steps.append(["bytes are right", process.still_right()])
     return [*steps, at]
 
 

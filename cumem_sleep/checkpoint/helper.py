@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-from .. import _core
-from ..errors import CumemSleepError, DriverError
+from .. import _core, host_facts
+from ..errors import CumemSleepError, DriverError, format_bytes
 from .device_memory import free_bytes, used_bytes
 
 _State = _core.ProcessState
@@ -62,6 +64,7 @@ class Target:
             By GPU, by how many bytes free memory grew (`freed_bytes`), how many must be free for a restore
             (`needed_bytes`), and how many are free now (`free_bytes`).
         """
+        _require_host_memory(self._pid, sum(used_bytes(self._pid, uuids).values()))
         with self._timed("lock"):
             _core.lock_process(self._pid, lock_timeout_s)
         try:
@@ -139,6 +142,30 @@ class Target:
             yield
         finally:
             self._seconds[phase] = time.perf_counter() - start
+
+
+def _require_host_memory(pid: int, needed_bytes: int) -> None:
+    """Before anything is changed: after a checkpoint that found too little, half of the processes crashed later.
+
+    Args:
+        needed_bytes: what the process has on its GPUs, which a checkpoint copies; 0 where nobody counts it.
+
+    Raises:
+        OSError: a limit of the process, which this one shares, leaves less.
+    """
+    soft, _ = resource.prlimit(pid, resource.RLIMIT_AS)
+    taken = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = {
+        "its address space (RLIMIT_AS)": None if soft == resource.RLIM_INFINITY else soft - taken,
+        "the cgroup": host_facts.cgroup_available_bytes(),
+        "the system (MemAvailable)": host_facts.mem_available_bytes(enough=needed_bytes),
+    }
+    for name, left in limits.items():
+        if left is not None and left < needed_bytes:
+            raise OSError(
+                f"a checkpoint copies {format_bytes(needed_bytes)} to host memory, and {name} leaves"
+                f" {format_bytes(max(0, left))}"
+            )
 
 
 def _needed_bytes(grown_bytes: int, counted_bytes: int, in_use: bool) -> int:
