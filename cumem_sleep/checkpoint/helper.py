@@ -153,10 +153,8 @@ def _require_host_memory(pid: int, needed_bytes: int) -> None:
     Raises:
         OSError: a limit of the process, which this one shares, leaves less.
     """
-    soft, _ = resource.prlimit(pid, resource.RLIMIT_AS)
-    taken = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
     limits = {
-        "its address space (RLIMIT_AS)": None if soft == resource.RLIM_INFINITY else soft - taken,
+        "its address space (RLIMIT_AS)": _address_space_left(pid),
         "the cgroup": host_facts.cgroup_available_bytes(),
         "the system (MemAvailable)": host_facts.mem_available_bytes(enough=needed_bytes),
     }
@@ -166,6 +164,16 @@ def _require_host_memory(pid: int, needed_bytes: int) -> None:
                 f"a checkpoint copies {format_bytes(needed_bytes)} to host memory, and {name} leaves"
                 f" {format_bytes(max(0, left))}"
             )
+
+
+def _address_space_left(pid: int) -> int | None:
+    """None if it is not limited, or the system does not tell."""
+    try:
+        soft, _ = resource.prlimit(pid, resource.RLIMIT_AS)
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    except OSError:
+        return None
+    return None if soft == resource.RLIM_INFINITY else soft - pages * resource.getpagesize()
 
 
 def _needed_bytes(grown_bytes: int, counted_bytes: int, in_use: bool) -> int:

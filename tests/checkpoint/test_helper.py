@@ -440,6 +440,17 @@ def test_limits_of_the_system_count_before_a_checkpoint(monkeypatch: pytest.Monk
         helper._require_host_memory(os.getpid(), 2 * PAGE)
 
 
+def test_a_limit_that_the_system_does_not_tell_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("prlimit")
+
+    assert helper._address_space_left(os.getpid()) is None  # not limited
+    monkeypatch.setattr(helper.resource, "prlimit", lambda *_: (1 << 50, 1 << 50))
+    assert 0 < (helper._address_space_left(os.getpid()) or 0) < 1 << 50
+    monkeypatch.setattr(helper.resource, "prlimit", refuse)
+    assert helper._address_space_left(os.getpid()) is None
+
+
 def _helper_pid() -> int:
     helper = THIS_PROCESS._helper
     assert helper is not None
