@@ -332,7 +332,14 @@ def test_plot_and_check(
     for path in (BENCHMARKS / "results").glob("*.json"):
         if path.name != "switching.json":
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    marks = (tables.SCENARIOS_BEGIN, tables.SCENARIOS_END, tables.BEGIN, tables.END)
+    marks = (
+        tables.SCENARIOS_BEGIN,
+        tables.SCENARIOS_END,
+        tables.BEGIN,
+        tables.END,
+        tables.BESIDE_BEGIN,
+        tables.BESIDE_END,
+    )
     (tmp_path / "docs").mkdir()
     for page in tables.SECTIONS:
         (tmp_path / "docs" / page).write_text("\n".join(marks) + "\n")
