@@ -14,6 +14,8 @@ Each question starts a process that sleeps at level 1, and checkpoints it from o
 - `without_host_memory`, `stopped`, `caller_killed`, `other_memory`: a checkpoint that finds no host memory; calls about
   a process that is stopped; calls whose caller is killed; a process with managed memory, or whose memory others may
   open. And whether the process can be brought back then.
+- `refused`: the checkpoint that this layer's helper refuses before it locks anything, because the process may take too
+  little host memory; and the same with memory again.
 - `twenty_times`: seconds and memory of twenty checkpoints and restores in a row, and the bytes after them.
 """
 
@@ -38,7 +40,8 @@ from ending import end
 from questions import main
 
 from cumem_sleep import DriverError, _core
-from cumem_sleep.checkpoint.device_memory import free_bytes
+from cumem_sleep.checkpoint.device_memory import free_bytes, used_bytes
+from cumem_sleep.checkpoint.helper import Target as HelperOf
 from cumem_sleep.driver import driver_path
 
 MIB = 1 << 20
@@ -314,6 +317,20 @@ def _without_host_memory(process: Target) -> dict[str, Any]:
     return found
 
 
+def refused() -> dict[str, Any]:
+    return _each({"its address space may grow by 4 MiB": _refused})
+
+
+def _refused(process: Target) -> dict[str, Any]:
+    helper = HelperOf(process.pid)
+    request = {"do": "checkpoint", "lock_timeout_s": SECONDS, "uuids": [process.uuid], "in_use": [process.uuid]}
+    nbytes = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    before = resource.prlimit(process.pid, resource.RLIMIT_AS, (nbytes + 4 * MIB, resource.RLIM_INFINITY))
+    found = {"counted bytes": used_bytes(process.pid, [process.uuid]), "checkpoint": helper.answer(request)}
+    resource.prlimit(process.pid, resource.RLIMIT_AS, before)
+    return {**found, "checkpoint, with memory again": helper.answer(request)}
+
+
 def _stopped_before_the_lock(process: Target) -> dict[str, Any]:
     os.kill(process.pid, signal.SIGSTOP)
     found = {"lock, 1 s": _do_for("lock", process.pid, 20.0, "1.0")}
@@ -528,6 +545,14 @@ if __name__ == "__main__":
     else:
         questions = (
             *(memory, illegal, restore_without_memory, calls_while_locked, lock_beside_work),
-            *(ended_while_checkpointed, twenty_times, without_host_memory, stopped, caller_killed, other_memory),
+            *(
+                ended_while_checkpointed,
+                twenty_times,
+                without_host_memory,
+                refused,
+                stopped,
+                caller_killed,
+                other_memory,
+            ),
         )
         main(__doc__ or "", {question.__name__: question for question in questions}, timeout_s=150.0)

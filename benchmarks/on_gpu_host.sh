@@ -7,7 +7,7 @@
 #   tests_1+tests_2 two_gpu_tests [~250]  the same on two GPUs at once
 #   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  decoder [100]  compressed [280]  codec [200]  host_memory [120]  prepare [90]
 #   peers [500]  needs .gpu/peers.tar.xz (benchmarks/peers_bundle.py)
-#   vault [~300]  vault_small [~80]  vault_gpu_memory [~45]  vault_kills [140]  checkpoints [100]  restores [~60]  level_3 [25]  first_sleeps [~60; $FIRST_SLEEPS_OPTIONS]  level_2_wakes [~60]  small_calls [~60]
+#   vault [~300]  vault_small [~80]  vault_gpu_memory [~45]  vault_kills [140]  checkpoints [100]  restores [~60]  refused [~10]  level_3 [25]  first_sleeps [~60; $FIRST_SLEEPS_OPTIONS]  level_2_wakes [~60]  small_calls [~60]
 #   saver [~420]  saver_30 [~150]  saver_tests [~240]  equal_segments [~45]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]  models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
@@ -226,6 +226,7 @@ part() {
     equal_segments)
         limited 150 python3 benchmarks/equal_segments.py --out "$out/equal_segments.json" --questions fresh_memory equal_tensors
         ;;
+    refused) limited 60 python3 benchmarks/checkpoint_behaviour.py --out "$out/checkpoint_refused.json" --questions refused ;;
     level_3) limited 200 python3 -m cumem_sleep bench --level 3 --weights 30GiB --kv 30GiB --json >"$out/bench_level_3.json" ;;
     saver)
         with_saver && limited 570 python3 benchmarks/torch_memory_saver_beside.py --out "$out/saver.json" --theirs "$theirs" \
