@@ -10,6 +10,9 @@ Each question runs in a process of its own, because some answers leave a context
 - `memlock`: whether an unprivileged user with RLIMIT_MEMLOCK 0 can register 256 MiB.
 - `page_tables`: device memory that registering 8 GiB of host memory takes.
 - `handles`: the kinds of shareable handles that the device promises, and those that it gives.
+- `many`: ms that 256 segments of 112 MiB take in all for each call: in address ranges of their own, and side by side in
+  one range, where one call covers all of them; the same for an import of each. And how fast copies to host memory are
+  meanwhile, while imports are unmapped either way.
 - `pool_retry`: whether PyTorch frees its cache and tries again when an allocation in a pool finds the device full.
 """
 
@@ -34,6 +37,7 @@ from record import GIB
 
 MIB = 1 << 20
 KERNEL_MS = 200
+SEGMENTS, SEGMENT_BYTES = 256, 112 * MIB
 NOBODY = 65534
 CAPTURED = (
     *("cuMemCreate", "cuMemUnmap", "cuMemRelease", "cuMemHostUnregister", "cuMemFree"),
@@ -283,6 +287,116 @@ def handles() -> dict[str, Any]:
     return rows
 
 
+def access() -> Any:
+    description = cuda.CUmemAccessDesc()
+    description.location, description.flags = location(), cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return description
+
+
+class Many:
+    """Segments that are mapped and unmapped together."""
+
+    def __init__(self, adjacent: bool, handles: list[Any] | None = None) -> None:
+        self.ms: dict[str, float] = {}
+        self._adjacent = adjacent
+        count = range(SEGMENTS)
+        nbytes = SEGMENTS * SEGMENT_BYTES if adjacent else SEGMENT_BYTES
+        self.ranges = self._timed(
+            "cuMemAddressReserve",
+            lambda: [call(cuda.cuMemAddressReserve, nbytes, 0, 0, 0) for _ in (count if not adjacent else range(1))],
+        )
+        self.addresses = (
+            [int(self.ranges[0]) + n * SEGMENT_BYTES for n in count] if adjacent else [*map(int, self.ranges)]
+        )
+        kinds = cuda.CUmemAllocationHandleType
+        shareable = properties(kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+        self.handles = handles or self._timed(
+            "cuMemCreate", lambda: [call(cuda.cuMemCreate, SEGMENT_BYTES, shareable, 0) for _ in count]
+        )
+        self.map()
+
+    def map(self) -> None:
+        self._timed(
+            "cuMemMap",
+            lambda: [
+                call(cuda.cuMemMap, address, SEGMENT_BYTES, 0, handle, 0)
+                for address, handle in zip(self.addresses, self.handles, strict=True)
+            ],
+        )
+        at_once = SEGMENTS * SEGMENT_BYTES if self._adjacent else SEGMENT_BYTES
+        self._timed(
+            "cuMemSetAccess",
+            lambda: [call(cuda.cuMemSetAccess, address, at_once, [access()], 1) for address in self.ranges],
+        )
+
+    def unmap(self) -> None:
+        at_once = SEGMENTS * SEGMENT_BYTES if self._adjacent else SEGMENT_BYTES
+        self._timed("cuMemUnmap", lambda: [call(cuda.cuMemUnmap, address, at_once) for address in self.ranges])
+
+    def release(self) -> None:
+        self._timed("cuMemRelease", lambda: [call(cuda.cuMemRelease, handle) for handle in self.handles])
+
+    def free(self) -> None:
+        at_once = SEGMENTS * SEGMENT_BYTES if self._adjacent else SEGMENT_BYTES
+        self._timed("cuMemAddressFree", lambda: [call(cuda.cuMemAddressFree, each, at_once) for each in self.ranges])
+
+    def _timed(self, name: str, calls: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        answer = calls()
+        self.ms[name] = round((time.perf_counter() - start) * 1e3, 2)
+        return answer
+
+
+def many() -> dict[str, Any]:
+    torch.ones(1, device="cuda")
+    host = Host(GIB)
+    host.register()
+    rows: dict[str, Any] = {"segments": SEGMENTS, "segment_bytes": SEGMENT_BYTES, "copies of 1 GiB, GB/s": {}}
+    for _ in range(3):
+        for adjacent in (False, True):
+            way = "side by side" if adjacent else "one by one"
+            own = Many(adjacent)
+            imported = Many(adjacent, [imported_handle(handle) for handle in own.handles])
+            rows["copies of 1 GiB, GB/s"].setdefault("alone", []).append(copies(own.addresses, host, lambda: None))
+            rows["copies of 1 GiB, GB/s"].setdefault(f"{way}, imports unmapped", []).append(
+                copies(own.addresses, host, imported.unmap)
+            )
+            rows.setdefault(f"{way}, imports, beside copies", []).append(imported.ms)
+            imported.ms = {}
+            imported.map()
+            for one in (imported, own):
+                one.unmap()
+                one.release()
+                one.free()
+            rows.setdefault(f"{way}, imports", []).append(imported.ms)
+            rows.setdefault(f"{way}, own memory", []).append(own.ms)
+    return rows
+
+
+def imported_handle(handle: Any) -> Any:
+    kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    fd = call(cuda.cuMemExportToShareableHandle, handle, kind, 0)
+    imported = call(cuda.cuMemImportFromShareableHandle, fd, kind)
+    os.close(fd)
+    return imported
+
+
+def copies(addresses: list[int], host: Host, meanwhile: Callable[[], None]) -> float:
+    """GB/s of sixteen copies of 64 MiB each, of which `meanwhile` begins when two are done."""
+    stream = call(cuda.cuStreamCreate, 1)
+    events = []
+    start = time.perf_counter()
+    for n in range(16):
+        call(cuda.cuMemcpyDtoHAsync, host.address + n * 64 * MIB, addresses[n], 64 * MIB, stream)
+        event = call(cuda.cuEventCreate, 0)
+        call(cuda.cuEventRecord, event, stream)
+        events.append(event)
+    call(cuda.cuEventSynchronize, events[1])
+    meanwhile()
+    call(cuda.cuStreamSynchronize, stream)
+    return round(GIB / (time.perf_counter() - start) / 1e9, 2)
+
+
 def pool_retry() -> dict[str, Any]:
     from cumem_sleep import CuMemAllocator
 
@@ -302,7 +416,7 @@ def pool_retry() -> dict[str, Any]:
 
 
 INNER: dict[str, Callable[..., Any]] = {f.__name__: f for f in (capture, memlock_as_nobody)}
-QUESTIONS = {f.__name__: f for f in (waits, captures, memlock, page_tables, handles, pool_retry)}
+QUESTIONS = {f.__name__: f for f in (waits, captures, memlock, page_tables, handles, many, pool_retry)}
 
 
 if __name__ == "__main__":
