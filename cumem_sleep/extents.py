@@ -97,8 +97,14 @@ class Transfers(Protocol):
     def expect(self, extents: Iterable[Extent]) -> None:
         """Announce extents that are written next, so that they can be prepared ahead."""
 
+    def done_with(self, addresses: Iterable[int]) -> None:
+        """Announce that no copy of the segments at these addresses follows, and none is in flight.
+
+        Whoever was lent their memory can begin to give it back, while others are copied.
+        """
+
     def end(self) -> None:
-        """Announce that no copy follows, and none is in flight: what leaving has to wait for can begin."""
+        """Announce the same of all memory: what leaving has to wait for can begin."""
 
     def lane(self, stream: _core.CopyStream) -> Lane:
         """A lane in the order of `stream`, which the caller closes after the last copy."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 
@@ -59,12 +59,13 @@ class Filling:
         for device in {backup.segment.device for backup in raw} - self._copies.keys():
             lanes = min(_MOST_STREAMS, -(-self._most_bytes[device] // self._stream_bytes))
             streams = [self._streams.enter_context(_core.CopyStream(device)) for _ in range(lanes)]
-            self._copies[device] = _Copies([self._transfers.lane(stream) for stream in streams], self._stream_bytes)
+            lanes_of_device = [self._transfers.lane(stream) for stream in streams]
+            self._copies[device] = _Copies(lanes_of_device, self._stream_bytes, self._transfers.done_with)
         self._transfers.expect(chain.from_iterable(backup.extents for backup in [*raw, *encoded]))
         self._added += [backup.segment for backup in [*raw, *encoded]]
         for backup in raw:
             for piece in backup.pieces():
-                self._copies[backup.segment.device].start(piece, backup.segment.id)
+                self._copies[backup.segment.device].start(piece, backup.segment)
         for device, mine in by_device(backup.segment for backup in encoded).items():
             runs = chain.from_iterable(self._backups[segment.id].runs() for segment in mine)
             workbenches[device].encode(runs, self._transfers)
@@ -91,12 +92,17 @@ class Filling:
 
 
 class _Copies:
-    """Copies from one device. About a gibibyte is in flight; whatever was begun before that has arrived."""
+    """Copies from one device. About a gibibyte is in flight; whatever was begun before that has arrived.
 
-    def __init__(self, lanes: Sequence[Lane], stream_bytes: int) -> None:
+    Args:
+        done_with: called with the addresses of segments all of whose bytes have arrived, while there are others.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], stream_bytes: int, done_with: Callable[[Iterable[int]], None]) -> None:
         self._lanes = lanes
-        self._segments: list[set[int]] = [set() for _ in self._lanes]  # by lane
+        self._segments: list[dict[int, int]] = [{} for _ in self._lanes]  # addresses by id, by lane
         self._stream_bytes = stream_bytes
+        self._done_with = done_with
         self._turn = 0
         self._bytes = 0  # begun in this turn
 
@@ -105,15 +111,17 @@ class _Copies:
         """Ids of the segments whose copies may not have ended yet."""
         return set().union(*self._segments)
 
-    def start(self, piece: Piece, segment_id: int) -> None:
-        """Begin to copy it."""
+    def start(self, piece: Piece, segment: _core.Segment) -> None:
+        """Begin to copy it; all pieces of a segment come one after the other."""
         _core.stop_if_asked()
         if self._bytes >= self._stream_bytes:
             self._turn, self._bytes = (self._turn + 1) % len(self._lanes), 0
             self._lanes[self._turn].synchronize()
-            self._segments[self._turn].clear()
+            arrived, self._segments[self._turn] = self._segments[self._turn], {}
+            not_whole = self.in_flight | {segment.id}
+            self._done_with(address for number, address in arrived.items() if number not in not_whole)
         self._lanes[self._turn].write(piece.extent, piece.offset, piece.address, piece.bytes)
-        self._segments[self._turn].add(segment_id)
+        self._segments[self._turn][segment.id] = segment.address
         self._bytes += piece.bytes
 
     def finish(self) -> None:

@@ -143,6 +143,9 @@ class HostTransfers:
         self._prefaulted.add(tasks)
         self._expected.update(tasks)
 
+    def done_with(self, addresses: Iterable[int]) -> None:
+        """Nobody was lent their memory."""
+
     def end(self) -> None:
         """There is nothing to wait for."""
 

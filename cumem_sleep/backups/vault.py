@@ -382,11 +382,15 @@ class VaultTransfers:
     def expect(self, extents: Iterable[Extent]) -> None:
         """The vault's memory is ready as it is."""
 
-    def end(self) -> None:
-        """Let the vault begin to give back what it was lent: it takes 50 µs for each segment (`vault_alone.json`)."""
-        lent, self._lent = [each for _, each in self._lent.values()], {}
+    def done_with(self, addresses: Iterable[int]) -> None:
+        """Let the vault begin to give this memory back: it takes 50 µs for each segment (`vault_alone.json`)."""
+        lent = [self._lent.pop(address)[1] for address in addresses if address in self._lent]
         if self._client is not None and (request := self._client.begin_to_take_back(lent)) is not None:
             self._returning.append(request)
+
+    def end(self) -> None:
+        """Let it begin to give all of it back."""
+        self.done_with([*self._lent])
 
     def lane(self, stream: _core.CopyStream) -> VaultLane:
         """A lane in the order of `stream`."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import _core
 from ..extents import Lane, Transfers
-from ..pinned import pinned_block
 from .codec import Bytes
 from .table import ROW_BYTES, set_rows
 
@@ -26,12 +24,16 @@ _HEAD_ALIGN_BYTES = 64 << 10
 class Slot:
     """Device memory for one batch, its table, and its stream.
 
+    Args:
+        block: pinned host memory for the tables of all slots: to pin it takes as long as to pin one.
+        number: which of these slots this is.
+
     Attributes:
         segments: ids of the segments that are being encoded.
         lane: copies encoded chunks, in the order of its stream; `use` sets it.
     """
 
-    def __init__(self, device: int, address: int, rows: int) -> None:
+    def __init__(self, device: int, address: int, rows: int, block: _core.HostBlock, number: int) -> None:
         self._finished: Callable[[Slot], None] | None = None
         self._copies: Callable[[], None] | None = None
         self._readers: list[tuple[slice, Callable[[npt.NDArray[np.uint32]], None]]] = []
@@ -43,25 +45,25 @@ class Slot:
         self.chunks_address = address + head_bytes(rows)
         self.stream = _core.CopyStream(device)  # before the block: destroyed in this order if nobody closes the slot
         self.lane: Lane | None = None
-        self._block = pinned_block(head_bytes(rows), device, -1)
-        content = np.frombuffer(memoryview(self._block), np.uint8)
+        self._block, self._offset = block, number * head_bytes(rows)
+        content = np.frombuffer(memoryview(block), np.uint8)[self._offset :]
         self._rows = content[:counters_at].view("<u8").reshape(-1, 4)
         self._counters = content[counters_at : counters_at + 4 * rows].view("<u4")
         self._address = address
-        self.table = address or self._block.address
+        self.table = address or block.address + self._offset
 
     def close(self) -> None:
         """Wait for what is in flight. Closing again does nothing."""
         self._finished = self._copies = None
         self._readers = []
-        with closing(self._block), self.stream:
+        with self.stream:
             pass
 
     def set_rows(self, parameters: Bytes, sources: npt.ArrayLike, targets: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
         """Set the table of the next kernel; `parameters` are those of each chunk's code."""
         set_rows(self._rows[: len(parameters)], parameters, sources, targets, sizes)
         if self._address:
-            self.stream.to_device(self.table, self._block, 0, len(parameters) * ROW_BYTES)
+            self.stream.to_device(self.table, self._block, self._offset, len(parameters) * ROW_BYTES)
 
     def counters_for(self, chunks: int, found: Callable[[npt.NDArray[np.uint32]], None]) -> int:
         """The address of a counter for each of so many chunks, all zero. `read_counters` gives them to `found`."""
@@ -82,7 +84,7 @@ class Slot:
         readers, self._readers = self._readers, []
         counted, self._counted = self._counted, 0
         if readers:
-            self.stream.to_host(self._block, self._counters_at, self._counters_address, 4 * counted)
+            self.stream.to_host(self._block, self._offset + self._counters_at, self._counters_address, 4 * counted)
             self.stream.synchronize()
         for mine, found in readers:
             found(self._counters[mine])

@@ -87,6 +87,7 @@ class Workbench:
         self._turn = 0
         self._warned = False
         self._slots: list[Slot] = []  # before the memory: destroyed in this order if nobody closes them
+        self._tables: _core.HostBlock | None = None
         self._samples: list[Samples] = []  # as many as were ever in use at once
         self._kept: Kept | Cleared | None = None
         self._memory: _core.Scratch | None = None
@@ -94,8 +95,10 @@ class Workbench:
             address, slots, self.slot_bytes = self._take_memory(spare_bytes, lenders, keep_bytes=keep_bytes)
             self.has_memory = bool(address)
             step = head_bytes(tuning.rows) + self.slot_bytes
+            self._tables = pinned_block(slots * head_bytes(tuning.rows), device, -1)
             for number in range(slots):
-                self._slots.append(Slot(device, address and address + number * step, tuning.rows))
+                at = address and address + number * step
+                self._slots.append(Slot(device, at, tuning.rows, self._tables, number))
         except BaseException:
             self.close()
             raise
@@ -133,6 +136,8 @@ class Workbench:
                 stack.callback(self._kept.put_back)
             for samples in self._samples:
                 stack.callback(samples.close)
+            if self._tables is not None:
+                stack.callback(self._tables.close)
             for slot in self._slots:
                 stack.callback(slot.close)
 

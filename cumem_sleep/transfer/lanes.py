@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from .. import _core
-from ..digest.device import DigestRun
 from ..extents import Piece
 from ..tuning import Tuning
 from .pacing import Choice, Choices
@@ -67,13 +66,13 @@ class RawCopies:
     def __init__(
         self,
         mapped: Callable[[int], None],
-        digests: DigestRun | None,
+        completed: Callable[[Sequence[_core.Segment]], None],
         routes: Sequence[Route],
         choices: Choices,
         tuning: Tuning,
     ) -> None:
         self._mapped = mapped
-        self._digests = digests
+        self._completed = completed
         self._routes = routes
         self._choices = choices
         self._tuning = tuning
@@ -113,8 +112,7 @@ class RawCopies:
             batch, route = self._in_flight[0]
             route.lane.synchronize()
             del self._in_flight[0]
-            if self._digests is not None:
-                self._digests.start(batch.completed)
+            self._completed(batch.completed)
 
 
 class SlotCopies:

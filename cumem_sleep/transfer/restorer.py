@@ -105,7 +105,13 @@ class Restorer:
         lanes = [transfers.lane(stream) for stream in streams]
         routes = self._routes.open(device, lanes, nbytes, self._tuning.batch_bytes, None, tables)
         choices = self._routes.choices(device, routes, self._tuning.timed_bytes)
-        return RawCopies(mapped, digests, routes, choices, self._tuning).run(Batches(backups))
+
+        def completed(segments: Sequence[_core.Segment]) -> None:
+            if digests is not None:
+                digests.start(segments)
+            transfers.done_with(segment.address for segment in segments)
+
+        return RawCopies(mapped, completed, routes, choices, self._tuning).run(Batches(backups))
 
     def _decode(
         self,

@@ -86,6 +86,10 @@ class Piece(NamedTuple):
     lent_offset: int
     nbytes: int
 
+    def rest(self, start: int) -> Piece:
+        """All but its first `start` bytes."""
+        return Piece(self.block, self.offset + start, self.lent_offset + start, self.nbytes - start)
+
 
 @dataclass(eq=False)
 class Job:
@@ -170,6 +174,7 @@ class Link:
                     job, piece = turn
                     if piece is not None:
                         self._choose(in_flight)
+                        piece = self._timed_part(job, piece)
                         if (stream := self._start(job, piece, stack)) is not None:
                             in_flight.append((stream, job, piece.nbytes))
                             self._batch_bytes += piece.nbytes
@@ -196,7 +201,7 @@ class Link:
 
     def _choose(self, in_flight: deque[tuple[_core.CopyStream, Job, int]]) -> None:
         """How the next piece is copied: as the one before, until there are enough of them for a rate."""
-        is_over = self._batch_bytes >= self._tuning.batch_bytes
+        is_over = self._batch_bytes >= self._most_bytes()
         if is_over:
             if self._choice.alone:
                 self._finish_all(in_flight)
@@ -207,6 +212,24 @@ class Link:
             if self._choice.alone:
                 self._finish_all(in_flight)
             self._begin_batch()
+
+    def _most_bytes(self) -> int:
+        """Of this batch: while the engine is slow, a trial of it takes longer than a copy by the kernel."""
+        is_first_trial = self._choice.by_engine and self._choice.alone and not self._choice.again
+        return self._tuning.trial_bytes if is_first_trial else self._tuning.batch_bytes
+
+    def _timed_part(self, job: Job, piece: Piece) -> Piece:
+        """As much of the piece as this batch takes; the rest is its client's next one."""
+        most = self._most_bytes()
+        if self._best is None or piece.nbytes <= most:
+            return piece
+        with self._changed:
+            if job.error is None:
+                job.pieces.appendleft(piece.rest(most))
+                if job.all_started:
+                    job.all_started = False
+                    self._jobs.setdefault(job.client, deque()).appendleft(job)
+        return piece._replace(nbytes=most)
 
     def _begin_batch(self) -> None:
         self._count(0)

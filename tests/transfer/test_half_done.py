@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 from stand_ins import FakeStream, Log, Part, Store, parts_of
@@ -44,12 +44,21 @@ class TestHalfDone:
 
         monkeypatch.setattr(_core, "CopyStream", Stream)
         monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", batch_bytes)
-        transfers = types.SimpleNamespace(lane=lambda stream: stream)
+        done: list[int] = []
+
+        def done_with(addresses: Iterable[int]) -> None:
+            some = [*addresses]
+            ended = [part.id for part in parts if part.address in some]
+            assert not set(ended) & set(log.flying), "the others may be in flight"
+            done.extend(some)
+
+        transfers = types.SimpleNamespace(lane=lambda stream: stream, done_with=done_with)
         backups = ToRestore(Store(parts, 8).backed_up(parts), [])
         restorer = Restorer(CuMemAllocator.tuning)
         restorer.restore(backups, transfers, lambda _: None, half, None, {})  # type: ignore[arg-type]
         assert begun_bytes() == sum(part.bytes for part in parts)
         assert log.flying == []
+        assert sorted(done) == [part.address for part in parts], "once each"
         return log
 
     @pytest.mark.parametrize("batch_bytes", [1, 3, 8, 20, 1000])

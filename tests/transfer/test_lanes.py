@@ -66,7 +66,8 @@ class TestLane:
         choices = pacing.engine_alone()
         if kernels:
             choices = pacing.choices(BestRate(), tuning.timed_bytes, tuning.batches_in_flight, tuning)
-        lane = RawCopies(mapped, FakeDigests(log) if digests else None, all_ways, choices, tuning)  # type: ignore[arg-type]
+        completed = FakeDigests(log).start if digests else list
+        lane = RawCopies(mapped, completed, all_ways, choices, tuning)  # type: ignore[arg-type]
         return lane, streams
 
     @pytest.mark.parametrize("ways", [1, 2, 4])
