@@ -6,6 +6,8 @@ Each question runs in a process of its own, so that none sees memory that anothe
 
 - `copies_while_wiping`: GB/s to memory that was never freed, by time after 115 GiB were freed, by the copy engine on
   one and on four streams, by a kernel that reads pinned memory, and of copies to the host.
+- `mixed`: the same by the vault's kernel, by the engine, and by both in turns, 64 MiB each and several in flight; and
+  seconds until what was freed is mapped again meanwhile.
 - `mapping_beside_copies`: seconds until 115 GiB that were just freed are mapped again, beside copies of each kind.
 - `wakes`: seconds of a verified wake of 61 GiB + 54 GiB, right after its sleep and 3 s later, by the engine alone in
   batches of 64 and 256 MiB, and with the copy kernel.
@@ -19,7 +21,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
+from itertools import count
 from typing import Any
 
 import cupy
@@ -32,9 +37,9 @@ from cumem_sleep import CuMemAllocator, _core
 from cumem_sleep.tools.bench.workload import kv_segments, model_like
 
 MIB = 1 << 20
-DROPPED_BYTES = 115 * GIB
 PIECE_BYTES = 256 * MIB
 WATCHED_S = 0.5
+MIXED_IN_FLIGHT, WINDOW_S = 6, 0.02
 KERNEL = cupy.RawKernel(
     """
     extern "C" __global__ void copy(uint4* target, const uint4* source, size_t words) {
@@ -84,8 +89,14 @@ def drop() -> None:
     CuMemAllocator.get_instance().discard("kv_cache")
 
 
+@cache
+def dropped_bytes() -> int:
+    """As much as a 32B model has on an H200; on a smaller GPU nearly all."""
+    return min(115 * GIB, (torch.cuda.mem_get_info()[0] // GIB - 8) * GIB)
+
+
 def map_all() -> None:
-    for _ in range(DROPPED_BYTES // PIECE_BYTES):
+    for _ in range(dropped_bytes() // PIECE_BYTES):
         CuMemAllocator.get_instance().malloc(PIECE_BYTES, "kv_cache")
 
 
@@ -106,6 +117,46 @@ def copies_while_wiping() -> dict[str, Any]:
         time.sleep(2)
         CuMemAllocator.get_instance().wake_up()
     return rows
+
+
+def mixed() -> dict[str, Any]:
+    link = Link(MIXED_IN_FLIGHT)
+    _core.load_copy_kernel(0)
+    map_all()
+    rows: dict[str, Any] = {"freed_bytes": dropped_bytes(), "pieces in flight": MIXED_IN_FLIGHT}
+    for _ in range(2):
+        for ways in ("engine", "kernel", "kernel engine", "kernel kernel engine", "kernel kernel kernel engine"):
+            drop()
+            found = pipelined(link, ways.split(), WATCHED_S)
+            time.sleep(2)
+            CuMemAllocator.get_instance().wake_up()
+            drop()
+            with ThreadPoolExecutor(1) as pool:
+                copying = pool.submit(pipelined, link, ways.split(), WATCHED_S)
+                seconds = CuMemAllocator.get_instance().wake_up().seconds
+                beside = copying.result()
+            rows.setdefault(ways, []).append({"rates": found, "mapped_s": round(seconds, 4), "beside mapping": beside})
+            time.sleep(2)
+    return rows
+
+
+def pipelined(link: Link, ways: list[str], seconds: float) -> list[float]:
+    """GB/s in windows of `WINDOW_S`."""
+    nbytes, start = 64 * MIB, time.perf_counter()
+    windows = [0] * (int(seconds / WINDOW_S) + 1)
+    for n in count():
+        stream = link.streams[n % len(link.streams)]
+        stream.synchronize()
+        now = time.perf_counter() - start
+        if n >= len(link.streams):
+            windows[min(int(now / WINDOW_S), len(windows) - 1)] += nbytes
+        if now > seconds:
+            break
+        copy = stream.to_device if ways[n % len(ways)] == "engine" else stream.to_device_by_kernel
+        offset = n % (GIB // nbytes) * nbytes
+        copy(link.address + offset, link.block, offset, nbytes)
+    link.synchronize()
+    return [round(each / WINDOW_S / 1e9, 1) for each in windows[:-1]]
 
 
 def rates(link: Link, way: Copy, seconds: float) -> list[tuple[float, float]]:
@@ -273,7 +324,9 @@ def decode_beside_work() -> dict[str, Any]:
     return rows
 
 
-QUESTIONS = {f.__name__: f for f in (copies_while_wiping, mapping_beside_copies, wakes, trials, decode_beside_work)}
+QUESTIONS = {
+    f.__name__: f for f in (copies_while_wiping, mixed, mapping_beside_copies, wakes, trials, decode_beside_work)
+}
 
 
 if __name__ == "__main__":
