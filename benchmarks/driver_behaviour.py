@@ -13,6 +13,7 @@ Each question runs in a process of its own, because some answers leave a context
 - `many`: ms that 256 segments of 112 MiB take in all for each call: in address ranges of their own, and side by side in
   one range, where one call covers all of them; the same for an import of each. And how fast copies to host memory are
   meanwhile, while imports are unmapped either way.
+- `threads`: ms to unmap and to release those segments and 28 more of 1 GiB, by one thread, by two and by four.
 - `pool_retry`: whether PyTorch frees its cache and tries again when an allocation in a pool finds the device full.
 """
 
@@ -28,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -373,6 +375,42 @@ def many() -> dict[str, Any]:
     return rows
 
 
+def threads() -> dict[str, Any]:
+    torch.ones(1, device="cuda")
+    context = call(cuda.cuCtxGetCurrent)
+    sizes = [SEGMENT_BYTES] * SEGMENTS + [GIB] * 28
+    rows: dict[str, Any] = {"bytes": sum(sizes)}
+    for _ in range(3):
+        for count in (1, 2, 4):
+            addresses = [call(cuda.cuMemAddressReserve, nbytes, 0, 0, 0) for nbytes in sizes]
+            handles = [call(cuda.cuMemCreate, nbytes, properties(), 0) for nbytes in sizes]
+            for address, handle, nbytes in zip(addresses, handles, sizes, strict=True):
+                call(cuda.cuMemMap, address, nbytes, 0, handle, 0)
+                call(cuda.cuMemSetAccess, address, nbytes, [access()], 1)
+            with ThreadPoolExecutor(count, initializer=lambda: call(cuda.cuCtxSetCurrent, context)) as pool:
+                unmap = timed(pool, partial(call, cuda.cuMemUnmap), [*zip(addresses, sizes, strict=True)])
+                release = timed(pool, partial(call, cuda.cuMemRelease), [(handle,) for handle in handles])
+            rows.setdefault(f"{count} threads", []).append({"cuMemUnmap": unmap, "cuMemRelease": release})
+            for address, nbytes in zip(addresses, sizes, strict=True):
+                call(cuda.cuMemAddressFree, address, nbytes)
+            time.sleep(1)  # until it is scrubbed
+    return rows
+
+
+def timed(pool: ThreadPoolExecutor, function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> float:
+    """Ms until all threads of the pool have made their shares of the calls."""
+    count = pool._max_workers
+
+    def share(number: int) -> None:
+        for each in arguments[number::count]:
+            function(*each)
+
+    start = time.perf_counter()
+    for ended in [pool.submit(share, number) for number in range(count)]:
+        ended.result()
+    return round((time.perf_counter() - start) * 1e3, 2)
+
+
 def imported_handle(handle: Any) -> Any:
     kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     fd = call(cuda.cuMemExportToShareableHandle, handle, kind, 0)
@@ -416,7 +454,7 @@ def pool_retry() -> dict[str, Any]:
 
 
 INNER: dict[str, Callable[..., Any]] = {f.__name__: f for f in (capture, memlock_as_nobody)}
-QUESTIONS = {f.__name__: f for f in (waits, captures, memlock, page_tables, handles, many, pool_retry)}
+QUESTIONS = {f.__name__: f for f in (waits, captures, memlock, page_tables, handles, many, threads, pool_retry)}
 
 
 if __name__ == "__main__":
