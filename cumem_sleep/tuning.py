@@ -17,6 +17,8 @@ class Tuning:
         head_bytes: what a sleep digests before it begins to copy what changed.
         digest_part_bytes: digested at a time after that. It takes a few milliseconds, as long as the copies in flight
             last.
+        digest_together_bytes: digested at a time by a wake. Kernels of this process and of the vault take turns on the
+            GPU, and each turn holds the vault's copies up.
         slab_bytes: the largest extent of a backup, so that one extent can be registered while another is filled.
         prefault_bytes: prefaulted by one thread at a time.
         stream_bytes: copied to a tier by one stream at a time. On four streams 18 ms of copies are in flight, as long
@@ -58,6 +60,7 @@ class Tuning:
     idle_s: float = 0.003
     head_bytes: int = 2 * _GIB
     digest_part_bytes: int = 8 * _GIB
+    digest_together_bytes: int = 2 * _GIB
     slab_bytes: int = 128 * _MIB
     prefault_bytes: int = 64 * _MIB
     stream_bytes: int = 256 * _MIB

@@ -9,6 +9,7 @@ from itertools import count
 
 from .. import _core
 from ..extents import Piece
+from ..segments import total_bytes
 from ..tuning import Tuning
 from .pacing import Choice, Choices
 from .routes import Route
@@ -113,6 +114,29 @@ class RawCopies:
             route.lane.synchronize()
             del self._in_flight[0]
             self._completed(batch.completed)
+
+
+class Together:
+    """Begins something for several segments at a time, as they are completed; at the end for fewer and fewer.
+
+    Args:
+        nbytes: of all segments.
+        together_bytes: the least at a time, as long as so many are left.
+    """
+
+    def __init__(self, begin: Callable[[Sequence[_core.Segment]], None], nbytes: int, together_bytes: int) -> None:
+        self._begin = begin
+        self._left_bytes = nbytes
+        self._together_bytes = together_bytes
+        self._waiting: list[_core.Segment] = []
+
+    def __call__(self, segments: Sequence[_core.Segment]) -> None:
+        """These are completed."""
+        self._waiting += segments
+        self._left_bytes -= total_bytes(segments)
+        if total_bytes(self._waiting) >= min(self._together_bytes, self._left_bytes):
+            waiting, self._waiting = self._waiting, []
+            self._begin(waiting)
 
 
 class SlotCopies:

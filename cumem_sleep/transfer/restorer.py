@@ -15,7 +15,7 @@ from ..errors import CodecError
 from ..extents import Piece, Transfers
 from ..segments import total_bytes
 from ..tuning import Tuning
-from .lanes import Batches, RawCopies, SlotCopies
+from .lanes import Batches, RawCopies, SlotCopies, Together
 from .routes import Routes
 
 
@@ -105,10 +105,12 @@ class Restorer:
         lanes = [transfers.lane(stream) for stream in streams]
         routes = self._routes.open(device, lanes, nbytes, self._tuning.batch_bytes, None, tables)
         choices = self._routes.choices(device, routes, self._tuning.timed_bytes)
+        begin_digests = (
+            _nothing if digests is None else Together(digests.start, nbytes, self._tuning.digest_together_bytes)
+        )
 
         def completed(segments: Sequence[_core.Segment]) -> None:
-            if digests is not None:
-                digests.start(segments)
+            begin_digests(segments)
             transfers.done_with(segment.address for segment in segments)
 
         return RawCopies(mapped, completed, routes, choices, self._tuning).run(Batches(backups))
