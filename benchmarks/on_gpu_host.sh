@@ -7,7 +7,7 @@
 #   tests_1+tests_2 two_gpu_tests [~250]  the same on two GPUs at once
 #   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  decoder [100]  compressed [280]  codec [200]  host_memory [120]  prepare [90]
 #   peers [500]  needs .gpu/peers.tar.xz (benchmarks/peers_bundle.py)
-#   vault [~300]  vault_small [~80]  vault_gpu_memory [~45]  vault_kills [140]  checkpoints [100]  restores [~60]  refused [~10]  level_3 [25]  first_sleeps [~60; $FIRST_SLEEPS_OPTIONS]  level_2_wakes [~60]  small_calls [~60]
+#   vault [~300]  vault_small [~80]  vault_wakes [~60]  vault_gpu_memory [~45]  vault_kills [140]  checkpoints [100]  restores [~60]  refused [~10]  level_3 [25]  first_sleeps [~60; $FIRST_SLEEPS_OPTIONS]  level_2_wakes [~60]  small_calls [~60]
 #   saver [~420]  saver_30 [~150]  saver_tests [~240]  equal_segments [~45]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]  models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
@@ -217,6 +217,7 @@ part() {
         limited 420 python3 benchmarks/vault.py --out "$out/vault.json" --deadline "$(left 400)" ${VAULT_OPTIONS:-}
         ;;
     vault_small) limited 150 python3 benchmarks/vault.py --out "$out/vault_small.json" --scale 8 --deadline "$(left 140)" ;;
+    vault_wakes) limited 110 python3 benchmarks/vault_wakes.py --out "$out/vault_wakes.json" ;;
     vault_gpu_memory) limited 120 python3 benchmarks/vault_gpu_memory.py --out "$out/vault_gpu_memory.json" ;;
     vault_kills) limited 240 python3 benchmarks/vault_kills.py --out "$out/vault_kills.json" --deadline "$(left 220)" ;;
     checkpoints) limited 240 python3 benchmarks/checkpoint_behaviour.py --out "$out/checkpoint_behaviour.json" ;;

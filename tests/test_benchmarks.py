@@ -239,7 +239,7 @@ def results(
         "host_memory",
         "host_memory_used_before",
         "vault",
-        "vault_alone",
+        "vault_given_back",
         "vault_four_slots",
         "vault_gpu_memory",
         "saver",
@@ -324,7 +324,7 @@ def test_tables_of_vllm(results: pathlib.Path, tables: ModuleType) -> None:
 @pytest.mark.slow
 def test_tables_of_the_vault_and_of_the_other_package(results: pathlib.Path, tables: ModuleType) -> None:
     """Ranges instead of medians of two, beside the link or the other package; a way that failed is left out."""
-    vault, own = (json.loads((results / name).read_text()) for name in ("vault_alone.json", "vault.json"))
+    vault, own = (json.loads((results / name).read_text()) for name in ("vault_given_back.json", "vault.json"))
     vault["link"] = {"to_host": [0.2, 0.1], "to_device": [0.1, 0.1]}
     own["link"] = {"to_host": [0.1], "to_device": [0.2]}
     two_wakes: dict[str, Any] = {"wake": [{"seconds": 3.0}, {"seconds": 2.0}], "bytes": 10 * vault["link_bytes"]}
@@ -332,7 +332,7 @@ def test_tables_of_the_vault_and_of_the_other_package(results: pathlib.Path, tab
     vault["ways"]["vault"]["first sleep"][0]["link"]["busy_s"] = 0.9
     own["ways"]["own"] |= two_wakes
     vault["ways"]["compressed"] = {"error": "no luck"}
-    (results / "vault_alone.json").write_text(json.dumps(vault))
+    (results / "vault_given_back.json").write_text(json.dumps(vault))
     (results / "vault.json").write_text(json.dumps(own))
     saver = json.loads((results / "saver.json").read_text())
     ways = saver["results"]["30 GiB"]

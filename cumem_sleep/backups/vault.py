@@ -383,7 +383,7 @@ class VaultTransfers:
         """The vault's memory is ready as it is."""
 
     def done_with(self, addresses: Iterable[int]) -> None:
-        """Let the vault begin to give this memory back: it takes 50 µs for each segment (`vault_alone.json`)."""
+        """Let the vault begin to give this memory back: 50 µs for each segment (`vault_alone.json`)."""
         lent = [self._lent.pop(address)[1] for address in addresses if address in self._lent]
         if self._client is not None and (request := self._client.begin_to_take_back(lent)) is not None:
             self._returning.append(request)
