@@ -11,7 +11,7 @@ from ways import BATCHES_TIMED, ENGINE_FOR_A_WHILE
 from cumem_sleep import CuMemAllocator, DriverError
 from cumem_sleep.extents import Piece
 from cumem_sleep.transfer import lanes, pacing
-from cumem_sleep.transfer.lanes import Batches, RawCopies
+from cumem_sleep.transfer.lanes import Batches, RawCopies, Together
 from cumem_sleep.transfer.pacing import BestRate
 from cumem_sleep.transfer.routes import Route
 
@@ -46,6 +46,16 @@ def one_segment_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuMemAllocator.tuning, "trial_bytes", 4)
     monkeypatch.setattr(CuMemAllocator.tuning, "timed_bytes", 4 * BATCHES_TIMED)
     monkeypatch.setattr(CuMemAllocator.tuning, "least_timed_bytes", 0)
+
+
+def test_together_in_parts_that_become_smaller_at_the_end() -> None:
+    begun: list[list[int]] = []
+    parts = parts_of(*[1] * 20)
+    together = Together(lambda some: begun.append([part.id for part in some]), 20, 6)  # type: ignore[misc]
+    for part in parts:
+        together([part])  # type: ignore[list-item]
+    assert [len(some) for some in begun] == [6, 6, 4, 2, 1, 1]
+    assert [number for some in begun for number in some] == [part.id for part in parts]
 
 
 @pytest.mark.usefixtures("one_segment_each")

@@ -234,15 +234,18 @@ class Engine(Streams):
         self.now = 100.0
         self.engine_s, self.kernel_s = 0.001, 0.0011
         self.ways: list[str] = []
+        self.spans: list[tuple[int, int]] = []  # (offset in the block, bytes)
         self._enqueued: deque[float] = deque()
         self.most_in_flight = 0
 
-    def to_device(self, _address: int, _block: object, _offset: int, nbytes: int) -> None:
+    def to_device(self, _address: int, _block: object, offset: int, nbytes: int) -> None:
         self.ways.append("engine" if nbytes > 16 << 20 else "trial")
+        self.spans.append((offset, nbytes))
         self._enqueued.append(self.engine_s * nbytes / (64 << 20))
 
-    def to_device_by_kernel(self, _address: int, _block: object, _offset: int, nbytes: int) -> None:
+    def to_device_by_kernel(self, _address: int, _block: object, offset: int, nbytes: int) -> None:
         self.ways.append("kernel")
+        self.spans.append((offset, nbytes))
         self._enqueued.append(self.kernel_s * nbytes / (64 << 20))
 
     def synchronize(self) -> None:
@@ -299,6 +302,39 @@ def test_after_a_pause_the_engine_is_tried_anew(engine: Engine, into: Link) -> N
     engine.engine_s = 0.001
     engine.now += 0.1
     assert engine.copy(into, 40) == ["trial"] + ["engine"] * 40
+
+
+@pytest.mark.parametrize("engine_s", [0.001, 0.0022])
+def test_the_rest_of_a_piece_that_was_tried_follows_it(engine: Engine, into: Link, engine_s: float) -> None:
+    """Even if it was the last of its job, or the only one."""
+    engine.copy(into, 10)
+    engine.engine_s = engine_s
+    for pieces in (1, 2):
+        engine.now += 0.1
+        engine.spans.clear()
+        ways = engine.copy(into, pieces)
+        assert ways[0] == "trial"
+        assert engine.spans == [(0, 16 << 20), (16 << 20, 48 << 20), (0, 64 << 20)][: pieces + 1]
+
+
+def test_a_job_that_is_cancelled_in_a_trial_ends_once(engine: Engine, into: Link) -> None:
+    engine.copy(into, 10)
+    engine.now += 0.1
+    ended: list[Exception | None] = []
+    synchronize = engine.synchronize
+
+    def cancelled() -> None:
+        into.cancel("client")
+        synchronize()
+
+    engine.synchronize = cancelled  # type: ignore[method-assign]
+    block = SimpleNamespace(address=1 << 20, pinned=True)
+    todo = deque([Piece(block, 0, 0, 64 << 20)] * 3)  # type: ignore[arg-type]
+    into.submit(Job("client", LentStub(), todo, ended.append))
+    eventually(lambda: bool(ended), "it has ended")
+    assert [str(error) for error in ended] == ["the client has gone"]
+    engine.synchronize = synchronize  # type: ignore[method-assign]
+    assert engine.copy(into, 1), "the link goes on"
 
 
 def test_small_pieces_are_timed_together(engine: Engine, into: Link) -> None:

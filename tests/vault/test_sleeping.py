@@ -317,7 +317,35 @@ print("done", flush=True)
 
 
 class TestGivingBack:
-    """What a sleep lent to the vault comes back while it checks its backups, and before it releases that memory."""
+    """What was lent to the vault comes back segment by segment, and the last of it before a sleep releases memory."""
+
+    @pytest.mark.parametrize("lane_pages", [1, 2, 3, 5])
+    def test_each_segment_comes_back_while_others_are_copied(
+        self, through: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, lane_pages: int
+    ) -> None:
+        """Not before its last byte has arrived: the vault would refuse to give it back."""
+        for name in ("stream_bytes", "batch_bytes", "engine_batch_bytes"):
+            monkeypatch.setattr(CuMemAllocator.tuning, name, lane_pages * PAGE)
+        allocator = through()
+        contents: dict[int, bytes] = {}
+        for pages in (1, 3, 1, 1, 7, 1, 2, 1, 1, 1):  # some in one lane, some in all
+            contents |= fill(allocator, memory, "weights", pages=pages)
+        most_lent, lend = 0, VaultTransfers.lend
+
+        def noted(transfers: VaultTransfers, client: VaultClient, address: int, device: int) -> Any:
+            nonlocal most_lent
+            lent = lend(transfers, client, address, device)
+            most_lent = max(most_lent, sum(nbytes for nbytes, _ in transfers._lent.values()))
+            return lent
+
+        monkeypatch.setattr(VaultTransfers, "lend", noted)
+        for call in (allocator.sleep, allocator.wake_up):
+            most_lent = 0
+            call()
+            assert 0 < most_lent <= (4 * lane_pages + 2 * 7) * PAGE, "what is in flight, and what is not whole"
+            if lane_pages == 1:
+                assert most_lent < 19 * PAGE
+        check(memory, contents)
 
     @staticmethod
     def lent_bytes(vault: RunningVault) -> int:
