@@ -234,7 +234,7 @@ class ProcessCheckpoint:
         """Put the CUDA state on the GPU again, and let driver calls through.
 
         Args:
-            also_needed_bytes: by device, what has to be free there besides: else the state does not come back either.
+            also_needed_bytes: by device, what else has to be free there. If it is not, nothing is restored.
 
         Returns:
             Seconds by phase: `restore`, `unlock`.

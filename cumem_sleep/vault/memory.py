@@ -61,14 +61,14 @@ def take(
     *,
     reserved_huge_pages: bool = False,
 ) -> Slab:
-    """A new slab: its pages are there, and registered.
+    """A new slab, prefaulted and registered.
 
     Args:
         node: the NUMA node of its pages; -1: wherever.
         device: the GPU whose context registers it, for all GPUs.
-        threads: that prefault its pages.
-        prefaulted: is told of bytes whose pages are there.
-        reserved_huge_pages: take it of those that the system has reserved, and of nothing else.
+        threads: how many of them prefault its pages.
+        prefaulted: called with the number of bytes that were just prefaulted.
+        reserved_huge_pages: use only huge pages that the system has reserved.
 
     Raises:
         OutOfHostMemory: the system gives no more memory, or the driver registers no more.

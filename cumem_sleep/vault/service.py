@@ -125,7 +125,7 @@ class Service:
             protocol.close_all(descriptors)
 
     def cancel(self, session: Session) -> None:
-        """Do nothing more that it asked for; its memory goes back when nothing of that is in flight."""
+        """Drop its pending requests. What it lent goes back to it when none of its copies is in flight any more."""
         for link in self._links.values():
             link.cancel(session)
         for lent in session.lent.values():
