@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 from backed_up import (
@@ -28,6 +28,7 @@ from support import (
 )
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, sim
+from cumem_sleep.backups.host import HostTransfers
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.digest.reference import Digest
 
@@ -103,6 +104,45 @@ class Events:
     @property
     def copied(self) -> set[int]:
         return {place for event, places in self.seen if event == "copy" for place in places}
+
+
+@pytest.mark.usefixtures("four_blocks_in_flight")
+def test_the_tier_hears_of_each_segment_once_none_of_its_bytes_is_in_flight(
+    allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And while others are copied: a tier that was lent their memory can give it back."""
+    contents = fill(allocator, memory, (1, 2, 1, 1, 2, 1))
+    to_host, synchronize, done_with = _core.CopyStream.to_host, _core.CopyStream.synchronize, HostTransfers.done_with
+    in_flight: dict[int, list[int]] = {}  # addresses by stream
+    done: list[int] = []
+    sizes = {segment.address: segment.bytes for segment in _core.segments()}
+
+    def copy(stream: _core.CopyStream, block: _core.HostBlock, offset: int, address: int, nbytes: int) -> None:
+        assert not any(base <= address < base + sizes[base] for base in done)
+        in_flight.setdefault(id(stream), []).append(address)
+        to_host(stream, block, offset, address, nbytes)
+
+    def wait(stream: _core.CopyStream) -> None:
+        synchronize(stream)
+        in_flight.pop(id(stream), None)
+
+    def heard(transfers: HostTransfers, addresses: Iterable[int]) -> None:
+        some = [*addresses]
+        flying = [address for each in in_flight.values() for address in each]
+        assert not any(base <= address < base + sizes[base] for base in some for address in flying)
+        done.extend(some)
+        done_with(transfers, some)
+
+    digest_eagerly(allocator)  # so that nothing else is copied to the host
+    with monkeypatch.context() as patch:
+        patch.setattr(_core.CopyStream, "to_host", copy)
+        patch.setattr(_core.CopyStream, "synchronize", wait)
+        patch.setattr(HostTransfers, "done_with", heard)
+        allocator.sleep()
+    assert set(done) == set([*contents][:4]), "the last four blocks are those of the last two"
+    assert len(done) == len(set(done))
+    allocator.wake_up()
+    check_bytes(memory, contents)
 
 
 @pytest.mark.usefixtures("small_head")

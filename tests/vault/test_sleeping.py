@@ -7,7 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -323,14 +323,15 @@ class TestGivingBack:
     def test_each_segment_comes_back_while_others_are_copied(
         self, through: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, lane_pages: int
     ) -> None:
-        """Not before its last byte has arrived: the vault would refuse to give it back."""
+        """Not before its last byte has arrived."""
         for name in ("stream_bytes", "batch_bytes", "engine_batch_bytes"):
             monkeypatch.setattr(CuMemAllocator.tuning, name, lane_pages * PAGE)
         allocator = through()
         contents: dict[int, bytes] = {}
         for pages in (1, 3, 1, 1, 7, 1, 2, 1, 1, 1):  # some in one lane, some in all
             contents |= fill(allocator, memory, "weights", pages=pages)
-        most_lent, lend = 0, VaultTransfers.lend
+        most_lent, lend, done_with, copy = 0, VaultTransfers.lend, VaultTransfers.done_with, VaultClient._copy
+        requests: dict[int, list[int]] = {}  # by number of lent memory
 
         def noted(transfers: VaultTransfers, client: VaultClient, address: int, device: int) -> Any:
             nonlocal most_lent
@@ -338,7 +339,21 @@ class TestGivingBack:
             most_lent = max(most_lent, sum(nbytes for nbytes, _ in transfers._lent.values()))
             return lent
 
+        def noted_copy(client: VaultClient, lent: Any, ranges: Any, to_host: bool) -> int:
+            request = copy(client, lent, ranges, to_host)
+            requests.setdefault(lent.number, []).append(request)
+            return request
+
+        def looked_at(transfers: VaultTransfers, addresses: Iterable[int]) -> None:
+            some = [*addresses]
+            for lent in (transfers._lent[address][1] for address in some if address in transfers._lent):
+                assert transfers._client is not None
+                assert not set(requests[lent.number]) & set(transfers._client._answers), "it may be in flight"
+            done_with(transfers, some)
+
         monkeypatch.setattr(VaultTransfers, "lend", noted)
+        monkeypatch.setattr(VaultTransfers, "done_with", looked_at)
+        monkeypatch.setattr(VaultClient, "_copy", noted_copy)
         for call in (allocator.sleep, allocator.wake_up):
             most_lent = 0
             call()
