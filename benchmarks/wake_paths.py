@@ -8,6 +8,9 @@ Each question runs in a process of its own, so that none sees memory that anothe
   one and on four streams, by a kernel that reads pinned memory, and of copies to the host.
 - `mixed`: the same by the vault's kernel, by the engine, and by both in turns, 64 MiB each and several in flight; and
   seconds until what was freed is mapped again meanwhile.
+- `calls`: the same by other calls of the driver for the same copy, which might use another engine: as between device
+  addresses, between contexts, of two dimensions, as a batch, from host memory that was made by cuMemCreate, with a
+  stream of high priority, and from a second context.
 - `mapping_beside_copies`: seconds until 115 GiB that were just freed are mapped again, beside copies of each kind.
 - `wakes`: seconds of a verified wake of 61 GiB + 54 GiB, right after its sleep and 3 s later, by the engine alone in
   batches of 64 and 256 MiB, and with the copy kernel.
@@ -29,6 +32,8 @@ from typing import Any
 
 import cupy
 import torch
+from cuda.bindings import driver as cuda
+from driver_behaviour import call
 from prepare_cost import decode_graph, step_ms, summary
 from questions import main
 from record import GIB, touch_host_memory
@@ -138,6 +143,110 @@ def mixed() -> dict[str, Any]:
             rows.setdefault(ways, []).append({"rates": found, "mapped_s": round(seconds, 4), "beside mapping": beside})
             time.sleep(2)
     return rows
+
+
+def calls() -> dict[str, Any]:
+    link = Link()
+    streams = [each.handle for each in link.streams]
+    context, device = call(cuda.cuCtxGetCurrent), call(cuda.cuDeviceGet, 0)
+    host, to, nbytes = link.block.address, link.address, 64 * MIB
+    least, greatest = call(cuda.cuCtxGetStreamPriorityRange)
+    urgent = [call(cuda.cuStreamCreateWithPriority, 1, min(least, greatest)) for _ in streams]
+
+    def two_dimensions(at: int, stream: Any) -> None:
+        copy = cuda.CUDA_MEMCPY2D()
+        copy.srcMemoryType = copy.dstMemoryType = cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.srcDevice, copy.dstDevice, copy.srcPitch, copy.dstPitch = host + at, to + at, MIB, MIB
+        copy.WidthInBytes, copy.Height = MIB, nbytes // MIB
+        call(cuda.cuMemcpy2DAsync, copy, stream)
+
+    def batch(flags: Any) -> Callable[[int, Any], None]:
+        attributes = cuda.CUmemcpyAttributes()
+        attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        attributes.flags = flags
+
+        def copy(at: int, stream: Any) -> None:
+            targets, sources = [cuda.CUdeviceptr(to + at)], [cuda.CUdeviceptr(host + at)]
+            call(cuda.cuMemcpyBatchAsync, targets, sources, [nbytes], 1, [attributes], [0], 1, stream)
+
+        return copy
+
+    ways: dict[str, tuple[Callable[[int, Any], None], list[Any]]] = {
+        "cuMemcpyHtoDAsync": (lambda at, s: call(cuda.cuMemcpyHtoDAsync, to + at, host + at, nbytes, s), streams),
+        "cuMemcpyDtoDAsync": (lambda at, s: call(cuda.cuMemcpyDtoDAsync, to + at, host + at, nbytes, s), streams),
+        "cuMemcpyPeerAsync": (
+            lambda at, s: call(cuda.cuMemcpyPeerAsync, to + at, context, host + at, context, nbytes, s),
+            streams,
+        ),
+        "cuMemcpy2DAsync": (two_dimensions, streams),
+        "cuMemcpyBatchAsync": (batch(0), streams),
+        "cuMemcpyBatchAsync, overlap": (batch(1), streams),
+        "a stream of high priority": (
+            lambda at, s: call(cuda.cuMemcpyHtoDAsync, to + at, host + at, nbytes, s),
+            urgent,
+        ),
+    }
+    try:
+        other = host_memory_of_cuda(GIB)
+        ways["memory of cuMemCreate"] = (
+            lambda at, s: call(cuda.cuMemcpyDtoDAsync, to + at, other + at, nbytes, s),
+            streams,
+        )
+    except Exception as error:
+        print("no host memory of cuMemCreate:", error)
+    map_all()
+    rows: dict[str, Any] = {}
+    for name, (copy, mine) in ways.items():
+        try:
+            quiet = watched(copy, mine, 0.06)
+            drop()
+            rows[name] = {"nothing freed": quiet, "scrubbing": watched(copy, mine, 0.3)}
+        except Exception as error:
+            rows[name] = {"refused": str(error)}
+        time.sleep(1)
+        CuMemAllocator.get_instance().wake_up()
+    try:
+        second = call(cuda.cuCtxCreate, None, 0, device)
+        mine = [call(cuda.cuStreamCreate, 1) for _ in streams]
+        call(cuda.cuCtxSetCurrent, context)
+        drop()
+        call(cuda.cuCtxSetCurrent, second)
+        rows["a second context"] = {"scrubbing": watched(ways["cuMemcpyHtoDAsync"][0], mine, 0.3)}
+    except Exception as error:
+        rows["a second context"] = {"refused": str(error)}
+    call(cuda.cuCtxSetCurrent, context)
+    return rows
+
+
+def host_memory_of_cuda(nbytes: int) -> int:
+    prop = cuda.CUmemAllocationProp()
+    prop.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type, prop.location.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA, 0
+    handle = call(cuda.cuMemCreate, nbytes, prop, 0)
+    address = int(call(cuda.cuMemAddressReserve, nbytes, 0, 0, 0))
+    call(cuda.cuMemMap, address, nbytes, 0, handle, 0)
+    access = cuda.CUmemAccessDesc()
+    access.location.type, access.location.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, 0
+    access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    call(cuda.cuMemSetAccess, address, nbytes, [access], 1)
+    return address
+
+
+def watched(copy: Callable[[int, Any], None], streams: list[Any], seconds: float) -> list[float]:
+    """GB/s in windows of `WINDOW_S`, of 64 MiB on each stream in turn."""
+    windows, start = [0] * (int(seconds / WINDOW_S) + 1), time.perf_counter()
+    for n in count():
+        stream = streams[n % len(streams)]
+        call(cuda.cuStreamSynchronize, stream)
+        now = time.perf_counter() - start
+        if n >= len(streams):
+            windows[min(int(now / WINDOW_S), len(windows) - 1)] += 64 * MIB
+        if now > seconds:
+            break
+        copy(n % 16 * 64 * MIB, stream)
+    for stream in streams:
+        call(cuda.cuStreamSynchronize, stream)
+    return [round(each / WINDOW_S / 1e9, 1) for each in windows[:-1]]
 
 
 def pipelined(link: Link, ways: list[str], seconds: float) -> list[float]:
@@ -325,7 +434,7 @@ def decode_beside_work() -> dict[str, Any]:
 
 
 QUESTIONS = {
-    f.__name__: f for f in (copies_while_wiping, mixed, mapping_beside_copies, wakes, trials, decode_beside_work)
+    f.__name__: f for f in (copies_while_wiping, mixed, calls, mapping_beside_copies, wakes, trials, decode_beside_work)
 }
 
 
