@@ -65,14 +65,18 @@ def table(
         "the vault, compressed": measured(default_seqs),
     }
     before = measured(two)
+    shares = [
+        f"{run['arguments']['gpu_memory_utilization']:.2f}" for run in (own, result, own_default_seqs, default_seqs)
+    ]
     return [
-        f"**`vllm serve` at level 3**, a Qwen3-{said['shape']}-shaped model with"
-        f" {said['gpu_memory_utilization']:.0%} of the GPU, vLLM {result['machine']['vllm']} with its default CUDA"
-        f" graphs. The first column: {machine(own)}{beside(own)}. The second: {machine(result)}{beside(result)}. The"
-        f" others were measured earlier, with vLLM's default number of sequences: the third{beside(own_default_seqs)},"
-        f" and the last{beside(default_seqs)}. Medians of the cycles after the first:",
+        f"**`vllm serve` at level 3**, a Qwen3-{said['shape']}-shaped model, vLLM {result['machine']['vllm']} with its"
+        f" default CUDA graphs. The first column: {machine(own)}{beside(own)}. The second:"
+        f" {machine(result)}{beside(result)}. The others were measured earlier, with vLLM's default number of"
+        f" sequences: the third{beside(own_default_seqs)}, and the last{beside(default_seqs)}. Medians of the cycles"
+        " after the first:",
         "",
         *header(ways),
+        row("`--gpu-memory-utilization`", shares),
         *(row(head, (way.get(head, "–") for way in ways.values())) for head in ROWS),
         "",
         f"Two models in turns at level 3 through one vault, compressed, {said['shape']} and {said['second']}, with"
