@@ -154,7 +154,7 @@ class _BackingUp:
         """Copy what changed, and return it. Until a check shows that nobody wrote meanwhile, backups are incomplete.
 
         Args:
-            copying: entered, for the caller to leave: the tier gives back what it was lent while copies are checked.
+            copying: entered, for the caller to leave: then the tier has given back all that it was lent.
         """
         while True:
             with self._timer("host_memory"):
