@@ -118,9 +118,7 @@ class _Copies:
             self._turn, self._bytes = (self._turn + 1) % len(self._lanes), 0
             self._lanes[self._turn].synchronize()
             arrived, self._segments[self._turn] = self._segments[self._turn], {}
-            not_whole = (
-                self.in_flight
-            )  # this segment is one of them, if a part of it has arrived: the piece before is its
+            not_whole = self.in_flight | {segment.id}
             self._done_with(address for number, address in arrived.items() if number not in not_whole)
         self._lanes[self._turn].write(piece.extent, piece.offset, piece.address, piece.bytes)
         self._segments[self._turn][segment.id] = segment.address

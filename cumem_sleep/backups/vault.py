@@ -384,9 +384,12 @@ class VaultTransfers:
 
     def done_with(self, addresses: Iterable[int]) -> None:
         """Let the vault begin to give this memory back: 50 µs for each segment (`vault_alone.json`)."""
-        lent = [self._lent.pop(address)[1] for address in addresses if address in self._lent]
+        mine = [address for address in addresses if address in self._lent]
+        lent = [self._lent[address][1] for address in mine]
         if self._client is not None and (request := self._client.begin_to_take_back(lent)) is not None:
             self._returning.append(request)
+        for address in mine:  # not before: what could not be asked for is asked for again at the end
+            del self._lent[address]
 
     def end(self) -> None:
         """Let it begin to give all of it back."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from .. import _core, log
@@ -131,6 +132,7 @@ class Link:
         self._to_host = to_host
         self._changed = threading.Condition()
         self._jobs: dict[Hashable, deque[Job]] = {}  # by client; the first is next
+        self._at_turn: Job | None = None  # whose piece is about to be copied; it may be in `_jobs` no more
         self._stopping = False
         self._idle: list[_core.CopyStream] = []
         name = f"vault-{'out' if to_host else 'in'}-{device}"
@@ -146,19 +148,24 @@ class Link:
     def cancel(self, client: Hashable) -> None:
         """Start no more copies of this client. Its jobs end as soon as what is in flight has ended."""
         with self._changed:
-            for job in self._jobs.get(client, ()):
-                job.fail(VaultError("the client has gone"))
+            for job in self._all_jobs():
+                if job.client == client:
+                    job.fail(VaultError("the client has gone"))
             self._changed.notify()
 
     def stop(self) -> None:
         """Cancel everything, and wait for what is in flight."""
         with self._changed:
             self._stopping = True
-            for jobs in self._jobs.values():
-                for job in jobs:
-                    job.fail(VaultError("the vault ends"))
+            for job in self._all_jobs():
+                job.fail(VaultError("the vault ends"))
             self._changed.notify()
         self._thread.join()
+
+    def _all_jobs(self) -> Iterator[Job]:
+        yield from chain.from_iterable(self._jobs.values())
+        if self._at_turn is not None:
+            yield self._at_turn
 
     def _run(self) -> None:
         in_flight: deque[tuple[_core.CopyStream, Job, int]] = deque()
@@ -175,9 +182,9 @@ class Link:
                     if piece is not None:
                         self._choose(in_flight)
                         piece = self._timed_part(job, piece)
-                        if (stream := self._start(job, piece, stack)) is not None:
-                            in_flight.append((stream, job, piece.nbytes))
-                            self._batch_bytes += piece.nbytes
+                    if piece is not None and (stream := self._start(job, piece, stack)) is not None:
+                        in_flight.append((stream, job, piece.nbytes))
+                        self._batch_bytes += piece.nbytes
                     self._end_if_over(job)
                 if in_flight and (turn is None or len(in_flight) == _IN_FLIGHT):
                     self._finish(*in_flight.popleft())
@@ -218,17 +225,20 @@ class Link:
         is_first_trial = self._choice.by_engine and self._choice.alone and not self._choice.again
         return self._tuning.trial_bytes if is_first_trial else self._tuning.batch_bytes
 
-    def _timed_part(self, job: Job, piece: Piece) -> Piece:
-        """As much of the piece as this batch takes; the rest is its client's next one."""
+    def _timed_part(self, job: Job, piece: Piece) -> Piece | None:
+        """As much of the piece as this batch takes; the rest is its client's next one. None: the job has failed."""
         most = self._most_bytes()
-        if self._best is None or piece.nbytes <= most:
-            return piece
         with self._changed:
-            if job.error is None:
-                job.pieces.appendleft(piece.rest(most))
-                if job.all_started:
-                    job.all_started = False
-                    self._jobs.setdefault(job.client, deque()).appendleft(job)
+            self._at_turn = None
+            if job.error is not None:
+                job.in_flight -= 1
+                return None
+            if self._best is None or piece.nbytes <= most:
+                return piece
+            job.pieces.appendleft(piece.rest(most))
+            if job.all_started:
+                job.all_started = False
+                self._jobs.setdefault(job.client, deque()).appendleft(job)
         return piece._replace(nbytes=most)
 
     def _begin_batch(self) -> None:
@@ -271,6 +281,7 @@ class Link:
                 self._jobs[client] = jobs  # behind the others
             if piece is not None:
                 job.in_flight += 1
+                self._at_turn = job
             return job, piece
 
     def _start(self, job: Job, piece: Piece, stack: ExitStack) -> _core.CopyStream | None:

@@ -6,6 +6,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from backed_up import (
@@ -28,9 +30,11 @@ from support import (
 )
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, sim
+from cumem_sleep.backups.filling import _Copies
 from cumem_sleep.backups.host import HostTransfers
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.digest.reference import Digest
+from cumem_sleep.extents import Piece
 
 MakeAllocator = Callable[..., CuMemAllocator]
 HEAD_PAGES = 3
@@ -143,6 +147,20 @@ def test_the_tier_hears_of_each_segment_once_none_of_its_bytes_is_in_flight(
     assert len(done) == len(set(done))
     allocator.wake_up()
     check_bytes(memory, contents)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_segment_of_which_a_part_is_still_to_come_has_not_arrived(lanes: int) -> None:
+    lane: Any = SimpleNamespace(synchronize=lambda: None, write=lambda *_: None)
+    done: list[int] = []
+    copies = _Copies([lane] * lanes, 2, done.extend)
+    first, second = (SimpleNamespace(id=number, address=100 * number) for number in (1, 2))
+    for part in range(3):
+        copies.start(Piece(None, 0, 100 + 2 * part, 2), first)  # type: ignore[arg-type]
+        assert done == []
+    for part in range(2):
+        copies.start(Piece(None, 0, 200 + 2 * part, 2), second)  # type: ignore[arg-type]
+    assert done == [100]
 
 
 @pytest.mark.usefixtures("small_head")

@@ -337,6 +337,33 @@ def test_a_job_that_is_cancelled_in_a_trial_ends_once(engine: Engine, into: Link
     assert engine.copy(into, 1), "the link goes on"
 
 
+@pytest.mark.parametrize("how", ["cancel", "stop"])
+def test_a_piece_that_is_about_to_be_copied_is_not_if_its_job_is_cancelled(
+    engine: Engine, into: Link, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """It is the last of its job, which nobody finds among those that wait."""
+    engine.copy(into, 10)
+    engine.now += 0.1
+    engine.spans.clear()
+    choose = Link._choose
+
+    def gone(link: Link, in_flight: deque[Any]) -> None:
+        if how == "cancel":
+            link.cancel("client")
+        else:
+            threading.Thread(target=link.stop).start()
+            eventually(lambda: link._at_turn is not None and link._at_turn.error is not None, "it is told to stop")
+        choose(link, in_flight)
+
+    monkeypatch.setattr(Link, "_choose", gone)
+    ended: list[Exception | None] = []
+    block = SimpleNamespace(address=1 << 20, pinned=True)
+    into.submit(Job("client", LentStub(), deque([Piece(block, 0, 0, 64 << 20)]), ended.append))  # type: ignore[arg-type]
+    eventually(lambda: bool(ended), "it has ended")
+    assert [str(error) for error in ended] == ["the client has gone" if how == "cancel" else "the vault ends"]
+    assert engine.spans == []
+
+
 def test_small_pieces_are_timed_together(engine: Engine, into: Link) -> None:
     """One of 2 MiB alone says little, and alone they would all be slow."""
     assert engine.copy(into, 32 * 20, 2 << 20) == ["kernel"] * 32 + ["trial"] * 32 * 19

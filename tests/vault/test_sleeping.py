@@ -366,6 +366,37 @@ class TestGivingBack:
     def lent_bytes(vault: RunningVault) -> int:
         return sum(client["lent_bytes"] for client in vault.status()["clients"])
 
+    @pytest.mark.parametrize("call", ["sleep", "wake_up"])
+    def test_what_could_not_be_asked_for_is_asked_for_again(
+        self,
+        through: MakeAllocator,
+        memory: Memory,
+        vault: RunningVault,
+        monkeypatch: pytest.MonkeyPatch,
+        call: str,
+    ) -> None:
+        for name in ("stream_bytes", "batch_bytes", "engine_batch_bytes"):
+            monkeypatch.setattr(CuMemAllocator.tuning, name, PAGE)
+        allocator = through()
+        contents = fill(allocator, memory, *["weights"] * 6, pages=1)
+        if call == "wake_up":
+            allocator.sleep()
+        begin, failed = VaultClient._begin, False
+
+        def faulty(client: VaultClient, verb: str, descriptors: Sequence[int] = (), **facts: Any) -> int:
+            nonlocal failed
+            if verb == "forget" and not failed:
+                failed = True
+                raise MemoryError
+            return begin(client, verb, descriptors, **facts)
+
+        monkeypatch.setattr(VaultClient, "_begin", faulty)
+        with pytest.raises(MemoryError):
+            getattr(allocator, call)()
+        assert self.lent_bytes(vault) == 0
+        allocator.wake_up()
+        check(memory, contents)
+
     def test_begins_before_the_check_and_has_ended_before_the_release(
         self,
         through: MakeAllocator,
