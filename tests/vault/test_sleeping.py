@@ -319,7 +319,7 @@ print("done", flush=True)
 class TestGivingBack:
     """What was lent to the vault comes back segment by segment, and the last of it before a sleep releases memory."""
 
-    @pytest.mark.parametrize("lane_pages", [1, 2, 3, 5])
+    @pytest.mark.parametrize("lane_pages", [1, *(pytest.param(pages, marks=pytest.mark.slow) for pages in (2, 3, 5))])
     def test_each_segment_comes_back_while_others_are_copied(
         self, through: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, lane_pages: int
     ) -> None:
