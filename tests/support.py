@@ -264,6 +264,7 @@ class EagerSums:
 
 def digest_eagerly(allocator: CuMemAllocator) -> None:
     """As a GPU does it."""
+    assert SIMULATED, "the CPU would read device memory of a GPU: this test needs pytest.mark.sim"
     allocator._digester._choose()
     allocator._digester._kernel = types.SimpleNamespace(GpuSums=EagerSums)  # type: ignore[assignment]
 

@@ -110,6 +110,7 @@ class Events:
         return {place for event, places in self.seen if event == "copy" for place in places}
 
 
+@pytest.mark.sim
 @pytest.mark.usefixtures("four_blocks_in_flight")
 def test_the_tier_hears_of_each_segment_once_none_of_its_bytes_is_in_flight(
     allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
