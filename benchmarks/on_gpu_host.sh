@@ -109,15 +109,27 @@ of_two_gpus=(
 without_gpu=(tests/serve tests/vllm/test_serve_without_layer.py)
 
 suite() {
-    local name=$1
+    local name=$1 begun before result crashed=0
     local -x PYTHONPATH=$plain_path
     shift
+    begun=$(mktemp)
     {
         echo "commit ${COMMIT:?names the commit under test}, $(date -u +%F)"
         nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
         python3 -c 'import platform, torch, triton; print("Python", platform.python_version(), "torch", torch.__version__, "triton", triton.__version__)'
         echo "CUMEM_SLEEP_TEST_DRIVER=cuda python3 -m pytest -q -m \"\" $*"
-        CUMEM_SLEEP_TEST_DRIVER=cuda timeout -k 5 $((${LIMIT_S:-580} - SECONDS)) python3 -m pytest -q -m "" -p no:cacheprovider --durations=8 "$@" 2>&1
+        # A test that crashes Python must not cost those behind it: a machine may not come twice.
+        while before=$(wc -l <"$begun"); do
+            CUMEM_SLEEP_TEST_DRIVER=cuda CUMEM_SLEEP_TEST_BEGUN=$begun timeout -k 5 $((${LIMIT_S:-580} - SECONDS)) \
+                python3 -m pytest -q -m "" -p no:cacheprovider --durations=8 "$@" 2>&1
+            result=$?
+            # timeout answers 137 if it had to kill it.
+            if [ "$result" -le 128 ] || [ "$result" = 137 ] || [ "$(wc -l <"$begun")" = "$before" ]; then break; fi
+            crashed=1
+            echo "ENDED BY SIGNAL $((result - 128)) in $(tail -n 1 "$begun"). What follows it:"
+        done
+        rm "$begun"
+        [ "$result" = 0 ] && [ "$crashed" = 0 ]
     } | tee "$out/$name.txt"
 }
 

@@ -1,6 +1,9 @@
 """Fixtures. The suite runs on the simulated driver; with `CUMEM_SLEEP_TEST_DRIVER=cuda` it runs on a real GPU.
 
 Tests marked `sim` need the simulated driver (its controls, its strictness), tests marked `gpu` a real GPU.
+
+With `CUMEM_SLEEP_TEST_BEGUN=FILE` the tests that FILE names are left out, and each that begins is added: so a run that
+crashed goes on behind the test that did it.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ for _name in [name for name in os.environ if name.startswith("CUMEM_SLEEP_")]:
     if not _name.startswith("CUMEM_SLEEP_TEST_"):
         del os.environ[_name]
 os.environ["CUMEM_SLEEP_DRIVER"] = _DRIVER
+_BEGUN = Path(os.environ["CUMEM_SLEEP_TEST_BEGUN"]) if "CUMEM_SLEEP_TEST_BEGUN" in os.environ else None
 # NumPy's BLAS starts a thread a core that spins at first, in every process of a test; nothing here multiplies matrices.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -41,7 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sim: needs the simulated driver (skipped on a real GPU)")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _BEGUN is not None and _BEGUN.exists():
+        begun = set(_BEGUN.read_text().splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in begun])
+        items[:] = [item for item in items if item.nodeid not in begun]
     skipped = {
         "sim": {"gpu": pytest.mark.skip(reason="needs a real GPU: run with CUMEM_SLEEP_TEST_DRIVER=cuda")},
         "cuda": {"sim": pytest.mark.skip(reason="needs the simulated driver, and this run is on a real GPU")},
@@ -50,6 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, skip in skipped.items():
             if item.get_closest_marker(marker):
                 item.add_marker(skip)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    if _BEGUN is not None:
+        with _BEGUN.open("a") as begun:
+            begun.write(f"{nodeid}\n")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -123,6 +123,57 @@ def test_the_suite_does_not_see_what_vllm_brings(host: pathlib.Path) -> None:
     ]
 
 
+CRASHES = """#!/bin/bash
+case "$*" in *"-m pytest"*) ;; *) exit 0 ;; esac
+echo pytest >>"$CALLS"
+turn=$(wc -l <"$CALLS")
+if [ "$turn" -le "$GOOD" ]; then echo "test_$turn" >>"$CUMEM_SLEEP_TEST_BEGUN"; fi
+if [ "$turn" -le "$FAILS" ]; then kill -SEGV $$; fi
+echo "turn $turn passed"
+"""
+
+
+@pytest.mark.parametrize(
+    ("good", "fails", "turns", "status"), [(1, 0, 1, 0), (2, 1, 2, 1), (4, 3, 4, 1), (0, 9, 1, 1), (1, 9, 2, 1)]
+)
+def test_a_crash_in_the_suite_costs_one_test(
+    host: pathlib.Path, good: int, fails: int, turns: int, status: int
+) -> None:
+    """A crash before any test ends it."""
+    (host / "bin" / "python3").write_text(CRASHES)
+    result, said, calls = run(host, "tests", COMMIT="c0ffee", GOOD=str(good), fails=str(fails))
+    assert (result, calls) == (status, ["pytest"] * turns)
+    crashes = [line for line in said.splitlines() if line.startswith("ENDED BY SIGNAL")]
+    assert crashes == [f"ENDED BY SIGNAL 11 in test_{n}. What follows it:" for n in range(1, min(good, fails) + 1)]
+    assert (f"turn {turns} passed" in said) == (turns > fails)
+
+
+def test_a_run_of_the_suite_goes_on_behind_what_has_begun(tmp_path: pathlib.Path) -> None:
+    begun = tmp_path / "begun"
+    tests = SCRIPT.parent.parent / "tests" / "transfer" / "test_pacing.py"
+
+    def outcome() -> str:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
+        done = subprocess.run(
+            command,
+            cwd=SCRIPT.parent.parent,
+            env={**os.environ, "CUMEM_SLEEP_TEST_BEGUN": str(begun)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        return done.stdout.splitlines()[-1]
+
+    first = outcome()
+    names = begun.read_text().splitlines()
+    assert f"{len(names)} passed" in first
+    assert len(names) > 3
+    begun.write_text("\n".join(names[:-2]) + "\n")
+    assert f"2 passed, {len(names) - 2} deselected" in outcome()
+    assert begun.read_text().splitlines() == names
+
+
 PARTS = {
     "vault": "benchmarks/vault.py",
     "vault_small": "benchmarks/vault.py",
