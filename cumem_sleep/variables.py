@@ -37,6 +37,7 @@ _OTHERS = {
     "SANITIZE": "what `pip install` passes to the compiler's -fsanitize",
     "WERROR": "1: compiler warnings are errors in `pip install`",
     "TEST_DRIVER": "cuda: the test suite runs on a GPU (sim)",
+    "TEST_BEGUN": "a file of tests to leave out, to which each test that begins is added",
     "TEST_HISTORIES": "how many random histories the test suite runs (24)",
     "TEST_HISTORY": "the number of the only random history that it runs",
     "TEST_STORM_S": "how many seconds each storm of signals or finalisers lasts (4)",
