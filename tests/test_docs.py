@@ -393,6 +393,7 @@ def defaults() -> dict[str, str]:
         "CUMEM_SLEEP_SERVE_TOKEN": "none",
         "CUMEM_SLEEP_SANITIZE": "none",
         "CUMEM_SLEEP_WERROR": "`0`",
+        "CUMEM_SLEEP_TEST_BEGUN": "none",
         "CUMEM_SLEEP_TEST_HISTORY": "none",
         "CUMEM_SLEEP_TEST_RANKS": "`0`",
         **{variable: f"`{default}`" for variable, default in re.findall(r'"(CUMEM_SLEEP_TEST_\w+)", "(\w+)"\)', suite)},
