@@ -72,6 +72,12 @@ def properties(handles: Any = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_
     return prop
 
 
+def access() -> Any:
+    description = cuda.CUmemAccessDesc()
+    description.location, description.flags = location(), cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return description
+
+
 class Mapped:
     """64 MiB of VMM memory, to be unmapped, released and so on."""
 
@@ -85,9 +91,7 @@ class Mapped:
         call(cuda.cuMemMap, self.address, 64 * MIB, 0, self.handle, 0)
 
     def set_access(self) -> None:
-        access = cuda.CUmemAccessDesc()
-        access.location, access.flags = location(), cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        call(cuda.cuMemSetAccess, self.address, 64 * MIB, [access], 1)
+        call(cuda.cuMemSetAccess, self.address, 64 * MIB, [access()], 1)
 
     def unmap(self) -> None:
         call(cuda.cuMemUnmap, self.address, 64 * MIB)
@@ -289,20 +293,13 @@ def handles() -> dict[str, Any]:
     return rows
 
 
-def access() -> Any:
-    description = cuda.CUmemAccessDesc()
-    description.location, description.flags = location(), cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    return description
-
-
 class Many:
     """Segments that are mapped and unmapped together."""
 
     def __init__(self, adjacent: bool, handles: list[Any] | None = None) -> None:
         self.ms: dict[str, float] = {}
-        self._adjacent = adjacent
         count = range(SEGMENTS)
-        nbytes = SEGMENTS * SEGMENT_BYTES if adjacent else SEGMENT_BYTES
+        self._nbytes = nbytes = SEGMENTS * SEGMENT_BYTES if adjacent else SEGMENT_BYTES
         self.ranges = self._timed(
             "cuMemAddressReserve",
             lambda: [call(cuda.cuMemAddressReserve, nbytes, 0, 0, 0) for _ in (count if not adjacent else range(1))],
@@ -325,22 +322,21 @@ class Many:
                 for address, handle in zip(self.addresses, self.handles, strict=True)
             ],
         )
-        at_once = SEGMENTS * SEGMENT_BYTES if self._adjacent else SEGMENT_BYTES
         self._timed(
             "cuMemSetAccess",
-            lambda: [call(cuda.cuMemSetAccess, address, at_once, [access()], 1) for address in self.ranges],
+            lambda: [call(cuda.cuMemSetAccess, address, self._nbytes, [access()], 1) for address in self.ranges],
         )
 
     def unmap(self) -> None:
-        at_once = SEGMENTS * SEGMENT_BYTES if self._adjacent else SEGMENT_BYTES
-        self._timed("cuMemUnmap", lambda: [call(cuda.cuMemUnmap, address, at_once) for address in self.ranges])
+        self._timed("cuMemUnmap", lambda: [call(cuda.cuMemUnmap, address, self._nbytes) for address in self.ranges])
 
     def release(self) -> None:
         self._timed("cuMemRelease", lambda: [call(cuda.cuMemRelease, handle) for handle in self.handles])
 
     def free(self) -> None:
-        at_once = SEGMENTS * SEGMENT_BYTES if self._adjacent else SEGMENT_BYTES
-        self._timed("cuMemAddressFree", lambda: [call(cuda.cuMemAddressFree, each, at_once) for each in self.ranges])
+        self._timed(
+            "cuMemAddressFree", lambda: [call(cuda.cuMemAddressFree, each, self._nbytes) for each in self.ranges]
+        )
 
     def _timed(self, name: str, calls: Callable[[], Any]) -> Any:
         start = time.perf_counter()

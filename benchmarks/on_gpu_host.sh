@@ -109,7 +109,7 @@ of_two_gpus=(
 without_gpu=(tests/serve tests/vllm/test_serve_without_layer.py)
 
 suite() {
-    local name=$1 begun before result crashed=0
+    local name=$1 begun before rest result crashed=0
     local -x PYTHONPATH=$plain_path
     shift
     begun=$(mktemp)
@@ -119,8 +119,15 @@ suite() {
         python3 -c 'import platform, torch, triton; print("Python", platform.python_version(), "torch", torch.__version__, "triton", triton.__version__)'
         echo "CUMEM_SLEEP_TEST_DRIVER=cuda python3 -m pytest -q -m \"\" $*"
         # A test that crashes Python must not cost those behind it: a machine may not come twice.
-        while before=$(wc -l <"$begun"); do
-            CUMEM_SLEEP_TEST_DRIVER=cuda CUMEM_SLEEP_TEST_BEGUN=$begun timeout -k 5 $((${LIMIT_S:-580} - SECONDS)) \
+        while true; do
+            rest=$((${LIMIT_S:-580} - SECONDS)) # timeout takes 0 for no limit
+            if [ "$rest" -le 0 ]; then
+                echo "NOT RUN, no time is left"
+                result=124
+                break
+            fi
+            before=$(wc -l <"$begun")
+            CUMEM_SLEEP_TEST_DRIVER=cuda CUMEM_SLEEP_TEST_BEGUN=$begun timeout -k 5 "$rest" \
                 python3 -m pytest -q -m "" -p no:cacheprovider --durations=8 "$@" 2>&1
             result=$?
             # timeout answers 137 if it had to kill it.

@@ -33,7 +33,7 @@ from typing import Any
 import cupy
 import torch
 from cuda.bindings import driver as cuda
-from driver_behaviour import call
+from driver_behaviour import access, call
 from prepare_cost import decode_graph, step_ms, summary
 from questions import main
 from record import GIB, touch_host_memory
@@ -44,7 +44,7 @@ from cumem_sleep.tools.bench.workload import kv_segments, model_like
 MIB = 1 << 20
 PIECE_BYTES = 256 * MIB
 WATCHED_S = 0.5
-MIXED_IN_FLIGHT, WINDOW_S = 6, 0.02
+MIXED_IN_FLIGHT, WINDOW_S, PIPELINED_BYTES = 6, 0.02, 64 * MIB
 KERNEL = cupy.RawKernel(
     """
     extern "C" __global__ void copy(uint4* target, const uint4* source, size_t words) {
@@ -149,7 +149,7 @@ def calls() -> dict[str, Any]:
     link = Link()
     streams = [each.handle for each in link.streams]
     context, device = call(cuda.cuCtxGetCurrent), call(cuda.cuDeviceGet, 0)
-    host, to, nbytes = link.block.address, link.address, 64 * MIB
+    host, to, nbytes = link.block.address, link.address, PIPELINED_BYTES
     least, greatest = call(cuda.cuCtxGetStreamPriorityRange)
     urgent = [call(cuda.cuStreamCreateWithPriority, 1, min(least, greatest)) for _ in streams]
 
@@ -181,11 +181,8 @@ def calls() -> dict[str, Any]:
         "cuMemcpy2DAsync": (two_dimensions, streams),
         "cuMemcpyBatchAsync": (batch(0), streams),
         "cuMemcpyBatchAsync, overlap": (batch(1), streams),
-        "a stream of high priority": (
-            lambda at, s: call(cuda.cuMemcpyHtoDAsync, to + at, host + at, nbytes, s),
-            urgent,
-        ),
     }
+    ways["a stream of high priority"] = (ways["cuMemcpyHtoDAsync"][0], urgent)
     try:
         other = host_memory_of_cuda(GIB)
         ways["memory of cuMemCreate"] = (
@@ -225,47 +222,44 @@ def host_memory_of_cuda(nbytes: int) -> int:
     handle = call(cuda.cuMemCreate, nbytes, prop, 0)
     address = int(call(cuda.cuMemAddressReserve, nbytes, 0, 0, 0))
     call(cuda.cuMemMap, address, nbytes, 0, handle, 0)
-    access = cuda.CUmemAccessDesc()
-    access.location.type, access.location.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, 0
-    access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    call(cuda.cuMemSetAccess, address, nbytes, [access], 1)
+    call(cuda.cuMemSetAccess, address, nbytes, [access()], 1)
     return address
 
 
 def watched(copy: Callable[[int, Any], None], streams: list[Any], seconds: float) -> list[float]:
-    """GB/s in windows of `WINDOW_S`, of 64 MiB on each stream in turn."""
-    windows, start = [0] * (int(seconds / WINDOW_S) + 1), time.perf_counter()
-    for n in count():
-        stream = streams[n % len(streams)]
-        call(cuda.cuStreamSynchronize, stream)
-        now = time.perf_counter() - start
-        if n >= len(streams):
-            windows[min(int(now / WINDOW_S), len(windows) - 1)] += 64 * MIB
-        if now > seconds:
-            break
-        copy(n % 16 * 64 * MIB, stream)
-    for stream in streams:
-        call(cuda.cuStreamSynchronize, stream)
-    return [round(each / WINDOW_S / 1e9, 1) for each in windows[:-1]]
+    """As `windows`, on CUDA's own streams; `copy` is told where in the block it begins."""
+
+    def begin(n: int) -> None:
+        copy(n * PIPELINED_BYTES % GIB, streams[n % len(streams)])
+
+    return windows(begin, lambda n: call(cuda.cuStreamSynchronize, streams[n % len(streams)]), len(streams), seconds)
 
 
 def pipelined(link: Link, ways: list[str], seconds: float) -> list[float]:
-    """GB/s in windows of `WINDOW_S`."""
-    nbytes, start = 64 * MIB, time.perf_counter()
-    windows = [0] * (int(seconds / WINDOW_S) + 1)
+    """As `windows`, each piece by the next of `ways`."""
+
+    def begin(n: int) -> None:
+        stream, offset = link.streams[n % len(link.streams)], n * PIPELINED_BYTES % GIB
+        copy = stream.to_device if ways[n % len(ways)] == "engine" else stream.to_device_by_kernel
+        copy(link.address + offset, link.block, offset, PIPELINED_BYTES)
+
+    return windows(begin, lambda n: link.streams[n % len(link.streams)].synchronize(), len(link.streams), seconds)
+
+
+def windows(begin: Callable[[int], None], wait: Callable[[int], None], in_flight: int, seconds: float) -> list[float]:
+    """GB/s in windows of `WINDOW_S`, of pieces of which so many are in flight; `wait` waits for a piece's stream."""
+    nbytes, start = [0] * (int(seconds / WINDOW_S) + 1), time.perf_counter()
     for n in count():
-        stream = link.streams[n % len(link.streams)]
-        stream.synchronize()
+        wait(n)  # for the one before it on its stream
         now = time.perf_counter() - start
-        if n >= len(link.streams):
-            windows[min(int(now / WINDOW_S), len(windows) - 1)] += nbytes
+        if n >= in_flight:
+            nbytes[min(int(now / WINDOW_S), len(nbytes) - 1)] += PIPELINED_BYTES
         if now > seconds:
             break
-        copy = stream.to_device if ways[n % len(ways)] == "engine" else stream.to_device_by_kernel
-        offset = n % (GIB // nbytes) * nbytes
-        copy(link.address + offset, link.block, offset, nbytes)
-    link.synchronize()
-    return [round(each / WINDOW_S / 1e9, 1) for each in windows[:-1]]
+        begin(n)
+    for n in range(in_flight):
+        wait(n)
+    return [round(each / WINDOW_S / 1e9, 1) for each in nbytes[:-1]]
 
 
 def rates(link: Link, way: Copy, seconds: float) -> list[tuple[float, float]]:

@@ -148,6 +148,13 @@ def test_a_crash_in_the_suite_costs_one_test(
     assert (f"turn {turns} passed" in said) == (turns > fails)
 
 
+def test_the_suite_does_not_begin_when_no_time_is_left(host: pathlib.Path) -> None:
+    status, said, calls = run(host, "vault_tests", COMMIT="c0ffee", LIMIT_S="0")
+    assert status == 1
+    assert "NOT RUN, no time is left" in said
+    assert not any("-m pytest" in call for call in calls)
+
+
 def test_a_run_of_the_suite_goes_on_behind_what_has_begun(tmp_path: pathlib.Path) -> None:
     begun = tmp_path / "begun"
     tests = SCRIPT.parent.parent / "tests" / "transfer" / "test_pacing.py"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 
+import numpy as np
 import pytest
 from compression import (
     BENCH_BYTES,
@@ -251,3 +252,15 @@ class TestFullDevice:
         leave_free(0)
         cycle(allocator, contents)
         assert encodings(allocator, contents) == ["bf16", "bf16", None]
+
+
+@pytest.mark.parametrize("spare_bytes", [DEVICE_BYTES, 0], ids=["with memory", "without"])
+def test_slots_have_tables_of_their_own(allocator: CuMemAllocator, spare_bytes: int) -> None:
+    """They lie in one block. The simulated driver runs one kernel at a time, so a wake would not notice."""
+    fill(allocator, bf16)  # so that the driver is open
+    with allocator._compressor.workbench(0, spare_bytes) as workbench:
+        parts = [part for slot in workbench._slots for part in (slot._rows, slot._counters)]
+        assert not any(np.shares_memory(one, other) for one, other in itertools.combinations(parts, 2))
+        assert len({slot.table for slot in workbench._slots}) == len(workbench._slots) > 1
+        if not spare_bytes:
+            assert [slot.table for slot in workbench._slots] == [slot._rows.ctypes.data for slot in workbench._slots]
