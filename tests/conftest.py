@@ -27,7 +27,8 @@ for _name in [name for name in os.environ if name.startswith("CUMEM_SLEEP_")]:
     if not _name.startswith("CUMEM_SLEEP_TEST_"):
         del os.environ[_name]
 os.environ["CUMEM_SLEEP_DRIVER"] = _DRIVER
-_BEGUN = Path(os.environ["CUMEM_SLEEP_TEST_BEGUN"]) if "CUMEM_SLEEP_TEST_BEGUN" in os.environ else None
+# Taken out of the environment: a test that starts pytest starts a run of its own.
+_BEGUN = Path(os.environ.pop("CUMEM_SLEEP_TEST_BEGUN")) if "CUMEM_SLEEP_TEST_BEGUN" in os.environ else None
 # NumPy's BLAS starts a thread a core that spins at first, in every process of a test; nothing here multiplies matrices.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
