@@ -528,6 +528,7 @@ class CuMemAllocator:
 
     def _stop_background_work(self) -> None:
         self._entry.deep.stop()
+        self._entry.first_allocation.stop()
         self._stop_preparing()
         self._store.stop()
 

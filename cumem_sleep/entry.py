@@ -19,6 +19,7 @@ from .integrations.torch import TorchPools
 from .levels import Group
 from .operations.agreement import Call
 from .operations.deepen import DeepSleep
+from .operations.first_allocation import FirstAllocation
 from .operations.layer import Layer
 from .operations.look import usage_by_tag
 from .operations.room import make_room
@@ -39,6 +40,7 @@ class Entry:
 
     Attributes:
         deep: level 3 of this process.
+        first_allocation: what is done after a sleep.
         totals: what was done so far, by operation.
         retired: a newer allocator has taken this one's place.
     """
@@ -54,6 +56,7 @@ class Entry:
         self._freed_by_hook = freed_by_hook
         self._driver_checked = False
         self.deep = DeepSleep()
+        self.first_allocation = FirstAllocation(layer.store.turns, layer.tuning)
         self.totals: dict[str, OperationTotals] = {}
         self.retired = False
 
@@ -145,8 +148,12 @@ class Entry:
         """
         counted = partial(self.counted, work, operation, call)
         if woken is None:
-            return self.locked(operation, counted, make_way, stays_away=True)
+            slept = self.locked(operation, counted, make_way, stays_away=True)
+            if isinstance(slept, SleepReport):
+                self.first_allocation.after(slept.freed_bytes)
+            return slept
         self.deep.stay()
+        self.first_allocation.cancel()
         come_back = partial(self._come_back_to_wake, woken)
         if self._pools.find() is not None:
             at_once = partial(self.counted, partial(work, known_to_fit=True), operation, call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -554,6 +555,23 @@ class TestByItself:
         allocator.malloc(PAGE, "kv_cache")
         allocator.discard("kv_cache")
         assert_no_threads("cumem-deepen")
+
+
+def test_no_thread_allocates_there(
+    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What makes the first allocation after a sleep calls no driver: that would come back, or wait for ever."""
+    monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_least_bytes", PAGE)
+    monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_after_s", 0.05)
+    allocator.malloc(PAGE, "weights")
+    assert allocator.sleep(level=3).checkpointed_bytes
+    worker = allocator._entry.first_allocation._worker
+    assert worker is not None
+    with caplog.at_level(logging.INFO, "cumem_sleep"):
+        assert worker.wait(20)
+    assert allocator.checkpoint is not None
+    assert "first allocation" not in caplog.text
+    allocator.wake_up()
 
 
 class TestRefused:
