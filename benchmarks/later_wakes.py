@@ -86,7 +86,9 @@ def main() -> None:
     parser.add_argument("--weights-gib", type=float, default=30.5, help="(default: %(default)s)")
     parser.add_argument("--kv-gib", type=float, default=32, help="(default: %(default)s)")
     parser.add_argument("--turns", type=int, default=5, help="wakes of each kind (default: %(default)s)")
-    parser.add_argument("--pause", type=float, default=1.2, help="seconds between sleep and wake (default: %(default)s)")
+    parser.add_argument(
+        "--pause", type=float, default=1.2, help="seconds between sleep and wake (default: %(default)s)"
+    )
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     weights_bytes, kv_bytes = int(arguments.weights_gib * GIB), int(arguments.kv_gib * GIB)

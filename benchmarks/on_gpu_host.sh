@@ -8,6 +8,7 @@
 #   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  decoder [100]  compressed [280]  codec [200]  host_memory [120]  prepare [90]
 #   peers [500]  needs .gpu/peers.tar.xz (benchmarks/peers_bundle.py)
 #   vault [~300]  vault_small [~80]  vault_wakes [~60]  vault_gpu_memory [~45]  vault_kills [140]  checkpoints [100]  restores [~60]  refused [~10]  level_3 [25]  first_sleeps [~60; $FIRST_SLEEPS_OPTIONS]  level_2_wakes [~60]  small_calls [~60]
+#   later_wakes [~75]  wakes_at_once [~150]  host_reads [~25] needs .gpu/host_reads (benchmarks/host_reads.cu)
 #   saver [~420]  saver_30 [~150]  saver_tests [~240]  equal_segments [~45]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]  models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
@@ -16,7 +17,7 @@
 #
 # What is in .gpu may come in several calls to one machine: each call unpacks what it finds, once. Other things in .gpu:
 # switching.json, to which both parts of that benchmark add; checkpoint.safetensors, real weights for `compressed` and
-# `codec`; base/, a wheel of an earlier commit for `beside`, `level_2_wakes` and `small_calls`, for `first_sleeps` more of them in folders of their own; saver/, the `test` folder of torch_memory_saver's repository and its
+# `codec`; base/, a wheel of an earlier commit for `beside`, `level_2_wakes`, `wakes_at_once` and `small_calls`, for `first_sleeps` more of them in folders of their own; saver/, the `test` folder of torch_memory_saver's repository and its
 # wheel, for the parts of that name.
 #
 # Parts joined by + run at the same time, the first on GPU 0, the second on GPU 1; those joined by a comma one after the
@@ -203,6 +204,18 @@ part() {
     level_2_wakes)
         python3 -m pip install --no-index --no-deps -q --upgrade --target /tmp/base_site .gpu/base/*.whl || return 1
         limited 120 python3 benchmarks/level_2_wakes.py --sites /tmp/base_site "$site" --out "$out/level_2_wakes.json"
+        ;;
+    later_wakes) limited 150 python3 benchmarks/later_wakes.py --out "$out/later_wakes.json" ;;
+    wakes_at_once)
+        python3 -m pip install --no-index --no-deps -q --upgrade --target /tmp/base_site .gpu/base/*.whl || return 1
+        limited 300 python3 benchmarks/wakes_at_once.py --sites /tmp/base_site "$site" --out "$out/wakes_at_once.json"
+        ;;
+    host_reads)
+        {
+            echo "commit ${COMMIT:?names the commit of the source}, $(date -u +%F)"
+            nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+            timeout -k 5 "$(left 60)" .gpu/host_reads
+        } | tee "$out/host_reads.txt"
         ;;
     small_calls)
         python3 -m pip install --no-index --no-deps -q --upgrade --target /tmp/base_site .gpu/base/*.whl || return 1

@@ -27,9 +27,9 @@ class Tuning:
         before_releases_s: how long that thread waits first, because an operation that comes meanwhile has to wait for a
             block (3 ms of 128 MiB), and one that follows at once should not (`level_2_wakes.txt`).
         between_releases_s: how long it pauses between two blocks, so that others get the lock.
-        first_allocation_least_bytes: a sleep that freed less leaves the first allocation after it, which takes 0.3 ms
-            for each gibibyte, to the next wake; so does one after which others have left less than this.
-        first_allocation_after_s: by then the driver has cleared 115 GiB (`wake_paths.json`).
+        first_allocation_least_bytes: a sleep that freed less leaves the first allocation after it, which takes 0.2 to
+            0.3 ms for each gibibyte, to the next wake; so does one after which others have left less than this.
+        first_allocation_after_s: by then the driver has scrubbed 115 GiB (`later_wakes.json`).
         batch_bytes: copied back at a time by a kernel.
         trial_bytes: copied back when timed alone: if the engine is slow, the kernel waits for it meanwhile.
         engine_batch_bytes: copied back at a time by the copy engine; faster than 64 MiB (`wake_paths.json`).

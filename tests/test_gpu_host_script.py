@@ -188,6 +188,7 @@ PARTS = {
     "vault_servers": "benchmarks/vllm_scenarios.py",
     "ranks": "benchmarks/vllm_scenarios.py",
     "equal_segments": "benchmarks/equal_segments.py",
+    "later_wakes": "benchmarks/later_wakes.py",
     "serve": "benchmarks/vllm_serve.py",
     "serve_vault": "benchmarks/vllm_serve.py",
     "serve_level_3": "benchmarks/vllm_level_3.py",

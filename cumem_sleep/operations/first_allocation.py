@@ -1,4 +1,4 @@
-"""After a sleep: a thread makes the allocation for which the driver takes stock of freed memory, so that no wake does."""
+"""After a sleep: a thread makes the first allocation, which takes the driver long, so that no wake has to."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _BYTES = 2 << 20  # the least that the driver allocates
 class FirstAllocation:
     """The first allocation on each device after memory was freed there.
 
-    The driver clears freed memory by itself, but only the next allocation of anybody on that device finds it in the
-    driver's lists: that one takes 0.3 ms for each freed gibibyte (`first_allocation.json`).
+    The driver scrubs freed memory by itself, but only the next allocation on that device, of any process, takes it into
+    the driver's lists: 0.2 to 0.3 ms for each freed gibibyte (`later_wakes.json`).
 
     Args:
         turns: the thread holds the lock meanwhile, which it never waits for, so that no wake finds this memory taken.
@@ -55,16 +55,16 @@ class FirstAllocation:
     def _run(self, worker: _core.Worker) -> None:
         if worker.pause(self._tuning.first_allocation_after_s):
             return
-        errors: dict[int, CumemSleepError] = {}
+        refused: dict[int, CumemSleepError] = {}
         with self._turns.if_free() as is_held, _core.DriverCalls() as allowed:
             if is_held and allowed and not worker.asked_to_stop:
                 for device in by_device(segment for segment in _core.segments() if not segment.has_memory):
                     try:
                         self._allocate(device)
                     except CumemSleepError as error:
-                        errors[device] = error
-        for device, error in errors.items():  # without the lock, for which whoever logs may wait
-            log.info("the next wake makes the first allocation on device %d itself: %s", device, error)
+                        refused[device] = error
+        for device, why in refused.items():  # without the lock, for which whoever logs may wait
+            log.info("the next wake makes the first allocation on device %d itself: %s", device, why)
 
     def _allocate(self, device: int) -> None:
         # Otherwise others have taken the memory since, and made that allocation; they may need what is left.
