@@ -149,11 +149,10 @@ class Entry:
         counted = partial(self.counted, work, operation, call)
         if woken is None:
             slept = self.locked(operation, counted, make_way, stays_away=True)
-            if isinstance(slept, SleepReport):
+            if isinstance(slept, SleepReport) and not self.deep.is_away:
                 self.first_allocation.after(slept.freed_bytes)
             return slept
         self.deep.stay()
-        self.first_allocation.cancel()
         come_back = partial(self._come_back_to_wake, woken)
         if self._pools.find() is not None:
             at_once = partial(self.counted, partial(work, known_to_fit=True), operation, call)

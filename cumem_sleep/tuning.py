@@ -30,6 +30,7 @@ class Tuning:
         first_allocation_least_bytes: a sleep that freed less leaves the first allocation after it, which takes 0.2 to
             0.3 ms for each gibibyte, to the next wake; so does one after which others have left less than this.
         first_allocation_after_s: by then the driver has scrubbed 115 GiB (`later_wakes.json`).
+        first_allocation_retry_s: how often it is tried then, while an operation or another thread has the lock.
         batch_bytes: copied back at a time by a kernel.
         trial_bytes: copied back when timed alone: if the engine is slow, the kernel waits for it meanwhile.
         engine_batch_bytes: copied back at a time by the copy engine; faster than 64 MiB (`wake_paths.json`).
@@ -72,6 +73,7 @@ class Tuning:
     between_releases_s: float = 0.0002
     first_allocation_least_bytes: int = 4 * _GIB
     first_allocation_after_s: float = 0.5
+    first_allocation_retry_s: float = 0.01
     batch_bytes: int = 64 * _MIB
     trial_bytes: int = 16 * _MIB
     engine_batch_bytes: int = 256 * _MIB

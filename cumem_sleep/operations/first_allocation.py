@@ -9,6 +9,7 @@ from ..backups.turns import Turns
 from ..errors import CumemSleepError
 from ..segments import by_device
 from ..tuning import Tuning
+from .deepen import everything_sleeps
 
 _BYTES = 2 << 20  # the least that the driver allocates
 
@@ -16,8 +17,8 @@ _BYTES = 2 << 20  # the least that the driver allocates
 class FirstAllocation:
     """The first allocation on each device after memory was freed there.
 
-    The driver scrubs freed memory by itself, but only the next allocation on that device, of any process, takes it into
-    the driver's lists: 0.2 to 0.3 ms for each freed gibibyte (`later_wakes.json`).
+    The driver scrubs freed memory by itself, but the first allocation after that takes 0.2 to 0.3 ms for each freed
+    gibibyte, however small it is (`later_wakes.json`).
 
     Args:
         turns: the thread holds the lock meanwhile, which it never waits for, so that no wake finds this memory taken.
@@ -29,23 +30,16 @@ class FirstAllocation:
         self._worker: _core.Worker | None = None
 
     def after(self, freed_bytes: int) -> None:
-        """A sleep has freed this much: make that allocation soon, if it is worth it and nothing wakes before."""
+        """A sleep has freed this much: make that allocation soon, if it is worth it and all is asleep still."""
         if freed_bytes < self._tuning.first_allocation_least_bytes:
             return
-        self.cancel()
-        worker = _core.Worker("cumem-allocate")
+        if self._worker is not None:
+            self._worker.ask_to_stop()
+        worker = self._worker = _core.Worker("cumem-allocate")
         try:
             worker.start(lambda: self._run(worker))
         except CumemSleepError as error:  # no thread can be started
             log.info("the next wake makes the first allocation itself: %s", error)
-            return
-        self._worker = worker
-
-    def cancel(self) -> None:
-        """Make none; does not wait for one that has begun."""
-        if self._worker is not None:
-            self._worker.ask_to_stop()
-            self._worker = None
 
     def stop(self) -> None:
         """Make none, and wait for one that has begun."""
@@ -53,21 +47,27 @@ class FirstAllocation:
             self._worker.stop()
 
     def _run(self, worker: _core.Worker) -> None:
-        if worker.pause(self._tuning.first_allocation_after_s):
-            return
+        pause_s = self._tuning.first_allocation_after_s
         refused: dict[int, CumemSleepError] = {}
-        with self._turns.if_free() as is_held, _core.DriverCalls() as allowed:
-            if is_held and allowed and not worker.asked_to_stop:
-                for device in by_device(segment for segment in _core.segments() if not segment.has_memory):
-                    try:
-                        self._allocate(device)
-                    except CumemSleepError as error:
-                        refused[device] = error
+        is_over = False
+        while not is_over and not worker.pause(pause_s):
+            pause_s = self._tuning.first_allocation_retry_s
+            with self._turns.if_free() as is_held, _core.DriverCalls() as allowed:
+                is_over = is_held
+                # Beside memory that is awake something may run, which should not wait for this.
+                devices = by_device(_core.segments()) if is_held and allowed and everything_sleeps() else ()
+                for device in devices:
+                    if not worker.asked_to_stop:
+                        try:
+                            self._allocate(device)
+                        except CumemSleepError as error:
+                            refused[device] = error
         for device, why in refused.items():  # without the lock, for which whoever logs may wait
             log.info("the next wake makes the first allocation on device %d itself: %s", device, why)
 
     def _allocate(self, device: int) -> None:
-        # Otherwise others have taken the memory since, and made that allocation; they may need what is left.
-        if _core.memory_info(device)[0] >= self._tuning.first_allocation_least_bytes:
-            with closing(_core.Scratch(device, _BYTES)):
-                pass
+        with _core.RelaxedCapture():
+            # Otherwise others have probably taken the memory since, and made that allocation. They may need the rest.
+            if _core.memory_info(device)[0] >= self._tuning.first_allocation_least_bytes:
+                with closing(_core.Scratch(device, _BYTES)):
+                    pass

@@ -562,9 +562,11 @@ def test_no_thread_allocates_there(
 ) -> None:
     """What makes the first allocation after a sleep calls no driver: that would come back, or wait for ever."""
     monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_least_bytes", PAGE)
-    monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_after_s", 0.05)
     allocator.malloc(PAGE, "weights")
     assert allocator.sleep(level=3).checkpointed_bytes
+    assert allocator._entry.first_allocation._worker is None
+    monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_after_s", 0.0)
+    allocator._entry.first_allocation.after(1 << 50)  # as if it had gone there meanwhile
     worker = allocator._entry.first_allocation._worker
     assert worker is not None
     with caplog.at_level(logging.INFO, "cumem_sleep"):

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from support import PAGE
+from support import AWAKE, PAGE
 
-from cumem_sleep import CuMemAllocator, _core, sim
+from cumem_sleep import CuMemAllocator, OutOfDeviceMemory, _core, sim
 
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = pytest.mark.usefixtures("small")
+
+MUCH = 1 << 50  # freed bytes
 
 
 class Made:
@@ -30,9 +32,10 @@ class Made:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is worth it; and no thread goes ahead while a test prepares what it finds."""
     monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_least_bytes", PAGE)
-    monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_after_s", 0.01)
+    monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_after_s", 3600.0)
 
 
 @pytest.fixture
@@ -42,84 +45,116 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     return made
 
 
-def wait_for_thread(allocator: CuMemAllocator) -> None:
+def worker_of(allocator: CuMemAllocator) -> _core.Worker:
     worker = allocator._entry.first_allocation._worker
     assert worker is not None
-    assert worker.wait(30)
+    return worker
 
 
-def test_after_a_sleep_there_is_one_and_nothing_of_it_stays(allocator: CuMemAllocator, made: Made) -> None:
+def begin(allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> _core.Worker:
+    """The time has come, as after a sleep; from here on it comes at once."""
+    monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_after_s", 0.0)
+    monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_retry_s", 0.001)
+    allocator._entry.first_allocation.after(MUCH)
+    return worker_of(allocator)
+
+
+def make(allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert begin(allocator, monkeypatch).wait(30)
+
+
+def test_after_a_sleep_there_is_one_and_nothing_of_it_stays(
+    allocator: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_after_s", 0.01)
     allocator.malloc(PAGE, "weights")
     allocator.sleep()
-    before = _core.memory_info(0)
-    wait_for_thread(allocator)
+    assert worker_of(allocator).wait(30)
     assert made.devices == [0]
+    before = _core.memory_info(0)
+    make(allocator, monkeypatch)
+    assert made.devices == [0, 0]
     assert _core.memory_info(0) == before
     allocator.wake_up()
 
 
 @pytest.mark.sim
-def test_on_every_device_with_sleeping_memory(allocator: CuMemAllocator, made: Made) -> None:
+def test_on_every_device_with_memory(allocator: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     sim.configure(devices=3)
     for device in (0, 2):
         allocator.malloc(PAGE, "weights", device=device)
     allocator.sleep()
-    wait_for_thread(allocator)
+    make(allocator, monkeypatch)
     assert made.devices == [0, 2]
 
 
-def test_a_small_sleep_needs_none(allocator: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_sleep_needs_none(allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_least_bytes", PAGE + 1)
     allocator.malloc(PAGE, "weights")
     allocator.sleep()
     assert allocator._entry.first_allocation._worker is None
-    assert made.devices == []
 
 
 @pytest.mark.sim
-def test_none_where_others_have_taken_the_memory(allocator: CuMemAllocator, made: Made) -> None:
+def test_none_where_others_have_taken_the_memory(
+    allocator: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They have made that allocation, and may need the last page."""
     allocator.malloc(PAGE, "weights")
     allocator.sleep()
+    monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_least_bytes", 2 * PAGE)
     free, _ = _core.memory_info(0)
-    taken = _core.Scratch(0, free)
-    made.devices.clear()
-    wait_for_thread(allocator)
+    taken = _core.Scratch(0, free - PAGE)
+    make(allocator, monkeypatch)
     taken.close()
     assert made.devices == []
 
 
-def test_a_wake_before_it_makes_it_needless(
-    allocator: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("awake", ["some", "all"])
+def test_none_beside_memory_that_is_awake(
+    allocator: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch, awake: str
 ) -> None:
-    monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_after_s", 30.0)
+    """Something may run there, and would wait."""
     allocator.malloc(PAGE, "weights")
-    for _ in range(2):
-        allocator.sleep()
-        worker = allocator._entry.first_allocation._worker
-        assert worker is not None
-        allocator.wake_up()
-        assert worker.wait(20), "it still waits to allocate"
+    allocator.malloc(PAGE, "kv_cache")
+    if awake == "some":
+        allocator.discard("kv_cache")
+    make(allocator, monkeypatch)
     assert made.devices == []
 
 
-def test_the_next_sleep_begins_to_count_anew(
+@pytest.mark.sim
+def test_there_is_one_after_a_wake_that_was_refused(
     allocator: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_after_s", 30.0)
     allocator.malloc(PAGE, "weights")
-    allocator.malloc(PAGE, "kv_cache")
-    allocator.discard("kv_cache")
-    first = allocator._entry.first_allocation._worker
-    monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_after_s", 0.01)
     allocator.sleep()
-    assert first is not None
-    assert first.wait(20)
-    wait_for_thread(allocator)
+    worker = worker_of(allocator)
+    free, _ = _core.memory_info(0)
+    taken = _core.Scratch(0, free)
+    with pytest.raises(OutOfDeviceMemory):
+        allocator.wake_up()
+    taken.close()
+    assert worker_of(allocator) is worker
+    assert worker.running
+    make(allocator, monkeypatch)
     assert made.devices == [0]
 
 
-def test_a_wake_waits_for_one_that_has_begun(allocator: CuMemAllocator, made: Made) -> None:
+def test_the_next_sleep_begins_to_count_anew(allocator: CuMemAllocator) -> None:
+    allocator.malloc(PAGE, "weights")
+    allocator.malloc(PAGE, "kv_cache")
+    allocator.discard("kv_cache")
+    first = worker_of(allocator)
+    allocator.sleep()
+    assert first.wait(20)
+    assert worker_of(allocator) is not first
+    assert worker_of(allocator).running
+
+
+def test_a_wake_waits_for_one_that_has_begun(
+    allocator: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It finds all memory free, however little there is."""
     begun, go = threading.Event(), threading.Event()
 
@@ -130,51 +165,62 @@ def test_a_wake_waits_for_one_that_has_begun(allocator: CuMemAllocator, made: Ma
     made.about_to = wait
     allocator.malloc(PAGE, "weights")
     allocator.sleep()
+    begin(allocator, monkeypatch)
     assert begun.wait(30)
     woken = threading.Thread(target=allocator.wake_up)
     woken.start()
     woken.join(0.1)
     assert woken.is_alive()
-    assert allocator._entry.first_allocation._worker is None
     go.set()
     woken.join(30)
     assert made.devices == [0]
-    assert not any(segment.sleep != _core.Segment.Sleep.AWAKE for segment in _core.segments())
+    assert all(segment.sleep == AWAKE for segment in _core.segments())
 
 
-def test_none_while_an_operation_has_the_lock(
-    allocator: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_after_s", 0.1)
+def test_it_comes_when_the_lock_is_free(allocator: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that gives host memory back has it for longer than that, block by block."""
     allocator.malloc(PAGE, "weights")
     allocator.sleep()
     with allocator._lock.hold():
-        wait_for_thread(allocator)
-    assert made.devices == []
+        worker = begin(allocator, monkeypatch)
+        assert not worker.wait(0.05)
+        assert made.devices == []
+    assert worker.wait(30)
+    assert made.devices == [0]
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemAddressReserve", "cuMemGetInfo_v2"])
 def test_what_the_driver_refuses_is_left_to_the_wake(
-    allocator: CuMemAllocator, call: str, caplog: pytest.LogCaptureFixture
+    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     allocator.malloc(PAGE, "weights")
     allocator.sleep()
     sim.fail(call, times=2)
     with caplog.at_level(logging.INFO, "cumem_sleep"):
-        wait_for_thread(allocator)
+        make(allocator, monkeypatch)
     assert "the next wake makes the first allocation on device 0 itself: " in caplog.text
     sim.reset()
     allocator.wake_up()
 
 
-def test_the_thread_ends_with_the_process(allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_after_s", 30.0)
+def test_the_thread_ends_with_the_process(allocator: CuMemAllocator) -> None:
     allocator.malloc(PAGE, "weights")
     allocator.sleep()
-    worker = allocator._entry.first_allocation._worker
-    assert worker is not None
+    worker = worker_of(allocator)
     assert worker.running
     allocator._stop_background_work()
     assert not worker.running
     allocator.wake_up()
+
+
+def test_nothing_is_allocated_once_it_was_told_to_stop(
+    allocator: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator.malloc(PAGE, "weights")
+    allocator.sleep()
+    with allocator._lock.hold():
+        worker = begin(allocator, monkeypatch)
+        allocator._entry.first_allocation.stop()
+        assert not worker.running
+    assert made.devices == []
