@@ -128,7 +128,8 @@ suite() {
                 break
             fi
             before=$(wc -l <"$begun")
-            CUMEM_SLEEP_TEST_DRIVER=cuda CUMEM_SLEEP_TEST_BEGUN=$begun timeout -k 5 "$rest" \
+            # Like Ctrl-C, so that pytest still says what has failed, and where it was.
+            CUMEM_SLEEP_TEST_DRIVER=cuda CUMEM_SLEEP_TEST_BEGUN=$begun timeout -s INT -k 8 "$rest" \
                 python3 -m pytest -q -m "" -p no:cacheprovider --durations=8 "$@" 2>&1
             result=$?
             # timeout answers 137 if it had to kill it.

@@ -155,6 +155,19 @@ def test_the_suite_does_not_begin_when_no_time_is_left(host: pathlib.Path) -> No
     assert not any("-m pytest" in call for call in calls)
 
 
+@pytest.mark.parametrize("parts", ["vault_tests", "vault_tests+checkpoints"])
+def test_a_suite_whose_time_is_over_says_what_it_knows(host: pathlib.Path, parts: str) -> None:
+    (host / "bin" / "python3").write_text(
+        "#!/bin/bash\n"
+        'case "$*" in *"-m pytest"*) ;; *) exit 0 ;; esac\n'
+        "trap 'echo \"this has failed\"; exit 2' INT\n"
+        "while true; do sleep 0.1; done\n"
+    )
+    status, said, _ = run(host, parts, COMMIT="c0ffee", LIMIT_S="3")
+    assert status == 1
+    assert "this has failed" in said
+
+
 def test_a_run_of_the_suite_goes_on_behind_what_has_begun(tmp_path: pathlib.Path) -> None:
     begun = tmp_path / "begun"
     tests = SCRIPT.parent.parent / "tests" / "transfer" / "test_pacing.py"
