@@ -576,3 +576,18 @@ def test_every_error_is_on_the_page_with_its_bases() -> None:
 def test_exit_codes_are_those_of_the_command() -> None:
     codes = {int(row[0]) for row in rows(page("errors")) if row[0].isdecimal()}
     assert codes == {value for name, value in vars(cli).items() if name.startswith("EXIT_")}
+
+
+def test_results_that_are_cited_are_there() -> None:
+    """Raw results, named in backticks by the docs and by comments."""
+    results = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
+    texts = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+    for folder, suffix in (("cumem_sleep", "py"), ("csrc", "cpp"), ("csrc", "h")):
+        texts += (ROOT / folder).rglob(f"*.{suffix}")
+    cited = {
+        name: path.name
+        for path in texts
+        for name in re.findall(r"`([a-z0-9_]+\.(?:json|txt))`", path.read_text("utf-8"))
+    }
+    assert len(cited) > 30
+    assert {name: page for name, page in cited.items() if name not in results} == {}
