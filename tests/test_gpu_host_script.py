@@ -169,15 +169,21 @@ def test_a_suite_whose_time_is_over_says_what_it_knows(host: pathlib.Path, parts
 
 
 def test_a_run_of_the_suite_goes_on_behind_what_has_begun(tmp_path: pathlib.Path) -> None:
-    begun = tmp_path / "begun"
+    """What is left out there is not left out by a pytest that a test starts."""
+    begun, kept = tmp_path / "begun", tmp_path / "kept"
+    (tmp_path / "left.py").write_text(
+        "import os, pathlib\n"
+        "def pytest_sessionfinish():\n"
+        f"    pathlib.Path({str(kept)!r}).write_text(os.environ.get('CUMEM_SLEEP_TEST_BEGUN', 'nothing'))\n"
+    )
     tests = SCRIPT.parent.parent / "tests" / "transfer" / "test_pacing.py"
 
     def outcome() -> str:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "left", str(tests)]
         done = subprocess.run(
             command,
             cwd=SCRIPT.parent.parent,
-            env={**os.environ, "CUMEM_SLEEP_TEST_BEGUN": str(begun)},
+            env={**os.environ, "PYTHONPATH": str(tmp_path), "CUMEM_SLEEP_TEST_BEGUN": str(begun)},
             capture_output=True,
             text=True,
             timeout=100,
@@ -192,6 +198,7 @@ def test_a_run_of_the_suite_goes_on_behind_what_has_begun(tmp_path: pathlib.Path
     begun.write_text("\n".join(names[:-2]) + "\n")
     assert f"2 passed, {len(names) - 2} deselected" in outcome()
     assert begun.read_text().splitlines() == names
+    assert kept.read_text() == "nothing"
 
 
 PARTS = {

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from support import AWAKE, PAGE
+from support import AWAKE, PAGE, assert_thread_ends_in_order, threads_refused
 
 from cumem_sleep import CuMemAllocator, OutOfDeviceMemory, _core, sim
 
@@ -49,6 +49,14 @@ def worker_of(allocator: CuMemAllocator) -> _core.Worker:
     worker = allocator._entry.first_allocation._worker
     assert worker is not None
     return worker
+
+
+@pytest.fixture
+def asleep(allocator: CuMemAllocator) -> CuMemAllocator:
+    """With one page."""
+    allocator.malloc(PAGE, "weights")
+    allocator.sleep()
+    return allocator
 
 
 def begin(allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> _core.Worker:
@@ -97,15 +105,13 @@ def test_a_small_sleep_needs_none(allocator: CuMemAllocator, monkeypatch: pytest
 
 @pytest.mark.sim
 def test_none_where_others_have_taken_the_memory(
-    allocator: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch
+    asleep: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have made that allocation, and may need the last page."""
-    allocator.malloc(PAGE, "weights")
-    allocator.sleep()
     monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_least_bytes", 2 * PAGE)
     free, _ = _core.memory_info(0)
     taken = _core.Scratch(0, free - PAGE)
-    make(allocator, monkeypatch)
+    make(asleep, monkeypatch)
     taken.close()
     assert made.devices == []
 
@@ -125,19 +131,17 @@ def test_none_beside_memory_that_is_awake(
 
 @pytest.mark.sim
 def test_there_is_one_after_a_wake_that_was_refused(
-    allocator: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch
+    asleep: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allocator.malloc(PAGE, "weights")
-    allocator.sleep()
-    worker = worker_of(allocator)
+    worker = worker_of(asleep)
     free, _ = _core.memory_info(0)
     taken = _core.Scratch(0, free)
     with pytest.raises(OutOfDeviceMemory):
-        allocator.wake_up()
+        asleep.wake_up()
     taken.close()
-    assert worker_of(allocator) is worker
+    assert worker_of(asleep) is worker
     assert worker.running
-    make(allocator, monkeypatch)
+    make(asleep, monkeypatch)
     assert made.devices == [0]
 
 
@@ -153,7 +157,7 @@ def test_the_next_sleep_begins_to_count_anew(allocator: CuMemAllocator) -> None:
 
 
 def test_a_wake_waits_for_one_that_has_begun(
-    allocator: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch
+    asleep: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It finds all memory free, however little there is."""
     begun, go = threading.Event(), threading.Event()
@@ -163,11 +167,9 @@ def test_a_wake_waits_for_one_that_has_begun(
         assert go.wait(30)
 
     made.about_to = wait
-    allocator.malloc(PAGE, "weights")
-    allocator.sleep()
-    begin(allocator, monkeypatch)
+    begin(asleep, monkeypatch)
     assert begun.wait(30)
-    woken = threading.Thread(target=allocator.wake_up)
+    woken = threading.Thread(target=asleep.wake_up)
     woken.start()
     woken.join(0.1)
     assert woken.is_alive()
@@ -177,12 +179,10 @@ def test_a_wake_waits_for_one_that_has_begun(
     assert all(segment.sleep == AWAKE for segment in _core.segments())
 
 
-def test_it_comes_when_the_lock_is_free(allocator: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_comes_when_the_lock_is_free(asleep: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that gives host memory back has it for longer than that, block by block."""
-    allocator.malloc(PAGE, "weights")
-    allocator.sleep()
-    with allocator._lock.hold():
-        worker = begin(allocator, monkeypatch)
+    with asleep._lock.hold():
+        worker = begin(asleep, monkeypatch)
         assert not worker.wait(0.05)
         assert made.devices == []
     assert worker.wait(30)
@@ -192,35 +192,46 @@ def test_it_comes_when_the_lock_is_free(allocator: CuMemAllocator, made: Made, m
 @pytest.mark.sim
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemAddressReserve", "cuMemGetInfo_v2"])
 def test_what_the_driver_refuses_is_left_to_the_wake(
-    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+    asleep: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
-    allocator.malloc(PAGE, "weights")
-    allocator.sleep()
     sim.fail(call, times=2)
     with caplog.at_level(logging.INFO, "cumem_sleep"):
-        make(allocator, monkeypatch)
+        make(asleep, monkeypatch)
     assert "the next wake makes the first allocation on device 0 itself: " in caplog.text
     sim.reset()
-    allocator.wake_up()
+    asleep.wake_up()
 
 
-def test_the_thread_ends_with_the_process(allocator: CuMemAllocator) -> None:
+@pytest.mark.slow
+def test_the_thread_ends_with_the_process() -> None:
+    assert_thread_ends_in_order(
+        """
+        CuMemAllocator.tuning.first_allocation_least_bytes = PAGE
+        CuMemAllocator.tuning.first_allocation_after_s = 3600.0
+        allocator = fresh_allocator()
+        allocator.malloc(PAGE, "weights")
+        allocator.sleep()
+        """,
+        thread="allocator._entry.first_allocation._worker",
+    )
+
+
+def test_a_sleep_is_over_without_it_where_no_thread_can_be_started(
+    allocator: CuMemAllocator, caplog: pytest.LogCaptureFixture
+) -> None:
     allocator.malloc(PAGE, "weights")
-    allocator.sleep()
-    worker = worker_of(allocator)
-    assert worker.running
-    allocator._stop_background_work()
-    assert not worker.running
+    with threads_refused(after=1), caplog.at_level(logging.INFO, "cumem_sleep"):  # the first is the operation's own
+        assert allocator.sleep().freed_bytes == PAGE
+    assert "the next wake makes the first allocation itself: " in caplog.text
+    allocator._entry.first_allocation.stop()
     allocator.wake_up()
 
 
 def test_nothing_is_allocated_once_it_was_told_to_stop(
-    allocator: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch
+    asleep: CuMemAllocator, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allocator.malloc(PAGE, "weights")
-    allocator.sleep()
-    with allocator._lock.hold():
-        worker = begin(allocator, monkeypatch)
-        allocator._entry.first_allocation.stop()
+    with asleep._lock.hold():
+        worker = begin(asleep, monkeypatch)
+        asleep._entry.first_allocation.stop()
         assert not worker.running
     assert made.devices == []
