@@ -2,21 +2,20 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <map>
-#include <mutex>
 
 #include "driver.h"
+#include "kernel.h"
 
 namespace cumem_sleep {
 
 namespace {
 
 constexpr size_t kWord = 16;
-constexpr unsigned int kBlocks = 16, kThreads = 512;  // with four words each, 512 KiB are in flight
+constexpr unsigned int kThreads = 512;  // each has four words in flight
 // A launch takes 0.3 ms: longer ones delay the mapping of memory that goes on at the same time.
 constexpr size_t kLaunchBytes = size_t{16} << 20;
 
-// In PTX, which the driver compiles for its GPU, so that nobody who builds this needs a CUDA compiler. In C++:
+// In C++:
 //
 //     void cumem_sleep_copy(uint4* target, const uint4* source, uint64_t bytes) {
 //         const uint64_t step = gridDim.x * blockDim.x;
@@ -88,38 +87,23 @@ end:
 }
 )";
 
-std::mutex mutex;
 // Never destroyed: at exit other threads may still copy.
-auto* const kernels = new std::map<int, CUfunction>;
-
-CUfunction loaded_kernel(int device) {
-    const std::lock_guard<std::mutex> guard(mutex);
-    CUfunction& kernel = (*kernels)[device];
-    if (!kernel) {
-        const Driver& driver = Driver::get();
-        CUmodule module = nullptr;
-        driver.module_load_data(&module, kPtx);
-        driver.module_get_function(&kernel, module, "cumem_sleep_copy");
-    }
-    return kernel;
-}
+auto* const kernel = new Kernel(kPtx, "cumem_sleep_copy");
 
 }  // namespace
 
-void load_copy_kernel(int device) {
-    ContextScope context(device);
-    loaded_kernel(device);
-}
+void load_copy_kernel(int device) { kernel->load(device); }
 
-size_t launch_copy(int device, CUdeviceptr target, const void* source, size_t bytes, CUstream stream) {
-    const CUfunction kernel = loaded_kernel(device);
+size_t launch_copy(int device, CUdeviceptr target, const void* source, size_t bytes, unsigned int blocks,
+                   CUstream stream) {
+    const CUfunction function = kernel->on(device);
     const size_t whole = bytes - bytes % kWord;
     for (size_t done = 0; done < whole;) {
         auto from = reinterpret_cast<uint64_t>(source) + done;
         CUdeviceptr to = target + done;
         uint64_t part = std::min(whole - done, kLaunchBytes);
         void* arguments[] = {&to, &from, &part};
-        Driver::get().launch_kernel(kernel, kBlocks, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr);
+        Driver::get().launch_kernel(function, blocks, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr);
         done += part;
     }
     return bytes - whole;

@@ -16,6 +16,7 @@
 #include "checkpoint.h"
 #include "copy_kernel.h"
 #include "device_info.h"
+#include "digest_kernel.h"
 #include "driver.h"
 #include "errors.h"
 #include "free_listener.h"
@@ -307,6 +308,7 @@ void bind_shared_memory(py::module_& module) {
 void bind_copies(py::module_& module) {
     module.def("load_copy_kernel", &load_copy_kernel, py::arg("device"), NoGil(),
                "So that the first copy by a kernel does not wait for it.");
+    module.def("load_digest_kernel", &load_digest_kernel, py::arg("device"), NoGil(), "The same of digests.");
     py::class_<CopyStream, std::shared_ptr<CopyStream>>(module, "CopyStream")
         .def(py::init<int>(), py::arg("device"), NoGil())
         .def("to_host", &CopyStream::to_host, py::arg("block"), py::arg("offset"), py::arg("address"), py::arg("bytes"),
@@ -314,7 +316,9 @@ void bind_copies(py::module_& module) {
         .def("to_device", &CopyStream::to_device, py::arg("address"), py::arg("block"), py::arg("offset"),
              py::arg("bytes"), NoGil())
         .def("to_device_by_kernel", &CopyStream::to_device_by_kernel, py::arg("address"), py::arg("block"),
-             py::arg("offset"), py::arg("bytes"), NoGil())
+             py::arg("offset"), py::arg("bytes"), py::arg("blocks") = kCopyBlocks, NoGil())
+        .def("digest", &CopyStream::digest, py::arg("table"), py::arg("begin"), py::arg("contents"),
+             py::arg("first_chunk"), NoGil())
         .def("poison", &CopyStream::poison, py::arg("address"), py::arg("bytes"), NoGil())
         .def("zero", &CopyStream::zero, py::arg("address"), py::arg("bytes"), NoGil())
         .def("synchronize", &CopyStream::synchronize, NoGil())

@@ -1,8 +1,11 @@
 #include "transfer.h"
 
+#include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "copy_kernel.h"
+#include "digest_kernel.h"
 #include "driver.h"
 #include "idle.h"
 #include "segment_counts.h"
@@ -73,14 +76,40 @@ void CopyStream::to_device(CUdeviceptr address, const HostBlock& block, size_t o
     Driver::get().memcpy_htod_async(address, host, bytes, stream_);
 }
 
-void CopyStream::to_device_by_kernel(CUdeviceptr address, const HostBlock& block, size_t offset, size_t bytes) {
+void CopyStream::to_device_by_kernel(CUdeviceptr address, const HostBlock& block, size_t offset, size_t bytes,
+                                     unsigned int blocks) {
     const uint8_t* const host = block.part(offset, bytes);
     if (!block.pinned()) throw InvalidState("a kernel copies from host memory that is registered");
     if (address % 16 != 0 || reinterpret_cast<uintptr_t>(host) % 16 != 0)
         throw InvalidState("a kernel copies between addresses that are multiples of 16");
     ContextScope context(device_);
-    const size_t rest = launch_copy(device_, address, host, bytes, stream_);
+    const size_t rest = launch_copy(device_, address, host, bytes, blocks, stream_);
     if (rest) Driver::get().memcpy_htod_async(address + bytes - rest, host + bytes - rest, rest, stream_);
+}
+
+size_t CopyStream::digest(const HostBlock& table, size_t begin,
+                          const std::vector<std::pair<CUdeviceptr, size_t>>& contents, uint64_t first_chunk) {
+    if (!table.pinned()) throw InvalidState("the table of a digest is in host memory that is registered");
+    const size_t room = table.bytes() / (sizeof(DigestChunk) + sizeof(DigestSums));
+    size_t count = 0;
+    for (const auto& [address, bytes] : contents) {
+        if (address % 16 != 0 || bytes % kDigestChunkBytes != 0)
+            throw InvalidState("a kernel digests whole chunks at addresses that are multiples of 16");
+        count += bytes / kDigestChunkBytes;
+    }
+    if (begin > room || count > room - begin) throw std::out_of_range("more chunks than the table has room for");
+    auto* chunk =
+        reinterpret_cast<DigestChunk*>(table.writable_part(begin * sizeof(DigestChunk), count * sizeof(DigestChunk)));
+    auto* const sums = reinterpret_cast<DigestSums*>(
+        table.writable_part(room * sizeof(DigestChunk) + begin * sizeof(DigestSums), count * sizeof(DigestSums)));
+    std::fill_n(sums, count, DigestSums{});  // what an earlier kernel left is not to be taken for a sum of these
+    const DigestChunk* const first = chunk;
+    for (const auto& [address, bytes] : contents)
+        for (size_t number = 0; number < bytes / kDigestChunkBytes; ++number)
+            *chunk++ = {address + number * kDigestChunkBytes, first_chunk + number};
+    ContextScope context(device_);
+    launch_digest(device_, first, sums, count, stream_);
+    return count;
 }
 
 void CopyStream::fill(CUdeviceptr address, unsigned int word, size_t bytes) {

@@ -5,6 +5,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "host_memory.h"
 
@@ -28,7 +30,13 @@ class CopyStream {
     void to_device(CUdeviceptr address, const HostBlock& block, size_t offset, size_t bytes);
     // By a kernel, not by the copy engine; `address` and the block's are multiples of 16. The device has to say that
     // kernels reach registered host memory by its host address (`DeviceInfo::host_pointers`).
-    void to_device_by_kernel(CUdeviceptr address, const HostBlock& block, size_t offset, size_t bytes);
+    void to_device_by_kernel(CUdeviceptr address, const HostBlock& block, size_t offset, size_t bytes,
+                             unsigned int blocks);
+    // Digests contents (address, bytes), of memory that kernels reach, with `first_chunk` as the number of each one's
+    // first chunk. `table` is registered, and has room for as many `DigestChunk`, and then as many `DigestSums`, as
+    // fit; the ones from `begin` on are used, until the stream was waited for. Returns how many.
+    size_t digest(const HostBlock& table, size_t begin, const std::vector<std::pair<CUdeviceptr, size_t>>& contents,
+                  uint64_t first_chunk);
     // Every byte becomes 0xFF: a NaN in every float type. `bytes` is a multiple of 4, as for `zero`.
     void poison(CUdeviceptr address, size_t bytes) { fill(address, 0xFFFFFFFFu, bytes); }
     void zero(CUdeviceptr address, size_t bytes) { fill(address, 0, bytes); }

@@ -57,8 +57,12 @@ class Lane(Protocol):
             DriverError, OutOfHostMemory: refused; nothing was begun.
         """
 
-    def read(self, address: int, extent: Extent, offset: int, nbytes: int) -> None:
+    def read(self, address: int, extent: Extent, offset: int, nbytes: int, *, by_kernel: bool = False) -> None:
         """Begin to copy `nbytes` at `offset` in `extent` to the device's `address`.
+
+        Args:
+            by_kernel: by a kernel of this process, which `kernels_reach` allows, and not by the copy engine. Both
+                addresses are multiples of 16.
 
         Raises:
             DriverError, OutOfHostMemory: refused; nothing was begun.

@@ -16,8 +16,7 @@ import sys
 import textwrap
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -27,7 +26,7 @@ import cumem_sleep
 from cumem_sleep import CuMemAllocator, CumemSleepError, Settings, _core, sim
 from cumem_sleep.backups.filling import Filling
 from cumem_sleep.digest.reference import CHUNK_BYTES, Digest, digests_from, sums_of
-from cumem_sleep.pinned import node_of, pinned_table
+from cumem_sleep.pinned import node_of
 
 MIB = 1 << 20
 PAGE = 2 * MIB  # the granularity of device memory
@@ -234,40 +233,9 @@ def quick_sums(content: npt.NDArray[np.uint8], first_chunk: int = 0) -> tuple[in
     return int(high.sum(dtype=np.uint64)), int(low.sum(dtype=np.uint64))
 
 
-class EagerSums:
-    """Stands in for `digest_kernel.GpuSums` where there is no GPU: the kernel runs when it is started.
-
-    Without it, digests of simulated memory are computed when they are asked for.
-    """
-
-    def __init__(self, device: int, chunks: int) -> None:
-        self._block = pinned_table(chunks * 16, device)
-        self._sums = np.frombuffer(memoryview(self._block), np.uint64).reshape(-1, 2)
-        self._firsts: list[int] = []
-        self._used = 0
-
-    def start(self, contents: Sequence[tuple[int, int]], first_chunk: int = 0) -> None:
-        for address, nbytes in contents:
-            self._firsts.append(self._used)
-            for chunk in range(nbytes // CHUNK_BYTES):
-                content = (ctypes.c_uint8 * CHUNK_BYTES).from_address(address + chunk * CHUNK_BYTES)
-                self._sums[self._used] = quick_sums(np.frombuffer(content, np.uint8), first_chunk + chunk)
-                self._used += 1
-
-    def finish(self) -> npt.NDArray[np.uint64]:
-        firsts, used, self._firsts, self._used = self._firsts, self._used, [], 0
-        sums: npt.NDArray[np.uint64] = np.add.reduceat(self._sums[:used], firsts, axis=0)
-        return sums
-
-    def close(self) -> None:
-        self._block.close()
-
-
-def digest_eagerly(allocator: CuMemAllocator) -> None:
-    """As a GPU does it."""
-    assert SIMULATED, "the CPU would read device memory of a GPU: this test needs pytest.mark.sim"
-    allocator._digester._choose()
-    allocator._digester._kernel = types.SimpleNamespace(GpuSums=EagerSums)  # type: ignore[assignment]
+def digest_by_the_kernel(allocator: CuMemAllocator) -> None:
+    """As on a GPU; without this, digests of simulated memory are computed when they are asked for."""
+    allocator._digester._kernel_runs = dict.fromkeys(range(8), True)
 
 
 @contextlib.contextmanager

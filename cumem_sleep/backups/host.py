@@ -175,7 +175,7 @@ class HostTransfers:
 
 
 class HostLane:
-    """Copies by the copy engine, in the order of a stream; a block is registered when it is first used."""
+    """Copies in the order of a stream; a block is registered when it is first used."""
 
     kernels_reach = True
 
@@ -195,10 +195,11 @@ class HostLane:
         self._transfers.have_pinned(block, self.stream.device)
         self.stream.to_host(block, offset, address, nbytes)
 
-    def read(self, address: int, extent: Extent, offset: int, nbytes: int) -> None:
+    def read(self, address: int, extent: Extent, offset: int, nbytes: int, *, by_kernel: bool = False) -> None:
         """Begin to copy to the device."""
         self.pin([extent])
-        self.stream.to_device(address, cast(_core.HostBlock, extent), offset, nbytes)
+        copy = self.stream.to_device_by_kernel if by_kernel else self.stream.to_device
+        copy(address, cast(_core.HostBlock, extent), offset, nbytes)
 
     def join(self) -> None:
         """Nothing to do: the copies are on the stream."""

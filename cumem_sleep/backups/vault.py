@@ -465,7 +465,7 @@ class VaultLane:
         self.stream.synchronize()
         self._begin(client, client.write(lent, [Range(mine.backup, offset, at, nbytes)]))
 
-    def read(self, address: int, extent: Extent, offset: int, nbytes: int) -> None:
+    def read(self, address: int, extent: Extent, offset: int, nbytes: int, *, by_kernel: bool = False) -> None:  # noqa: ARG002
         """Begin to copy to the device, when what runs on the stream has ended."""
         (mine,) = _mine([extent])
         client = self._transfers.reader(mine)

@@ -17,10 +17,10 @@ import triton.language as tl
 from .. import _core
 from ..errors import CodecError
 from ..pinned import pinned_block
-from ..streams import current_in_torch
 from . import exponent as codec
 from .codec import CHUNK_BYTES
 from .exponent import ALIGN_BYTES, BLOCK_VALUES, LEVEL_0_BYTES, PASSED_ON, PLACES, Code, Layout
+from .streams import current_in_torch
 from .table import ROW_BYTES, rows
 
 _VALUES = tl.constexpr(BLOCK_VALUES)

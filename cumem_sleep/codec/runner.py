@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from .. import _core
 from ..errors import CodecError, CumemSleepError
-from ..streams import current_in_torch
 from .codec import CHUNK_BYTES, Code, Layout
 from .codecs import CODECS, codec_of
+from .streams import current_in_torch
 from .table import ROW_BYTES, read_rows
 
 

@@ -45,7 +45,7 @@ class Restorer:
         self._routes = Routes(tuning)
 
     def warm_up(self, device: int) -> None:
-        """Compile and load the copy kernel for `device`; without this only the copy engine is used there."""
+        """Load the copy kernel on `device`; without this only the copy engine is used there."""
         self._routes.warm_up(device)
 
     def restore(
@@ -77,9 +77,7 @@ class Restorer:
                 lanes.setdefault(device, []).append(self._copy(device, raw, transfers, mapped, digests, stack))
             for device, workbench in workbenches.items():
                 runs = [run for segment, runs in backups.encoded if segment.device == device for run in runs]
-                lanes.setdefault(device, []).append(
-                    self._decode(device, runs, workbench, transfers, mapped, digests, stack)
-                )
+                lanes.setdefault(device, []).append(self._decode(device, runs, workbench, transfers, mapped, digests))
             half = total_bytes(backups.segments) // 2
             begun = 0
             for turn in zip_longest(*map(chain.from_iterable, lanes.values()), fillvalue=0):
@@ -97,13 +95,11 @@ class Restorer:
         stack: ExitStack,
     ) -> Iterator[int]:
         nbytes = total_bytes(segment for segment, _ in backups)
-        # Tables must outlive the copies, so they are made before the streams and freed after them.
-        tables = stack.enter_context(ExitStack())
         batches = -(-nbytes // self._tuning.batch_bytes)
         in_flight = min(self._tuning.batches_in_flight, batches)
         streams = [stack.enter_context(_core.CopyStream(device)) for _ in range(in_flight)]
         lanes = [transfers.lane(stream) for stream in streams]
-        routes = self._routes.open(device, lanes, nbytes, self._tuning.batch_bytes, None, tables)
+        routes = self._routes.open(device, lanes, nbytes)
         choices = self._routes.choices(device, routes, self._tuning.timed_bytes)
         begin_digests = (
             _nothing if digests is None else Together(digests.start, nbytes, self._tuning.digest_together_bytes)
@@ -123,7 +119,6 @@ class Restorer:
         transfers: Transfers,
         mapped: Callable[[int], None],
         digests: DigestRun | None,
-        stack: ExitStack,
     ) -> Iterator[int]:
         nbytes = sum(run.bytes for run in runs) if workbench.has_memory else 0
         lanes = workbench.lanes(transfers)
@@ -132,12 +127,7 @@ class Restorer:
                 f"device {device} has no memory left to decode backups in, and kernels cannot read them in place:"
                 " free GPU memory and wake again"
             )
-        routes = self._routes.open(
-            device, lanes, nbytes, workbench.slot_bytes, workbench.chunks_per_slot, stack.enter_context(ExitStack())
-        )
-        if routes[0].kernel is not None:
-            for route in routes:  # after a failure, copies may still use its table
-                stack.callback(route.lane.synchronize)
+        routes = self._routes.open(device, lanes, nbytes)
         copies = SlotCopies(routes, self._routes.choices(device, routes, self._tuning.slots_timed_bytes))
         completed = digests.start if digests is not None else _nothing
         return workbench.decode(runs, mapped, completed, copies)

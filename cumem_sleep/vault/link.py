@@ -24,6 +24,7 @@ from .protocol import close_all
 PIECE_BYTES = 64 << 20  # about a millisecond of a link
 _PAUSE_S = 1.0  # without copies: what comes then is another operation's
 _STALE_S = 0.05  # without copies: by then the driver may have begun to scrub, or ended
+_KERNEL_BLOCKS = 16  # twice as many as in a process that maps memory meanwhile
 _IN_FLIGHT = 4  # pieces: enough for the link never to wait for this thread
 
 
@@ -308,7 +309,7 @@ class Link:
             self._begin_batch()  # what the import took is not the rate of a copy
         if not self._choice.by_engine and _reached_by_kernels(piece, address):
             try:
-                stream.to_device_by_kernel(address, piece.block, piece.offset, piece.nbytes)
+                stream.to_device_by_kernel(address, piece.block, piece.offset, piece.nbytes, _KERNEL_BLOCKS)
                 return
             except CumemSleepError as error:
                 log.warning("the copy kernel failed, the copy engine takes over: %s", error)

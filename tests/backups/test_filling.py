@@ -24,7 +24,7 @@ from support import (
     Memory,
     around_copies,
     assert_no_threads,
-    digest_eagerly,
+    digest_by_the_kernel,
     host_bytes_of,
     patch_prefault,
 )
@@ -138,7 +138,7 @@ def test_the_tier_hears_of_each_segment_once_none_of_its_bytes_is_in_flight(
         done.extend(some)
         done_with(transfers, some)
 
-    digest_eagerly(allocator)  # so that nothing else is copied to the host
+    digest_by_the_kernel(allocator)  # so that nothing else is copied to the host
     with monkeypatch.context() as patch:
         patch.setattr(_core.CopyStream, "to_host", copy)
         patch.setattr(_core.CopyStream, "synchronize", wait)
@@ -492,7 +492,7 @@ class TestParts:
         contents = fill(allocator, memory, SIZES)
         addresses = list(contents)
         if SIMULATED:
-            digest_eagerly(allocator)
+            digest_by_the_kernel(allocator)
         synchronize, calls = _core.synchronize, list[int]()
 
         def slow_synchronize(device: int) -> None:

@@ -29,7 +29,7 @@ from compression import (
     write,
     zeros,
 )
-from support import AWAKE, PAGE, EagerSums, digest_eagerly, patch_prefault
+from support import AWAKE, PAGE, digest_by_the_kernel, patch_prefault
 
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, _core, sim
 from cumem_sleep.backups.filling import Filling
@@ -37,6 +37,7 @@ from cumem_sleep.codec.compressor import Compressor
 from cumem_sleep.codec.runner import SimulatedRunner
 from cumem_sleep.codec.workbench import Samples, Workbench
 from cumem_sleep.digest.device import DigestRun
+from cumem_sleep.digest.kernel import GpuSums
 from cumem_sleep.digest.reference import Digest
 
 pytestmark = pytest.mark.sim
@@ -258,18 +259,18 @@ class TestChanges:
         allocator = make_allocator(compress="auto")
         sim.configure(devices=2)
         contents = fill(allocator, bf16, bf16, bf16) | fill(allocator, bf16, bf16, device=1)
-        digest_eagerly(allocator)
+        digest_by_the_kernel(allocator)
         cycle(allocator, contents)
         self.change_all(contents)
-        create, failed = EagerSums.__init__, list[int]()
+        create, failed = GpuSums.__init__, list[int]()
 
-        def fail_once(sums: EagerSums, device: int, chunks: int) -> None:
+        def fail_once(sums: GpuSums, device: int, chunks: int) -> None:
             if device == 1 and not failed:
                 failed.append(device)
                 raise OutOfHostMemory(4096, 0, "mmap")
             create(sums, device, chunks)
 
-        monkeypatch.setattr(EagerSums, "__init__", fail_once)
+        monkeypatch.setattr(GpuSums, "__init__", fail_once)
         report = allocator.sleep()
         assert failed == [1]
         assert (report.copied_bytes, report.clean_bytes) == (10 * PAGE, 0)

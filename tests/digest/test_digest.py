@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -227,17 +229,14 @@ class TestDevice:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        """A kernel that fails is replaced, once and with a warning; the values stay right."""
+        """A kernel that cannot be loaded is replaced, once and with a warning; the values stay right."""
 
-        class Fails:
-            """In place of `digest_kernel`."""
-
-            @staticmethod
-            def GpuSums(*_: object) -> None:  # noqa: N802
-                raise RuntimeError("no such architecture")
+        def refuse(_: int) -> None:
+            raise DriverError("cuModuleLoadData", "CUDA_ERROR_NO_BINARY_FOR_GPU", "no such architecture", "")
 
         content = memory.fill_random(allocator.malloc(PAGE), PAGE)
-        monkeypatch.setattr(digest, "_choose_kernel", lambda: Fails)
+        real = {**vars(_core), "driver_is_simulated": lambda: False, "load_digest_kernel": refuse}
+        monkeypatch.setattr(digest, "_core", types.SimpleNamespace(**real))
         (segment,) = _core.segments()
         digester = DeviceDigester(Tuning())
         expected = {segment.id: digest_of(np.frombuffer(content, np.uint8))}
@@ -267,7 +266,8 @@ class TestDevice:
             content = memory.fill_random(allocator.malloc(PAGE), PAGE)
             warnings = []
             logging.getLogger("cumem_sleep").addFilter(lambda record: warnings.append(record.getMessage()))
-            digest._choose_kernel = lambda: types.SimpleNamespace(GpuSums=never, warm_up=never)
+            real = {**vars(_core), "driver_is_simulated": lambda: False, "load_digest_kernel": never}
+            digest._core = types.SimpleNamespace(**real)
             digester = DeviceDigester(Tuning())
             digester.warm_up(0)
             sim.reset()

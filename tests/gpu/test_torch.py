@@ -225,7 +225,7 @@ def test_a_wake_without_room_leaves_all_asleep_and_can_be_made_again(allocator: 
 def test_a_wake_by_the_copy_kernel(
     allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, by_engine: tuple[bool, ...]
 ) -> None:
-    """Four copies are in flight, each with a table of its own; the next wake gets the same tables again."""
+    """Several copies are in flight, also of memory that was registered again."""
     monkeypatch.setattr(CuMemAllocator.tuning, "worth_choosing_bytes", 0)
     monkeypatch.setattr(CuMemAllocator.tuning, "batch_bytes", 10 * MIB)
     monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", 10 * MIB)

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from support import MIB, PAGE, digest_eagerly, forget_devices, fresh_allocator
+from support import MIB, PAGE, digest_by_the_kernel, forget_devices, fresh_allocator
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, _core, sim
 from cumem_sleep.backups.store import BackupStore
@@ -315,8 +315,9 @@ class TestCalls:
     def test_of_backed_up_memory_where_the_gpu_digests(self) -> None:
         """The table of the digests stays registered, and their stream is kept."""
         region = Region(1, backup=True)
-        digest_eagerly(region.allocator)
-        region.sleep()
+        digest_by_the_kernel(region.allocator)
+        for call in (region.sleep, region.wake, region.sleep):
+            call()
         waking = calls_of(region.wake)
         clean = calls_of(region.sleep)
         region.wake()
@@ -331,9 +332,10 @@ class TestCalls:
             "cuMemSetAccess": 1,
             "cuMemGetInfo": 1,
             "cuMemcpyHtoDAsync": 1,
+            "cuLaunchKernel": 1,
         }
-        assert clean == {"cuMemUnmap": 1, "cuMemRelease": 1, "cuMemGetInfo": 1}
-        assert changed == {**clean, "cuMemcpyDtoHAsync": 1}
+        assert clean == {"cuLaunchKernel": 1, "cuMemUnmap": 1, "cuMemRelease": 1, "cuMemGetInfo": 1}
+        assert changed == {**clean, "cuLaunchKernel": 2, "cuMemcpyDtoHAsync": 1}
 
     @pytest.mark.parametrize("segments", [1, 4])
     def test_of_dropped_memory(self, segments: int) -> None:

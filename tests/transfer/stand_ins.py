@@ -81,10 +81,10 @@ class FakeStream:
                 extent.pinned = True
                 self.log.events.append(("pinned", extent.bytes))
 
-    def read(self, address: int, extent: object, offset: int, nbytes: int) -> None:
+    def read(self, address: int, extent: object, offset: int, nbytes: int, *, by_kernel: bool = False) -> None:
         if self.fails_at == address >> 32:
             raise DriverError("cuMemcpyHtoDAsync", "CUDA_ERROR_UNKNOWN", "", "")
-        self.log.events.append(("engine", address >> 32))
+        self.log.events.append(("kernel" if by_kernel else "engine", address >> 32))
         self.log.in_flight.setdefault(self.number, []).append(address >> 32)
 
     def synchronize(self) -> None:

@@ -25,8 +25,8 @@ class TestHalfDone:
             def __init__(self, device: int) -> None:
                 super().__init__(len(log.in_flight), log)
 
-            def read(self, address: int, extent: object, offset: int, nbytes: int) -> None:
-                super().read(address, extent, offset, nbytes)
+            def read(self, address: int, extent: object, offset: int, nbytes: int, *, by_kernel: bool = False) -> None:
+                super().read(address, extent, offset, nbytes, by_kernel=by_kernel)
                 log.events.append(("bytes", nbytes))
 
             def __enter__(self) -> Stream:

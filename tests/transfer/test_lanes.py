@@ -16,20 +16,6 @@ from cumem_sleep.transfer.pacing import BestRate
 from cumem_sleep.transfer.routes import Route
 
 
-class FakeKernel:
-    def __init__(self, log: Log, fails: Exception | None = None) -> None:
-        self.log = log
-        self.fails = fails
-
-    def start(self, stream: FakeStream, pieces: list[Piece]) -> None:
-        if self.fails:
-            raise self.fails
-        assert stream.number not in self.log.in_flight, "the table is still in use"
-        for piece in pieces:
-            self.log.events.append(("kernel", piece.address >> 32))
-            self.log.in_flight.setdefault(stream.number, []).append(piece.address >> 32)
-
-
 class FakeDigests:
     def __init__(self, log: Log) -> None:
         self.log = log
@@ -71,7 +57,7 @@ class TestLane:
             log.events.append(("mapped", number))
 
         streams = [FakeStream(number, log) for number in range(ways)]
-        all_ways = [Route(stream, FakeKernel(log) if kernels else None) for stream in streams]  # type: ignore[arg-type]
+        all_ways = [Route(stream, kernels) for stream in streams]  # type: ignore[arg-type]
         tuning = CuMemAllocator.tuning
         choices = pacing.engine_alone()
         if kernels:
@@ -231,19 +217,18 @@ class TestWay:
     def pieces(self) -> list[Piece]:
         return TestLane().batches(1).next(4).pieces
 
-    def test_a_kernel_that_fails_is_done_without(self, caplog: pytest.LogCaptureFixture) -> None:
+    @pytest.mark.parametrize("has_kernel", [False, True])
+    def test_by_the_kernel_where_there_is_one(self, has_kernel: bool) -> None:
         log = Log()
-        way = Route(FakeStream(0, log), FakeKernel(log, ValueError("no such register")))  # type: ignore[arg-type]
-        for _ in range(2):
-            way.start(self.pieces(), by_engine=False)
-        assert log.events == [("engine", 1)] * 2
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "no such register" in caplog.text
+        way = Route(FakeStream(0, log), has_kernel)  # type: ignore[arg-type]
+        for by_engine in (True, False):
+            way.start(self.pieces(), by_engine=by_engine)
+        assert log.events == [("engine", 1), ("kernel" if has_kernel else "engine", 1)]
 
-    def test_an_error_of_the_driver_is_none_of_the_kernels(self) -> None:
+    def test_an_error_of_the_driver(self) -> None:
         log = Log()
-        error = DriverError("cuLaunchKernel", "CUDA_ERROR_UNKNOWN", "", "")
-        way = Route(FakeStream(0, log), FakeKernel(log, error))  # type: ignore[arg-type]
+        stream = FakeStream(0, log)
+        stream.fails_at = 1
         with pytest.raises(DriverError):
-            way.start(self.pieces(), by_engine=False)
+            Route(stream, has_kernel=True).start(self.pieces(), by_engine=False)  # type: ignore[arg-type]
         assert log.events == []

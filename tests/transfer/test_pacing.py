@@ -175,7 +175,7 @@ def test_each_lane_has_one_batch_in_flight(lanes: int) -> None:
     routes = Routes(CuMemAllocator.tuning)
     routes.best_rate(0).see(int(FREE * 1e9), 1)
     timed_bytes = CuMemAllocator.tuning.least_timed_bytes
-    choices = routes.choices(0, [Route(None, object())] * lanes, timed_bytes)  # type: ignore[arg-type]
+    choices = routes.choices(0, [Route(None, has_kernel=True)] * lanes, timed_bytes)  # type: ignore[arg-type]
     fast = timed_bytes, timed_bytes / (FREE * 1e9)
     chosen = [next(choices), choices.send(fast), choices.send(fast)]
     while chosen[-1] == ENGINE:

@@ -243,7 +243,7 @@ class Engine(Streams):
         self.spans.append((offset, nbytes))
         self._enqueued.append(self.engine_s * nbytes / (64 << 20))
 
-    def to_device_by_kernel(self, _address: int, _block: object, offset: int, nbytes: int) -> None:
+    def to_device_by_kernel(self, _address: int, _block: object, offset: int, nbytes: int, _blocks: int) -> None:
         self.ways.append("kernel")
         self.spans.append((offset, nbytes))
         self._enqueued.append(self.kernel_s * nbytes / (64 << 20))

@@ -21,9 +21,7 @@ def torch(machine: Machine) -> Check:
     name = "PyTorch"
     found = machine.distribution("torch")
     if found is None:
-        advice = (
-            "pip install torch: without it only malloc and CuPy can use this layer, and digests are computed on the CPU"
-        )
+        advice = "pip install torch: without it only malloc and CuPy can use this layer"
         return Check(name, Status.WARN, "not installed", advice)
     cuda = _torch_cuda(found)
     text = found.version if cuda is None else f"{found.version}, {f'built for CUDA {cuda}' if cuda else 'without CUDA'}"
@@ -52,11 +50,10 @@ def _torch_cuda(torch_distribution: metadata.Distribution) -> str | None:
 
 
 def triton(machine: Machine) -> Check:
-    """Whether Triton, which compiles the kernels, is there."""
+    """Whether Triton, which compiles the codec's kernels, is there."""
     version = machine.version_of(*TRITON_DISTRIBUTIONS)
     if version is None:
-        advice = "pip install triton: without it digests are computed on the CPU, at about 1 GB/s"
-        return Check("Triton", Status.WARN, "not installed", advice)
+        return Check("Triton", Status.OK, "not installed; only compressed backups need it")
     return Check("Triton", Status.OK, version)
 
 

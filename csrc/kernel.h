@@ -1,0 +1,32 @@
+// `Kernel`: a kernel in PTX, which the driver compiles for its GPU. So nobody who builds this needs a CUDA compiler,
+// and no process needs PyTorch or Triton to run it.
+#pragma once
+
+#include <cuda.h>
+
+#include <map>
+#include <mutex>
+
+namespace cumem_sleep {
+
+class Kernel {
+  public:
+    // `name`: of its entry in `ptx`. Both stay where they are.
+    Kernel(const char* ptx, const char* name) : ptx_(ptx), name_(name) {}
+    Kernel(const Kernel&) = delete;
+    Kernel& operator=(const Kernel&) = delete;
+
+    // The function on this device, whose context is current. To load it takes some milliseconds, the first time. Throws
+    // DriverError.
+    CUfunction on(int device);
+    // The same ahead of time, in any context.
+    void load(int device);
+
+  private:
+    const char* const ptx_;
+    const char* const name_;
+    std::mutex mutex_;
+    std::map<int, CUfunction> loaded_;  // by device
+};
+
+}  // namespace cumem_sleep

@@ -1,0 +1,166 @@
+// The layer's own kernels: their PTX is not run, but known by their names.
+//
+// Where a GPU would fault, because host memory is not registered or an address not aligned, the work fails.
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "touching.h"
+
+using namespace cumem_sim;
+
+namespace {
+
+// Checks the arguments of a launch of so many blocks, and notes what it touches; returns the work.
+using Launch = std::function<bool()> (*)(Call& call, Footprint& footprint, void** arguments, unsigned int blocks);
+
+std::function<bool()> copy(Call& call, Footprint& footprint, void** arguments, unsigned int) {
+    const auto target = *static_cast<CUdeviceptr*>(arguments[0]);
+    const auto source = *static_cast<const char**>(arguments[1]);
+    const auto bytes = static_cast<std::size_t>(*static_cast<std::uint64_t*>(arguments[2]));
+    footprint.add_device_memory(call.sim, target, bytes, Access::kWrite);
+    footprint.add_host_memory(call.sim, source, bytes, Access::kRead);
+    const bool reaches = !footprint.pageable() && (target | reinterpret_cast<CUdeviceptr>(source) | bytes) % 16 == 0;
+    return [=, mappings = mappings_of(call.sim, target, bytes)] {
+        return reaches && transfer_all(mappings, target, bytes,
+                                       [source](int file, std::size_t at, std::size_t size, off_t offset) {
+                                           return syscall(SYS_pwrite64, file, source + at, size, offset);
+                                       });
+    };
+}
+
+using Sums = std::array<std::uint64_t, 2>;
+
+constexpr std::size_t kLanes = 2048, kRows = 64, kChunkBytes = kLanes * kRows * 8;
+
+std::uint64_t mixed(std::uint64_t state) {
+    for (const std::uint64_t factor : {0xFF51AFD7ED558CCDull, 0xC4CEB9FE1A85EC53ull}) {
+        state ^= state >> 33;
+        state *= factor;
+    }
+    return state ^ state >> 33;
+}
+
+// The definition is in `cumem_sleep/digest/reference.py`.
+Sums digest_of(const std::uint64_t* words, std::uint64_t number) {
+    static thread_local std::array<Sums, kLanes> lanes;
+    for (std::size_t lane = 0; lane < kLanes; ++lane) {
+        const std::uint64_t start = number * kLanes + lane + 1;
+        lanes[lane] = {start * 0xD6E8FEB86659FD93ull, start * 0xA0761D6478BD642Full};
+    }
+    for (std::size_t row = 0; row < kRows; ++row)
+        for (auto& [a, b] : lanes) {
+            const std::uint64_t word = *words++;
+            a = (a ^ word) * 0x9E3779B97F4A7C15ull;
+            a ^= a >> 32;
+            b = (b ^ (word << 32 | word >> 32)) * 0xBF58476D1CE4E5B9ull;
+            b ^= b >> 29;
+        }
+    Sums sums{};
+    for (const auto& [a, b] : lanes) sums = {sums[0] + mixed(a), sums[1] + mixed(b)};
+    return sums;
+}
+
+struct Chunk {
+    std::uint64_t address, number;
+};
+
+std::function<bool()> digest(Call& call, Footprint& footprint, void** arguments, unsigned int blocks) {
+    const auto table = *static_cast<const Chunk**>(arguments[0]);
+    const auto sums = *static_cast<Sums**>(arguments[1]);
+    footprint.add_host_memory(call.sim, table, blocks * sizeof(Chunk), Access::kRead);
+    footprint.add_host_memory(call.sim, sums, blocks * sizeof(Sums), Access::kWrite);
+    const std::vector<Chunk> chunks(table, table + blocks);
+    std::vector<std::vector<std::shared_ptr<Mapping>>> mappings;
+    for (const Chunk& chunk : chunks) {
+        footprint.add_host_memory(call.sim, reinterpret_cast<const void*>(chunk.address), kChunkBytes, Access::kRead);
+        mappings.push_back(overlaps_reservation(call.sim, chunk.address, kChunkBytes)
+                               ? mappings_of(call.sim, chunk.address, kChunkBytes)
+                               : std::vector<std::shared_ptr<Mapping>>());
+    }
+    return [=, reaches = !footprint.pageable()] {
+        std::vector<std::uint64_t> words(kChunkBytes / 8);
+        for (std::size_t at = 0; reaches && at < chunks.size(); ++at) {
+            const auto& [address, number] = chunks[at];
+            if (address % 16 != 0) return false;
+            auto* const bytes = reinterpret_cast<char*>(words.data());
+            const auto read = [bytes](int file, std::size_t from, std::size_t size, off_t offset) {
+                return syscall(SYS_pread64, file, bytes + from, size, offset);
+            };
+            if (mappings[at].empty())
+                std::memcpy(bytes, reinterpret_cast<const void*>(address), kChunkBytes);
+            else if (!transfer_all(mappings[at], address, kChunkBytes, read))
+                return false;
+            sums[at] = digest_of(words.data(), number);
+        }
+        return reaches;
+    };
+}
+
+struct Kernel {
+    const char* name;
+    Launch launch;
+};
+constexpr Kernel kKernels[] = {{"cumem_sleep_copy", copy}, {"cumem_sleep_digest", digest}};
+
+// The handles of a kernel's module and of its function are the kernel itself.
+template <typename Handle>
+const Kernel& kernel_of(Handle handle, CUresult otherwise) {
+    const auto* const kernel = reinterpret_cast<const Kernel*>(handle);
+    require(std::any_of(std::begin(kKernels), std::end(kKernels), [=](const Kernel& each) { return &each == kernel; }),
+            otherwise);
+    return *kernel;
+}
+
+template <typename Handle>
+Handle handle_of(const Kernel& kernel) {
+    return reinterpret_cast<Handle>(const_cast<Kernel*>(&kernel));
+}
+
+}  // namespace
+
+CUresult CUDAAPI cuModuleLoadData(CUmodule* module, const void* image) {
+    return driver_call("cuModuleLoadData", Needs::kContext, [&](Call&) {
+        require(module && image, CUDA_ERROR_INVALID_VALUE);
+        const auto* const known = std::find_if(std::begin(kKernels), std::end(kKernels), [=](const Kernel& kernel) {
+            return std::strstr(static_cast<const char*>(image), kernel.name);
+        });
+        require(known != std::end(kKernels), CUDA_ERROR_INVALID_PTX);
+        *module = handle_of<CUmodule>(*known);
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult CUDAAPI cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
+    return driver_call("cuModuleGetFunction", Needs::kContext, [&](Call&) {
+        require(function && name, CUDA_ERROR_INVALID_VALUE);
+        const Kernel& kernel = kernel_of(module, CUDA_ERROR_INVALID_VALUE);
+        require(std::strcmp(name, kernel.name) == 0, CUDA_ERROR_NOT_FOUND);
+        *function = handle_of<CUfunction>(kernel);
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult CUDAAPI cuLaunchKernel(CUfunction function, unsigned int blocks, unsigned int blocks_y, unsigned int blocks_z,
+                                unsigned int threads, unsigned int threads_y, unsigned int threads_z, unsigned int,
+                                CUstream handle, void** arguments, void** extra) {
+    return driver_call("cuLaunchKernel", Needs::kContext, [&](Call& call) {
+        const auto stream = stream_for_work(call, handle);
+        const Kernel& kernel = kernel_of(function, CUDA_ERROR_INVALID_HANDLE);
+        require(arguments && !extra && blocks * blocks_y * blocks_z * threads * threads_y * threads_z > 0,
+                CUDA_ERROR_INVALID_VALUE);
+        Footprint footprint(*call.context);
+        auto work = kernel.launch(call, footprint, arguments, blocks);
+        enqueue_touching(call, stream, std::move(footprint), std::move(work));
+        return CUDA_SUCCESS;
+    });
+}
