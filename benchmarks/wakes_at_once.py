@@ -2,8 +2,8 @@
 
     python benchmarks/wakes_at_once.py --sites OLD NEW --out wakes_at_once.json      # two minutes on an H200
 
-Each build (a folder, `pip install --target`) runs in a process of its own: with its own host memory, through a vault
-that has all of its memory, and through it with compressed backups. Weights are random and in bfloat16. Nothing changes
+Each build (a folder, `pip install --target`) runs in a process of its own: with its own host memory, and through a
+vault that has all of its memory; each also with compressed backups. Weights are random and in bfloat16. Nothing changes
 in between, so a sleep copies nothing, and every wake is verified by the layer.
 """
 
@@ -47,14 +47,20 @@ for what, count, wait_s in (("at once", int(at_once), 0.0), ("later", int(later)
 print(json.dumps(found))
 """
 
-TIERS = {"own": ("off", "off"), "vault": ("on", "off"), "compressed": ("on", "auto")}
+# Of each: whether through the vault, and whether compressed.
+TIERS = {
+    "own": ("off", "off"),
+    "own, compressed": ("off", "auto"),
+    "vault": ("on", "off"),
+    "compressed": ("on", "auto"),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sites", nargs="+", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tiers", default=",".join(TIERS), help="(default: %(default)s)")
+    parser.add_argument("--tiers", default=";".join(TIERS), help="separated by semicolons (default: %(default)s)")
     parser.add_argument("--weights-gib", type=float, default=61, help="(default: %(default)s)")
     parser.add_argument("--kv-gib", type=float, default=54.6, help="(default: %(default)s)")
     parser.add_argument("--own-gib", type=float, help="of the weights, where a process pins them itself")
@@ -68,8 +74,8 @@ def main() -> None:
     runs: dict[str, dict[str, list[dict[str, list[float]]]]] = {}
 
     def run(tier: str, socket: str) -> None:
-        nbytes = int((arguments.own_gib if tier == "own" and arguments.own_gib else arguments.weights_gib) * GIB)
         vault, compress = TIERS[tier]
+        nbytes = int(((vault == "off" and arguments.own_gib) or arguments.weights_gib) * GIB)
         asked = [socket if vault == "on" else "off", compress, nbytes, all_bytes - nbytes]
         asked += [arguments.at_once, arguments.later, arguments.pause]
         for turn in range(arguments.turns):
@@ -85,11 +91,12 @@ def main() -> None:
                     flush=True,
                 )
 
-    tiers = arguments.tiers.split(",")
-    if "own" in tiers:
+    tiers = arguments.tiers.split(";")
+    if own := [tier for tier in tiers if TIERS[tier][0] == "off"]:
         touch_host_memory(int(1.1 * (arguments.own_gib or arguments.weights_gib) * GIB))
-        run("own", "")
-    if through_vault := [tier for tier in tiers if tier != "own"]:
+        for tier in own:
+            run(tier, "")
+    if through_vault := [tier for tier in tiers if tier not in own]:
         with Vault(int(1.08 * arguments.weights_gib * GIB)) as vault:
             vault.wait_until_pinned()
             for tier in through_vault:
