@@ -41,7 +41,7 @@ def main() -> None:
         gbps = count * (mib << 20) / medians[0] / 1e9
         print(
             f"{count} x {mib} MiB: first {1e3 * first_s:.2f} ms, then {1e6 * medians[0]:.0f} us,"
-            f" after a pause {1e6 * medians[1]:.0f} us; {gbps:.0f} GB/s, on_gpu {digester.on_gpu}"
+            f" after a pause {1e6 * medians[1]:.0f} us; {gbps:.0f} GB/s"
         )
         for address in addresses:
             allocator.free(address)

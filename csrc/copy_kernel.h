@@ -7,8 +7,7 @@
 
 namespace cumem_sleep {
 
-// Each has 32 KiB in flight. Few, because mapping in the same process waits for wide launches: a wake right after its
-// sleep takes 3 % longer with 16 (`wakes_at_once_16_blocks.json`).
+// Each has 32 KiB in flight. Few, because mapping in the same process waits for wide launches (docs/decisions.md).
 constexpr unsigned int kCopyBlocks = 8;
 
 // Begins to copy registered host memory to the device, in the order of the stream. Both addresses are multiples of 16;
@@ -17,7 +16,7 @@ constexpr unsigned int kCopyBlocks = 8;
 size_t launch_copy(int device, CUdeviceptr target, const void* source, size_t bytes, unsigned int blocks,
                    CUstream stream);
 
-// Loads the kernel, which takes some milliseconds the first time. Throws DriverError.
+// Loads the kernel ahead of the first copy. Throws DriverError.
 void load_copy_kernel(int device);
 
 }  // namespace cumem_sleep

@@ -22,7 +22,7 @@ struct DigestSums {
 // Begins to digest so many chunks, in the order of the stream. The device's context is current. Throws DriverError.
 void launch_digest(int device, const DigestChunk* chunks, DigestSums* sums, size_t count, CUstream stream);
 
-// Loads the kernel, which takes some milliseconds the first time. Throws DriverError.
+// Loads the kernel ahead of the first digest. Throws DriverError.
 void load_digest_kernel(int device);
 
 }  // namespace cumem_sleep

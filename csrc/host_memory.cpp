@@ -109,8 +109,7 @@ void check_file(int fd, size_t bytes, bool writable) {
 std::mutex kept_mutex;
 auto* const kept = new std::vector<std::shared_ptr<HostPages>>;
 
-// For the digests of half a GiB: an operation on more takes so long that pinning its table does not matter. And for the
-// copies of any wake.
+// For the digests of half a GiB: an operation on more takes so long that pinning its table does not matter.
 constexpr size_t kSmallTable = size_t{16} << 10;
 // An operation has one, and `prepare` beside it another. Never destroyed, as above.
 auto* const idle_tables = new Idle<std::shared_ptr<HostPages>>(2);

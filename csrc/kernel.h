@@ -16,8 +16,8 @@ class Kernel {
     Kernel(const Kernel&) = delete;
     Kernel& operator=(const Kernel&) = delete;
 
-    // The function on this device, whose context is current. To load it takes some milliseconds, the first time. Throws
-    // DriverError.
+    // The function on this device, whose context is current. The driver compiles it when it first loads it, for 0.1 s,
+    // and keeps that in a cache of its own. Throws DriverError.
     CUfunction on(int device);
     // The same ahead of time, in any context.
     void load(int device);

@@ -308,7 +308,8 @@ void bind_shared_memory(py::module_& module) {
 void bind_copies(py::module_& module) {
     module.def("load_copy_kernel", &load_copy_kernel, py::arg("device"), NoGil(),
                "So that the first copy by a kernel does not wait for it.");
-    module.def("load_digest_kernel", &load_digest_kernel, py::arg("device"), NoGil(), "The same of digests.");
+    module.def("load_digest_kernel", &load_digest_kernel, py::arg("device"), NoGil(),
+               "As `load_copy_kernel`, for digests.");
     py::class_<CopyStream, std::shared_ptr<CopyStream>>(module, "CopyStream")
         .def(py::init<int>(), py::arg("device"), NoGil())
         .def("to_host", &CopyStream::to_host, py::arg("block"), py::arg("offset"), py::arg("address"), py::arg("bytes"),

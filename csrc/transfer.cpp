@@ -89,6 +89,7 @@ void CopyStream::to_device_by_kernel(CUdeviceptr address, const HostBlock& block
 
 size_t CopyStream::digest(const HostBlock& table, size_t begin,
                           const std::vector<std::pair<CUdeviceptr, size_t>>& contents, uint64_t first_chunk) {
+    ContextScope context(device_);  // a forked child has no table to write to
     if (!table.pinned()) throw InvalidState("the table of a digest is in host memory that is registered");
     const size_t room = table.bytes() / (sizeof(DigestChunk) + sizeof(DigestSums));
     size_t count = 0;
@@ -107,7 +108,6 @@ size_t CopyStream::digest(const HostBlock& table, size_t begin,
     for (const auto& [address, bytes] : contents)
         for (size_t number = 0; number < bytes / kDigestChunkBytes; ++number)
             *chunk++ = {address + number * kDigestChunkBytes, first_chunk + number};
-    ContextScope context(device_);
     launch_digest(device_, first, sums, count, stream_);
     return count;
 }

@@ -517,9 +517,8 @@ class CuMemAllocator:
                 log.warning("prepare did not begin, the next sleep copies everything: %s", error)
 
     def _warm_up(self) -> None:
-        """Compile what operations need, if PyTorch is in use; without it nothing is compiled."""
-        if self._pools.found is not None:
-            self._layer.warm_up()
+        """Load or compile what operations need."""
+        self._layer.warm_up()
 
     def _stop_preparing(self) -> None:
         """May be called with or without the lock held, which the thread never waits for."""

@@ -61,8 +61,8 @@ class Lane(Protocol):
         """Begin to copy `nbytes` at `offset` in `extent` to the device's `address`.
 
         Args:
-            by_kernel: by a kernel of this process, which `kernels_reach` allows, and not by the copy engine. Both
-                addresses are multiples of 16.
+            by_kernel: by a kernel of this process instead of the copy engine; only if `kernels_reach`. Both addresses
+                are multiples of 16.
 
         Raises:
             DriverError, OutOfHostMemory: refused; nothing was begun.

@@ -1,16 +1,19 @@
-"""The kernels that the extension brings in PTX: an assembler accepts them, for each generation of GPUs."""
+"""The kernels in PTX, without a GPU: an assembler accepts them, and they do what they should."""
 
 from __future__ import annotations
 
 import importlib.util
 import pathlib
-import re
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
+from ptx import Kernel, Memory, kernels
 
-from cumem_sleep import _core
+from cumem_sleep.digest.reference import CHUNK_BYTES, sums_of
+
+TABLE, SUMS, CONTENT = 1 << 20, 1 << 21, 1 << 40
 
 
 def assembler() -> str:
@@ -21,13 +24,6 @@ def assembler() -> str:
     if found is None:
         pytest.skip("needs ptxas, of CUDA's compiler or of Triton: pip install triton")
     return found
-
-
-def kernels() -> dict[str, str]:
-    """By name, as they lie in the extension."""
-    found = re.findall(rb"\n\.version [^\0]*\.entry (\w+)[^\0]*", pathlib.Path(_core.__file__).read_bytes())
-    texts = re.findall(rb"\n\.version [^\0]*", pathlib.Path(_core.__file__).read_bytes())
-    return {name.decode(): text.decode() for name, text in zip(found, texts, strict=True)}
 
 
 def test_there_are_two() -> None:
@@ -44,3 +40,34 @@ def test_it_can_be_assembled(tmp_path: pathlib.Path, name: str, architecture: st
     assert process.returncode == 0, process.stderr
     assert "0 bytes spill stores" in process.stderr, "its registers suffice"
     assert target.stat().st_size > 0
+
+
+def words(content: bytes) -> list[int]:
+    found: list[int] = np.frombuffer(content, np.uint64).tolist()
+    return found
+
+
+@pytest.mark.slow
+def test_the_digest_is_the_reference() -> None:
+    """The second block has the second chunk of the table, which is any chunk of its content."""
+    content = np.random.default_rng(5).bytes(CHUNK_BYTES)
+    number = (1 << 32) + 3
+    memory = Memory()
+    memory.words |= {CONTENT + 8 * at: word for at, word in enumerate(words(content))}
+    memory.put_pair(TABLE + 16, (CONTENT, number))
+    Kernel(kernels()["cumem_sleep_digest"]).run(memory, {"chunks": TABLE, "sums": SUMS}, block=1, blocks=2, threads=512)
+    assert memory.pair(SUMS + 16) == sums_of(np.frombuffer(content, np.uint8), number)
+    assert SUMS not in memory.words
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("pairs", [0, 1, 31, 128, 300])
+def test_the_copy_is_whole_and_no_more(blocks: int, pairs: int) -> None:
+    content = words(np.random.default_rng(6).bytes(16 * (pairs + 1)))
+    memory = Memory()
+    memory.words |= {CONTENT + 8 * at: word for at, word in enumerate(content)}
+    kernel = Kernel(kernels()["cumem_sleep_copy"])
+    for block in range(blocks):
+        kernel.run(memory, {"target": TABLE, "source": CONTENT, "bytes": 16 * pairs}, block, blocks, threads=32)
+    copied = {address: word for address, word in memory.words.items() if address < CONTENT}
+    assert copied == {TABLE + 8 * at: word for at, word in enumerate(content[: 2 * pairs])}

@@ -1,11 +1,13 @@
 // The layer's own kernels: their PTX is not run, but known by their names.
 //
-// Where a GPU would fault, because host memory is not registered or an address not aligned, the work fails.
+// Where a GPU would fault, because kernels do not reach host memory, or an address is not aligned, the work fails.
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -20,16 +22,26 @@ using namespace cumem_sim;
 
 namespace {
 
-// Checks the arguments of a launch of so many blocks, and notes what it touches; returns the work.
-using Launch = std::function<bool()> (*)(Call& call, Footprint& footprint, void** arguments, unsigned int blocks);
+struct Grid {
+    unsigned int blocks, threads;
+};
 
-std::function<bool()> copy(Call& call, Footprint& footprint, void** arguments, unsigned int) {
+// Checks the arguments of a launch, and notes what it touches; returns the work.
+using Launch = std::function<bool()> (*)(Call& call, Footprint& footprint, void** arguments, Grid grid);
+
+// Whether kernels reach all host memory of the work.
+bool is_reached(const Call& call, const Footprint& footprint) {
+    return call.sim.settings.host_pointers && !footprint.pageable();
+}
+
+std::function<bool()> copy(Call& call, Footprint& footprint, void** arguments, Grid) {
     const auto target = *static_cast<CUdeviceptr*>(arguments[0]);
     const auto source = *static_cast<const char**>(arguments[1]);
     const auto bytes = static_cast<std::size_t>(*static_cast<std::uint64_t*>(arguments[2]));
     footprint.add_device_memory(call.sim, target, bytes, Access::kWrite);
     footprint.add_host_memory(call.sim, source, bytes, Access::kRead);
-    const bool reaches = !footprint.pageable() && (target | reinterpret_cast<CUdeviceptr>(source) | bytes) % 16 == 0;
+    const bool reaches =
+        is_reached(call, footprint) && (target | reinterpret_cast<CUdeviceptr>(source) | bytes) % 16 == 0;
     return [=, mappings = mappings_of(call.sim, target, bytes)] {
         return reaches && transfer_all(mappings, target, bytes,
                                        [source](int file, std::size_t at, std::size_t size, off_t offset) {
@@ -37,6 +49,32 @@ std::function<bool()> copy(Call& call, Footprint& footprint, void** arguments, u
                                        });
     };
 }
+
+// Copies host memory by way of a file: so memory that the program has unmapped gives an error, and not a fault.
+class HostCopies {
+  public:
+    HostCopies() : file_(memfd_create("host-copies", MFD_CLOEXEC)) {}
+    ~HostCopies() { close(file_); }
+    HostCopies(const HostCopies&) = delete;
+    HostCopies& operator=(const HostCopies&) = delete;
+
+    bool copy(void* target, const void* source, std::size_t size) const {
+        return moved(SYS_pwrite64, const_cast<void*>(source), size) && moved(SYS_pread64, target, size);
+    }
+
+  private:
+    bool moved(long call, void* memory, std::size_t size) const {
+        for (std::size_t at = 0; at < size;) {
+            const long count = syscall(call, file_, static_cast<char*>(memory) + at, size - at, at);
+            if (count < 0 && errno == EINTR) continue;
+            if (count <= 0) return false;
+            at += static_cast<std::size_t>(count);
+        }
+        return true;
+    }
+
+    const int file_;
+};
 
 using Sums = std::array<std::uint64_t, 2>;
 
@@ -72,37 +110,49 @@ Sums digest_of(const std::uint64_t* words, std::uint64_t number) {
 
 struct Chunk {
     std::uint64_t address, number;
+    bool operator==(const Chunk& other) const { return address == other.address && number == other.number; }
 };
 
-std::function<bool()> digest(Call& call, Footprint& footprint, void** arguments, unsigned int blocks) {
+constexpr unsigned int kThreads = 512;
+
+// The table is read when the work is enqueued, too, to know what it touches; if it is another one by the time that the
+// stream reaches it, the program has written to it too early.
+std::function<bool()> digest(Call& call, Footprint& footprint, void** arguments, Grid grid) {
+    require(grid.threads == kThreads, CUDA_ERROR_INVALID_VALUE);
     const auto table = *static_cast<const Chunk**>(arguments[0]);
     const auto sums = *static_cast<Sums**>(arguments[1]);
-    footprint.add_host_memory(call.sim, table, blocks * sizeof(Chunk), Access::kRead);
-    footprint.add_host_memory(call.sim, sums, blocks * sizeof(Sums), Access::kWrite);
-    const std::vector<Chunk> chunks(table, table + blocks);
+    const std::size_t table_bytes = grid.blocks * sizeof(Chunk);
+    footprint.add_host_memory(call.sim, table, table_bytes, Access::kRead);
+    footprint.add_host_memory(call.sim, sums, grid.blocks * sizeof(Sums), Access::kWrite);
+    std::vector<Chunk> chunks(grid.blocks);
+    require(HostCopies().copy(chunks.data(), table, table_bytes), CUDA_ERROR_INVALID_VALUE);
+    auto alignment = reinterpret_cast<std::uint64_t>(table) | reinterpret_cast<std::uint64_t>(sums);
     std::vector<std::vector<std::shared_ptr<Mapping>>> mappings;
     for (const Chunk& chunk : chunks) {
+        alignment |= chunk.address;
         footprint.add_host_memory(call.sim, reinterpret_cast<const void*>(chunk.address), kChunkBytes, Access::kRead);
         mappings.push_back(overlaps_reservation(call.sim, chunk.address, kChunkBytes)
                                ? mappings_of(call.sim, chunk.address, kChunkBytes)
                                : std::vector<std::shared_ptr<Mapping>>());
     }
-    return [=, reaches = !footprint.pageable()] {
+    return [=, reaches = is_reached(call, footprint) && alignment % 16 == 0] {
+        const HostCopies host;
+        std::vector<Chunk> now(chunks.size());
+        if (!reaches || !host.copy(now.data(), table, table_bytes) || now != chunks) return false;
         std::vector<std::uint64_t> words(kChunkBytes / 8);
-        for (std::size_t at = 0; reaches && at < chunks.size(); ++at) {
+        auto* const bytes = reinterpret_cast<char*>(words.data());
+        for (std::size_t at = 0; at < chunks.size(); ++at) {
             const auto& [address, number] = chunks[at];
-            if (address % 16 != 0) return false;
-            auto* const bytes = reinterpret_cast<char*>(words.data());
             const auto read = [bytes](int file, std::size_t from, std::size_t size, off_t offset) {
                 return syscall(SYS_pread64, file, bytes + from, size, offset);
             };
-            if (mappings[at].empty())
-                std::memcpy(bytes, reinterpret_cast<const void*>(address), kChunkBytes);
-            else if (!transfer_all(mappings[at], address, kChunkBytes, read))
-                return false;
-            sums[at] = digest_of(words.data(), number);
+            const bool found = mappings[at].empty()
+                                   ? host.copy(bytes, reinterpret_cast<const void*>(address), kChunkBytes)
+                                   : transfer_all(mappings[at], address, kChunkBytes, read);
+            const Sums of_chunk = digest_of(words.data(), number);
+            if (!found || !host.copy(&sums[at], &of_chunk, sizeof(Sums))) return false;
         }
-        return reaches;
+        return true;
     };
 }
 
@@ -156,10 +206,10 @@ CUresult CUDAAPI cuLaunchKernel(CUfunction function, unsigned int blocks, unsign
     return driver_call("cuLaunchKernel", Needs::kContext, [&](Call& call) {
         const auto stream = stream_for_work(call, handle);
         const Kernel& kernel = kernel_of(function, CUDA_ERROR_INVALID_HANDLE);
-        require(arguments && !extra && blocks * blocks_y * blocks_z * threads * threads_y * threads_z > 0,
-                CUDA_ERROR_INVALID_VALUE);
+        const Grid grid{blocks * blocks_y * blocks_z, threads * threads_y * threads_z};
+        require(arguments && !extra && grid.blocks * grid.threads > 0, CUDA_ERROR_INVALID_VALUE);
         Footprint footprint(*call.context);
-        auto work = kernel.launch(call, footprint, arguments, blocks);
+        auto work = kernel.launch(call, footprint, arguments, grid);
         enqueue_touching(call, stream, std::move(footprint), std::move(work));
         return CUDA_SUCCESS;
     });

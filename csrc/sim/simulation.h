@@ -162,7 +162,7 @@ struct Settings {
     int driver_version = 13000;
     unsigned copy_delay_us = 200;
     bool claims_fabric = false;  // the attribute only: fabric handles are always refused
-    bool host_pointers = true;   // the attribute only: there are no kernels
+    bool host_pointers = true;   // whether kernels reach host memory
     std::string error;           // a bad environment variable, which makes cuInit fail
 
     static Settings from_environment();

@@ -23,7 +23,7 @@ from ..extents import Lane, Piece, Transfers
 from ..pinned import pinned_block
 from ..tuning import Tuning
 from .codec import CHUNK_BYTES, Bytes, Code, Layout
-from .codecs import all_layouts, choose_codes, least_bytes, usual_layouts
+from .codecs import all_layouts, choose_codes, usual_layouts
 from .encoding import EncodedRun, Encoding
 from .lent import Cleared, Kept
 from .runner import Runner, codec_errors
@@ -106,11 +106,6 @@ class Workbench:
     def lanes(self, transfers: Transfers) -> list[Lane]:
         """Lanes for the copies to its slots, in the order of the slots."""
         return [slot.use(transfers) for slot in self._slots]
-
-    @property
-    def chunks_per_slot(self) -> int:
-        """The most chunks that a slot takes."""
-        return self.slot_bytes // least_bytes(CHUNK_BYTES)
 
     @property
     def in_flight(self) -> set[int]:

@@ -16,18 +16,16 @@ from ..tuning import Tuning
 from .kernel import GpuSums
 from .reference import CHUNK_BYTES, MASK, Digest, Words, digests_from, sums_of
 
+_OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+
 
 class DeviceDigester:
-    """Digests of segments: by a kernel where there is a GPU that can run it, else on the CPU."""
+    """Digests of segments: by a kernel where there is a GPU that runs it, else on the CPU."""
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
-        self._kernel_runs: dict[int, bool] = {}  # by device
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the kernel is used on all devices so far (False before the first digest)."""
-        return bool(self._kernel_runs) and all(self._kernel_runs.values())
+        self._kernel_runs: dict[int, bool] = {}  # by device, once it is known
+        self._warned: set[int] = set()  # devices
 
     def of(self, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
         """The digest of each mapped segment, by its id. Waits for the result, not for other work on the device.
@@ -44,16 +42,54 @@ class DeviceDigester:
         return DigestRun(self, segments)
 
     def warm_up(self, device: int) -> None:
-        """Load the kernel now, rather than during the first sleep."""
-        self.kernel_runs_on(device)
+        """Load the kernel now, rather than during the first sleep, and run it: a driver that loads lazily has only then
+        loaded all of it. It reads nothing but pinned host memory.
+
+        Raises:
+            DriverError, OutOfHostMemory: the driver refused that memory.
+        """
+        if not self.kernel_runs_on(device):
+            return
+        with closing(pinned_block(CHUNK_BYTES, device)) as block, closing(GpuSums(device, 1)) as sums:
+            try:
+                sums.start([(block.address, CHUNK_BYTES)])
+                sums.finish()
+            except DriverError as error:
+                self.do_without_kernel(device, error)
 
     def kernel_runs_on(self, device: int) -> bool:
-        """Whether the kernel is used there. Loads it at the first call; if that fails, or it could not reach its table
-        in pinned memory, the CPU digests what is on the device, and a warning says so.
-        """
+        """Whether the kernel is used there; loads it at the first call."""
         if device not in self._kernel_runs:
-            self._kernel_runs[device] = _load_kernel(device)
-        return self._kernel_runs[device]
+            if _core.driver_is_simulated():
+                self._kernel_runs[device] = False
+            elif not _core.device_info(device).host_pointers:
+                self._kernel_runs[device] = False
+                self._warn(device, "kernels cannot access pinned host memory by its host address")
+            else:
+                try:
+                    _core.load_digest_kernel(device)
+                    self._kernel_runs[device] = True
+                except DriverError as error:
+                    self.do_without_kernel(device, error)
+        return self._kernel_runs.get(device, False)
+
+    def do_without_kernel(self, device: int, error: DriverError) -> None:
+        """The CPU digests what is there. If only memory was missing, the next operation tries the kernel again."""
+        if error.error == _OUT_OF_MEMORY:
+            self._kernel_runs.pop(device, None)
+        else:
+            self._kernel_runs[device] = False
+        self._warn(device, f"the kernel failed: {error}")
+
+    def _warn(self, device: int, reason: str) -> None:
+        if device not in self._warned:
+            self._warned.add(device)
+            log.warning(
+                "digests of device %d are computed on the CPU, at about 1 GB/s (%s); set CUMEM_SLEEP_VERIFY=off and"
+                " CUMEM_SLEEP_RETAIN_BACKUPS=0 to do without digests",
+                device,
+                reason,
+            )
 
 
 class DigestRun:
@@ -66,6 +102,7 @@ class DigestRun:
         self._digester = digester
         self._segments = segments
         self._sums: dict[int, GpuSums] = {}  # by device
+        self._without_kernel: set[int] = set()  # devices on which it has failed in this run
         self._started: list[_core.Segment] = []
         self._copy_sums: Words
 
@@ -83,8 +120,7 @@ class DigestRun:
             DriverError, OutOfHostMemory: the driver refused.
         """
         for device, mine in by_device(segments).items():
-            if (sums := self._on_gpu(device)) is not None:
-                sums.start([(segment.address, segment.bytes) for segment in mine])
+            self._begin(device, [(segment.address, segment.bytes) for segment in mine])
             self._started += mine
 
     def finish(self) -> dict[int, Digest]:
@@ -97,8 +133,8 @@ class DigestRun:
         digests: dict[int, Digest] = {}
         for device, mine in by_device(started).items():
             _core.stop_if_asked()
-            if (on_gpu := self._on_gpu(device)) is not None:
-                sums = on_gpu.finish()
+            if device in self._sums and device not in self._without_kernel:
+                sums = self._sums[device].finish()
             else:
                 sums = self._through_host(device, [(segment.address, segment.bytes) for segment in mine])
             values = digests_from(sums, [segment.bytes for segment in mine])
@@ -116,9 +152,8 @@ class DigestRun:
             DriverError, OutOfHostMemory: the memory could not be read.
         """
         first_chunk = offset // CHUNK_BYTES
-        if (on_gpu := self._on_gpu(segment.device)) is not None:
-            on_gpu.start([(address, nbytes)], first_chunk)
-            self._copy_sums += on_gpu.finish()
+        if self._begin(segment.device, [(address, nbytes)], first_chunk):
+            self._copy_sums += self._sums[segment.device].finish()
         else:
             self._copy_sums += self._through_host(segment.device, [(address, nbytes)], first_chunk)
 
@@ -135,9 +170,9 @@ class DigestRun:
             DriverError: the driver refused.
         """
         first_chunk = (piece.address - segment.address) // CHUNK_BYTES
-        if lane.kernels_reach and (on_gpu := self._on_gpu(segment.device)) is not None:
-            on_gpu.start([(piece.extent.address + piece.offset, piece.bytes)], first_chunk)
-            self._copy_sums += on_gpu.finish()
+        contents = [(piece.extent.address + piece.offset, piece.bytes)]
+        if lane.kernels_reach and self._begin(segment.device, contents, first_chunk):
+            self._copy_sums += self._sums[segment.device].finish()
         else:
             content = lane.content(piece.extent, piece.offset, piece.bytes)
             self._copy_sums += np.array(sums_of(content, first_chunk), np.uint64)
@@ -153,36 +188,21 @@ class DigestRun:
             sums = [_sums_of_memory(content, first_chunk, stream, block) for content in contents]
         return np.array(sums, np.uint64)
 
-    def _on_gpu(self, device: int) -> GpuSums | None:
-        """The sums that the kernel of `device` computes; None if there is none."""
-        if not self._digester.kernel_runs_on(device):
-            return None
+    def _begin(self, device: int, contents: Sequence[tuple[int, int]], first_chunk: int = 0) -> bool:
+        """Begin to digest these on the GPU; False if the CPU has to, and then until the end of this run."""
+        if device in self._without_kernel or not self._digester.kernel_runs_on(device):
+            self._without_kernel.add(device)
+            return False
         if device not in self._sums:
             mine = (segment for segment in self._segments if segment.device == device)
             self._sums[device] = GpuSums(device, sum(segment.bytes for segment in mine) // CHUNK_BYTES)
-        return self._sums[device]
-
-
-def _load_kernel(device: int) -> bool:
-    if _core.driver_is_simulated():
-        return False
-    if not _core.device_info(device).host_pointers:
-        _warn_of_slow_digests(f"kernels of device {device} cannot access pinned host memory by its host address")
-        return False
-    try:
-        _core.load_digest_kernel(device)
-    except DriverError as error:
-        _warn_of_slow_digests(f"the kernel failed: {error}")
-        return False
-    return True
-
-
-def _warn_of_slow_digests(reason: str) -> None:
-    log.warning(
-        "digests are computed on the CPU, at about 1 GB/s (%s); set CUMEM_SLEEP_VERIFY=off and"
-        " CUMEM_SLEEP_RETAIN_BACKUPS=0 to do without digests",
-        reason,
-    )
+        try:
+            self._sums[device].start(contents, first_chunk)
+        except DriverError as error:
+            self._without_kernel.add(device)
+            self._digester.do_without_kernel(device, error)
+            return False
+        return True
 
 
 def _sums_of_memory(

@@ -67,7 +67,8 @@ class Restorer:
             workbenches: by device, for backups that are compressed.
 
         Raises:
-            DriverError, InvalidState: what the driver or `mapped` raised; no copy is in flight.
+            DriverError, InvalidState: what the driver or `mapped` raised. Copies are in flight at most to the working
+                memory of a workbench, which waits for them when it is closed.
             CodecError: a kernel failed.
         """
         with ExitStack() as stack:

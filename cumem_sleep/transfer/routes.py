@@ -1,8 +1,8 @@
 """The routes by which bytes reach a device: the copy engine, or a kernel that reads host memory itself.
 
-The kernel (`csrc/copy_kernel.cpp`) reaches 51 GB/s where the engine reaches 55. But while the driver scrubs memory that
-this or another process has just freed, it occupies the engine for host-to-device copies and leaves them 27 GB/s; the
-kernel keeps 48 (measured on an H200: `wake_paths.json`). `pacing` chooses the route of the next batch.
+Such a kernel reaches 51 GB/s where the engine reaches 55. But while the driver scrubs memory that this or another
+process has just freed, it occupies the engine for host-to-device copies and leaves them 27 GB/s; a kernel keeps 48
+(measured on an H200: `wake_paths.json`). Ours is `csrc/copy_kernel.cpp`. `pacing` chooses the route of the next batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .pacing import BestRate, Choices, choices, engine_alone
 _TIMES_TIMED = 3
 
 
-@dataclass(frozen=True)
+@dataclass
 class Route:
     """One lane to a device, and whether the kernel can take the place of the engine there."""
 
@@ -31,9 +31,15 @@ class Route:
 
     def start(self, pieces: Sequence[Piece], *, by_engine: bool) -> None:
         """Begin to copy these to the device; their extents are pinned (`Lane.pin`)."""
-        by_kernel = self.has_kernel and not by_engine
         for piece in pieces:
-            self.lane.read(piece.address, piece.extent, piece.offset, piece.bytes, by_kernel=by_kernel)
+            if self.has_kernel and not by_engine:
+                try:
+                    self.lane.read(piece.address, piece.extent, piece.offset, piece.bytes, by_kernel=True)
+                    continue
+                except DriverError as error:
+                    log.warning("the copy kernel failed, the copy engine takes over: %s", error)
+                    self.has_kernel = False
+            self.lane.read(piece.address, piece.extent, piece.offset, piece.bytes)
 
 
 class Routes:

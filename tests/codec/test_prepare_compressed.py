@@ -39,6 +39,7 @@ from support import (
     PAGE,
     Cuda,
     assert_thread_ends_in_order,
+    digest_by_the_kernel,
     free_everything,
     host_bytes_of,
     in_thread,
@@ -71,6 +72,17 @@ class TestPrepare:
         report = allocator.sleep()
         assert (report.copied_bytes, report.clean_bytes) == (0, len(KINDS) * 2 * PAGE)
         assert encodings(allocator, contents) == ["bf16", "fp16", "e4m3", "fp32", None, "bf16"]
+        allocator.wake_up()
+        check_bytes(contents)
+
+    def test_where_a_kernel_digests(self, make_allocator: MakeAllocator) -> None:
+        """What was decoded again, part by part, and the segment have the same digest."""
+        allocator = make_allocator(compress="auto")
+        digest_by_the_kernel(allocator)
+        contents = fill(allocator, bf16, noise)
+        assert finished(allocator.prepare()).error is None
+        report = allocator.sleep()
+        assert (report.copied_bytes, report.clean_bytes) == (0, 4 * PAGE)
         allocator.wake_up()
         check_bytes(contents)
 

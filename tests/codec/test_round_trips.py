@@ -191,14 +191,31 @@ class TestRoundTrips:
         for name in ("slots", "most_slots"):
             monkeypatch.setattr(CuMemAllocator.tuning, name, 4)
         monkeypatch.setattr(CuMemAllocator.tuning, "worth_choosing_bytes", 0)
-        started: list[int] = []
-        copy = _core.CopyStream.to_device_by_kernel
+        in_flight: set[int] = set()  # streams
+        at_frees: list[set[int]] = []
+        copy, synchronize = _core.CopyStream.to_device_by_kernel, _core.CopyStream.synchronize
+        leave, free = _core.CopyStream.__exit__, _core.Scratch.close
 
         def by_kernel(stream: _core.CopyStream, address: int, block: _core.HostBlock, offset: int, nbytes: int) -> None:
-            started.append(nbytes)
+            in_flight.add(stream.handle)
             copy(stream, address, block, offset, nbytes)
 
+        def waited(stream: _core.CopyStream) -> None:
+            synchronize(stream)
+            in_flight.discard(stream.handle)
+
+        def left(stream: _core.CopyStream, *exception: object) -> None:
+            in_flight.discard(stream.handle)
+            leave(stream, *exception)
+
+        def freed(memory: _core.Scratch) -> None:
+            at_frees.append({*in_flight})
+            free(memory)
+
         monkeypatch.setattr(_core.CopyStream, "to_device_by_kernel", by_kernel)
+        monkeypatch.setattr(_core.CopyStream, "synchronize", waited)
+        monkeypatch.setattr(_core.CopyStream, "__exit__", left)
+        monkeypatch.setattr(_core.Scratch, "close", freed)
         monkeypatch.setattr(routes, "choices", lambda *_: itertools.repeat(Choice(by_engine=False, alone=False)))
         monkeypatch.setattr(SlotCopies, "took", lambda *_: None)
         allocator._restorer._routes._kernel_devices.add(0)
@@ -208,7 +225,8 @@ class TestRoundTrips:
         with pytest.raises(DriverError, match="cuMemCreate"):
             allocator.wake_up()
         sim.reset()
-        assert started
+        assert at_frees
+        assert not any(at_frees)
         assert BACKED_UP in states()
         allocator.wake_up()
         check_bytes(contents)

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support import PAGE, Memory, assert_clean_exit, digest_of, in_thread, run_script
+from support import PAGE, Memory, assert_clean_exit, digest_by_the_kernel, digest_of, in_thread, run_script
 
 from cumem_sleep import CuMemAllocator, DriverError, _core, sim
 from cumem_sleep.digest import device as digest
@@ -207,7 +207,7 @@ class TestDevice:
         allocator.malloc(PAGE)
         digester = DeviceDigester(Tuning())
         digester.of(_core.segments())
-        assert not digester.on_gpu
+        assert not digester.kernel_runs_on(0)
 
     @pytest.mark.sim
     @pytest.mark.parametrize(
@@ -245,7 +245,72 @@ class TestDevice:
         (record,) = caplog.records
         assert "no such architecture" in record.getMessage()
         assert "CUMEM_SLEEP_VERIFY" in record.getMessage()
-        assert not digester.on_gpu
+        assert not digester.kernel_runs_on(0)
+
+    @pytest.mark.sim
+    def test_a_kernel_that_finds_no_memory_is_tried_again(
+        self,
+        allocator: CuMemAllocator,
+        memory: Memory,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        loaded: list[int] = []
+
+        def load(device: int) -> None:
+            loaded.append(device)
+            if len(loaded) < 3:
+                raise DriverError("cuModuleLoadData", "CUDA_ERROR_OUT_OF_MEMORY", "", "")
+
+        real = {**vars(_core), "driver_is_simulated": lambda: False, "load_digest_kernel": load}
+        monkeypatch.setattr(digest, "_core", types.SimpleNamespace(**real))
+        content = memory.fill_random(allocator.malloc(PAGE), PAGE)
+        (segment,) = _core.segments()
+        digester = DeviceDigester(Tuning())
+        for _ in range(4):
+            assert digester.of([segment]) == {segment.id: digest_of(np.frombuffer(content, np.uint8))}
+        assert loaded == [0, 0, 0]
+        assert digester.kernel_runs_on(0)
+        assert len(caplog.records) == 1
+
+    @pytest.mark.sim
+    @pytest.mark.parametrize("error", ["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_INVALID_IMAGE"])
+    @pytest.mark.parametrize("launches", [0, 1])
+    def test_a_launch_that_is_refused(
+        self,
+        allocator: CuMemAllocator,
+        memory: Memory,
+        caplog: pytest.LogCaptureFixture,
+        launches: int,
+        error: str,
+    ) -> None:
+        """The CPU digests all that was started in this run; later ones try again if only memory was missing."""
+        contents = [memory.fill_random(allocator.malloc(PAGE), PAGE) for _ in range(3)]
+        segments = _core.segments()
+        digest_by_the_kernel(allocator)
+        digester = allocator._digester
+        expected = {s.id: digest_of(np.frombuffer(c, np.uint8)) for s, c in zip(segments, contents, strict=True)}
+        with digester.run(segments) as run:
+            sim.fail("cuLaunchKernel", after=launches, error=error)
+            for segment in segments:
+                run.start([segment])
+            assert run.finish() == expected
+            run.start(segments)
+            assert run.finish() == expected
+        assert sim.stats().calls["cuLaunchKernel"] == launches + 1
+        assert error in caplog.text
+        assert digester._kernel_runs.get(0) is (None if error.endswith("MEMORY") else False)
+
+    @pytest.mark.sim
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_a_warm_up_runs_the_kernel(self, allocator: CuMemAllocator, fails: bool) -> None:
+        allocator.malloc(PAGE)
+        digest_by_the_kernel(allocator)
+        if fails:
+            sim.fail("cuLaunchKernel", error="CUDA_ERROR_INVALID_IMAGE")
+        allocator._digester.warm_up(0)
+        assert allocator._digester.kernel_runs_on(0) is not fails
+        assert sim.stats().calls["cuLaunchKernel"] == 1
 
     @pytest.mark.sim
     def test_on_the_cpu_where_kernels_do_not_reach_pinned_memory(self) -> None:
@@ -276,7 +341,8 @@ class TestDevice:
                 assert found == digest_of(np.frombuffer(content, np.uint8))
             assert sim.stats().calls["cuDeviceGetAttribute"] == 0, "asked again"
             (warning,) = warnings
-            assert "device 0 cannot access pinned host memory" in warning
+            assert "digests of device 0 are computed on the CPU" in warning
+            assert "cannot access pinned host memory" in warning
             memory.close()
             free_everything()
             """,

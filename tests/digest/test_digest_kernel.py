@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import PAGE, Memory
+from support import PAGE, Memory, assert_clean_exit, run_script
 
 from cumem_sleep import CuMemAllocator, InvalidState, _core
 from cumem_sleep.digest.kernel import GpuSums
@@ -79,3 +79,28 @@ def test_what_it_refuses(allocator: CuMemAllocator) -> None:
     with _core.CopyStream(0) as stream, pytest.raises(IndexError):
         stream.digest(table, 1 << 62, [(address, CHUNK_BYTES)], 0)
     table.close()
+
+
+@pytest.mark.sim
+def test_in_a_forked_child() -> None:
+    process = run_script(
+        """
+        from cumem_sleep.digest.kernel import GpuSums
+
+        reset_simulation()
+        allocator = fresh_allocator()
+        address = allocator.malloc(PAGE)
+        sums = GpuSums(0, PAGE >> 20)
+        child = os.fork()
+        if not child:
+            with raises(InvalidState, "fork"):
+                sums.start([(address, PAGE)])
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        sums.start([(address, PAGE)])
+        assert len(sums.finish()) == 1
+        sums.close()
+        free_everything()
+        """
+    )
+    assert_clean_exit(process)

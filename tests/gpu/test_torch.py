@@ -372,7 +372,7 @@ def test_the_gpu_digest_equals_the_reference(allocator: CuMemAllocator, memory: 
     segments = {segment.address: segment for segment in _core.segments()}
     digester = DeviceDigester(CuMemAllocator.tuning)
     digests = digester.of(list(segments.values()))
-    assert digester.on_gpu
+    assert digester.kernel_runs_on(0)
     for address, content in contents.items():
         assert digests[segments[address].id] == digest_of(np.frombuffer(content, np.uint8))
 

@@ -20,9 +20,9 @@ from preparing import (
     finished,
     small_pieces,  # noqa: F401  (autouse)
 )
-from support import MIB, PAGE, Memory, threads_refused
+from support import MIB, PAGE, Memory, digest_by_the_kernel, threads_refused
 
-from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, _core
+from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, _core, sim
 from cumem_sleep.operations.prepare import Preparation
 
 MakeAllocator = Callable[..., CuMemAllocator]
@@ -44,6 +44,18 @@ class TestAlone:
         assert backed_up_bytes(allocator) == 2 * PAGE
         assert allocator.wake_up().verified_bytes == 2 * PAGE
         check_bytes(memory, dict(list(contents.items())[:2]))
+
+    @pytest.mark.sim
+    def test_where_a_kernel_digests(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        """The copy, piece by piece, and the segment have the same digest."""
+        digest_by_the_kernel(allocator)
+        contents = fill(allocator, memory, *TAGS)
+        assert finished(allocator.prepare()).error is None
+        assert sim.stats().calls["cuLaunchKernel"] > 2 * len(TAGS), "each segment is digested before and after"
+        report = allocator.sleep()
+        assert (report.copied_bytes, report.clean_bytes) == (0, 2 * PAGE)
+        assert allocator.wake_up().verified_bytes == 2 * PAGE
+        check_bytes(memory, contents)
 
     def test_of_nothing(self, allocator: CuMemAllocator) -> None:
         preparation = finished(allocator.prepare())

@@ -80,7 +80,7 @@ class TestCopies:
         assert launch(driver, kernel, address, buffer.address, 16, stream, threads=0) == INVALID_VALUE
         assert launch(driver, Handle(7), address, buffer.address, 16, stream) == "CUDA_ERROR_INVALID_HANDLE"
 
-    def test_there_is_one_kernel(self, driver: Driver) -> None:
+    def test_other_kernels_are_unknown(self, driver: Driver) -> None:
         driver.start()
         module = Handle()
         assert driver("cuModuleLoadData", ctypes.byref(module), b".entry another()") == "CUDA_ERROR_INVALID_PTX"
@@ -97,6 +97,14 @@ class TestCopies:
             driver.ok("cuMemHostRegister", buffer.address, PAGE, 0)
         shift = 8 if fault == "not aligned" else 0
         launch(driver, copy_kernel(driver), address + shift, buffer.address, 16, stream)
+        assert driver("cuStreamSynchronize", stream) == ILLEGAL_ADDRESS
+
+    def test_kernels_that_do_not_reach_host_memory(self, load: Callable[..., Driver]) -> None:
+        driver = load(HOST_POINTERS=0)
+        driver.start()
+        address, stream, buffer = driver.allocate(), driver.stream(), HostBuffer()
+        driver.ok("cuMemHostRegister", buffer.address, PAGE, 0)
+        launch(driver, copy_kernel(driver), address, buffer.address, 16, stream)
         assert driver("cuStreamSynchronize", stream) == ILLEGAL_ADDRESS
 
     def test_registered_memory_is_copied_while_the_program_goes_on(self, driver: Driver) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from stand_ins import FakeStream, Log, Part, Store, parts_of
@@ -225,7 +226,26 @@ class TestWay:
             way.start(self.pieces(), by_engine=by_engine)
         assert log.events == [("engine", 1), ("kernel" if has_kernel else "engine", 1)]
 
-    def test_an_error_of_the_driver(self) -> None:
+    def test_a_kernel_that_fails_is_done_without(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        log = Log()
+        stream = FakeStream(0, log)
+        read = stream.read
+
+        def refuse(*arguments: Any, by_kernel: bool = False) -> None:
+            if by_kernel:
+                raise DriverError("cuLaunchKernel", "CUDA_ERROR_UNKNOWN", "", "")
+            read(*arguments)
+
+        monkeypatch.setattr(stream, "read", refuse)
+        way = Route(stream, has_kernel=True)  # type: ignore[arg-type]
+        for _ in range(2):
+            way.start(self.pieces(), by_engine=False)
+        assert log.events == [("engine", 1)] * 2
+        assert ["cuLaunchKernel" in record.getMessage() for record in caplog.records] == [True]
+
+    def test_an_error_of_both_ways(self) -> None:
         log = Log()
         stream = FakeStream(0, log)
         stream.fails_at = 1
