@@ -218,7 +218,7 @@ def one_after_the_other(bench: Bench, count: int) -> Facts:
     more = [switch["more_s"] for switch in switches if switch["more_s"] is not None]
     return {
         "requests": count,
-        "first tokens of a model that is awake": {model: bench.awake_s.get(model, []) for model in bench.models},
+        "first tokens of a model that is awake": {model: [*bench.awake_s.get(model, [])] for model in bench.models},
         "first token, after a switch": {
             model: spread([s["first_token_s"] for s in switches if s["new"] == model]) for model in bench.models
         },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import random
 import statistics
 import subprocess
 import sys
@@ -191,3 +192,18 @@ def test_a_restart_that_fails_loses_none_of_the_others(
     facts = serve_models.restarts(servers, 500.0)
     assert [(switch["old"], switch["new"]) for switch in facts["switches"]] == [("small", "large"), ("fp8", "small")]
     assert servers.facts["failed"] == {"restart of fp8": "RuntimeError: no luck"}
+
+
+def test_what_a_phase_has_said_stays_as_later_ones_ask_more(benchmark_module: Callable[[str], ModuleType]) -> None:
+    serve_models = benchmark_module("serve_models")
+    awake_s: dict[str, list[float]] = {}
+    bench = SimpleNamespace(
+        models=["small"],
+        chance=random.Random(0),
+        awake=lambda: "small",
+        awake_s=awake_s,
+        ask_awake=lambda model, _: awake_s.setdefault(model, []).append(0.1),
+    )
+    first, second = (serve_models.one_after_the_other(bench, count) for count in (2, 3))
+    name = "first tokens of a model that is awake"
+    assert [len(facts[name]["small"]) for facts in (first, second)] == [2, 5]
