@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,12 @@ def plain_sums(content: bytes) -> tuple[int, int]:
                 state = (state ^ state >> 33) * 0xC4CEB9FE1A85EC53 & MASK
                 totals[chain] += state ^ state >> 33
     return totals[0] & MASK, totals[1] & MASK
+
+
+def load_as_a_gpu(monkeypatch: pytest.MonkeyPatch, load: Callable[[int], None]) -> None:
+    """Digests are not told that the driver is simulated, and `load` is what loads their kernel."""
+    real = {**vars(_core), "driver_is_simulated": lambda: False, "load_digest_kernel": load}
+    monkeypatch.setattr(digest, "_core", types.SimpleNamespace(**real))
 
 
 class TestReference:
@@ -235,8 +242,7 @@ class TestDevice:
             raise DriverError("cuModuleLoadData", "CUDA_ERROR_NO_BINARY_FOR_GPU", "no such architecture", "")
 
         content = memory.fill_random(allocator.malloc(PAGE), PAGE)
-        real = {**vars(_core), "driver_is_simulated": lambda: False, "load_digest_kernel": refuse}
-        monkeypatch.setattr(digest, "_core", types.SimpleNamespace(**real))
+        load_as_a_gpu(monkeypatch, refuse)
         (segment,) = _core.segments()
         digester = DeviceDigester(Tuning())
         expected = {segment.id: digest_of(np.frombuffer(content, np.uint8))}
@@ -262,8 +268,7 @@ class TestDevice:
             if len(loaded) < 3:
                 raise DriverError("cuModuleLoadData", "CUDA_ERROR_OUT_OF_MEMORY", "", "")
 
-        real = {**vars(_core), "driver_is_simulated": lambda: False, "load_digest_kernel": load}
-        monkeypatch.setattr(digest, "_core", types.SimpleNamespace(**real))
+        load_as_a_gpu(monkeypatch, load)
         content = memory.fill_random(allocator.malloc(PAGE), PAGE)
         (segment,) = _core.segments()
         digester = DeviceDigester(Tuning())
