@@ -121,7 +121,7 @@ class OutOfHostMemory(CumemSleepError, MemoryError):
         "budget": "raise CUMEM_SLEEP_HOST_BUDGET_BYTES or sleep at level 2",
         "cgroup": "raise the container's memory limit or sleep at level 2",
         "MemAvailable": "free host memory or sleep at level 2",
-        "cuMemHostRegister": "the driver cannot pin that much: free host memory, or raise the limit on locked memory"
+        "cuMemHostRegister": "the driver cannot pin that much: free host memory"
         " (`ulimit -l unlimited`, or --ulimit memlock=-1 for a container)",
         "vault": "wake or end another process, give the vault more --memory, or sleep at level 2",
     }

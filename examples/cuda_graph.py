@@ -32,7 +32,7 @@ def main() -> None:
 
     graph.replay()
     assert torch.equal(y, before)
-    print("the graph of before gives the same result")
+    print("the graph captured before the sleep gives the same result")
 
 
 if __name__ == "__main__":

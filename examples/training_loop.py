@@ -92,7 +92,7 @@ def with_addresses(allocator: CuMemAllocator) -> None:
 
 
 def main() -> None:
-    """Choose by what is there."""
+    """With PyTorch where it has a GPU, otherwise with plain addresses."""
     allocator = CuMemAllocator.get_instance()
     if allocator.settings.driver == "cuda" and importlib.util.find_spec("torch") is not None:
         with_a_model()

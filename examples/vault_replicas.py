@@ -31,7 +31,7 @@ def load(allocator: CuMemAllocator) -> Any:
 
 
 def serve(name: str, orders: Connection) -> None:
-    """One replica's process. Where its backups lie, CUMEM_SLEEP_VAULT says; nothing else is different."""
+    """One replica's process. CUMEM_SLEEP_VAULT says where its backups go; nothing else changes."""
     allocator = CuMemAllocator.get_instance()
     weights = load(allocator)
     orders.send("ready")
@@ -45,7 +45,7 @@ def serve(name: str, orders: Connection) -> None:
 def run(socket: str) -> None:
     """Two replicas, as clients of the vault at `socket`."""
     os.environ["CUMEM_SLEEP_VAULT"] = socket
-    spawn = multiprocessing.get_context("spawn")  # a fork after the first use of CUDA has none
+    spawn = multiprocessing.get_context("spawn")  # CUDA does not work in a fork made after its first use
     replicas: list[Connection] = []
     for name in ("A", "B"):
         ours, theirs = spawn.Pipe()

@@ -9,9 +9,9 @@ def table(result: dict[str, Any]) -> list[str]:
     """What was tried with a real vLLM, and how it ended."""
     outcomes = result["scenarios"]
     versions = ", ".join(sorted({outcome["machine"]["vllm"] for outcome in outcomes.values()}))
-    gpus = ", ".join(sorted({outcome["machine"]["gpu"] for outcome in outcomes.values()}))
+    gpus = " and ".join(sorted({outcome["machine"]["gpu"] for outcome in outcomes.values()}))
     lines = [
-        f"Run with vLLM {versions} on an {gpus} (`benchmarks/vllm_scenarios.py`):",
+        f"Run with vLLM {versions} on {gpus} (`benchmarks/vllm_scenarios.py`):",
         "",
         "| scenario | |",
         "|---|---|",
@@ -20,5 +20,5 @@ def table(result: dict[str, Any]) -> list[str]:
         failed = f" **Failed**: {outcome['why']}." if "why" in outcome else " **Failed.**"
         not_run = f" **Not run**: {outcome['not_run']}." if "not_run" in outcome else failed
         ended = "" if outcome["passed"] else not_run
-        lines.append(f"| {name.replace('_', ' ')} | {outcome['says']}{ended} |")
+        lines.append(f"| {name.replace('_', ' ')} | {' '.join(outcome['says'].split())}{ended} |")
     return lines

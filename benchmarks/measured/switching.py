@@ -47,13 +47,14 @@ def table(result: dict[str, Any]) -> list[str]:
     loaded = "dummy weights" if workload["load_format"] == "dummy" else "weights from safetensors files"
     lines = [
         f"**Two models on one GPU, switched**: {' and '.join(models)} in bf16, {loaded}, {version}, each server with"
-        f" {workload['gpu_memory_utilization']:.0%} of the GPU; A → B → A → …, after each switch an answer of"
-        f" {workload['max_tokens']} tokens to {workload['prompt_tokens']}, all of one run's tokens the ones of"
-        f" the start. {machine(result)}. Seconds, as an HTTP client sees them, median and range:",
+        f" {workload['gpu_memory_utilization']:.0%} of the GPU; A → B → A → …, after each switch the model answers a"
+        f" prompt of {workload['prompt_tokens']} tokens with {workload['max_tokens']}, in each run with the same"
+        f" tokens as before the first switch. {machine(result)}. Seconds, as an HTTP client sees them, median and"
+        f" range:",
         "",
         *_rows(ways_of(result, None)),
         "",
-        f"![Seconds of a switch by way]({PLOT.name})",
+        f"![Seconds per switch, by method]({PLOT.name})",
     ]
     if fp8 := ways_of(result, "fp8"):
         lines += ["", "The same with weights quantised to FP8:", "", *_rows(fp8)]

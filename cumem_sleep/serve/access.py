@@ -64,7 +64,7 @@ def place_of(path: str) -> Place | None:
     if place := _OWN.get(path) or _MODEL.get(path):
         return place
     if path.startswith("/v1/models/"):
-        return Place(Need.KEY, ("GET",), "/v1/models", model=path.removeprefix("/v1/models/"))
+        return Place(Need.KEY, ("GET",), "/v1/models/NAME", model=path.removeprefix("/v1/models/"))
     if found := _RESPONSE.fullmatch(path):
         return Place(Need.KEY, ("POST",) if found[2] else ("GET",), target=path)
     if path.startswith(MODELS):
@@ -79,6 +79,8 @@ def _by_path(path: str) -> Place | None:
         rest, name = path[at:], path[len(MODELS) : at]
         if rest in _MODEL:
             return Place(Need.KEY, ("POST",), target=rest, model=name)
+        if rest == "/v1/models":
+            return Place(Need.KEY, ("GET",), "/models/NAME/v1/models", model=name)
         if (place := place_of(rest) if _RESPONSE.fullmatch(rest) else None) is not None:
             return Place(Need.KEY, place.methods, target=rest, model=name)
     return None

@@ -35,6 +35,8 @@ class Answers:
             "/health": self._health,
             "/version": self._version,
             "/v1/models": self._models,
+            "/v1/models/NAME": self._model,
+            "/models/NAME/v1/models": self._models,
             "/status": self._status,
             "/metrics": self._metrics,
             "/admin/log": self._log,
@@ -65,11 +67,13 @@ class Answers:
         return response(200, {"version": self._fleet.status().version})
 
     async def _models(self, place: Place, _scope: Scope, _inbox: Inbox) -> list[Message]:
-        models = self._fleet.status().models
-        if place.model is None:
-            return response(200, {"object": "list", "data": [_card(model) for model in models]})
-        name = self._fleet.resolve(place.model)
-        return response(200, next(_card(model) for model in models if model.name == name))
+        name = None if place.model is None else self._fleet.resolve(place.model)
+        cards = [_card(model) for model in self._fleet.status().models if name in (None, model.name)]
+        return response(200, {"object": "list", "data": cards})
+
+    async def _model(self, place: Place, _scope: Scope, _inbox: Inbox) -> list[Message]:
+        name = self._fleet.resolve(str(place.model))
+        return response(200, next(_card(model) for model in self._fleet.status().models if model.name == name))
 
     async def _status(self, _place: Place, scope: Scope, _inbox: Inbox) -> list[Message]:
         return response(200, self._view(self._fleet.status(), scope))

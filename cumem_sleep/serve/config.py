@@ -138,7 +138,9 @@ def _secret(value: object) -> object:
                 value = os.environ[str(where)]
             elif kind == "file":
                 value = Path(str(where)).expanduser().read_text().strip()
-        except (KeyError, OSError, UnicodeDecodeError) as error:
+        except KeyError:
+            raise ValueError(f"a secret that can be read: the environment variable {where} is not set") from None
+        except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"a secret that can be read: {type(error).__name__}: {error}") from None
     if not isinstance(value, str) or not value:
         raise ValueError("a non-empty string, {env: NAME} or {file: PATH}")

@@ -162,7 +162,7 @@ def read(path: Path) -> Config:
 
 def _not_installed(error: ImportError) -> InvalidArgument:
     return InvalidArgument(
-        f"`serve` needs more packages ({error.name} is not installed): pip install 'cumem-sleep[serve]'"
+        f"`serve` needs more packages ({error.name} is not installed); in a checkout: pip install '.[serve]'"
     )
 
 

@@ -35,6 +35,19 @@ def test_models_are_listed_with_their_state() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("name", ["org/one", "gpt"])
+def test_below_a_models_path_that_model_is_listed(name: str) -> None:
+    async def scenario() -> None:
+        async with a_world("org/one", "two", aliases={"gpt": "org/one"}) as world:
+            answer = await world.ask(get(f"/models/{name}/v1/models"))
+            assert answer.json["object"] == "list"
+            assert [card["id"] for card in answer.json["data"]] == ["org/one"]
+            assert (await world.ask(get("/models/three/v1/models"))).code == 404
+            assert (await world.ask(post(f"/models/{name}/v1/models", b"{}"))).code == 405
+
+    run(scenario)
+
+
 def test_an_operators_calls() -> None:
     async def scenario() -> None:
         async with a_world("one", admin_token="token") as world:

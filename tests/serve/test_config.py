@@ -190,7 +190,7 @@ def test_every_fault_is_named_and_no_secret_is(monkeypatch: pytest.MonkeyPatch) 
     lines = str(caught.value).splitlines()
     assert [line.split(": ")[1] for line in lines] == ["front.api_keys.0", "front.api_keys.1", "front.admin_token"]
     assert "se cret" not in str(caught.value)
-    assert "NO_SUCH_VARIABLE" in lines[1]
+    assert "the environment variable NO_SUCH_VARIABLE is not set" in lines[1]
     assert "/nonexistent" in lines[2]
 
 

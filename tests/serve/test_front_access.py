@@ -129,7 +129,16 @@ def test_without_a_key_nothing_is_told_or_done(lines: tuple[str, ...]) -> None:
     async def scenario() -> None:
         async with a_world(api_keys=["other", KEY], admin_token=TOKEN) as world:
             server = await world.server("one")
-            looks = ("/v1/models", "/v1/models/one", "/status", "/status/live", "/metrics", "/version", "/nothing")
+            looks = (
+                "/v1/models",
+                "/v1/models/one",
+                "/models/one/v1/models",
+                "/status",
+                "/status/live",
+                "/metrics",
+                "/version",
+                "/nothing",
+            )
             requests = [get(path, *lines) for path in looks]
             requests += [post("/v1/completions", b'{"model": "one"}', *lines), post("/admin/stop", b"{}", *lines)]
             for request in requests:

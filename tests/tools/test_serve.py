@@ -23,5 +23,5 @@ def test_without_its_packages(options: list[str], tmp_path: pathlib.Path) -> Non
     )
     assert process.returncode == 2
     assert process.stderr.endswith(
-        "`serve` needs more packages (yaml is not installed): pip install 'cumem-sleep[serve]'\n"
+        "`serve` needs more packages (yaml is not installed); in a checkout: pip install '.[serve]'\n"
     )

@@ -28,14 +28,16 @@ HEAD = """\
 # Every route of vLLM, and what the gate does with it
 
 - **guarded**: with `CUMEM_SLEEP_ADMIN_TOKEN` set it needs that token, whether the model is awake or asleep.
-- **held**: while the model cannot serve, `CUMEM_SLEEP_ON_REQUEST` decides: 503, wait, or wake.
+- **held**: while the model cannot serve, `CUMEM_SLEEP_ON_REQUEST` decides: 503, wait, or wake. A route that is also
+  guarded never wakes it.
 - **answered**: the gate answers, or takes vLLM's answer into account: afterwards it knows what is asleep.
-- **refused asleep**: 409 while weights sleep, and never during a sleep or a wake.
+- **refused asleep**: 409 while weights sleep. Otherwise it waits for its turn: it never runs during a sleep or a wake.
 - **passes**: untouched.
 
-A route that is not in this table is guarded and held, and wakes nothing. `/metrics` and `/static` are whole
-applications. Written by `python tests/vllm/route_table.py` from the routes that each vLLM registers with all tasks and
-options, and compared with them by `tests/vllm/test_routes.py`.
+A POST, PUT, PATCH, DELETE or websocket route that is not in this table is guarded and held, and wakes nothing. A GET,
+HEAD or OPTIONS route that is not in it passes. `/metrics` and `/static` are whole applications. Written by
+`python tests/vllm/route_table.py` from the routes that each vLLM registers with all tasks and options, and compared
+with them by `tests/vllm/test_routes.py`.
 
 """
 
