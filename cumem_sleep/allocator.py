@@ -552,7 +552,7 @@ class CuMemAllocator:
                 Then the array is valid only until that memory sleeps or wakes the next time, or is freed.
 
         Returns:
-            The bytes, which without a copy cannot be written to; None: it is awake, and has no backup.
+            The bytes, which without a copy cannot be written to; None: it is awake, and has no backup, or has none any more.
 
         Raises:
             InvalidArgument: not in one segment of this layer.

@@ -45,6 +45,7 @@ def _of_a_tag(layer: Layer, segments: list[_core.Segment], held: Mapping[int, Fo
 def read_backup(layer: Layer, address: int, nbytes: int, copy: bool) -> npt.NDArray[np.uint8] | None:
     """As `CuMemAllocator.read_backup`."""
     segment = segment_around(address, nbytes)
+    layer.store.claim([segment])  # the vault may have evicted what is only retained, and have others' bytes there now
     if layer.store.get(segment) is None:
         if segment.sleep == _Sleep.AWAKE:
             return None

@@ -131,6 +131,7 @@ class Preparation:
         with self._turn(segment) as mine:
             if not mine:
                 return
+            self._store.claim([segment])  # what the vault has evicted meanwhile is no backup
             digests.start([segment])
             before = digests.finish()[segment.id]
             if self._store.is_clean(segment, before) or self._store.adopt([segment], {segment.id: before}):

@@ -586,6 +586,34 @@ class TestVaultIsGone:
         allocator.wake_up()
         check(memory, contents)
 
+    def test_what_was_evicted_is_neither_read_nor_taken_for_prepared(
+        self, through: MakeAllocator, memory: Memory, vault: RunningVault
+    ) -> None:
+        """Others may have their bytes there by now."""
+        allocator = through()
+        contents = fill(allocator, memory, "weights", pages=16)
+        allocator.sleep()
+        allocator.wake_up()
+        for address, content in contents.items():
+            assert bytes(allocator.read_backup(address, len(content))) == content
+        other = vault.client()
+        other.reserve(_core.device_info(0).uuid, [48 << 20])  # reading needs nothing any more
+        for address, content in contents.items():
+            assert allocator.read_backup(address, len(content)) is None
+        other.close()
+        eventually(lambda: len(vault.status()["clients"]) <= 2, "the other client is gone")
+        allocator.sleep()
+        allocator.wake_up()
+        other = vault.client()
+        other.reserve(_core.device_info(0).uuid, [48 << 20])
+        other.close()
+        eventually(lambda: len(vault.status()["clients"]) <= 2, "the other client is gone")
+        allocator.prepare().wait()
+        assert allocator.usage()["weights"].backed_up_bytes == sum(map(len, contents.values()))
+        assert allocator.sleep().copied_bytes == 0, "prepared"
+        allocator.wake_up()
+        check(memory, contents)
+
     @pytest.mark.slow
     def test_killed_during_a_sleep(
         self, through: MakeAllocator, memory: Memory, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
