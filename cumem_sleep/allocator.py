@@ -549,10 +549,11 @@ class CuMemAllocator:
         Args:
             address: in memory of this layer, with `nbytes` from there on in the same segment.
             copy: False: not copied, where the bytes lie together and uncompressed in memory of this process.
-                Then the array is valid only until that memory sleeps or wakes the next time, or is freed.
+                Then the array is valid only until the next call that puts memory to sleep, wakes, frees or releases
+                some, whichever memory that is.
 
         Returns:
-            The bytes, which without a copy cannot be written to; None: it is awake, and has no backup, or has none any more.
+            The bytes, which without a copy cannot be written to; None: it is awake, and has no backup (any more).
 
         Raises:
             InvalidArgument: not in one segment of this layer.

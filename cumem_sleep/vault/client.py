@@ -22,6 +22,7 @@ from .ledger import Extent, Key
 from .protocol import Channel, Message, Nonsense, OtherVersion
 
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
+_NO_MORE_FILES = "this process can open no more files: raise the limit of its open files (ulimit -n)"
 _BRIEFLY_S = 1.0  # how long a question of no consequence waits for its answer
 _RELEASED_AT_ONCE, _SEALED_AT_ONCE = 10_000, 64  # so that a message stays within its bounds
 _HAND_OUT = ("reserve", "find", "show")  # backups
@@ -374,7 +375,13 @@ class VaultClient:
             for each in shown
         ]
         with self._turn():
-            descriptors = [os.dup(table.descriptor(slab)[0]) for table, slab in places]
+            descriptors: list[int] = []
+            try:
+                for table, slab in places:
+                    descriptors.append(os.dup(table.descriptor(slab)[0]))
+            except OSError:
+                protocol.close_all(descriptors)
+                raise VaultError(_NO_MORE_FILES) from None
             facts = self._ask("show", descriptors, gpu=gpu, backups=backups)["backups"]
             return [self._backup(each) for each in self._readable(facts)]
 
@@ -593,7 +600,7 @@ class VaultClient:
         if self._descriptors_lost:
             self._descriptors_lost = False
             self._unclaimed += [each["number"] for each in facts if each is not None]
-            raise VaultError("this process can open no more files: raise the limit of its open files (ulimit -n)")
+            raise VaultError(_NO_MORE_FILES)
         return facts
 
     def _backup(self, facts: dict[str, Any]) -> Backup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -9,9 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from .. import _core
-from ..errors import CumemSleepError, VaultError
+from .. import _core, log
+from ..errors import CumemSleepError, VaultError, format_bytes
 
+NO_MORE_FILES = "the vault can open no more files: raise the limit of its open files (ulimit -n)"
 _PREFAULT_BYTES = 64 << 20
 # fcntl.h; Python names them from 3.13 on
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
@@ -39,11 +41,15 @@ class Slab:
 
     def close(self) -> None:
         """Give the memory back. No copy may be in flight. What is adopted goes when its owners close it, too."""
-        if not self.is_adopted:  # owners of earlier backups may still have it open
-            with mmap.mmap(self.block.fd, self.nbytes) as pages:
-                for start in range(0, self.nbytes, _PREFAULT_BYTES):  # each holds the interpreter up
-                    pages.madvise(mmap.MADV_REMOVE, start, min(_PREFAULT_BYTES, self.nbytes - start))
-        self.let_go()
+        try:
+            if not self.is_adopted:  # owners of earlier backups may still have it open
+                with mmap.mmap(self.block.fd, self.nbytes) as pages:
+                    for start in range(0, self.nbytes, _PREFAULT_BYTES):  # each holds the interpreter up
+                        pages.madvise(mmap.MADV_REMOVE, start, min(_PREFAULT_BYTES, self.nbytes - start))
+        except OSError as error:
+            log.warning("%s of a slab go back only when its owners close it: %s", format_bytes(self.nbytes), error)
+        finally:
+            self.let_go()
 
 
 def identity(descriptor: int) -> tuple[int, int]:
@@ -122,13 +128,17 @@ def adopt(descriptor: int, device: int) -> Slab:
 def _seal_against_writing(descriptor: int) -> None:
     try:
         os.fchmod(descriptor, 0o600)
-        writable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            writable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        finally:
+            os.fchmod(descriptor, 0o400)
         try:
             fcntl.fcntl(writable, _F_ADD_SEALS, _F_SEAL_WRITE)
         finally:
-            os.fchmod(writable, 0o400)
             os.close(writable)
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise VaultError(NO_MORE_FILES) from None
         raise VaultError(
             f"the memory of the other vault cannot be sealed ({error.strerror}): is that vault still there? Its backups"
             " stay readable; offer them again when it has ended"

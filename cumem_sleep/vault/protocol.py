@@ -81,9 +81,7 @@ class Channel:
         self._socket.close()
         while self._batches:
             close_all(self._batches.popleft()[0])
-        while self._unsent:
-            close_all(self._unsent.popleft()[1])
-        self.unsent_bytes = 0
+        self._drop_unsent()
 
     def send(self, body: Mapping[str, Any], descriptors: Sequence[int] = (), version: int = VERSION) -> None:
         """Send it now or with later calls of `flush`. The descriptors are the channel's from here on.
@@ -113,12 +111,20 @@ class Channel:
                 sent = self._socket.sendmsg([content], ancillary, socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return
+            except OSError:
+                self._drop_unsent()  # descriptors of GPU memory would keep that memory
+                raise
             close_all(descriptors)
             self.unsent_bytes -= sent
             if sent < len(content):
                 self._unsent[0] = (content[sent:], ())
             else:
                 self._unsent.popleft()
+
+    def _drop_unsent(self) -> None:
+        while self._unsent:
+            close_all(self._unsent.popleft()[1])
+        self.unsent_bytes = 0
 
     def receive(self) -> bool:
         """Take in what has come. False when the other side has ended the connection. Raises OSError likewise."""

@@ -107,14 +107,18 @@ class Vault:
         """End: once nobody needs a backup any more (`wait`), or now. From any thread, and from a signal handler."""
         if self._stopping != "now":
             self._stopping = "wait" if wait else "now"
-        os.eventfd_write(self._wake, 1)
+        self._wake_up()
 
     # The loop
 
     def _post(self, work: Callable[[], None]) -> None:
         """Have it done in the thread of `run`."""
         self._posted.append(work)
-        os.eventfd_write(self._wake, 1)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self._wake >= 0:  # a signal may come when all is over
+            os.eventfd_write(self._wake, 1)
 
     def _woken(self) -> None:
         with suppress(BlockingIOError):
@@ -155,6 +159,7 @@ class Vault:
         if self._address.listener not in self._selector.get_map():
             self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
         self._pool.try_again(now)
+        _core.reclaim()  # what the driver refused to take back
 
     def _close(self) -> None:
         for session in self._sessions:  # the ledger is left as it is: nobody's bytes may go now
@@ -166,7 +171,8 @@ class Vault:
         self._pool.close()
         self._selector.close()
         self._address.close()
-        os.close(self._wake)
+        wake, self._wake = self._wake, -1
+        os.close(wake)
 
     # Clients
 

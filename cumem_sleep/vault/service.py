@@ -22,7 +22,6 @@ from .pool import Pool
 from .protocol import Message, Nonsense, boolean, integer, integers, objects, rows, text
 from .session import Session
 
-_NO_MORE_FILES = "the vault can open no more files: raise the limit of its open files (ulimit -n)"
 _NOTE_BYTES, _NOTE_SHARE = 4096, 1024  # a note may have so many, and one for so many of its backup
 
 
@@ -114,7 +113,7 @@ class Service:
                 raise Nonsense(f"unknown request {verb!r:.50}")
             try:
                 if message.descriptors_lost:
-                    raise VaultError(_NO_MORE_FILES)
+                    raise VaultError(memory.NO_MORE_FILES)
                 answer = handler(self, asked)
             except CumemSleepError as error:
                 self._answer(asked, error)
@@ -266,6 +265,7 @@ class Service:
             pieces.extend(self._pieces(entry.ranges(offset, size), lent_offset))
         if not pieces:
             return {}
+        link = self._link(gpu, to_host)  # its thread may not start
         entries = {hold.entry for hold in holds.values()}
         for entry in entries:
             self._pool.ledger.begin_copy(entry)
@@ -285,9 +285,7 @@ class Service:
             if isinstance(error, DriverError):
                 self._look_at_gpu(gpu, error)
 
-        self._link(gpu, to_host).submit(
-            Job(asked.session, lent, pieces, lambda error: self._post(partial(over, error)))
-        )
+        link.submit(Job(asked.session, lent, pieces, lambda error: self._post(partial(over, error))))
         return None
 
     def _lent(self, asked: _Request, gpu: Gpu) -> Lent:
@@ -425,7 +423,7 @@ class Service:
             except OSError:
                 protocol.close_all(descriptors)
                 self._pool.ledger.release(session, [hold.number for hold in given])
-                raise VaultError(_NO_MORE_FILES) from None
+                raise VaultError(memory.NO_MORE_FILES) from None
             session.send({"slabs": [[number, self._pool.slab(number).nbytes] for number in some]}, descriptors)
             session.known_slabs.update(some)
         return {"backups": [None if hold is None else _described(hold) for hold in holds]}

@@ -284,6 +284,20 @@ def test_what_is_no_message_is_refused(content: bytes, error: type[Exception]) -
     theirs.close()
 
 
+def test_a_descriptor_that_cannot_be_sent_is_closed() -> None:
+    """Of GPU memory, it would keep that memory."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, 100, 100)
+    theirs.close()
+    descriptor = os.dup(0)
+    with pytest.raises(BrokenPipeError):
+        channel.send({}, [descriptor])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    assert channel.unsent_bytes == 0
+    channel.close()
+
+
 # Limits
 
 

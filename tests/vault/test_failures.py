@@ -19,8 +19,9 @@ from support import AWAKE, PAGE, Memory, assert_clean_exit, bf16_weights, run_sc
 from test_sleeping import MakeAllocator, check, fill, leave, through
 from world import Phase, World, check_every_call, phases
 
-from cumem_sleep import CumemSleepError, OutOfHostMemory, _core, sim
-from cumem_sleep.errors import VaultUnavailable
+from cumem_sleep import CuMemAllocator, CumemSleepError, OutOfHostMemory, _core, sim
+from cumem_sleep.errors import VaultError, VaultUnavailable
+from cumem_sleep.vault import memory as slabs
 from cumem_sleep.vault.client import VaultClient
 from cumem_sleep.vault.ledger import UNIT_BYTES
 
@@ -67,7 +68,8 @@ def lent_bytes(vault: RunningVault) -> int:
 def descriptors_left(pid: int, count: int) -> Iterator[None]:
     """So many more files may this process open."""
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    occupied = {int(each) for each in os.listdir(f"/proc/{pid}/fd")}
+    folder = f"/proc/{pid}/fd"
+    occupied = {int(each) for each in os.listdir(folder) if os.path.lexists(f"{folder}/{each}")}  # not the list's own
     free = sorted(set(range(max(occupied) + count + 2)) - occupied)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (free[count], limits[1]))
     try:
@@ -131,6 +133,48 @@ def test_those_who_come_when_the_vault_can_open_no_more_files_wait(vault: Runnin
         assert there.status()["pid"] == vault.process.pid, "it serves those that it has"
     vault.client().close()
     there.close()
+
+
+@pytest.mark.slow
+def test_what_cannot_all_be_shown_to_a_new_vault_leaves_no_file_open(
+    make_allocator: MakeAllocator, memory: Memory, start_vault: Callable[..., RunningVault]
+) -> None:
+    vault = start_vault("32MiB", "--slab-size", str(PAGE))
+    vault.wait_until_ready()
+    allocator = make_allocator(vault=str(vault.socket))
+    contents = fill(allocator, memory, *["weights"] * 4)
+    allocator.sleep()
+    vault.kill()
+    start_vault("32MiB", "--slab-size", str(PAGE)).wait_until_ready()
+    before = len(os.listdir("/proc/self/fd"))
+    tier = allocator._store._tier
+    with descriptors_left(os.getpid(), 4), pytest.raises(VaultError, match="this process can open no more files"):
+        tier.client()  # type: ignore[attr-defined]
+    assert len(os.listdir("/proc/self/fd")) <= before + 1, "no more than the connection"
+    allocator.wake_up()
+    check(memory, contents)
+    leave()
+
+
+def test_a_slab_is_given_back_without_opening_a_file(allocator: CuMemAllocator) -> None:
+    allocator._entry.open()
+    before = sim.stats().registered_bytes
+    slab = slabs.take(PAGE, -1, 0, 1, lambda _: None)
+    with descriptors_left(os.getpid(), 0):
+        slab.close()
+    assert not slab.block.pinned
+    assert sim.stats().registered_bytes == before
+
+
+def test_a_slab_that_cannot_be_adopted_stays_unwritable(allocator: CuMemAllocator) -> None:
+    allocator._entry.open()
+    slab = slabs.take(PAGE, -1, 0, 1, lambda _: None)
+    shown = os.dup(slab.descriptor)
+    slab.let_go()
+    with descriptors_left(os.getpid(), 0), pytest.raises(VaultError, match="the vault can open no more files"):
+        slabs.adopt(shown, 0)
+    assert os.fstat(shown).st_mode & 0o777 == 0o400
+    slabs.adopt(shown, 0).close()
 
 
 # Memory

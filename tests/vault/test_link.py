@@ -22,6 +22,7 @@ from cumem_sleep.vault.client import Range, VaultClient
 from cumem_sleep.vault.link import Job, Lent, Link, Piece
 from cumem_sleep.vault.pool import Host
 from cumem_sleep.vault.server import Vault, visible_gpus
+from cumem_sleep.vault.service import Service
 
 pytestmark = pytest.mark.sim
 
@@ -456,6 +457,7 @@ def here(folder: pathlib.Path, allocator: CuMemAllocator) -> Iterator[Callable[[
     vault.stop(wait=False)
     thread.join(30)
     assert not thread.is_alive()
+    vault.stop(wait=False)  # as a second signal does, when all is over
     sim.reset()
 
 
@@ -615,6 +617,39 @@ def test_memory_that_cannot_be_registered_is_said_and_tried_again(
     vault.stop(wait=False)
     thread.join(30)
     assert client.lost is not None
+
+
+def test_memory_that_the_driver_does_not_take_back_is_offered_again(
+    here: Callable[[], VaultClient], allocator: CuMemAllocator
+) -> None:
+    client = here()
+    mine = Segment(client, allocator.malloc(PAGE, "weights"), PAGE)
+    (backup,) = client.reserve(mine.gpu, [PAGE])
+    before = sim.stats().mapped_bytes
+    sim.fail("cuMemUnmap", times=2)  # the vault tries twice
+    mine.write(backup)
+    assert sim.stats().mapped_bytes == before + PAGE
+    eventually(lambda: sim.stats().mapped_bytes == before, "it is given back")
+    client.close()
+
+
+def test_a_link_whose_thread_does_not_start_keeps_nothing(
+    here: Callable[[], VaultClient], allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, other = here(), here()
+    mine = Segment(client, allocator.malloc(PAGE, "weights"), PAGE)
+    (backup,) = client.reserve(mine.gpu, [PAGE])
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Service, "_link", refuse)
+        with pytest.raises(VaultLost, match="the vault has failed at its request"):
+            mine.write(backup)
+    client.close()
+    eventually(lambda: other.status()["free_bytes"] == 16 * PAGE, "nothing is kept")
+    other.close()
 
 
 def test_a_mistake_of_the_vault_costs_one_client(
