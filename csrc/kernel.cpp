@@ -6,15 +6,20 @@ namespace cumem_sleep {
 
 CUfunction Kernel::on(int device) {
     const std::lock_guard<std::mutex> guard(mutex_);
-    CUfunction& function = loaded_[device];
-    if (!function) {
+    Loaded& loaded = loaded_[device];
+    if (!loaded.function) {
         RelaxedCaptureScope relaxed;  // another thread may capture a graph
         const Driver& driver = Driver::get();
-        CUmodule module = nullptr;
-        driver.module_load_data(&module, ptx_);
-        driver.module_get_function(&function, module, name_);
+        if (!loaded.module) {
+            CUmodule module = nullptr;
+            driver.module_load_data(&module, ptx_);
+            loaded.module = module;  // kept, whatever comes next: the next try loads no other
+        }
+        CUfunction function = nullptr;
+        driver.module_get_function(&function, loaded.module, name_);
+        loaded.function = function;
     }
-    return function;
+    return loaded.function;
 }
 
 void Kernel::load(int device) {

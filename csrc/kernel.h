@@ -26,7 +26,11 @@ class Kernel {
     const char* const ptx_;
     const char* const name_;
     std::mutex mutex_;
-    std::map<int, CUfunction> loaded_;  // by device
+    struct Loaded {
+        CUmodule module = nullptr;
+        CUfunction function = nullptr;
+    };
+    std::map<int, Loaded> loaded_;  // by device
 };
 
 }  // namespace cumem_sleep

@@ -509,7 +509,10 @@ class CuMemAllocator:
         """A thread has left a pool, whose memory is complete now."""
         pools = self._pools.found
         if pools is not None and not pools.is_capturing():
-            log.run(self._lock, self._warm_up)
+            try:
+                log.run(self._lock, self._warm_up)
+            except CumemSleepError as error:  # no reason for what was allocated to fail
+                log.warning("sleep and wake were not made ready, the first ones take longer: %s", error)
         if self.settings.prepare and self.prepares_after_pools:
             try:
                 self.prepare()

@@ -54,6 +54,30 @@ class Regions:
             self._tags.add(tag)
             yield
 
+    def use_without_pool(self, tag: str | None = None, *, backup: bool = False) -> AbstractContextManager[None]:
+        """What this thread gets from cudaMalloc inside belongs to a region, if the hook is in front of cudaMalloc.
+
+        PyTorch takes it into whatever pool is in use. The driver is opened by this call, and not inside, where a CUDA
+        graph may be captured.
+
+        Args:
+            tag, backup: as for `use`.
+
+        Raises:
+            InvalidArgument: not a tag.
+            DriverError: no usable driver.
+        """
+        tag = tag_or_default(tag)
+        self._entry.open()
+        self._entry.come_back()
+        return self._labelled(tag, _plan(backup))
+
+    @contextmanager
+    def _labelled(self, tag: str, plan: _core.Backup) -> Iterator[None]:
+        with _core.ThreadLabel(tag, plan):
+            self._tags.add(tag)
+            yield
+
     def outside(self) -> AbstractContextManager[None]:
         """What this thread's PyTorch allocates inside is ordinary memory, even in a region or pool.
 

@@ -35,13 +35,13 @@ class Layer:
     def warm_up(self) -> None:
         """Compile or load what the first sleep and wake would otherwise wait for, once for each device."""
         for device in {segment.device for segment in _core.segments()} - self._warm_devices:
-            self._warm_devices.add(device)
             with _core.CurrentContext(), _core.RelaxedCapture():
                 if self.settings.verify == "wake" or self.settings.retain_backups:
                     self.digester.warm_up(device)
                 if not _core.driver_is_simulated():  # which copies the same in both ways
                     self.restorer.warm_up(device)
                 self.compressor.warm_up(device)
+            self._warm_devices.add(device)
 
 
 def quiesce(segments: Sequence[_core.Segment]) -> None:

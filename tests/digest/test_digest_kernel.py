@@ -82,6 +82,26 @@ def test_what_it_refuses(allocator: CuMemAllocator) -> None:
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("which", ["copy", "digest"])
+def test_a_module_is_loaded_once_whatever_is_refused(which: str) -> None:
+    process = run_script(
+        f"""
+        load = _core.load_{which}_kernel
+        reset_simulation()
+        fresh_allocator()._entry.open()
+        sim.fail("cuModuleGetFunction", error="CUDA_ERROR_OUT_OF_MEMORY", times=2)
+        for _ in range(2):
+            with raises(DriverError, "cuModuleGetFunction"):
+                load(0)
+        load(0)
+        load(0)
+        assert sim.stats().calls["cuModuleLoadData"] == 1, sim.stats().calls
+        """
+    )
+    assert_clean_exit(process)
+
+
+@pytest.mark.sim
 def test_in_a_forked_child() -> None:
     process = run_script(
         """

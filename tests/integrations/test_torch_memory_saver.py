@@ -366,6 +366,21 @@ class TestTheRestOfTheInterface:
             "cumem-sleep: torch_memory_saver is served by this layer (without a hook in front of cudaMalloc)"
         ]
 
+    def test_a_signal_handler_may_call_during_the_first_use(
+        self, saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read, asked = Environment.read, []
+
+        def interrupted() -> Environment:
+            if not asked:
+                asked.append(True)
+                asked.append(saver.retain_cpu_backup)
+            return read()
+
+        monkeypatch.setattr(Environment, "read", interrupted)
+        saver.pause()
+        assert asked == [True, False]
+
     def test_configure_subprocess_puts_the_hook_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("LD_PRELOAD", raising=False)
         with configure_subprocess():

@@ -170,6 +170,21 @@ class TestMiles:
         cdll.tms_set_interesting_region(True)
         assert not cdll.tms_get_interesting_region()
 
+    def test_what_was_left_inside_of_a_region_is_left_until_its_end(self, saver: TorchMemorySaver) -> None:
+        saver.pause()
+        assert saver._impl is not None
+        cdll = saver._impl._binary_wrapper.cdll
+        with saver.region("outer", enable_cpu_backup=True):
+            with saver.region("kv"):
+                cdll.tms_set_interesting_region(False)
+                with saver.region("inner"):
+                    cdll.tms_set_interesting_region(False)
+                    assert not cdll.tms_get_interesting_region()
+                assert not cdll.tms_get_interesting_region(), "as before the inner one"
+            assert (cdll.tms_get_current_tag(), cdll.tms_get_enable_cpu_backup()) == (b"outer", True)
+        cdll.tms_set_interesting_region(True)
+        assert not cdll.tms_get_interesting_region(), "there is none to return to"
+
     def test_disk_backups_are_not_in_the_library(self) -> None:
         """It looks for the name of the variable there, and then says what is missing."""
         assert b"TMS_INIT_ENABLE_DISK_BACKUP" not in PRELOADED.read_bytes()
@@ -195,8 +210,11 @@ class TestTheHook:
         """
 
     def run(self, code: str, library: pathlib.Path | None = None, **environment: str) -> str:
+        return self.run_code(self.CODE + code, library, **environment)
+
+    def run_code(self, code: str, library: pathlib.Path | None = None, **environment: str) -> str:
         preloaded = ":".join(str(path) for path in (PRELOADED, library) if path)
-        process = run_with_shim(self.CODE + code, LD_PRELOAD=preloaded, **environment)
+        process = run_with_shim(code, LD_PRELOAD=preloaded, **environment)
         assert process.returncode == 0, process.stderr
         assert process.stderr == ""
         return process.stdout
@@ -345,6 +363,56 @@ class TestTheHook:
         assert allocator.regions.usage()["a"].segments == 1
         """,
             runtime,
+        )
+
+    def test_a_region_without_a_pool_may_be_the_first_use(self) -> None:
+        self.run(
+            """
+        with saver._initialized()._with_region_config("graphs", True):
+            address = allocate()
+        assert allocator.regions.usage()["graphs"].segments == 1
+        saver.pause("graphs")
+        assert allocator.regions.usage()["graphs"].mapped_bytes == 0
+        saver.resume("graphs")
+        assert runtime.cudaFree(ctypes.c_void_p(address)) == 0
+        """
+        )
+
+    def test_a_graph_may_be_the_first_use(self) -> None:
+        """PyTorch is in none of these environments; of its `cuda.graph`, when the driver is opened matters."""
+        self.run(
+            """
+        import contextlib, sys, types
+        is_open = []
+
+        @contextlib.contextmanager
+        def graph(*_, **__):
+            is_open.append(_core.driver_is_open())
+            yield
+
+        sys.modules["torch"] = types.SimpleNamespace(cuda=types.SimpleNamespace(graph=graph))
+        with saver.cuda_graph(object(), tag="graphs"):
+            address = allocate()
+        assert is_open == [True]
+        assert allocator.regions.usage()["graphs"].segments == 1
+        del sys.modules["torch"]
+        assert runtime.cudaFree(ctypes.c_void_p(address)) == 0
+        """
+        )
+
+    def test_what_stands_in_the_way_does_not_stop_an_import(self) -> None:
+        self.run_code(
+            """
+        from torch_memory_saver import torch_memory_saver as saver
+        try:
+            saver.pause()
+        except ValueError as error:
+            assert "CUMEM_SLEEP_VERIFY" in str(error)
+        else:
+            raise AssertionError("it has been used")
+        """,
+            TMS_INIT_ENABLE="1",
+            CUMEM_SLEEP_VERIFY="bad",
         )
 
     def test_a_program_that_uses_no_cuda_runs_with_it(self) -> None:

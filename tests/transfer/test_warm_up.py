@@ -83,3 +83,27 @@ class TestWarmUp:
         assert self.warm_up(monkeypatch, fail)._routes._kernel_devices == set()
         assert "copy engine alone" in caplog.text
         assert "CUDA_ERROR_INVALID_PTX" in caplog.text
+
+
+@pytest.mark.sim
+def test_what_is_refused_after_a_pool_is_made_ready_after_the_next(
+    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Leaving a pool is no place for an error: the model is loaded."""
+    allocator.malloc(PAGE)
+    monkeypatch.setattr(allocator._pools, "found", types.SimpleNamespace(is_capturing=lambda: False))
+    warmed: list[int] = []
+    errors = [OutOfHostMemory(1 << 20, 0, "cuMemHostRegister")]
+
+    def warm_up(device: int) -> None:
+        if errors:
+            raise errors.pop()
+        warmed.append(device)
+
+    monkeypatch.setattr(allocator._layer.digester, "warm_up", warm_up)
+    allocator._left_pool()
+    assert "were not made ready" in caplog.text
+    assert "cuMemHostRegister" in caplog.text
+    for _ in range(2):
+        allocator._left_pool()
+    assert warmed == [0], "made ready once"

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from ... import _core
-from ...tags import DEFAULT_TAG, checked_tag
+from ...allocator import CuMemAllocator
+from ...tags import DEFAULT_TAG
 from .environment import MMAP, NO_DISK_BACKUP, check_backend
 
 
@@ -42,11 +43,16 @@ class Native:
         """Whether what this thread allocates belongs to a region."""
         return _core.thread_backup() != _core.Backup.BY_LEVEL
 
+    def region(self, tag: str, backend: str | None, *, backup: bool) -> AbstractContextManager[None]:
+        """`Regions.use_without_pool`."""
+        labelled = CuMemAllocator.get_instance().regions.use_without_pool(tag, backup=backup)
+        return self._entered(labelled, tag, backend, backup=backup)
+
     @contextmanager
-    def region(self, tag: str, backend: str | None, *, backup: bool) -> Iterator[None]:
-        """What this thread gets from cudaMalloc inside belongs to a region, without a pool of PyTorch's."""
-        plan = _core.Backup.ALWAYS if backup else _core.Backup.NEVER
-        with _core.ThreadLabel(checked_tag(tag), plan), self.backend(tag, backend, backup=backup):
+    def _entered(
+        self, labelled: AbstractContextManager[None], tag: str, backend: str | None, *, backup: bool
+    ) -> Iterator[None]:
+        with labelled, self.backend(tag, backend, backup=backup):
             yield
 
     def _with_region_config(
@@ -64,14 +70,15 @@ class Native:
 
     @contextmanager
     def backend(self, tag: str, backend: str | None, *, backup: bool) -> Iterator[None]:
-        """The backend of backups that was named for the scope of a region."""
-        before = getattr(self._thread, "backend", None)
-        self._thread.backend = backend or before
+        """Within a region: the backend that was named for it. That the thread has left the region ends with it, too."""
+        before, outside = getattr(self._thread, "backend", None), getattr(self._thread, "outside", None)
+        self._thread.backend, self._thread.outside = backend or before, None
         try:
             self.note_region(tag, backup=backup)
             yield
         finally:
-            self._thread.backend = before
+            self._return()
+            self._thread.backend, self._thread.outside = before, outside
 
     def note_region(self, tag: str, *, backup: bool) -> None:
         """Remember the tag, if backups that are made from here on are of the backend `mmap`."""
@@ -87,12 +94,16 @@ class Native:
         if value == self.in_region:
             return
         if value:
-            outside = getattr(self._thread, "outside", None)
-            if outside is not None:
-                self._thread.outside = None
-                outside.__exit__(None, None, None)
+            self._return()
         else:
             self._thread.outside = _core.ThreadLabel(DEFAULT_TAG)
+
+    def _return(self) -> None:
+        """To the region that this thread has left, if it has."""
+        outside = getattr(self._thread, "outside", None)
+        if outside is not None:
+            self._thread.outside = None
+            outside.__exit__(None, None, None)
 
     def tms_get_enable_cpu_backup(self) -> bool:
         """Whether that region is backed up."""

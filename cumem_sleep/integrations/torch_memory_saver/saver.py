@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 from ... import log
 from ...allocator import CuMemAllocator
-from ...errors import InvalidArgument, InvalidState
+from ...errors import CumemSleepError, InvalidArgument, InvalidState
 from ...tags import DEFAULT_TAG
 from .. import preload
 from .environment import NO_DISK_BACKUP, Environment, check_backend
@@ -29,7 +29,7 @@ class TorchMemorySaver:
         self._impl: Native | None = None  # as in torch_memory_saver, None until the first use: trainers ask
         self._hook_mode = "preload"
         self._retain_cpu_backup = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call while this thread is at its first use
 
     # Regions
 
@@ -80,10 +80,8 @@ class TorchMemorySaver:
         allocator, backup = self._allocator(), bool(enable_cpu_backup)
         capture = {"stream": stream, "capture_error_mode": capture_error_mode}
         if preload.serve():
-            with (
-                torch.cuda.graph(cuda_graph, pool=pool, **capture),
-                native.region(tag, cpu_backup_backend, backup=backup),
-            ):
+            region = native.region(tag, cpu_backup_backend, backup=backup)  # before the capture: it opens the driver
+            with torch.cuda.graph(cuda_graph, pool=pool, **capture), region:
                 yield
             return
         with (
@@ -212,18 +210,17 @@ class TorchMemorySaver:
 
         What stands in the way is raised at the first use.
         """
-        try:
-            is_wanted = Environment.read().enable and preload.serve()
-        except (InvalidArgument, NotImplementedError):
-            return
-        if is_wanted:
-            self._initialized()
+        with suppress(CumemSleepError, NotImplementedError):
+            if Environment.read().enable and preload.serve():
+                self._initialized()
 
     def _ensure_initialized(self) -> None:
         self._initialized()
 
     def _initialized(self) -> Native:
         """Read the environment, at the first use: then, and not on import, the layer is opened."""
+        if self._impl is not None:
+            return self._impl
         with self._lock:
             if self._impl is None:
                 environment = Environment.read()
@@ -232,7 +229,7 @@ class TorchMemorySaver:
                 preload.serve()
                 preload.take_calls(self.pause, self.resume)
                 self._retain_cpu_backup = environment.retain_cpu_backup
-                self._impl = Native(environment.cpu_backup_backend)
+                self._impl = self._impl or Native(environment.cpu_backup_backend)
                 if environment.enable:
                     self._impl.note_region(DEFAULT_TAG, backup=environment.enable_cpu_backup)
                 log.info("cumem-sleep: torch_memory_saver is served by this layer (%s)", _what_serves(environment))
