@@ -142,7 +142,7 @@ class Answers:
     async def _log(self, _place: Place, scope: Scope, _inbox: Inbox) -> list[Message]:
         query = parse_qs(bytes(scope.get("query_string", b"")).decode("latin-1"))
         model, lines = query.get("model", [""])[-1], query.get("lines", ["100"])[-1]
-        if not model or not (lines.isdecimal() and 1 <= int(lines[:9]) <= MOST_LOG_LINES):
+        if not model or not (lines.isdecimal() and len(lines) < 10 and 1 <= int(lines) <= MOST_LOG_LINES):
             return refusal(400, f"expected ?model=NAME&lines=N, with N from 1 to {MOST_LOG_LINES}")
         return response(200, {"model": model, "lines": self._fleet.log_tail(model, int(lines))})
 
@@ -184,7 +184,7 @@ def _call_in(body: bytes) -> tuple[str, int | None] | None:
     if not isinstance(call, dict) or not isinstance(call.get("model"), str) or not call.keys() <= {"model", "level"}:
         return None
     level = call.get("level")
-    if level is not None and (isinstance(level, bool) or level not in (1, 2, 3)):
+    if level is not None and (type(level) is not int or level not in (1, 2, 3)):  # 1.0 would reach the server so
         return None
     return call["model"], level
 

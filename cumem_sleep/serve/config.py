@@ -8,9 +8,11 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -26,6 +28,9 @@ _SIZE = {"": 1, "B": 1} | {
     for unit, base in (("iB", 1024), ("B", 1000))
     for power, prefix in enumerate(("K", "M", "G", "T"), 1)
 }
+MOST_S = 3650 * 86400.0
+MOST_BYTES = 1 << 60
+MOST_NODES = 100_000  # lists, mappings and values; a file of a few lines can name more, by aliases of aliases
 MOST_SHOWN = 100  # letters of a list or mapping that is wrong
 _SECRETS = ("api_keys", "api_key", "admin_token", "env")  # keys whose values are not to be repeated
 _CLOSE = 0.6  # from here on, two names of keys are taken for slips of each other
@@ -53,12 +58,15 @@ def parse_duration(value: object) -> float:
     Raises:
         ValueError: not a duration.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
-        return float(value)
-    if isinstance(value, str) and re.fullmatch(r"(\d+(\.\d+)?\s*(ms|s|m|h|d)\s*)+", value.strip()):
+    seconds = -1.0
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(min(value, MOST_S + 1))
+    elif isinstance(value, str) and re.fullmatch(r"(\d+(\.\d+)?\s*(ms|s|m|h|d)\s*)+", value.strip()):
         parts = re.findall(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)", value)
-        return sum(float(number) * _DURATION[unit] for number, unit in parts)
-    raise ValueError(ALLOWED_DURATION)
+        seconds = sum(float(number) * _DURATION[unit] for number, unit in parts)
+    if 0 <= seconds <= MOST_S:
+        return seconds
+    raise ValueError(f"{ALLOWED_DURATION}, and at most 3650d")
 
 
 def parse_size(value: object) -> int:
@@ -67,13 +75,14 @@ def parse_size(value: object) -> int:
     Raises:
         ValueError: not a size.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_BYTES:
         return value
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip()) if isinstance(value, str) else None
     units = {unit.upper(): factor for unit, factor in _SIZE.items()}
-    if match is None or match[2].upper() not in units:
+    nbytes = float(match[1]) * units.get(match[2].upper(), math.nan) if match else math.nan
+    if not nbytes <= MOST_BYTES:
         raise ValueError(ALLOWED_SIZE)
-    return int(float(match[1]) * units[match[2].upper()])
+    return int(nbytes)
 
 
 def parse_depth(value: object) -> int:
@@ -149,12 +158,27 @@ def _secret(value: object) -> object:
     return value
 
 
+def parse_host(value: object) -> str:
+    """A host to listen on. An empty one would be all of the machine's addresses, where nobody may have meant that.
+
+    Raises:
+        ValueError: it is empty, or no host.
+    """
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9._:%-]+", value):
+        return value
+    raise ValueError("a name or an address, such as 127.0.0.1; 0.0.0.0 for all addresses of this machine")
+
+
 def _url(value: object) -> object:
-    if isinstance(value, str) and re.fullmatch(r"https?://[^/?#\s]+/?|unix:/[^\s]+", value):
-        return value.rstrip("/")
+    if isinstance(value, str) and re.fullmatch(r"https?://[^/?#@\s]+/?|unix:/[^\s]+", value) and value.isprintable():
+        with suppress(ValueError):  # of a port or an address that is none
+            where = urlsplit(value)
+            if where.scheme == "unix" or (where.hostname and where.port != 0):
+                return value.rstrip("/")
     raise ValueError("http://HOST:PORT, https://HOST:PORT or unix:/PATH")
 
 
+Host = Annotated[str, BeforeValidator(parse_host)]
 Duration = Annotated[float, BeforeValidator(parse_duration)]
 Size = Annotated[int, BeforeValidator(parse_size)]
 Secret = Annotated[str, BeforeValidator(_secret)]
@@ -238,7 +262,7 @@ class Front(_Strict):
     """
 
     model_config = ConfigDict(populate_by_name=True)
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     api_keys: list[Secret] = []
     admin_token: Secret | None = None
@@ -285,12 +309,14 @@ def parse(text: str, file: str = "models.yaml") -> Config:
     Raises:
         ConfigError: something in it is wrong.
     """
+    document = _Document(file)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+        document.data = data = {} if root is None else document.value(root, ())
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_fault(file, error)) from None
-    document = _Document(file)
-    document.data = data = {} if root is None else document.value(root, ())
+    except RecursionError:
+        raise ConfigError(f"{file}: lists and mappings are nested too deeply") from None
     faults = document.faults
     if not faults:
         try:
@@ -318,18 +344,29 @@ class _Document:
         self._file = file
         self._lines: dict[tuple[str | int, ...], int] = {(): 1}
         self._texts: dict[tuple[str | int, ...], str] = {}
+        self._nodes = 0
         self.data: object = None
         self.faults: list[Fault] = []
 
     def value(self, node: yaml.Node, path: tuple[str | int, ...]) -> object:
         """What a node says."""
         self._lines.setdefault(path, node.start_mark.line + 1)
+        self._nodes += 1
+        if self._nodes > MOST_NODES:
+            raise ConfigError(f"{self._file}: aliases and merge keys make more than {MOST_NODES} values of it")
         if isinstance(node, yaml.ScalarNode):
             self._texts[path] = node.value
-            return yaml.SafeLoader("").construct_object(node)
+            return self._scalar(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self.value(each, (*path, number)) for number, each in enumerate(node.value)]
         return self._mapping(node, path)
+
+    def _scalar(self, node: yaml.ScalarNode, path: tuple[str | int, ...]) -> object:
+        try:
+            return yaml.SafeLoader("").construct_object(node)
+        except (yaml.YAMLError, ValueError, KeyError, AttributeError):  # as its tag or its form says what it is not
+            self.faults.append(Fault(path, f"expected a plain value, and not one that YAML takes for {node.tag}"))
+            return None
 
     def says(self, fault: Fault) -> str:
         """A fault for people. Secrets are not repeated."""
@@ -363,12 +400,15 @@ class _Document:
                 merged = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
                 for each in merged:
                     values = self.value(each, path)
-                    found = {**values, **found} if isinstance(values, dict) else found
+                    if isinstance(values, dict):
+                        found = {**values, **found}
+                    else:
+                        self.faults.append(Fault(path, "<<: expected an alias of keys with values, such as *common"))
                 continue
             if not isinstance(key_node, yaml.ScalarNode):
                 self.faults.append(Fault(path, f"a key on line {key_node.start_mark.line + 1} is not a single word"))
                 continue
-            key = yaml.SafeLoader("").construct_object(key_node)
+            key = self._scalar(key_node, path)
             inner = (*path, key if isinstance(key, int) else str(key))
             line = key_node.start_mark.line + 1
             if inner in self._lines and key in found and self._is_written_here(node, key_node):

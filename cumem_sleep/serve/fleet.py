@@ -220,8 +220,8 @@ class Fleet:
         granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._waiting[request] = _Waiting(granted, state, now, self._scheduler.waited_s(state, now))
         try:
-            self._handle(events.Arrived(request, name, now + state.spec.wait_s))
             try:
+                self._handle(events.Arrived(request, name, now + state.spec.wait_s))
                 lease = await granted
             except ServeError as error:
                 self.counters.requests[name, "failed" if isinstance(error, ServerFailed) else "not_in_time"] += 1
@@ -230,11 +230,10 @@ class Fleet:
                 self.counters.requests[name, "cancelled"] += 1
                 raise
             finally:
-                self._count_wait(name, self._waiting[request])
+                self._count_wait(name, self._waiting.pop(request))
             self.counters.requests[name, "granted"] += 1
             yield lease
         finally:
-            self._waiting.pop(request, None)
             self._leases.pop(request, None)
             self._handle(events.Gone(request))
 
@@ -254,7 +253,7 @@ class Fleet:
         name = self.resolve(model)
         spec = self._scheduler.models[name].spec
         wanted = level if level is not None else min((each for each in spec.levels if each != STOP), default=1)
-        if wanted not in (1, 2, 3):
+        if type(wanted) is not int or wanted not in (1, 2, 3):
             raise Refused(f"level {level}: expected 1, 2 or 3")
         await self._order(name, wanted)
 

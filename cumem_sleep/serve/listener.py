@@ -36,6 +36,11 @@ class HttpProtocol(HttpToolsProtocol):
         if self._in_head and self._head_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("the request line and headers are too long")
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header. Fields after a chunked body look the same here: they are dropped, as nobody asks for them."""
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_message_begin(self) -> None:
         """A request begins."""
         self._in_head, self._head_bytes = True, 0

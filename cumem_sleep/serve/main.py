@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +16,8 @@ from .front import Front
 from .listener import Listener, allow_many_connections
 
 LOOK_AT_FILE_EVERY_S = 2.0
+
+logger = logging.getLogger("cumem_sleep.serve")
 
 Say = Callable[[str], None]
 Load = Callable[[Path], Config]
@@ -55,14 +58,13 @@ async def serve(
     await listener.start()
     _collect_seldom()
     watching = asyncio.create_task(reloader.run())
-    started(listener.port)
     try:
+        started(listener.port)
         await ended.wait()
         say("shuts down: requests first, then servers")
     finally:
         watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
+        await asyncio.gather(watching, return_exceptions=True)
         await asyncio.gather(listener.stop(), fleet.stop())
         await front.close()
 
@@ -98,7 +100,10 @@ class _Reloader:
             if self.wanted.is_set() or stamp not in (self._seen, None):
                 self.wanted.clear()
                 self._seen = stamp
-                await self._reload(self._path)
+                try:
+                    await self._reload(self._path)
+                except Exception:  # the next change of the file may be taken
+                    logger.exception("the configuration was not reloaded")
 
     async def _reload(self, path: Path) -> None:
         try:

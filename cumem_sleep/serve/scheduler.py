@@ -44,6 +44,7 @@ class Scheduler:
         self._plan()
         if isinstance(event, events.Arrived) and self._waits(event.request):
             heapq.heappush(self._deadlines, (event.deadline, event.request))
+            self._refuse_late()  # it may wait for no time at all
         return self._actions
 
     def next_time(self) -> float:
@@ -250,6 +251,8 @@ class Scheduler:
             self._begin_stop(model)
         else:  # it may be awake, so it keeps its GPUs until it has been found out
             self._begin_start(model)
+        if is_hopeless:
+            model.starts_unasked = False  # the next request starts it
         if is_hopeless and not may_restart:
             for request in list(model.waiting):
                 self._refuse(model, request, model.error or "it fails", failed=True)
@@ -305,18 +308,20 @@ class Scheduler:
     def _plan(self) -> None:
         self._grant()
         leaving = self._serve_in_order()
-        comes_back = False
+        changed = False  # so that others can go on
         for model in list(self.models.values()):
+            before = model.phase
             if model.must_leave or (model.sleeps_once_started and not model.waiting):
                 self._leave(model, self._depth_of_leaving(model))
             elif model.spec.name in leaving:
                 self._leave(model, 0)
             elif model.phase is Phase.DRAINING:  # its room is no longer wanted
                 self._become_awake(model)
-                comes_back = True
+                changed = True
             elif not model.waiting:
                 self._idle(model)
-        if comes_back:
+            changed |= model.phase is Phase.STOPPED and before is not Phase.STOPPED
+        if changed:
             self._plan()
 
     def _depth_of_leaving(self, model: Model) -> int:
@@ -407,7 +412,7 @@ class Scheduler:
             for other in holders
             if other.is_up
             and other.use.kept_until() <= self._now
-            and (model.waiting or (not other.running and other.spec.at_start != "awake"))
+            and (model.waiting or (not model.failures and not other.running and other.spec.at_start != "awake"))
         ]
         return policy.to_push_out(model.spec, free, candidates)
 
@@ -434,7 +439,10 @@ class Scheduler:
     def _leave(self, model: Model, depth: int) -> None:
         """Drain a model, and then put it to sleep at a depth (0: as its levels say); or go on with that."""
         if depth == STOP and not model.spec.owned:  # a server we do not own is only dropped from our records
-            return self._become_stopped(model) if not model.running else None
+            may_be_told = model.is_up or model.phase in (Phase.WAKING, Phase.FALLING_ASLEEP)
+            if not may_be_told or model.failures >= policy.ATTEMPTS:
+                return self._become_stopped(model) if not model.running else None
+            depth = 0  # it sleeps first: whoever gets its GPUs next would meet it there
         if model.phase is Phase.ASLEEP:
             if not self._go_deeper(model, depth):
                 in_use = "it has to wake to go deeper, but its GPUs or the host's memory are in use"

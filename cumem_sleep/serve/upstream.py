@@ -6,6 +6,7 @@ A general client spends several times as long on each piece of a stream, and str
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import time
 from collections import defaultdict
@@ -273,7 +274,10 @@ class Connections:
         try:
             return await asyncio.wait_for(_connect(server), CONNECT_WITHIN_S)
         except (OSError, asyncio.TimeoutError) as error:
-            raise Unreachable(str(error) or f"no connection within {CONNECT_WITHIN_S:g} s") from error
+            # Not the error's own text, which may name the address: clients read this.
+            number = getattr(error, "errno", None)
+            why = os.strerror(number) if number else f"no connection within {CONNECT_WITHIN_S:g} s"
+            raise Unreachable(why) from error
 
     def give_back(self, server: Address, connection: Connection) -> None:
         """Keep a connection for the next request, or close it if its exchange did not end."""

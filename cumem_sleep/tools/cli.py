@@ -20,7 +20,7 @@ from ..errors import BackupMismatch, CumemSleepError, InvalidArgument
 from ..settings import parse_bytes
 from ..variables import warn_of_misspelt
 from . import bench, demo, doctor, help_texts, serve, shim, simulated, vault
-from .console import print_all, progress_bar, say
+from .console import print_all, progress_bar, say, tell
 from .layout import lay_out
 from .machine import Machine
 from .simulated import SIMULATED_NOTE
@@ -329,7 +329,7 @@ def _vault(options: argparse.Namespace) -> int:
         raise InvalidArgument(
             "--memory is missing: it says how much host memory the vault takes, for example --memory 200GiB"
         )
-    vault.serve(options, lambda line: say(f"cumem-sleep vault: {line}", style=""))
+    vault.serve(options, lambda line: tell(f"cumem-sleep vault: {line}"))
     return EXIT_OK
 
 
@@ -348,7 +348,7 @@ def _serve(options: argparse.Namespace) -> int:
     if options.check:
         print_all(serve.check(options), f"{options.config} is valid")
     else:
-        serve.serve(options, lambda line: say(f"cumem-sleep serve: {line}", style=""))
+        serve.serve(options, lambda line: tell(f"cumem-sleep serve: {line}"))
     return EXIT_OK
 
 

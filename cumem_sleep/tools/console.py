@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -41,6 +42,17 @@ def print_all(*things: RenderableType) -> None:
 def say(text: str, style: str = "yellow") -> None:
     """One line on standard error."""
     _console(stderr=True).print(" ".join(text.split()), style=style, markup=False, soft_wrap=True)
+
+
+def tell(text: str) -> None:
+    """A line of a long work on standard error, as `say`, which the work survives when nobody reads it any more."""
+    try:
+        say(text, style="")
+    except OSError:  # the exit would try to write the same again, and fail
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stderr.fileno())
+            os.close(nowhere)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from rich.table import Table
 
@@ -185,7 +185,13 @@ def check(options: argparse.Namespace) -> Table:
 
 
 def _with_options(config: Config, options: argparse.Namespace) -> Config:
+    from ..serve.config import parse_host
+
     given = {name: getattr(options, name) for name in ("host", "port") if getattr(options, name) is not None}
+    try:
+        parse_host(given.get("host", config.front.host))
+    except ValueError as error:
+        raise InvalidArgument(f"--host {given['host']!r}: expected {error}") from None
     return config.model_copy(update={"front": config.front.model_copy(update=given)})
 
 
@@ -218,14 +224,20 @@ def ask(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _request(url: str, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-    where = urlsplit(url)
+    try:
+        where = urlsplit(url)
+        port = where.port
+    except ValueError:  # an address or a port that is none
+        where, port = SplitResult("", "", "", "", ""), None
     if where.scheme not in ("http", "https") or not where.hostname:
         raise InvalidArgument(f"{url!r}: expected a URL such as {DEFAULT_URL}")
     kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
     token = os.environ.get(TOKEN_VARIABLE)
+    if token and not (token.isascii() and token.isprintable() and " " not in token):
+        raise InvalidArgument(f"${TOKEN_VARIABLE}: expected printable ASCII characters without spaces")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        connection = kind(where.hostname, where.port, timeout=_ASK_WITHIN_S)
+        connection = kind(where.hostname, port, timeout=_ASK_WITHIN_S)
         try:
             content = None if body is None else json.dumps(body)
             connection.request(method, where.path.rstrip("/") + path, content, headers)
@@ -237,9 +249,15 @@ def _request(url: str, method: str, path: str, body: Mapping[str, Any] | None) -
         raise FrontUnavailable(f"no `cumem-sleep serve` answers at {url}: {type(error).__name__}: {error}") from error
     if answer.status != http.HTTPStatus.OK:
         hint = f" (${TOKEN_VARIABLE})" if answer.status == http.HTTPStatus.UNAUTHORIZED else ""
-        raise InvalidState(f"{url}: {found['error']['message']}{hint}")
-    facts: dict[str, Any] = found
-    return facts
+        try:
+            why = str(found["error"]["message"])
+        except (KeyError, TypeError):
+            what = f"what answers there, with {answer.status}, is no `cumem-sleep serve`"
+            raise FrontUnavailable(f"{url}: {what}") from None
+        raise InvalidState(f"{url}: {why}{hint}")
+    if not isinstance(found, dict) or not found.keys() & {"models", "name"}:
+        raise FrontUnavailable(f"{url}: what answers there is no `cumem-sleep serve`")
+    return found
 
 
 def models_table(models: list[dict[str, Any]]) -> Table:

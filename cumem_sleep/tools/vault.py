@@ -6,7 +6,6 @@ import argparse
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -96,13 +95,6 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         InvalidArgument: a size or a GPU is wrong.
         DriverError: there is no driver.
     """
-
-    def tell(line: str) -> None:
-        try:
-            say(line)
-        except OSError:  # nobody reads this any more, but the clients still need the vault
-            _write_to_nobody()
-
     open_driver(Settings.from_environment().driver)
     gpus = visible_gpus(options.gpus)
     threads = host_facts.prefault_threads(_MOST_THREADS)
@@ -110,19 +102,19 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     with _metrics(options.metrics, path) as metrics:
         address = Address(path)
         try:
-            host = Host(room_bytes, threads, tell, options.reserved_huge_pages)
+            host = Host(room_bytes, threads, say, options.reserved_huge_pages)
             vault = Vault(address, options.memory, gpus, host, options.slab_size)
         except BaseException:
             address.close()
             raise
         _end_at_signals(vault, wait=options.at_exit == "wait")
         names = ", ".join(f"{gpu.name} {gpu.uuid}" for gpu in gpus)
-        tell(f"listens at {address.path}; takes {format_bytes(vault.memory_bytes)}; serves {names}")
+        say(f"listens at {address.path}; takes {format_bytes(vault.memory_bytes)}; serves {names}")
         if metrics is not None:
-            tell(f"metrics at {metrics.url}")
+            say(f"metrics at {metrics.url}")
         notify_systemd("READY=1")
         vault.run()
-    tell("ends")
+    say("ends")
 
 
 def _end_at_signals(vault: Vault, wait: bool) -> None:
@@ -149,14 +141,6 @@ def _address(text: str) -> tuple[str, int]:
     if not (host and port.isdecimal() and port.isascii() and int(port) < 1 << 16):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a port from 0 to 65535, such as 9400 or 0.0.0.0:9400")
     return host, int(port)
-
-
-def _write_to_nobody() -> None:
-    """Redirect standard error to nowhere: otherwise the exit would try to write the same again, and fail."""
-    with suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stderr.fileno())
-        os.close(nowhere)
 
 
 def room_bytes() -> int:

@@ -174,9 +174,8 @@ class SleepGate:
         try:
             await self._look()
             while not model.serves:
-                if not _has_api_key(scope) and route_path(scope).startswith(KEYED):
-                    answer = response(401, {"error": "Unauthorized"})  # as vLLM does, whose own check can be bypassed
-                    return await self._answer(scope, inbox, send, answer, "Unauthorized")
+                if _lacks_api_key(scope):
+                    return await self._answer(scope, inbox, send, _unauthorized(), "Unauthorized")
                 held = await self._hold(taken, scope, inbox)  # another sleep may begin before it returns
                 if not held:
                     break
@@ -191,6 +190,8 @@ class SleepGate:
         if outcome:
             self._outcomes[outcome] += 1
         if taken.kind is Kind.ADAPTS and not taken.redirects:
+            if _lacks_api_key(scope):  # before its body is read
+                return await self._answer(scope, inbox, send, _unauthorized(), "Unauthorized")
             return await self._adapt(taken, scope, inbox, send)
         await self._pass(scope, inbox, send)
 
@@ -628,9 +629,19 @@ def _has_api_key(scope: Scope) -> bool:
     return not keys or bears(scope, keys)
 
 
+def _lacks_api_key(scope: Scope) -> bool:
+    """Whether vLLM refuses the request for want of a key; its own check can be bypassed."""
+    return not _has_api_key(scope) and route_path(scope).startswith(KEYED)
+
+
+def _unauthorized() -> list[Message]:
+    """As vLLM says it."""
+    return response(401, {"error": "Unauthorized"})
+
+
 def _with_api_key(scope: Scope) -> Scope:
     """A copy of a request with the admin token that has one of vLLM's own keys instead, where vLLM wants one."""
-    if _has_api_key(scope) or not route_path(scope).startswith(KEYED):
+    if not _lacks_api_key(scope):
         return scope
     headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"authorization"]
     return {**scope, "headers": [*headers, (b"authorization", b"Bearer " + _api_keys(scope)[0].encode())]}

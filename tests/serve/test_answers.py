@@ -48,6 +48,18 @@ def test_below_a_models_path_that_model_is_listed(name: str) -> None:
     run(scenario)
 
 
+def test_a_level_is_a_whole_number_and_so_is_the_number_of_lines() -> None:
+    async def scenario() -> None:
+        async with a_world("one", admin_token="token") as world:
+            for level in (1.0, True, "1", 4):
+                assert (await world.ask(call("sleep", {"model": "one", "level": level}))).code == 400
+            assert world.fleet.calls == []
+            for lines in ("0" * 8 + "1" + "0" * 5000, "1.0", "-1"):
+                assert (await world.ask(get(f"/admin/log?model=one&lines={lines}", TOKEN))).code == 400
+
+    run(scenario)
+
+
 def test_an_operators_calls() -> None:
     async def scenario() -> None:
         async with a_world("one", admin_token="token") as world:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,28 @@ def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str
             "the.yaml:1: the file: a key on line 2 is not a single word",
         ),
         ("models: {a: !!python/name:os.system {}}", "the.yaml:1: "),
+        ("models: {a: {command: x, keep: !env X}}", "the.yaml:1: models.a.keep: 'X': expected a plain value"),
+        ("models: {a: {command: x, keep: 2024-13-45}}", "the.yaml:1: models.a.keep: '2024-13-45': expected a plain"),
+        ("models: {a: {command: x, keep: !!int foo}}", "the.yaml:1: models.a.keep: 'foo': expected a plain value"),
+        ("models: {a: {command: x, keep: !!bool foo}}", "the.yaml:1: models.a.keep: 'foo': expected a plain value"),
+        (f"models: {{a: {{command: x, keep: {'9' * 5000}}}}}", "the.yaml:1: models.a.keep: '99"),
+        (f"models: {{a: {{command: x, keep: {'9' * 400}}}}}", "the.yaml:1: models.a.keep: '99"),
+        ("models: {a: {command: x, keep: .inf}}", "the.yaml:1: models.a.keep: '.inf': expected seconds"),
+        ("models: {a: {command: x, keep: .nan}}", "the.yaml:1: models.a.keep: '.nan': expected seconds"),
+        (f"host_memory: {'9' * 400}GiB", "the.yaml:1: host_memory: '99"),
+        ("models: &a [*a]", "the.yaml: lists and mappings are nested too deeply"),
+        ("models: &a {<<: *a}", "the.yaml: lists and mappings are nested too deeply"),
+        ("[" * 2000, "the.yaml: lists and mappings are nested too deeply"),
+        (
+            "a: &a [1]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in pairwise("abcdefgh")),
+            "the.yaml: aliases and merge keys make more than",
+        ),
+        ("models: {a: {<<: common}}", "the.yaml:1: models.a: 'common': <<: expected an alias of keys"),
+        ("models: {a: {url: 'http://a:b'}}", "the.yaml:1: models.a.url: 'http://a:b': expected http://HOST:PORT"),
+        ("models: {a: {url: 'http://[::1'}}", "the.yaml:1: models.a.url: 'http://[::1': expected http://HOST:PORT"),
+        ("models: {a: {url: 'http://h:99999'}}", "the.yaml:1: models.a.url: 'http://h:99999': expected http://HOST"),
+        ("models: {a: {url: 'http://u:p@h'}}", "the.yaml:1: models.a.url: 'http://u:p@h': expected http://HOST:PORT"),
+        ("front: {host: ''}\nmodels: {a: {command: vllm serve x}}", "the.yaml:1: front.host: '': expected a name or"),
     ],
 )
 def test_what_is_wrong_with_the_file_is_named_with_its_line(text: str, says: str) -> None:

@@ -87,6 +87,18 @@ def test_many_requests_cause_one_wake(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_what_runs_does_not_wait(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        one = config(tmp_path, a={})
+        front = one.front.model_copy(update={"max_waiting": 1})
+        async with running(one.model_copy(update={"front": front})) as fleet:
+            async with fleet.lease("a"), fleet.lease("a"), fleet.lease("a"):
+                assert fleet.status().models[0].waiting == 0
+            assert fleet.counters.requests == {("a", "granted"): 3}
+
+    run(scenario())
+
+
 @pytest.mark.slow
 def test_a_request_that_is_cancelled_while_it_waits_is_withdrawn(tmp_path: Path) -> None:
     async def scenario() -> None:

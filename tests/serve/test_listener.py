@@ -10,6 +10,7 @@ import textwrap
 
 import pytest
 from front_world import a_world, ask, get, run, until
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cumem_sleep.serve.listener import Listener
 
@@ -37,6 +38,28 @@ def test_a_port_that_somebody_has_is_an_error_at_once() -> None:
                 Listener(world.front, "127.0.0.1", world.port)
 
     run(scenario)
+
+
+def test_fields_after_a_chunked_body_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be kept without end, and taken for headers."""
+    kept: list[bytes] = []
+    keep = HttpToolsProtocol.on_header
+
+    def on_header(self: HttpToolsProtocol, name: bytes, value: bytes) -> None:
+        kept.append(name)
+        keep(self, name, value)
+
+    monkeypatch.setattr(HttpToolsProtocol, "on_header", on_header)
+
+    async def scenario() -> None:
+        async with a_world("one", "two") as world:
+            client = await world.client()
+            await client.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            await client.send(b"2\r\n{}\r\n0\r\nx-late: 1\r\nx-later: 1\r\n\r\n")
+            assert (await client.answer()).code == 400, "it names no model"
+
+    run(scenario)
+    assert kept == [b"Host", b"Transfer-Encoding"]
 
 
 def test_it_ends_with_requests_that_run_and_pages_that_watch() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -652,6 +652,62 @@ def test_an_order_that_cannot_be_carried_out_is_answered() -> None:
     world.send(Ordered("c", 1))
     world.done("c", "it failed", Phase.AWAKE)
     assert world.obeyed[-1] == Obeyed("c", 1, "it failed")
+
+
+@pytest.mark.parametrize("change", ["removed", "another key"])
+def test_somebody_elses_server_sleeps_before_it_is_dropped(change: str) -> None:
+    """Whoever gets its GPU next would meet it there."""
+    u = spec("u", owned=False, keep_s=600.0)
+    world = World([u, spec("b")])
+    awake(world, "u")
+    waits = world.ask("b")
+    world.gone = [u]
+    world.configure(*([] if change == "removed" else [replace(u, identity="new")]), spec("b"))
+    assert isinstance(world.changes["u"], Sleep)
+    assert "b" not in world.changes
+    world.done("u")
+    assert isinstance(world.changes["b"], Start), "at once, without another event"
+    world.done("b")
+    assert waits in world.running
+    assert ("u" in world.scheduler.models) == (change != "removed")
+
+
+def test_somebody_elses_server_that_does_not_sleep_is_dropped_in_the_end() -> None:
+    u = spec("u", owned=False)
+    world = World([u])
+    awake(world, "u")
+    world.gone = [u]
+    world.configure()
+    for number in range(policy.ATTEMPTS):
+        world.done("u", "it refuses", Phase.AWAKE)
+        world.pass_time(policy.pause_s(number + 1))
+    assert world.scheduler.models == {}
+
+
+def test_a_model_that_nobody_asks_for_and_that_does_not_start_leaves_others_alone() -> None:
+    world = World([spec("a", at_start="asleep"), spec("b", keep_s=0.0)])
+    world.done("a", "it hangs", Phase.STOPPED)
+    awake(world, "b")
+    for _ in range(20):
+        world.pass_time(policy.LONGEST_PAUSE_S)
+        world.end(world.ask("b"))
+    assert world.phase("b") is Phase.AWAKE, "it was not pushed out for the next attempt"
+    world.send(Ordered("b", 1))
+    world.done("b")
+    for _ in range(policy.ATTEMPTS):
+        world.pass_time(policy.LONGEST_PAUSE_S)
+        if "a" in world.changes:
+            world.done("a", "it hangs", Phase.STOPPED)
+    world.pass_time(10 * policy.LONGEST_PAUSE_S)
+    assert "a" not in world.changes, "it is not tried for ever"
+    world.ask("a")
+    assert isinstance(world.changes["a"], Start)
+
+
+def test_a_request_that_waits_for_no_time_is_refused_at_once() -> None:
+    world = World([spec("a")])
+    request = world.ask("a", wait_s=0.0)
+    assert request in world.refused
 
 
 def test_a_new_configuration_stops_what_is_gone_and_restarts_what_is_different() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -106,6 +108,45 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert "no `cumem-sleep serve` answers at http://127.0.0.1:1" in capsys.readouterr().err
     assert cli.main(["wake", "m", "--url", "nonsense"]) == 2
     assert "'nonsense': expected a URL such as" in capsys.readouterr().err
+    for url in ("http://[::1", "http://127.0.0.1:99999"):
+        assert cli.main(["wake", "m", "--url", url]) == 2
+        assert "expected a URL such as" in capsys.readouterr().err
+    monkeypatch.setenv("CUMEM_SLEEP_SERVE_TOKEN", "secret\r")
+    assert cli.main(["status", "--json"]) == 2
+    said = capsys.readouterr()
+    assert "$CUMEM_SLEEP_SERVE_TOKEN: expected printable ASCII" in json.loads(said.out)["error"]
+    assert "secret" not in said.out + said.err
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"), [(404, b'{"detail": "Not Found"}'), (200, b"[]"), (200, b"{}"), (500, b'"x"')]
+)
+def test_another_server_answers(
+    code: int, answer: bytes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Another(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Another) as server:
+        monkeypatch.setenv("CUMEM_SLEEP_SERVE_URL", f"http://127.0.0.1:{server.server_port}")
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        assert cli.main(["status", "--json"]) == 2
+        thread.join()
+    assert "is no `cumem-sleep serve`" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_an_empty_host_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would be all addresses of the machine."""
+    file = write(tmp_path / "models.yaml", small={})
+    assert cli.main(["serve", str(file), "--host", ""]) == 2
+    assert "--host '': expected a name or an address" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -158,6 +199,10 @@ def test_the_file_is_read_again_when_it_changes_and_at_sighup(tmp_path: Path) ->
         front.says("reload: two was added")
         file.write_text("models: 7")
         front.says(r"the configuration stays as it is: .*models.yaml:1: models: '7': expected keys with values")
+        file.write_text("models: {one: {command: x, keep: !env KEEP}}")
+        front.says(
+            r"the configuration stays as it is: .*models.yaml:1: models.one.keep: 'KEEP': expected a plain value"
+        )
         front.process.send_signal(signal.SIGHUP)
         write(file, two={"at_start": "stopped"})
         front.says("reload: one is removed")

@@ -49,6 +49,17 @@ def test_the_admin_token(serve: Serve, path: str, dev_mode: str, monkeypatch: py
     run(scenario())
 
 
+def test_of_an_adapter_without_the_api_key_nothing_is_read(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(api_keys=("good-key",)))
+        load = client.begin("POST", "/v1/load_lora_adapter", slow=True)  # its body never comes
+        assert (await load.response()).code == 401
+        assert client.vllm.seen == []
+        assert (await client.request("POST", "/v1/load_lora_adapter", key="good-key")).code == 200
+
+    run(scenario())
+
+
 def test_the_token_is_never_logged(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         client = serve(admin_token=TOKEN, on_request="wake")
