@@ -25,12 +25,15 @@ from .codec.compressor import Compressor
 from .digest.device import DeviceDigester
 from .entry import Entry
 from .errors import (
+    MOST_ADDRESS,
     CumemSleepError,
     InvalidArgument,
     InvalidArgumentType,
     InvalidState,
     OutOfDeviceMemory,
+    check_bool,
     check_integer,
+    shown,
 )
 from .integrations.torch import as_group
 from .levels import (
@@ -44,7 +47,7 @@ from .levels import (
     woken_in_pools,
 )
 from .operations.agreement import Agreement, Call, all_ranks
-from .operations.deepen import everything_sleeps
+from .operations.deepen import awake_in_words, everything_sleeps
 from .operations.layer import Layer
 from .operations.left import LeftOnDevices
 from .operations.look import read_backup
@@ -105,16 +108,8 @@ class CuMemAllocator:
         self.settings = Settings.from_environment() if settings is None else settings
         warn_of_misspelt()
         other = CuMemAllocator.instance
-        if other is not None:
-            if _core.segments():
-                raise InvalidState(
-                    "this process already has a CuMemAllocator with memory handed out; use get_instance()"
-                )
-            other._stop_background_work()
-            other._leave()
-            if not _core.driver_is_forked():
-                other._entry.come_back()
-                other._entry.clear_store()  # what its thread has left, which nobody could ask it for any more
+        if other is not None and _core.segments():
+            raise InvalidState("this process already has a CuMemAllocator with memory handed out; use get_instance()")
         self._lock: _core.OperationLock = _core.OperationLock()
         self._store: BackupStore = BackupStore(self.settings, self._lock, self.tuning)
         self._preparation: Preparation | None = None
@@ -127,12 +122,19 @@ class CuMemAllocator:
             self.settings, self.tuning, self._lock, self._store, self._digester, self._compressor, self._restorer
         )
         self._pools = Pools()
-        self._entry: Entry = Entry(self._layer, self._pools, _left_pool, _forget_freed_backups)
+        self._entry: Entry = Entry(self._layer, self._pools, _left_pool, _forget_freed_backups, _when_idle)
         _allocators.add(self)  # only now: stopping it at exit uses what was set above
         self._used_tags = UsedTags(in_pools(), "no memory was ever given such a tag", DEFERRABLE_TAGS)
         self._region_tags = UsedTags(in_regions(), "no region ever had such a tag")
-        if group is not None:
-            self.join(group)
+        agreement = None if group is None else self._connected(group)
+        try:
+            if other is not None:
+                other._give_way()  # what else can fail has not, so that one that works is given up for one that works
+        except BaseException:
+            if agreement is not None:
+                agreement.mesh.close()
+            raise
+        self._agreement = agreement
         # Nothing fails, and no signal is handled, between these two: there is always one that can be used.
         CuMemAllocator.instance = self
         if other is not None:
@@ -166,13 +168,29 @@ class CuMemAllocator:
             InvalidArgument: a group without a CPU backend, or that this process is not in.
             InvalidState: a rank cannot be reached.
         """
+        agreement = self._connected(group)
+        try:
+            log.run(self._lock, partial(self._agree_by, agreement))
+        finally:
+            if agreement is not None and self._agreement is not agreement:
+                agreement.mesh.close()
+
+    def _connected(self, group: Any) -> Agreement | None:
+        """Connections to the other ranks of `group`; None: there are no others."""
         ranks = as_group(group)
-        mesh = connect(ranks, self.settings.agreement_timeout_s) if ranks.size > 1 else None
-        self._leave()
-        if mesh is not None:
-            self._agreement = Agreement(mesh, self.settings.agreement_timeout_s)
-            how = "" if mesh.record is not None else ", on several hosts"
-            log.info("cumem-sleep: rank %d of %d sleeps and wakes with the others%s", mesh.rank, mesh.size, how)
+        if ranks.size == 1:
+            return None
+        mesh = connect(ranks, self.settings.agreement_timeout_s)
+        how = "" if mesh.record is not None else ", on several hosts"
+        log.info("cumem-sleep: rank %d of %d sleeps and wakes with the others%s", mesh.rank, mesh.size, how)
+        return Agreement(mesh, self.settings.agreement_timeout_s)
+
+    def _agree_by(self, agreement: Agreement | None) -> None:
+        """Not while an operation agrees by the one before: it would find its connections closed."""
+        with self._lock.hold():
+            before, self._agreement = self._agreement, agreement
+            if before is not None:
+                before.mesh.close()
 
     @property
     def agreement(self) -> Agreement | None:
@@ -181,9 +199,8 @@ class CuMemAllocator:
 
     def _leave(self) -> None:
         """Leave the group: to the other ranks this one has ended."""
-        if self._agreement is not None:
-            self._agreement.mesh.close()
-            self._agreement = None
+        if self._agreement is not None and not self._agreement.mesh.is_closed:  # as it is in a fork
+            log.run(self._lock, partial(self._agree_by, None))
 
     def _all_ranks(self, operation: str) -> AbstractContextManager[Call]:
         return all_ranks(self._agreement, operation, self._lock)
@@ -241,10 +258,11 @@ class CuMemAllocator:
         Raises:
             InvalidArgument: a device or a number of bytes is not a non-negative integer.
         """
+        if not isinstance(nbytes, Mapping):
+            raise InvalidArgumentType(f"nbytes={shown(nbytes)}: expected bytes by device")
         for device, taken in nbytes.items():
-            for name, value in (("device", device), ("bytes", taken)):
-                if type(value) is not int or value < 0:
-                    raise InvalidArgument(f"note_communicators: {name} {value!r} is not a non-negative integer")
+            check_integer("device", device, minimum=0)
+            check_integer(f"bytes of device {device}", taken, minimum=0)
         for device, taken in nbytes.items():
             self._layer.left.note_communicators(device, taken)
 
@@ -265,7 +283,7 @@ class CuMemAllocator:
             The device address. Give it to `free`.
 
         Raises:
-            InvalidArgument: a size below 1, a bad tag, no such device.
+            InvalidArgument: a size that is not from 1 to 2⁶³ - 1, a bad tag, no such device.
             OutOfDeviceMemory: the device has too little free memory. Nothing was taken.
             DriverError: any other refusal.
         """
@@ -288,9 +306,7 @@ class CuMemAllocator:
             InvalidState: not the address of an allocation (never was, or freed before).
             DriverError: the driver refused; the memory is still there.
         """
-        check_integer("address", address, minimum=0)
-        if address >= 1 << 64:
-            raise InvalidState(f"0x{address:x} is not an address: more than 64 bits")
+        check_integer("address", address, minimum=0, maximum=MOST_ADDRESS)
         self._entry.open()
         self._entry.on_the_gpu(partial(_core.free, address))
         self._entry.after_a_free()
@@ -339,7 +355,8 @@ class CuMemAllocator:
         self, call: Call, level: int | str | Iterable[str] | None, offload_tags: str | Iterable[str] | None
     ) -> SleepReport:
         if level is not None and offload_tags is not None:
-            raise InvalidArgument(f"sleep(level={level!r}, offload_tags={offload_tags!r}): give one of the two")
+            given = f"level={shown(level)}, offload_tags={shown(offload_tags)}"
+            raise InvalidArgument(f"sleep({given}): give one of the two")
         if isinstance(level, Iterable) and not (isinstance(level, str) and _is_number(level)):
             level, offload_tags = None, level
         if offload_tags is None:
@@ -353,8 +370,7 @@ class CuMemAllocator:
             self._entry.deep.expect()
             work = partial(self._deepen, work)
         report = self._entry.operate(call, work, "sleep", make_way=trim)
-        if self.deepens_after_sleeps:
-            self.deepen_when_idle()
+        self._entry.when_idle()
         return report
 
     def _deepen(self, work: Callable[[], SleepReport]) -> SleepReport:
@@ -379,7 +395,7 @@ class CuMemAllocator:
             What was done. If the process stays where it is, `why_not_deeper` says why.
 
         Raises:
-            InvalidState: memory is awake.
+            InvalidState: memory is awake, or there is none.
             CheckpointFailed: as `sleep`.
         """
         self._entry.deep.expect()
@@ -388,11 +404,16 @@ class CuMemAllocator:
     def deepen_when_idle(self) -> None:
         """Begin to count the seconds after which a process that sleeps at level 1 or 2 goes on to level 3.
 
-        Does nothing if `Settings.deep_after_s` is not set, or if memory is awake.
+        If memory is awake, or there is none, they are not counted any more. Does nothing if `Settings.deep_after_s` is
+        not set.
         """
         seconds = self.settings.deep_after_s
-        if seconds is not None and not self._entry.deep.is_away and everything_sleeps():
+        if seconds is None or self._entry.deep.is_away:
+            return
+        if everything_sleeps():
             self._entry.deep.after(seconds, self.deepen)
+        else:
+            self._entry.deep.stay()
 
     @property
     def may_deepen(self) -> bool:
@@ -447,7 +468,9 @@ class CuMemAllocator:
         with self._all_ranks("discard") as call:
             chosen = self._used_tags.checked(tags)
             work = partial(sleep, self._layer, call, in_pools(chosen), lambda _: True, "discard")
-            return self._entry.operate(call, work, "discard")
+            report = self._entry.operate(call, work, "discard")
+            self._entry.when_idle()  # it may have been the last that was awake
+            return report
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
         """Take device memory again, at the same addresses, and restore what was backed up.
@@ -528,6 +551,15 @@ class CuMemAllocator:
         if self._preparation is not None:
             self._preparation.stop()
 
+    def _give_way(self) -> None:
+        """Let go of everything, for the allocator that takes this one's place."""
+        if not _core.driver_is_forked():
+            self._entry.come_back()
+        self._stop_background_work()
+        self._leave()
+        if not _core.driver_is_forked():
+            self._entry.clear_store()  # what its thread has left, which nobody could ask it for any more
+
     def _stop_background_work(self) -> None:
         self._entry.deep.stop()
         self._entry.first_allocation.stop()
@@ -562,7 +594,8 @@ class CuMemAllocator:
             InvalidArgument: not in one segment of this layer.
             InvalidState: it sleeps without a backup.
         """
-        check_integer("address", address, minimum=0)
+        check_integer("address", address, minimum=0, maximum=MOST_ADDRESS)
+        check_bool("copy", copy)
         check_integer("nbytes", nbytes, minimum=1)
         work = partial(read_backup, self._layer, address, nbytes, copy)
         return self._entry.locked("read_backup", work, stays_away=True)
@@ -605,7 +638,7 @@ class CuMemAllocator:
             self.release_backups()
 
 
-# These two reach the allocator through its class, so that one that was replaced is freed when nobody uses it.
+# These reach the allocator through its class, so that one that was replaced is freed when nobody uses it.
 
 
 def _left_pool() -> None:
@@ -617,6 +650,13 @@ def _forget_freed_backups() -> None:
     instance = CuMemAllocator.instance
     if instance is not None and not _core.driver_is_forked():
         instance._store.turns.after_a_free()
+
+
+def _when_idle() -> None:
+    """A call is over that put memory to sleep, or that kept the process from level 3."""
+    instance = CuMemAllocator.instance
+    if instance is not None and instance.deepens_after_sleeps and not _core.driver_is_forked():
+        instance.deepen_when_idle()
 
 
 def _allocated(left: LeftOnDevices, nbytes: int, tag: str, device: int, backup: _core.Backup) -> _core.Allocation:
@@ -633,10 +673,12 @@ def _all_asleep_still() -> SleepReport:
     """The report of a sleep at level 1 that finds nothing awake.
 
     Raises:
-        InvalidState: something woke meanwhile.
+        InvalidState: something is awake, or there is no memory.
     """
-    if not everything_sleeps():
-        raise InvalidState("something woke meanwhile")
+    if awake := awake_in_words():
+        raise InvalidState(f"level 3 comes after a sleep: {awake}")
+    if not _core.segments():
+        raise InvalidState("level 3 comes after a sleep: there is no memory of this layer that sleeps")
     return SleepReport(note="everything sleeps already")
 
 

@@ -37,16 +37,24 @@ class Entry:
     Args:
         left_pool: called when a thread has left a pool in which it allocated.
         freed_by_hook: called, on a thread of its own, after PyTorch freed segments through the hook.
+        when_idle: called after what put memory to sleep, and what kept the process from level 3: if everything sleeps
+            then, the time until it goes there is counted anew.
 
     Attributes:
         deep: level 3 of this process.
         first_allocation: what is done after a sleep.
         totals: what was done so far, by operation.
+        when_idle: as given.
         retired: a newer allocator has taken this one's place.
     """
 
     def __init__(
-        self, layer: Layer, pools: Pools, left_pool: Callable[[], None], freed_by_hook: Callable[[], None]
+        self,
+        layer: Layer,
+        pools: Pools,
+        left_pool: Callable[[], None],
+        freed_by_hook: Callable[[], None],
+        when_idle: Callable[[], None],
     ) -> None:
         self._layer = layer
         self._lock = layer.lock
@@ -54,6 +62,7 @@ class Entry:
         self._pools = pools
         self._left_pool = left_pool
         self._freed_by_hook = freed_by_hook
+        self.when_idle = when_idle
         self._driver_checked = False
         self.deep = DeepSleep()
         self.first_allocation = FirstAllocation(layer.store.turns, layer.tuning)
@@ -86,13 +95,16 @@ class Entry:
         """As `Pools.allocating`, with the driver open and the process back from level 3; then the pool was left."""
         self.open()
         self.come_back()
-        pools = self._pools.find(import_torch=True)
-        if pools is not None and (device := pools.device_in_use()) is not None:
-            self._layer.left.note_before(device)
-        with self._pools.allocating(tag, backup, ordinary=ordinary):
-            yield
-        if not ordinary:
-            self._left_pool()
+        try:
+            pools = self._pools.find(import_torch=True)
+            if pools is not None and (device := pools.device_in_use()) is not None:
+                self._layer.left.note_before(device)
+            with self._pools.allocating(tag, backup, ordinary=ordinary):
+                yield
+            if not ordinary:
+                self._left_pool()
+        finally:
+            self.when_idle()
 
     def capturing(
         self, call: str, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL
@@ -107,11 +119,14 @@ class Entry:
 
         As `CuMemAllocator.using_cuda`. But that is a generator, in which signal handlers may raise.
         """
-        while True:
-            self.come_back()
-            with _core.DriverCalls() as allowed:  # or it went deeper again meanwhile
-                if allowed:
-                    return work()
+        try:
+            while True:
+                self.come_back()
+                with _core.DriverCalls() as allowed:  # or it went deeper again meanwhile
+                    if allowed:
+                        return work()
+        finally:
+            self.when_idle()
 
     # What a free leaves
 
@@ -153,9 +168,15 @@ class Entry:
                 self.first_allocation.after(slept.freed_bytes)
             return slept
         self.deep.stay()
+        try:
+            return self._wake(counted, partial(self.counted, partial(work, known_to_fit=True), operation, call), woken)
+        finally:
+            self.deep.forget_return()
+            self.when_idle()  # it may have failed, or found nothing to wake
+
+    def _wake(self, counted: Callable[[], _Report], at_once: Callable[[], _Report], woken: Group) -> _Report:
         come_back = partial(self._come_back_to_wake, woken)
         if self._pools.find() is not None:
-            at_once = partial(self.counted, partial(work, known_to_fit=True), operation, call)
             report = self.locked(
                 "wake_up", lambda: at_once() if fits(self._layer, woken) else None, come_back=come_back
             )
@@ -221,9 +242,12 @@ class Entry:
             with _core.DriverCalls() as allowed:  # not at level 3, where no thread captures a graph
                 if allowed:
                     _prepare_thread(name, pools, make_way)
-        if not stays_away:
-            come_back = come_back or self.deep.come_back
-        return log.run(self._lock, partial(self._with_lock, work, come_back))
+        if stays_away or come_back is not None:
+            return log.run(self._lock, partial(self._with_lock, work, come_back))
+        try:
+            return log.run(self._lock, partial(self._with_lock, work, self.deep.come_back))
+        finally:
+            self.when_idle()
 
     def _with_lock(self, work: Callable[[], _Result], come_back: Callable[[], None] | None) -> _Result:
         with self._store.turns.operation(come_back):
@@ -234,11 +258,12 @@ class Entry:
     def come_back(self) -> None:
         """If the process sleeps at level 3, it is at level 1 afterwards."""
         if self.deep.is_away:
-            self.locked("coming back from level 3", lambda: None)
+            # Whoever calls this says when it is idle again.
+            self.locked("coming back from level 3", lambda: None, come_back=self.deep.come_back)
 
     def _come_back_to_wake(self, woken: Group) -> None:
         with self._failures_counted("wake"):
-            self.deep.come_back(wanting(self._layer, asleep(woken)))
+            self.deep.come_back(wanting(self._layer, asleep(woken)), to_wake=True)
 
 
 def _prepare_thread(name: str, pools: TorchPools, make_way: Callable[[TorchPools], None] | None) -> None:

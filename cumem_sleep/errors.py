@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+MOST_BYTES = 2**63 - 1
+MOST_ADDRESS = 2**64 - 1
+_MOST_BITS_SHOWN = 128
+
 
 def format_bytes(nbytes: int) -> str:
     """`nbytes` for people: exact below 1 KiB, otherwise in one binary unit ("1.50 GiB")."""
@@ -21,6 +25,13 @@ def format_bytes(nbytes: int) -> str:
 def counted(number: int, noun: str) -> str:
     """`1 segment`, `2 segments`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def shown(value: object) -> str:
+    """`repr` of an argument, for a message; but of a huge number, which Python may refuse to write, only its size."""
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS_SHOWN:
+        return f"a number of {value.bit_length()} bits"
+    return repr(value)
 
 
 class CumemSleepError(RuntimeError):
@@ -246,12 +257,23 @@ def _sentence(*parts: str) -> str:
     return ": ".join(part for part in parts if part)
 
 
-def check_integer(name: str, value: object, minimum: int) -> None:
+def check_integer(name: str, value: object, minimum: int, maximum: int = MOST_BYTES) -> None:
     """
     Raises:
-        InvalidArgument: the argument called `name` is not a whole number, or is below `minimum`.
+        InvalidArgument: the argument called `name` is not a whole number, is below `minimum`, or above `maximum`.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidArgumentType(f"{name}={value!r}: expected a whole number")
     if value < minimum:
-        raise InvalidArgument(f"{name}={value!r}: expected at least {minimum}")
+        raise InvalidArgument(f"{name}={shown(value)}: expected at least {minimum}")
+    if value > maximum:
+        raise InvalidArgument(f"{name}={shown(value)}: expected at most {maximum}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """
+    Raises:
+        InvalidArgumentType: the argument called `name` is neither True nor False.
+    """
+    if not isinstance(value, bool):
+        raise InvalidArgumentType(f"{name}={shown(value)}: expected True or False")

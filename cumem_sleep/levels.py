@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from . import _core
-from .errors import InvalidArgument, InvalidArgumentType
+from .errors import InvalidArgument, InvalidArgumentType, shown
 
 # The only tags that a wake by tags may leave asleep, and that a level may drop (as in vLLM).
 DEFERRABLE_TAGS = ("weights", "kv_cache")
@@ -42,7 +42,7 @@ def dropped_at_level(level: object) -> IsDropped | None:
     if isinstance(level, bool) or not isinstance(level, int):
         raise InvalidArgumentType(f"level={level!r}: {EXPECTED_LEVELS}")
     if level not in LEVELS:
-        raise InvalidArgument(f"level={level!r}: {EXPECTED_LEVELS}")
+        raise InvalidArgument(f"level={shown(level)}: {EXPECTED_LEVELS}")
     _, dropped = LEVELS[level]
     return None if dropped is None else dropped.__contains__
 

@@ -9,7 +9,7 @@ from functools import partial
 from . import _core
 from .driver import driver_path
 from .entry import Entry
-from .errors import InvalidArgument, InvalidArgumentType, InvalidState, check_integer
+from .errors import InvalidArgument, InvalidState, check_bool, check_integer
 from .integrations import preload
 from .levels import Group, in_regions, without_backup
 from .operations.agreement import Call
@@ -155,12 +155,15 @@ class Regions:
             with_left: whether the report says what is left on the devices (`left_bytes`); the driver has to be asked.
 
         Raises:
-            InvalidArgument: a tag that no region ever had.
+            InvalidArgument: a tag that no region ever had, or a flag that is not True or False.
             InvalidState, OutOfHostMemory, DriverError: as `CuMemAllocator.sleep`.
         """
+        check_bool("with_left", with_left)
         alone = Call()
         work = partial(sleep, self._layer, alone, self._meant(tags), without_backup, with_left=with_left)
-        return self._entry.operate(alone, work, "sleep")
+        report = self._entry.operate(alone, work, "sleep")
+        self._entry.when_idle()
+        return report
 
     def wake(
         self,
@@ -179,9 +182,12 @@ class Regions:
                 Otherwise a thread gives back more than 1 GiB of it after this has returned.
 
         Raises:
-            InvalidArgument: a tag that no region ever had.
+            InvalidArgument: a tag that no region ever had, or a flag that is not True or False.
             OutOfDeviceMemory, OutOfHostMemory, BackupMismatch, CodecError, DriverError: as `CuMemAllocator.wake_up`.
         """
+        if retain_backups is not None:
+            check_bool("retain_backups", retain_backups)
+        check_bool("wait_for_release", wait_for_release)
         meant = self._meant(tags)
         retained = self._layer.settings.retain_backups if retain_backups is None else retain_backups
         work = partial(self._wake, meant, retained, wait_for_release)
@@ -211,6 +217,5 @@ class Regions:
 
 
 def _plan(backup: bool) -> _core.Backup:
-    if not isinstance(backup, bool):
-        raise InvalidArgumentType(f"backup={backup!r}: expected True or False")
+    check_bool("backup", backup)
     return _core.Backup.ALWAYS if backup else _core.Backup.NEVER

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from decimal import Decimal
 from typing import Any
 
-from .errors import InvalidArgument, InvalidArgumentType
+from .errors import MOST_BYTES, InvalidArgument, InvalidArgumentType, check_integer, shown
 
 PREFIX = "CUMEM_SLEEP_"
 
@@ -34,7 +34,7 @@ class Settings:
         poison: at the wake, fill dropped memory except `kv_cache` with 0xFF (NaN in every float type), so that weights
             that were not reloaded show.
         prefault_threads: threads that prefault new host memory ahead of the copies; None (unset): three for every four
-            cores that this process may use, at most 16.
+            cores that this process may use, at most 16. It may be up to 1024.
         prepare: start `CuMemAllocator.prepare` automatically whenever a memory pool is left.
         prepare_bytes_per_second: the most that `prepare` copies per second while the model runs; 0: no limit. The
             environment variable also takes units: `5GB`.
@@ -70,7 +70,7 @@ class Settings:
         _one_of("compress", self.compress, ("off", "auto"))
         _vault("vault", self.vault)
         _integer("host_budget_bytes", self.host_budget_bytes, minimum=0)
-        _integer("prefault_threads", self.prefault_threads, minimum=1)
+        _integer("prefault_threads", self.prefault_threads, minimum=1, maximum=_MOST_THREADS)
         if self.prepare_bytes_per_second is None:
             raise InvalidArgumentType("prepare_bytes_per_second=None: expected a whole number")
         _integer("prepare_bytes_per_second", self.prepare_bytes_per_second, minimum=0)
@@ -112,7 +112,9 @@ def parse_bytes(name: str, text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if not match or match[2].upper() not in _UNITS:
         raise InvalidArgument(f"{name}={text!r}: expected a number of bytes, such as 1073741824, 30GiB or 500MB")
-    return int(Decimal(match[1]) * _UNITS[match[2].upper()])
+    nbytes = int(Decimal(match[1]) * _UNITS[match[2].upper()])
+    check_integer(name, nbytes, minimum=0)
+    return nbytes
 
 
 def _parse_choice(*allowed: str) -> Any:
@@ -137,9 +139,11 @@ def parse_bool(variable: str, text: str) -> bool:
 
 
 def _parse_threads(variable: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise InvalidArgument(f"{variable}={text!r}: expected a whole number of at least 1")
-    return int(text)
+    # Python refuses to convert thousands of digits.
+    threads = int(text) if text.isdecimal() and len(text) <= len(str(_MOST_THREADS)) else 0
+    if not 1 <= threads <= _MOST_THREADS:
+        raise InvalidArgument(f"{variable}={text!r}: expected a whole number from 1 to {_MOST_THREADS}")
+    return threads
 
 
 def _parse_seconds(variable: str, text: str) -> float:
@@ -171,6 +175,7 @@ _PARSERS: dict[str, Any] = {
     "agreement_timeout_s": _parse_seconds,
     "deep_after_s": _parse_seconds,
 }
+_MOST_THREADS = 1024
 _MOST_S = 24 * 3600
 _EXPECTED_SECONDS = f"expected seconds from 0.1 to {_MOST_S}"
 
@@ -190,20 +195,19 @@ def _vault(name: str, value: object) -> None:
         raise InvalidArgument(f"{name}={value!r}: {expected}")
 
 
-def _integer(name: str, value: object, minimum: int) -> None:
+def _integer(name: str, value: object, minimum: int, maximum: int = MOST_BYTES) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidArgumentType(f"{name}={value!r}: expected a whole number or None")
-    if value < minimum:
-        raise InvalidArgument(f"{name}={value!r}: expected at least {minimum}")
+    check_integer(name, value, minimum, maximum)
 
 
 def _seconds(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidArgumentType(f"{name}={value!r}: {_EXPECTED_SECONDS}")
     if not _is_allowed(value):
-        raise InvalidArgument(f"{name}={value!r}: {_EXPECTED_SECONDS}")
+        raise InvalidArgument(f"{name}={shown(value)}: {_EXPECTED_SECONDS}")
 
 
 def _is_allowed(seconds: float) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from . import _core
-from .errors import InvalidArgument, InvalidArgumentType
+from .errors import InvalidArgument, InvalidArgumentType, shown
 
 DEFAULT_TAG = "default"
 GRAPH_TAG = "cudagraph"
@@ -76,13 +76,14 @@ def tag_or_default(tag: str | None) -> str:
 
 
 def checked_tag(tag: object) -> str:
-    """Returns the tag if it is valid.
+    """Returns the tag, as a plain string, if it is valid.
 
     Raises:
         InvalidArgument: it is not a string, is empty, or cannot be passed to C++.
     """
     if not isinstance(tag, str):
-        raise InvalidArgumentType(f"tag={tag!r}: expected a string")
+        raise InvalidArgumentType(f"tag={shown(tag)}: expected a string")
+    tag = str.__str__(tag)  # of a class of its own it may compare in another way, or have no hash
     if not tag or "\0" in tag:
         raise InvalidArgument(f"tag={tag!r}: a tag has at least one character, and no null characters")
     try:
@@ -101,5 +102,5 @@ def checked_tags(tags: object, name: str) -> set[str]:
     if isinstance(tags, str):
         tags = (tags,)
     if not isinstance(tags, Iterable) or isinstance(tags, bytes):
-        raise InvalidArgumentType(f"{name}={tags!r}: expected a string or several strings")
+        raise InvalidArgumentType(f"{name}={shown(tags)}: expected a string or several strings")
     return {checked_tag(tag) for tag in tags}

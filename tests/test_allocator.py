@@ -89,7 +89,7 @@ class TestMalloc:
     def test_larger_than_the_device(self, allocator: CuMemAllocator) -> None:
         allocator.malloc(PAGE)
         free_bytes, total_bytes = _core.memory_info(0)
-        for nbytes in (total_bytes + 1, total_bytes * 1000, 2**63, 2**80):
+        for nbytes in (total_bytes + 1, total_bytes * 1000, 2**63 - 1):
             with pytest.raises(OutOfDeviceMemory) as raised:
                 allocator.malloc(nbytes)
             assert raised.value.needed_bytes >= nbytes
@@ -308,9 +308,55 @@ class TestBadInput:
         with pytest.raises(error, match=re.escape(f"address={address!r}")):
             used.free(address)
 
+    @pytest.mark.parametrize("number", [2**64, -(2**64), 10**400, 10**5000, -(10**5000)], ids=range(5))
+    def test_huge_numbers(self, used: CuMemAllocator, number: int) -> None:
+        """Python refuses to write thousands of digits."""
+        for call in (
+            used.malloc,
+            lambda number: used.malloc(PAGE, device=number),
+            used.free,
+            used.sleep,
+            lambda number: used.sleep(number, "weights"),
+            lambda number: used.sleep(offload_tags=number),
+            lambda number: used.malloc(PAGE, number),
+            lambda number: used.read_backup(number, 1),
+            lambda number: used.read_backup(1, number),
+            lambda number: used.note_communicators({0: number}),
+            used.regions.set_margin_bytes,
+        ):
+            with pytest.raises(InvalidArgument, match="=") as raised:
+                call(number)
+            assert len(str(raised.value)) < 300
+
     def test_address_beyond_64_bits(self, used: CuMemAllocator) -> None:
         with pytest.raises(InvalidState):
             used.free(2**64)
+
+    @pytest.mark.parametrize("copy", [None, "no", 0])
+    def test_flag(self, used: CuMemAllocator, copy: bool) -> None:
+        with pytest.raises(InvalidArgumentType, match=f"copy={copy!r}"):
+            used.read_backup(_core.segments()[0].address, 1, copy=copy)
+
+    def test_a_tag_of_a_class_of_its_own(self, used: CuMemAllocator) -> None:
+        """It need not even have a hash."""
+
+        class Tag(str):
+            __slots__ = ()
+
+            def __eq__(self, other: object) -> bool:
+                return str.__eq__(self, other)
+
+            __hash__ = None  # type: ignore[assignment]
+
+        address = used.malloc(PAGE, Tag("mine"))
+        assert used.usage()["mine"].segments == 1
+        with used.use_memory_pool(Tag("mine")), used.regions.use(Tag("mine")):
+            assert not used.regions.has(Tag("mine"))
+        used.sleep(offload_tags=[Tag("mine"), Tag("weights")])
+        used.wake_up(Tag("mine"))
+        used.wake_up(Tag("weights"))
+        used.free(address)
+        used.release_backups()
 
     def test_settings(self) -> None:
         with pytest.raises(InvalidArgumentType, match="settings='sim'"):

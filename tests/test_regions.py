@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 from support import AWAKE, BACKED_UP, DROPPED, MIB, PAGE, SIMULATED, Memory, bf16_weights
 
-from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, OutOfDeviceMemory, OutOfHostMemory, _core, sim
+from cumem_sleep import (
+    CuMemAllocator,
+    InvalidArgument,
+    InvalidArgumentType,
+    InvalidState,
+    OutOfDeviceMemory,
+    OutOfHostMemory,
+    _core,
+    sim,
+)
 
 Sleep = _core.Segment.Sleep
 
@@ -309,6 +318,22 @@ class TestRetainedBackups:
         allocator.regions.wake(retain_backups=True)
         assert allocator._store.host_bytes == PAGE
 
+    def test_what_is_retained_is_of_use_whatever_the_settings_say(
+        self, make_allocator: Callable[..., CuMemAllocator], memory: Memory
+    ) -> None:
+        allocator = make_allocator(retain_backups=False, verify="off")
+        address = malloc_in_region(allocator, "a", backup=True)
+        content = memory.fill_random(address, PAGE)
+        ordinary = allocator.malloc(PAGE, "weights")
+        allocator.regions.sleep()
+        allocator.regions.wake(retain_backups=True)
+        assert allocator.regions.sleep().copied_bytes == 0
+        allocator.sleep()
+        allocator.wake_up()
+        allocator.regions.wake()
+        assert memory.read(address, PAGE) == content
+        assert allocator.read_backup(ordinary, PAGE) is None
+
 
 class TestAllOrNothing:
     def test_a_failed_sleep_leaves_all_awake(
@@ -432,10 +457,26 @@ class TestMargin:
         allocator.regions.wake()
         assert states() == {address: AWAKE}
 
-    @pytest.mark.parametrize("nbytes", [-1, 0.5, None])
+    @pytest.mark.parametrize("nbytes", [-1, 0.5, None, 2**64])
     def test_is_a_number_of_bytes(self, allocator: CuMemAllocator, nbytes: int) -> None:
         with pytest.raises(InvalidArgument, match="nbytes="):
             allocator.regions.set_margin_bytes(nbytes)
+
+
+@pytest.mark.parametrize("flag", ["no", 0, float("nan")])
+def test_flags_are_true_or_false(allocator: CuMemAllocator, flag: bool) -> None:
+    """`"no"` would be true."""
+    malloc_in_region(allocator, "a", backup=True)
+    with pytest.raises(InvalidArgumentType, match=f"with_left={flag!r}"):
+        allocator.regions.sleep(with_left=flag)
+    assert set(states().values()) == {AWAKE}
+    allocator.regions.sleep()
+    with pytest.raises(InvalidArgumentType, match=f"retain_backups={flag!r}"):
+        allocator.regions.wake(retain_backups=flag)
+    with pytest.raises(InvalidArgumentType, match=f"wait_for_release={flag!r}"):
+        allocator.regions.wake(wait_for_release=flag)
+    assert set(states().values()) == {BACKED_UP}
+    allocator.regions.wake(retain_backups=None)
 
 
 @pytest.mark.skipif(not SIMULATED, reason="with a GPU, PyTorch may be there")

@@ -95,6 +95,8 @@ def test_false(text: str) -> None:
         ("PREFAULT_THREADS", "1.5"),
         ("PREFAULT_THREADS", "many"),
         ("PREFAULT_THREADS", "²"),
+        ("PREFAULT_THREADS", "1025"),
+        ("PREFAULT_THREADS", "9" * 5000),
         ("AGREEMENT_TIMEOUT_S", "soon"),
         ("AGREEMENT_TIMEOUT_S", "0"),
         ("AGREEMENT_TIMEOUT_S", "nan"),
@@ -121,11 +123,31 @@ def test_bad_variable_is_named_with_its_value_and_what_is_allowed(variable: str,
         ("poison", None, InvalidArgumentType),
         ("prefault_threads", 0, InvalidArgument),
         ("prefault_threads", 2.0, InvalidArgumentType),
+        ("prefault_threads", 1025, InvalidArgument),
+        ("host_budget_bytes", 2**63, InvalidArgument),
     ],
 )
 def test_bad_field_is_named_with_its_value(field: str, value: object, error: type[Exception]) -> None:
     with pytest.raises(error, match=re.escape(f"{field}={value!r}")):
         Settings(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "field", ["prefault_threads", "host_budget_bytes", "prepare_bytes_per_second", "agreement_timeout_s"]
+)
+def test_of_a_huge_number_only_the_size_is_told(field: str) -> None:
+    """Python refuses to write thousands of digits."""
+    with pytest.raises(InvalidArgument, match=f"{field}=a number of 16610 bits: expected"):
+        Settings(**{field: 10**5000})  # type: ignore[arg-type]
+
+
+def test_a_variable_with_a_huge_number_is_named() -> None:
+    with pytest.raises(InvalidArgument, match=f"{PREFIX}HOST_BUDGET_BYTES=a number of .* bits: expected"):
+        Settings.from_environment({PREFIX + "HOST_BUDGET_BYTES": "9" * 5000})
+
+
+def test_the_most_threads() -> None:
+    assert Settings.from_environment({PREFIX + "PREFAULT_THREADS": "1024"}).prefault_threads == 1024
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,8 @@ def all_ranks(agreement: Agreement | None, operation: str, lock: _core.Operation
     try:
         yield call
     except BaseException as error:
+        if agreement.mesh.is_closed:  # nobody hears of it; and in a fork nobody may give the lock back
+            raise
         with suppress(InvalidState):  # called from inside another operation: the others wait in vain
             log.run(lock, partial(_refuse, lock, call, error))
         raise
@@ -200,7 +202,13 @@ class RankCall(Call):
 
         Raises:
             RankFailed: it does not, because they have decided it already, or a rank has ended.
+            InvalidState: this rank has left the group since the call was made, or is a fork.
         """
+        if self._mesh.is_closed:
+            raise InvalidState(
+                f"{self._operation}: this process has left the group of ranks that it was in when this was called, or"
+                " is a fork of a rank"
+            )
         self._round = self._agreement.next_round()
         self._mesh.send(Message(Kind.BEGUN, self._round, self._operation))
         if (decision := self._agreement.decision(self._round)) is not None:
@@ -230,7 +238,7 @@ class RankCall(Call):
 
     def refuse(self, error: BaseException) -> None:
         """See `Call.refuse`. The error is told to the others, and says which rank it was."""
-        if self._concluded:
+        if self._concluded or self._mesh.is_closed:
             return
         if self._round == 0:  # what fails before it begins is in a round, too: the others wait for it
             self._round = self._agreement.next_round()

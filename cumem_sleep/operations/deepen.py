@@ -17,7 +17,10 @@ _Report = TypeVar("_Report", SleepReport, WakeReport)
 
 
 class DeepSleep:
-    """Level 3 of this process. All but `expect`, `is_away`, `after` and the ends are called with the lock held."""
+    """Level 3 of this process.
+
+    All but `expect`, `is_away`, `after`, `forget_return` and the ends are called with the lock held.
+    """
 
     def __init__(self) -> None:
         self._checkpoint = THIS_PROCESS
@@ -31,8 +34,8 @@ class DeepSleep:
 
     @property
     def waits(self) -> bool:
-        """Whether `after` has been called, and `stay` not since."""
-        return self._timer is not None
+        """Whether `after` has been called, and neither has `stay` since nor has its thread ended."""
+        return self._timer is not None and self._timer.running
 
     @property
     def taken(self) -> Checkpointed | None:
@@ -92,18 +95,24 @@ class DeepSleep:
             phases={**report.phases, **phases},
         )
 
-    def come_back(self, needed_bytes: Mapping[int, int] = MappingProxyType({})) -> None:
+    def come_back(self, needed_bytes: Mapping[int, int] = MappingProxyType({}), *, to_wake: bool = False) -> None:
         """Bring the CUDA state back to the GPU; as at level 1 from then on.
 
         Args:
             needed_bytes: by device, what the caller needs besides.
+            to_wake: a wake follows, whose report is to say how long this took.
 
         Raises:
             OutOfDeviceMemory: too little memory is free for both: nothing was done.
             CheckpointFailed: the driver refused.
         """
-        self._came_back = self._checkpoint.bring_back(needed_bytes)
-        log.info("cumem-sleep: back from level 3 in %.3f s, at level 1 now", sum(self._came_back.values()))
+        phases = self._checkpoint.bring_back(needed_bytes)
+        self._came_back = phases if to_wake else {}
+        log.info("cumem-sleep: back from level 3 in %.3f s, at level 1 now", sum(phases.values()))
+
+    def forget_return(self) -> None:
+        """The wake that came back is over, and may have failed: no later one reports it."""
+        self._came_back = {}
 
     def told(self, report: _Report) -> _Report:
         """The report of an operation; that of a wake with the time that coming back took before it."""
@@ -118,7 +127,7 @@ class DeepSleep:
         timer = _core.Worker("cumem-deepen")
 
         def wait() -> None:
-            if timer.pause(seconds):
+            if timer.pause(seconds) or self._timer is not timer:  # two calls at once: one of them counts
                 return
             try:
                 deepen()
@@ -127,7 +136,11 @@ class DeepSleep:
                     log.error("this process did not go from level 1 to level 3: %s", error)
 
         self._timer = timer
-        timer.start(wait)
+        try:
+            timer.start(wait)
+        except CumemSleepError as error:  # no thread can be started, which is no reason for the sleep to fail
+            self._timer = None
+            log.warning("this process does not go from level 1 to level 3 by itself: %s", error)
 
     def stay(self) -> None:
         """Cancel `after`. Does not wait for its thread, if that has already begun to go deeper."""
@@ -151,6 +164,13 @@ def everything_sleeps() -> bool:
     return bool(segments) and not any(segment.has_memory for segment in segments)
 
 
+def awake_in_words() -> str:
+    """What of this layer's memory is on a device; "" if nothing is."""
+    awake = [segment for segment in _core.segments() if segment.has_memory]
+    tags = sorted({segment.tag for segment in awake})
+    return f"{counted(len(awake), 'segment')} (tags {', '.join(tags)}) still have device memory" if awake else ""
+
+
 def why_not_for_ranks(ranks: int) -> str:
     """Why one of so many ranks stays at level 1; "" for a process that has no others."""
     if ranks == 1:
@@ -170,6 +190,5 @@ def _refuse_unless_possible(ranks: int) -> None:
 
 def _refuse_if_awake() -> None:
     """Other threads may allocate until driver calls are suspended."""
-    if awake := [segment for segment in _core.segments() if segment.has_memory]:
-        tags = sorted({segment.tag for segment in awake})
-        raise Refused(f"{counted(len(awake), 'segment')} (tags {', '.join(tags)}) still have device memory")
+    if awake := awake_in_words():
+        raise Refused(awake)

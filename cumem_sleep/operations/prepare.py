@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 
 from .. import _core, log
 from ..backups.backup import Backup
@@ -13,13 +15,14 @@ from ..codec.codec import CHUNK_BYTES
 from ..codec.encoding import EncodedRun, Encoding
 from ..codec.workbench import ChangedMeanwhile, Workbench
 from ..digest.device import DigestRun
-from ..errors import CodecError, CumemSleepError, InvalidState
+from ..errors import CodecError, CumemSleepError, InvalidArgument, InvalidArgumentType, InvalidState
 from ..extents import Piece
 from ..levels import dropped_at_level, in_pools
 from ..segments import total_bytes
 from .layer import Layer
 
 _SHORTEST_PAUSE_S = 0.0002  # in which other threads get the allocator
+_LONGEST_TIMEOUT_S = 1e9  # decades
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0  # for a tier that is still taking memory
 
 
@@ -88,7 +91,17 @@ class Preparation:
             raise InvalidState(f"prepare() works in a thread, but {error}") from error
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended, at most `timeout` seconds. Returns whether it has; `error` says how."""
+        """Wait until it has ended, at most `timeout` seconds. Returns whether it has; `error` says how.
+
+        Raises:
+            InvalidArgument: `timeout` is neither a number nor None.
+        """
+        if timeout is not None:
+            if isinstance(timeout, bool) or not isinstance(timeout, Real):
+                raise InvalidArgumentType(f"timeout={timeout!r}: expected seconds or None")
+            timeout = float(min(timeout, _LONGEST_TIMEOUT_S))  # an integer may be too large for a float
+            if math.isnan(timeout):  # it would wait forever
+                raise InvalidArgument(f"timeout={timeout!r}: expected seconds or None")
         return self._worker.wait(timeout)
 
     def stop(self) -> None:

@@ -98,7 +98,7 @@ def _back_up(
     """
     layer.store.claim(segments)
     with layer.digester.run(segments) as run:
-        digests = _Digests(segments if _digests_are_compared(layer) else [], run, layer.tuning.idle_s)
+        digests = _Digests(_to_be_digested(layer, segments), run, layer.tuning.idle_s)
         backing_up = _BackingUp(layer, segments, dropped, digests, timer)
         copied = backing_up.run(copying)
         with timer("check"):
@@ -389,9 +389,11 @@ def _planned(segments: Iterable[_core.Segment], workbenches: Mapping[int, Workbe
     return encodings
 
 
-def _digests_are_compared(layer: Layer) -> bool:
-    """Whether digests are of use: to compare with those of backups now, or with those after a wake."""
-    return layer.settings.verify != "off" or layer.settings.retain_backups
+def _to_be_digested(layer: Layer, segments: Sequence[_core.Segment]) -> Sequence[_core.Segment]:
+    """Those whose digests are of use: to compare with those of backups now, or with those after a wake."""
+    if layer.settings.verify != "off" or layer.settings.retain_backups:
+        return segments
+    return [segment for segment in segments if segment.backup == _core.Backup.ALWAYS]  # a wake may retain their backups
 
 
 def _check_unchanged(

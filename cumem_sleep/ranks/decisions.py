@@ -80,9 +80,11 @@ class Record:
         """A new one, for the others to open."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         descriptor = os.memfd_create("cumem-sleep-ranks", os.MFD_CLOEXEC)
-        os.write(descriptor, nonce)
-        record = cls._opened(Place(os.getpid(), descriptor, nonce))
-        os.close(descriptor)
+        try:
+            os.write(descriptor, nonce)
+            record = cls._opened(Place(os.getpid(), descriptor, nonce))
+        finally:
+            os.close(descriptor)
         assert record is not None
         return record
 
@@ -99,10 +101,16 @@ class Record:
         path = f"/proc/{place.process}/fd/{place.descriptor}"
         # Without O_NOFOLLOW: the entry is a link to the memory. What is opened proves itself by the nonce.
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK)
-        if os.pread(descriptor, _NONCE_BYTES, 0) != place.nonce:
-            os.close(descriptor)
+        record = cls(descriptor, place.nonce)
+        try:
+            is_meant = os.pread(descriptor, _NONCE_BYTES, 0) == place.nonce
+        except BaseException:
+            record.close()
+            raise
+        if not is_meant:
+            record.close()
             return None
-        return cls(descriptor, place.nonce)
+        return record
 
     def of(self, round_: int) -> Decision | None:
         """The decision, None as long as there is none."""

@@ -112,6 +112,7 @@ class Mesh:
         size: of the group.
         record: of decisions, where all ranks are on one host; else None, and rank 0 decides.
         gone: ranks whose process has ended, or closed its connection.
+        is_closed: this rank has left the group, or is a fork of the process that is in it.
     """
 
     def __init__(self, rank: int, peers: dict[int, socket.socket], record: Record | None) -> None:
@@ -119,6 +120,7 @@ class Mesh:
         self.size = len(peers) + 1
         self.record = record
         self.gone: set[int] = set()
+        self.is_closed = False
         self._peers = {number: _Peer(connection) for number, connection in peers.items()}
         self._ready = select.poll()
         self._by_descriptor = {}
@@ -164,6 +166,7 @@ class Mesh:
 
     def close(self) -> None:
         """Again is harmless. The others find that this rank has ended."""
+        self.is_closed = True
         for number in set(self._peers) - self.gone:
             self._lose(number)
         if self.record is not None:
@@ -184,27 +187,29 @@ def connect(group: Group, timeout_s: float) -> Mesh:
     Raises:
         InvalidState: a rank cannot be reached.
     """
-    mine = Record.make() if group.rank == 0 else None
-    facts: list[_Facts] = group.all_gather(_Facts(_host(), group.address, mine.place if mine else None))
-    place = facts[0].record
-    assert place is not None
-    one_host = len({each.host for each in facts}) == 1
-    record = mine if mine is not None else Record.open(place) if one_host else None
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    with _listening(one_host, group.size) as listener:
-        doors: list[_Door] = group.all_gather(_Door(listener.getsockname()[1], token, one_host and record is not None))
-        peers: dict[int, socket.socket] = {}
-        try:
+    record = Record.make() if group.rank == 0 else None
+    peers: dict[int, socket.socket] = {}
+    try:
+        facts: list[_Facts] = group.all_gather(_Facts(_host(), group.address, record.place if record else None))
+        place = facts[0].record
+        assert place is not None
+        one_host = len({each.host for each in facts}) == 1
+        if record is None and one_host:
+            record = Record.open(place)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        with _listening(one_host, group.size) as listener:
+            door = _Door(listener.getsockname()[1], token, one_host and record is not None)
+            doors: list[_Door] = group.all_gather(door)
             for number in range(group.rank):
                 address = "127.0.0.1" if facts[number].host == facts[group.rank].host else facts[number].address
                 peers[number] = _call(group.rank, number, address, doors[number], timeout_s)
             _answer(listener, peers, group, token, time.monotonic() + timeout_s)
-        except BaseException:
-            for each in peers.values():
-                each.close()
-            if record is not None:
-                record.close()
-            raise
+    except BaseException:
+        for each in peers.values():
+            each.close()
+        if record is not None:
+            record.close()
+        raise
     if record is not None and not all(door.has_record for door in doors):
         record.close()
         record = None

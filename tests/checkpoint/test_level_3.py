@@ -26,6 +26,7 @@ from support import (
     raises,
     run_together,
     threads_of_ours,
+    threads_refused,
 )
 
 from cumem_sleep import (
@@ -170,6 +171,15 @@ class TestSleepAndWake:
             held = now
         assert memory.read(weights, PAGE) == BYTES
         assert_nothing_asked()
+
+    def test_going_on_without_a_sleep(self, allocator: CuMemAllocator, weights: int) -> None:
+        with raises(InvalidState, "2 segments (tags kv_cache, weights) still have device memory"):
+            allocator.deepen()
+        allocator.free(weights)
+        for segment in _core.segments():
+            allocator.free(segment.address)
+        with raises(InvalidState, "there is no memory"):
+            allocator.deepen()
 
     def test_without_any_memory(self, allocator: CuMemAllocator) -> None:
         allocator.sleep(level=3)
@@ -427,6 +437,21 @@ class TestMeanwhile:
         assert_nothing_asked()
         allocator.wake_up()
 
+    def test_a_wake_does_not_report_for_what_it_came_back_before(self, allocator: CuMemAllocator, weights: int) -> None:
+        allocator.sleep(level=3)
+        allocator.free(weights)
+        assert_at_level_1(allocator)
+        assert "restore" not in allocator.wake_up().phases
+
+    @pytest.mark.usefixtures("weights")
+    def test_a_wake_does_not_report_for_what_another_came_back(self, allocator: CuMemAllocator) -> None:
+        allocator.sleep(level=3)
+        sim.fail("cuMemCreate")
+        with pytest.raises(OutOfDeviceMemory):
+            allocator.wake_up()
+        assert_at_level_1(allocator)
+        assert "restore" not in allocator.wake_up().phases
+
     def test_the_hook_frees_later(self, allocator: CuMemAllocator, weights: int) -> None:
         """A tensor that goes away meanwhile."""
         pools = hooks()
@@ -505,6 +530,96 @@ class TestMemory:
 
 class TestByItself:
     """`deep_after_s`."""
+
+    @pytest.fixture
+    def counting(self, make_allocator: Callable[..., CuMemAllocator]) -> CuMemAllocator:
+        """Asleep, and at level 3 in an hour."""
+        allocator = make_allocator(deep_after_s=3600)
+        allocator.malloc(PAGE, "weights")
+        allocator.sleep()
+        assert allocator.may_deepen
+        return allocator
+
+    def test_after_a_wake_that_failed(self, counting: CuMemAllocator) -> None:
+        sim.fail("cuMemCreate")
+        with pytest.raises(OutOfDeviceMemory):
+            counting.wake_up()
+        assert counting.may_deepen
+        counting.wake_up()
+        assert not counting.may_deepen
+
+    def test_after_a_wake_of_nothing(self, counting: CuMemAllocator) -> None:
+        assert counting.regions.wake().note
+        assert counting.may_deepen
+
+    @pytest.mark.parametrize("in_a_region", [False, True])
+    def test_after_the_last_that_was_awake_sleeps(
+        self, make_allocator: Callable[..., CuMemAllocator], in_a_region: bool
+    ) -> None:
+        allocator = make_allocator(deep_after_s=3600)
+        allocator.malloc(PAGE, "kv_cache")
+        with allocator.regions.use("rollout"):
+            allocator.malloc(PAGE)
+        sleeps = [allocator.regions.sleep, lambda: allocator.discard("kv_cache")]
+        for sleep in reversed(sleeps) if in_a_region else sleeps:
+            assert not allocator.may_deepen
+            sleep()
+        assert allocator.may_deepen
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda allocator: allocator.free(allocator.malloc(PAGE, "more")),
+            lambda allocator: allocator.prepare().wait(30),
+            lambda allocator: allocator.release_backups(),
+            lambda allocator: allocator.use_memory_pool("weights").__enter__(),
+        ],
+    )
+    def test_after_another_call_for_which_it_came_back(
+        self, make_allocator: Callable[..., CuMemAllocator], use: Callable[[CuMemAllocator], object]
+    ) -> None:
+        allocator = make_allocator(deep_after_s=0.1)
+        allocator.malloc(PAGE, "weights")
+        allocator.sleep()
+        wait_until(lambda: allocator.checkpoint)
+        in_thread(lambda: use(allocator))
+        wait_until(lambda: allocator.checkpoint)
+        allocator.wake_up()
+        assert_nothing_asked()
+
+    def test_not_beside_memory_that_was_allocated_since(self, counting: CuMemAllocator) -> None:
+        address = counting.malloc(PAGE, "more")
+        assert not counting.may_deepen
+        counting.free(address)
+        assert counting.may_deepen
+
+    def test_not_without_memory(self, counting: CuMemAllocator) -> None:
+        counting.free(_core.segments()[0].address)
+        assert not counting.may_deepen
+        assert_no_threads("cumem-deepen")
+
+    def test_it_may_no_more_once_it_was_refused(
+        self, make_allocator: Callable[..., CuMemAllocator], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(_core, "can_checkpoint", lambda: False)
+        allocator = make_allocator(deep_after_s=0.1)
+        allocator.malloc(PAGE, "weights")
+        allocator.sleep()
+        wait_until(lambda: not allocator.may_deepen)
+        assert_at_level_1(allocator)
+
+    def test_a_sleep_is_over_without_it_where_no_thread_can_be_started(
+        self, make_allocator: Callable[..., CuMemAllocator], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        allocator = make_allocator(deep_after_s=3600)
+        allocator.malloc(PAGE, "weights")
+        with threads_refused(after=1):  # the first is the operation's own
+            assert allocator.sleep().freed_bytes == PAGE
+        assert "does not go from level 1 to level 3 by itself: " in caplog.text
+        assert not allocator.may_deepen
+        with threads_refused(), allocator.using_cuda():
+            pass
+        allocator.wake_up()
 
     def test_after_a_while(self, make_allocator: Callable[..., CuMemAllocator], memory: Memory) -> None:
         allocator = make_allocator(deep_after_s=0.1)

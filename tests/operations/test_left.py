@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from support import MIB, PAGE, Cuda
 
-from cumem_sleep import CuMemAllocator, DriverError, InvalidArgument, sim
+from cumem_sleep import CuMemAllocator, DriverError, InvalidArgument, InvalidArgumentType, sim
 from cumem_sleep.driver import open_driver
 
 pytestmark = pytest.mark.sim
@@ -74,8 +74,14 @@ def test_communicators_are_never_more_than_what_was_there(allocator: CuMemAlloca
 @pytest.mark.parametrize("noted", [{-1: 5}, {0: -5}, {0: 1.5}, {True: 5}, {0: "much"}])
 def test_nonsense_about_communicators(allocator: CuMemAllocator, noted: dict[int, int]) -> None:
     """Nothing of it is noted."""
-    with pytest.raises(InvalidArgument, match=r"note_communicators: (device|bytes) .* is not a non-negative integer"):
+    with pytest.raises(InvalidArgument, match=r"^(device|bytes of device (0|-1))="):
         allocator.note_communicators({0: 5, **noted})
+
+
+@pytest.mark.parametrize("noted", [5, None, [(0, 5)], {0: 1.5}, {"0": 5}])
+def test_communicators_of_the_wrong_type(allocator: CuMemAllocator, noted: dict[int, int]) -> None:
+    with pytest.raises(InvalidArgumentType, match="expected"):
+        allocator.note_communicators(noted)
 
 
 def test_memory_that_stays_awake_is_an_item(allocator: CuMemAllocator, take: Take) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from preparing import (
     TAGS,
@@ -234,6 +236,16 @@ class TestAlone:
         assert backed_up_bytes(allocator) == 2 * PAGE
         finished(allocator.prepare())
         assert backed_up_bytes(allocator) == 3 * PAGE
+
+
+@pytest.mark.parametrize("timeout", ["x", True, [1], float("nan")])
+def test_waiting_takes_seconds(allocator: CuMemAllocator, timeout: float) -> None:
+    allocator.malloc(PAGE, "weights")
+    preparation = allocator.prepare()
+    with pytest.raises(InvalidArgument, match=re.escape(f"timeout={timeout!r}")):
+        preparation.wait(timeout)
+    for long in (10**400, float("inf"), np.float32(60), None):
+        assert preparation.wait(long)
 
 
 class TestRefused:
