@@ -164,7 +164,7 @@ def parse_host(value: object) -> str:
     Raises:
         ValueError: it is empty, or no host.
     """
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9._:%-]+", value):
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_.:%-]+", value):
         return value
     raise ValueError("a name or an address, such as 127.0.0.1; 0.0.0.0 for all addresses of this machine")
 

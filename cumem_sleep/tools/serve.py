@@ -188,10 +188,11 @@ def _with_options(config: Config, options: argparse.Namespace) -> Config:
     from ..serve.config import parse_host
 
     given = {name: getattr(options, name) for name in ("host", "port") if getattr(options, name) is not None}
-    try:
-        parse_host(given.get("host", config.front.host))
-    except ValueError as error:
-        raise InvalidArgument(f"--host {given['host']!r}: expected {error}") from None
+    if "host" in given:
+        try:
+            parse_host(given["host"])
+        except ValueError as error:
+            raise InvalidArgument(f"--host {given['host']!r}: expected {error}") from None
     return config.model_copy(update={"front": config.front.model_copy(update=given)})
 
 
