@@ -51,6 +51,7 @@ class HostPages {
     uint8_t* data() const { return data_; }
     size_t bytes() const { return bytes_; }
     bool pinned() const { return pinned_device_ >= 0; }
+    int pinned_device() const { return pinned_device_; }
     bool writable() const { return backing_.writable; }
     int owned_file() const { return backing_.owned.get(); }
     // True in a forked child, which did not inherit the pages.
@@ -98,6 +99,7 @@ class HostBlock {
     uint8_t* data() const { return pages_->data(); }
     size_t bytes() const { return bytes_; }
     bool pinned() const { return !closed_ && pages_->pinned(); }
+    int pinned_device() const { return closed_ ? -1 : pages_->pinned_device(); }
     bool writable() const { return pages_->writable(); }
     // The descriptor of a `shared` block, until it is closed; the block keeps owning it. -1 for all others.
     int fd() const { return closed_ ? -1 : pages_->owned_file(); }

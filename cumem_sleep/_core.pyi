@@ -169,6 +169,7 @@ class HostBlock:
     address: int
     bytes: int
     pinned: bool
+    pinned_device: int
     writable: bool
     fd: int
     def __init__(self, bytes: int, numa_node: int) -> None: ...

@@ -45,6 +45,8 @@ class HostTier(Tier):
         untouched = [block for block in self._untouched.values() if not block.pinned]
         self._untouched = WeakValueDictionary({id(block): block for block in untouched})
         promised = sum(block.bytes for block in untouched)
+        # What waits to be released is room too: `reserve` takes it, or releases it first.
+        held_bytes, promised = held_bytes - self._releasing.bytes, promised - self._releasing.bytes
         return limits.of_this_process(self._settings.host_budget_bytes, held_bytes, promised, needed_bytes)
 
     def place(self) -> BackupPlace:  # noqa: D102
@@ -59,13 +61,17 @@ class HostTier(Tier):
         *,
         beside_work: bool = False,  # noqa: ARG002
     ) -> list[tuple[Extent, ...]]:
-        reserved: list[tuple[_core.HostBlock, ...]] = []
-        for each in wanted:
+        pinned = [[self._releasing.take(each.device, size) for size in each.sizes] for each in wanted]
+        if any(None in blocks for blocks in pinned):
+            self._releasing.finish()
+        reserved: list[tuple[Extent, ...]] = []
+        for each, blocks in zip(wanted, pinned, strict=True):
             node = node_of(each.device)
-            reserved.append(tuple(_core.HostBlock(size, node) for size in each.sizes))
-        for blocks in reserved:
-            self._untouched.update((id(block), block) for block in blocks)
-        return [tuple(blocks) for blocks in reserved]
+            sizes = zip(blocks, each.sizes, strict=True)
+            reserved.append(tuple(block or _core.HostBlock(size, node) for block, size in sizes))
+        new = [block for blocks in reserved for block in _blocks(blocks) if not block.pinned]
+        self._untouched.update((id(block), block) for block in new)
+        return reserved
 
     def extent_bytes(self, *, beside_work: bool) -> int:  # noqa: D102
         return self._tuning.prepare_extent_bytes if beside_work else self._tuning.slab_bytes
@@ -76,12 +82,14 @@ class HostTier(Tier):
             block.close()
 
     def release_later(self, extents: Sequence[Extent]) -> None:  # noqa: D102
-        if sum(extent.bytes for extent in extents) < self._tuning.release_later_bytes:
-            self.release(extents)
-            extents = ()
-        for block in _blocks(extents):
+        blocks = [block for block in _blocks(extents) if block.pinned]  # the others take no time
+        if sum(block.bytes for block in blocks) < self._tuning.release_later_bytes:
+            blocks = []
+        later = {id(block) for block in blocks}
+        self.release(extent for extent in extents if id(extent) not in later)
+        for block in blocks:
             self._untouched.pop(id(block), None)
-        self._releasing.start(_blocks(extents))
+        self._releasing.start(blocks)
 
     def finish_releasing(self) -> None:  # noqa: D102
         self._releasing.finish()
@@ -216,21 +224,23 @@ class HostLane:
 class _Releasing:
     """Unpins and frees host memory in a thread, one block at a time, as long as no operation runs.
 
-    An operation at the same time would wait for every block, because the driver serialises the two.
+    An operation at the same time would wait for every block, because the driver serialises the two. What it needs
+    itself, it takes from here: such a block is pinned already.
     """
 
     def __init__(self, turn: Turn, tuning: Tuning) -> None:
         self._turn = turn
         self._tuning = tuning
-        self._blocks: list[_core.HostBlock] = []  # guarded by the lock
+        # By the device that they are pinned for, and their size. Guarded by the lock.
+        self._blocks: dict[tuple[int, int], list[_core.HostBlock]] = {}
         self._worker: _core.Worker | None = None
         self._stopped = False
         self.bytes = 0  # not freed yet
 
     def start(self, blocks: Iterable[_core.HostBlock]) -> None:
-        """Free these soon. The lock must be held, as for `finish`."""
+        """Free these soon; they are pinned. The lock must be held, as for `take` and `finish`."""
         for block in blocks:
-            self._blocks.append(block)
+            self._blocks.setdefault((block.pinned_device, block.bytes), []).append(block)
             self.bytes += block.bytes
         if not self._blocks or self._stopped or (self._worker is not None and self._worker.running):
             return
@@ -240,6 +250,11 @@ class _Releasing:
         except InvalidState:  # no thread can be started: at exit, or at a limit
             self._worker = None
             self.finish()
+
+    def take(self, device: int, nbytes: int) -> _core.HostBlock | None:
+        """A block of this size that is pinned for `device`, which is no longer freed; None if none is left."""
+        blocks = self._blocks.get((device, nbytes))
+        return self._take_from((device, nbytes), blocks) if blocks else None
 
     def finish(self) -> None:
         """Free now what is left."""
@@ -253,9 +268,14 @@ class _Releasing:
             self._worker.stop()
 
     def _release_one(self) -> None:
-        block = self._blocks.pop()
+        self._take_from(*next(iter(self._blocks.items()))).close()
+
+    def _take_from(self, kind: tuple[int, int], blocks: list[_core.HostBlock]) -> _core.HostBlock:
+        block = blocks.pop()
         self.bytes -= block.bytes
-        block.close()
+        if not blocks:
+            del self._blocks[kind]
+        return block
 
     def _run(self, worker: _core.Worker) -> None:
         pause_s = self._tuning.before_releases_s

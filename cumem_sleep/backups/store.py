@@ -132,7 +132,6 @@ class BackupStore:
         """
         if not needed:
             return
-        self._tier.finish_releasing()
         retained: list[Backup] = []
 
         def evictable() -> int:

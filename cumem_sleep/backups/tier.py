@@ -82,7 +82,8 @@ class Tier(ABC):
         """Every limit that `reserve` is checked against; exact only as far as they may be below `needed_bytes`.
 
         Args:
-            held_bytes: the size of the caller's extents, including those that are not released yet.
+            held_bytes: the size of the caller's extents, including those that are not released yet. The latter count as
+                room: `reserve` takes them, or releases them first.
         """
 
     @abstractmethod
