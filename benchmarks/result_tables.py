@@ -48,8 +48,8 @@ def _section(*paragraphs: Sequence[str]) -> str:
 
 def vault_section() -> str:
     return _section(
-        vault.table(load("vault_given_back.json"), load("vault.json")),
-        [vault.clients_together(load("vault_four_slots.json"))],
+        vault.table(load("vault.json")),
+        [vault.clients_together(load("vault.json"))],
         vault.gpu_memory_table(load("vault_gpu_memory.json")),
     )
 

@@ -239,8 +239,6 @@ def results(
         "host_memory",
         "host_memory_used_before",
         "vault",
-        "vault_given_back",
-        "vault_four_slots",
         "vault_gpu_memory",
         "saver",
         "bench_level_3",
@@ -324,16 +322,14 @@ def test_tables_of_vllm(results: pathlib.Path, tables: ModuleType) -> None:
 @pytest.mark.slow
 def test_tables_of_the_vault_and_of_the_other_package(results: pathlib.Path, tables: ModuleType) -> None:
     """Ranges instead of medians of two, beside the link or the other package; a way that failed is left out."""
-    vault, own = (json.loads((results / name).read_text()) for name in ("vault_given_back.json", "vault.json"))
+    vault = json.loads((results / "vault.json").read_text())
     vault["link"] = {"to_host": [0.2, 0.1], "to_device": [0.1, 0.1]}
-    own["link"] = {"to_host": [0.1], "to_device": [0.2]}
     two_wakes: dict[str, Any] = {"wake": [{"seconds": 3.0}, {"seconds": 2.0}], "bytes": 10 * vault["link_bytes"]}
     vault["ways"]["vault"] |= two_wakes
     vault["ways"]["vault"]["first sleep"][0]["link"]["busy_s"] = 0.9
-    own["ways"]["own"] |= two_wakes
+    vault["ways"]["own"] |= {**two_wakes, "bytes": 20 * vault["link_bytes"]}
     vault["ways"]["compressed"] = {"error": "no luck"}
-    (results / "vault_given_back.json").write_text(json.dumps(vault))
-    (results / "vault.json").write_text(json.dumps(own))
+    (results / "vault.json").write_text(json.dumps(vault))
     saver = json.loads((results / "saver.json").read_text())
     ways = saver["results"]["30 GiB"]
     ways["theirs, retained"]["steps"]["resume at once"] = [{"seconds": 0.5}, {"seconds": 1.0}]
@@ -448,7 +444,7 @@ def test_table_of_switches_beside_restarts(tables: ModuleType) -> None:
 
 def test_clients_that_share_the_link(tables: ModuleType) -> None:
     """Both together count against the link, by the one that ended last; beside them, both in turn."""
-    result = tables.load("vault_four_slots.json")
+    result = tables.load("vault.json")
     result |= {"link_bytes": 10, "link": {"to_host": [1.5, 1.0], "to_device": [2.0]}}
     result["ways"]["together"] |= {
         "bytes": 40,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from .results import beside, machine
+from .results import machine
 from .written import GIB, MIB, digits, header, low_to_high, row
 
 WAYS = {
-    "own": "own memory, its first use on that machine",
+    "own": "own memory, its first use in that process",
     "vault": "the vault",
     "replica": "a replica, while the first one sleeps",
     "compressed": "the vault, compressed",
@@ -38,10 +38,11 @@ def gbps_of_links(result: dict[str, Any]) -> str:
     return f"{link['to_host'] / 1e9:.1f} GB/s to the host, {link['to_device'] / 1e9:.1f} GB/s to the GPU"
 
 
-def table(result: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    """Sleeps and wakes through the vault, and of own memory in another run, beside the link of their run."""
+def table(result: dict[str, Any]) -> list[str]:
+    """Sleeps and wakes through the vault, and of own memory, beside the link."""
     workload = result["workload"]
-    found = {**result["ways"], "replica": result["ways"]["vault"]["replica"], "own": own["ways"]["own"]}
+    link = link_rates(result)
+    found = {**result["ways"], "replica": result["ways"]["vault"]["replica"]}
     ways = {way: found[way] for way in WAYS if "error" not in found[way]}
 
     def cell(name: str, step: str, direction: str | None) -> str:
@@ -51,7 +52,6 @@ def table(result: dict[str, Any], own: dict[str, Any]) -> list[str]:
         copies = step != "first sleep" or way[step][0]["layer"]["copied_bytes"] > 0
         if direction is None or not copies:
             return low_to_high(seconds)
-        link = link_rates(own if name == "own" else result)
         times = low_to_high([each * link[direction] / way["bytes"] for each in seconds], "{:.2f}".format)
         return f"{low_to_high(seconds)} ({times} ×)"
 
@@ -61,9 +61,8 @@ def table(result: dict[str, Any], own: dict[str, Any]) -> list[str]:
     lines = [
         f"{workload['segments']} segments, {workload['weights_bytes'] / GIB:.2f} GiB of bf16 weights,"
         f" {workload['kv_cache_bytes'] / GIB:.2f} GiB of KV cache, every byte checked after every wake."
-        f" {machine(result)}. The link: {gbps_of_links(result)}. The first column was measured earlier{beside(own)},"
-        f" with a link of {gbps_of_links(own)}. Seconds; in parentheses, how many times as long as the uncompressed"
-        " bytes take on the link:",
+        f" {machine(result)}. The link: {gbps_of_links(result)}. Seconds; in parentheses, how many times as long as the"
+        " uncompressed bytes take on the link:",
         "",
         *header(WAYS[way] for way in ways),
     ]
