@@ -60,11 +60,13 @@ class Footprint(NamedTuple):
     Attributes:
         vault_bytes: of these, what a vault holds; the rest is this process's own memory.
         shared_bytes: of these, what other processes share, as far as one can know.
+        is_gone: the tier has evicted it. Then it takes nothing.
     """
 
     bytes: int = 0
     vault_bytes: int = 0
     shared_bytes: int = 0
+    is_gone: bool = False
 
 
 class Tier(ABC):

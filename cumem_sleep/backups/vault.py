@@ -99,20 +99,24 @@ class VaultTier(Tier):
         owners = self._owners([extent for extents in backups for extent in _mine(extents)])
         held = []
         for extents in backups:
+            shared_by = [owners.get(extent.backup, 1) for extent in _mine(extents)]
+            if 0 in shared_by:
+                held.append(Footprint(is_gone=True))
+                continue
             places = {(id(extent.slabs), extent.backup.extents) for extent in _mine(extents)} - counted
             counted |= places
             nbytes = sum(there.nbytes for _, ranges in places for there in ranges)
-            is_shared = any(owners.get(extent.backup, 0) > 1 for extent in _mine(extents))
-            held.append(Footprint(nbytes, vault_bytes=nbytes, shared_bytes=nbytes if is_shared else 0))
+            held.append(Footprint(nbytes, vault_bytes=nbytes, shared_bytes=nbytes if max(shared_by, default=1) > 1 else 0))
         return held
 
     def _owners(self, extents: Sequence[VaultExtent]) -> dict[Backup, int]:
-        """How many processes share each of these, of those that the vault keeps that there is now."""
+        """How many processes share each of these, of those that the vault keeps that there is now; 0: it evicted it."""
         client = self._client
         if client is None:
             return {}
         known = [extent.backup for extent in extents if self._keeps(extent)]
-        return dict(zip(known, client.owners(known) if known else [], strict=True))
+        owners = client.owners(known) if known else None
+        return {} if owners is None else dict(zip(known, owners, strict=True))
 
     def extent_bytes(self, *, beside_work: bool) -> int:  # noqa: ARG002, D102
         return _ENOUGH_BYTES

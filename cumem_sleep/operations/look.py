@@ -38,7 +38,7 @@ def _of_a_tag(layer: Layer, segments: list[_core.Segment], held: Mapping[int, Fo
         vault_bytes=sum(each.vault_bytes for each in backups),
         shared_bytes=sum(each.shared_bytes for each in backups),
         asleep_segments=sum(segment.sleep != _Sleep.AWAKE for segment in segments),
-        backed_up_bytes=total_bytes(segment for segment in segments if layer.store.get(segment) is not None),
+        backed_up_bytes=total_bytes(s for s in segments if layer.store.get(s) is not None and not held[s.id].is_gone),
     )
 
 

@@ -330,14 +330,14 @@ class VaultClient:
                 self._leave(each)
             return evicted
 
-    def owners(self, backups: Sequence[Backup]) -> list[int]:
-        """How many processes share each of these; 0 if it was evicted, or for all if the vault does not answer at once.
+    def owners(self, backups: Sequence[Backup]) -> list[int] | None:
+        """How many processes share each of these, 0 if it was evicted; None if the vault does not answer at once.
 
         A mere look: a vault that is silent is not lost for that.
         """
         with self._turn():
             facts = self._ask_briefly("owners", numbers=[each.number for each in backups])
-            owners: list[int] = facts["owners"] if facts else [0] * len(backups)
+            owners: list[int] | None = facts["owners"] if facts else None
             return owners
 
     def release(self, backups: Sequence[Backup]) -> None:

@@ -598,6 +598,8 @@ class TestVaultIsGone:
             assert bytes(allocator.read_backup(address, len(content))) == content
         other = vault.client()
         other.reserve(_core.device_info(0).uuid, [48 << 20])  # reading needs nothing any more
+        usage = allocator.usage()["weights"]
+        assert (usage.backed_up_bytes, usage.host_bytes, usage.vault_bytes, usage.shared_bytes) == (0, 0, 0, 0)
         for address, content in contents.items():
             assert allocator.read_backup(address, len(content)) is None
         other.close()
