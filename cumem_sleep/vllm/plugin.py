@@ -185,7 +185,11 @@ def sleep(self: Any, level: int = 1, **kwargs: Any) -> Any:
 def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's own, which calls the allocator before CUDA: so that comes back from level 3 itself."""
     worker = deep_worker.of(self)
-    return engine_group.told_once(worker, partial(worker.wake_up, *args, **kwargs))
+    try:
+        return engine_group.told_once(worker, partial(worker.wake_up, *args, **kwargs))
+    except CumemSleepError:
+        deep_worker.deepen_when_idle(worker)  # everything may sleep still
+        raise
 
 
 def discard(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +197,10 @@ def discard(self: Any, *args: Any, **kwargs: Any) -> Any:
     if _core.driver_calls_suspended():
         return None
     worker = deep_worker.of(self)
-    return engine_group.told_once(worker, partial(worker.discard, *args, **kwargs))
+    try:
+        return engine_group.told_once(worker, partial(worker.discard, *args, **kwargs))
+    finally:
+        deep_worker.deepen_when_idle(worker)
 
 
 def cumem_sleep_deepen(self: Any) -> dict[str, Any]:

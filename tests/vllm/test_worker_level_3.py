@@ -255,6 +255,26 @@ class TestByItself:
         assert not CuMemAllocator.get_instance().may_deepen
         assert nobody_waited()
 
+    def test_again_after_a_wake_that_failed(self, executor: Any, contents: Contents) -> None:
+        executor.sleep(level=1)
+        sim.configure(device_bytes=OUTSIDE + PAGE)
+        with pytest.raises(OutOfDeviceMemory):
+            executor.wake_up()
+        assert asleep() == {"weights", "kv_cache"}
+        until(is_deep)
+        sim.configure(device_bytes=DEVICE_BYTES)
+        executor.wake_up()
+        assert contents.is_there("weights")
+
+    def test_again_after_a_discard(self, executor: Any, contents: Contents) -> None:
+        executor.sleep(level=1)
+        executor.wake_up(["kv_cache"])
+        assert not CuMemAllocator.get_instance().may_deepen
+        executor.collective_rpc("discard", args=(["kv_cache"],))
+        until(is_deep)
+        executor.wake_up()
+        assert contents.is_there("weights")
+
     def test_not_while_a_method_runs(self, executor: Any, worker: Any, contents: Contents) -> None:
         allocator = CuMemAllocator.get_instance()
         seen = []
