@@ -106,7 +106,8 @@ class VaultTier(Tier):
             places = {(id(extent.slabs), extent.backup.extents) for extent in _mine(extents)} - counted
             counted |= places
             nbytes = sum(there.nbytes for _, ranges in places for there in ranges)
-            held.append(Footprint(nbytes, vault_bytes=nbytes, shared_bytes=nbytes if max(shared_by, default=1) > 1 else 0))
+            is_shared = max(shared_by, default=1) > 1
+            held.append(Footprint(nbytes, vault_bytes=nbytes, shared_bytes=nbytes if is_shared else 0))
         return held
 
     def _owners(self, extents: Sequence[VaultExtent]) -> dict[Backup, int]:
