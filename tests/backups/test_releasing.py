@@ -295,13 +295,13 @@ class TestGivingBack:
         budget = allocator._store.limits()[0]
         assert (budget.name, budget.available_bytes) == ("budget", (4 + spare_pages) * PAGE)
         most = [0]
-        prefault = _core.HostBlock.prefault
+        take = allocator._store.take
 
-        def noted(block: _core.HostBlock, offset: int, nbytes: int) -> None:
+        def noted(*arguments: Any, **options: Any) -> None:
+            take(*arguments, **options)
             most[0] = max(most[0], allocator._store.host_bytes)
-            prefault(block, offset, nbytes)
 
-        patch_prefault(monkeypatch, noted)
+        monkeypatch.setattr(allocator._store, "take", noted)
         if operation == "prepare":
             assert allocator.prepare().wait(30)
         report = allocator.sleep()
