@@ -341,6 +341,27 @@ class TestGivingBack:
         gate.is_open = True
         wait_for_the_end(unretained)
 
+    @pytest.mark.sim
+    def test_a_sleep_takes_what_is_pinned_for_its_device(
+        self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What is pinned for another one is released instead."""
+        sim.configure(devices=2)
+        gate = Gate(monkeypatch)
+        contents = self.going(unretained, memory)
+        gate.wait()
+        for address in contents:
+            unretained.free(address)
+        address = unretained.malloc(4 * PAGE, "weights", 1)
+        content = memory.fill_random(address, 4 * PAGE, 1)
+        unretained.sleep()
+        assert closed_by == [OPERATION] * 8
+        unretained.wake_up()
+        assert memory.read(address, 4 * PAGE, 1) == content
+        memory.close()
+        gate.is_open = True
+        wait_for_the_end(unretained)
+
     @pytest.mark.parametrize("slab_bytes", [MIB, PAGE])
     def test_a_sleep_of_more_releases_what_it_cannot_take(
         self,
