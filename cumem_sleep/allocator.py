@@ -1,6 +1,6 @@
 """`CuMemAllocator`: the public calls.
 
-What happens around each of them, from the lock to the counts, is in `entry`.
+What happens around each of them, from the lock to the counts, is in `operation`.
 Segments belong to the C++ table (`csrc/allocator.h`), their backups to the store (`backups`). What a level means is in
 `levels`, and what happens in which order in `operations`.
 """
@@ -23,7 +23,6 @@ from .backups.store import BackupStore
 from .checkpoint.process import THIS_PROCESS, Checkpointed
 from .codec.compressor import Compressor
 from .digest.device import DeviceDigester
-from .entry import Entry
 from .errors import (
     MOST_ADDRESS,
     CumemSleepError,
@@ -38,6 +37,7 @@ from .errors import (
 from .integrations.torch import as_group
 from .levels import (
     DEFERRABLE_TAGS,
+    IsDropped,
     dropped_at_level,
     dropped_unless,
     in_pools,
@@ -46,7 +46,8 @@ from .levels import (
     with_tag,
     woken_in_pools,
 )
-from .operations.agreement import Agreement, Call, all_ranks
+from .operation import AtLevel3, Operation, Operations
+from .operations.agreement import Agreement, Call
 from .operations.deepen import awake_in_words, everything_sleeps
 from .operations.layer import Layer
 from .operations.left import LeftOnDevices
@@ -122,7 +123,9 @@ class CuMemAllocator:
             self.settings, self.tuning, self._lock, self._store, self._digester, self._compressor, self._restorer
         )
         self._pools = Pools()
-        self._entry: Entry = Entry(self._layer, self._pools, _left_pool, _forget_freed_backups, _when_idle)
+        self._operations: Operations = Operations(
+            self._layer, self._pools, _left_pool, _forget_freed_backups, _when_idle
+        )
         _allocators.add(self)  # only now: stopping it at exit uses what was set above
         self._used_tags = UsedTags(in_pools(), "no memory was ever given such a tag", DEFERRABLE_TAGS)
         self._region_tags = UsedTags(in_regions(), "no region ever had such a tag")
@@ -138,7 +141,7 @@ class CuMemAllocator:
         # Nothing fails, and no signal is handled, between these two: there is always one that can be used.
         CuMemAllocator.instance = self
         if other is not None:
-            other._entry.retired = True
+            other._operations.retired = True
 
     @classmethod
     def get_instance(cls) -> CuMemAllocator:
@@ -202,8 +205,9 @@ class CuMemAllocator:
         if self._agreement is not None and not self._agreement.mesh.is_closed:  # as it is in a fork
             log.run(self._lock, partial(self._agree_by, None))
 
-    def _all_ranks(self, operation: str) -> AbstractContextManager[Call]:
-        return all_ranks(self._agreement, operation, self._lock)
+    def _call(self, operation: str) -> Call:
+        """Through which the ranks agree on one operation."""
+        return Call() if self._agreement is None else self._agreement.call(operation, self._lock)
 
     # Allocating
 
@@ -223,7 +227,7 @@ class CuMemAllocator:
             DriverError: no usable driver.
         """
         tag = tag_or_default(tag)
-        with self._entry.allocating(tag):
+        with self._operations.allocating(tag):
             self._used_tags.add(tag)
             yield
             self._pools.warn_of_empty(tag)
@@ -238,7 +242,7 @@ class CuMemAllocator:
         Raises:
             InvalidState: PyTorch does not reach a GPU here.
         """
-        with self._entry.capturing("cudagraph_pool", GRAPH_TAG) as pools:
+        with self._operations.capturing("cudagraph_pool", GRAPH_TAG) as pools:
             self._used_tags.add(GRAPH_TAG)
             yield pools.graph_pool_id()
 
@@ -269,7 +273,7 @@ class CuMemAllocator:
     @property
     def regions(self) -> Regions:
         """Memory with a plan of its own, which sleeps and wakes apart from pools."""
-        return Regions(self._layer, self._region_tags, self._entry)
+        return Regions(self._layer, self._region_tags, self._operations)
 
     def malloc(self, nbytes: int, tag: str | None = None, device: int = 0) -> int:
         """Allocate device memory without PyTorch.
@@ -289,12 +293,12 @@ class CuMemAllocator:
         """
         check_integer("nbytes", nbytes, minimum=1)
         check_integer("device", device, minimum=0)
-        self._entry.open()
+        self._operations.open()
         if tag is None:
             tag, backup = _core.thread_tag(), _core.thread_backup()
         else:
             tag, backup = checked_tag(tag), _core.Backup.BY_LEVEL
-        allocation = self._entry.on_the_gpu(partial(_allocated, self._layer.left, nbytes, tag, device, backup))
+        allocation = self._operations.on_the_gpu(partial(_allocated, self._layer.left, nbytes, tag, device, backup))
         (self._used_tags if backup == _core.Backup.BY_LEVEL else self._region_tags).add(tag)
         return allocation.handed_out  # no call, no signal may come after this: the address could be lost
 
@@ -307,9 +311,9 @@ class CuMemAllocator:
             DriverError: the driver refused; the memory is still there.
         """
         check_integer("address", address, minimum=0, maximum=MOST_ADDRESS)
-        self._entry.open()
-        self._entry.on_the_gpu(partial(_core.free, address))
-        self._entry.after_a_free()
+        self._operations.open()
+        self._operations.on_the_gpu(partial(_core.free, address))
+        self._operations.after_a_free()
 
     # Sleeping and waking
 
@@ -348,45 +352,69 @@ class CuMemAllocator:
                 there.
             RankFailed: another rank failed, or did not answer, so that no rank sleeps.
         """
-        with self._all_ranks("sleep") as call:
-            return self._sleep(call, level, offload_tags)
+        with self._call("sleep") as call:
+            is_dropped = self._dropped(level, offload_tags)
+            if is_dropped is None:
+                note = "level 0 keeps all memory; nothing was done"
+                return SleepReport(note=note, simulated=_core.driver_is_simulated())
+            is_chosen = with_tag(is_dropped)
 
-    def _sleep(
-        self, call: Call, level: int | str | Iterable[str] | None, offload_tags: str | Iterable[str] | None
-    ) -> SleepReport:
+            def work() -> SleepReport:
+                return sleep(self._layer, call, in_pools(), is_chosen)
+
+            if is_deep(level):
+                return self._go_deep(work, call, ends_idle=True)
+            return self._operation("sleep", work, call).run()
+
+    def _dropped(
+        self, level: int | str | Iterable[str] | None, offload_tags: str | Iterable[str] | None
+    ) -> IsDropped | None:
+        """Which tags a sleep with these arguments drops; None: it touches no memory."""
         if level is not None and offload_tags is not None:
             given = f"level={shown(level)}, offload_tags={shown(offload_tags)}"
             raise InvalidArgument(f"sleep({given}): give one of the two")
         if isinstance(level, Iterable) and not (isinstance(level, str) and _is_number(level)):
             level, offload_tags = None, level
         if offload_tags is None:
-            is_dropped = dropped_at_level(level)
-        else:
-            is_dropped = dropped_unless(self._used_tags.to_back_up(offload_tags))
-        if is_dropped is None:
-            return self._entry.counted(lambda: SleepReport(note="level 0 keeps all memory; nothing was done"), "sleep")
-        work = partial(sleep, self._layer, call, in_pools(), with_tag(is_dropped))
-        if is_deep(level):
-            self._entry.deep.expect()
-            work = partial(self._deepen, work)
-        report = self._entry.operate(call, work, "sleep", make_way=trim)
-        self._entry.when_idle()
-        return report
+            return dropped_at_level(level)
+        return dropped_unless(self._used_tags.to_back_up(offload_tags))
 
-    def _deepen(self, work: Callable[[], SleepReport]) -> SleepReport:
-        self._stop_preparing()
-        atexit.unregister(_come_back_at_exit)
-        atexit.register(_come_back_at_exit)
+    def _operation(
+        self, name: str, work: Callable[[], SleepReport], call: Call, *, ends_idle: bool = True
+    ) -> Operation[SleepReport]:
+        """One that puts memory to sleep, for which PyTorch gives up what it does not use."""
+        return Operation(
+            self._operations,
+            name,
+            work,
+            call=call,
+            counts_as=name,
+            at_level_3=AtLevel3.STAY,
+            make_way=trim,
+            ends_idle=ends_idle,
+        )
+
+    def _go_deep(self, work: Callable[[], SleepReport], call: Call, *, ends_idle: bool) -> SleepReport:
+        """`work`, a sleep at level 1, and then on to level 3."""
+        deep = self._operations.deep
+        deep.expect()
         agreement = self._agreement
         ranks = 1 if agreement is None else agreement.mesh.size
-        return self._entry.deep.deepen(partial(self._settled, work), self._store.unpin, ranks)
 
-    def _settled(self, work: Callable[[], SleepReport]) -> SleepReport:
-        """Do `work`, then wait until host memory that is not needed is given back: at level 3 that is impossible."""
-        report = work()
-        if not self._entry.deep.is_away:
-            self._store.settle()
-        return report
+        def settled() -> SleepReport:
+            """Then wait until host memory that is not needed is given back: at level 3 that is impossible."""
+            report = work()
+            if not deep.is_away:
+                self._store.settle()
+            return report
+
+        def deepen() -> SleepReport:
+            self._stop_preparing()
+            atexit.unregister(_come_back_at_exit)
+            atexit.register(_come_back_at_exit)
+            return deep.deepen(settled, self._store.unpin, ranks)
+
+        return self._operation("sleep", deepen, call, ends_idle=ends_idle).run()
 
     def deepen(self) -> SleepReport:
         """Go on from level 1 or 2 to level 3, as `sleep(level=3)` does after it has put the memory to sleep.
@@ -398,8 +426,7 @@ class CuMemAllocator:
             InvalidState: memory is awake, or there is none.
             CheckpointFailed: as `sleep`.
         """
-        self._entry.deep.expect()
-        return self._entry.operate(Call(), partial(self._deepen, _all_asleep_still), "sleep", make_way=trim)
+        return self._go_deep(_all_asleep_still, Call(), ends_idle=False)
 
     def deepen_when_idle(self) -> None:
         """Begin to count the seconds after which a process that sleeps at level 1 or 2 goes on to level 3.
@@ -408,17 +435,17 @@ class CuMemAllocator:
         not set.
         """
         seconds = self.settings.deep_after_s
-        if seconds is None or self._entry.deep.is_away:
+        if seconds is None or self._operations.deep.is_away:
             return
         if everything_sleeps():
-            self._entry.deep.after(seconds, self.deepen)
+            self._operations.deep.after(seconds, self.deepen)
         else:
-            self._entry.deep.stay()
+            self._operations.deep.stay()
 
     @property
     def may_deepen(self) -> bool:
         """Whether the process is at level 3, or may go there by itself at any time."""
-        return self._entry.deep.is_away or self._entry.deep.waits
+        return self._operations.deep.is_away or self._operations.deep.waits
 
     @contextmanager
     def using_cuda(self) -> Iterator[None]:
@@ -432,7 +459,7 @@ class CuMemAllocator:
         """
         try:
             while True:
-                self._entry.come_back()
+                self._operations.come_back()
                 with _core.DriverCalls() as allowed:  # or it went deeper again meanwhile
                     if allowed:
                         yield
@@ -446,9 +473,9 @@ class CuMemAllocator:
         If that fails the process ends at once: the libraries' calls would wait forever.
         """
         if not _core.driver_is_forked():
-            self._entry.deep.stop()
+            self._operations.deep.stop()
             # A signal handler may raise meanwhile, and call this.
-            log.run(self._lock, self._entry.deep.end_with_process)
+            log.run(self._lock, self._operations.deep.end_with_process)
 
     @property
     def checkpoint(self) -> Checkpointed | None:
@@ -456,7 +483,7 @@ class CuMemAllocator:
 
         None unless the process is at level 3. Touches no GPU.
         """
-        return self._entry.deep.taken
+        return self._operations.deep.taken
 
     def discard(self, tags: str | Iterable[str]) -> SleepReport:
         """Drop these tags, without a backup, and leave the rest as it is. What is already asleep keeps its backup.
@@ -465,12 +492,15 @@ class CuMemAllocator:
             InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
             InvalidState, DriverError, RankFailed: as `sleep`.
         """
-        with self._all_ranks("discard") as call:
-            chosen = self._used_tags.checked(tags)
-            work = partial(sleep, self._layer, call, in_pools(chosen), lambda _: True, "discard")
-            report = self._entry.operate(call, work, "discard")
-            self._entry.when_idle()  # it may have been the last that was awake
-            return report
+        with self._call("discard") as call:
+            chosen = in_pools(self._used_tags.checked(tags))
+
+            def work() -> SleepReport:
+                return sleep(self._layer, call, chosen, _all, "discard")
+
+            return Operation(
+                self._operations, "discard", work, call=call, counts_as="discard", at_level_3=AtLevel3.STAY
+            ).run()
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
         """Take device memory again, at the same addresses, and restore what was backed up.
@@ -494,9 +524,13 @@ class CuMemAllocator:
             DriverError: the driver refused a call.
             RankFailed: another rank failed, or did not answer, so that no rank wakes.
         """
-        with self._all_ranks("wake_up") as call:
+        with self._call("wake_up") as call:
             meant = woken_in_pools(None if tags is None else self._used_tags.checked(tags))
-            return self._entry.operate(call, partial(wake, self._layer, call, meant), "wake", meant)
+
+            def work() -> WakeReport:
+                return wake(self._layer, call, meant)
+
+            return Operation(self._operations, "wake_up", work, call=call, counts_as="wake", woken=meant).run()
 
     # Preparing
 
@@ -519,7 +553,7 @@ class CuMemAllocator:
         """
         if not self.settings.retain_backups:
             raise InvalidState("prepare() makes backups ahead, but retain_backups is off: none would be kept")
-        return self._entry.locked("prepare", self._begin_preparing)
+        return Operation(self._operations, "prepare", self._begin_preparing).run()
 
     def _begin_preparing(self) -> Preparation:
         self._stop_preparing()
@@ -554,15 +588,15 @@ class CuMemAllocator:
     def _give_way(self) -> None:
         """Let go of everything, for the allocator that takes this one's place."""
         if not _core.driver_is_forked():
-            self._entry.come_back()
+            self._operations.come_back()
         self._stop_background_work()
         self._leave()
         if not _core.driver_is_forked():
-            self._entry.clear_store()  # what its thread has left, which nobody could ask it for any more
+            self._operations.clear_store()  # what its thread has left, which nobody could ask it for any more
 
     def _stop_background_work(self) -> None:
-        self._entry.deep.stop()
-        self._entry.first_allocation.stop()
+        self._operations.deep.stop()
+        self._operations.first_allocation.stop()
         self._stop_preparing()
         self._store.stop()
 
@@ -570,13 +604,13 @@ class CuMemAllocator:
 
     def usage(self) -> dict[str, TagUsage]:
         """What the segments of each tag hold, and their backups; those of regions are in `regions.usage`."""
-        return self._entry.usage(in_pools())
+        return self._operations.usage(in_pools())
 
     def backup_place(self) -> BackupPlace:
         """Where backups lie: in memory of this process, or in which vault. Touches no GPU."""
         if not _core.driver_is_open():  # then there are no backups, and `auto` does not look for a vault yet
             return BackupPlace("" if self.settings.vault in ("off", "auto") else self.settings.vault)
-        return self._entry.locked("backup_place", self._store.place, stays_away=True)
+        return self._operations.look("backup_place", self._store.place)
 
     def read_backup(self, address: int, nbytes: int, *, copy: bool = True) -> npt.NDArray[np.uint8] | None:
         """The bytes that the backup of this device memory holds: those at its last sleep. It may be asleep or awake.
@@ -597,8 +631,7 @@ class CuMemAllocator:
         check_integer("address", address, minimum=0, maximum=MOST_ADDRESS)
         check_bool("copy", copy)
         check_integer("nbytes", nbytes, minimum=1)
-        work = partial(read_backup, self._layer, address, nbytes, copy)
-        return self._entry.locked("read_backup", work, stays_away=True)
+        return self._operations.look("read_backup", lambda: read_backup(self._layer, address, nbytes, copy))
 
     def get_current_usage(self) -> int:
         """Bytes of all segments but those of regions, mapped or not (vLLM's call, which wants none before its own)."""
@@ -606,7 +639,7 @@ class CuMemAllocator:
 
     def totals(self) -> dict[str, OperationTotals]:
         """What all sleeps, wakes and discards did so far, by operation."""
-        return dict(self._entry.totals)
+        return dict(self._operations.totals)
 
     # Ending
 
@@ -615,7 +648,7 @@ class CuMemAllocator:
 
         Ends what `prepare` has begun.
         """
-        return self._entry.locked("release_backups", self._release_backups)
+        return Operation(self._operations, "release_backups", self._release_backups).run()
 
     def _release_backups(self) -> int:
         self._stop_preparing()
@@ -626,10 +659,10 @@ class CuMemAllocator:
     def release_pools(self) -> None:
         """Give up the PyTorch pool for CUDA graphs and return free pool memory to the device. Live tensors stay."""
         if self._pools.found is not None and not _core.driver_is_forked():
-            self._entry.come_back()
+            self._operations.come_back()
             gc.collect()
             self._pools.found.release()
-            self._entry.after_a_free()
+            self._operations.after_a_free()
 
     def close(self) -> None:
         """`release_pools`, and the host memory of backups of awake segments. The allocator stays usable."""
@@ -667,6 +700,10 @@ def _allocated(left: LeftOnDevices, nbytes: int, tag: str, device: int, backup: 
         raise OutOfDeviceMemory(nbytes, free_bytes, device)
     left.note_used(device, total_bytes - free_bytes)
     return _core.Allocation(nbytes, tag, device, backup)
+
+
+def _all(segment: _core.Segment) -> bool:  # noqa: ARG001
+    return True
 
 
 def _all_asleep_still() -> SleepReport:

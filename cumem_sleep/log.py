@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ _logger = logging.getLogger("cumem_sleep")
 
 
 class _Thread(threading.local):
-    notes: list[_Note] | None = None  # the messages of the operation that this thread runs
+    notes: Notes | None = None  # of the operation that this thread runs
 
 
 _thread = _Thread()
@@ -54,26 +53,46 @@ def error(message: str, *arguments: object) -> None:
     _log(logging.ERROR, message, *arguments)
 
 
+class Notes:
+    """The messages of one operation: recorded on the thread that is inside (`with notes:`), logged by the caller."""
+
+    def __init__(self) -> None:
+        self._recorded: list[_Note] = []
+        self._before: Notes | None = None
+
+    def __enter__(self) -> None:
+        self._before, _thread.notes = _thread.notes, self
+
+    def __exit__(self, *error: object) -> None:
+        _thread.notes = self._before
+
+    def record(self, level: int, message: str, arguments: tuple[object, ...]) -> None:
+        """Keep this message."""
+        self._recorded.append((level, message, arguments))
+
+    def log(self) -> None:
+        """Log what was recorded."""
+        for level, message, arguments in self._recorded:
+            _log(level, message, *arguments)
+        self._recorded.clear()
+
+
 def run(lock: _core.OperationLock, work: Callable[[], _Result]) -> _Result:
     """`lock.run(work)`; when it has ended, log what it recorded."""
-    notes: list[_Note] = []
+    notes = Notes()
+
+    def recorded() -> _Result:
+        with notes:
+            return work()
+
     try:
-        return lock.run(partial(_noting, notes, work))
+        return lock.run(recorded)
     finally:
-        for level, message, arguments in notes:
-            _log(level, message, *arguments)
+        notes.log()
 
 
 def _log(level: int, message: str, *arguments: object) -> None:
     if _thread.notes is None:
         _logger.log(level, message, *arguments)
     else:
-        _thread.notes.append((level, message, arguments))
-
-
-def _noting(notes: list[_Note], work: Callable[[], _Result]) -> _Result:
-    before, _thread.notes = _thread.notes, notes
-    try:
-        return work()
-    finally:
-        _thread.notes = before
+        _thread.notes.record(level, message, arguments)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 
 from . import _core
 from .driver import driver_path
-from .entry import Entry
 from .errors import InvalidArgument, InvalidState, check_bool, check_integer
 from .integrations import preload
 from .levels import Group, in_regions, without_backup
+from .operation import AtLevel3, Operation, Operations
 from .operations.agreement import Call
 from .operations.layer import Layer
 from .operations.sleep import sleep
@@ -28,10 +27,10 @@ class Regions:
     do not know of pools, though both may use the same tags.
     """
 
-    def __init__(self, layer: Layer, tags: UsedTags, entry: Entry) -> None:
+    def __init__(self, layer: Layer, tags: UsedTags, operations: Operations) -> None:
         self._layer = layer
         self._tags = tags
-        self._entry = entry
+        self._operations = operations
 
     # Allocating
 
@@ -50,7 +49,7 @@ class Regions:
             DriverError: no usable driver.
         """
         tag = tag_or_default(tag)
-        with self._entry.allocating(tag, _plan(backup)):
+        with self._operations.allocating(tag, _plan(backup)):
             self._tags.add(tag)
             yield
 
@@ -68,8 +67,8 @@ class Regions:
             DriverError: no usable driver.
         """
         tag = tag_or_default(tag)
-        self._entry.open()
-        self._entry.come_back()
+        self._operations.open()
+        self._operations.come_back()
         return self._labelled(tag, _plan(backup))
 
     @contextmanager
@@ -83,7 +82,7 @@ class Regions:
 
         What is free of it at the end goes back to the device. PyTorch's other unused memory stays as it is.
         """
-        return self._entry.allocating(DEFAULT_TAG, ordinary=True)
+        return self._operations.allocating(DEFAULT_TAG, ordinary=True)
 
     @contextmanager
     def graph_pool(
@@ -101,7 +100,7 @@ class Regions:
             InvalidState: PyTorch does not reach a GPU here.
         """
         tag = tag_or_default(tag)
-        with self._entry.capturing("regions.graph_pool", tag, _plan(backup)) as pools:
+        with self._operations.capturing("regions.graph_pool", tag, _plan(backup)) as pools:
             self._tags.add(tag)
             if shared_by is None:
                 with pools.pool_of_one_graph() as pool_id:
@@ -159,11 +158,14 @@ class Regions:
             InvalidState, OutOfHostMemory, DriverError: as `CuMemAllocator.sleep`.
         """
         check_bool("with_left", with_left)
-        alone = Call()
-        work = partial(sleep, self._layer, alone, self._meant(tags), without_backup, with_left=with_left)
-        report = self._entry.operate(alone, work, "sleep")
-        self._entry.when_idle()
-        return report
+        meant = self._meant(tags)
+        return Operation(
+            self._operations,
+            "sleep",
+            lambda: sleep(self._layer, Call(), meant, without_backup, with_left=with_left),
+            counts_as="sleep",
+            at_level_3=AtLevel3.STAY,
+        ).run()
 
     def wake(
         self,
@@ -190,16 +192,16 @@ class Regions:
         check_bool("wait_for_release", wait_for_release)
         meant = self._meant(tags)
         retained = self._layer.settings.retain_backups if retain_backups is None else retain_backups
-        work = partial(self._wake, meant, retained, wait_for_release)
-        return self._entry.operate(Call(), work, "wake", meant)
 
-    def _wake(self, meant: Group, retained: bool, wait_for_release: bool, *, known_to_fit: bool = False) -> WakeReport:
-        woken = asleep(meant)
-        report = wake(self._layer, Call(), meant, known_to_fit=known_to_fit)
-        self._layer.store.retain(woken, retained=retained)
-        if wait_for_release:
-            self._layer.store.settle()
-        return report
+        def work() -> WakeReport:
+            woken = asleep(meant)
+            report = wake(self._layer, Call(), meant)
+            self._layer.store.retain(woken, retained=retained)
+            if wait_for_release:
+                self._layer.store.settle()
+            return report
+
+        return Operation(self._operations, "wake_up", work, counts_as="wake", woken=meant).run()
 
     def has(self, tag: str) -> bool:
         """Whether a region with this tag has memory, asleep or awake. Waits for nothing."""
@@ -210,7 +212,7 @@ class Regions:
 
     def usage(self) -> dict[str, TagUsage]:
         """What the segments of regions of each tag hold, and their backups."""
-        return self._entry.usage(in_regions())
+        return self._operations.usage(in_regions())
 
     def _meant(self, tags: str | Iterable[str] | None) -> Group:
         return in_regions(None if tags is None else self._tags.checked(tags))

@@ -18,7 +18,7 @@ import pytest
 from support import AWAKE, HANGS_S, assert_no_threads, in_thread
 from world import Phase, World, begin_anew
 
-from cumem_sleep import _core, entry, pinned, report
+from cumem_sleep import _core, operation, pinned, report
 from cumem_sleep import allocator as allocator_module
 from cumem_sleep.backups import backup, filling, host, store, turns
 from cumem_sleep.codec import compressor, encoding, lent, runner, slots, workbench
@@ -28,11 +28,11 @@ from cumem_sleep.transfer import lanes, pacing, restorer, routes
 
 _PACKAGE = pathlib.Path(allocator_module.__file__).parent
 # Which modules an operation runs. Each has to be reached: a rename would otherwise leave its test without places there.
-_OPERATION = (entry, agreement, deepen, backup, host, store, turns, digest_device, workbench, pinned, report)
+_OPERATION = (operation, agreement, deepen, backup, host, store, turns, digest_device, workbench, pinned, report)
 SLEEP = (*_OPERATION, compressor, filling, layer, sleep)
 WAKE = (*_OPERATION, wake, lanes, pacing, restorer, routes)
-PREPARE = (allocator_module, entry, prepare, host, store, turns, compressor)
-MALLOC = (allocator_module, entry, deepen)
+PREPARE = (allocator_module, operation, prepare, host, store, turns, compressor)
+MALLOC = (allocator_module, operation, deepen)
 CODEC = (compressor, encoding, runner, slots, workbench)
 CODEC_IN_LENT_MEMORY = (*CODEC, lent)
 _TRACED_FILES = {str(module.__file__) for module in (*SLEEP, *WAKE, *PREPARE, *MALLOC, *CODEC, *CODEC_IN_LENT_MEMORY)}

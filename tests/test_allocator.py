@@ -396,7 +396,7 @@ class TestInstances:
             pass
         for segment in _core.segments():
             replaced.free(segment.address)
-        parts = [weakref.ref(part) for part in (replaced, replaced._entry, replaced._digester)]
+        parts = [weakref.ref(part) for part in (replaced, replaced._operations, replaced._digester)]
         gc.collect()
         gc.disable()
         try:
@@ -407,7 +407,7 @@ class TestInstances:
             gc.enable()
 
     @pytest.mark.sim
-    @pytest.mark.parametrize("part", ["DeviceDigester", "Pools", "Entry", "UsedTags"])
+    @pytest.mark.parametrize("part", ["DeviceDigester", "Pools", "Operations", "UsedTags"])
     def test_one_that_was_not_made_can_be_ended(self, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
         """At exit all that there are still are ended, and an error there would leave the others running."""
         made: list[CuMemAllocator] = []

@@ -291,7 +291,7 @@ class Running:
 @pytest.fixture
 def running(allocator: CuMemAllocator) -> Iterator[Callable[[], Running]]:
     """Begins it."""
-    allocator._entry.open()
+    allocator._operations.open()
     cuda = Cuda()
     cuda.enter()
     begun: list[Running] = []

@@ -441,7 +441,7 @@ def test_the_line_that_says_the_layer_is_active(caplog: pytest.LogCaptureFixture
         allocator = CuMemAllocator(Settings())
         object.__setattr__(allocator.settings, "driver", os.environ["CUMEM_SLEEP_DRIVER"])
         allocator.get_current_usage()
-        allocator._entry.open()
+        allocator._operations.open()
     allocator.close()
     said = [record.getMessage() for record in caplog.records if "memory pools" in record.getMessage()]
     driver = os.environ["CUMEM_SLEEP_DRIVER"]

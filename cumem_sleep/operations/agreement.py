@@ -12,10 +12,8 @@ other rank has left that to it; a rank that then hears nothing undoes its half a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
 from .. import _core, log
 from ..errors import CumemSleepError, InvalidState, RankFailed
@@ -40,7 +38,16 @@ class _Heard:
 
 
 class Call:
-    """One operation, of a process that is alone: it agrees with itself."""
+    """One operation, of a process that is alone: it agrees with itself.
+
+    A context manager: of several ranks, the others are told of what fails before the operation begins, too.
+    """
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        pass
 
     def begin(self) -> None:
         """The operation begins; with the lock held, as the others."""
@@ -68,9 +75,9 @@ class Agreement:
         self._heard: dict[int, _Heard] = {}
         self._told: dict[int, Decision] = {}  # where there is no record: what rank 0 said
 
-    def call(self, operation: str) -> Call:
-        """The call for one operation."""
-        return RankCall(self, operation)
+    def call(self, operation: str, lock: _core.OperationLock) -> Call:
+        """The call for one operation, which has the lock."""
+        return RankCall(self, operation, lock)
 
     def heard(self, round_: int) -> _Heard:
         """What is known of a round."""
@@ -161,41 +168,26 @@ class Agreement:
             self._told[message.round] = message.decision
 
 
-@contextmanager
-def all_ranks(agreement: Agreement | None, operation: str, lock: _core.OperationLock) -> Iterator[Call]:
-    """Around an operation of all ranks: what fails before it begins is told to the others, too.
-
-    Args:
-        agreement: None: this process is alone.
-    """
-    if agreement is None:
-        yield Call()
-        return
-    call = agreement.call(operation)
-    try:
-        yield call
-    except BaseException as error:
-        if agreement.mesh.is_closed:  # nobody hears of it; and in a fork nobody may give the lock back
-            raise
-        with suppress(InvalidState):  # called from inside another operation: the others wait in vain
-            log.run(lock, partial(_refuse, lock, call, error))
-        raise
-
-
-def _refuse(lock: _core.OperationLock, call: Call, error: BaseException) -> None:
-    with lock.hold():
-        call.refuse(error)
-
-
 class RankCall(Call):
     """One operation of one rank of several."""
 
-    def __init__(self, agreement: Agreement, operation: str) -> None:
+    def __init__(self, agreement: Agreement, operation: str, lock: _core.OperationLock) -> None:
         self._agreement = agreement
         self._mesh = agreement.mesh
         self._operation = operation
+        self._lock = lock
         self._round = 0
         self._concluded = False
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or self._mesh.is_closed:  # nobody hears of it; and in a fork nobody may give the lock back
+            return
+        with suppress(InvalidState):  # called from inside another operation: the others wait in vain
+            log.run(self._lock, lambda: self._refuse_with_lock(error))
+
+    def _refuse_with_lock(self, error: BaseException) -> None:
+        with self._lock.hold():
+            self.refuse(error)
 
     def begin(self) -> None:
         """Tell the others that the operation begins.

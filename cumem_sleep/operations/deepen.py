@@ -5,26 +5,21 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
-from typing import TypeVar
 
 from .. import _core, log
 from ..checkpoint.process import THIS_PROCESS, Checkpointed, Refused
 from ..errors import CumemSleepError, counted
-from ..report import PhaseTimer, SleepReport, WakeReport
-
-_Report = TypeVar("_Report", SleepReport, WakeReport)
+from ..report import PhaseTimer, SleepReport
 
 
 class DeepSleep:
     """Level 3 of this process.
 
-    All but `expect`, `is_away`, `after`, `forget_return` and the ends are called with the lock held.
+    All but `expect`, `is_away`, `after`, `stay` and the ends are called with the lock held.
     """
 
     def __init__(self) -> None:
         self._checkpoint = THIS_PROCESS
-        self._came_back: Mapping[str, float] = {}
         self._timer: _core.Worker | None = None
 
     @property
@@ -95,31 +90,22 @@ class DeepSleep:
             phases={**report.phases, **phases},
         )
 
-    def come_back(self, needed_bytes: Mapping[int, int] = MappingProxyType({}), *, to_wake: bool = False) -> None:
+    def come_back(self, needed_bytes: Mapping[int, int]) -> Mapping[str, float]:
         """Bring the CUDA state back to the GPU; as at level 1 from then on.
 
         Args:
             needed_bytes: by device, what the caller needs besides.
-            to_wake: a wake follows, whose report is to say how long this took.
+
+        Returns:
+            Seconds by phase.
 
         Raises:
             OutOfDeviceMemory: too little memory is free for both: nothing was done.
             CheckpointFailed: the driver refused.
         """
         phases = self._checkpoint.bring_back(needed_bytes)
-        self._came_back = phases if to_wake else {}
         log.info("cumem-sleep: back from level 3 in %.3f s, at level 1 now", sum(phases.values()))
-
-    def forget_return(self) -> None:
-        """The wake that came back is over, and may have failed: no later one reports it."""
-        self._came_back = {}
-
-    def told(self, report: _Report) -> _Report:
-        """The report of an operation; that of a wake with the time that coming back took before it."""
-        phases, self._came_back = self._came_back, {}
-        if not phases or not isinstance(report, WakeReport):
-            return report
-        return replace(report, seconds=report.seconds + sum(phases.values()), phases={**phases, **report.phases})
+        return phases
 
     def after(self, seconds: float, deepen: Callable[[], object]) -> None:
         """Call `deepen` once, on a thread of its own, when `stay` is not called for so long."""

@@ -31,18 +31,26 @@ def wanting(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, int]:
     return {device: total_bytes(mine) + tables_bytes for device, mine in by_device(lacking).items()}
 
 
-def fits(layer: Layer, meant: Group) -> bool:
-    """Whether the devices have enough free memory for a wake of `meant`."""
-    return not _lacking(layer, asleep(meant))
+def check_device_memory(layer: Layer, segments: Sequence[_core.Segment]) -> None:
+    """Refuse a wake of these segments that cannot fit, before anything is mapped.
+
+    Raises:
+        OutOfDeviceMemory: a device has too little free memory.
+    """
+    for device in by_device(segments):
+        _core.release_waiter(device)  # whose page counts, too
+    for device, needed_bytes in wanting(layer, segments).items():
+        free_bytes, _ = _core.memory_info(device)
+        if needed_bytes > free_bytes:
+            count = sum(segment.device == device and not segment.has_memory for segment in segments)
+            raise OutOfDeviceMemory(needed_bytes, free_bytes, device, segment=counted(count, "sleeping segment"))
 
 
-def wake(layer: Layer, call: Call, meant: Group, *, known_to_fit: bool = False) -> WakeReport:
-    """Wake the segments of `meant`. If anything fails, what was taken goes back, and everything stays asleep.
+def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
+    """Wake the segments of `meant`, for which there is room (`check_device_memory`).
 
-    The same holds if anything fails on another rank: the ranks agree when everything is verified.
-
-    Args:
-        known_to_fit: `fits` has said so, with the lock held. To ask the driver takes as long as a small copy.
+    If anything fails, what was taken goes back, and everything stays asleep. The same holds if anything fails on
+    another rank: the ranks agree when everything is verified.
 
     Raises:
         OutOfDeviceMemory, OutOfHostMemory, BackupMismatch, CodecError, DriverError, RankFailed: as
@@ -57,8 +65,6 @@ def wake(layer: Layer, call: Call, meant: Group, *, known_to_fit: bool = False) 
         restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
         restored.sort(key=lambda segment: layer.store.encoding_of(segment) is not None)  # as they are copied
         blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
-        if not known_to_fit:
-            _check_device_memory(layer, segments)
         expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
         checked = [segment for segment in restored if segment.id in expected]
         keep_bytes = {segment.id for segment in blank if segment.keeps_bytes}
@@ -132,21 +138,6 @@ def _workbenches(
             yield workbenches
     finally:  # once more: closing may have failed
         close_all(workbenches.values())
-
-
-def _check_device_memory(layer: Layer, segments: Sequence[_core.Segment]) -> None:
-    """Refuse a wake that cannot fit before it maps anything."""
-    for device, needed_bytes, free_bytes in _lacking(layer, segments):
-        count = sum(segment.device == device and not segment.has_memory for segment in segments)
-        raise OutOfDeviceMemory(needed_bytes, free_bytes, device, segment=counted(count, "sleeping segment"))
-
-
-def _lacking(layer: Layer, segments: Sequence[_core.Segment]) -> list[tuple[int, int, int]]:
-    """The devices with less free memory than the segments need there: each with what is needed, and what is free."""
-    for device in by_device(segments):
-        _core.release_waiter(device)  # whose page counts, too
-    found = [(device, nbytes, _core.memory_info(device)[0]) for device, nbytes in wanting(layer, segments).items()]
-    return [(device, needed, free) for device, needed, free in found if needed > free]
 
 
 def _digests_at_sleep(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, Digest]:

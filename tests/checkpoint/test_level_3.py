@@ -657,9 +657,9 @@ class TestByItself:
         allocator.malloc(PAGE, "weights")
         with allocator._lock.hold():
             began = threading.Event()
-            allocator._entry.deep.after(0.0, lambda: (began.set(), allocator.deepen()))
+            allocator._operations.deep.after(0.0, lambda: (began.set(), allocator.deepen()))
             began.wait()
-            allocator._entry.deep.stop()
+            allocator._operations.deep.stop()
         assert_no_threads("cumem-deepen")
         assert allocator.checkpoint is None
         assert "did not go" not in caplog.text
@@ -679,10 +679,10 @@ def test_no_thread_allocates_there(
     monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_least_bytes", PAGE)
     allocator.malloc(PAGE, "weights")
     assert allocator.sleep(level=3).checkpointed_bytes
-    assert allocator._entry.first_allocation._worker is None
+    assert allocator._operations.first_allocation._worker is None
     monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_after_s", 0.0)
-    allocator._entry.first_allocation.after(1 << 50)  # as if it had gone there meanwhile
-    worker = allocator._entry.first_allocation._worker
+    allocator._operations.first_allocation.after(1 << 50)  # as if it had gone there meanwhile
+    worker = allocator._operations.first_allocation._worker
     assert worker is not None
     with caplog.at_level(logging.INFO, "cumem_sleep"):
         assert worker.wait(20)

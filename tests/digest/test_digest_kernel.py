@@ -88,7 +88,7 @@ def test_a_module_is_loaded_once_whatever_is_refused(which: str) -> None:
         f"""
         load = _core.load_{which}_kernel
         reset_simulation()
-        fresh_allocator()._entry.open()
+        fresh_allocator()._operations.open()
         sim.fail("cuModuleGetFunction", error="CUDA_ERROR_OUT_OF_MEMORY", times=2)
         for _ in range(2):
             with raises(DriverError, "cuModuleGetFunction"):

@@ -24,6 +24,7 @@ from cumem_sleep import (
 )
 from cumem_sleep.integrations.torch_memory_saver import TorchMemorySaver, configure_subprocess
 from cumem_sleep.integrations.torch_memory_saver.environment import Environment
+from cumem_sleep.operation import Operation
 
 Sleep = _core.Segment.Sleep
 
@@ -137,8 +138,9 @@ class TestRegions:
         """It waits for the lock, and for a thread, once; where it is passed over, never."""
         malloc(saver, tag="a")
         begun: list[object] = []
-        run = log.run
+        run, run_operation = log.run, Operation.run
         monkeypatch.setattr(log, "run", lambda lock, work: (begun.append(work), run(lock, work))[1])
+        monkeypatch.setattr(Operation, "run", lambda operation: (begun.append(operation), run_operation(operation))[1])
         for call, tag, operations in (
             (saver.pause, "a", 1),
             (saver.pause, "cuda_graph", 0),

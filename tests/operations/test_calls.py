@@ -126,7 +126,7 @@ class TestStreams:
         assert streams_in(sim.stats().calls) == (3, 3)
 
     def test_of_a_device_without_segments_are_not_kept(self) -> None:
-        fresh_allocator()._entry.open()
+        fresh_allocator()._operations.open()
         sim.reset()
         with _core.CopyStream(0):
             pass
@@ -255,7 +255,7 @@ class TestTables:
         region.free()
 
     def test_of_a_device_without_segments_do_not(self) -> None:
-        fresh_allocator()._entry.open()
+        fresh_allocator()._operations.open()
         pinned_table(1000, 0).close()
         assert sim.stats().registered_bytes == 0
 
@@ -288,7 +288,7 @@ class TestTables:
 def test_nothing_stays_however_frees_and_closes_meet() -> None:
     """The last segment may be freed at any moment of a close."""
     allocator = fresh_allocator()
-    allocator._entry.open()
+    allocator._operations.open()
     forget_devices()
     sim.reset()
     over = threading.Event()

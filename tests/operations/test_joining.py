@@ -101,7 +101,7 @@ class TestAnAllocatorThatCannotBeMade:
         def refused() -> None:
             raise OutOfDeviceMemory(2, 1, 0)
 
-        monkeypatch.setattr(joined._entry, "come_back", refused)
+        monkeypatch.setattr(joined._operations, "come_back", refused)
 
         def make(group: Group) -> None:
             with pytest.raises(OutOfDeviceMemory):
@@ -128,7 +128,7 @@ class TestAnAllocatorThatCannotBeMade:
 
 
 def sleep_as_rank_1(mesh: Mesh) -> None:
-    call = Agreement(mesh, HANGS_S).call("sleep")
+    call = Agreement(mesh, HANGS_S).call("sleep", _core.OperationLock())
     call.begin()
     call.agree(PhaseTimer())
 
@@ -174,7 +174,7 @@ def test_another_group_is_joined_when_the_sleep_at_work_has_ended(
 def test_a_sleep_that_waited_while_the_group_was_left(joined: CuMemAllocator) -> None:
     other = beside_another(joined.join)
     joined.malloc(PAGE, "weights")
-    with joined._all_ranks("sleep") as call:
+    with joined._call("sleep") as call:
         joined._leave()
         with pytest.raises(InvalidState, match="sleep: this process has left the group"):
             call.begin()

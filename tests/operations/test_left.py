@@ -187,7 +187,7 @@ def test_a_pool_of_pytorch_is_noted_before_it_is_entered(
         def use(self) -> Callable[[], None]:
             raise KeyError("entered")
 
-    allocator._entry.open()
+    allocator._operations.open()
     take(6 * MIB)
     with monkeypatch.context() as patch:
         patch.setattr(allocator._pools, "found", Pools())

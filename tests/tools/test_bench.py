@@ -733,6 +733,6 @@ def test_link_is_measured_with_what_is_free() -> None:
 
 
 def test_room_is_what_the_tightest_limit_leaves(make_allocator: Callable[..., CuMemAllocator]) -> None:
-    make_allocator()._entry.open()
+    make_allocator()._operations.open()
     room = workload.Room.now(0, Settings(host_budget_bytes=3 * MIB))
     assert (room.host_bytes, room.host_limit) == (3 * MIB, "budget")

@@ -157,7 +157,7 @@ def test_what_cannot_all_be_shown_to_a_new_vault_leaves_no_file_open(
 
 
 def test_a_slab_is_given_back_without_opening_a_file(allocator: CuMemAllocator) -> None:
-    allocator._entry.open()
+    allocator._operations.open()
     before = sim.stats().registered_bytes
     slab = slabs.take(PAGE, -1, 0, 1, lambda _: None)
     with descriptors_left(os.getpid(), 0):
@@ -167,7 +167,7 @@ def test_a_slab_is_given_back_without_opening_a_file(allocator: CuMemAllocator) 
 
 
 def test_a_slab_that_cannot_be_adopted_stays_unwritable(allocator: CuMemAllocator) -> None:
-    allocator._entry.open()
+    allocator._operations.open()
     slab = slabs.take(PAGE, -1, 0, 1, lambda _: None)
     shown = os.dup(slab.descriptor)
     slab.let_go()

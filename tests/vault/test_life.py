@@ -197,7 +197,7 @@ def test_a_vault_takes_no_more_than_it_may_with_what_it_adopts(
 def test_a_vault_that_ends_gives_no_memory_back_that_others_read(
     allocator: CuMemAllocator,
 ) -> None:
-    allocator._entry.open()
+    allocator._operations.open()
     posted: deque[Callable[[], None]] = deque()
     changed: list[bool] = []
     host = Host(lambda: 1 << 40, 1, lambda _: None)
@@ -356,7 +356,7 @@ def slow_vault(
 ) -> Iterator[Callable[..., VaultClient]]:
     """A vault of four slabs of a page in a thread here, which takes each when the room says so."""
     allocator.get_current_usage()
-    allocator._entry.open()
+    allocator._operations.open()
     monkeypatch.setattr(protocol, "BUSY_INTERVAL_S", 0.05)
     vault = Vault(Address(folder / "vault.sock"), 4 * PAGE, visible_gpus(), Host(room.ask, 1, lambda _: None), PAGE)
     thread = threading.Thread(target=vault.run)

@@ -446,7 +446,7 @@ def test_what_a_kernel_does_not_reach_goes_by_the_engine(engine: Engine, into: L
 @pytest.fixture
 def here(folder: pathlib.Path, allocator: CuMemAllocator) -> Iterator[Callable[[], VaultClient]]:
     """Connects to a vault in a thread of this process, whose driver can be made to fail."""
-    allocator._entry.open()
+    allocator._operations.open()
     vault = Vault(Address(folder / "vault.sock"), 16 * PAGE, visible_gpus(), Host(lambda: 1 << 40, 1, print), 4 * PAGE)
     thread = threading.Thread(target=vault.run)
     thread.start()
@@ -536,7 +536,7 @@ def test_memory_stays_until_its_copies_have_ended_even_if_the_wait_for_them_fail
         from cumem_sleep.vault.address import Address
         from cumem_sleep.vault.server import *
         allocator = fresh_allocator()
-        allocator._entry.open()
+        allocator._operations.open()
         vault = Vault(Address(pathlib.Path(SOCKET)), 4 * PAGE, visible_gpus(), Host(lambda: 1 << 40, 1, print))
         thread = threading.Thread(target=vault.run)
         thread.start()
@@ -567,7 +567,7 @@ def test_a_gpu_that_is_lost_ends_the_vault_for_the_next_one(folder: pathlib.Path
         from cumem_sleep.vault.address import Address
         from cumem_sleep.vault.server import *
         allocator, memory, lines, failures = fresh_allocator(), Memory(), [], []
-        allocator._entry.open()
+        allocator._operations.open()
         path = pathlib.Path.cwd() / "vault.sock"
         vault = Vault(Address(pathlib.Path(SOCKET)), 4 * PAGE, visible_gpus(), Host(lambda: 1 << 40, 1, lines.append))
 
@@ -602,7 +602,7 @@ def test_memory_that_cannot_be_registered_is_said_and_tried_again(
 ) -> None:
     from cumem_sleep.vault import protocol
 
-    allocator._entry.open()
+    allocator._operations.open()
     lines: list[str] = []
     monkeypatch.setattr(protocol, "BUSY_INTERVAL_S", 0.02)
     sim.fail("cuMemHostRegister", after=1)

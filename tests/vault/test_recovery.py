@@ -36,7 +36,7 @@ def through(make_allocator: MakeAllocator, vault: RunningVault) -> Iterator[Make
 
     def make(**settings: object) -> CuMemAllocator:
         allocator = make_allocator(vault=str(vault.socket), **settings)
-        allocator._entry.open()
+        allocator._operations.open()
         tier_of(allocator).client().deadline_s = SECONDS
         return allocator
 
@@ -363,7 +363,7 @@ def filling_up(
     room = Room()
     monkeypatch.setattr(protocol, "BUSY_INTERVAL_S", 0.05)
     allocator = make_allocator(vault=str(folder / "vault.sock"))
-    allocator._entry.open()
+    allocator._operations.open()
     vault = Vault(
         Address(folder / "vault.sock"), 16 * PAGE, visible_gpus(), Host(room.ask, 1, lambda _: None), 8 * PAGE
     )
