@@ -323,7 +323,7 @@ def wakes() -> dict[str, Any]:
         allocator.malloc(nbytes, "weights")
     for nbytes in kv_segments(int(54.63 * GIB)):
         allocator.malloc(nbytes, "kv_cache")
-    kernel_devices = set(allocator._restorer._routes._kernel_devices)
+    kernel_devices = set(allocator._copiers._kernel_devices)
     assert kernel_devices, f"the copy kernel is not in use on {small.device}"
     touch_host_memory(64 * GIB)
     allocator.sleep()
@@ -335,7 +335,7 @@ def wakes() -> dict[str, Any]:
         ("engine, 256 MiB", set(), batch_bytes),
         ("engine or kernel", kernel_devices, batch_bytes),
     ):
-        allocator._restorer._routes._kernel_devices = set(devices)
+        allocator._copiers._kernel_devices = set(devices)
         CuMemAllocator.tuning.engine_batch_bytes = nbytes
         rows[name] = {"at once_s": [], "later_s": []}
         for pause_s, key in ((0, "at once_s"), (3, "later_s")) * 3:
@@ -353,7 +353,7 @@ def trials() -> dict[str, Any]:
         allocator.malloc(nbytes, "weights")
     for nbytes in kv_segments(108 * GIB):
         allocator.malloc(nbytes, "kv_cache")
-    assert allocator._restorer._routes._kernel_devices, f"the copy kernel is not in use on {small.device}"
+    assert allocator._copiers._kernel_devices, f"the copy kernel is not in use on {small.device}"
     for _ in range(2):
         allocator.sleep()
         allocator.wake_up()

@@ -46,7 +46,7 @@ from .levels import (
     with_tag,
     woken_in_pools,
 )
-from .operation import AtLevel3, Operation, Operations
+from .operation import Operation, Operations
 from .operations.agreement import Agreement, Call
 from .operations.deepen import awake_in_words, everything_sleeps
 from .operations.layer import Layer
@@ -63,7 +63,7 @@ from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeRep
 from .segments import total_bytes
 from .settings import Settings
 from .tags import DEFAULT_TAG, GRAPH_TAG, UsedTags, checked_tag, tag_or_default
-from .transfer.restorer import Restorer
+from .transfer.copiers import Copiers
 from .tuning import Tuning
 from .variables import warn_of_misspelt
 
@@ -117,10 +117,10 @@ class CuMemAllocator:
         self._agreement: Agreement | None = None
         _stores.add(self._store)
         self._digester = DeviceDigester(self.tuning)
-        self._restorer = Restorer(self.tuning)
+        self._copiers = Copiers(self.tuning)
         self._compressor = Compressor(self.settings.compress == "auto", self.tuning)
         self._layer = Layer(
-            self.settings, self.tuning, self._lock, self._store, self._digester, self._compressor, self._restorer
+            self.settings, self.tuning, self._lock, self._store, self._digester, self._compressor, self._copiers
         )
         self._pools = Pools()
         self._operations: Operations = Operations(
@@ -357,14 +357,10 @@ class CuMemAllocator:
             if is_dropped is None:
                 note = "level 0 keeps all memory; nothing was done"
                 return SleepReport(note=note, simulated=_core.driver_is_simulated())
-            is_chosen = with_tag(is_dropped)
-
-            def work() -> SleepReport:
-                return sleep(self._layer, call, in_pools(), is_chosen)
-
+            arguments = (self._layer, call, in_pools(), with_tag(is_dropped))
             if is_deep(level):
-                return self._go_deep(work, call, ends_idle=True)
-            return self._operation("sleep", work, call).run()
+                return self._go_deep(lambda: sleep(*arguments), call)
+            return self._operations.of_sleep("sleep", sleep, *arguments, call=call, make_way=trim).run()
 
     def _dropped(
         self, level: int | str | Iterable[str] | None, offload_tags: str | Iterable[str] | None
@@ -379,31 +375,15 @@ class CuMemAllocator:
             return dropped_at_level(level)
         return dropped_unless(self._used_tags.to_back_up(offload_tags))
 
-    def _operation(
-        self, name: str, work: Callable[[], SleepReport], call: Call, *, ends_idle: bool = True
-    ) -> Operation[SleepReport]:
-        """One that puts memory to sleep, for which PyTorch gives up what it does not use."""
-        return Operation(
-            self._operations,
-            name,
-            work,
-            call=call,
-            counts_as=name,
-            at_level_3=AtLevel3.STAY,
-            make_way=trim,
-            ends_idle=ends_idle,
-        )
-
-    def _go_deep(self, work: Callable[[], SleepReport], call: Call, *, ends_idle: bool) -> SleepReport:
-        """`work`, a sleep at level 1, and then on to level 3."""
+    def _go_deep(self, sleep_first: Callable[[], SleepReport], call: Call, *, ends_idle: bool = True) -> SleepReport:
+        """A sleep at level 1, and then on to level 3."""
         deep = self._operations.deep
         deep.expect()
-        agreement = self._agreement
-        ranks = 1 if agreement is None else agreement.mesh.size
+        ranks = 1 if self._agreement is None else self._agreement.mesh.size
 
         def settled() -> SleepReport:
-            """Then wait until host memory that is not needed is given back: at level 3 that is impossible."""
-            report = work()
+            """Wait until host memory that is not needed is given back, too: at level 3 that is impossible."""
+            report = sleep_first()
             if not deep.is_away:
                 self._store.settle()
             return report
@@ -414,7 +394,7 @@ class CuMemAllocator:
             atexit.register(_come_back_at_exit)
             return deep.deepen(settled, self._store.unpin, ranks)
 
-        return self._operation("sleep", deepen, call, ends_idle=ends_idle).run()
+        return self._operations.of_sleep("sleep", deepen, call=call, make_way=trim, ends_idle=ends_idle).run()
 
     def deepen(self) -> SleepReport:
         """Go on from level 1 or 2 to level 3, as `sleep(level=3)` does after it has put the memory to sleep.
@@ -493,14 +473,8 @@ class CuMemAllocator:
             InvalidState, DriverError, RankFailed: as `sleep`.
         """
         with self._call("discard") as call:
-            chosen = in_pools(self._used_tags.checked(tags))
-
-            def work() -> SleepReport:
-                return sleep(self._layer, call, chosen, _all, "discard")
-
-            return Operation(
-                self._operations, "discard", work, call=call, counts_as="discard", at_level_3=AtLevel3.STAY
-            ).run()
+            arguments = (self._layer, call, in_pools(self._used_tags.checked(tags)), _all, "discard")
+            return self._operations.of_sleep("discard", sleep, *arguments, call=call).run()
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
         """Take device memory again, at the same addresses, and restore what was backed up.
@@ -526,11 +500,7 @@ class CuMemAllocator:
         """
         with self._call("wake_up") as call:
             meant = woken_in_pools(None if tags is None else self._used_tags.checked(tags))
-
-            def work() -> WakeReport:
-                return wake(self._layer, call, meant)
-
-            return Operation(self._operations, "wake_up", work, call=call, counts_as="wake", woken=meant).run()
+            return self._operations.of_wake(wake, self._layer, call, meant, call=call, woken=meant).run()
 
     # Preparing
 
@@ -631,7 +601,7 @@ class CuMemAllocator:
         check_integer("address", address, minimum=0, maximum=MOST_ADDRESS)
         check_bool("copy", copy)
         check_integer("nbytes", nbytes, minimum=1)
-        return self._operations.look("read_backup", lambda: read_backup(self._layer, address, nbytes, copy))
+        return self._operations.look("read_backup", read_backup, self._layer, address, nbytes, copy)
 
     def get_current_usage(self) -> int:
         """Bytes of all segments but those of regions, mapped or not (vLLM's call, which wants none before its own)."""

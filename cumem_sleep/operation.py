@@ -44,7 +44,7 @@ class Operation(Generic[_Result]):
     Args:
         shared: what it shares with the other operations of its allocator.
         name: what errors call it.
-        work: its sequence; runs with the lock held.
+        work: its sequence; called with `arguments`, and with the lock held.
         call: through which the ranks agree; None: it is this process's alone.
         counts_as: the name by which its report is counted; "": it has none.
         at_level_3: what becomes of level 3.
@@ -58,8 +58,8 @@ class Operation(Generic[_Result]):
         self,
         shared: Operations,
         name: str,
-        work: Callable[[], _Result],
-        *,
+        work: Callable[..., _Result],
+        *arguments: object,
         call: Call | None = None,
         counts_as: str = "",
         at_level_3: AtLevel3 = AtLevel3.COME_BACK,
@@ -70,6 +70,7 @@ class Operation(Generic[_Result]):
         self._shared = shared
         self._name = name
         self._work = work
+        self._arguments = arguments
         self._call = call
         self._counts_as = counts_as
         self._at_level_3 = at_level_3
@@ -129,7 +130,7 @@ class Operation(Generic[_Result]):
                     self._check_room(self._woken)
                 if self._call is not None:
                     self._call.begin()
-                return self._counted(self._work())
+                return self._counted(self._work(*self._arguments))
             except _DoesNotFit:
                 raise
             except BaseException as error:
@@ -230,19 +231,48 @@ class Operations:
         if _core.driver_is_forked():
             _core.device_count()  # raises, and says why
 
-    # Looking
+    # What there is to do
 
-    def look(self, name: str, work: Callable[[], _Result]) -> _Result:
+    def of_sleep(
+        self,
+        name: str,
+        work: Callable[..., SleepReport],
+        *arguments: object,
+        call: Call | None = None,
+        make_way: Callable[[TorchPools], None] | None = None,
+        ends_idle: bool = True,
+    ) -> Operation[SleepReport]:
+        """One that puts memory to sleep, after which nothing of it may be left on the GPU."""
+        stay = AtLevel3.STAY
+        return Operation(
+            self,
+            name,
+            work,
+            *arguments,
+            call=call,
+            counts_as=name,
+            at_level_3=stay,
+            make_way=make_way,
+            ends_idle=ends_idle,
+        )
+
+    def of_wake(
+        self, work: Callable[..., WakeReport], *arguments: object, woken: Group, call: Call | None = None
+    ) -> Operation[WakeReport]:
+        """One that wakes these."""
+        return Operation(self, "wake_up", work, *arguments, call=call, counts_as="wake", woken=woken)
+
+    def look(self, name: str, work: Callable[..., _Result], *arguments: object) -> _Result:
         """The result of `work`, which calls no driver: the process stays at level 3, and the time until it goes there
         is not counted anew.
         """
-        return Operation(self, name, work, at_level_3=AtLevel3.STAY, ends_idle=False).run()
+        return Operation(self, name, work, *arguments, at_level_3=AtLevel3.STAY, ends_idle=False).run()
 
     def usage(self, meant: Group) -> dict[str, TagUsage]:
         """What the segments of each tag hold, and their backups."""
         if not _core.driver_is_open():
             return {}
-        return self.look("usage", lambda: usage_by_tag(self.layer, meant))
+        return self.look("usage", usage_by_tag, self.layer, meant)
 
     # Counting
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 from . import _core
 from .driver import driver_path
 from .errors import InvalidArgument, InvalidState, check_bool, check_integer
 from .integrations import preload
 from .levels import Group, in_regions, without_backup
-from .operation import AtLevel3, Operation, Operations
+from .operation import Operations
 from .operations.agreement import Call
 from .operations.layer import Layer
 from .operations.sleep import sleep
@@ -159,13 +160,8 @@ class Regions:
         """
         check_bool("with_left", with_left)
         meant = self._meant(tags)
-        return Operation(
-            self._operations,
-            "sleep",
-            lambda: sleep(self._layer, Call(), meant, without_backup, with_left=with_left),
-            counts_as="sleep",
-            at_level_3=AtLevel3.STAY,
-        ).run()
+        arguments = (self._layer, Call(), meant, without_backup)
+        return self._operations.of_sleep("sleep", partial(sleep, with_left=with_left), *arguments).run()
 
     def wake(
         self,
@@ -201,7 +197,7 @@ class Regions:
                 self._layer.store.settle()
             return report
 
-        return Operation(self._operations, "wake_up", work, counts_as="wake", woken=meant).run()
+        return self._operations.of_wake(work, woken=meant).run()
 
     def has(self, tag: str) -> bool:
         """Whether a region with this tag has memory, asleep or awake. Waits for nothing."""

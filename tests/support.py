@@ -141,11 +141,11 @@ def around_copies(
     """Have these called before the first copy of a sleep begins, and when the last has ended."""
     add, finish, begun = Filling.add, Filling.finish, list[bool]()
 
-    def watched_add(self: Filling, *arguments: Any) -> None:
+    def watched_add(self: Filling, *arguments: Any) -> Any:
         if before is not None and not begun:
             begun.append(True)
             before()
-        add(self, *arguments)
+        return add(self, *arguments)
 
     def watched_finish(self: Filling) -> list[_core.Segment]:
         filled = finish(self)

@@ -341,7 +341,7 @@ class TestHandlersThatReturn:
 def test_an_allocator_that_fails_to_replace_another_leaves_that_in_use(
     allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cumem_sleep.allocator.Restorer", raising(KeyboardInterrupt()))
+    monkeypatch.setattr("cumem_sleep.allocator.Copiers", raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         CuMemAllocator()
     assert CuMemAllocator.get_instance() is allocator

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 
 from .. import _core
 from ..codec.workbench import Workbench
-from ..extents import Lane, Piece, Transfers
+from ..extents import Transfers
 from ..segments import by_device
+from ..transfer.link import LinkOut
+from ..transfer.transfer import Transfer
+from ..tuning import Tuning
 from .backup import Backup
 
-_MOST_STREAMS = 4
+_MOST_LANES = 4
 
 
 class Filling:
-    """The copies of one operation: `add` segments part by part, then `finish`.
+    """The copies of one operation: `add` and `encode` segments part by part, then `finish`.
 
     Segments are copied while the caller works out what to add next. The tier prepares the extents ahead of the copies.
     Backups are not complete afterwards: the caller must first check whether anything wrote to the segments meanwhile.
@@ -30,45 +33,56 @@ class Filling:
         backups: Mapping[int, Backup],
         transfers: Transfers,
         streams: ExitStack,
-        stream_bytes: int,
+        tuning: Tuning,
         most_bytes: Mapping[int, int],
     ) -> None:
         self._backups = backups  # by the segments' ids
         self._transfers = transfers
         self._streams = streams
-        self._stream_bytes = stream_bytes
+        self._tuning = tuning
         self._most_bytes = most_bytes
-        self._copies: dict[int, _Copies] = {}  # by device
+        self._raw: dict[int, Transfer] = {}  # by device
         self._workbenches: dict[int, Workbench] = {}
         self._added: list[_core.Segment] = []
 
-    def add(self, part: Sequence[_core.Segment], workbenches: Mapping[int, Workbench]) -> None:
-        """Begin to copy these segments, whose backups already have extents; segments to encode come last.
+    def add(self, part: Sequence[_core.Segment]) -> list[Transfer]:
+        """Take these segments, whose backups already have extents; `encode` must follow.
+
+        Returns:
+            The transfers of those that are not encoded: the caller steps them until nothing is left to begin.
+        """
+        part = sorted(part, key=lambda segment: self._backups[segment.id].encoding is not None)  # as they are copied
+        self._added += part
+        raw = by_device(segment for segment in part if self._backups[segment.id].encoding is None)
+        for device, mine in raw.items():
+            if device not in self._raw:
+                self._raw[device] = self._transfer(device)
+            for segment in mine:
+                self._raw[device].add(segment, self._backups[segment.id].pieces())
+        self._transfers.expect(chain.from_iterable(self._backups[segment.id].extents for segment in part))
+        return [self._raw[device] for device in raw]
+
+    def encode(self, part: Sequence[_core.Segment], workbenches: Mapping[int, Workbench]) -> None:
+        """Encode and copy the others of `part`.
 
         Args:
-            workbenches: by device, for the segments to encode.
+            workbenches: by device.
 
         Raises:
             OutOfHostMemory, DriverError, InvalidState, CodecError: not every byte is there.
         """
         self._workbenches.update(workbenches)
-        backups = [self._backups[segment.id] for segment in part]
-        raw = [backup for backup in backups if backup.encoding is None]
-        encoded = [backup for backup in backups if backup.encoding is not None]
-        # Before pages are touched, because touching pages delays every change of the address space.
-        for device in {backup.segment.device for backup in raw} - self._copies.keys():
-            lanes = min(_MOST_STREAMS, -(-self._most_bytes[device] // self._stream_bytes))
-            streams = [self._streams.enter_context(_core.CopyStream(device)) for _ in range(lanes)]
-            lanes_of_device = [self._transfers.lane(stream) for stream in streams]
-            self._copies[device] = _Copies(lanes_of_device, self._stream_bytes, self._transfers.done_with)
-        self._transfers.expect(chain.from_iterable(backup.extents for backup in [*raw, *encoded]))
-        self._added += [backup.segment for backup in [*raw, *encoded]]
-        for backup in raw:
-            for piece in backup.pieces():
-                self._copies[backup.segment.device].start(piece, backup.segment)
-        for device, mine in by_device(backup.segment for backup in encoded).items():
-            runs = chain.from_iterable(self._backups[segment.id].runs() for segment in mine)
-            workbenches[device].encode(runs, self._transfers)
+        for device, mine in by_device(part).items():
+            backups = [backup for segment in mine if (backup := self._backups[segment.id]).encoding is not None]
+            if backups:
+                workbenches[device].encode(chain.from_iterable(backup.runs() for backup in backups), self._transfers)
+
+    def _transfer(self, device: int) -> Transfer:
+        """Made before pages are touched, because touching pages delays every change of the address space."""
+        count = min(_MOST_LANES, -(-self._most_bytes[device] // self._tuning.stream_bytes))
+        streams = [self._streams.enter_context(_core.CopyStream(device)) for _ in range(count)]
+        link = LinkOut([self._transfers.lane(stream) for stream in streams], self._tuning)
+        return Transfer([link], lambda arrived: self._transfers.done_with(segment.address for segment in arrived))
 
     @property
     def in_flight(self) -> set[int]:
@@ -87,45 +101,5 @@ class Filling:
         self._transfers.end()
         return self._added
 
-    def _at_work(self) -> Iterable[_Copies | Workbench]:
-        return [*self._copies.values(), *self._workbenches.values()]
-
-
-class _Copies:
-    """Copies from one device. About a gibibyte is in flight; whatever was begun before that has arrived.
-
-    Args:
-        done_with: called with the addresses of segments all of whose bytes have arrived, while there are others.
-    """
-
-    def __init__(self, lanes: Sequence[Lane], stream_bytes: int, done_with: Callable[[Iterable[int]], None]) -> None:
-        self._lanes = lanes
-        self._segments: list[dict[int, int]] = [{} for _ in self._lanes]  # addresses by id, by lane
-        self._stream_bytes = stream_bytes
-        self._done_with = done_with
-        self._turn = 0
-        self._bytes = 0  # begun in this turn
-
-    @property
-    def in_flight(self) -> set[int]:
-        """Ids of the segments whose copies may not have ended yet."""
-        return set().union(*self._segments)
-
-    def start(self, piece: Piece, segment: _core.Segment) -> None:
-        """Begin to copy it; all pieces of a segment come one after the other."""
-        _core.stop_if_asked()
-        if self._bytes >= self._stream_bytes:
-            self._turn, self._bytes = (self._turn + 1) % len(self._lanes), 0
-            self._lanes[self._turn].synchronize()
-            arrived, self._segments[self._turn] = self._segments[self._turn], {}
-            not_whole = self.in_flight | {segment.id}
-            self._done_with(address for number, address in arrived.items() if number not in not_whole)
-        self._lanes[self._turn].write(piece.extent, piece.offset, piece.address, piece.bytes)
-        self._segments[self._turn][segment.id] = segment.address
-        self._bytes += piece.bytes
-
-    def finish(self) -> None:
-        """Wait for all of them."""
-        for lane in self._lanes:
-            _core.stop_if_asked()
-            lane.synchronize()
+    def _at_work(self) -> Iterable[Transfer | Workbench]:
+        return [*self._raw.values(), *self._workbenches.values()]

@@ -216,6 +216,10 @@ class HostLane:
         """The bytes there."""
         return HostTier.content(extent, offset, nbytes)
 
+    def is_done(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self.stream.query()
+
     def synchronize(self) -> None:
         """Wait for all of it."""
         self.stream.synchronize()

@@ -230,7 +230,7 @@ class BackupStore:
         """For copying (some of) `segments` into their backups; after leaving it, no copy is in flight."""
         most_bytes = {device: total_bytes(mine) for device, mine in by_device(segments).items()}
         with self._tier.transfers() as transfers, ExitStack() as streams:
-            yield Filling(self._backups, transfers, streams, self._tuning.stream_bytes, most_bytes)
+            yield Filling(self._backups, transfers, streams, self._tuning, most_bytes)
 
     def prove(self, segments: Sequence[_core.Segment], digests: Mapping[int, Digest]) -> None:
         """Mark the backups of `segments` as complete: filled with bytes that had these digests before and after.

@@ -498,6 +498,10 @@ class VaultLane:
         for client, request in begun:
             client.wait([request])
 
+    def is_done(self) -> bool:
+        """Not while the vault copies: only it knows."""
+        return not self._begun and self.stream.query()
+
     def synchronize(self) -> None:
         """Wait for all of it."""
         self.join()

@@ -94,6 +94,12 @@ class Slot:
         self.lane = transfers.lane(self.stream)
         return self.lane
 
+    @property
+    def opened_lane(self) -> Lane:
+        """The lane that `use` has opened."""
+        assert self.lane is not None
+        return self.lane
+
     def join(self) -> None:
         """Make kernels launched on its stream from here on see what was copied to it."""
         if self.lane is not None:

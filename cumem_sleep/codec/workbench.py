@@ -6,13 +6,11 @@ so that one slot's copies overlap with another's kernels.
 
 from __future__ import annotations
 
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,20 +36,6 @@ _WORTH = 0.95
 
 class ChangedMeanwhile(InvalidState):
     """A segment was written to between plan and encoding."""
-
-
-class CopiesToSlots(Protocol):
-    """Copies encoded chunks to slots, by a route of its choice."""
-
-    @property
-    def alone(self) -> bool:
-        """Whether the next copy must run alone, so that its time gives the rate."""
-
-    def start(self, slot: int, pieces: Sequence[Piece]) -> None:
-        """Begin to copy these to the slot with this number, in the order of its stream."""
-
-    def took(self, nbytes: int, seconds: float) -> None:
-        """Report how long the copy took or, with others in flight, how long until the next could begin."""
 
 
 class Workbench:
@@ -211,9 +195,9 @@ class Workbench:
             CodecError: a kernel failed.
         """
         before: Slot | None = None
-        for batch in self._batches(runs):
+        for batch in self.batches(runs):
             _core.stop_if_asked()
-            slot = self._next_slot()
+            slot = self.next_slot()
             lane = slot.use(transfers)
             slot.set_rows(batch.parameters, batch.addresses, slot.chunks_address + batch.starts, batch.sizes)
             slot.stream.zero(slot.chunks_address, batch.bytes)
@@ -238,71 +222,23 @@ class Workbench:
         """
         for _ in self._slots:
             _core.stop_if_asked()
-            self._next_slot()
+            self.next_slot()
         for slot in self._slots:
             slot.read_counters()
 
-    def decode(
-        self,
-        runs: Iterable[EncodedRun],
-        mapped: Callable[[int], None],
-        completed: Callable[[list[_core.Segment]], None],
-        copies: CopiesToSlots,
-    ) -> Iterator[int]:
-        """Copy encoded chunks to the device and decode them; yields the bytes of each batch that was begun.
+    def decode(self, slot: Slot, batch: Batch, sources: npt.NDArray[np.int64]) -> None:
+        """Launch the kernel that decodes a batch.
 
         Args:
-            mapped: waits until the segment with that id is mapped.
-            completed: called with segments all of whose chunks are in place.
-            copies: makes the copies to the slots.
+            sources: where it finds each encoded chunk.
 
         Raises:
-            DriverError, InvalidState: what the driver or `mapped` raised.
-            CodecError: a kernel failed.
+            DriverError: the driver refused.
+            CodecError: the kernel failed.
         """
-        copied: deque[tuple[Slot, _Batch, npt.NDArray[np.int64]]] = deque()  # or being copied
-
-        def decode_next() -> None:
-            slot, batch, sources = copied.popleft()
-            for segment_id in dict.fromkeys(run.segment.id for run in batch.runs):
-                mapped(segment_id)
-            slot.join()
-            slot.set_rows(batch.parameters, sources, batch.addresses, batch.sizes)
-            with codec_errors():
-                self._runner.decode(slot.stream, batch.layout, slot.table, len(batch))
-            slot.begun(then=partial(_complete, completed, [run.segment for run in batch.runs if run.is_last]))
-
-        for batch in self._batches(runs):
-            _core.stop_if_asked()
-            slot = self._next_slot()
-            begin = time.perf_counter()  # before pinning, because copies in flight go on meanwhile
-            if slot.lane is not None:
-                slot.lane.pin(run.extent for run in batch.runs)
-            if self.has_memory:
-                alone = copies.alone
-                if alone:
-                    self.finish()
-                    for other, _, _ in copied:
-                        other.synchronize()
-                    begin = time.perf_counter()
-                copies.start(self._turn, batch.pieces(slot.chunks_address))
-                copied.append((slot, batch, slot.chunks_address + batch.starts))
-                if alone:
-                    slot.synchronize()
-                    copies.took(batch.bytes, time.perf_counter() - begin)
-                # Keep this many copies in flight while the first batch waits for its segment to be mapped.
-                if len(copied) > len(self._slots) - 2:
-                    decode_next()
-                if not alone:
-                    self._slots[(self._turn + 1) % len(self._slots)].finish()
-                    copies.took(batch.bytes, time.perf_counter() - begin)
-            else:
-                copied.append((slot, batch, batch.addresses_in_extents))
-                decode_next()
-            yield len(batch) * CHUNK_BYTES
-        while copied:
-            decode_next()
-        self.finish()
+        slot.set_rows(batch.parameters, sources, batch.addresses, batch.sizes)
+        with codec_errors():
+            self._runner.decode(slot.stream, batch.layout, slot.table, len(batch))
 
     def decode_again(self, run: EncodedRun, transfers: Transfers) -> int:
         """Decode chunks (few enough for a slot) from their extent; returns the temporary address of their content.
@@ -312,9 +248,9 @@ class Workbench:
             CodecError: a kernel failed.
         """
         assert run.content_bytes <= self.slot_bytes
-        target, source = self._next_slot(), self._next_slot()
+        target, source = self.next_slot(), self.next_slot()
         lane, decoded = source.use(transfers), 0
-        for batch in self._batches([run]):  # encoded, what does not compress is larger, and may not fit at once
+        for batch in self.batches([run]):  # encoded, what does not compress is larger, and may not fit at once
             for piece in batch.pieces(source.chunks_address):
                 lane.read(piece.address, piece.extent, piece.offset, piece.bytes)
             source.synchronize()
@@ -326,7 +262,7 @@ class Workbench:
             decoded += len(batch)
         return target.chunks_address
 
-    def _batches(self, runs: Iterable[EncodedRun]) -> Iterator[_Batch]:
+    def batches(self, runs: Iterable[EncodedRun]) -> Iterator[Batch]:
         """The chunks in batches, in order; those of one batch have the same layout and fit into a slot."""
         batch: list[EncodedRun] = []
         rows, room = self._tuning.rows, self.slot_bytes  # left in the batch
@@ -335,16 +271,16 @@ class Workbench:
             while first < len(run):
                 fits = int(np.searchsorted(np.cumsum(run.sizes[first : first + rows]), room, side="right"))
                 if batch and (not fits or batch[0].code.layout != run.code.layout):
-                    yield _Batch(batch)
+                    yield Batch(batch)
                     batch, rows, room = [], self._tuning.rows, self.slot_bytes
                     continue
                 part = run.part(first, first + max(fits, 1))
                 batch.append(part)
                 first, rows, room = first + len(part), rows - len(part), room - part.bytes
         if batch:
-            yield _Batch(batch)
+            yield Batch(batch)
 
-    def _next_slot(self) -> Slot:
+    def next_slot(self) -> Slot:
         """Wait for the slot that was begun first, and return it."""
         if self._kept is not None:
             self._kept.lend()
@@ -352,6 +288,15 @@ class Workbench:
         slot = self._slots[self._turn]
         slot.finish()
         return slot
+
+    def finish_next_slot(self) -> None:
+        """Wait for it, so that `next_slot` will not."""
+        self._slots[(self._turn + 1) % len(self._slots)].finish()
+
+    @property
+    def slot_count(self) -> int:
+        """How many batches can be at work."""
+        return len(self._slots)
 
     def _idle_samples(self, segments: int) -> Samples:
         """For so many segments. They are used again, because pinning memory takes long while copies are in flight."""
@@ -382,7 +327,7 @@ class Workbench:
         for first in range(0, len(parameters), self._count_rows):
             _core.stop_if_asked()
             mine = slice(first, min(first + self._count_rows, len(parameters)))
-            slot, count = self._next_slot(), mine.stop - mine.start
+            slot, count = self.next_slot(), mine.stop - mine.start
             counters = slot.counters_for(count, partial(_store_sizes, result.sizes[mine]))
             slot.set_rows(parameters[mine], sources[mine], counters + 4 * np.arange(count), 0)
             with codec_errors():
@@ -534,7 +479,7 @@ def parts_to_plan(segments: Iterable[_core.Segment], part_bytes: int) -> Iterato
         yield part
 
 
-class _Batch:
+class Batch:
     """Chunks of one layout, for one launch of a kernel, one after another in a slot.
 
     Attributes:
@@ -596,10 +541,6 @@ class _Batch:
 def _write(lane: Lane, pieces: Sequence[Piece]) -> None:
     for piece in pieces:
         lane.write(piece.extent, piece.offset, piece.address, piece.bytes)
-
-
-def _complete(completed: Callable[[list[_core.Segment]], None], segments: list[_core.Segment], _: Slot) -> None:
-    completed(segments)
 
 
 def _store_sizes(sizes: npt.NDArray[np.int64], counters: npt.NDArray[np.uint32]) -> None:

@@ -11,7 +11,7 @@ from ..codec.compressor import Compressor
 from ..digest.device import DeviceDigester
 from ..errors import DriverError, InvalidState
 from ..settings import Settings
-from ..transfer.restorer import Restorer
+from ..transfer.copiers import Copiers
 from ..tuning import Tuning
 from .left import LeftOnDevices
 
@@ -28,7 +28,7 @@ class Layer:
     store: BackupStore
     digester: DeviceDigester
     compressor: Compressor
-    restorer: Restorer
+    copiers: Copiers
     left: LeftOnDevices = field(default_factory=LeftOnDevices)
     _warm_devices: set[int] = field(default_factory=set)
 
@@ -39,7 +39,7 @@ class Layer:
                 if self.settings.verify == "wake" or self.settings.retain_backups:
                     self.digester.warm_up(device)
                 if not _core.driver_is_simulated():  # which copies the same in both ways
-                    self.restorer.warm_up(device)
+                    self.copiers.warm_up(device)
                 self.compressor.warm_up(device)
             self._warm_devices.add(device)
 

@@ -11,7 +11,6 @@ from functools import partial
 from itertools import chain
 
 from .. import _core, log
-from ..backups.filling import Filling
 from ..codec.codec import Code
 from ..codec.encoding import Encoding
 from ..codec.workbench import Plan, Workbench, close_all, parts_to_plan
@@ -63,7 +62,19 @@ def sleep(
         backed_up = [segment for segment in held if not is_dropped(segment)]
         with timer("quiesce"):
             quiesce(held)
-        copied, found = _back_up(layer, backed_up, dropped, timer, copying) if backed_up else ([], [])
+        copied, found = [], []
+        if backed_up:
+            layer.store.claim(backed_up)
+            with layer.digester.run(backed_up) as run:
+                digests = _Digests(_to_be_digested(layer, backed_up), run, layer.tuning.idle_s)
+                backing_up = _BackingUp(layer, backed_up, dropped, digests, timer)
+                while not backing_up.attempt(copying):
+                    pass
+                copied, found = backing_up.copied, [*backing_up.found.values()]
+                with timer("check"):
+                    if copied:
+                        _check_unchanged(layer, backed_up, copied, digests)
+                    layer.store.require(backed_up, digests.taken)
         with timer("release"):
             freed_bytes = _core.put_to_sleep(backed_up, dropped, partial(_agree, call, timer, copying))
     copied_bytes = total_bytes(copied)
@@ -84,30 +95,6 @@ def sleep(
     )
 
 
-def _back_up(
-    layer: Layer,
-    segments: Sequence[_core.Segment],
-    dropped: Sequence[_core.Segment],
-    timer: PhaseTimer,
-    copying: ExitStack,
-) -> tuple[list[_core.Segment], list[_core.Segment]]:
-    """Give each segment a backup of its present bytes. Returns those copied, and those whose bytes the tier had.
-
-    Args:
-        copying: what is left of the copies is entered here, to be left before their memory is released.
-    """
-    layer.store.claim(segments)
-    with layer.digester.run(segments) as run:
-        digests = _Digests(_to_be_digested(layer, segments), run, layer.tuning.idle_s)
-        backing_up = _BackingUp(layer, segments, dropped, digests, timer)
-        copied = backing_up.run(copying)
-        with timer("check"):
-            if copied:
-                _check_unchanged(layer, segments, copied, digests)
-            layer.store.require(segments, digests.taken)
-    return copied, [*backing_up.found.values()]
-
-
 def _agree(call: Call, timer: PhaseTimer, copying: ExitStack) -> None:
     """All is unmapped. From here on nobody else has a hold on this memory, so what is released is free."""
     copying.close()
@@ -116,7 +103,7 @@ def _agree(call: Call, timer: PhaseTimer, copying: ExitStack) -> None:
 
 
 class _BackingUp:
-    """Brings the backups of some segments up to date: `run` copies what changed.
+    """Brings the backups of some segments up to date, in one attempt or more.
 
     A segment whose backup has room for it, stored in the same way again, is digested part by part, while earlier
     parts are copied. So are the others, if the tier has free memory for them. Otherwise they are digested first, and
@@ -126,6 +113,7 @@ class _BackingUp:
         dropped: segments whose memory the codec may borrow, if the device has none left.
 
     Attributes:
+        copied: what was copied. Until a check shows that nobody wrote meanwhile, these backups are incomplete.
         found: the segments, by id, whose bytes were found in the tier already; they stay clean in this sleep.
     """
 
@@ -144,40 +132,71 @@ class _BackingUp:
         self._lenders = dropped
         self._digests = digests
         self._timer = timer
+        self.copied: list[_core.Segment] = []
         self.found: dict[int, _core.Segment] = {}
         self._changed: set[int] = set()  # ids of the segments found to have changed so far
         self._was_short = False  # the tier had too little memory
-        self._undigested: deque[_core.Segment] = deque()  # of those that this attempt rewrites
+        # Of this attempt:
+        self._undigested: deque[_core.Segment] = deque()  # of those that it copies in parts
         self._part_bytes: float = 0  # the least size of the next part of them
+        self._unplanned: deque[list[_core.Segment]] = deque()  # parts that have changed, each of one device
+        self._plans: deque[Plan] = deque()  # of the parts that come next
 
-    def run(self, copying: ExitStack) -> list[_core.Segment]:
-        """Copy what changed, and return it. Until a check shows that nobody wrote meanwhile, backups are incomplete.
+    def attempt(self, copying: ExitStack) -> bool:
+        """Copy what changed. False: there is another way left to try, in another attempt.
 
         Args:
             copying: entered, for the caller to leave: then the tier has given back all that it was lent.
-        """
-        while True:
-            with self._timer("host_memory"):
-                in_parts = self._in_parts()
-            try:
-                return self._try(in_parts, copying)
-            except CodecError as error:
-                if not self._compressor.on:
-                    raise  # nothing is left to give up
-                self._compressor.give_up(error)
-            except OutOfHostMemory:
-                if not any(segment.id in self._changed for segment in in_parts):
-                    raise
-                self._was_short = True
-                # The old backups of changed segments are worthless, and their memory may be what is missing. Without
-                # them everything is planned, and checked, at once.
-                self._store.forget(self._changed)
-                with self._timer("digest"):
-                    rest = self._changed_of(in_parts)
-                self._store.forget(segment.id for segment in rest)
 
-    def _try(self, in_parts: Sequence[_core.Segment], copying: ExitStack) -> list[_core.Segment]:
-        """Make one attempt at `run`. The memory for the segments `in_parts` need not be taken before any copy."""
+        Raises:
+            OutOfHostMemory, DriverError, InvalidState, CodecError: no other way is left.
+        """
+        with self._timer("host_memory"):
+            in_parts = self._in_parts()
+        try:
+            new, part = self._found_changed(in_parts)
+            if not new and not part:
+                return True
+            taken = self._digests.taken
+            maybe_changed = [*new, *part, *(segment for segment in self._undigested if segment.id not in taken)]
+            with ExitStack() as attempt:
+                filling = attempt.enter_context(self._store.filling([*new, *in_parts]))
+                with self._workbenches(maybe_changed) as workbenches:
+                    part = self._with_new(new, part, workbenches)
+                    with self._timer("copy"):
+                        while part:
+                            transfers = filling.add(part)
+                            while transfers:
+                                for transfer in [*transfers]:
+                                    if not transfer.step():
+                                        transfers.remove(transfer)
+                            filling.encode(part, workbenches)
+                            part = self._next_part(workbenches)
+                        self._digests.begin_check(filling.in_flight)
+                        self.copied = filling.finish()
+                copying.enter_context(attempt.pop_all())
+            return True
+        except CodecError as error:
+            if not self._compressor.on:
+                raise  # nothing is left to give up
+            self._compressor.give_up(error)
+        except OutOfHostMemory:
+            if not any(segment.id in self._changed for segment in in_parts):
+                raise
+            self._was_short = True
+            # The old backups of changed segments are worthless, and their memory may be what is missing. Without
+            # them everything is planned, and checked, at once.
+            self._store.forget(self._changed)
+            with self._timer("digest"):
+                rest = self._changed_of(in_parts)
+            self._store.forget(segment.id for segment in rest)
+        return False
+
+    def _found_changed(self, in_parts: Sequence[_core.Segment]) -> tuple[list[_core.Segment], list[_core.Segment]]:
+        """What changed of the segments that are not copied in parts, and in the first part of the others."""
+        self._undigested, self._part_bytes = deque(in_parts), self._tuning.head_bytes
+        self._unplanned.clear()
+        self._plans.clear()
         known = {segment.id for segment in in_parts}
         others = [segment for segment in self._segments if segment.id not in known]
         if not self._compressor.on:  # otherwise their sizes are not known yet
@@ -187,29 +206,13 @@ class _BackingUp:
                 # While new pages are prefaulted a digest takes long, because its table needs memory.
                 with self._timer("digest"):
                     self._digests.take(self._segments)
-        self._undigested, self._part_bytes = deque(in_parts), self._tuning.head_bytes
         with self._timer("digest"):
-            new = self._changed_of(others)
-            part = self._next_changed()
-        if not new and not part:
-            return []
-        taken = self._digests.taken
-        maybe_changed = [*new, *part, *(segment for segment in self._undigested if segment.id not in taken)]
-        with ExitStack() as attempt:
-            filling = attempt.enter_context(self._store.filling([*new, *in_parts]))
-            with self._workbenches(maybe_changed) as workbenches:
-                copied = self._fill(filling, workbenches, new, part)
-            copying.enter_context(attempt.pop_all())
-        return copied
+            return self._changed_of(others), self._next_changed()
 
-    def _fill(
-        self,
-        filling: Filling,
-        workbenches: Mapping[int, Workbench],
-        new: list[_core.Segment],
-        part: list[_core.Segment],
+    def _with_new(
+        self, new: list[_core.Segment], part: list[_core.Segment], workbenches: Mapping[int, Workbench]
     ) -> list[_core.Segment]:
-        """Copy `new`, whose memory is taken before any copy, and part by part `part` and what else has changed."""
+        """Take memory for `new`, before any copy; returns it, or else the first part of what follows `part`."""
         encodings: dict[int, Encoding] = {}
         if workbenches:
             with self._timer("plan"):
@@ -222,43 +225,48 @@ class _BackingUp:
                 encodings = _planned(new, workbenches)
         with self._timer("host_memory"):
             self._store.take(new, self._segments, encodings)
-        with self._timer("copy"):
-            filling.add(new, workbenches)
-            self._copy_parts(part, filling, workbenches)
-            self._digests.begin_check(filling.in_flight)
-            return filling.finish()
+        self._put_off(part)
+        return new or self._next_part(workbenches)
 
-    def _copy_parts(self, part: list[_core.Segment], filling: Filling, workbenches: Mapping[int, Workbench]) -> None:
-        """Copy `part`, and after it what else has changed.
+    def _put_off(self, part: Sequence[_core.Segment]) -> None:
+        self._unplanned.extend(
+            parts_to_plan(chain.from_iterable(by_device(part).values()), self._tuning.count_part_bytes)
+        )
 
-        The next part is digested while copies of the parts before it are in flight. Likewise, while segments are
-        encoded, the GPU counts the sizes of the next ones, and copies samples of those after that to the host.
+    def _next_part(self, workbenches: Mapping[int, Workbench]) -> list[_core.Segment]:
+        """The next segments that have changed, with memory for their backups; empty if there are no more.
+
+        They are digested while copies of those before them are in flight. Likewise, while segments are encoded, the GPU
+        counts the sizes of the next ones, and copies samples of those after that to the host.
         """
-        plans: deque[Plan] = deque()
-        while part:
-            if workbenches:
-                for one in parts_to_plan(chain.from_iterable(by_device(part).values()), self._tuning.count_part_bytes):
-                    plans.append(workbenches[one[0].device].begin_plan(one, self._codes(one)))
-                    for before in [*plans][-2:-1]:
-                        before.count()
-                    if len(plans) > (1 if plans[-1].samples is None else 2):
-                        self._copy_planned(plans.popleft(), filling, workbenches)
-            else:
+        while True:
+            if not self._unplanned:
+                self._put_off(self._next_changed())
+            if not self._unplanned and not self._plans:
+                return []
+            if not workbenches:
+                part = [segment for one in self._unplanned for segment in one]
+                self._unplanned.clear()
                 self._store.take(part, self._segments, {})
-                filling.add(part, {})
-            part = self._next_changed()
-        while plans:
-            plans[-1].count()
-            self._copy_planned(plans.popleft(), filling, workbenches)
+                return part
+            if not self._unplanned:
+                self._plans[-1].count()
+                return self._with_memory(self._plans.popleft(), workbenches)
+            one = self._unplanned.popleft()
+            self._plans.append(workbenches[one[0].device].begin_plan(one, self._codes(one)))
+            if len(self._plans) > 1:
+                self._plans[-2].count()
+            if len(self._plans) > (1 if self._plans[-1].samples is None else 2):
+                return self._with_memory(self._plans.popleft(), workbenches)
 
-    def _copy_planned(self, plan: Plan, filling: Filling, workbenches: Mapping[int, Workbench]) -> None:
-        """Encode and copy segments: with the codes of their backups, unless their values are very different now."""
+    def _with_memory(self, plan: Plan, workbenches: Mapping[int, Workbench]) -> list[_core.Segment]:
+        """Take memory for planned segments: with the codes of their backups, unless their values are very different."""
         encodings = plan.finish()
         rewritten = [segment for segment in plan.segments if self._store.encoding_of(segment)]
         unfit = [s for s in rewritten if not self._store.has_room_for(s, encodings.get(s.id))]
         encodings.update(_planned(unfit, workbenches))
         self._store.take(plan.segments, self._segments, encodings)
-        filling.add(plan.segments, workbenches)
+        return [*plan.segments]
 
     def _codes(self, part: Iterable[_core.Segment]) -> dict[int, Code]:
         """The codes of the encoded backups that segments of `part` have, by the segments' ids."""

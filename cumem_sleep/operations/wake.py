@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 
 from .. import _core
 from ..codec.workbench import Workbench, close_all
+from ..digest.device import DigestRun
 from ..digest.reference import Digest
 from ..errors import BackupMismatch, OutOfDeviceMemory, counted
+from ..extents import Transfers
 from ..levels import Group
 from ..report import PhaseTimer, WakeReport
 from ..segments import by_device, describe, total_bytes
-from ..transfer.restorer import ToRestore
+from ..transfer.decoding import Decoding
+from ..transfer.link import LinkIn
+from ..transfer.transfer import Together, Transfer
 from .agreement import Call
 from .layer import Layer
 
@@ -78,16 +84,19 @@ def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
                     # What fits into one batch is all mapped before its copy begins: a thread would not get ahead.
                     if benches or total_bytes(restored) > layer.tuning.engine_batch_bytes:
                         mapping.start()
-                    if restored:
-                        with timer("copy"):
-                            layer.restorer.restore(
-                                _to_restore(layer, restored),
-                                transfers,
-                                mapping.wait,
-                                mapping_blank.start,
-                                digests if checked else None,
-                                benches,
-                            )
+                    with timer("copy"), ExitStack() as streams:
+                        mine = digests if checked else None
+                        copies = _copies(layer, restored, transfers, streams, mapping, mine, benches)
+                        begun, half = 0, total_bytes(restored) // 2
+                        while copies:
+                            before = begun
+                            for line in copies:
+                                if not (nbytes := line[0].step()):
+                                    line.popleft().finish()
+                                begun += nbytes
+                            copies = [line for line in copies if line]
+                            if before < half <= begun:
+                                mapping_blank.start()
                 with timer("map"):
                     for segment in blank:
                         mapping_blank.wait(segment.id)
@@ -111,13 +120,67 @@ def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
     )
 
 
-def _to_restore(layer: Layer, restored: Sequence[_core.Segment]) -> ToRestore:
-    raw = [segment for segment in restored if layer.store.encoding_of(segment) is None]
-    encoded = [segment for segment in restored if layer.store.encoding_of(segment) is not None]
-    return ToRestore(
-        [(segment, layer.store.pieces(segment)) for segment in raw],
-        [(segment, layer.store.runs(segment)) for segment in encoded],
-    )
+def _copies(
+    layer: Layer,
+    restored: Sequence[_core.Segment],
+    transfers: Transfers,
+    streams: ExitStack,
+    mapping: _core.Ahead,
+    digests: DigestRun | None,
+    workbenches: Mapping[int, Workbench],
+) -> list[deque[Transfer | Decoding]]:
+    """The copies to each device, which are made one after the other: each has the whole link.
+
+    Args:
+        streams: their owner; once it is closed, nothing is in flight.
+        digests: begun for segments that have arrived.
+    """
+    copies: list[deque[Transfer | Decoding]] = []
+    for device, mine in by_device(restored).items():
+        line: deque[Transfer | Decoding] = deque()
+        raw = [segment for segment in mine if layer.store.encoding_of(segment) is None]
+        if raw:
+            line.append(_transfer_in(layer, device, raw, transfers, streams, mapping, digests))
+        if device in workbenches:
+            encoded = [segment for segment in mine if layer.store.encoding_of(segment) is not None]
+            runs = chain.from_iterable(map(layer.store.runs, encoded))
+            completed = digests.start if digests is not None else _nothing
+            line.append(
+                Decoding(
+                    device, runs, workbenches[device], transfers, layer.copiers, mapping.wait, completed, layer.tuning
+                )
+            )
+        copies.append(line)
+    return copies
+
+
+def _transfer_in(
+    layer: Layer,
+    device: int,
+    segments: Sequence[_core.Segment],
+    transfers: Transfers,
+    streams: ExitStack,
+    mapping: _core.Ahead,
+    digests: DigestRun | None,
+) -> Transfer:
+    tuning, nbytes = layer.tuning, total_bytes(segments)
+    count = min(tuning.batches_in_flight, -(-nbytes // tuning.batch_bytes))
+    lanes = [transfers.lane(streams.enter_context(_core.CopyStream(device))) for _ in range(count)]
+    copier = layer.copiers.open(device, lanes, nbytes, tuning.timed_bytes)
+    begin_digests = _nothing if digests is None else Together(digests.start, nbytes, tuning.digest_together_bytes)
+
+    def arrived(some: Sequence[_core.Segment]) -> None:
+        begin_digests(some)
+        transfers.done_with(segment.address for segment in some)
+
+    transfer = Transfer([LinkIn(lanes, copier, mapping.wait, tuning)], arrived)
+    for segment in segments:
+        transfer.add(segment, layer.store.pieces(segment))
+    return transfer
+
+
+def _nothing(segments: Sequence[_core.Segment]) -> None:
+    pass
 
 
 @contextmanager

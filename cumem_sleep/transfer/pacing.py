@@ -1,9 +1,9 @@
-"""Which route the next batch takes: the copy engine's rate is watched, and the kernel takes over while it is slow."""
+"""Who copies the next batch: the copy engine's rate is watched, and the kernel takes over while it is slow."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from ..tuning import Tuning
 
@@ -40,63 +40,85 @@ class BestRate:
         return rate
 
 
-# Yields how to copy a batch, and is sent the bytes and seconds that it took. Where one ends, what it found out is its
-# value, for the one that it is a part of.
-Choices = Generator[Choice, tuple[int, float], None]
-_Trial = Generator[Choice, tuple[int, float], bool]
+class _State(Enum):
+    KERNEL_TIMED = auto()  # alone, where no rate was seen yet
+    TRIAL = auto()  # the engine alone
+    SECOND_TRIAL = auto()  # once more: to believe it wrongly costs as much as dozens of trials
+    FILLING = auto()  # the engine, whose queue fills: these batches seem to take no time
+    ENGINE = auto()  # the engine, timed
+    KERNEL = auto()  # for a while
 
 
-def choices(best: BestRate, timed_bytes: int, in_flight: int, tuning: Tuning) -> Choices:
-    """Yields how to copy the next batch; send it the bytes and seconds of the batch before.
+class Pace:
+    """Who copies the next batch of one link, the engine or the kernel: ask `next`, then `record` what it took.
 
     The engine is used until it proves slow compared with the best rate seen; then the kernel for a while, and then the
     engine is tried again. If no rate was seen yet, the kernel's rate comes first. A rate counts as the best only if
     nothing else was in flight: after a stall on our side, batches that finished meanwhile seem to take no time.
 
     Args:
+        best: of the link, from one operation to the next; None: there is no kernel, so there is no choice.
         timed_bytes: how many bytes are timed together for the engine's rate.
         in_flight: how many batches are begun before the first one is waited for.
     """
-    if not best.value:
-        yield from _one_alone(best, tuning.least_timed_bytes, by_engine=False)
-    while True:
-        is_engine_fast = yield from _engine_tried(best, tuning.least_timed_bytes)
-        while is_engine_fast:
-            is_engine_fast = yield from _engine_for_a_while(best, timed_bytes, in_flight)
-        for _ in range(tuning.batches_between_trials):
-            yield Choice(by_engine=False, alone=False)
 
+    def __init__(self, best: BestRate | None, timed_bytes: int, in_flight: int, tuning: Tuning) -> None:
+        self._best = best
+        self._timed_bytes = timed_bytes
+        self._in_flight = in_flight
+        self._tuning = tuning
+        self._left = 0  # batches, in states that last for a number of them
+        self._bytes, self._seconds = 0, 0.0  # timed together
+        self._least_rate = 0.0
+        self._state = _State.KERNEL_TIMED
+        if best is None or best.value:
+            self._state = _State.TRIAL
 
-def _engine_tried(best: BestRate, least_bytes: int) -> _Trial:
-    """Whether it was fast twice. To believe it wrongly costs as much as dozens of trials."""
-    if not (yield from _one_alone(best, least_bytes, by_engine=True)):
-        return False
-    return (yield from _one_alone(best, least_bytes, by_engine=True, again=True))
+    def next(self) -> Choice:
+        """How to copy the next batch."""
+        if self._best is None:
+            return Choice(by_engine=True, alone=False)
+        state = self._state
+        return Choice(
+            by_engine=state not in (_State.KERNEL_TIMED, _State.KERNEL),
+            alone=state in (_State.KERNEL_TIMED, _State.TRIAL, _State.SECOND_TRIAL),
+            again=state is _State.SECOND_TRIAL,
+        )
 
+    def record(self, nbytes: int, seconds: float) -> None:
+        """The batch that `next` was asked for has so many bytes; alone it took so long, and otherwise it took so long
+        until another could begin.
+        """
+        if self._best is None:
+            return
+        if self._state is _State.KERNEL:
+            self._left -= 1
+            if not self._left:
+                self._state = _State.TRIAL
+        elif self._state is _State.FILLING:
+            self._left -= 1
+            if not self._left:
+                self._state, self._bytes, self._seconds = _State.ENGINE, 0, 0.0
+        elif self._state is _State.ENGINE:
+            self._bytes, self._seconds = self._bytes + nbytes, self._seconds + seconds
+            if max(self._bytes, self._timed_bytes) < self._least_rate * self._seconds:
+                self._use_kernel()  # however fast the rest would be
+            elif self._bytes >= self._timed_bytes:
+                self._use_engine(self._best)
+        elif nbytes >= self._tuning.least_timed_bytes:  # alone; a smaller one tells nothing
+            is_fast = self._best.see(nbytes, seconds) >= _ENGINE_IS_BUSY * self._best.value
+            if self._state is _State.KERNEL_TIMED:
+                self._state = _State.TRIAL
+            elif not is_fast:
+                self._use_kernel()
+            elif self._state is _State.TRIAL:
+                self._state = _State.SECOND_TRIAL
+            else:
+                self._use_engine(self._best)
 
-def _one_alone(best: BestRate, least_bytes: int, *, by_engine: bool, again: bool = False) -> _Trial:
-    """Until a batch was large enough to time. Whether that was fast; its rate may be the best."""
-    while True:
-        nbytes, seconds = yield Choice(by_engine, alone=True, again=again)
-        if nbytes >= least_bytes:
-            return best.see(nbytes, seconds) >= _ENGINE_IS_BUSY * best.value
+    def _use_engine(self, best: BestRate) -> None:
+        self._state, self._left = _State.FILLING, self._in_flight
+        self._least_rate = _ENGINE_IS_BUSY * best.value
 
-
-def _engine_for_a_while(best: BestRate, timed_bytes: int, in_flight: int) -> _Trial:
-    """Until so many bytes are timed. Whether they were fast, not counting the first batches, which fill the queue."""
-    least_rate = _ENGINE_IS_BUSY * best.value
-    for _ in range(in_flight):
-        yield Choice(by_engine=True, alone=False)
-    nbytes, seconds = 0, 0.0
-    while nbytes < timed_bytes:
-        batch_bytes, batch_s = yield Choice(by_engine=True, alone=False)
-        nbytes, seconds = nbytes + batch_bytes, seconds + batch_s
-        if max(nbytes, timed_bytes) < least_rate * seconds:
-            return False  # however fast the rest is
-    return True
-
-
-def engine_alone() -> Choices:
-    """The engine for every batch: there is no choice."""
-    while True:
-        yield Choice(by_engine=True, alone=False)
+    def _use_kernel(self) -> None:
+        self._state, self._left = _State.KERNEL, self._tuning.batches_between_trials

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from .. import _core, log
 from ..errors import CumemSleepError, VaultError
-from ..transfer.pacing import BestRate, Choices, choices, engine_alone
+from ..transfer.pacing import BestRate, Pace
 from ..tuning import Tuning
 from .protocol import close_all
 
@@ -123,10 +123,7 @@ class Link:
     def __init__(self, device: int, to_host: bool, tuning: Tuning | None = None) -> None:
         self.device = device
         self._tuning = tuning or Tuning()
-        self._best: BestRate | None = None  # without the kernel
-        self._choices: Choices = engine_alone()
-        self._choice = next(self._choices)
-        self._batch_bytes = 0  # begun since `copied.seconds` was `_batch_began`
+        self._use(None)
         self._batch_began = 0.0
         self.copied = self.last = Copied()
         self._counted_until = time.monotonic()
@@ -200,12 +197,14 @@ class Link:
         except Exception as error:  # whatever it is: without this thread every copy would wait for ever
             log.warning("copies go by the copy engine alone, because the copy kernel failed: %s", error)
             return
-        self._best = BestRate()
-        self._choose_anew(self._best)
+        self._use(BestRate())
 
-    def _choose_anew(self, best: BestRate) -> None:
-        self._choices, self._batch_bytes = choices(best, self._tuning.timed_bytes, _IN_FLIGHT, self._tuning), 0
-        self._choice = next(self._choices)
+    def _use(self, best: BestRate | None) -> None:
+        """From here on choose by the best rate seen so far; None: there is no kernel to choose."""
+        self._best = best
+        self._batch_bytes = 0  # begun since `copied.seconds` was `_batch_began`
+        self._pace = Pace(best, self._tuning.timed_bytes, _IN_FLIGHT, self._tuning)
+        self._choice = self._pace.next()
 
     def _choose(self, in_flight: deque[tuple[_core.CopyStream, Job, int]]) -> None:
         """How the next piece is copied: as the one before, until there are enough of them for a rate."""
@@ -215,7 +214,8 @@ class Link:
                 self._finish_all(in_flight)
             self._count(0)
             seconds = max(self.copied.seconds - self._batch_began, 1e-9)
-            self._choice = self._choices.send((self._batch_bytes, seconds))
+            self._pace.record(self._batch_bytes, seconds)
+            self._choice = self._pace.next()
         if is_over or not self._batch_bytes:
             if self._choice.alone:
                 self._finish_all(in_flight)
@@ -256,7 +256,7 @@ class Link:
         if now - self._counted_until > _PAUSE_S:
             self.last = Copied()
         if now - self._counted_until > _STALE_S and self._best is not None:
-            self._choose_anew(self._best)
+            self._use(self._best)
         self._counted_until = now
 
     def _count(self, nbytes: int) -> None:
@@ -313,8 +313,7 @@ class Link:
                 return
             except CumemSleepError as error:
                 log.warning("the copy kernel failed, the copy engine takes over: %s", error)
-                self._best, self._choices = None, engine_alone()
-                self._choice = next(self._choices)
+                self._use(None)
         stream.to_device(address, piece.block, piece.offset, piece.nbytes)
 
     def _finish(self, stream: _core.CopyStream, job: Job, nbytes: int) -> None:

@@ -77,7 +77,9 @@ def test_every_driver_call_may_fail_once(world: World, phase: Phase, error_name:
 @pytest.mark.parametrize("phase", phases("first sleep", "wake of all"), ids=str)
 def test_interrupt_anywhere(world: World, phase: Phase, request: pytest.FixtureRequest) -> None:
     operation = (
-        (wake._workbenches,) if phase.name == "wake of all" else (sleep._BackingUp._try, sleep._BackingUp._workbenches)
+        (wake._workbenches,)
+        if phase.name == "wake of all"
+        else (sleep._BackingUp.attempt, sleep._BackingUp._workbenches)
     )
     is_tight = request.node.callspec.params["world"] == "tight"
     check_interrupts(world, phase, (*(CODEC_IN_LENT_MEMORY if is_tight else CODEC), *operation), only_there=True)
@@ -90,7 +92,7 @@ def test_interrupt_of_a_sleep_of_changed(world: World, monkeypatch: pytest.Monke
     monkeypatch.setattr(CuMemAllocator.tuning, "count_part_bytes", part_bytes)
     (phase,) = phases("sleep of changed")
     bench = (Workbench.encode, Workbench.begin_plan, Workbench._count, Workbench.finish, workbench.parts_to_plan)
-    backing_up = (sleep._BackingUp._try, sleep._BackingUp._copy_parts, sleep._BackingUp._copy_planned)
+    backing_up = (sleep._BackingUp.attempt, sleep._BackingUp._next_part, sleep._BackingUp._with_memory)
     check_interrupts(world, phase, (*bench, store, filling, *backing_up), only_there=True)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,9 +38,9 @@ from cumem_sleep.codec.exponent import Layout
 from cumem_sleep.codec.runner import SimulatedRunner
 from cumem_sleep.codec.slots import Slot
 from cumem_sleep.digest.device import DigestRun
-from cumem_sleep.transfer import routes
-from cumem_sleep.transfer.lanes import RawCopies, SlotCopies
-from cumem_sleep.transfer.pacing import Choice
+from cumem_sleep.transfer.decoding import Decoding
+from cumem_sleep.transfer.pacing import Choice, Pace
+from cumem_sleep.transfer.transfer import Transfer
 
 pytestmark = pytest.mark.sim
 
@@ -135,14 +135,20 @@ class TestRoundTrips:
             copy(stream, address, block, offset, nbytes)
 
         took: list[tuple[int, float]] = []
+        recorded: Counter[Pace] = Counter()
 
-        def choices(*_: object) -> Iterator[Choice]:
-            for number in itertools.count():
-                took.append((yield Choice(by_engine=number % 3 == 0, alone=number % 2 == 0)))
+        def next_choice(pace: Pace) -> Choice:
+            number = recorded[pace]
+            return Choice(by_engine=number % 3 == 0, alone=number % 2 == 0)
+
+        def record(pace: Pace, nbytes: int, seconds: float) -> None:
+            recorded[pace] += 1
+            took.append((nbytes, seconds))
 
         monkeypatch.setattr(_core.CopyStream, "to_device_by_kernel", by_kernel)
-        monkeypatch.setattr(routes, "choices", choices)
-        allocator._restorer._routes._kernel_devices.add(0)
+        monkeypatch.setattr(Pace, "next", next_choice)
+        monkeypatch.setattr(Pace, "record", record)
+        allocator._copiers._kernel_devices.add(0)
         contents = fill(allocator, *KINDS, nbytes=12 * PAGE)
         contents |= fill(allocator, bf16, fp16, nbytes=PAGE)
         allocator.sleep()
@@ -162,22 +168,22 @@ class TestRoundTrips:
         contents = fill(allocator, bf16, noise, fp16, noise, nbytes=4 * PAGE)
         allocator.sleep()
         events: list[str] = []
-        run, start, map_segment = RawCopies.run, SlotCopies.start, _core.Segment.map
+        finish, copy, map_segment = Transfer.finish, Decoding._copy, _core.Segment.map
 
-        def noted_run(*arguments: Any) -> Iterator[int]:
-            yield from run(*arguments)
+        def noted_finish(transfer: Transfer) -> None:
+            finish(transfer)
             events.append("raw done")
 
-        def noted_start(*arguments: Any) -> None:
+        def noted_copy(*arguments: Any) -> None:
             events.append("slot")
-            start(*arguments)
+            copy(*arguments)
 
         def noted_map(segment: _core.Segment) -> None:
             events.append(f"map {list(contents).index(segment.address)}")
             map_segment(segment)
 
-        monkeypatch.setattr(RawCopies, "run", noted_run)
-        monkeypatch.setattr(SlotCopies, "start", noted_start)
+        monkeypatch.setattr(Transfer, "finish", noted_finish)
+        monkeypatch.setattr(Decoding, "_copy", noted_copy)
         patch_map(monkeypatch, noted_map)
         allocator.wake_up()
         check_bytes(contents)
@@ -216,9 +222,9 @@ class TestRoundTrips:
         monkeypatch.setattr(_core.CopyStream, "synchronize", waited)
         monkeypatch.setattr(_core.CopyStream, "__exit__", left)
         monkeypatch.setattr(_core.Scratch, "close", freed)
-        monkeypatch.setattr(routes, "choices", lambda *_: itertools.repeat(Choice(by_engine=False, alone=False)))
-        monkeypatch.setattr(SlotCopies, "took", lambda *_: None)
-        allocator._restorer._routes._kernel_devices.add(0)
+        monkeypatch.setattr(Pace, "next", lambda _: Choice(by_engine=False, alone=False))
+        monkeypatch.setattr(Pace, "record", lambda *_: None)
+        allocator._copiers._kernel_devices.add(0)
         contents = fill(allocator, *[bf16] * 6, nbytes=4 * PAGE)
         allocator.sleep()
         sim.fail("cuMemCreate", after=4, error="CUDA_ERROR_UNKNOWN", times=100)
@@ -267,7 +273,7 @@ class TestRoundTrips:
             monkeypatch.setattr(CuMemAllocator.tuning, name, slots)
         contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
         allocator.sleep()
-        decode, map_segment, start = SimulatedRunner.decode, _core.Segment.map, SlotCopies.start
+        decode, map_segment, copy = SimulatedRunner.decode, _core.Segment.map, Decoding._copy
         events: list[str] = []
 
         def look_and_decode(kernels: SimulatedRunner, stream: _core.CopyStream, layout: Layout, *more: int) -> None:
@@ -281,13 +287,13 @@ class TestRoundTrips:
             time.sleep(0.05)
             map_segment(segment)
 
-        def note_and_start(*arguments: Any) -> None:
+        def note_and_copy(*arguments: Any) -> None:
             events.append("copy")
-            start(*arguments)
+            copy(*arguments)
 
         monkeypatch.setattr(SimulatedRunner, "decode", look_and_decode)
         patch_map(monkeypatch, map_slowly)
-        monkeypatch.setattr(SlotCopies, "start", note_and_start)
+        monkeypatch.setattr(Decoding, "_copy", note_and_copy)
         allocator.wake_up()
         check_bytes(contents)
         assert events.index("decode") == slots - 1
@@ -333,9 +339,9 @@ class TestRoundTrips:
         monkeypatch.setattr(CuMemAllocator.tuning, "rows", 3)
         contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
         counted: list[int] = []
-        check = workbench._Batch.check_sizes
+        check = workbench.Batch.check_sizes
         monkeypatch.setattr(
-            workbench._Batch, "check_sizes", lambda batch, found: (counted.append(len(found)), check(batch, found))
+            workbench.Batch, "check_sizes", lambda batch, found: (counted.append(len(found)), check(batch, found))
         )
         cycle(allocator, contents)
         assert sum(counted) == 16

@@ -15,8 +15,7 @@ from support import Memory, digest_of
 
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, _core
 from cumem_sleep.digest.device import DeviceDigester
-from cumem_sleep.transfer import routes
-from cumem_sleep.transfer.pacing import Choice
+from cumem_sleep.transfer.pacing import Choice, Pace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
 torch = pytest.importorskip("torch")
@@ -231,9 +230,10 @@ def test_a_wake_by_the_copy_kernel(
     monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", 10 * MIB)
     with allocator.use_memory_pool("weights"):
         weights = [random_tensor(nbytes) for nbytes in (2 * MIB, 64 * MIB, 22 * MIB, 150 * MIB)]
-    assert 0 in allocator._restorer._routes._kernel_devices
+    assert 0 in allocator._copiers._kernel_devices
     ways = itertools.cycle(by_engine)
-    monkeypatch.setattr(routes, "choices", lambda *_: (Choice(way, alone=False) for way in ways))
+    monkeypatch.setattr(Pace, "record", lambda pace, *_: setattr(pace, "way", next(ways)))
+    monkeypatch.setattr(Pace, "next", lambda pace: Choice(getattr(pace, "way", by_engine[0]), alone=False))
     expected = [tensor.cpu() for tensor in weights]
     for is_unpinned in (False, True, False):  # as after level 3
         allocator.sleep()

@@ -5,7 +5,6 @@ What a failure leaves behind, call by call, is tested on the simulated driver (t
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,8 +20,7 @@ from cumem_sleep.codec import table
 from cumem_sleep.codec.codec import CHUNK_BYTES
 from cumem_sleep.codec.exponent import Bytes, Code, Layout
 from cumem_sleep.codec.workbench import Workbench, workbench_bytes
-from cumem_sleep.transfer import routes
-from cumem_sleep.transfer.pacing import Choice
+from cumem_sleep.transfer.pacing import Choice, Pace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
 torch = pytest.importorskip("torch")
@@ -384,7 +382,7 @@ def test_of_all_kinds_at_once(allocator: CuMemAllocator, monkeypatch: pytest.Mon
     expected = bytes_of(weights + buffers)
     del large, odd, half
     names = [*DTYPES, None]
-    assert 0 in allocator._restorer._routes._kernel_devices
+    assert 0 in allocator._copiers._kernel_devices
     for by_kernel in (False, True):
         slept = allocator.sleep(1)
         assert DROPPED not in states()
@@ -393,9 +391,8 @@ def test_of_all_kinds_at_once(allocator: CuMemAllocator, monkeypatch: pytest.Mon
         assert host_bytes_of(allocator, raw) == raw.bytes == 32 * MIB
         assert host_bytes_of(allocator, segment_of(weights[0])) <= EXACT * WORTHWHILE * 32 * MIB
         if by_kernel:
-            monkeypatch.setattr(
-                routes, "choices", lambda *_: (Choice(by_engine=False, alone=False) for _ in itertools.count())
-            )
+            monkeypatch.setattr(Pace, "next", lambda _: Choice(by_engine=False, alone=False))
+            monkeypatch.setattr(Pace, "record", lambda *_: None)
             allocator._store.unpin()
         woke = allocator.wake_up()
         assert woke.verified_bytes == slept.copied_bytes + slept.clean_bytes == allocator.get_current_usage()

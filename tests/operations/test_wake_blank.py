@@ -11,7 +11,7 @@ import pytest
 from support import AWAKE, MIB, PAGE, Memory, patch_map, threads_refused
 from waking import assert_all_asleep, check_bytes, fill
 
-from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, _core
+from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, _core, sim
 from cumem_sleep._core import Ahead
 
 
@@ -75,6 +75,32 @@ class TestBlankSegments:
         assert blank_mapped.is_set()
         assert sum(begun) == 4 * PAGE
         check_bytes(memory, contents)
+
+    @pytest.mark.sim
+    @pytest.mark.parametrize("sizes", [(8,), (8, 8), (20, 1, 1), (1, 1, 20), (7,) * 5], ids=str)
+    @pytest.mark.parametrize("devices", [1, 2, 3])
+    def test_half_is_of_all_devices(
+        self, allocator: CuMemAllocator, begun: list[int], monkeypatch: pytest.MonkeyPatch, sizes: Any, devices: int
+    ) -> None:
+        """Once, and a batch of each device after half of the bytes at the latest."""
+        sim.configure(device_bytes=256 * MIB, devices=devices)
+        for number, pages in enumerate(sizes):
+            allocator.malloc(pages * PAGE, "weights", number % devices)
+        allocator.malloc(PAGE, "kv_cache")
+        allocator.sleep()
+        begun.clear()
+        begun_at_start: list[int] = []
+        start = Ahead.start
+
+        def noted(ahead: Ahead) -> None:
+            begun_at_start.append(sum(begun))
+            start(ahead)
+
+        monkeypatch.setattr(Ahead, "start", noted)
+        allocator.wake_up()
+        half = sum(sizes) * PAGE // 2
+        (at,) = (nbytes for nbytes in begun_at_start if nbytes)  # the other thread maps what has bytes, from the start
+        assert half <= at < half + devices * MIB // 2
 
     @pytest.mark.parametrize("level", [1, 2])
     def test_alone_are_mapped_at_once(

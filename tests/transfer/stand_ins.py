@@ -8,7 +8,7 @@ from typing import Any
 
 from cumem_sleep import DriverError
 from cumem_sleep.backups.backup import Backup
-from cumem_sleep.transfer.lanes import Batches
+from cumem_sleep.transfer.transfer import Transfer
 
 
 @dataclass
@@ -44,8 +44,10 @@ class Store:
     def backed_up(self, parts: list[Part]) -> Any:
         return [(part, list(self.backups[part.id].pieces())) for part in parts]
 
-    def batches(self, parts: list[Part]) -> Batches:
-        return Batches(self.backed_up(parts))
+    def add_all(self, transfer: Transfer, parts: list[Part]) -> Transfer:
+        for part, pieces in self.backed_up(parts):
+            transfer.add(part, pieces)
+        return transfer
 
 
 def parts_of(*sizes: int) -> list[Part]:
@@ -86,6 +88,12 @@ class FakeStream:
             raise DriverError("cuMemcpyHtoDAsync", "CUDA_ERROR_UNKNOWN", "", "")
         self.log.events.append(("kernel" if by_kernel else "engine", address >> 32))
         self.log.in_flight.setdefault(self.number, []).append(address >> 32)
+
+    def write(self, extent: object, offset: int, address: int, nbytes: int) -> None:
+        self.read(address, extent, offset, nbytes)
+
+    def is_done(self) -> bool:
+        return not self.log.in_flight.get(self.number)
 
     def synchronize(self) -> None:
         self.log.events += [("done", batch) for batch in self.log.in_flight.pop(self.number, [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 
 import pytest
@@ -22,9 +23,8 @@ from ways import (
 )
 
 from cumem_sleep import CuMemAllocator
-from cumem_sleep.transfer import pacing
-from cumem_sleep.transfer.pacing import BestRate, Choice
-from cumem_sleep.transfer.routes import Route, Routes
+from cumem_sleep.transfer.copiers import Copiers
+from cumem_sleep.transfer.pacing import BestRate, Choice, Pace
 
 
 class TestChoices:
@@ -44,12 +44,13 @@ class TestChoices:
 
         What says nothing of a rate gets a time that would spoil all if it counted.
         """
-        choices = pacing.choices(best or BestRate(), 100 * BATCHES_TIMED, in_flight, CuMemAllocator.tuning)
-        chosen = [next(choices)]
+        pace = Pace(best or BestRate(), 100 * BATCHES_TIMED, in_flight, CuMemAllocator.tuning)
+        chosen = [pace.next()]
         while len(chosen) < count:
             choice = chosen[-1]
             rate = engine(len(chosen) - 1) if choice.by_engine else kernel if choice.alone else 1e-3
-            chosen.append(choices.send((100, 100 / rate)))
+            pace.record(100, 100 / rate)
+            chosen.append(pace.next())
         return chosen
 
     def test_both_are_tried_alone(self) -> None:
@@ -130,15 +131,15 @@ class TestChoices:
     def test_batches_of_any_size(self, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
         """A batch takes as long as the one whose slot it waits for, which may be much larger."""
         monkeypatch.setattr(CuMemAllocator.tuning, "least_timed_bytes", 100)
-        choices = pacing.choices(
-            BestRate(), 100 * BATCHES_TIMED, CuMemAllocator.tuning.batches_in_flight, CuMemAllocator.tuning
-        )
-        choice, chosen = next(choices), []
+        tuning = CuMemAllocator.tuning
+        pace = Pace(BestRate(), 100 * BATCHES_TIMED, tuning.batches_in_flight, tuning)
+        chosen = []
         for number in range(300):
             nbytes = small if number % 5 == 0 else 100
+            choice = pace.next()
             chosen.append(choice)
             latency = 5.0 if choice.alone else 0.0
-            choice = choices.send((nbytes, latency + (100 if number % 5 == 1 else nbytes) / FREE))
+            pace.record(nbytes, latency + (100 if number % 5 == 1 else nbytes) / FREE)
         assert chosen[:5] == [KERNEL_ALONE, KERNEL_ALONE, *TRIALS, ENGINE], "the first is too small to tell"
         assert chosen[5:] == [ENGINE] * 295
 
@@ -168,16 +169,30 @@ class TestChoices:
         assert best.value == pytest.approx(FREE)
         assert self.choose(3, lambda _: BUSY, kernel=BUSY, best=best)[-1] == KERNEL
 
+    def test_to_ask_is_to_change_nothing(self) -> None:
+        pace = Pace(BestRate(), 100, 2, CuMemAllocator.tuning)
+        assert [pace.next() for _ in range(3)] == [KERNEL_ALONE] * 3
+
+    def test_without_a_kernel_there_is_no_choice(self) -> None:
+        pace = Pace(None, 100, 2, CuMemAllocator.tuning)
+        for nbytes in (1, 100, 1000):
+            assert pace.next() == ENGINE
+            pace.record(nbytes, 1e9)
+        assert pace.next() == ENGINE
+
 
 @pytest.mark.parametrize("lanes", [1, CuMemAllocator.tuning.most_slots])
 def test_each_lane_has_one_batch_in_flight(lanes: int) -> None:
     """So many batches fill the queue before the engine's rate counts."""
-    routes = Routes(CuMemAllocator.tuning)
-    routes.best_rate(0).see(int(FREE * 1e9), 1)
-    timed_bytes = CuMemAllocator.tuning.least_timed_bytes
-    choices = routes.choices(0, [Route(None, has_kernel=True)] * lanes, timed_bytes)  # type: ignore[arg-type]
-    fast = timed_bytes, timed_bytes / (FREE * 1e9)
-    chosen = [next(choices), choices.send(fast), choices.send(fast)]
-    while chosen[-1] == ENGINE:
-        chosen.append(choices.send((timed_bytes, 1.0)))
+    tuning = CuMemAllocator.tuning
+    copiers = Copiers(tuning)
+    copiers._kernel_devices.add(0)
+    copiers.best_rate(0).see(int(FREE * 1e9), 1)
+    timed_bytes = tuning.least_timed_bytes
+    some = [types.SimpleNamespace(kernels_reach=True)] * lanes
+    pace = copiers.open(0, some, tuning.worth_choosing_bytes, timed_bytes).pace  # type: ignore[arg-type]
+    chosen = [pace.next()]
+    while len(chosen) < 3 or chosen[-1] == ENGINE:
+        pace.record(timed_bytes, timed_bytes / (FREE * 1e9) if len(chosen) < 3 else 1.0)
+        chosen.append(pace.next())
     assert chosen == [*TRIALS, *[ENGINE] * (lanes + 1), KERNEL]

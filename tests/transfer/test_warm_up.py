@@ -10,21 +10,21 @@ from support import DRIVER, PAGE, SIMULATED
 
 from cumem_sleep import CuMemAllocator, DriverError, OutOfDeviceMemory, OutOfHostMemory, _core, sim
 from cumem_sleep.driver import open_driver
-from cumem_sleep.transfer import routes
-from cumem_sleep.transfer.restorer import Restorer
+from cumem_sleep.transfer import copiers
+from cumem_sleep.transfer.copiers import Copiers
 
 
 class TestWarmUp:
-    def warm_up(self, monkeypatch: pytest.MonkeyPatch, load: Callable[[int], None] | None = None) -> Restorer:
+    def warm_up(self, monkeypatch: pytest.MonkeyPatch, load: Callable[[int], None] | None = None) -> Copiers:
         open_driver(DRIVER)
         if load is not None:
             monkeypatch.setattr(_core, "load_copy_kernel", load)
-        restorer = Restorer(CuMemAllocator.tuning)
-        restorer.warm_up(0)
-        return restorer
+        made = Copiers(CuMemAllocator.tuning)
+        made.warm_up(0)
+        return made
 
     def test_makes_the_kernel_a_choice(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.warm_up(monkeypatch)._routes._kernel_devices == {0}
+        assert self.warm_up(monkeypatch)._kernel_devices == {0}
 
     def test_times_both_ways_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A process that wakes right after its first sleep has no other way to know what the link can do."""
@@ -49,7 +49,7 @@ class TestWarmUp:
         monkeypatch.setattr(_core.CopyStream, "to_device_by_kernel", by_kernel)
         monkeypatch.setattr(_core.CopyStream, "synchronize", waited)
         before = sim.stats() if SIMULATED else None
-        best = self.warm_up(monkeypatch)._routes.best_rate(0)
+        best = self.warm_up(monkeypatch).best_rate(0)
         assert log == ["engine, 2 MiB", "wait", "kernel, 2 MiB", "wait"] * 3
         assert 0 < best.value < 1e15
         if before is not None:
@@ -63,15 +63,15 @@ class TestWarmUp:
                 raise OutOfHostMemory(1, 0, "budget")
             raise OutOfDeviceMemory(1, 0, 0) if what == "Scratch" else DriverError("cuStreamCreate", "", "", "")
 
-        monkeypatch.setattr(routes if what == "pinned_block" else _core, what, refuse)
-        restorer = self.warm_up(monkeypatch)
-        assert restorer._routes._kernel_devices == {0}
-        assert restorer._routes.best_rate(0).value == 0
+        monkeypatch.setattr(copiers if what == "pinned_block" else _core, what, refuse)
+        made = self.warm_up(monkeypatch)
+        assert made._kernel_devices == {0}
+        assert made.best_rate(0).value == 0
 
     def test_not_where_kernels_do_not_reach_pinned_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_core, "device_info", lambda device: types.SimpleNamespace(host_pointers=False))
         warmed: list[int] = []
-        assert self.warm_up(monkeypatch, warmed.append)._routes._kernel_devices == set()
+        assert self.warm_up(monkeypatch, warmed.append)._kernel_devices == set()
         assert warmed == []
 
     def test_a_kernel_that_cannot_be_loaded(
@@ -80,7 +80,7 @@ class TestWarmUp:
         def fail(_: int) -> None:
             raise DriverError("cuModuleLoadData", "CUDA_ERROR_INVALID_PTX", "", "")
 
-        assert self.warm_up(monkeypatch, fail)._routes._kernel_devices == set()
+        assert self.warm_up(monkeypatch, fail)._kernel_devices == set()
         assert "copy engine alone" in caplog.text
         assert "CUDA_ERROR_INVALID_PTX" in caplog.text
 

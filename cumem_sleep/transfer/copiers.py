@@ -1,49 +1,53 @@
-"""The routes by which bytes reach a device: the copy engine, or a kernel that reads host memory itself.
+"""Who copies to a device: its copy engine, or a kernel that reads host memory itself.
 
 Such a kernel reaches 51 GB/s where the engine reaches 55. But while the driver scrubs memory that this or another
 process has just freed, it occupies the engine for host-to-device copies and leaves them 27 GB/s; a kernel keeps 48
-(measured on an H200: `wake_paths.json`). Ours is `csrc/copy_kernel.cpp`. `pacing` chooses the route of the next batch.
+(measured on an H200: `wake_paths.json`). Ours is `csrc/copy_kernel.cpp`. `pacing` chooses between the two.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 
 from .. import _core, log
 from ..errors import CumemSleepError, DriverError
 from ..extents import Lane, Piece
 from ..pinned import pinned_block
 from ..tuning import Tuning
-from .pacing import BestRate, Choices, choices, engine_alone
+from .pacing import BestRate, Pace
 
 _TIMES_TIMED = 3
 
 
-@dataclass
-class Route:
-    """One lane to a device, and whether the kernel can take the place of the engine there."""
+class Copier:
+    """Copies to one device, by whoever its pace chooses.
 
-    lane: Lane
-    has_kernel: bool
+    Args:
+        pace: whose choices are followed.
+        without_kernel: takes its place if the driver refuses the kernel.
+    """
 
-    def start(self, pieces: Sequence[Piece], *, by_engine: bool) -> None:
-        """Begin to copy these to the device; their extents are pinned (`Lane.pin`)."""
+    def __init__(self, pace: Pace, without_kernel: Pace) -> None:
+        self.pace = pace
+        self._without_kernel = without_kernel
+
+    def read(self, lane: Lane, pieces: Iterable[Piece], *, by_engine: bool) -> None:
+        """Begin to copy these on a lane; their extents are pinned (`Lane.pin`)."""
         for piece in pieces:
-            if self.has_kernel and not by_engine:
+            if not by_engine:
                 try:
-                    self.lane.read(piece.address, piece.extent, piece.offset, piece.bytes, by_kernel=True)
+                    lane.read(piece.address, piece.extent, piece.offset, piece.bytes, by_kernel=True)
                     continue
                 except DriverError as error:
                     log.warning("the copy kernel failed, the copy engine takes over: %s", error)
-                    self.has_kernel = False
-            self.lane.read(piece.address, piece.extent, piece.offset, piece.bytes)
+                    self.pace, by_engine = self._without_kernel, True
+            lane.read(piece.address, piece.extent, piece.offset, piece.bytes)
 
 
-class Routes:
-    """The routes to all devices, and the best rate seen on each."""
+class Copiers:
+    """The copiers of all devices, and the best rate seen on the link of each."""
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
@@ -63,10 +67,10 @@ class Routes:
             log.warning("copies go by the copy engine alone, because the copy kernel failed: %s", error)
             return
         self._kernel_devices.add(device)
-        self._time_both_ways(device)
+        self._time_both(device)
 
-    def _time_both_ways(self, device: int) -> None:
-        """Time both routes before the first wake, which usually comes right after a sleep, when both are slow at first.
+    def _time_both(self, device: int) -> None:
+        """Time both before the first wake, which usually comes right after a sleep, when both are slow at first.
 
         Either may be slow now too, because of other copies or the driver's scrubbing, so the better rate counts.
         """
@@ -85,20 +89,21 @@ class Routes:
                         stream.to_device_by_kernel(memory.address, block, 0, nbytes)
                     stream.synchronize()
                     self.best_rate(device).see(nbytes, time.perf_counter() - start)
-        except CumemSleepError as error:  # most likely out of memory; the wakes time the routes themselves
+        except CumemSleepError as error:  # most likely out of memory; the wakes time them themselves
             log.debug("copies to device %d could not be timed: %s", device, error)
 
-    def open(self, device: int, lanes: Sequence[Lane], total_bytes: int) -> list[Route]:
-        """A route for each of these lanes of `device`; where `total_bytes` are few, only the engine is used."""
+    def open(self, device: int, lanes: Sequence[Lane], total_bytes: int, timed_bytes: int) -> Copier:
+        """For copies on these lanes of `device`; where `total_bytes` are few, the engine makes all of them.
+
+        Args:
+            timed_bytes: as for `Pace`.
+        """
         both = device in self._kernel_devices and total_bytes >= self._tuning.worth_choosing_bytes
         has_kernel = both and all(lane.kernels_reach for lane in lanes)
-        return [Route(lane, has_kernel) for lane in lanes]
-
-    def choices(self, device: int, routes: Sequence[Route], timed_bytes: int) -> Choices:
-        """The route of each next batch (`pacing.choices`)."""
-        if not routes[0].has_kernel:
-            return engine_alone()
-        return choices(self.best_rate(device), timed_bytes, len(routes), self._tuning)
+        best = self.best_rate(device) if has_kernel else None
+        return Copier(
+            Pace(best, timed_bytes, len(lanes), self._tuning), Pace(None, timed_bytes, len(lanes), self._tuning)
+        )
 
     def best_rate(self, device: int) -> BestRate:
         """The highest rate seen on the link to `device`."""

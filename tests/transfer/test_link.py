@@ -1,4 +1,4 @@
-"""The order of copies and digests of one device, and what is in flight meanwhile."""
+"""The order of copies and digests on one link, and what is in flight meanwhile."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 from stand_ins import FakeStream, Log, Part, Store, parts_of
-from ways import BATCHES_TIMED, ENGINE_FOR_A_WHILE
+from ways import BATCHES_TIMED, ENGINE, ENGINE_FOR_A_WHILE
 
 from cumem_sleep import CuMemAllocator, DriverError
 from cumem_sleep.extents import Piece
-from cumem_sleep.transfer import lanes, pacing
-from cumem_sleep.transfer.lanes import Batches, RawCopies, Together
-from cumem_sleep.transfer.pacing import BestRate
-from cumem_sleep.transfer.routes import Route
+from cumem_sleep.transfer import link as link_module
+from cumem_sleep.transfer.copiers import Copier
+from cumem_sleep.transfer.link import Link, LinkIn, LinkOut
+from cumem_sleep.transfer.pacing import BestRate, Pace
+from cumem_sleep.transfer.transfer import Together, Transfer
 
 
 class FakeDigests:
@@ -45,39 +46,44 @@ def test_together_in_parts_that_become_smaller_at_the_end() -> None:
     assert [number for some in begun for number in some] == [part.id for part in parts]
 
 
-@pytest.mark.usefixtures("one_segment_each")
-class TestLane:
-    def batches(self, count: int) -> Batches:
-        parts = parts_of(*[4] * count)
-        return Store(parts, 4).batches(parts)
+def copier(has_kernel: bool, in_flight: int = 2) -> Copier:
+    tuning = CuMemAllocator.tuning
+    paces = [Pace(best, tuning.timed_bytes, in_flight, tuning) for best in (BestRate() if has_kernel else None, None)]
+    return Copier(*paces)
 
-    def lane(
-        self, log: Log, kernels: bool = False, digests: bool = True, ways: int = 2
-    ) -> tuple[RawCopies, list[FakeStream]]:
+
+@pytest.mark.usefixtures("one_segment_each")
+class TestLinkIn:
+    def transfer(
+        self, log: Log, kernels: bool = False, digests: bool = True, lanes: int = 2, count: int = 0
+    ) -> tuple[Transfer, list[FakeStream]]:
         def mapped(number: int) -> None:
             log.events.append(("mapped", number))
 
-        streams = [FakeStream(number, log) for number in range(ways)]
-        all_ways = [Route(stream, kernels) for stream in streams]  # type: ignore[arg-type]
+        streams = [FakeStream(number, log) for number in range(lanes)]
         tuning = CuMemAllocator.tuning
-        choices = pacing.engine_alone()
-        if kernels:
-            choices = pacing.choices(BestRate(), tuning.timed_bytes, tuning.batches_in_flight, tuning)
-        completed = FakeDigests(log).start if digests else list
-        lane = RawCopies(mapped, completed, all_ways, choices, tuning)  # type: ignore[arg-type]
-        return lane, streams
+        link = LinkIn(streams, copier(kernels, tuning.batches_in_flight), mapped, tuning)  # type: ignore[arg-type]
+        transfer = Transfer([link], FakeDigests(log).start if digests else list)  # type: ignore[arg-type]
+        parts = parts_of(*[4] * count)
+        return Store(parts, 4).add_all(transfer, parts), streams
+
+    def run(self, transfer: Transfer) -> list[int]:
+        sizes = list(iter(transfer.step, 0))
+        transfer.finish()
+        return sizes
 
     @pytest.mark.parametrize("ways", [1, 2, 4])
     @pytest.mark.parametrize("kernels", [False, True])
     @pytest.mark.parametrize("count", [0, 1, 2, 3, 9])
     def test_order(self, kernels: bool, count: int, ways: int) -> None:
         log = Log()
-        lane, _ = self.lane(log, kernels, ways=ways)
+        transfer, _ = self.transfer(log, kernels, lanes=ways, count=count)
         most = 0
         sizes = []
-        for nbytes in lane.run(self.batches(count)):
+        while nbytes := transfer.step():
             sizes.append(nbytes)
             most = max(most, len(log.flying))
+        transfer.finish()
         assert sizes == [4] * count
         assert log.flying == []
         for number in range(1, count + 1):
@@ -98,8 +104,8 @@ class TestLane:
 
     def test_trials_run_alone(self) -> None:
         log = Log()
-        lane, _ = self.lane(log, kernels=True)
-        for _ in lane.run(self.batches(2)):
+        transfer, _ = self.transfer(log, kernels=True, count=2)
+        while transfer.step():
             assert log.flying == []
         assert [e for e in log.events if e[0] in ("engine", "kernel", "done")] == [
             ("kernel", 1),
@@ -115,13 +121,12 @@ class TestLane:
         """Kernels cannot reach it otherwise, and an engine that seems slow would not be used."""
         log = Log()
         monkeypatch.setattr(
-            lanes.time, "perf_counter", lambda: log.events.append(("clock", 0)) or float(len(log.events))
+            link_module.time, "perf_counter", lambda: log.events.append(("clock", 0)) or float(len(log.events))
         )
-        lane, _ = self.lane(log, kernels)
-        batches = self.batches(2)
-        for _, piece, _ in batches._pieces:
+        transfer, _ = self.transfer(log, kernels, count=2)
+        for _, piece in transfer._pieces:
             piece.extent.pinned = False  # type: ignore[attr-defined]
-        list(lane.run(batches))
+        self.run(transfer)
         first, second = (
             log.events.index((copy, n)) for n, copy in ((1, "kernel" if kernels else "engine"), (2, "engine"))
         )
@@ -146,9 +151,9 @@ class TestLane:
             counted[0] = len(starts)
             return spent[0] + next(ticks) * 1e-9
 
-        monkeypatch.setattr(lanes.time, "perf_counter", perf_counter)
-        lane, _ = self.lane(log, kernels=True)
-        return list(lane.run(self.batches(count)))
+        monkeypatch.setattr(link_module.time, "perf_counter", perf_counter)
+        transfer, _ = self.transfer(log, kernels=True, count=count)
+        return self.run(transfer)
 
     def test_a_later_trial_waits_for_what_flies(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(CuMemAllocator.tuning, "batches_between_trials", 3)
@@ -192,8 +197,8 @@ class TestLane:
         monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", 20)
         monkeypatch.setattr(CuMemAllocator.tuning, "trial_bytes", 2)
         monkeypatch.setattr(CuMemAllocator.tuning, "batches_between_trials", 2)
-        lane, _ = self.lane(Log())
-        assert list(lane.run(self.batches(12))) == [20, 20, 8]
+        transfer, _ = self.transfer(Log(), count=12)
+        assert self.run(transfer) == [20, 20, 8]
         sizes = self.run_with_clock(monkeypatch, Log(), 12, engine=lambda: 1, kernel=lambda: 1)
         assert sizes == [2, 2, 4, 20, 20], "the second trial is as large as a batch of the kernel"
         sizes = self.run_with_clock(monkeypatch, Log(), 12, engine=lambda: 10, kernel=lambda: 1)
@@ -201,54 +206,91 @@ class TestLane:
 
     def test_without_digests(self) -> None:
         log = Log()
-        lane, _ = self.lane(log, digests=False)
-        assert len(list(lane.run(self.batches(3)))) == 3
+        transfer, _ = self.transfer(log, digests=False, count=3)
+        assert len(self.run(transfer)) == 3
         assert not [event for event, _ in log.events if event == "digest"]
 
     def test_nothing_is_digested_that_was_not_copied(self) -> None:
         log = Log()
-        lane, streams = self.lane(log)
+        transfer, streams = self.transfer(log, count=5)
         streams[0].fails_at = 3
         with pytest.raises(DriverError):
-            list(lane.run(self.batches(5)))
+            self.run(transfer)
         assert [batch for event, batch in log.events if event == "digest"] == [1]
 
+    def test_a_link_is_free_while_a_lane_is(self) -> None:
+        log = Log()
+        _, streams = self.transfer(log, lanes=3)
+        link = LinkIn(streams, copier(False), lambda _: None, CuMemAllocator.tuning)  # type: ignore[arg-type]
+        assert link.is_free()
+        transfer = Transfer([link], list)  # type: ignore[arg-type]
+        parts = parts_of(*[4] * 3)
+        Store(parts, 4).add_all(transfer, parts)
+        free = []
+        while transfer.step():
+            free.append(link.is_free())
+        assert free == [True, False, False]
+        log.in_flight.clear()  # the device is done
+        assert link.is_free()
 
-class TestWay:
+
+class TestLinkOut:
+    def test_a_lane_is_waited_for_when_it_is_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Until then all are in flight, while the caller works out what comes next."""
+        monkeypatch.setattr(CuMemAllocator.tuning, "stream_bytes", 4)
+        log = Log()
+        link: Link = LinkOut([FakeStream(number, log) for number in range(3)], CuMemAllocator.tuning)  # type: ignore[misc]
+        arrived: list[int] = []
+        transfer = Transfer([link], lambda some: arrived.extend(part.id for part in some))
+        parts = parts_of(4, 6, 2, 4, 4)
+        Store(parts, 4).add_all(transfer, parts)
+        flying = []
+        while transfer.step():
+            flying.append(log.flying)
+        assert flying == [[1], [1, 2], [1, 2, 2, 3], [2, 2, 3, 4], [2, 3, 4, 5]]
+        assert transfer.in_flight == {2, 3, 4, 5}
+        assert arrived == [1]
+        transfer.finish()
+        assert arrived == [1, 2, 3, 4, 5]
+
+
+class TestCopier:
     def pieces(self) -> list[Piece]:
-        return TestLane().batches(1).next(4).pieces
+        parts = parts_of(4)
+        return list(Store(parts, 4).backups[1].pieces())
 
     @pytest.mark.parametrize("has_kernel", [False, True])
-    def test_by_the_kernel_where_there_is_one(self, has_kernel: bool) -> None:
+    def test_by_the_kernel_where_it_is_chosen(self, has_kernel: bool) -> None:
         log = Log()
-        way = Route(FakeStream(0, log), has_kernel)  # type: ignore[arg-type]
         for by_engine in (True, False):
-            way.start(self.pieces(), by_engine=by_engine)
-        assert log.events == [("engine", 1), ("kernel" if has_kernel else "engine", 1)]
+            copier(has_kernel).read(FakeStream(0, log), self.pieces(), by_engine=by_engine)  # type: ignore[arg-type]
+        assert log.events == [("engine", 1), ("kernel", 1)]
 
     def test_a_kernel_that_fails_is_done_without(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
+        """On every lane, and it is said once."""
         log = Log()
-        stream = FakeStream(0, log)
-        read = stream.read
+        streams = [FakeStream(0, log), FakeStream(1, log)]
 
-        def refuse(*arguments: Any, by_kernel: bool = False) -> None:
+        def refuse(self: FakeStream, *arguments: Any, by_kernel: bool = False) -> None:
             if by_kernel:
                 raise DriverError("cuLaunchKernel", "CUDA_ERROR_UNKNOWN", "", "")
-            read(*arguments)
+            read(self, *arguments)
 
-        monkeypatch.setattr(stream, "read", refuse)
-        way = Route(stream, has_kernel=True)  # type: ignore[arg-type]
-        for _ in range(2):
-            way.start(self.pieces(), by_engine=False)
+        read = FakeStream.read
+        monkeypatch.setattr(FakeStream, "read", refuse)
+        mine = copier(has_kernel=True)
+        for stream in streams:
+            mine.read(stream, self.pieces(), by_engine=mine.pace.next().by_engine)  # type: ignore[arg-type]
+            assert mine.pace.next() == ENGINE
         assert log.events == [("engine", 1)] * 2
         assert ["cuLaunchKernel" in record.getMessage() for record in caplog.records] == [True]
 
-    def test_an_error_of_both_ways(self) -> None:
+    def test_an_error_of_both(self) -> None:
         log = Log()
         stream = FakeStream(0, log)
         stream.fails_at = 1
         with pytest.raises(DriverError):
-            Route(stream, has_kernel=True).start(self.pieces(), by_engine=False)  # type: ignore[arg-type]
+            copier(has_kernel=True).read(stream, self.pieces(), by_engine=False)  # type: ignore[arg-type]
         assert log.events == []

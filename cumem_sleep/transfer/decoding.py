@@ -1,0 +1,121 @@
+"""Compressed backups on their way back: chunks are copied to the slots of a workbench, and decoded from there."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _core
+from ..codec.codec import CHUNK_BYTES
+from ..codec.encoding import EncodedRun
+from ..codec.slots import Slot
+from ..codec.workbench import Batch, Workbench
+from ..errors import CodecError
+from ..extents import Transfers
+from ..tuning import Tuning
+from .copiers import Copiers
+
+
+class Decoding:
+    """The encoded chunks of one device; used like a `Transfer`, by `step` and `finish`.
+
+    Args:
+        mapped: waits until the segment with that id is mapped.
+        completed: called with segments all of whose chunks are in place.
+
+    Raises:
+        CodecError: there is neither device memory to copy to, nor do kernels reach the extents.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        runs: Iterable[EncodedRun],
+        workbench: Workbench,
+        transfers: Transfers,
+        copiers: Copiers,
+        mapped: Callable[[int], None],
+        completed: Callable[[Sequence[_core.Segment]], None],
+        tuning: Tuning,
+    ) -> None:
+        lanes = workbench.lanes(transfers)
+        if not workbench.has_memory and not all(lane.kernels_reach for lane in lanes):
+            raise CodecError(
+                f"device {device} has no memory left to decode backups in, and kernels cannot read them in place:"
+                " free GPU memory and wake again"
+            )
+        runs = list(runs)
+        nbytes = sum(run.bytes for run in runs) if workbench.has_memory else 0
+        self._copier = copiers.open(device, lanes, nbytes, tuning.slots_timed_bytes)
+        self._workbench = workbench
+        self._batches = workbench.batches(runs)
+        self._mapped = mapped
+        self._completed = completed
+        # Or being copied. With where kernels find each chunk.
+        self._copied: deque[tuple[Slot, Batch, npt.NDArray[np.int64]]] = deque()
+
+    def step(self) -> int:
+        """Begin to copy the next batch, and decode one that has been copied.
+
+        Returns:
+            The bytes of its content; 0 if no batch is left.
+
+        Raises:
+            DriverError, InvalidState, OperationStopped: what the driver or `mapped` raised.
+            CodecError: a kernel failed.
+        """
+        _core.stop_if_asked()
+        batch = next(self._batches, None)
+        if batch is None:
+            return 0
+        slot = self._workbench.next_slot()
+        begin = time.perf_counter()  # before pinning, because copies in flight go on meanwhile
+        slot.opened_lane.pin(run.extent for run in batch.runs)
+        if self._workbench.has_memory:
+            self._copy(slot, batch, begin)
+        else:
+            self._copied.append((slot, batch, batch.addresses_in_extents))
+            self._decode_next()
+        return len(batch) * CHUNK_BYTES
+
+    def finish(self) -> None:
+        """Decode the rest, and wait for it.
+
+        Raises:
+            DriverError, InvalidState, OperationStopped, CodecError: as `step`.
+        """
+        while self._copied:
+            self._decode_next()
+        self._workbench.finish()
+
+    def _copy(self, slot: Slot, batch: Batch, begin: float) -> None:
+        choice = self._copier.pace.next()
+        if choice.alone:
+            self._workbench.finish()
+            for other, _, _ in self._copied:
+                other.synchronize()
+            begin = time.perf_counter()
+        self._copier.read(slot.opened_lane, batch.pieces(slot.chunks_address), by_engine=choice.by_engine)
+        self._copied.append((slot, batch, slot.chunks_address + batch.starts))
+        if choice.alone:
+            slot.synchronize()
+            self._copier.pace.record(batch.bytes, time.perf_counter() - begin)
+        # Keep this many copies in flight while the first batch waits for its segment to be mapped.
+        if len(self._copied) > self._workbench.slot_count - 2:
+            self._decode_next()
+        if not choice.alone:
+            self._workbench.finish_next_slot()
+            self._copier.pace.record(batch.bytes, time.perf_counter() - begin)
+
+    def _decode_next(self) -> None:
+        slot, batch, sources = self._copied.popleft()
+        for segment_id in dict.fromkeys(run.segment.id for run in batch.runs):
+            self._mapped(segment_id)
+        slot.join()
+        self._workbench.decode(slot, batch, sources)
+        whole = [run.segment for run in batch.runs if run.is_last]
+        slot.begun(then=lambda _: self._completed(whole))
