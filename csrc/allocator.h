@@ -50,8 +50,12 @@ struct Segment {
 
     Segment(uint64_t segment_id, int device, size_t bytes, const Label& label);
 
-    // Maps physical memory under its address again (Mapping::map), on any thread. The segment must be held.
+    // Maps physical memory under its address again (Mapping::map), on any thread. The segment must be held. Memory that
+    // it has and does not keep is released first; if the driver refuses that, this throws DriverError.
     void map();
+    // Whether it has memory that serves when it wakes. Not where another process may still write to it, because a copy
+    // was given up on: that would overwrite what its owner has back. What `keeps_bytes` was never filled by others.
+    bool keeps_memory() const;
 
     // Which states may be combined: see the table in docs/how-it-works.md. The first is true after every step of an
     // operation, the second whenever no operation holds the segment. `is_unreleased`: the table of segments still has
@@ -117,7 +121,8 @@ class SegmentTable {
     void release(const std::vector<SegmentPtr>& segments) noexcept;
 
     // Releases the physical memory of all `backed_up` and `dropped` segments, or of none. Segments must be held and
-    // awake (or `keeps_bytes`, to be dropped now), and no work in flight may use them. Returns the bytes released.
+    // awake (or `keeps_bytes`, to be dropped now), and no work in flight may use them. Returns the bytes that are free
+    // now: released, and not on loan to another process.
     //
     // First every mapping is detached, which can be undone with the bytes intact; then `last_check` may still throw;
     // then the memory is released. Throws what the driver or `last_check` threw, with everything mapped as before.

@@ -330,6 +330,11 @@ class BackupStore:
         self.prune()
         self._tier.finish_releasing()
 
+    def regain(self) -> None:
+        """Get back device memory that another process still has of an operation that failed, if it can be had now."""
+        if "_tier" in self.__dict__:
+            self._tier.regain()
+
     def unpin(self) -> None:
         """Let the tier unpin all backups; each is pinned again when it is next copied."""
         if "_tier" in self.__dict__:

@@ -26,7 +26,7 @@ def asleep(meant: Group) -> list[_core.Segment]:
 
 def wanting(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, int]:
     """How many bytes the segments without memory need, by device, with the page tables of what their wake pins."""
-    lacking = [segment for segment in segments if not segment.has_memory]
+    lacking = [segment for segment in segments if not segment.keeps_memory]
     tables_bytes = layer.store.device_bytes_to_pin(lacking)
     return {device: total_bytes(mine) + tables_bytes for device, mine in by_device(lacking).items()}
 
@@ -137,7 +137,7 @@ def _workbenches(
 def _check_device_memory(layer: Layer, segments: Sequence[_core.Segment]) -> None:
     """Refuse a wake that cannot fit before it maps anything."""
     for device, needed_bytes, free_bytes in _lacking(layer, segments):
-        count = sum(segment.device == device and not segment.has_memory for segment in segments)
+        count = sum(segment.device == device and not segment.keeps_memory for segment in segments)
         raise OutOfDeviceMemory(needed_bytes, free_bytes, device, segment=counted(count, "sleeping segment"))
 
 
@@ -145,6 +145,13 @@ def _lacking(layer: Layer, segments: Sequence[_core.Segment]) -> list[tuple[int,
     """The devices with less free memory than the segments need there: each with what is needed, and what is free."""
     for device in by_device(segments):
         _core.release_waiter(device)  # whose page counts, too
+    if not _short(layer, segments):
+        return []
+    layer.store.regain()
+    return _short(layer, segments)
+
+
+def _short(layer: Layer, segments: Sequence[_core.Segment]) -> list[tuple[int, int, int]]:
     found = [(device, nbytes, _core.memory_info(device)[0]) for device, nbytes in wanting(layer, segments).items()]
     return [(device, needed, free) for device, needed, free in found if needed > free]
 

@@ -222,6 +222,18 @@ class VaultClient:
                 self.is_silent = not self._hears_something()
             return self._lost
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the vault's process is known to have ended, so that the driver has all that it had of others."""
+        try:
+            if self.vault_pid:
+                os.kill(self.vault_pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            pass
+        return False
+
     def _hears_something(self) -> bool:
         try:
             self._take_in(self._channel.flush)  # to half a request it answers nothing
