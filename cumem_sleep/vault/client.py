@@ -24,7 +24,8 @@ from .protocol import Channel, Message, Nonsense, OtherVersion
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
 _NO_MORE_FILES = "this process can open no more files: raise the limit of its open files (ulimit -n)"
 _BRIEFLY_S = 1.0  # how long a question of no consequence waits for its answer
-_RELEASED_AT_ONCE, _SEALED_AT_ONCE = 10_000, 64  # so that a message stays within its bounds
+# So that a message stays within its bounds. Of what is shown, backups and extents count
+_RELEASED_AT_ONCE, _SEALED_AT_ONCE, _SHOWN_AT_ONCE = 10_000, 64, 10_000
 _HAND_OUT = ("reserve", "find", "show")  # backups
 _TAKE_LONG = ("reserve", "show")  # as long as memory is still being taken
 _LOOK_INTERVAL_S = 0.02
@@ -375,7 +376,18 @@ class VaultClient:
             VaultError: it has not.
             OutOfHostMemory: with these this vault would have more than it may.
         """
-        places = list(dict.fromkeys((each.slabs, extent.slab) for each in shown for extent in each.backup.extents))
+        with self._turn():
+            adopted: list[Backup] = []
+            try:
+                for part in _shown_at_once(shown):
+                    adopted += self._show(gpu, part)
+            except BaseException:
+                self.release(adopted)
+                raise
+            return adopted
+
+    def _show(self, gpu: str, shown: Sequence[Shown]) -> list[Backup]:
+        places = _places(shown)
         at = {place: number for number, place in enumerate(places)}
         backups = [
             {
@@ -386,16 +398,15 @@ class VaultClient:
             }
             for each in shown
         ]
-        with self._turn():
-            descriptors: list[int] = []
-            try:
-                for table, slab in places:
-                    descriptors.append(os.dup(table.descriptor(slab)[0]))
-            except OSError:
-                protocol.close_all(descriptors)
-                raise VaultError(_NO_MORE_FILES) from None
-            facts = self._ask("show", descriptors, gpu=gpu, backups=backups)["backups"]
-            return [self._backup(each) for each in self._readable(facts)]
+        descriptors: list[int] = []
+        try:
+            for table, slab in places:
+                descriptors.append(os.dup(table.descriptor(slab)[0]))
+        except OSError:
+            protocol.close_all(descriptors)
+            raise VaultError(_NO_MORE_FILES) from None
+        facts = self._ask("show", descriptors, gpu=gpu, backups=backups)["backups"]
+        return [self._backup(each) for each in self._readable(facts)]
 
     # Copies
 
@@ -633,6 +644,27 @@ class VaultClient:
         """In a child of a fork, which would keep the connection, and so the backups, when the parent has died."""
         self._close_connections()
         self.slabs.close()
+
+
+def _shown_at_once(shown: Sequence[Shown]) -> Iterator[list[Shown]]:
+    """In parts that one message can carry. That is more than one backup can need: no vault has so many slabs."""
+    part: list[Shown] = []
+    places: set[tuple[SlabTable, int]] = set()
+    extents = 0
+    for each in shown:
+        places.update(_places([each]))
+        extents += len(each.backup.extents)
+        if part and (len(places) > protocol.MAX_DESCRIPTORS or len(part) + extents > _SHOWN_AT_ONCE):
+            yield part
+            part, places, extents = [], set(_places([each])), len(each.backup.extents)
+        part.append(each)
+    if part:
+        yield part
+
+
+def _places(shown: Sequence[Shown]) -> list[tuple[SlabTable, int]]:
+    """The slabs that these backups lie in, each once."""
+    return list(dict.fromkeys((each.slabs, extent.slab) for each in shown for extent in each.backup.extents))
 
 
 def _described(key: Key) -> dict[str, Any]:
