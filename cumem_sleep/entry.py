@@ -137,13 +137,13 @@ class Entry:
         else:
             _core.reclaim()
 
-    def clear_store(self) -> None:
-        """Forget all backups that are retained. Does not open the driver, so nothing refuses it."""
-        log.run(self._lock, self._clear_store)
+    def leave_store(self) -> None:
+        """Forget all backups, and whoever keeps them. Does not open the driver, so nothing refuses it."""
+        log.run(self._lock, self._leave_store)
 
-    def _clear_store(self) -> None:
+    def _leave_store(self) -> None:
         with self._lock.hold():
-            self._store.clear()
+            self._store.leave()
 
     # Operations
 

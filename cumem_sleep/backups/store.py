@@ -362,6 +362,12 @@ class BackupStore:
             [segment_id for segment_id, backup in self._backups.items() if backup.segment.sleep != _Sleep.BACKED_UP]
         )
 
+    def leave(self) -> None:
+        """Forget all backups, of which no segment needs any, and let go of whoever keeps them."""
+        self.clear()
+        if "_tier" in self.__dict__:
+            self._tier.leave()
+
     def stop(self) -> None:
         """End background work. May be called without the lock."""
         if "_tier" in self.__dict__:

@@ -255,6 +255,12 @@ class VaultTier(Tier):
             with suppress(CumemSleepError, OSError):
                 self.client()
 
+    def leave(self) -> None:  # noqa: D102
+        for client in [*self._left, *([] if self._client is None else [self._client])]:
+            client.close()
+        self._client, self._left = None, []
+        self.taken_back([*self._loans])
+
     def gpu(self, device: int) -> str:
         """The UUID of `device`: processes number GPUs differently."""
         if device not in self._gpus:
