@@ -282,7 +282,7 @@ class VaultTier(Tier):
         if lost is None:
             return before
         if lost.may_go_on and before.is_silent:
-            raise lost
+            raise lost.with_traceback(None)
         client = self._connect(before)
         if before.instance == client.instance:
             self._resume(before, client)
@@ -319,7 +319,7 @@ class VaultTier(Tier):
         """The vault has ended, and another one serves its socket."""
         try:
             if before.lost is not None and before.lost.may_go_on:
-                raise before.lost
+                raise before.lost.with_traceback(None)
             self._show_all(client)
         except BaseException:
             client.close()

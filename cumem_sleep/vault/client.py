@@ -520,7 +520,7 @@ class VaultClient:
         with self._turn():
             if self._lost is not None:
                 protocol.close_all(descriptors)
-                raise self._lost
+                raise self._lost.with_traceback(None)
             self._last_request += 1
             request = self._last_request
             self._answers[request] = {}
@@ -545,7 +545,7 @@ class VaultClient:
         deadline = time.monotonic() + self.deadline_s
         while not is_so():
             if self._lost is not None:
-                raise self._lost
+                raise self._lost.with_traceback(None)
             now = time.monotonic()
             next_look = deadline if look is None else min(deadline, now + _LOOK_INTERVAL_S)
             has_come = self._channel.wait(next_look, to_send=self._channel.unsent_bytes > 0)
@@ -604,7 +604,7 @@ class VaultClient:
 
     def _lose(self, why: str, may_go_on: bool = False) -> None:
         self._lost = self._lost or VaultLost(why, may_go_on)
-        raise self._lost
+        raise self._lost.with_traceback(None)  # or it would keep the frames of every call that it has ended
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
