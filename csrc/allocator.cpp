@@ -49,11 +49,6 @@ bool Segment::keeps_memory() const {
 
 void Segment::map() {
     ContextScope context(mapping.device());
-    if (sleep != Sleep::kAwake && mapping.has_memory() && !keeps_memory()) {
-        if (mapping.is_mapped()) wait_for_running_work(mapping.device());
-        mapping.detach();
-        mapping.release();
-    }
     mapping.map();
     check_valid(*this);
 }

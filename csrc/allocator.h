@@ -50,8 +50,7 @@ struct Segment {
 
     Segment(uint64_t segment_id, int device, size_t bytes, const Label& label);
 
-    // Maps physical memory under its address again (Mapping::map), on any thread. The segment must be held. Memory that
-    // it has and does not keep is released first; if the driver refuses that, this throws DriverError.
+    // Maps physical memory under its address again (Mapping::map), on any thread. The segment must be held.
     void map();
     // Whether it has memory that serves when it wakes. Not where another process may still write to it, because a copy
     // was given up on: that would overwrite what its owner has back. What `keeps_bytes` was never filled by others.
@@ -134,6 +133,9 @@ class SegmentTable {
     size_t put_to_sleep(const std::vector<SegmentPtr>& backed_up, const std::vector<SegmentPtr>& dropped,
                         const std::function<void()>& last_check);
 
+    // The beginning of a wake: the segments, which must be held and asleep, let go of memory that they do not keep
+    // (`Segment::keeps_memory`), after all running work. Throws DriverError if the driver refuses.
+    void begin_wake(const std::vector<SegmentPtr>& segments);
     // The end of a wake: the segments, which are mapped (Mapping::map) and filled, are in use again. Throws
     // InvalidState, and wakes none, if one is not mapped.
     void finish_wake(const std::vector<SegmentPtr>& segments);

@@ -198,6 +198,9 @@ void bind_segment_table(py::module_& module) {
         py::arg("backed_up"), py::arg("dropped"), py::arg("last_check"),
         "All or none; returns the bytes that were released. `last_check` is called when all are detached: what it\n"
         "raises undoes that.");
+    module.def(
+        "begin_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().begin_wake(all); }, NoGil(),
+        "Release memory of these, which sleep, that another process may still write to.");
     module.def("finish_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().finish_wake(all); });
     module.def("undo_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().undo_wake(all); }, NoGil());
     module.def(
@@ -310,7 +313,7 @@ void bind_shared_memory(py::module_& module) {
         },
         py::arg("address"), py::arg("filled"),
         "The segment or scratch memory that `address` lies in is about to be given to another process, which fills it\n"
-        "or only reads it. A wake uses no memory that may still be filled.");
+        "or only reads it.");
     py::class_<ImportedMemory>(module, "ImportedMemory", "What another process exported, mapped here.")
         .def(py::init<int, int, size_t>(), py::arg("fd"), py::arg("device"), py::arg("bytes"), NoGil())
         .def("close", &ImportedMemory::close, NoGil())

@@ -97,6 +97,17 @@ void SegmentTable::detach_unused(const std::vector<SegmentPtr>& segments) noexce
     }
 }
 
+void SegmentTable::begin_wake(const std::vector<SegmentPtr>& segments) {
+    for (const SegmentPtr& segment : segments) {
+        if (!segment->mapping.has_memory() || segment->keeps_memory()) continue;
+        ContextScope context(segment->mapping.device());
+        if (segment->mapping.is_mapped()) wait_for_running_work(segment->mapping.device());
+        segment->mapping.detach();
+        segment->mapping.release();
+        check_valid(*segment);
+    }
+}
+
 void SegmentTable::finish_wake(const std::vector<SegmentPtr>& segments) {
     for (const SegmentPtr& segment : segments)
         if (segment->mapping.state() != Mapping::State::kMapped)

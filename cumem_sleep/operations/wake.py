@@ -57,6 +57,7 @@ def wake(layer: Layer, call: Call, meant: Group, *, known_to_fit: bool = False) 
         restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
         restored.sort(key=lambda segment: layer.store.encoding_of(segment) is not None)  # as they are copied
         blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
+        _core.begin_wake(segments)
         if not known_to_fit:
             _check_device_memory(layer, segments)
         expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
