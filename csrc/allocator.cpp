@@ -9,6 +9,7 @@
 #include "driver.h"
 #include "host_memory.h"
 #include "invariants.h"
+#include "loans.h"
 #include "segment_counts.h"
 #include "transfer.h"
 #include "waiting.h"
@@ -41,6 +42,10 @@ size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) /
 
 Segment::Segment(uint64_t segment_id, int device, size_t bytes, const Label& label)
     : id(segment_id), tag(label.tag), backup(label.backup), mapping(device, bytes) {}
+
+bool Segment::keeps_memory() const {
+    return mapping.has_memory() && (keeps_bytes || !is_filled_on_loan(mapping.memory()));
+}
 
 void Segment::map() {
     ContextScope context(mapping.device());

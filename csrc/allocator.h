@@ -52,6 +52,9 @@ struct Segment {
 
     // Maps physical memory under its address again (Mapping::map), on any thread. The segment must be held.
     void map();
+    // Whether it has memory that serves when it wakes. Not where another process may still write to it, because a copy
+    // was given up on: that would overwrite what its owner has back. What `keeps_bytes` was never filled by others.
+    bool keeps_memory() const;
 
     // Which states may be combined: see the table in docs/how-it-works.md. The first is true after every step of an
     // operation, the second whenever no operation holds the segment. `is_unreleased`: the table of segments still has
@@ -117,7 +120,8 @@ class SegmentTable {
     void release(const std::vector<SegmentPtr>& segments) noexcept;
 
     // Releases the physical memory of all `backed_up` and `dropped` segments, or of none. Segments must be held and
-    // awake (or `keeps_bytes`, to be dropped now), and no work in flight may use them. Returns the bytes released.
+    // awake (or `keeps_bytes`, to be dropped now), and no work in flight may use them. Returns the bytes that are free
+    // now: released, and not on loan to another process.
     //
     // First every mapping is detached, which can be undone with the bytes intact; then `last_check` may still throw;
     // then the memory is released. Throws what the driver or `last_check` threw, with everything mapped as before.
@@ -129,6 +133,9 @@ class SegmentTable {
     size_t put_to_sleep(const std::vector<SegmentPtr>& backed_up, const std::vector<SegmentPtr>& dropped,
                         const std::function<void()>& last_check);
 
+    // The beginning of a wake: the segments, which must be held and asleep, let go of memory that they do not keep
+    // (`Segment::keeps_memory`), after all running work. Throws DriverError if the driver refuses.
+    void begin_wake(const std::vector<SegmentPtr>& segments);
     // The end of a wake: the segments, which are mapped (Mapping::map) and filled, are in use again. Throws
     // InvalidState, and wakes none, if one is not mapped.
     void finish_wake(const std::vector<SegmentPtr>& segments);

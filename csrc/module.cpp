@@ -140,6 +140,7 @@ void bind_segment(py::module_& module) {
         .def_property_readonly("bytes", [](const Segment& self) { return self.mapping.bytes(); })
         .def_property_readonly("device", [](const Segment& self) { return self.mapping.device(); })
         .def_property_readonly("has_memory", [](const Segment& self) { return self.mapping.has_memory(); })
+        .def_property_readonly("keeps_memory", [](const Segment& self) { return self.keeps_memory(); })
         .def("map", &Segment::map, NoGil(), "Map physical memory under the address again; the segment must be held.");
 }
 
@@ -197,6 +198,9 @@ void bind_segment_table(py::module_& module) {
         py::arg("backed_up"), py::arg("dropped"), py::arg("last_check"),
         "All or none; returns the bytes that were released. `last_check` is called when all are detached: what it\n"
         "raises undoes that.");
+    module.def(
+        "begin_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().begin_wake(all); }, NoGil(),
+        "Release memory of these, which sleep, that another process may still write to.");
     module.def("finish_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().finish_wake(all); });
     module.def("undo_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().undo_wake(all); }, NoGil());
     module.def(
@@ -298,6 +302,18 @@ void bind_shared_memory(py::module_& module) {
         },
         py::arg("address"), NoGil(),
         "(fd, base, bytes) of the segment or scratch memory that `address` lies in; the caller closes the descriptor.");
+    py::class_<Loan>(module, "Loan",
+                     "Memory that another process has; open until it is ended, whatever becomes of this object.")
+        .def("end", &Loan::end, "It was given back, or that process is gone.");
+    module.def(
+        "lend_memory",
+        [](CUdeviceptr address, bool filled) {
+            const WithoutInterpreter unlocked;
+            return lend_memory(address, filled);
+        },
+        py::arg("address"), py::arg("filled"),
+        "The segment or scratch memory that `address` lies in is about to be given to another process, which fills it\n"
+        "or only reads it.");
     py::class_<ImportedMemory>(module, "ImportedMemory", "What another process exported, mapped here.")
         .def(py::init<int, int, size_t>(), py::arg("fd"), py::arg("device"), py::arg("bytes"), NoGil())
         .def("close", &ImportedMemory::close, NoGil())

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "allocator.h"
 #include "descriptors.h"
@@ -30,15 +31,23 @@ ExportedMemory exported(const Mapping& mapping) {
     return {mapping.export_fd(), mapping.address(), mapping.bytes()};
 }
 
-std::optional<ExportedMemory> export_segment(CUdeviceptr address) {
-    const SegmentPtr segment = SegmentTable::get().find(address);
-    if (!segment) return std::nullopt;
-    const HeldSegments held({segment});
-    if (held.segments().empty()) return std::nullopt;  // freed in the meantime
-    if (!segment->mapping.is_mapped())
-        throw InvalidState("the segment at " + hexadecimal(segment->mapping.address()) +
-                           " has no memory to export while it is asleep: export it before it is unmapped");
-    return exported(segment->mapping);
+// What `use` returns of the mapping that `address` lies in.
+template <typename Use>
+auto of_memory_at(CUdeviceptr address, Use use) {
+    if (const SegmentPtr segment = SegmentTable::get().find(address)) {
+        const HeldSegments held({segment});
+        if (!held.segments().empty()) {  // not freed in the meantime
+            if (!segment->mapping.is_mapped())
+                throw InvalidState("the segment at " + hexadecimal(segment->mapping.address()) +
+                                   " has no memory to export while it is asleep: export it before it is unmapped");
+            return use(segment->mapping);
+        }
+    }
+    std::optional<decltype(use(std::declval<const Mapping&>()))> of_scratch;
+    with_scratch_at(address, [&](const Mapping& mapping) { of_scratch = use(mapping); });
+    if (of_scratch) return *of_scratch;
+    throw InvalidState(hexadecimal(address) +
+                       " is not in memory of this layer (already freed, or never allocated here)");
 }
 
 std::string describe(int fd) { return "memory of file descriptor " + std::to_string(fd); }
@@ -72,13 +81,10 @@ void check_is_of(int device, CUmemGenericAllocationHandle handle, int fd) {
 
 }  // namespace
 
-ExportedMemory export_memory(CUdeviceptr address) {
-    if (const auto segment = export_segment(address)) return *segment;
-    std::optional<ExportedMemory> scratch;
-    with_scratch_at(address, [&](const Mapping& mapping) { scratch = exported(mapping); });
-    if (scratch) return *scratch;
-    throw InvalidState(hexadecimal(address) +
-                       " is not in memory of this layer (already freed, or never allocated here)");
+ExportedMemory export_memory(CUdeviceptr address) { return of_memory_at(address, &exported); }
+
+Loan lend_memory(CUdeviceptr address, bool filled) {
+    return of_memory_at(address, [=](const Mapping& mapping) { return Loan(mapping.memory(), filled); });
 }
 
 ImportedMemory::ImportedMemory(int fd, int device, size_t bytes) : device_(device), bytes_(bytes) {

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <memory>
 
+#include "loans.h"
 #include "vmm.h"
 
 namespace cumem_sleep {
@@ -25,6 +26,10 @@ struct ExportedMemory {
 // InvalidState if `address` lies in neither; DriverError, with CUDA_ERROR_NOT_SUPPORTED if this host cannot create
 // exportable memory.
 ExportedMemory export_memory(CUdeviceptr address);
+
+// The same memory is about to be given to another process, which fills it or only reads it. Throws InvalidState as
+// `export_memory`.
+Loan lend_memory(CUdeviceptr address, bool filled);
 
 // Physical memory of another process (or this one), mapped at a new address. The bytes are shared, not copied.
 class ImportedMemory {

@@ -7,6 +7,7 @@
 #include "allocator.h"
 #include "driver.h"
 #include "invariants.h"
+#include "loans.h"
 #include "waiting.h"
 
 namespace cumem_sleep {
@@ -58,6 +59,7 @@ size_t SegmentTable::release_all(const std::vector<SegmentPtr>& segments) noexce
     for (const SegmentPtr& segment : segments) {
         if (!segment->mapping.has_memory()) continue;
         if (segment->keeps_bytes && !segment->mapping.is_mapped()) continue;
+        const bool becomes_free = !is_on_loan(segment->mapping.memory());
         // Tried twice and then left for later, never undone: memory released earlier has lost its bytes.
         const bool released = segment->mapping.state() == Mapping::State::kDetached && try_twice([&] {
                                   segment->mapping.release();
@@ -65,7 +67,7 @@ size_t SegmentTable::release_all(const std::vector<SegmentPtr>& segments) noexce
                               });
         check_valid(*segment);
         if (released) {
-            bytes += segment->mapping.bytes();
+            bytes += becomes_free ? segment->mapping.bytes() : 0;
         } else {
             std::lock_guard<std::mutex> lock(mutex_);
             unreleased_.push_back(segment);
@@ -91,6 +93,17 @@ void SegmentTable::detach_unused(const std::vector<SegmentPtr>& segments) noexce
             segment->mapping.detach();
             return true;
         });
+        check_valid(*segment);
+    }
+}
+
+void SegmentTable::begin_wake(const std::vector<SegmentPtr>& segments) {
+    for (const SegmentPtr& segment : segments) {
+        if (!segment->mapping.has_memory() || segment->keeps_memory()) continue;
+        ContextScope context(segment->mapping.device());
+        if (segment->mapping.is_mapped()) wait_for_running_work(segment->mapping.device());
+        segment->mapping.detach();
+        segment->mapping.release();
         check_valid(*segment);
     }
 }

@@ -129,10 +129,7 @@ void Mapping::map() {
     }
 }
 
-void Mapping::create() {
-    handle_ = new_handle();
-    state_ = State::kDetached;
-}
+void Mapping::create() { adopt(new_handle()); }
 
 void Mapping::enter_range() {
     const Driver& driver = Driver::get();
@@ -163,7 +160,9 @@ void Mapping::return_to(State before) noexcept {
 }
 
 void Mapping::adopt(CUmemGenericAllocationHandle handle) noexcept {
+    static std::atomic<uint64_t> last{0};
     handle_ = handle;
+    memory_ = ++last;
     state_ = State::kDetached;
 }
 
@@ -197,6 +196,7 @@ void Mapping::release() {
     const CUresult result = driver.mem_release.attempt(handle_);
     if (result != CUDA_SUCCESS) driver.fail(driver.mem_release.name, result, describe());
     handle_ = 0;
+    memory_ = 0;
     state_ = State::kUnmapped;
 }
 

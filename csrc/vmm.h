@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -54,8 +55,10 @@ class Mapping {
     CUdeviceptr address() const { return address_; }
     size_t bytes() const { return bytes_; }
     int device() const { return device_; }
-    // This and the next two may be called while another thread takes a step.
+    // This and the next three may be called while another thread takes a step.
     State state() const { return state_; }
+    // Names the physical memory: no other, before or after it, has the same. 0: there is none.
+    uint64_t memory() const { return memory_; }
     // Whether there is physical memory: mapped or detached.
     bool has_memory() const { return state_ >= State::kDetached; }
     bool is_mapped() const { return state_ >= State::kMappedWithoutAccess; }
@@ -76,6 +79,7 @@ class Mapping {
     const size_t bytes_;
     const std::string kind_;
     std::atomic<State> state_{State::kUnreserved};
+    std::atomic<uint64_t> memory_{0};
     CUdeviceptr address_ = 0;
     CUmemGenericAllocationHandle handle_ = 0;
     std::vector<CUmemAccessDesc> peers_;

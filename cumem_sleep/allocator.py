@@ -562,7 +562,7 @@ class CuMemAllocator:
         self._stop_background_work()
         self._leave()
         if not _core.driver_is_forked():
-            self._operations.clear_store()  # what its thread has left, which nobody could ask it for any more
+            self._operations.leave_store()  # what its thread has left, which nobody could ask it for any more
 
     def _stop_background_work(self) -> None:
         self._operations.deep.stop()

@@ -346,13 +346,13 @@ class Operations:
         else:
             _core.reclaim()
 
-    def clear_store(self) -> None:
-        """Forget all backups that are retained. Does not open the driver, so nothing refuses it."""
-        log.run(self.lock, self._clear_store)
+    def leave_store(self) -> None:
+        """Forget all backups, and whoever keeps them. Does not open the driver, so nothing refuses it."""
+        log.run(self.lock, self._leave_store)
 
-    def _clear_store(self) -> None:
+    def _leave_store(self) -> None:
         with self.lock.hold():
-            self.layer.store.clear()
+            self.layer.store.leave()
 
 
 def _nothing() -> None:

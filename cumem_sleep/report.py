@@ -67,7 +67,7 @@ class SleepReport:
     """What one sleep did. Bytes are whole segments; seconds are wall clock.
 
     Attributes:
-        freed_bytes: device memory that was given back.
+        freed_bytes: device memory that was given back. Not what a stopped vault has still, since that is not free.
         copied_bytes: copied to backups in host memory by this call.
         clean_bytes: unchanged since their backup, so not copied.
         found_bytes: of these, what the vault already held, as a rule for another process, so it was not copied here.

@@ -76,7 +76,7 @@ class Expected:
 class History:
     """The allocator, and the oracle."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, **settings: object) -> None:
         self.random = random.Random(number)
         choose = self.random.choice
         self.poison = choose((False, False, True))
@@ -84,12 +84,13 @@ class History:
         self.spare_pages = choose((0, 0, 1, 8))
         self.log: list[str] = []
         reset_simulation()
-        self.allocator: CuMemAllocator = fresh_allocator(
-            compress=choose(("auto", "auto", "off")),
-            retain_backups=choose((True, True, False)),
-            verify=choose(("wake", "wake", "off")),
-            poison=self.poison,
-        )
+        chosen = {
+            "compress": choose(("auto", "auto", "off")),
+            "retain_backups": choose((True, True, False)),
+            "verify": choose(("wake", "wake", "off")),
+            "poison": self.poison,
+        }
+        self.allocator: CuMemAllocator = fresh_allocator(**{**chosen, **settings})
         sim.configure(devices=self.devices)
         self.expected: dict[int, Expected] = {}
         for tag in set(TAGS):
@@ -126,27 +127,33 @@ class History:
         faults: bool = True,
     ) -> None:
         """Do it, with faults as a rule; if it failed, once more without: `finished` tells the oracle each time."""
-        rules = []
-        for _ in range(self.random.choice((0, 1, 2, 3, MOST_FAULTS)) if faults else 0):
-            call, error_name = self.random.choice(CALLS), self.random.choice(ERRORS)
-            after, times = self.random.choice((0, 0, 1, 2, 3, 5, 8, 13)), self.random.choice((1, 1, 2, 3, 4, 6, 10**6))
-            rules.append((call, after, error_name, times))
-        self.log.append(f"{name} with {rules}")
-        for call, after, error_name, times in rules:
-            sim.fail(call, after=after, error=error_name, times=times)
-        error: CumemSleepError | None = None
-        try:
-            operation()
-        except CumemSleepError as raised:
-            error = raised.with_traceback(None)
-            self.log.append(f"  failed: {error}")
-            assert rules, "failed without a fault"
+        count = self.random.choice((0, 1, 2, 3, MOST_FAULTS)) if faults else 0
+        error = self.once(name, operation, count)
         sim.reset()
+        assert error is None or count, "failed without a fault"
         finished(error)
         if error is not None:
             self.check()
             operation()  # the same call again
             finished(None)
+
+    def once(self, name: str, operation: Callable[[], object], faults: int) -> CumemSleepError | None:
+        """Do it once, with so many new faults, which stay; the error that it raised."""
+        rules = [self.fault() for _ in range(faults)]
+        self.log.append(f"{name} with {rules}")
+        for call, after, error_name, times in rules:
+            sim.fail(call, after=after, error=error_name, times=times)
+        try:
+            operation()
+        except CumemSleepError as error:
+            self.log.append(f"  failed: {error}")
+            return error.with_traceback(None)
+        return None
+
+    def fault(self) -> tuple[str, int, str, int]:
+        """The call, how often it succeeds before, the error, and how often it comes."""
+        call, error = self.random.choice(CALLS), self.random.choice(ERRORS)
+        return call, self.random.choice((0, 0, 1, 2, 3, 5, 8, 13)), error, self.random.choice((1, 1, 2, 3, 4, 6, 10**6))
 
     def full(self) -> None:
         """Devices have little more than what is allocated."""

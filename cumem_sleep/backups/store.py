@@ -330,6 +330,11 @@ class BackupStore:
         self.prune()
         self._tier.finish_releasing()
 
+    def regain(self) -> None:
+        """Get back device memory that another process still has of an operation that failed, if it can be had now."""
+        if "_tier" in self.__dict__:
+            self._tier.regain()
+
     def unpin(self) -> None:
         """Let the tier unpin all backups; each is pinned again when it is next copied."""
         if "_tier" in self.__dict__:
@@ -356,6 +361,12 @@ class BackupStore:
         self.forget(
             [segment_id for segment_id, backup in self._backups.items() if backup.segment.sleep != _Sleep.BACKED_UP]
         )
+
+    def leave(self) -> None:
+        """Forget all backups, of which no segment needs any, and let go of whoever keeps them."""
+        self.clear()
+        if "_tier" in self.__dict__:
+            self._tier.leave()
 
     def stop(self) -> None:
         """End background work. May be called without the lock."""

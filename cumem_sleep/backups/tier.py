@@ -72,9 +72,10 @@ class Footprint(NamedTuple):
 class Tier(ABC):
     """A place for extents. Not thread safe: the allocator's lock guards it.
 
-    What every tier does is abstract. The rest is in four groups, of which a tier overrides all or nothing: those whose
+    What every tier does is abstract. The rest is in five groups, of which a tier overrides all or nothing: those whose
     extents other processes may share, or that evict by themselves; those whose memory is ready before it is reserved;
-    those that pin it in this process; and those where releasing takes long.
+    those of another process; those that pin memory in this process; and those where releasing takes
+    long.
     """
 
     # What every tier does
@@ -158,6 +159,14 @@ class Tier(ABC):
     def has_free(self, nbytes: int) -> bool:  # noqa: ARG002
         """Whether this much is free and ready, or soon will be: so an operation may reserve it bit by bit."""
         return False
+
+    # Where another process keeps and copies the bytes. Otherwise nobody else has memory of this process
+
+    def regain(self) -> None:  # noqa: B027
+        """Get back, if that is possible now, device memory that the other process still has after a failure."""
+
+    def leave(self) -> None:  # noqa: B027
+        """Let the other process go, for no extent is left, and no memory that it might have. It is found anew."""
 
     # Where this process pins the memory itself. Otherwise there is nothing to do
 

@@ -82,6 +82,7 @@ class VaultTier(Tier):
         self._client: VaultClient | None = None
         self._extents: dict[int, VaultExtent] = {}  # by their ids, all that are held
         self._left: list[VaultClient] = []  # of vaults that have ended, in whose slabs backups lie still
+        self._loans: set[_core.Loan] = set()  # of memory of this process that the vault has, or may have still
         self._gpus: dict[int, str] = {}
         self._warned = False
 
@@ -233,6 +234,33 @@ class VaultTier(Tier):
     def transfers(self) -> VaultTransfers:  # noqa: D102
         return VaultTransfers(self)
 
+    def lend(self, address: int, *, filled: bool) -> _core.Loan:
+        """The vault is about to get the memory under `address`."""
+        loan = _core.lend_memory(address, filled)
+        self._loans.add(loan)
+        return loan
+
+    def taken_back(self, loans: Iterable[_core.Loan]) -> None:
+        """The vault has that memory no more."""
+        for loan in loans:
+            loan.end()
+        self._loans.difference_update(loans)
+
+    def regain(self) -> None:  # noqa: D102
+        if self._client is None or not self._loans:
+            return
+        if self._client.is_gone:
+            self.taken_back([*self._loans])
+        else:
+            with suppress(CumemSleepError, OSError):
+                self.client()
+
+    def leave(self) -> None:  # noqa: D102
+        for client in [*self._left, *([] if self._client is None else [self._client])]:
+            client.close()
+        self._client, self._left = None, []
+        self.taken_back([*self._loans])
+
     def gpu(self, device: int) -> str:
         """The UUID of `device`: processes number GPUs differently."""
         if device not in self._gpus:
@@ -254,7 +282,7 @@ class VaultTier(Tier):
         if lost is None:
             return before
         if lost.may_go_on and before.is_silent:
-            raise lost
+            raise lost.with_traceback(None)
         client = self._connect(before)
         if before.instance == client.instance:
             self._resume(before, client)
@@ -278,6 +306,7 @@ class VaultTier(Tier):
         kept = [extent for extent in self._extents.values() if extent.slabs is before.slabs and not extent.is_lost]
         self._client = client  # whatever becomes of this: it has the slabs from here on
         gone = client.succeed(before, [extent.backup for extent in kept])
+        self.taken_back([*self._loans])
         for extent in kept:
             extent.is_lost = extent.backup in gone
         retained = [extent for extent in kept if not extent.needed and not extent.is_lost]
@@ -290,11 +319,12 @@ class VaultTier(Tier):
         """The vault has ended, and another one serves its socket."""
         try:
             if before.lost is not None and before.lost.may_go_on:
-                raise before.lost
+                raise before.lost.with_traceback(None)
             self._show_all(client)
         except BaseException:
             client.close()
             raise
+        self.taken_back([*self._loans])
         self._left.append(before)  # its slabs are read as long as backups lie there that were not adopted
         self._client = client
         log.info("another vault has taken over at %s: it keeps all backups that there were", client.path)
@@ -349,11 +379,15 @@ class VaultTier(Tier):
 
 
 class VaultTransfers:
-    """The lanes of one operation. What the vault was lent for them it has given back when this is left."""
+    """The lanes of one operation. What the vault was lent for them it has given back when this is left.
+
+    Unless it was given up: then the loans stay open, and no wake uses memory that the vault may still fill.
+    """
 
     def __init__(self, tier: VaultTier) -> None:
         self.tier = tier
         self._lent: dict[int, tuple[int, Lent]] = {}  # by base address, with the size
+        self._loans: dict[tuple[int, bool], _core.Loan] = {}  # by base address, and whether the vault fills it
         self._client: VaultClient | None = None
         self._reads_itself = False
         self._begun: list[int] = []  # copies
@@ -372,8 +406,7 @@ class VaultTransfers:
             if self._client is None:
                 return
             if kind is None:
-                self.end()
-                self._client.wait(self._returning)
+                self._take_back(self._client)
                 return
             # What an error left in flight has to end before its memory can come back. The first error tells more.
             with suppress(VaultLost):
@@ -381,8 +414,13 @@ class VaultTransfers:
                     with _suppress_all_but_loss():
                         self._client.wait([request])
                 with _suppress_all_but_loss():
-                    self.end()
-                    self._client.wait(self._returning)
+                    self._take_back(self._client)
+
+    def _take_back(self, client: VaultClient) -> None:
+        """Return when the vault has given all of it back."""
+        self.end()
+        client.wait(self._returning)
+        self.tier.taken_back(self._loans.values())
 
     def expect(self, extents: Iterable[Extent]) -> None:
         """The vault's memory is ready as it is."""
@@ -412,8 +450,17 @@ class VaultTransfers:
         descriptor, base, nbytes = _core.export_memory(address)
         self._client = client
         lent = client.lend(self.tier.gpu(device), descriptor, nbytes)
+        self._note_loan(base, filled=False)
         self._lent[base] = nbytes, lent
         return lent, address - base
+
+    def let_fill(self, base: int) -> None:
+        """The vault is about to write to the memory that it was lent from `base` on."""
+        self._note_loan(base, filled=True)
+
+    def _note_loan(self, base: int, *, filled: bool) -> None:
+        if (base, filled) not in self._loans:
+            self._loans[base, filled] = self.tier.lend(base, filled=filled)
 
     def reader(self, extent: VaultExtent) -> VaultClient | None:
         """Who reads `extent`; None: this process. A vault that does not answer is asked once for all copies."""
@@ -481,6 +528,7 @@ class VaultLane:
             return
         self._transfers.begin(client, mine)
         lent, at = self._transfers.lend(client, address, self.stream.device)
+        self._transfers.let_fill(address - at)
         self.stream.synchronize()
         self._begin(client, client.read(lent, [Range(mine.backup, offset, at, nbytes)]))
 

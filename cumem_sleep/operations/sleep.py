@@ -57,6 +57,7 @@ def sleep(
         call.agree(timer)
         note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
         return SleepReport(seconds=timer.seconds, note=note, operation=operation)
+    layer.store.regain()  # what others have still would not be free afterwards
     with _told_if_not_undone(segments), _core.HeldSegments(segments) as held, ExitStack() as copying:
         dropped = [segment for segment in held if is_dropped(segment)]
         backed_up = [segment for segment in held if not is_dropped(segment)]

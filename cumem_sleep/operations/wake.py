@@ -32,7 +32,7 @@ def asleep(meant: Group) -> list[_core.Segment]:
 
 def wanting(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, int]:
     """How many bytes the segments without memory need, by device, with the page tables of what their wake pins."""
-    lacking = [segment for segment in segments if not segment.has_memory]
+    lacking = [segment for segment in segments if not segment.keeps_memory]
     tables_bytes = layer.store.device_bytes_to_pin(lacking)
     return {device: total_bytes(mine) + tables_bytes for device, mine in by_device(lacking).items()}
 
@@ -45,11 +45,18 @@ def check_device_memory(layer: Layer, segments: Sequence[_core.Segment]) -> None
     """
     for device in by_device(segments):
         _core.release_waiter(device)  # whose page counts, too
-    for device, needed_bytes in wanting(layer, segments).items():
-        free_bytes, _ = _core.memory_info(device)
-        if needed_bytes > free_bytes:
-            count = sum(segment.device == device and not segment.has_memory for segment in segments)
-            raise OutOfDeviceMemory(needed_bytes, free_bytes, device, segment=counted(count, "sleeping segment"))
+    if short := _short(layer, segments):
+        layer.store.regain()
+        short = _short(layer, segments)
+    for device, needed_bytes, free_bytes in short:
+        count = sum(segment.device == device and not segment.keeps_memory for segment in segments)
+        raise OutOfDeviceMemory(needed_bytes, free_bytes, device, segment=counted(count, "sleeping segment"))
+
+
+def _short(layer: Layer, segments: Sequence[_core.Segment]) -> list[tuple[int, int, int]]:
+    """The devices with less free memory than the segments need there: each with what is needed, and what is free."""
+    found = [(device, nbytes, _core.memory_info(device)[0]) for device, nbytes in wanting(layer, segments).items()]
+    return [(device, needed, free) for device, needed, free in found if needed > free]
 
 
 def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
@@ -71,6 +78,7 @@ def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
         restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
         restored.sort(key=lambda segment: layer.store.encoding_of(segment) is not None)  # as they are copied
         blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
+        _core.begin_wake(segments)
         expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
         checked = [segment for segment in restored if segment.id in expected]
         keep_bytes = {segment.id for segment in blank if segment.keeps_bytes}

@@ -24,7 +24,8 @@ from .protocol import Channel, Message, Nonsense, OtherVersion
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
 _NO_MORE_FILES = "this process can open no more files: raise the limit of its open files (ulimit -n)"
 _BRIEFLY_S = 1.0  # how long a question of no consequence waits for its answer
-_RELEASED_AT_ONCE, _SEALED_AT_ONCE = 10_000, 64  # so that a message stays within its bounds
+# So that a message stays within its bounds. Of what is shown, backups and extents count
+_RELEASED_AT_ONCE, _SEALED_AT_ONCE, _SHOWN_AT_ONCE = 10_000, 64, 10_000
 _HAND_OUT = ("reserve", "find", "show")  # backups
 _TAKE_LONG = ("reserve", "show")  # as long as memory is still being taken
 _LOOK_INTERVAL_S = 0.02
@@ -222,6 +223,18 @@ class VaultClient:
                 self.is_silent = not self._hears_something()
             return self._lost
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the vault's process is known to have ended, so that the driver has all that it had of others."""
+        try:
+            if self.vault_pid:
+                os.kill(self.vault_pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            pass
+        return False
+
     def _hears_something(self) -> bool:
         try:
             self._take_in(self._channel.flush)  # to half a request it answers nothing
@@ -363,7 +376,18 @@ class VaultClient:
             VaultError: it has not.
             OutOfHostMemory: with these this vault would have more than it may.
         """
-        places = list(dict.fromkeys((each.slabs, extent.slab) for each in shown for extent in each.backup.extents))
+        with self._turn():
+            adopted: list[Backup] = []
+            try:
+                for part in _shown_at_once(shown):
+                    adopted += self._show(gpu, part)
+            except BaseException:
+                self.release(adopted)
+                raise
+            return adopted
+
+    def _show(self, gpu: str, shown: Sequence[Shown]) -> list[Backup]:
+        places = _places(shown)
         at = {place: number for number, place in enumerate(places)}
         backups = [
             {
@@ -374,16 +398,15 @@ class VaultClient:
             }
             for each in shown
         ]
-        with self._turn():
-            descriptors: list[int] = []
-            try:
-                for table, slab in places:
-                    descriptors.append(os.dup(table.descriptor(slab)[0]))
-            except OSError:
-                protocol.close_all(descriptors)
-                raise VaultError(_NO_MORE_FILES) from None
-            facts = self._ask("show", descriptors, gpu=gpu, backups=backups)["backups"]
-            return [self._backup(each) for each in self._readable(facts)]
+        descriptors: list[int] = []
+        try:
+            for table, slab in places:
+                descriptors.append(os.dup(table.descriptor(slab)[0]))
+        except OSError:
+            protocol.close_all(descriptors)
+            raise VaultError(_NO_MORE_FILES) from None
+        facts = self._ask("show", descriptors, gpu=gpu, backups=backups)["backups"]
+        return [self._backup(each) for each in self._readable(facts)]
 
     # Copies
 
@@ -497,7 +520,7 @@ class VaultClient:
         with self._turn():
             if self._lost is not None:
                 protocol.close_all(descriptors)
-                raise self._lost
+                raise self._lost.with_traceback(None)
             self._last_request += 1
             request = self._last_request
             self._answers[request] = {}
@@ -522,7 +545,7 @@ class VaultClient:
         deadline = time.monotonic() + self.deadline_s
         while not is_so():
             if self._lost is not None:
-                raise self._lost
+                raise self._lost.with_traceback(None)
             now = time.monotonic()
             next_look = deadline if look is None else min(deadline, now + _LOOK_INTERVAL_S)
             has_come = self._channel.wait(next_look, to_send=self._channel.unsent_bytes > 0)
@@ -581,7 +604,7 @@ class VaultClient:
 
     def _lose(self, why: str, may_go_on: bool = False) -> None:
         self._lost = self._lost or VaultLost(why, may_go_on)
-        raise self._lost
+        raise self._lost.with_traceback(None)  # or it would keep the frames of every call that it has ended
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -621,6 +644,27 @@ class VaultClient:
         """In a child of a fork, which would keep the connection, and so the backups, when the parent has died."""
         self._close_connections()
         self.slabs.close()
+
+
+def _shown_at_once(shown: Sequence[Shown]) -> Iterator[list[Shown]]:
+    """In parts that one message can carry. That is more than one backup can need: no vault has so many slabs."""
+    part: list[Shown] = []
+    places: set[tuple[SlabTable, int]] = set()
+    extents = 0
+    for each in shown:
+        places.update(_places([each]))
+        extents += len(each.backup.extents)
+        if part and (len(places) > protocol.MAX_DESCRIPTORS or len(part) + extents > _SHOWN_AT_ONCE):
+            yield part
+            part, places, extents = [], set(_places([each])), len(each.backup.extents)
+        part.append(each)
+    if part:
+        yield part
+
+
+def _places(shown: Sequence[Shown]) -> list[tuple[SlabTable, int]]:
+    """The slabs that these backups lie in, each once."""
+    return list(dict.fromkeys((each.slabs, extent.slab) for each in shown for extent in each.backup.extents))
 
 
 def _described(key: Key) -> dict[str, Any]:

@@ -258,3 +258,4 @@ def _aligned_up(nbytes: int) -> int:
 
 
 assert _ALIGNMENT % UNIT_BYTES == 0
+assert MAX_SLABS <= protocol.MAX_DESCRIPTORS, "one message shows any backup to another vault"

@@ -1,7 +1,8 @@
 """A client of the storm: a random history of an allocator, whatever happens to the vault. Every byte is compared.
 
-Run as `storm_client.py SOCKET SEED STEPS DEADLINE_S`; SIGTERM ends it early. It wakes everything at the end, gives
-everything back, and exits with 0 if every byte was right, no call hung, and nothing is left.
+The driver refuses some of the calls that take memory away. Run as `storm_client.py SOCKET SEED STEPS DEADLINE_S`;
+SIGTERM ends it early. It wakes everything at the end, gives everything back, and exits with 0 if every byte was right,
+no call hung, and nothing is left.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from running import eventually
 from support import AWAKE, DROPPED, PAGE, Memory, bf16_weights, free_everything
 
-from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, Settings, VaultError, _core, sim
+from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, Settings, VaultError, _core, sim
 from cumem_sleep.backups import vault as tiers
 from cumem_sleep.backups.vault import VaultTier
 
@@ -74,7 +75,14 @@ class Storm:
         if awake:
             self.write(self.random.choice(awake).address)
 
+    def refuse(self) -> None:
+        """From here on, over several steps, the driver refuses to take memory away."""
+        for _ in range(self.random.choice((1, 2))):
+            call = self.random.choice(("cuMemUnmap", "cuMemRelease", "cuMemAddressFree"))
+            sim.fail(call, after=self.random.choice((0, 0, 1, 3)), times=self.random.choice((1, 2, 4, 6, 8)))
+
     def replace(self) -> None:
+        sim.reset()
         segment = self.random.choice(_core.segments())
         tag = segment.tag
         self.allocator.free(segment.address)
@@ -99,12 +107,13 @@ class Storm:
             ("release", self.allocator.release_backups, 1),
             ("change", self.change, 6),
             ("replace", self.replace, 2),
+            ("refuse", self.refuse, 4),
         )
         ((name, call, _),) = self.random.choices(steps, [weight for _, _, weight in steps])
         before = {segment.address: segment.sleep for segment in _core.segments()}
         try:
             self.timed(name, call)
-        except (VaultError, OutOfHostMemory):
+        except (VaultError, OutOfHostMemory, DriverError):
             self.failed += 1
             after = {segment.address: segment.sleep for segment in _core.segments()}
             assert after == before, "A CALL THAT FAILED HAS CHANGED SOMETHING"
@@ -143,6 +152,7 @@ class Storm:
         )
 
     def wake_all(self) -> None:
+        sim.reset()
         eventually(lambda: succeeds(lambda: self.timed("wake", self.allocator.wake_up)), "a wake succeeds")
         self.look()
 

@@ -22,6 +22,7 @@ from world import Phase, World, check_every_call, phases
 from cumem_sleep import CuMemAllocator, CumemSleepError, OutOfHostMemory, _core, sim
 from cumem_sleep.errors import VaultError, VaultUnavailable
 from cumem_sleep.vault import memory as slabs
+from cumem_sleep.vault import protocol
 from cumem_sleep.vault.client import VaultClient
 from cumem_sleep.vault.ledger import UNIT_BYTES
 
@@ -151,6 +152,33 @@ def test_what_cannot_all_be_shown_to_a_new_vault_leaves_no_file_open(
     with descriptors_left(os.getpid(), 4), pytest.raises(VaultError, match="this process can open no more files"):
         tier.client()  # type: ignore[attr-defined]
     assert len(os.listdir("/proc/self/fd")) <= before + 1, "no more than the connection"
+    allocator.wake_up()
+    check(memory, contents)
+    leave()
+
+
+@pytest.mark.slow
+def test_a_new_vault_adopts_more_slabs_than_a_message_has_descriptors(
+    make_allocator: MakeAllocator, memory: Memory, start_vault: Callable[..., RunningVault]
+) -> None:
+    """Those of two vaults before it, in which one backup lies in 190 slabs, and each of the others in one."""
+    sim.configure(device_bytes=400 * PAGE)
+    vault = start_vault("400MiB", "--slab-size", str(PAGE))
+    vault.wait_until_ready()
+    allocator = make_allocator(vault=str(vault.socket))
+    contents = fill(allocator, memory, "weights", pages=190)
+    allocator.sleep()
+    vault.kill()
+    vault = start_vault("800MiB", "--slab-size", str(PAGE))
+    contents.update(fill(allocator, memory, *["default"] * 80, pages=2))
+    allocator.sleep()
+    vault.kill()
+    vault = start_vault("800MiB", "--slab-size", str(PAGE))
+    late = allocator.malloc(PAGE, "default")
+    contents[late] = memory.fill_random(late, PAGE)
+    assert len(allocator._store._tier._client.slabs) > protocol.MAX_DESCRIPTORS  # type: ignore[attr-defined]
+    assert allocator.sleep().copied_bytes == PAGE
+    assert vault.status()["asleep_bytes"] == 351 * PAGE
     allocator.wake_up()
     check(memory, contents)
     leave()

@@ -7,6 +7,7 @@ import pathlib
 import signal
 import socket
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
@@ -160,6 +161,22 @@ class TestStopped:
             memory.write(next(iter(contents)), bytes(2 * PAGE))
             with pytest.raises(VaultLost):
                 allocator.sleep()
+
+    def test_asking_for_it_again_and_again_keeps_nothing(
+        self, through: MakeAllocator, memory: Memory, vault: RunningVault
+    ) -> None:
+        """The error is the same each time, and would keep the frames of all calls that it has ended."""
+        allocator = through()
+        fill(allocator, memory, "weights")
+        client = tier_of(allocator).client()
+        lengths = []
+        with Stopped(vault, client):
+            for _ in range(4):
+                with pytest.raises(VaultLost):
+                    allocator.sleep()
+                assert client.lost is not None
+                lengths.append(len([*traceback.walk_tb(client.lost.__traceback__)]))
+        assert lengths[-1] <= lengths[1]
 
     def test_it_stops_again_while_it_is_asked_what_it_has(
         self, through: MakeAllocator, memory: Memory, vault: RunningVault, monkeypatch: pytest.MonkeyPatch

@@ -102,6 +102,30 @@ def test_an_allocator_that_is_replaced_leaves_the_vault(
         gc.enable()
 
 
+@pytest.mark.parametrize("vault_is", ["there", "stopped", "another"])
+def test_an_allocator_that_is_replaced_leaves_the_vault_whoever_has_it_still(
+    through: MakeAllocator, memory: Memory, vault: RunningVault, start_vault: Callable[..., RunningVault], vault_is: str
+) -> None:
+    before = through()
+    contents = fill(before, memory, "weights")
+    before.sleep()
+    if vault_is == "another":
+        vault.kill()
+        vault = start_vault("64MiB", "--slab-size", "16MiB")
+        vault.wait_until_ready()
+        before.wake_up()
+        before.sleep()
+    before.wake_up()
+    check(memory, contents)
+    for address in contents:
+        before.free(address)
+    if vault_is == "stopped":
+        vault.signal(signal.SIGSTOP)
+    through()
+    vault.signal(signal.SIGCONT)
+    eventually(lambda: not vault.status()["clients"], "the vault knows that it has gone")
+
+
 def test_regions_sleep_and_their_backups_are_read(through: MakeAllocator, memory: Memory, compress: str) -> None:
     allocator = through(compress=compress)
     with allocator.regions.use("weights", backup=True):

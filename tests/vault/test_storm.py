@@ -31,11 +31,11 @@ FOREVER = 10**6
 class Vaults(RunningVault):
     """Vaults on one socket, one after the other. Each is forked, so that to start it costs little."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder: pathlib.Path, memory: str = "40MiB", slab: str = "8MiB", **environment: str) -> None:
         self.socket = folder / "vault.sock"
         with (folder / "said").open("w") as said:  # nobody reads that, and a pipe would fill up
-            arguments = ("--memory", "40MiB", "--slab-size", "8MiB", "--socket", str(self.socket))
-            self.process = start_python("nursery.py", *arguments, errors=said.fileno())
+            arguments = ("--memory", memory, "--slab-size", slab, "--socket", str(self.socket))
+            self.process = start_python("nursery.py", *arguments, errors=said.fileno(), **environment)
         self.pid = 0
         self.start()
 
@@ -77,11 +77,13 @@ def vault(folder: pathlib.Path) -> Iterator[Vaults]:
     vaults.close()
 
 
-def start_python(script: str, *arguments: str, errors: int = subprocess.PIPE) -> subprocess.Popen[str]:
+def start_python(
+    script: str, *arguments: str, errors: int = subprocess.PIPE, **environment: str
+) -> subprocess.Popen[str]:
     path = [str(pathlib.Path(cumem_sleep.__path__[0]).parent), str(HERE.parent), str(HERE)]
     return subprocess.Popen(
         [sys.executable, str(HERE / script), *arguments],
-        env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": os.pathsep.join(path)},
+        env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": os.pathsep.join(path), **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
