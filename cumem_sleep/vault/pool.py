@@ -78,7 +78,7 @@ class Pool:
         self._slabs: dict[int, memory.Slab] = {}
         self._last_slab = 0
         self._taker = ThreadPoolExecutor(1, "vault-memory")
-        self._is_taking = self._is_stopped = False
+        self._is_taking = self._is_stopped = self._is_finished = False
         self._try_again = 0.0
         self._is_short_said = False
         self._reserved_are_left = host.reserved_huge_pages
@@ -104,13 +104,17 @@ class Pool:
 
     def finish(self) -> None:
         """Take no more memory, and wait for what is being done; what comes of it is still posted."""
-        self._is_stopped = True
+        self._is_stopped = self._is_finished = True
         self._taker.shutdown()
 
     def close(self) -> None:
         """Unmap everything, after `finish`. Who has a descriptor of a slab reads it on."""
         for slab in self._slabs.values():
             slab.let_go()
+
+    def reclaim(self) -> None:
+        """Let the driver take back what it has refused to, on another thread."""
+        self._taker.submit(_core.reclaim)
 
     # Memory of our own
 
@@ -161,7 +165,7 @@ class Pool:
             return
         self._is_short_said = False
         if self._is_stopped or slab.nbytes > self.bytes_to_come():  # something was adopted meanwhile
-            slab.close()
+            self._give_back(slab)
         else:
             self.ledger.add_slab(self._number(slab), slab.nbytes, node)
         tenths = self.ledger.own_bytes * 10 // self.memory_bytes
@@ -247,7 +251,7 @@ class Pool:
 
     def _give_back(self, slab: memory.Slab) -> None:
         """Before more is taken."""
-        if self._is_stopped:
+        if self._is_finished:
             slab.close()
         else:
             self._taker.submit(slab.close)

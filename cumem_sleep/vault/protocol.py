@@ -83,14 +83,14 @@ class Channel:
             close_all(self._batches.popleft()[0])
         self._drop_unsent()
 
-    def send(self, body: Mapping[str, Any], descriptors: Sequence[int] = (), version: int = VERSION) -> None:
-        """Send it now or with later calls of `flush`. The descriptors are the channel's from here on.
+    def send(self, body: Mapping[str, Any] | str, descriptors: Sequence[int] = (), version: int = VERSION) -> None:
+        """Send it now or with later calls of `flush`; a str is JSON. The descriptors are the channel's from here on.
 
         Raises:
             InvalidArgument: it is longer than the other side takes; nothing was sent.
             OSError: the connection has ended.
         """
-        text = json.dumps(body, separators=(",", ":")).encode()
+        text = (body if isinstance(body, str) else json.dumps(body, separators=(",", ":"))).encode()
         if len(text) > self._max_sent_bytes or len(descriptors) > MAX_DESCRIPTORS:
             close_all(descriptors)
             raise InvalidArgument(
