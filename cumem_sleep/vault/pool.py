@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,8 @@ from . import memory, protocol
 from .ledger import UNIT_BYTES, Ledger
 
 DEFAULT_SLAB_BYTES = 1 << 30
-MAX_SLABS = 200  # owners have a descriptor of each that they have bytes in
+_MAX_SLABS = 200  # owners have a descriptor of each that they have bytes in
+_FILES_OF_SLAB = 2  # descriptors that the vault has of each slab; half of all that it may have are for other things
 _ALIGNMENT = 2 << 20  # a huge page
 
 
@@ -69,7 +71,9 @@ class Pool:
         self.memory_bytes = memory_bytes // _ALIGNMENT * _ALIGNMENT
         if not self.memory_bytes:
             raise InvalidArgument(f"memory={memory_bytes}: expected at least {_ALIGNMENT} bytes")
-        least = _aligned_up(-(-self.memory_bytes // MAX_SLABS))
+        most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most_slabs = max(1, min(_MAX_SLABS, most_files // (2 * _FILES_OF_SLAB)))
+        least = _aligned_up(-(-self.memory_bytes // most_slabs))
         self._slab_bytes = max(least, _aligned_up(slab_bytes or DEFAULT_SLAB_BYTES))
         self._device, self._nodes, self._host, self._post, self._changed = device, nodes, host, post, changed
         self.ledger = Ledger()
@@ -91,6 +95,15 @@ class Pool:
     def slab(self, slab: int) -> memory.Slab:
         """That slab, for its descriptor."""
         return self._slabs[slab]
+
+    def out_of_memory(self, needed_bytes: int, names: Mapping[Hashable, str]) -> OutOfHostMemory:
+        """That so much cannot be had, neither now nor when all memory is taken. `names`: what it calls the owners."""
+        available, holders = self.ledger.available_bytes(), self.ledger.who_holds(names)
+        missing = self.memory_bytes - self.ledger.own_bytes - self.ledger.adopted_bytes
+        if self.short and needed_bytes <= available + missing:
+            why = f"{holders}; the vault has {self._of_all()}, and cannot take more now: {self.short}"
+            return OutOfHostMemory(needed_bytes, available, "vault's host", why)
+        return OutOfHostMemory(needed_bytes, available, "vault", holders)
 
     def bytes_to_come(self) -> int:
         """Of memory that is still being taken."""

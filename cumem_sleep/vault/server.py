@@ -72,6 +72,7 @@ class Vault:
         self._say = host.say
         self._sessions: list[Session] = []
         self._resuming: set[Session] = set()
+        _raise_descriptor_limit()
         nodes = [gpu.node for gpu in gpus]
         self._pool = Pool(memory_bytes, slab_bytes, gpus[0].ordinal, nodes, host, self._post, self._memory_changed)
         self._used_at_once = dict.fromkeys((gpus[0], *used_at_once))
@@ -92,7 +93,6 @@ class Vault:
         Raises:
             VaultError: a GPU cannot be used any more, by this process.
         """
-        _raise_descriptor_limit()
         self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
         try:

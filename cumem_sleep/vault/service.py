@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .. import __version__, _core
-from ..errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, OutOfHostMemory, VaultError
+from ..errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, VaultError
 from . import memory, protocol
 from .ledger import Entry, Extent, Held, Hold, Key, needed_bytes
 from .link import PIECE_BYTES, Copied, Job, Lent, Link, Piece
@@ -264,8 +264,7 @@ class Service:
             if each.needed_bytes <= available and goes_on:
                 self._begin(each.asked, self._reserved(each))
             elif each.needed_bytes > available + self._pool.bytes_to_come():
-                holders = self._pool.ledger.who_holds(self._names())
-                self._answer(each.asked, OutOfHostMemory(each.needed_bytes, available, "vault", holders))
+                self._answer(each.asked, self._pool.out_of_memory(each.needed_bytes, self._names()))
             elif each.waits:
                 goes_on = False
                 self._waiting.append(each)

@@ -34,7 +34,9 @@ class Session:
 
     def __init__(self, connection: socket.socket, pid: int, now: float, resume: Callable[[Session], None]) -> None:
         """`resume` is called when an answer may let it go on."""
-        self.channel = Channel(connection, protocol.MAX_REQUEST_BYTES, protocol.MAX_ANSWER_BYTES)
+        self.channel = Channel(
+            connection, protocol.MAX_REQUEST_BYTES, protocol.MAX_ANSWER_BYTES, protocol.MAX_REQUEST_VALUES
+        )
         self.pid = pid
         self.name = self.identity = ""
         self.since = now
