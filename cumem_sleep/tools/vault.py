@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import signal
 import socket
@@ -24,7 +23,7 @@ from ..vault import protocol
 from ..vault.address import Address
 from ..vault.client import VaultClient
 from ..vault.pool import DEFAULT_SLAB_BYTES, Host
-from ..vault.server import Vault, visible_gpus
+from ..vault.server import Vault, keep_pauses_short, visible_gpus
 from ..vault.service import Gpu
 from .vault_metrics import MetricsServer, prometheus
 
@@ -126,8 +125,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         if metrics is not None:
             say(f"metrics at {metrics.url}")
         notify_systemd("READY=1")
-        # A full collection looks at all backups: of 100,000 that takes long, and nobody is served meanwhile.
-        gc.set_threshold(*gc.get_threshold()[:2], 1 << 30)
+        keep_pauses_short()
         vault.run()
     say("ends")
 

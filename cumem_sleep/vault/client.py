@@ -306,7 +306,7 @@ class VaultClient:
         """For each, a share in the backup that has these bytes, if there is one."""
         with self._turn():
             found: list[Backup | None] = []
-            for start in range(0, len(keys), _FOUND_AT_ONCE):
+            for start in range(0, max(1, len(keys)), _FOUND_AT_ONCE):
                 some = [_described(key) for key in keys[start : start + _FOUND_AT_ONCE]]
                 facts = self._ask("find", gpu=gpu, keys=some)["backups"]
                 found += [None if each is None else self._backup(each) for each in self._readable(facts)]
