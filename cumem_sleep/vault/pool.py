@@ -15,7 +15,7 @@ from . import memory, protocol
 from .ledger import UNIT_BYTES, Ledger
 
 DEFAULT_SLAB_BYTES = 1 << 30
-_MAX_SLABS = 200  # owners have a descriptor of each that they have bytes in
+MAX_SLABS = 200  # owners have a descriptor of each that they have bytes in
 _FILES_OF_SLAB = 2  # descriptors that the vault has of each slab; half of all that it may have are for other things
 _ALIGNMENT = 2 << 20  # a huge page
 
@@ -72,7 +72,7 @@ class Pool:
         if not self.memory_bytes:
             raise InvalidArgument(f"memory={memory_bytes}: expected at least {_ALIGNMENT} bytes")
         most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most_slabs = max(1, min(_MAX_SLABS, most_files // (2 * _FILES_OF_SLAB)))
+        most_slabs = max(1, min(MAX_SLABS, most_files // (2 * _FILES_OF_SLAB)))
         least = _aligned_up(-(-self.memory_bytes // most_slabs))
         self._slab_bytes = max(least, _aligned_up(slab_bytes or DEFAULT_SLAB_BYTES))
         self._device, self._nodes, self._host, self._post, self._changed = device, nodes, host, post, changed

@@ -31,11 +31,11 @@ FOREVER = 10**6
 class Vaults(RunningVault):
     """Vaults on one socket, one after the other. Each is forked, so that to start it costs little."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder: pathlib.Path, memory: str = "40MiB", slab: str = "8MiB", **environment: str) -> None:
         self.socket = folder / "vault.sock"
         with (folder / "said").open("w") as said:  # nobody reads that, and a pipe would fill up
-            arguments = ("--memory", "40MiB", "--slab-size", "8MiB", "--socket", str(self.socket))
-            self.process = start_python("nursery.py", *arguments, errors=said.fileno())
+            arguments = ("--memory", memory, "--slab-size", slab, "--socket", str(self.socket))
+            self.process = start_python("nursery.py", *arguments, errors=said.fileno(), **environment)
         self.pid = 0
         self.start()
 
@@ -77,11 +77,13 @@ def vault(folder: pathlib.Path) -> Iterator[Vaults]:
     vaults.close()
 
 
-def start_python(script: str, *arguments: str, errors: int = subprocess.PIPE) -> subprocess.Popen[str]:
+def start_python(
+    script: str, *arguments: str, errors: int = subprocess.PIPE, **environment: str
+) -> subprocess.Popen[str]:
     path = [str(pathlib.Path(cumem_sleep.__path__[0]).parent), str(HERE.parent), str(HERE)]
     return subprocess.Popen(
         [sys.executable, str(HERE / script), *arguments],
-        env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": os.pathsep.join(path)},
+        env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": os.pathsep.join(path), **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
@@ -89,8 +91,11 @@ def start_python(script: str, *arguments: str, errors: int = subprocess.PIPE) ->
     )
 
 
-def start(vault: RunningVault, seed: int, steps: int = FOREVER, deadline_s: float = 5) -> subprocess.Popen[str]:
-    client = start_python("storm_client.py", str(vault.socket), str(seed), str(steps), str(deadline_s))
+def start(
+    vault: RunningVault, seed: int, steps: int = FOREVER, deadline_s: float = 5, **environment: str
+) -> subprocess.Popen[str]:
+    arguments = str(vault.socket), str(seed), str(steps), str(deadline_s)
+    client = start_python("storm_client.py", *arguments, **environment)
     assert client.stdout is not None
     assert client.stdout.readline() == "begins\n"
     return client
@@ -176,3 +181,23 @@ def test_clients_are_killed_again_and_again(vault: Vaults) -> None:
     finally:
         kill([survivor])
     is_as_new(vault)
+
+
+def test_first_clients_of_gpus_come_and_the_vault_is_killed_again_and_again(folder: pathlib.Path) -> None:
+    """It has many slabs, and a new context takes about a second; each vault after the first one makes its own again."""
+    several = {"CUMEM_SLEEP_SIM_DEVICES": "3", "CUMEM_SLEEP_SIM_CONTEXT_US_PER_MIB": "20000"}
+    vault = Vaults(folder, "48MiB", "2MiB", **several)
+    chance = random.Random(4)
+    clients: list[subprocess.Popen[str]] = []
+    try:
+        for seed in range(max(2, KILLS // 2)):
+            clients.append(start(vault, seed, **several))
+            time.sleep(chance.uniform(0.05, 2))
+            assert all_are_well(clients)
+            vault.kill()
+            vault.start()
+        end(clients)
+        is_as_new(vault)
+    finally:
+        kill(clients)
+        vault.close()
