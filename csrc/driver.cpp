@@ -5,10 +5,11 @@
 
 #include <atomic>
 #include <cstdint>
-#include <map>
 #include <mutex>
 #include <thread>
 #include <utility>
+
+#include "per_device.h"
 
 namespace cumem_sleep {
 
@@ -34,15 +35,13 @@ std::string sentence(const std::string& call, const std::string& error, const st
 
 // Retained once per device and kept: the context must outlive our memory in it.
 CUcontext primary_context(int device) {
-    static std::mutex mutex;
-    static auto* const contexts = new std::map<int, CUcontext>;  // never destroyed: memory may be freed at exit
-    std::lock_guard<std::mutex> lock(mutex);
-    if (const auto found = contexts->find(device); found != contexts->end()) return found->second;
-    check_device(device);
-    CUcontext context = nullptr;
-    Driver::get().primary_ctx_retain(&context, device);
-    contexts->emplace(device, context);
-    return context;
+    static auto* const contexts = new PerDevice<CUcontext>;  // never destroyed: memory may be freed at exit
+    return contexts->with(device, [device](CUcontext& context) {
+        if (context) return context;
+        check_device(device);
+        Driver::get().primary_ctx_retain(&context, device);
+        return context;
+    });
 }
 
 }  // namespace

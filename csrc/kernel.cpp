@@ -5,9 +5,8 @@
 namespace cumem_sleep {
 
 CUfunction Kernel::on(int device) {
-    const std::lock_guard<std::mutex> guard(mutex_);
-    Loaded& loaded = loaded_[device];
-    if (!loaded.function) {
+    return loaded_.with(device, [this](Loaded& loaded) {
+        if (loaded.function) return loaded.function;
         RelaxedCaptureScope relaxed;  // another thread may capture a graph
         const Driver& driver = Driver::get();
         if (!loaded.module) {
@@ -17,9 +16,8 @@ CUfunction Kernel::on(int device) {
         }
         CUfunction function = nullptr;
         driver.module_get_function(&function, loaded.module, name_);
-        loaded.function = function;
-    }
-    return loaded.function;
+        return loaded.function = function;
+    });
 }
 
 void Kernel::load(int device) {

@@ -4,8 +4,7 @@
 
 #include <cuda.h>
 
-#include <map>
-#include <mutex>
+#include "per_device.h"
 
 namespace cumem_sleep {
 
@@ -25,12 +24,11 @@ class Kernel {
   private:
     const char* const ptx_;
     const char* const name_;
-    std::mutex mutex_;
     struct Loaded {
         CUmodule module = nullptr;
         CUfunction function = nullptr;
     };
-    std::map<int, Loaded> loaded_;  // by device
+    PerDevice<Loaded> loaded_;
 };
 
 }  // namespace cumem_sleep

@@ -25,6 +25,12 @@ def mem_available_bytes(root: Path = Path("/"), enough: int | None = None) -> in
     return available + max(0, uncounted)
 
 
+def mem_total_bytes(root: Path = Path("/")) -> int | None:
+    """What the host has, with memory that the kernel does not count yet (see `mem_available_bytes`)."""
+    total = _meminfo(root).get("MemTotal")
+    return None if total is None else max(total, _online_bytes(root))
+
+
 def cgroup_limit_bytes(root: Path = Path("/")) -> int | None:
     """The tightest memory limit of a control group (v1 or v2) above this process; None without one."""
     limits = (_number(directory / limit_file) for directory, limit_file, _ in _cgroup_directories(root))

@@ -20,6 +20,7 @@ from cumem_sleep.errors import DriverError, InvalidArgument, InvalidArgumentType
 _MAX_BYTES = 2**63 - 1
 _MAX_COUNT = 2**64 - 1
 _MAX_DEVICES = 64
+_MAX_CONTEXT_US_PER_MIB = 60_000_000
 _MAX_PID = 2**31 - 1
 
 
@@ -44,11 +45,20 @@ class SimStats:
     blocked_calls: int = 0
 
 
-def configure(device_bytes: int | None = None, devices: int | None = None, context_bytes: int | None = None) -> None:
-    """Set the memory of every simulated device, their number, and what a context takes of that memory.
+def configure(
+    device_bytes: int | None = None,
+    devices: int | None = None,
+    context_bytes: int | None = None,
+    context_us_per_mib: int | None = None,
+) -> None:
+    """Set the memory of every simulated device, their number, and what a context takes.
 
     None keeps the current value. All can be set at any time: a smaller device only refuses new memory, and contexts
-    that exist stay as large as they are.
+    that exist stay as they are.
+
+    Args:
+        context_bytes: device memory that each new context takes.
+        context_us_per_mib: microseconds that each new context takes for each MiB of host memory that is registered.
     """
     if device_bytes is not None:
         _check_number("device_bytes", device_bytes, 1, _MAX_BYTES)
@@ -56,10 +66,14 @@ def configure(device_bytes: int | None = None, devices: int | None = None, conte
         _check_number("devices", devices, 1, _MAX_DEVICES)
     if context_bytes is not None:
         _check_number("context_bytes", context_bytes, 0, _MAX_BYTES)
+    if context_us_per_mib is not None:
+        _check_number("context_us_per_mib", context_us_per_mib, 0, _MAX_CONTEXT_US_PER_MIB)
     if _driver().cumemSimConfigure(device_bytes or 0, devices or 0) != 0:
         raise InvalidArgument(f"devices={devices!r}: the simulated driver does not accept it")
     if context_bytes is not None:
         _driver().cumemSimSetContextBytes(context_bytes)
+    if context_us_per_mib is not None:
+        _driver().cumemSimSetContextTime(context_us_per_mib)
 
 
 def fail(call: str, after: int = 0, error: str = "CUDA_ERROR_OUT_OF_MEMORY", times: int = 1) -> None:
@@ -174,6 +188,8 @@ def _open(path: str) -> ctypes.CDLL:
     driver.cumemSimConfigure.argtypes = [ctypes.c_uint64, ctypes.c_int]
     driver.cumemSimSetContextBytes.argtypes = [ctypes.c_uint64]
     driver.cumemSimSetContextBytes.restype = None
+    driver.cumemSimSetContextTime.argtypes = [ctypes.c_uint64]
+    driver.cumemSimSetContextTime.restype = None
     numbers = ctypes.POINTER(ctypes.c_uint64)
     driver.cumemSimProcessMemory.argtypes = [ctypes.c_int, ctypes.c_char_p, numbers, numbers]
     driver.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]

@@ -29,6 +29,7 @@ _OTHERS = {
     "SIM_DEVICE_ORDER": "numbers of the host's GPUs, in the order of the simulated driver's ordinals",
     "SIM_DEVICE_BYTES": "memory of each simulated GPU, in bytes",
     "SIM_CONTEXT_BYTES": "memory that a context takes on a simulated GPU, in bytes (0)",
+    "SIM_CONTEXT_US_PER_MIB": "microseconds that a new context takes for each MiB of registered host memory (0)",
     "SIM_FAIL": "failures that the simulated driver starts with, as cuMemCreate:0:CUDA_ERROR_OUT_OF_MEMORY:1",
     "SIM_DRIVER_VERSION": "the version that the simulated driver reports (13000)",
     "SIM_COPY_DELAY_US": "how much longer each simulated copy takes, in microseconds (200)",

@@ -209,3 +209,21 @@ def test_later_wakes(tmp_path: pathlib.Path) -> None:
     assert all(len(seconds) == 2 for seconds in result["wake_s"].values())
     assert [each["pause_s"] for each in result["first allocations"]] == [0.0, 0.1, 0.2, 0.3, 0.5, 1.0]
     assert len(process.stdout.splitlines()) == len(ways) + 6
+
+
+def test_first_clients_of_several_gpus_are_measured(tmp_path: pathlib.Path) -> None:
+    """A context takes three seconds once all is pinned. Only first clients of GPUs that were not named wait for it."""
+    out = tmp_path / "first_clients.json"
+    several = {"CUMEM_SLEEP_SIM_DEVICES": "2", "CUMEM_SLEEP_SIM_CONTEXT_BYTES": str(6 << 20), "COMMIT": "abc"}
+    several["CUMEM_SLEEP_SIM_CONTEXT_US_PER_MIB"] = str(3 * 10**6 // 128)
+    process = run("vault_first_clients.py", out, "--memory=0.125", "--gib=0.0078125", **several)
+    assert process.returncode == 0, process.stdout + process.stderr
+    results = json.loads(out.read_text())
+    assert (results["gpus"], results["commit"]) == (2, "abc")
+    for way, contexts in (("named", [6 << 20, 6 << 20]), ("not named", [6 << 20, 0])):
+        found = results[way]
+        assert [each["vault_bytes"] for each in found["GPU memory before the first sleeps"]] == contexts
+        assert found["pinned_bytes"] == 128 << 20
+        assert len(found["first sleeps s"]) == 2
+        assert all(found["loop on the first GPU"][phase]["sleep s"] for phase in ("before", "during", "after"))
+    assert results["not named"]["first sleeps s"][1] > 2.9

@@ -22,6 +22,12 @@ void cumemSimSetContextBytes(std::uint64_t context_bytes) {
     sim.settings.context_bytes = context_bytes;
 }
 
+void cumemSimSetContextTime(std::uint64_t us_per_mib) {
+    Simulation& sim = Simulation::instance();
+    const Lock lock(sim.mutex);
+    sim.settings.context_us_per_mib = us_per_mib;
+}
+
 int cumemSimFail(const char* call, std::uint64_t after, int error, std::uint64_t times) {
     Simulation& sim = Simulation::instance();
     const Lock lock(sim.mutex);

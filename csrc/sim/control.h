@@ -25,6 +25,9 @@ int cumemSimConfigure(std::uint64_t device_bytes, int devices);
 // Sets the device memory that each context takes which is created from now on.
 void cumemSimSetContextBytes(std::uint64_t context_bytes);
 
+// Sets how long a context that is created from now on takes for each MiB of host memory that is registered.
+void cumemSimSetContextTime(std::uint64_t us_per_mib);
+
 // What a process uses of a device's memory, and how much that has, as NVML would tell: without a context, and of other
 // processes too. `uuid` is 16 bytes. Returns a CUresult: CUDA_ERROR_INVALID_VALUE if there is no such process,
 // CUDA_ERROR_NOT_INITIALIZED if it does not use this driver, CUDA_ERROR_NOT_PERMITTED if it is somebody else's,

@@ -102,6 +102,7 @@ Settings Settings::from_environment() {
     settings.device_bytes =
         number("CUMEM_SLEEP_SIM_DEVICE_BYTES", settings.device_bytes, kGranularityBytes, std::uint64_t{1} << 46);
     settings.context_bytes = number("CUMEM_SLEEP_SIM_CONTEXT_BYTES", 0, 0, std::uint64_t{1} << 46);
+    settings.context_us_per_mib = number("CUMEM_SLEEP_SIM_CONTEXT_US_PER_MIB", 0, 0, 60000000);
     settings.devices = static_cast<int>(number("CUMEM_SLEEP_SIM_DEVICES", 1, 1, kMaxDevices));
     settings.device_order = order_from_environment(settings.error);
     settings.driver_version = static_cast<int>(number("CUMEM_SLEEP_SIM_DRIVER_VERSION", 13000, 1000, 1000000));

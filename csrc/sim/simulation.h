@@ -66,6 +66,7 @@ struct Context {
     CUcontext handle = nullptr;
     int device = 0;
     unsigned retains = 0;
+    bool is_being_made = false;
     std::uint64_t bytes = 0;        // of device memory
     CUresult fault = CUDA_SUCCESS;  // sticky: set by stream work that went wrong
     std::shared_ptr<Stream> legacy;
@@ -157,6 +158,7 @@ struct Event {
 struct Settings {
     std::uint64_t device_bytes = std::uint64_t{1} << 30;
     std::uint64_t context_bytes = 0;
+    std::uint64_t context_us_per_mib = 0;  // of registered host memory, which a new context maps
     int devices = 1;
     std::vector<int> device_order;  // each ordinal's number in the host; devices not named follow at the end
     int driver_version = 13000;

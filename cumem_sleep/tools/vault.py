@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,23 +17,30 @@ from rich.table import Table
 
 from .. import host_facts
 from ..driver import open_driver
-from ..errors import counted, format_bytes
+from ..errors import InvalidArgument, counted, format_bytes
 from ..settings import Settings
 from ..vault import protocol
 from ..vault.address import Address
 from ..vault.client import VaultClient
 from ..vault.pool import DEFAULT_SLAB_BYTES, Host
-from ..vault.server import Vault, visible_gpus
+from ..vault.server import Vault, keep_pauses_short, visible_gpus
+from ..vault.service import Gpu
 from .vault_metrics import MetricsServer, prometheus
 
+# Of a GPU, measured on H200s (docs/vault.md): a bare context, and what maps each pinned GiB there.
+_CONTEXT_BYTES, _CONTEXT_BYTES_PER_GIB = 512 << 20, 2 << 20
 _MOST_THREADS = 16  # threads that prefault memory; more are not faster
 
 DESCRIPTION = """\
 One process that owns this host's pinned memory and keeps the backups of all others. They
 then pin nothing themselves, and equal bytes are kept once.
 
-It takes its memory in the background, and serves at once with what is there. It uses a GPU
-from a client's first copy on; the first GPU, at once. It ends with SIGTERM or Ctrl-C."""
+It takes its memory in the background, and serves at once with what is there. On each GPU that
+it uses it takes about 0.5 GiB and 2 MiB for each GiB of its memory: on those that --gpus names
+at once, otherwise on the first one at once and on others when their first client comes.
+
+That client waits until all memory is mapped there (on an H200 2 s for 100 GiB). The vault ends
+with SIGTERM or Ctrl-C."""
 
 EPILOG = """\
 examples:
@@ -65,7 +72,7 @@ def add_command(
     command.add_argument("--memory", type=size, metavar="SIZE", help=text)
     socket_text = "where clients find it (default: $XDG_RUNTIME_DIR/cumem-sleep/vault.sock, or in /tmp without that)"
     command.add_argument("--socket", type=path, metavar="PATH", help=socket_text)
-    text = "the GPUs to serve, by CUDA ordinal or UUID (default: all)"
+    text = "the GPUs to serve, by CUDA ordinal or UUID, all prepared at the start (default: all, of which the first is)"
     command.add_argument("--gpus", nargs="+", default=[], metavar="GPU", help=text)
     text = f"take memory in slabs of this size (default: {format_bytes(DEFAULT_SLAB_BYTES)}, or more with much memory)"
     command.add_argument("--slab-size", type=size, metavar="SIZE", help=text)
@@ -97,24 +104,39 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     """
     open_driver(Settings.from_environment().driver)
     gpus = visible_gpus(options.gpus)
+    used_at_once = gpus if options.gpus else gpus[:1]
+    total = host_facts.mem_total_bytes()
+    if total is not None and options.memory > total:
+        raise InvalidArgument(f"memory={options.memory}: this host has {format_bytes(total)}: give the vault less")
     threads = host_facts.prefault_threads(_MOST_THREADS)
     path = options.socket or protocol.default_socket()
     with _metrics(options.metrics, path) as metrics:
         address = Address(path)
         try:
             host = Host(room_bytes, threads, say, options.reserved_huge_pages)
-            vault = Vault(address, options.memory, gpus, host, options.slab_size)
+            vault = Vault(address, options.memory, gpus, host, options.slab_size, used_at_once)
         except BaseException:
             address.close()
             raise
         _end_at_signals(vault, wait=options.at_exit == "wait")
         names = ", ".join(f"{gpu.name} {gpu.uuid}" for gpu in gpus)
         say(f"listens at {address.path}; takes {format_bytes(vault.memory_bytes)}; serves {names}")
+        say(_said_of_contexts(vault.memory_bytes, used_at_once, gpus))
         if metrics is not None:
             say(f"metrics at {metrics.url}")
         notify_systemd("READY=1")
+        keep_pauses_short()
         vault.run()
     say("ends")
+
+
+def _said_of_contexts(memory_bytes: int, used_at_once: Sequence[Gpu], gpus: Sequence[Gpu]) -> str:
+    """What the vault takes of which GPUs."""
+    nbytes = _CONTEXT_BYTES + memory_bytes * _CONTEXT_BYTES_PER_GIB // (1 << 30)
+    ordinals = " and ".join(str(gpu.ordinal) for gpu in used_at_once)
+    said = f"takes about {format_bytes(nbytes)} of GPU {ordinals} for a context"
+    is_all = len(used_at_once) == len(gpus)
+    return said if is_all else f"{said}; of each other one when its first client comes, which waits for that"
 
 
 def _end_at_signals(vault: Vault, wait: bool) -> None:

@@ -24,8 +24,8 @@ from .protocol import Channel, Message, Nonsense, OtherVersion
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
 _NO_MORE_FILES = "this process can open no more files: raise the limit of its open files (ulimit -n)"
 _BRIEFLY_S = 1.0  # how long a question of no consequence waits for its answer
-# So that a message stays within its bounds. Of what is shown, backups and extents count
-_RELEASED_AT_ONCE, _SEALED_AT_ONCE, _SHOWN_AT_ONCE = 10_000, 64, 10_000
+# So that a message stays within its bounds. Of what is shown, backups and extents count.
+_RELEASED_AT_ONCE, _SEALED_AT_ONCE, _FOUND_AT_ONCE, _SHOWN_AT_ONCE = 10_000, 64, 10_000, 10_000
 _HAND_OUT = ("reserve", "find", "show")  # backups
 _TAKE_LONG = ("reserve", "show")  # as long as memory is still being taken
 _LOOK_INTERVAL_S = 0.02
@@ -207,7 +207,8 @@ class VaultClient:
         except (OSError, VaultError) as error:
             connection.close()
             raise VaultUnavailable(f"no vault answers at {self.path}: {error}; `cumem-sleep vault` runs one") from None
-        return Channel(connection, protocol.MAX_ANSWER_BYTES, protocol.MAX_REQUEST_BYTES), pid
+        limits = protocol.MAX_ANSWER_BYTES, protocol.MAX_REQUEST_BYTES, None, protocol.MAX_REQUEST_VALUES
+        return Channel(connection, *limits), pid
 
     @property
     def lost(self) -> VaultLost | None:
@@ -317,8 +318,12 @@ class VaultClient:
     def find(self, gpu: str, keys: Sequence[Key]) -> list[Backup | None]:
         """For each, a share in the backup that has these bytes, if there is one."""
         with self._turn():
-            facts = self._ask("find", gpu=gpu, keys=[_described(key) for key in keys])["backups"]
-            return [None if each is None else self._backup(each) for each in self._readable(facts)]
+            found: list[Backup | None] = []
+            for start in range(0, max(1, len(keys)), _FOUND_AT_ONCE):
+                some = [_described(key) for key in keys[start : start + _FOUND_AT_ONCE]]
+                facts = self._ask("find", gpu=gpu, keys=some)["backups"]
+                found += [None if each is None else self._backup(each) for each in self._readable(facts)]
+            return found
 
     def seal(self, sealed: Sequence[Sealed]) -> None:
         """These have been written and proven: others may share them, and nobody writes to them again.

@@ -4,14 +4,18 @@ Memory comes in slabs. An *entry* is a backup: extents of slabs, shared by the *
 segment. A hold is needed (its segment sleeps, or is about to) or retained (its segment is awake). What nobody needs may
 be evicted, least recently used first. A slab that another vault has left behind is *adopted*: it has the entries that
 its owners show, and nothing new is written there.
+
+What a call costs does not depend on what else is held. What a reservation costs grows with its sizes and extents, and
+it is made in steps (`reserving`), between which others may be served.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..errors import InvalidArgument, InvalidState, OutOfHostMemory, format_bytes
@@ -44,15 +48,17 @@ class Hold:
         number: what the owner calls it; it stays the same when the owner comes to share an older entry.
         gpu: on which GPU the segment is, by its UUID.
         needed: False if the owner can do without it.
-        used: when it was last marked; a number that grows with each mark.
     """
 
     number: int
     owner: Hashable
     gpu: str
     entry: Entry
-    used: int
     needed: bool = True
+
+
+_Group = tuple[Hashable, str | None]  # the holds of an owner for a GPU, of an owner (None), for a GPU (None), or all
+_ALL: _Group = (None, None)
 
 
 @dataclass(eq=False)
@@ -61,47 +67,45 @@ class Entry:
 
     Attributes:
         nbytes: how many bytes are stored.
+        taken_bytes: how many bytes of the slabs it takes.
         note: what the owner wrote down about the encoding, for those that share it.
         copies: how many copies to and from the extents are under way: until they end nobody else gets the extents.
+        counts: for each group that has any: how many holds, and how many that are needed. A copy counts in that of all.
+        owners: how many owners its holds have.
+        slabs: in which it lies.
+        used: when it was last marked, or began to be evictable; a number that grows with each time.
     """
 
     nbytes: int
-    extents: Sequence[Extent]
+    taken_bytes: int
+    extents: list[Extent] = field(default_factory=list)
     key: Key | None = None
     note: str = ""
-    holds: list[Hold] = field(default_factory=list)
+    is_adopted: bool = False
+    holds: set[Hold] = field(default_factory=set)
     copies: int = 0
+    counts: dict[_Group, tuple[int, int]] = field(default_factory=dict)
+    owners: int = 0
+    slabs: set[int] = field(default_factory=set)
+    used: int = 0
+    _ends: list[int] = field(default_factory=list)  # of the extents, in the backup
 
     @property
     def needed(self) -> bool:
         """Whether it has to stay."""
-        return self.copies > 0 or any(hold.needed for hold in self.holds)
-
-    @property
-    def used(self) -> int:
-        """When any of its holds was last marked, see `Hold.used`."""
-        return max((hold.used for hold in self.holds), default=0)
-
-    @property
-    def owners(self) -> set[Hashable]:
-        """The owners of its holds."""
-        return {hold.owner for hold in self.holds}
-
-    @property
-    def taken_bytes(self) -> int:
-        """How many bytes of the slabs it takes."""
-        return sum(extent.nbytes for extent in self.extents)
+        return self.counts.get(_ALL, (0, 0))[1] > 0
 
     def ranges(self, offset: int, nbytes: int) -> Iterator[Extent]:
         """Where `nbytes` of the backup, from `offset` on, lie, in order."""
-        for extent in self.extents:
-            if nbytes <= 0:
-                return
-            if offset < extent.nbytes:
-                size = min(nbytes, extent.nbytes - offset)
-                yield Extent(extent.slab, extent.offset + offset, size)
-                nbytes -= size
-            offset = max(0, offset - extent.nbytes)
+        if len(self._ends) != len(self.extents):
+            self._ends = list(accumulate(extent.nbytes for extent in self.extents))
+        at = bisect_right(self._ends, offset)
+        while nbytes > 0 and at < len(self.extents):
+            extent = self.extents[at]
+            skipped = offset - (self._ends[at] - extent.nbytes)
+            size = min(nbytes, extent.nbytes - skipped)
+            yield Extent(extent.slab, extent.offset + skipped, size)
+            offset, nbytes, at = offset + size, nbytes - size, at + 1
 
 
 @dataclass(frozen=True)
@@ -119,32 +123,73 @@ class Held:
     shared: int = 0
 
 
+@dataclass
 class _Slab:
-    """The free runs of one slab, by offset."""
+    nbytes: int
+    node: int
+    is_adopted: bool
+    entries: set[Entry] = field(default_factory=set)  # that lie there, or partly
 
-    def __init__(self, nbytes: int, node: int, is_adopted: bool) -> None:
-        self.nbytes = nbytes
-        self.node = node
-        self.is_adopted = is_adopted
-        self.entries = 0
-        self.runs: list[tuple[int, int]] = [] if is_adopted else [(0, nbytes)]
 
-    def take(self, offset: int, nbytes: int) -> None:
-        """Take `nbytes` from the beginning of the free run at `offset`."""
-        at = bisect_left(self.runs, (offset, 0))
-        _, run_bytes = self.runs.pop(at)
-        if run_bytes > nbytes:
-            self.runs.insert(at, (offset + nbytes, run_bytes - nbytes))
+class _FreeRuns:
+    """The free runs of the slabs of one NUMA node. What a call costs does not depend on how many there are.
 
-    def give_back(self, offset: int, nbytes: int) -> None:
+    They are kept by size, because there are never many different sizes: a thousand have half a million units at least.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []  # of which there are runs, in order
+        self._of_size: dict[int, OrderedDict[tuple[int, int], None]] = {}  # the (slab, offset) of each
+        self._sizes_at: dict[tuple[int, int], int] = {}  # by slab and offset
+        self._starts: dict[tuple[int, int], int] = {}  # by slab and end
+
+    def __iter__(self) -> Iterator[Extent]:
+        return (Extent(slab, offset, nbytes) for (slab, offset), nbytes in self._sizes_at.items())
+
+    def smallest(self, nbytes: int) -> int:
+        """The size of the smallest run of at least so many bytes; 0 if there is none."""
+        at = bisect_left(self._sizes, nbytes)
+        return self._sizes[at] if at < len(self._sizes) else 0
+
+    def largest(self) -> int:
+        """The size of the largest run; 0 if there is none."""
+        return self._sizes[-1] if self._sizes else 0
+
+    def take(self, size: int, nbytes: int) -> Extent:
+        """`nbytes` of a run of this size, at most all of it."""
+        slab, offset = next(reversed(self._of_size[size]))
+        self.remove(slab, offset)
+        if size > nbytes:
+            self._add(slab, offset + nbytes, size - nbytes)
+        return Extent(slab, offset, min(size, nbytes))
+
+    def give_back(self, slab: int, offset: int, nbytes: int) -> None:
         """Make these bytes free again, in one run with the free ones beside them."""
-        at = bisect_left(self.runs, (offset, 0))
-        if at < len(self.runs) and self.runs[at][0] == offset + nbytes:
-            nbytes += self.runs.pop(at)[1]
-        if at and sum(self.runs[at - 1]) == offset:
-            offset, before = self.runs.pop(at - 1)
-            nbytes += before
-        insort(self.runs, (offset, nbytes))
+        if (slab, offset + nbytes) in self._sizes_at:
+            nbytes += self.remove(slab, offset + nbytes)
+        if (slab, offset) in self._starts:
+            start = self._starts[slab, offset]
+            nbytes += self.remove(slab, start)
+            offset = start
+        self._add(slab, offset, nbytes)
+
+    def remove(self, slab: int, offset: int) -> int:
+        """The run that begins there; returns its size."""
+        nbytes = self._sizes_at.pop((slab, offset))
+        del self._starts[slab, offset + nbytes]
+        del self._of_size[nbytes][slab, offset]
+        if not self._of_size[nbytes]:
+            del self._of_size[nbytes]
+            del self._sizes[bisect_left(self._sizes, nbytes)]
+        return nbytes
+
+    def _add(self, slab: int, offset: int, nbytes: int) -> None:
+        self._sizes_at[slab, offset] = nbytes
+        self._starts[slab, offset + nbytes] = offset
+        if nbytes not in self._of_size:
+            self._of_size[nbytes] = OrderedDict()  # `dict` is slow to find its last one, where others were deleted
+            self._sizes.insert(bisect_left(self._sizes, nbytes), nbytes)
+        self._of_size[nbytes][slab, offset] = None
 
 
 class Ledger:
@@ -152,13 +197,22 @@ class Ledger:
 
     def __init__(self) -> None:
         self._slabs: dict[int, _Slab] = {}
+        self._runs: dict[int, _FreeRuns] = {}  # by NUMA node
+        self._given_back: deque[Extent] = deque()  # free, and not yet among the runs
+        self._unplaced_bytes = 0  # that reservations under way have taken off `free_bytes`, and not yet off the runs
         self._entries: set[Entry] = set()
+        self._evictable: OrderedDict[Entry, None] = OrderedDict()  # in slabs of our own, the least recently used first
+        self._evictable_bytes = 0
         self._holds: dict[int, Hold] = {}
+        self._holds_of: dict[Hashable, dict[int, Hold]] = {}  # by owner
+        self._held: dict[_Group, list[int]] = {}  # bytes, as in `Held`
         self._by_key: dict[Key, Entry] = {}
-        self._last_number = 0
-        self._clock = 0
-        self.free_bytes = 0
+        self._last_number = self._clock = 0
+        self.free_bytes = 0  # negative while a reservation under way evicts what it needs
+        self.own_bytes = 0  # the size of all slabs but adopted ones
+        self.adopted_bytes = 0  # the size of these
         self.evicted_bytes = 0
+        self._saved_bytes = 0
 
     # Slabs
 
@@ -167,50 +221,48 @@ class Ledger:
         if nbytes % UNIT_BYTES:
             raise InvalidArgument(f"slab of {nbytes} bytes: expected a multiple of {UNIT_BYTES}")
         self._slabs[slab] = _Slab(nbytes, node, is_adopted=False)
+        self._runs.setdefault(node, _FreeRuns()).give_back(slab, 0, nbytes)
+        self.own_bytes += nbytes
         self.free_bytes += nbytes
 
     def add_adopted_slab(self, slab: int, nbytes: int) -> None:
         """Add memory that already has backups in it: `show` says which."""
         self._slabs[slab] = _Slab(nbytes, -1, is_adopted=True)
+        self.adopted_bytes += nbytes
 
     def remove_slab(self, slab: int) -> None:
         """Forget a slab that has no entries."""
-        if self._slabs[slab].entries:
-            raise InvalidState(f"slab {slab} has {self._slabs[slab].entries} entries")
-        gone = self._slabs.pop(slab)
-        self.free_bytes -= 0 if gone.is_adopted else gone.nbytes
+        gone = self._slabs[slab]
+        if gone.entries:
+            raise InvalidState(f"slab {slab} has {len(gone.entries)} entries")
+        if gone.is_adopted:
+            self.adopted_bytes -= gone.nbytes
+        else:
+            for _ in self.settling():
+                pass
+            self._runs[gone.node].remove(slab, 0)
+            self.own_bytes -= gone.nbytes
+            self.free_bytes -= gone.nbytes
+        del self._slabs[slab]
 
     def empty_slabs(self, adopted: bool) -> list[int]:
         """The adopted slabs, or those of our own, that have no entries."""
         return [number for number, slab in self._slabs.items() if slab.is_adopted == adopted and not slab.entries]
 
-    @property
-    def own_bytes(self) -> int:
-        """The size of all slabs but adopted ones."""
-        return sum(slab.nbytes for slab in self._slabs.values() if not slab.is_adopted)
-
-    @property
-    def adopted_bytes(self) -> int:
-        """The size of all adopted slabs."""
-        return sum(slab.nbytes for slab in self._slabs.values() if slab.is_adopted)
-
     def empty(self, nbytes: int) -> list[int]:
         """Evict so much that own slabs of at least `nbytes` are empty; returns these, or none if that is impossible."""
-        users: dict[int, list[Entry]] = {number: [] for number, slab in self._slabs.items() if not slab.is_adopted}
-        for entry in self._entries:
-            for slab in {extent.slab for extent in entry.extents} & users.keys():
-                users[slab].append(entry)
-        candidates = [slab for slab, entries in users.items() if not any(entry.needed for entry in entries)]
-        candidates.sort(key=lambda slab: max((entry.used for entry in users[slab]), default=0))
-        chosen: list[int] = []
-        for slab in candidates:
-            if nbytes <= 0:
-                break
-            chosen.append(slab)
-            nbytes -= self._slabs[slab].nbytes
-        if nbytes > 0:
+        candidates = [
+            number
+            for number, slab in self._slabs.items()
+            if not slab.is_adopted and not any(entry.needed for entry in slab.entries)
+        ]
+        candidates.sort(key=lambda number: max((entry.used for entry in self._slabs[number].entries), default=0))
+        sizes = accumulate(self._slabs[number].nbytes for number in candidates)
+        count, size = next(((at, size) for at, size in enumerate(sizes, 1) if size >= nbytes), (0, 0))
+        if size > self.available_bytes():  # a reservation under way needs the rest
             return []
-        for entry in {entry for slab in chosen for entry in users[slab]}:
+        chosen = candidates[:count]
+        for entry in {entry for number in chosen for entry in self._slabs[number].entries}:
             self._evict(entry)
         return chosen
 
@@ -218,20 +270,7 @@ class Ledger:
 
     def available_bytes(self) -> int:
         """What could be reserved now: what is free, and what may be evicted from slabs of our own."""
-        return self.free_bytes + sum(self._own_bytes_of(entry) for entry in self._evictable())
-
-    def require_room(self, sizes: Sequence[int], names: Mapping[Hashable, str]) -> None:
-        """Check that this much can be reserved. `names` are what the error calls the owners.
-
-        Raises:
-            OutOfHostMemory: too little is free, and too little may be evicted.
-            InvalidArgument: a size is not positive.
-        """
-        if any(size < 1 for size in sizes):
-            raise InvalidArgument(f"size={min(sizes)}: expected at least 1")
-        needed, available = sum(map(_rounded, sizes)), self.available_bytes()
-        if needed > available:
-            raise OutOfHostMemory(needed, available, "vault", self.who_holds(names))
+        return self.free_bytes + self._evictable_bytes
 
     def reserve(
         self,
@@ -241,24 +280,66 @@ class Ledger:
         node: int = -1,
         names: Mapping[Hashable, str] | None = None,
     ) -> list[Hold]:
+        """As `reserving`, at once."""
+        steps = self.reserving(owner, gpu, sizes, node, names)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                holds: list[Hold] = end.value
+                return holds
+
+    def reserving(
+        self,
+        owner: Hashable,
+        gpu: str,
+        sizes: Sequence[int],
+        node: int = -1,
+        names: Mapping[Hashable, str] | None = None,
+    ) -> Generator[None, None, list[Hold]]:
         """Reserve an entry of each size for the owner, which needs them: all of them, or none.
+
+        Each step costs the same. From the first one on nobody else gets the memory; it comes back if this is closed.
 
         Args:
             node: the NUMA node to be preferred.
+            names: what the error calls the owners.
 
         Raises:
-            OutOfHostMemory, InvalidArgument: as `require_room`. Nothing has changed.
+            OutOfHostMemory: too little is free, and too little may be evicted. Nothing has changed.
+            InvalidArgument: a size is not positive. Likewise.
         """
-        self.require_room(sizes, names or {})
-        needed = sum(map(_rounded, sizes))
-        evictable = sorted(self._evictable(), key=lambda entry: entry.used)
-        for entry in evictable:
-            if self.free_bytes >= needed:
-                break
-            if self._own_bytes_of(entry):
-                self._evict(entry)
-        entries = [self._add(Entry(size, self._allocate(_rounded(size), node))) for size in sizes]
-        return [self._new_hold(entry, owner, gpu) for entry in entries]
+        left = needed_bytes(sizes)
+        if left > self.available_bytes():
+            raise OutOfHostMemory(left, self.available_bytes(), "vault", self.who_holds(names or {}))
+        self.free_bytes -= left
+        self._unplaced_bytes += left
+        holds: list[Hold] = []
+        try:
+            while self.free_bytes < 0:
+                yield from self._evicting_one()
+            for size in sizes:
+                entry = Entry(size, _rounded(size))
+                left -= entry.taken_bytes
+                self._entries.add(entry)
+                self.begin_copy(entry)  # nobody else sees it
+                try:
+                    yield from self._place(entry, node)
+                    holds.append(self._new_hold(entry, owner, gpu))
+                finally:
+                    self._unplaced_bytes -= entry.taken_bytes - sum(extent.nbytes for extent in entry.extents)
+                    self.end_copy(entry)
+        finally:
+            self.free_bytes += left
+            self._unplaced_bytes -= left
+        return holds
+
+    def settling(self) -> Iterator[None]:
+        """Make one run of what was given back and what is free beside it, in steps."""
+        while self._given_back:
+            slab, offset, nbytes = self._given_back.popleft()
+            self._runs[self._slabs[slab].node].give_back(slab, offset, nbytes)
+            yield
 
     def find(self, owner: Hashable, gpu: str, key: Key) -> Hold | None:
         """A new hold on the entry of these bytes, if there is one; the owner needs it."""
@@ -280,7 +361,12 @@ class Ledger:
                 raise InvalidArgument(f"extent {slab}:{offset}+{size}: it does not lie in an adopted slab")
         if not 0 < nbytes <= sum(extent.nbytes for extent in extents):
             raise InvalidArgument(f"extents of {sum(e.nbytes for e in extents)} bytes cannot hold {nbytes} bytes")
-        entry = self._by_key[key] = self._add(Entry(nbytes, tuple(extents), key, note))
+        entry = Entry(nbytes, sum(extent.nbytes for extent in extents), list(extents), key, note, is_adopted=True)
+        entry.slabs = {extent.slab for extent in extents}
+        for slab in entry.slabs:
+            self._slabs[slab].entries.add(entry)
+        self._entries.add(entry)
+        self._by_key[key] = entry
         return self._new_hold(entry, owner, gpu)
 
     def seal(self, owner: Hashable, number: int, key: Key, note: str = "") -> Hold:
@@ -299,10 +385,8 @@ class Ledger:
             entry.key, entry.note = key, note
             self._by_key[key] = entry
         else:
-            entry.holds.remove(hold)
-            older.holds.append(hold)
-            hold.entry = older
-            self._free_if_unused(entry)
+            self._leave(hold)
+            self._join(hold, older)
         return hold
 
     def hold(self, owner: Hashable, number: int) -> Hold:
@@ -332,7 +416,9 @@ class Ledger:
             if hold is None or hold.owner != owner:
                 gone.append(number)
             else:
-                hold.needed, hold.used = needed, self._tick()
+                self._count(hold.entry, _groups(hold), 0, needed - hold.needed)
+                hold.needed = needed
+                self._touch(hold.entry)
         return gone
 
     def release(self, owner: Hashable, numbers: Iterable[int]) -> None:
@@ -344,43 +430,56 @@ class Ledger:
 
     def drop_owner(self, owner: Hashable) -> None:
         """Give back whatever the owner holds."""
-        for hold in [hold for hold in self._holds.values() if hold.owner == owner]:
-            self._drop(hold)
+        for _ in self.dropping_owner(owner):
+            pass
+
+    def dropping_owner(self, owner: Hashable) -> Iterator[None]:
+        """As `drop_owner`, in steps."""
+        for hold in list(self._holds_of.get(owner, {}).values()):
+            if hold.number in self._holds:  # it was not evicted meanwhile
+                self._drop(hold)
+            yield
 
     def move(self, before: Hashable, owner: Hashable, numbers: Iterable[int]) -> None:
         """Make these holds of `before` the owner's; those that `before` does not have are passed over."""
         for number in numbers:
             hold = self._holds.get(number)
             if hold is not None and hold.owner == before:
+                entry = hold.entry
+                self.begin_copy(entry)  # it stays meanwhile
+                self._leave(hold)
                 hold.owner = owner
+                self._join(hold, entry)
+                self.end_copy(entry)
 
     def begin_copy(self, entry: Entry) -> None:
         """Keep the extents of the entry until `end_copy`, even if all its holds are released."""
         entry.copies += 1
+        self._count(entry, [_ALL], 1, 1)
 
     def end_copy(self, entry: Entry) -> None:
         """One copy fewer is under way."""
         entry.copies -= 1
-        self._free_if_unused(entry)
+        self._count(entry, [_ALL], -1, -1)
 
     # What is held
 
     def held(self) -> Held:
         """What all owners together hold; each entry counts once."""
-        return _sum((entry, entry.needed) for entry in self._entries)
+        return self._held_in(_ALL)
 
     def held_by(self, owner: Hashable, gpu: str | None = None) -> Held:
         """What one owner holds, shared or not, for segments of one GPU, or of all."""
-        return self._held_where(lambda hold: hold.owner == owner and gpu in (None, hold.gpu))
+        return self._held_in((owner, gpu))
 
     def held_for(self, gpu: str) -> Held:
         """What is held for segments of one GPU."""
-        return self._held_where(lambda hold: hold.gpu == gpu)
+        return self._held_in((None, gpu))
 
     def owners(self, owner: Hashable, numbers: Iterable[int]) -> list[int]:
         """How many owners share each of these entries; 0 where the owner has no such hold, or not any more."""
         holds = [self._holds.get(number) for number in numbers]
-        return [len(hold.entry.owners) if hold and hold.owner == owner else 0 for hold in holds]
+        return [hold.entry.owners if hold and hold.owner == owner else 0 for hold in holds]
 
     def who_holds(self, names: Mapping[Hashable, str]) -> str:
         """Which of these owners hold most, and how much, in words."""
@@ -390,82 +489,162 @@ class Ledger:
 
     def saved_bytes(self) -> int:
         """What is not held a second time because it is shared."""
-        return sum(entry.taken_bytes * (len(entry.holds) - 1) for entry in self._entries if entry.holds)
+        return self._saved_bytes
 
     def check(self) -> None:
         """Assert what is always true; for tests."""
-        covered: dict[int, list[tuple[int, int]]] = {slab: list(s.runs) for slab, s in self._slabs.items()}
-        counts = dict.fromkeys(self._slabs, 0)
+        free = [run for runs in self._runs.values() for run in runs]
+        covered: dict[int, list[tuple[int, int]]] = {slab: [] for slab in self._slabs}
+        for extent in [*free, *self._given_back]:
+            covered[extent.slab].append((extent.offset, extent.nbytes))
         assert self._holds == {hold.number: hold for entry in self._entries for hold in entry.holds}
+        assert self._holds == {number: hold for holds in self._holds_of.values() for number, hold in holds.items()}
         for entry in self._entries:
             assert entry.holds or entry.copies, "an entry that nobody holds"
             assert all(hold.entry is entry for hold in entry.holds)
             assert entry.key is None or self._by_key[entry.key] is entry, "two entries of the same bytes"
             assert entry.nbytes <= entry.taken_bytes
-            for slab in {extent.slab for extent in entry.extents}:
-                counts[slab] += 1
+            assert entry.slabs == {extent.slab for extent in entry.extents}
+            assert (entry in self._evictable) == (not entry.needed and not entry.is_adopted)
+            assert entry.owners == len({hold.owner for hold in entry.holds})
             for extent in entry.extents:
                 if not self._slabs[extent.slab].is_adopted:
                     covered[extent.slab].append((extent.offset, extent.nbytes))
         for number, each in self._slabs.items():
-            assert counts[number] == each.entries
-            if each.is_adopted:
-                continue
+            assert each.entries == {entry for entry in self._entries if number in entry.slabs}
             at = 0
             for offset, nbytes in sorted(covered[number]):
                 assert offset == at, "extents overlap, or bytes are lost"
                 at += nbytes
-            assert at == each.nbytes
-            assert all(sum(left) < right[0] for left, right in pairwise(each.runs)), "runs that touch"
-        assert self.free_bytes == sum(nbytes for slab in self._slabs.values() for _, nbytes in slab.runs)
-        assert self._by_key.keys() == {entry.key for entry in self._entries if entry.key is not None}
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
-
-    def _evictable(self) -> list[Entry]:
-        return [entry for entry in self._entries if not entry.needed]
-
-    def _own_bytes_of(self, entry: Entry) -> int:
-        return sum(extent.nbytes for extent in entry.extents if not self._slabs[extent.slab].is_adopted)
-
-    def _held_where(self, is_meant: Callable[[Hold], bool]) -> Held:
-        return _sum(
-            (entry, any(hold.needed for hold in meant))
-            for entry in self._entries
-            if (meant := [hold for hold in entry.holds if is_meant(hold)])
+            assert at == (0 if each.is_adopted else each.nbytes)
+        runs = sorted(free)
+        assert all(
+            left.slab != right.slab or left.offset + left.nbytes < right.offset for left, right in pairwise(runs)
         )
+        assert self.free_bytes + self._unplaced_bytes == sum(run.nbytes for run in [*free, *self._given_back])
+        assert self._evictable_bytes == sum(entry.taken_bytes for entry in self._evictable)
+        assert [entry.used for entry in self._evictable] == sorted(entry.used for entry in self._evictable)
+        assert self._by_key.keys() == {entry.key for entry in self._entries if entry.key is not None}
+        self._check_what_is_held()
 
-    def _add(self, entry: Entry) -> Entry:
-        self._entries.add(entry)
-        for slab in {extent.slab for extent in entry.extents}:
-            self._slabs[slab].entries += 1
-        return entry
+    def _check_what_is_held(self) -> None:
+        groups = {group for hold in self._holds.values() for group in _groups(hold)}
+        assert self._held.keys() - {_ALL} == groups - {_ALL}
+        for group in {*groups, _ALL}:
+            needed = retained = shared = 0
+            for entry in self._entries:
+                meant = [hold for hold in entry.holds if group in _groups(hold)]
+                copies = entry.copies if group == _ALL else 0
+                if meant or copies:
+                    is_needed = copies > 0 or any(hold.needed for hold in meant)
+                    needed += entry.taken_bytes * is_needed
+                    retained += entry.taken_bytes * (not is_needed)
+                    shared += entry.taken_bytes * (entry.owners > 1)
+            assert self._held_in(group) == Held(needed, retained, shared)
+        saved = [entry.taken_bytes * (len(entry.holds) - 1) for entry in self._entries if entry.holds]
+        assert self._saved_bytes == sum(saved)
+
+    def _held_in(self, group: _Group) -> Held:
+        return Held(*self._held.get(group, ()))
 
     def _new_hold(self, entry: Entry, owner: Hashable, gpu: str) -> Hold:
         self._last_number += 1
-        hold = self._holds[self._last_number] = Hold(self._last_number, owner, gpu, entry, self._tick())
-        entry.holds.append(hold)
+        hold = self._holds[self._last_number] = Hold(self._last_number, owner, gpu, entry)
+        self._join(hold, entry)
         return hold
 
-    def _allocate(self, nbytes: int, node: int) -> list[Extent]:
-        """The smallest free run that is large enough, or the largest ones until it is enough."""
-        extents: list[Extent] = []
-        while nbytes:
-            runs = [
-                (each.node != node, size, slab, offset)
-                for slab, each in self._slabs.items()
-                for offset, size in each.runs
-            ]
-            fits = min((run for run in runs if run[1] >= nbytes), default=None)
-            _, size, slab, offset = fits or max(runs, key=lambda run: run[1])
-            extent = Extent(slab, offset, min(size, nbytes))
-            self._slabs[extent.slab].take(extent.offset, extent.nbytes)
-            self.free_bytes -= extent.nbytes
-            extents.append(extent)
-            nbytes -= extent.nbytes
-        return extents
+    def _join(self, hold: Hold, entry: Entry) -> None:
+        """The hold is one of this entry from here on."""
+        hold.entry = entry
+        self._holds_of.setdefault(hold.owner, {})[hold.number] = hold
+        self._saved_bytes += entry.taken_bytes if entry.holds else 0
+        entry.holds.add(hold)
+        self._count(entry, _groups(hold), 1, int(hold.needed))
+
+    def _leave(self, hold: Hold) -> None:
+        """The hold is none of its entry any more, which goes if it was the last one."""
+        entry, of_owner = hold.entry, self._holds_of[hold.owner]
+        del of_owner[hold.number]
+        if not of_owner:
+            del self._holds_of[hold.owner]
+        entry.holds.remove(hold)
+        self._saved_bytes -= entry.taken_bytes if entry.holds else 0
+        self._count(entry, _groups(hold), -1, -int(hold.needed))
+
+    def _count(self, entry: Entry, groups: Sequence[_Group], holds: int, needed: int) -> None:
+        """So many holds, and needed ones, of this entry there are more now, in each of these groups."""
+        was_shared = entry.owners > 1
+        for group in groups:
+            before = entry.counts.get(group, (0, 0))
+            after = before[0] + holds, before[1] + needed
+            held = self._held.setdefault(group, [0, 0, 0])
+            for (count, count_needed), change in ((before, -entry.taken_bytes), (after, entry.taken_bytes)):
+                if count:
+                    held[0 if count_needed else 1] += change
+                    held[2] += change if was_shared else 0
+            entry.counts[group] = after
+            if not after[0]:
+                del entry.counts[group]
+            if not any(held):
+                del self._held[group]
+            owner, gpu = group
+            if owner is not None and gpu is None:
+                entry.owners += (after[0] > 0) - (before[0] > 0)
+        if was_shared != (entry.owners > 1):
+            for group in entry.counts:
+                self._held[group][2] += -entry.taken_bytes if was_shared else entry.taken_bytes
+        is_evictable = bool(entry.counts) and not entry.needed and not entry.is_adopted
+        if is_evictable and entry not in self._evictable:
+            self._evictable[entry] = None
+            self._evictable_bytes += entry.taken_bytes
+            self._touch(entry)
+        elif not is_evictable and entry in self._evictable:
+            del self._evictable[entry]
+            self._evictable_bytes -= entry.taken_bytes
+        if not entry.counts:
+            self._free(entry)
+
+    def _touch(self, entry: Entry) -> None:
+        """It was used: if it may be evicted, then after all others."""
+        if entry in self._evictable:
+            self._clock += 1
+            entry.used = self._clock
+            self._evictable.move_to_end(entry)
+
+    def _place(self, entry: Entry, node: int) -> Iterator[None]:
+        """Where the entry lies: the smallest free run that is large enough, or the largest ones until it is enough."""
+        left = entry.taken_bytes
+        while left:
+            yield from self.settling()
+            extent = self._take(left, node)
+            if extent is None:  # a slab went meanwhile
+                yield from self._evicting_one()
+                continue
+            entry.extents.append(extent)
+            if extent.slab not in entry.slabs:
+                entry.slabs.add(extent.slab)
+                self._slabs[extent.slab].entries.add(entry)
+            self._unplaced_bytes -= extent.nbytes
+            left -= extent.nbytes
+            yield
+
+    def _take(self, nbytes: int, node: int) -> Extent | None:
+        """Of one free run, at most so much; None: nothing is free."""
+        fits = [(at != node, size, at) for at, runs in self._runs.items() if (size := runs.smallest(nbytes))]
+        largest = max(((runs.largest(), at) for at, runs in self._runs.items()), default=(0, 0))
+        size, at = min(fits)[1:] if fits else largest
+        return self._runs[at].take(size, nbytes) if size else None
+
+    def _evicting_one(self) -> Iterator[None]:
+        """Evict the least recently used entry, in steps; it stays if it is needed meanwhile."""
+        entry = next(iter(self._evictable))
+        for hold in list(entry.holds):
+            if entry not in self._evictable:
+                return
+            if hold in entry.holds:
+                self._drop(hold)
+            self.evicted_bytes += 0 if entry.counts else entry.taken_bytes
+            yield
 
     def _evict(self, entry: Entry) -> None:
         self.evicted_bytes += entry.taken_bytes
@@ -474,32 +653,29 @@ class Ledger:
 
     def _drop(self, hold: Hold) -> None:
         del self._holds[hold.number]
-        hold.entry.holds.remove(hold)
-        self._free_if_unused(hold.entry)
+        self._leave(hold)
 
-    def _free_if_unused(self, entry: Entry) -> None:
-        if entry.holds or entry.copies:
-            return
+    def _free(self, entry: Entry) -> None:
         self._entries.remove(entry)
         if entry.key is not None:
             del self._by_key[entry.key]
-        for slab in {extent.slab for extent in entry.extents}:
-            self._slabs[slab].entries -= 1
-        for extent in entry.extents:
-            if not self._slabs[extent.slab].is_adopted:
-                self._slabs[extent.slab].give_back(extent.offset, extent.nbytes)
-                self.free_bytes += extent.nbytes
+        for slab in entry.slabs:
+            self._slabs[slab].entries.remove(entry)
+        if not entry.is_adopted:
+            self._given_back.extend(entry.extents)
+            self.free_bytes += entry.taken_bytes
+
+
+def needed_bytes(sizes: Sequence[int]) -> int:
+    """What entries of these sizes take. Raises InvalidArgument: a size is not positive."""
+    if min(sizes, default=1) < 1:
+        raise InvalidArgument(f"size={min(sizes)}: expected at least 1")
+    return sum(map(_rounded, sizes))
 
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // UNIT_BYTES) * UNIT_BYTES
 
 
-def _sum(entries: Iterable[tuple[Entry, bool]]) -> Held:
-    needed = retained = shared = 0
-    for entry, is_needed in entries:
-        nbytes = entry.taken_bytes
-        needed += nbytes if is_needed else 0
-        retained += 0 if is_needed else nbytes
-        shared += nbytes if len(entry.owners) > 1 else 0
-    return Held(needed, retained, shared)
+def _groups(hold: Hold) -> tuple[_Group, ...]:
+    return _ALL, (hold.owner, None), (None, hold.gpu), (hold.owner, hold.gpu)

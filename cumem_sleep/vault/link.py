@@ -189,8 +189,9 @@ class Link:
                 self._count(0)
 
     def _use_kernel(self) -> None:
-        """Load it, and use it from now on while the engine is slow."""
+        """Make the context, if there is none yet, and load it, to be used from now on while the engine is slow."""
         try:
+            _core.memory_info(self.device)
             if not _core.device_info(self.device).host_pointers:
                 return
             _core.load_copy_kernel(self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,7 @@ from .ledger import UNIT_BYTES, Ledger
 
 DEFAULT_SLAB_BYTES = 1 << 30
 MAX_SLABS = 200  # owners have a descriptor of each that they have bytes in
+_FILES_OF_SLAB = 2  # descriptors that the vault has of each slab; half of all that it may have are for other things
 _ALIGNMENT = 2 << 20  # a huge page
 
 
@@ -69,7 +71,9 @@ class Pool:
         self.memory_bytes = memory_bytes // _ALIGNMENT * _ALIGNMENT
         if not self.memory_bytes:
             raise InvalidArgument(f"memory={memory_bytes}: expected at least {_ALIGNMENT} bytes")
-        least = _aligned_up(-(-self.memory_bytes // MAX_SLABS))
+        most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most_slabs = max(1, min(MAX_SLABS, most_files // (2 * _FILES_OF_SLAB)))
+        least = _aligned_up(-(-self.memory_bytes // most_slabs))
         self._slab_bytes = max(least, _aligned_up(slab_bytes or DEFAULT_SLAB_BYTES))
         self._device, self._nodes, self._host, self._post, self._changed = device, nodes, host, post, changed
         self.ledger = Ledger()
@@ -78,7 +82,7 @@ class Pool:
         self._slabs: dict[int, memory.Slab] = {}
         self._last_slab = 0
         self._taker = ThreadPoolExecutor(1, "vault-memory")
-        self._is_taking = self._is_stopped = False
+        self._is_taking = self._is_stopped = self._is_finished = False
         self._try_again = 0.0
         self._is_short_said = False
         self._reserved_are_left = host.reserved_huge_pages
@@ -92,6 +96,15 @@ class Pool:
         """That slab, for its descriptor."""
         return self._slabs[slab]
 
+    def out_of_memory(self, needed_bytes: int, names: Mapping[Hashable, str]) -> OutOfHostMemory:
+        """That so much cannot be had, neither now nor when all memory is taken. `names`: what it calls the owners."""
+        available, holders = self.ledger.available_bytes(), self.ledger.who_holds(names)
+        missing = self.memory_bytes - self.ledger.own_bytes - self.ledger.adopted_bytes
+        if self.short and needed_bytes <= available + missing:
+            why = f"{holders}; the vault has {self._of_all()}, and cannot take more now: {self.short}"
+            return OutOfHostMemory(needed_bytes, available, "vault's host", why)
+        return OutOfHostMemory(needed_bytes, available, "vault", holders)
+
     def bytes_to_come(self) -> int:
         """Of memory that is still being taken."""
         if self.short or self._is_stopped:
@@ -104,13 +117,17 @@ class Pool:
 
     def finish(self) -> None:
         """Take no more memory, and wait for what is being done; what comes of it is still posted."""
-        self._is_stopped = True
+        self._is_stopped = self._is_finished = True
         self._taker.shutdown()
 
     def close(self) -> None:
         """Unmap everything, after `finish`. Who has a descriptor of a slab reads it on."""
         for slab in self._slabs.values():
             slab.let_go()
+
+    def reclaim(self) -> None:
+        """Let the driver take back what it has refused to, on another thread."""
+        self._taker.submit(_core.reclaim)
 
     # Memory of our own
 
@@ -161,7 +178,7 @@ class Pool:
             return
         self._is_short_said = False
         if self._is_stopped or slab.nbytes > self.bytes_to_come():  # something was adopted meanwhile
-            slab.close()
+            self._give_back(slab)
         else:
             self.ledger.add_slab(self._number(slab), slab.nbytes, node)
         tenths = self.ledger.own_bytes * 10 // self.memory_bytes
@@ -247,7 +264,7 @@ class Pool:
 
     def _give_back(self, slab: memory.Slab) -> None:
         """Before more is taken."""
-        if self._is_stopped:
+        if self._is_finished:
             slab.close()
         else:
             self._taker.submit(slab.close)

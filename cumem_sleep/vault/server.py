@@ -7,9 +7,11 @@ speaks nonsense is cut off; one that dies gives everything back as soon as what 
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 import selectors
+import sys
 import time
 import traceback
 from collections import deque
@@ -46,6 +48,16 @@ def visible_gpus(wanted: Sequence[str] = ()) -> list[Gpu]:
     return [known[name] for name in dict.fromkeys(wanted)] or gpus
 
 
+def keep_pauses_short() -> None:
+    """Of a process that is a vault and nothing else, so that its clients do not wait for what Python does.
+
+    A full collection would look at all backups, 50 ms for 10,000, and find next to nothing: nothing here is in circles
+    for long. Long numbers take Python a time that grows with the square of their digits; those of requests have 19.
+    """
+    gc.set_threshold(*gc.get_threshold()[:2], 1 << 30)
+    sys.set_int_max_str_digits(sys.int_info.str_digits_check_threshold)
+
+
 class Vault:
     """Serves one socket until it is told to stop. `run` and all that it calls belong to one thread."""
 
@@ -56,8 +68,12 @@ class Vault:
         gpus: Sequence[Gpu],
         host: Host,
         slab_bytes: int | None = None,
+        used_at_once: Sequence[Gpu] = (),
     ) -> None:
         """Nothing is taken yet.
+
+        Args:
+            used_at_once: GPUs that get their contexts at the start. The first of all gets it in any case.
 
         Raises:
             InvalidArgument: a size makes no sense, or there is no GPU.
@@ -68,9 +84,13 @@ class Vault:
         self._say = host.say
         self._sessions: list[Session] = []
         self._resuming: set[Session] = set()
+        _raise_descriptor_limit()
         nodes = [gpu.node for gpu in gpus]
         self._pool = Pool(memory_bytes, slab_bytes, gpus[0].ordinal, nodes, host, self._post, self._memory_changed)
-        self._service = Service(address.path, gpus, self._pool, self._sessions, self._post, self._end, self._gpu_lost)
+        self._used_at_once = dict.fromkeys((gpus[0], *used_at_once))
+        self._service = Service(
+            address.path, gpus, self._pool, self._sessions, self._post, self._end, self._fail, self._gpu_lost
+        )
         self.memory_bytes = self._pool.memory_bytes
         self._selector = selectors.DefaultSelector()
         self._posted: deque[Callable[[], None]] = deque()
@@ -85,11 +105,10 @@ class Vault:
         Raises:
             VaultError: a GPU cannot be used any more, by this process.
         """
-        _raise_descriptor_limit()
         self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
         try:
-            self._service.begin()
+            self._service.begin(self._used_at_once)
             self._pool.take_more()
             last_tick = time.monotonic()
             while not self._may_end():
@@ -123,7 +142,7 @@ class Vault:
     def _woken(self) -> None:
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        while self._posted:
+        for _ in range(len(self._posted)):  # what these post comes after everybody else's turn
             self._posted.popleft()()
 
     def _memory_changed(self) -> None:
@@ -159,7 +178,7 @@ class Vault:
         if self._address.listener not in self._selector.get_map():
             self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
         self._pool.try_again(now)
-        _core.reclaim()  # what the driver refused to take back
+        self._pool.reclaim()
 
     def _close(self) -> None:
         for session in self._sessions:  # the ledger is left as it is: nobody's bytes may go now
@@ -167,7 +186,9 @@ class Vault:
             session.close()
         self._service.close()
         self._pool.finish()
-        self._woken()
+        while self._posted:
+            self._woken()
+        self._service.finish()
         self._pool.close()
         self._selector.close()
         self._address.close()
@@ -219,11 +240,8 @@ class Vault:
                 if message is None:
                     break
                 self._service.handle(session, message)
-        except Nonsense as nonsense:
-            self._cut_off(session, str(nonsense))
-        except Exception:  # a mistake of ours: one client less, and nobody else notices
-            self._say(traceback.format_exc())
-            self._cut_off(session, "the vault has failed at its request")
+        except Exception as error:
+            self._fail(session, error)
         if session.is_served:
             self._listen(session)
 
@@ -243,6 +261,14 @@ class Vault:
         if session not in self._resuming:
             self._resuming.add(session)
             self._post(partial(self._read_on, session))
+
+    def _fail(self, session: Session, error: Exception) -> None:
+        """One client less, and nobody else notices."""
+        if isinstance(error, Nonsense):
+            self._cut_off(session, str(error))
+        else:  # a mistake of ours
+            self._say("".join(traceback.format_exception(error)))
+            self._cut_off(session, "the vault has failed at its request")
 
     def _cut_off(self, session: Session, reason: str) -> None:
         """Do no more for it. It keeps its backups until it ends the connection: it can read them itself."""

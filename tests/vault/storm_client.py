@@ -24,6 +24,8 @@ from support import AWAKE, DROPPED, PAGE, Memory, bf16_weights, free_everything
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, Settings, VaultError, _core, sim
 from cumem_sleep.backups import vault as tiers
 from cumem_sleep.backups.vault import VaultTier
+from cumem_sleep.vault.client import VaultClient
+from cumem_sleep.vault.ledger import UNIT_BYTES
 
 HANGS_S = 120  # what is slow on a busy machine does not hang; `longest` says how long it took
 TAGS = ("weights", "default", "kv_cache")
@@ -44,6 +46,8 @@ def succeeds(call: Callable[[], object]) -> bool:
 class Storm:
     def __init__(self, socket: pathlib.Path, seed: int) -> None:
         self.random = random.Random(seed)
+        self.socket = socket
+        self.fragments: VaultClient | None = None
         settings = SETTINGS[seed % len(SETTINGS)]
         self.allocator = CuMemAllocator(Settings(driver="sim", vault=str(socket), **settings))  # type: ignore[arg-type]
         self.retains = bool(settings.get("retain_backups", True))
@@ -59,15 +63,16 @@ class Storm:
     # Steps
 
     def allocate(self, tag: str) -> None:
-        address = self.allocator.malloc(self.random.choice((1, 2, 3)) * PAGE, tag)
+        device = self.random.randrange(int(os.environ.get("CUMEM_SLEEP_SIM_DEVICES", "1")))
+        address = self.allocator.malloc(self.random.choice((1, 2, 3)) * PAGE, tag, device)
         self.contents[address] = b""
         self.write(address)
 
     def write(self, address: int) -> None:
         """One of few contents, so that processes share backups."""
-        (nbytes,) = (segment.bytes for segment in _core.segments() if segment.address == address)
-        self.contents[address] = bf16_weights(nbytes, np.random.default_rng(self.random.randrange(6)))
-        self.memory.write(address, self.contents[address])
+        (segment,) = (segment for segment in _core.segments() if segment.address == address)
+        self.contents[address] = bf16_weights(segment.bytes, np.random.default_rng(self.random.randrange(6)))
+        self.memory.write(address, self.contents[address], segment.device)
 
     def change(self) -> None:
         """As a trainer does."""
@@ -89,6 +94,18 @@ class Storm:
         del self.contents[segment.address]
         self.allocate(tag)
 
+    def fragment(self) -> None:
+        """Another client of this process has many small backups, of which every other one goes; they go at the next."""
+        before, self.fragments = self.fragments, None
+        if before is not None:
+            before.close()
+            return
+        self.fragments = VaultClient(self.socket, "fragments", tiers.DEADLINE_S)
+        gpu = self.random.choice(self.fragments.gpus)
+        backups = self.fragments.reserve_now(gpu, [UNIT_BYTES] * self.random.choice((8, 32, 64))) or []
+        self.fragments.release(backups[::2])
+        self.fragments.mark(backups[1::4], needed=False)
+
     def prepare(self) -> None:
         if self.retains:
             preparation = self.allocator.prepare()
@@ -103,6 +120,7 @@ class Storm:
             ("wake", self.allocator.wake_up, 8),
             ("wake of weights", lambda: self.allocator.wake_up("weights"), 3),
             ("discard", lambda: self.allocator.discard("kv_cache"), 1),
+            ("fragment", self.fragment, 3),
             ("prepare", self.prepare, 2),
             ("release", self.allocator.release_backups, 1),
             ("change", self.change, 6),
@@ -137,7 +155,8 @@ class Storm:
             elif segment.sleep == AWAKE and not self.contents[address]:
                 self.write(address)
             elif segment.sleep == AWAKE:
-                assert self.memory.read(address, segment.bytes) == self.contents[address], "WRONG BYTES"
+                content = self.memory.read(address, segment.bytes, segment.device)
+                assert content == self.contents[address], "WRONG BYTES"
 
     # All of it
 
@@ -158,6 +177,8 @@ class Storm:
 
     def leave(self) -> None:
         """Nothing is left here once the vault answers."""
+        if self.fragments is not None:
+            self.fragments.close()
         self.memory.close()
         free_everything()
         tier = self.allocator._store._tier

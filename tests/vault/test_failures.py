@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -77,6 +78,24 @@ def descriptors_left(pid: int, count: int) -> Iterator[None]:
         yield
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("slab", ["2MiB", "64MiB"])
+def test_slabs_leave_files_to_others_where_few_may_be_open(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, slab: str
+) -> None:
+    """The soft limit is raised to the hard one; slabs of 2 MiB would take more than that."""
+    limited = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (32, 64))
+    monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, preexec_fn=limited))
+    vault = RunningVault(folder, "128MiB", "--slab-size", slab)
+    try:
+        vault.wait_until_ready()
+        clients = [vault.client() for _ in range(8)]
+        assert len(clients[0].reserve(clients[0].gpus[0], [PAGE] * 64)) == 64
+        for each in clients:
+            each.close()
+    finally:
+        vault.close()
 
 
 SHORT = {

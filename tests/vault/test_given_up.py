@@ -30,7 +30,7 @@ def through(make_allocator: MakeAllocator, vault: RunningVault) -> Iterator[Make
 
     def make(**settings: object) -> CuMemAllocator:
         allocator = make_allocator(vault=str(vault.socket), **settings)
-        allocator._entry.open()
+        allocator._operations.open()
         tier_of(allocator).client().deadline_s = DEADLINE_S
         return allocator
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings, stateful
 from hypothesis import strategies as st
 
 from cumem_sleep import InvalidArgument, InvalidState, OutOfHostMemory
-from cumem_sleep.vault.ledger import UNIT_BYTES, Extent, Held, Key, Ledger
+from cumem_sleep.vault.ledger import UNIT_BYTES, Extent, Held, Hold, Key, Ledger
 
 GPU = "GPU-0"
 SLAB = 8 * UNIT_BYTES
@@ -228,11 +228,51 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         self.books = ledger(3)
         self.mine: dict[int, str] = {}
         self.copies: list[tuple[int, object]] = []
-        self.contents: dict[Extent, str] = {}
+        self.reserving: list[tuple[str, Generator[None, None, list[Hold]]]] = []
 
     def some(self, data: st.DataObject) -> tuple[str, int]:
         number = data.draw(st.sampled_from(sorted(self.mine)))
         return self.mine[number], number
+
+    @stateful.rule(owner=owners, units=st.integers(8, 24), gap=st.integers(2, 3))
+    def fragment(self, owner: str, units: int, gap: int) -> None:
+        """Many small ones, of which some go at once."""
+        if units * UNIT_BYTES > self.books.available_bytes():
+            return
+        holds = self.books.reserve(owner, GPU, [UNIT_BYTES] * units)
+        self.forget_evicted()
+        self.mine.update((hold.number, owner) for hold in holds)
+        for hold in holds[::gap]:
+            self.books.release(owner, [hold.number])
+            del self.mine[hold.number]
+
+    @stateful.rule(owner=owners, units=st.lists(st.integers(1, 10), min_size=1, max_size=4))
+    def begin_to_reserve(self, owner: str, units: list[int]) -> None:
+        steps = self.books.reserving(owner, GPU, [count * UNIT_BYTES for count in units])
+        if sum(units) * UNIT_BYTES <= self.books.available_bytes():
+            self.reserving.append((owner, steps))
+            self.go_on(steps=1)
+
+    @stateful.precondition(lambda self: self.reserving)
+    @stateful.rule(steps=st.integers(1, 20))
+    def go_on(self, steps: int) -> None:
+        """With a reservation, between whose steps anything may happen. What it has so far, nobody knows of."""
+        owner, reserving = self.reserving.pop()
+        known = set(self.books._holds)
+        try:
+            for _ in range(steps):
+                next(reserving)
+        except StopIteration:
+            pass
+        else:
+            self.reserving.insert(0, (owner, reserving))
+        self.forget_evicted()
+        self.mine.update(dict.fromkeys(self.books._holds.keys() - known, owner))
+
+    @stateful.precondition(lambda self: self.reserving)
+    @stateful.rule()
+    def give_up_reserving(self) -> None:
+        self.reserving.pop()[1].close()
 
     def forget_evicted(self) -> None:
         evicted = [n for n, owner in self.mine.items() if n not in {hold.number for hold in self.all_holds()}]
@@ -329,7 +369,9 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         self.books.check()
         assert {hold.number: hold.owner for hold in self.books._holds.values()} == self.mine
         held = self.books.held()
-        assert held.needed + held.retained + self.books.free_bytes == self.books.own_bytes
+        free = self.books.free_bytes + self.books._unplaced_bytes
+        placing = sum(e.taken_bytes - sum(x.nbytes for x in e.extents) for e in self.books._entries)
+        assert held.needed + held.retained + free - placing == self.books.own_bytes
 
 
 TestLedgerMachine = LedgerMachine.TestCase

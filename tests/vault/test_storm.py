@@ -91,8 +91,11 @@ def start_python(
     )
 
 
-def start(vault: RunningVault, seed: int, steps: int = FOREVER, deadline_s: float = 5) -> subprocess.Popen[str]:
-    client = start_python("storm_client.py", str(vault.socket), str(seed), str(steps), str(deadline_s))
+def start(
+    vault: RunningVault, seed: int, steps: int = FOREVER, deadline_s: float = 5, **environment: str
+) -> subprocess.Popen[str]:
+    arguments = str(vault.socket), str(seed), str(steps), str(deadline_s)
+    client = start_python("storm_client.py", *arguments, **environment)
     assert client.stdout is not None
     assert client.stdout.readline() == "begins\n"
     return client
@@ -178,3 +181,23 @@ def test_clients_are_killed_again_and_again(vault: Vaults) -> None:
     finally:
         kill([survivor])
     is_as_new(vault)
+
+
+def test_first_clients_of_gpus_come_and_the_vault_is_killed_again_and_again(folder: pathlib.Path) -> None:
+    """It has many slabs, and a new context takes about a second; each vault after the first one makes its own again."""
+    several = {"CUMEM_SLEEP_SIM_DEVICES": "3", "CUMEM_SLEEP_SIM_CONTEXT_US_PER_MIB": "20000"}
+    vault = Vaults(folder, "48MiB", "2MiB", **several)
+    chance = random.Random(4)
+    clients: list[subprocess.Popen[str]] = []
+    try:
+        for seed in range(max(2, KILLS // 2)):
+            clients.append(start(vault, seed, **several))
+            time.sleep(chance.uniform(0.05, 2))
+            assert all_are_well(clients)
+            vault.kill()
+            vault.start()
+        end(clients)
+        is_as_new(vault)
+    finally:
+        kill(clients)
+        vault.close()
