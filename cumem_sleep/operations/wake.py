@@ -72,6 +72,11 @@ def wake(layer: Layer, call: Call, meant: Group, *, known_to_fit: bool = False) 
                     # What fits into one batch is all mapped before its copy begins: a thread would not get ahead.
                     if benches or total_bytes(restored) > layer.tuning.engine_batch_bytes:
                         mapping.start()
+                    if not all(workbench.has_memory for workbench in benches.values()):
+                        with timer("map"):  # before anything else can take this memory, if only for page tables
+                            for ahead, mine in ((mapping, restored), (mapping_blank, blank)):
+                                for segment in mine:
+                                    ahead.wait(segment.id)
                     if restored:
                         with timer("copy"):
                             layer.restorer.restore(

@@ -11,7 +11,6 @@ from .. import _core
 from ..codec.encoding import EncodedRun
 from ..codec.workbench import Workbench
 from ..digest.device import DigestRun
-from ..errors import CodecError
 from ..extents import Piece, Transfers
 from ..segments import total_bytes
 from ..tuning import Tuning
@@ -123,11 +122,6 @@ class Restorer:
     ) -> Iterator[int]:
         nbytes = sum(run.bytes for run in runs) if workbench.has_memory else 0
         lanes = workbench.lanes(transfers)
-        if not workbench.has_memory and not all(lane.kernels_reach for lane in lanes):
-            raise CodecError(
-                f"device {device} has no memory left to decode backups in, and kernels cannot read them in place:"
-                " free GPU memory and wake again"
-            )
         routes = self._routes.open(device, lanes, nbytes)
         copies = SlotCopies(routes, self._routes.choices(device, routes, self._tuning.slots_timed_bytes))
         completed = digests.start if digests is not None else _nothing
