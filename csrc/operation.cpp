@@ -48,6 +48,18 @@ class CudaThreadState {
     bool has_mode_ = false;
 };
 
+using Error = std::unique_ptr<py::error_already_set>;
+
+// What Python has just raised. OperationStopped loses its traceback here. Otherwise the caller's thread would clear the
+// traceback's frames and close their generators; a signal handler could run in the middle of that, and its exception
+// would be lost.
+Error raised() {
+    auto error = std::make_unique<py::error_already_set>();
+    if (!error->matches(operation_stopped())) return error;
+    PyErr_SetNone(operation_stopped().ptr());
+    return std::make_unique<py::error_already_set>();
+}
+
 // One call on a thread that nothing else uses meanwhile, which gets the caller's context variables and CUDA's
 // per-thread state. Once started, it must have ended before this object is destroyed. All is called by the caller, with
 // the interpreter lock held.
@@ -86,8 +98,6 @@ class Operation {
     py::object take_result() { return std::move(result_); }
 
   private:
-    using Error = std::unique_ptr<py::error_already_set>;
-
     // Returns whether the thread is left as it was.
     bool perform() noexcept {
         try {
@@ -106,15 +116,6 @@ class Operation {
         }
     }
 
-    // OperationStopped loses its traceback here. Otherwise the caller's thread would clear the traceback's frames and
-    // close their generators; a signal handler could run in the middle of that, and its exception would be lost.
-    static Error raised() {
-        auto error = std::make_unique<py::error_already_set>();
-        if (!error->matches(operation_stopped())) return error;
-        PyErr_SetNone(operation_stopped().ptr());
-        return std::make_unique<py::error_already_set>();
-    }
-
     const py::object& work_;
     const py::object variables_;
     const CudaThreadState cuda_;
@@ -123,6 +124,37 @@ class Operation {
     py::object result_;
     Error error_;
 };
+
+// Where no thread can be started: one call on the caller's own thread, which signals disturb no more than on another.
+class OperationHere {
+  public:
+    explicit OperationHere(const py::object& work) {
+        HandlersRaiseLater later;
+        thread_role.operation_asked = &later.asked();
+        thread_role.is_callers = true;
+        result_ = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(work.ptr()));
+        if (!result_) error_ = raised();
+        thread_role.operation_asked = nullptr;
+        thread_role.is_callers = false;
+        later.put_back();
+        of_signals_ = std::move(later.errors());
+    }
+    SignalErrors& of_signals() { return of_signals_; }
+    py::error_already_set* error() const { return error_.get(); }
+    py::object take_result() { return std::move(result_); }
+
+  private:
+    py::object result_;
+    Error error_;
+    SignalErrors of_signals_;
+};
+
+template <class Ended>
+py::object outcome_of(Ended& operation, SignalErrors& of_signals) {
+    if (of_signals) of_signals.raise(operation.error());
+    if (operation.error()) throw py::error_already_set(*operation.error());
+    return operation.take_result();
+}
 
 }  // namespace
 
@@ -172,28 +204,35 @@ bool OperationLock::held_by_this_thread() {
 py::object OperationLock::run(const py::object& work) {
     if (!Operation::is_possible() || held_by_this_thread()) return work();
     Operation operation(work);
-    if (!operation.start()) return work();
+    if (!operation.start()) {
+        OperationHere here(work);
+        return outcome_of(here, here.of_signals());
+    }
     SignalErrors of_signals;
     for (; !operation.has_ended(); operation.wait())
         if (of_signals.run_handlers()) operation.ask_to_stop();
-    if (of_signals) of_signals.raise(operation.error());
-    if (operation.error()) throw py::error_already_set(*operation.error());
-    return operation.take_result();
+    return outcome_of(operation, of_signals);
 }
 
 void call_undisturbed(const py::object& work) {
+    if (!Operation::is_possible()) {
+        try {
+            work();
+        } catch (py::error_already_set& error) {
+            if (!error.matches(errors().attr("CumemSleepError"))) throw;
+            error.discard_as_unraisable(work);
+        }
+        return;
+    }
     Operation operation(work);
-    if (Operation::is_possible() && operation.start()) {
+    if (operation.start()) {
         while (!operation.has_ended()) operation.wait();
         if (operation.error()) operation.error()->discard_as_unraisable(work);
         return;
     }
-    try {
-        work();
-    } catch (py::error_already_set& error) {
-        if (!error.matches(errors().attr("CumemSleepError"))) throw;
-        error.discard_as_unraisable(work);
-    }
+    OperationHere here(work);
+    if (here.error()) here.error()->discard_as_unraisable(work);
+    if (here.of_signals()) here.of_signals().raise(nullptr);
 }
 
 }  // namespace cumem_sleep

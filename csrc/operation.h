@@ -10,6 +10,10 @@
 //                      what `work` raises             what signal handlers raise meanwhile
 //   OperationLock::run  the caller                     the caller, instead; `work` is asked to stop
 //   call_undisturbed    reported as unraisable         nobody yet: handlers run afterwards
+//
+// Where no thread can be started, an operation runs on its caller's. Handlers run in the middle of it then, but what
+// they raise is kept for its end (`HandlersRaiseLater`), and the table holds. What they raise in `call_undisturbed` is
+// thrown.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -34,7 +38,8 @@ class OperationLock {
 
     // Calls `work` on a thread of its own and returns its result or throws what it raised. If signal handlers raised
     // meanwhile, throws the first of their exceptions once `work` has ended, whatever its outcome. Calls `work` on this
-    // thread instead if no thread can be started, or if this thread belongs to the layer or has the lock.
+    // thread instead if no thread can be started (with the same outcomes), or if this thread belongs to the layer or
+    // has the lock.
     pybind11::object run(const pybind11::object& work);
 
   private:
@@ -65,7 +70,7 @@ class LockGuard {
 
 // Calls `work` on a thread of its own and lets signal handlers run only afterwards: for callbacks that Python runs at
 // an arbitrary place. Errors are reported as unraisable, like those of finalisers. If no thread can be started, `work`
-// runs here, and what signal handlers raise in it (anything but an error of this package) is thrown.
+// and the handlers run here, and what the handlers raise is thrown when it has ended.
 void call_undisturbed(const pybind11::object& work);
 
 }  // namespace cumem_sleep

@@ -40,17 +40,30 @@ def cgroup_limit_bytes(root: Path = Path("/")) -> int | None:
 def cgroup_available_bytes(root: Path = Path("/")) -> int | None:
     """What the tightest memory control group (v1 or v2) above this process leaves; None without a limit.
 
-    Page cache that the kernel can drop at once (`inactive_file`) counts as available, as the kernel itself sees it.
+    As in the kernel's own `MemAvailable`, what it can drop without writing anything counts as available.
     """
     left = []
     for directory, limit_file, usage_file in _cgroup_directories(root):
         limit, usage = _number(directory / limit_file), _number(directory / usage_file)
         if limit is None or usage is None or limit >= _CGROUP_V1_UNLIMITED:
             continue
-        stat = dict(line.split(maxsplit=1) for line in _text(directory / "memory.stat").splitlines() if " " in line)
-        droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
-        left.append(max(0, limit - max(0, usage - droppable)))
+        left.append(max(0, limit - max(0, usage - _droppable_bytes(directory))))
     return min(left, default=None)
+
+
+def _droppable_bytes(group: Path) -> int:
+    """Page cache that is clean, and reclaimable slab, of a memory control group and those below it.
+
+    The lists of file pages hold no shmem, which could only be swapped.
+    """
+    lines = (line.split() for line in _text(group / "memory.stat").splitlines())
+    stat = {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
+
+    def counted(name: str) -> int:  # v1 has the sums under these names
+        return stat.get(f"total_{name}", stat.get(name, 0))
+
+    unwritten = counted("dirty") + counted("writeback") + counted("file_dirty") + counted("file_writeback")
+    return max(0, counted("inactive_file") + counted("active_file") - unwritten) + counted("slab_reclaimable")
 
 
 def memlock_limit_bytes() -> int | None:
@@ -102,7 +115,12 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 def _cgroup_directories(root: Path) -> list[tuple[Path, str, str]]:
     unified = [(path, "memory.max", "memory.current") for path in _cgroup_ancestry(root, "")]
-    legacy = [(path, "memory.limit_in_bytes", "memory.usage_in_bytes") for path in _cgroup_ancestry(root, "memory")]
+    # v1 can also limit memory and swap together, so what is swapped leaves less.
+    legacy = [
+        (path, f"{kind}.limit_in_bytes", f"{kind}.usage_in_bytes")
+        for path in _cgroup_ancestry(root, "memory")
+        for kind in ("memory", "memory.memsw")
+    ]
     return unified + legacy
 
 

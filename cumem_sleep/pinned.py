@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 
 from . import _core
+from .errors import OutOfHostMemory
 
 
 def pinned_block(nbytes: int, device: int, numa_node: int | None = None) -> _core.HostBlock:
@@ -23,6 +25,24 @@ def pinned_table(nbytes: int, device: int) -> _core.HostBlock:
     """
     block = _core.HostBlock.table(nbytes, device, node_of(device))
     return block if block.pinned else _pinned(block, device)
+
+
+def bounce_block(nbytes: int, device: int) -> _core.HostBlock:
+    """A small block of host memory for copies. A GPU without memory for its page tables copies unpinned, more slowly.
+
+    Raises:
+        OutOfHostMemory: there is too little.
+        DriverError: the driver refused for another reason.
+    """
+    block = _core.HostBlock(nbytes, -1)
+    try:
+        block.prefault(0, nbytes)
+        with suppress(OutOfHostMemory):
+            block.pin(device)
+    except BaseException:
+        block.close()
+        raise
+    return block
 
 
 @cache  # it takes a dozen driver calls to find out, and never changes

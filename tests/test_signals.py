@@ -6,9 +6,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
-from support import PAGE, Memory, assert_no_threads, hooks, in_thread, run_script
+from support import PAGE, Memory, assert_no_threads, hooks, in_thread, run_script, threads_refused
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, InvalidState, _core, host_facts
 from cumem_sleep.operations import prepare
@@ -36,6 +38,8 @@ def raising(error: BaseException) -> Callable[[], object]:
 
 
 Handler = Callable[[Callable[[], object]], None]
+Threads = Callable[[], AbstractContextManager[None]]
+THREADS: tuple[Threads, ...] = (nullcontext, threads_refused)
 
 
 class TestRun:
@@ -59,9 +63,11 @@ class TestRun:
         ids=str,
     )
     @pytest.mark.parametrize("fails", [False, True])
+    @pytest.mark.parametrize("threads", THREADS)
     def test_of_many_exceptions_of_handlers_the_first(
         self,
         handler: Handler,
+        threads: Threads,
         errors: list[type[BaseException]],
         expected: list[type[BaseException]],
         fails: bool,
@@ -84,7 +90,7 @@ class TestRun:
                 _core.stop_if_asked()
 
         handler(handle)
-        with pytest.raises(expected[0]) as raised:
+        with threads(), pytest.raises(expected[0]) as raised:
             lock.run(work)
         chain, error = [], raised.value.__context__
         while error is not None:
@@ -94,8 +100,9 @@ class TestRun:
         assert handled == errors
 
     @pytest.mark.parametrize("links", [[(1, 2), (2, 1)], [(0, 2), (2, 0)], [(0, 1)], [(1, 0), (0, 2)], [(1, 1)]])
+    @pytest.mark.parametrize("threads", THREADS)
     def test_handlers_may_raise_errors_that_are_each_others_context(
-        self, handler: Handler, links: list[tuple[int, int]]
+        self, handler: Handler, threads: Threads, links: list[tuple[int, int]]
     ) -> None:
         """In a circle, too: whoever follows it would never return."""
         errors: list[BaseException] = [TimeoutError("first"), KeyboardInterrupt("second"), ValueError("third")]
@@ -114,7 +121,7 @@ class TestRun:
                 until(lambda number=number: len(handled) > number)  # type: ignore[misc]
 
         handler(handle)
-        with pytest.raises(KeyboardInterrupt) as raised:
+        with threads(), pytest.raises(KeyboardInterrupt) as raised:
             lock.run(work)
         assert raised.value is errors[1]
         chain: list[BaseException] = []
@@ -126,9 +133,10 @@ class TestRun:
         if links == [(0, 2), (2, 0)]:
             assert chain == [errors[1], errors[0], errors[2]], "what does not lead back to it is its context"
 
-    def test_what_was_stopped_is_cleared_on_its_own_thread(self, handler: Handler) -> None:
+    @pytest.mark.parametrize("threads", THREADS)
+    def test_what_was_stopped_is_cleared_on_its_own_thread(self, handler: Handler, threads: Threads) -> None:
         """Where no signal disturbs what a generator does when it is closed."""
-        handled, closed_on = threading.Event(), []
+        handled, closed_on, ran_on = threading.Event(), [], []
 
         def generator() -> Iterator[None]:
             try:
@@ -141,6 +149,7 @@ class TestRun:
             raise TimeoutError
 
         def work() -> None:
+            ran_on.append(_core.thread_name())
             suspended = generator()
             next(suspended)
             signal_main()
@@ -148,9 +157,9 @@ class TestRun:
             until(_core.stop_if_asked)
 
         handler(handle)
-        with pytest.raises(TimeoutError):
+        with threads(), pytest.raises(TimeoutError):
             _core.OperationLock().run(work)
-        assert closed_on == ["cumem-operation"]
+        assert closed_on == ran_on == ["cumem-operation" if threads is THREADS[0] else ""]
 
     def test_is_no_exception_that_code_tries_out(self) -> None:
         assert not issubclass(_core.OperationStopped, Exception)
@@ -163,13 +172,62 @@ class TestRun:
         assert _core.OperationLock().run(variable.get) == 7
 
     def test_where_no_thread_can_be_had(self) -> None:
-        _core.allow_threads(0)
-        try:
+        with threads_refused():
             assert _core.OperationLock().run(threading.get_ident) == threading.get_ident()
-        finally:
-            _core.allow_threads(-1)
+            assert in_thread(lambda: _core.OperationLock().run(_core.thread_name)) == ""
 
-    def test_waiting_for_the_lock_can_be_stopped(self, handler: Handler) -> None:
+    def test_where_no_thread_can_be_had_handlers_are_as_before(self, handler: Handler) -> None:
+        """But for one that a handler sets, and for one that its owner keeps."""
+        handled: list[int] = []
+        kept: list[Any] = []
+        handler(lambda: handled.append(1))
+        before = [signal.getsignal(number) for number in signal.valid_signals()]
+        signal.siginterrupt(signal.SIGUSR1, False)
+        lock = _core.OperationLock()
+
+        def work() -> None:
+            kept.append(signal.getsignal(signal.SIGUSR1))
+            signal_main()
+            until(lambda: handled)
+
+        with threads_refused():
+            lock.run(work)
+        assert [signal.getsignal(number) for number in signal.valid_signals()] == before
+        handler(raising(KeyError()))
+        kept[0](signal.SIGUSR1, None)
+        assert handled == [1, 1]
+
+        def replace() -> None:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            raise TimeoutError
+
+        handler(replace)
+        with threads_refused(), pytest.raises(TimeoutError):
+            lock.run(signal_main)
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+
+    @pytest.mark.parametrize("threads", THREADS)
+    def test_what_is_raised_after_the_last_look_for_it_undoes_nothing(self, handler: Handler, threads: Threads) -> None:
+        """As when the ranks have agreed."""
+        handled: list[int] = []
+        done: list[int] = []
+
+        def handle() -> None:
+            handled.append(1)
+            raise KeyboardInterrupt
+
+        def work() -> None:
+            signal_main()
+            until(lambda: handled)
+            done.append(1)
+
+        handler(handle)
+        with threads(), pytest.raises(KeyboardInterrupt):
+            _core.OperationLock().run(work)
+        assert done == [1]
+
+    @pytest.mark.parametrize("threads", THREADS)
+    def test_waiting_for_the_lock_can_be_stopped(self, handler: Handler, threads: Threads) -> None:
         lock, go = _core.OperationLock(), threading.Event()
         held = threading.Event()
 
@@ -187,7 +245,7 @@ class TestRun:
         holder = threading.Thread(target=hold, daemon=True)
         holder.start()
         assert held.wait(30)
-        with pytest.raises(TimeoutError):
+        with threads(), pytest.raises(TimeoutError):
             lock.run(wait)
         go.set()
         holder.join(30)

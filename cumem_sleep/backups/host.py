@@ -82,13 +82,11 @@ class HostTier(Tier):
             block.close()
 
     def release_later(self, extents: Sequence[Extent]) -> None:  # noqa: D102
-        blocks = [block for block in _blocks(extents) if block.pinned]  # the others take no time
+        blocks = _blocks(extents)
         if sum(block.bytes for block in blocks) < self._tuning.release_later_bytes:
+            self.release(blocks)
             blocks = []
-        later = {id(block) for block in blocks}
-        self.release(extent for extent in extents if id(extent) not in later)
-        for block in blocks:
-            self._untouched.pop(id(block), None)
+        # Those that are untouched stay noted as such: to release them makes no more memory available.
         self._releasing.start(blocks)
 
     def finish_releasing(self) -> None:  # noqa: D102
@@ -235,14 +233,14 @@ class _Releasing:
     def __init__(self, turn: Turn, tuning: Tuning) -> None:
         self._turn = turn
         self._tuning = tuning
-        # By the device that they are pinned for, and their size. Guarded by the lock.
+        # By the device that they are pinned for (-1: none), and their size. Guarded by the lock.
         self._blocks: dict[tuple[int, int], list[_core.HostBlock]] = {}
         self._worker: _core.Worker | None = None
         self._stopped = False
         self.bytes = 0  # not freed yet
 
     def start(self, blocks: Iterable[_core.HostBlock]) -> None:
-        """Free these soon; they are pinned. The lock must be held, as for `take` and `finish`."""
+        """Free these soon. The lock must be held, as for `take` and `finish`."""
         for block in blocks:
             self._blocks.setdefault((block.pinned_device, block.bytes), []).append(block)
             self.bytes += block.bytes

@@ -18,8 +18,9 @@ import numpy.typing as npt
 from .. import _core, log
 from ..errors import InvalidState, OutOfDeviceMemory
 from ..extents import Lane, Piece, Transfers
-from ..pinned import pinned_block
+from ..pinned import bounce_block, pinned_block
 from ..tuning import Tuning
+from . import codecs
 from .codec import CHUNK_BYTES, Bytes, Code, Layout
 from .codecs import all_layouts, choose_codes, usual_layouts
 from .encoding import EncodedRun, Encoding
@@ -42,7 +43,8 @@ class Workbench:
     """The slots of one device. A context manager; after leaving it, nothing is in flight and all memory is freed.
 
     Attributes:
-        has_memory: chunks can be encoded. Decoding works without memory, but slowly: the kernels read host memory.
+        has_memory: chunks can be encoded. Decoding works without, so that what fits can wake, but slowly: kernels read
+            host memory, or the CPU decodes.
         slot_bytes: how many bytes of encoded chunks fit into a slot.
     """
 
@@ -72,6 +74,7 @@ class Workbench:
         self._warned = False
         self._slots: list[Slot] = []  # before the memory: destroyed in this order if nobody closes them
         self._tables: _core.HostBlock | None = None
+        self._staging: _core.HostBlock | None = None  # for `_within_reach`
         self._samples: list[Samples] = []  # as many as were ever in use at once
         self._kept: Kept | Cleared | None = None
         self._memory: _core.Scratch | None = None
@@ -115,8 +118,9 @@ class Workbench:
                 stack.callback(self._kept.put_back)
             for samples in self._samples:
                 stack.callback(samples.close)
-            if self._tables is not None:
-                stack.callback(self._tables.close)
+            for block in (self._tables, self._staging):
+                if block is not None:
+                    stack.callback(block.close)
             for slot in self._slots:
                 stack.callback(slot.close)
 
@@ -239,6 +243,54 @@ class Workbench:
         slot.set_rows(batch.parameters, sources, batch.addresses, batch.sizes)
         with codec_errors():
             self._runner.decode(slot.stream, batch.layout, slot.table, len(batch))
+
+    def decode_without_memory(self, slot: Slot, batch: Batch) -> None:
+        """As `decode`, where there is no device memory that the chunks could be copied to; slowly.
+
+        Raises:
+            DriverError, OutOfHostMemory: the driver refused.
+            CodecError: the kernel failed.
+        """
+        sources = self._within_reach(slot, batch)
+        if sources is None:
+            self._decode_by_cpu(slot, batch)
+        else:
+            self.decode(slot, batch, sources)
+
+    def _within_reach(self, slot: Slot, batch: Batch) -> npt.NDArray[np.int64] | None:
+        """Where kernels find each encoded chunk without device memory: in its extent, or else in a pinned copy.
+
+        None: the driver pins nothing more, which takes memory for page tables.
+
+        Raises:
+            DriverError, OutOfHostMemory: there is no memory for that copy.
+        """
+        if slot.opened_lane.kernels_reach:
+            return batch.addresses_in_extents
+        if self._staging is None:
+            self._staging = bounce_block(len(self._slots) * self.slot_bytes, self._device)
+        if not self._staging.pinned:
+            return None
+        start = self._turn * self.slot_bytes
+        copy = np.frombuffer(memoryview(self._staging), np.uint8)[start : start + batch.bytes]
+        for piece in batch.pieces(0):
+            content = slot.opened_lane.content(piece.extent, piece.offset, piece.bytes)
+            copy[piece.address : piece.address + piece.bytes] = content
+        first: int = self._staging.address + start
+        return first + batch.starts
+
+    def _decode_by_cpu(self, slot: Slot, batch: Batch) -> None:
+        """By the reference, chunk by chunk, at some 300 MB/s: it needs nothing but the memory that is mapped."""
+        assert self._staging is not None
+        decoded = np.frombuffer(memoryview(self._staging), np.uint8)[:CHUNK_BYTES]
+        for run in batch.runs:
+            for number in range(len(run)):
+                _core.stop_if_asked()
+                chunk = run.part(number, number + 1)
+                stored = slot.opened_lane.content(chunk.extent, chunk.offset, chunk.bytes)
+                decoded[:] = codecs.decode(chunk.code, stored, chunk.sizes)
+                slot.stream.to_device(chunk.address, self._staging, 0, CHUNK_BYTES)
+                slot.stream.synchronize()
 
     def decode_again(self, run: EncodedRun, transfers: Transfers) -> int:
         """Decode chunks (few enough for a slot) from their extent; returns the temporary address of their content.
@@ -492,7 +544,7 @@ class Batch:
         self.layout = runs[0].code.layout
         self.sizes = np.concatenate([run.sizes for run in runs])
         ends = np.cumsum(self.sizes)
-        self.starts = ends - self.sizes
+        self.starts: npt.NDArray[np.int64] = ends - self.sizes
         self.bytes = int(ends[-1])
 
     def __len__(self) -> int:

@@ -8,9 +8,9 @@ from contextlib import closing
 import numpy as np
 
 from .. import _core, log
-from ..errors import DriverError
+from ..errors import DriverError, OutOfHostMemory
 from ..extents import Lane, Piece
-from ..pinned import pinned_block
+from ..pinned import bounce_block, pinned_block
 from ..segments import by_device
 from ..tuning import Tuning
 from .kernel import GpuSums
@@ -73,9 +73,9 @@ class DeviceDigester:
                     self.do_without_kernel(device, error)
         return self._kernel_runs.get(device, False)
 
-    def do_without_kernel(self, device: int, error: DriverError) -> None:
+    def do_without_kernel(self, device: int, error: DriverError | OutOfHostMemory) -> None:
         """The CPU digests what is there. If only memory was missing, the next operation tries the kernel again."""
-        if error.error == _OUT_OF_MEMORY:
+        if isinstance(error, OutOfHostMemory) or error.error == _OUT_OF_MEMORY:
             self._kernel_runs.pop(device, None)
         else:
             self._kernel_runs[device] = False
@@ -182,9 +182,9 @@ class DigestRun:
         return digests_from(self._copy_sums, [segment.bytes])[0]
 
     def _through_host(self, device: int, contents: Sequence[tuple[int, int]], first_chunk: int = 0) -> Words:
-        """The reference on device memory, (address, bytes), through a pinned block; works wherever the driver does."""
+        """The reference on device memory, (address, bytes), through host memory; works wherever the driver does."""
         nbytes = min(self._digester._tuning.bounce_bytes, max(nbytes for _, nbytes in contents))
-        with closing(pinned_block(nbytes, device, -1)) as block, _core.CopyStream(device) as stream:
+        with closing(bounce_block(nbytes, device)) as block, _core.CopyStream(device) as stream:
             sums = [_sums_of_memory(content, first_chunk, stream, block) for content in contents]
         return np.array(sums, np.uint64)
 
@@ -193,12 +193,12 @@ class DigestRun:
         if device in self._without_kernel or not self._digester.kernel_runs_on(device):
             self._without_kernel.add(device)
             return False
-        if device not in self._sums:
-            mine = (segment for segment in self._segments if segment.device == device)
-            self._sums[device] = GpuSums(device, sum(segment.bytes for segment in mine) // CHUNK_BYTES)
         try:
+            if device not in self._sums:
+                mine = (segment for segment in self._segments if segment.device == device)
+                self._sums[device] = GpuSums(device, sum(segment.bytes for segment in mine) // CHUNK_BYTES)
             self._sums[device].start(contents, first_chunk)
-        except DriverError as error:
+        except (DriverError, OutOfHostMemory) as error:
             self._without_kernel.add(device)
             self._digester.do_without_kernel(device, error)
             return False

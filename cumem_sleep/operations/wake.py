@@ -92,9 +92,14 @@ def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
                     # What fits into one batch is all mapped before its copy begins: a thread would not get ahead.
                     if benches or total_bytes(restored) > layer.tuning.engine_batch_bytes:
                         mapping.start()
+                    if not all(workbench.has_memory for workbench in benches.values()):
+                        with timer("map"):  # before anything else can take this memory, if only for page tables
+                            for ahead, mine in ((mapping, restored), (mapping_blank, blank)):
+                                for segment in mine:
+                                    ahead.wait(segment.id)
                     with timer("copy"), ExitStack() as streams:
-                        mine = digests if checked else None
-                        copies = _copies(layer, restored, transfers, streams, mapping, mine, benches)
+                        begun_by_copies = digests if checked else None
+                        copies = _copies(layer, restored, transfers, streams, mapping, begun_by_copies, benches)
                         begun, half = 0, total_bytes(restored) // 2
                         while copies:
                             before = begun

@@ -14,7 +14,6 @@ from ..codec.codec import CHUNK_BYTES
 from ..codec.encoding import EncodedRun
 from ..codec.slots import Slot
 from ..codec.workbench import Batch, Workbench
-from ..errors import CodecError
 from ..extents import Transfers
 from ..tuning import Tuning
 from .copiers import Copiers
@@ -26,9 +25,6 @@ class Decoding:
     Args:
         mapped: waits until the segment with that id is mapped.
         completed: called with segments all of whose chunks are in place.
-
-    Raises:
-        CodecError: there is neither device memory to copy to, nor do kernels reach the extents.
     """
 
     def __init__(
@@ -43,11 +39,6 @@ class Decoding:
         tuning: Tuning,
     ) -> None:
         lanes = workbench.lanes(transfers)
-        if not workbench.has_memory and not all(lane.kernels_reach for lane in lanes):
-            raise CodecError(
-                f"device {device} has no memory left to decode backups in, and kernels cannot read them in place:"
-                " free GPU memory and wake again"
-            )
         runs = list(runs)
         nbytes = sum(run.bytes for run in runs) if workbench.has_memory else 0
         self._copier = copiers.open(device, lanes, nbytes, tuning.slots_timed_bytes)
@@ -55,8 +46,8 @@ class Decoding:
         self._batches = workbench.batches(runs)
         self._mapped = mapped
         self._completed = completed
-        # Or being copied. With where kernels find each chunk.
-        self._copied: deque[tuple[Slot, Batch, npt.NDArray[np.int64]]] = deque()
+        # Or being copied. With where kernels find each chunk; None: nowhere on the device.
+        self._copied: deque[tuple[Slot, Batch, npt.NDArray[np.int64] | None]] = deque()
 
     def step(self) -> int:
         """Begin to copy the next batch, and decode one that has been copied.
@@ -78,7 +69,7 @@ class Decoding:
         if self._workbench.has_memory:
             self._copy(slot, batch, begin)
         else:
-            self._copied.append((slot, batch, batch.addresses_in_extents))
+            self._copied.append((slot, batch, None))
             self._decode_next()
         return len(batch) * CHUNK_BYTES
 
@@ -116,6 +107,9 @@ class Decoding:
         for segment_id in dict.fromkeys(run.segment.id for run in batch.runs):
             self._mapped(segment_id)
         slot.join()
-        self._workbench.decode(slot, batch, sources)
+        if sources is None:
+            self._workbench.decode_without_memory(slot, batch)
+        else:
+            self._workbench.decode(slot, batch, sources)
         whole = [run.segment for run in batch.runs if run.is_last]
         slot.begun(then=lambda _: self._completed(whole))

@@ -107,7 +107,49 @@ class TestCgroupV2:
     def test_page_cache_that_can_go_is_available(self, system: System) -> None:
         stat = f"anon 5\nfile {4 * GIB}\ninactive_file {2 * GIB}\nactive_file {GIB}"
         system.group("pod/container", memory_max=8 * GIB, memory_current=7 * GIB, memory_stat=stat)
+        assert cgroup_available_bytes(system.root) == 4 * GIB
+
+    def test_page_cache_in_use_is_available_as_for_the_kernel(self, system: System) -> None:
+        """As measured in a container: the kernel dropped all of it for what was allocated."""
+        stat = f"anon {7 * GIB // 10}\ninactive_file {511 * GIB // 10}\nactive_file {157 * GIB // 10}"
+        system.group("pod/container", memory_max=70 * GIB, memory_current=675 * GIB // 10, memory_stat=stat)
+        available = cgroup_available_bytes(system.root)
+        assert available is not None
+        assert round(available / GIB, 1) == 69.3
+
+    def test_reclaimable_slab_is_available(self, system: System) -> None:
+        stat = f"slab {3 * GIB}\nslab_reclaimable {2 * GIB}\nslab_unreclaimable {GIB}"
+        system.group("pod/container", memory_max=8 * GIB, memory_current=7 * GIB, memory_stat=stat)
         assert cgroup_available_bytes(system.root) == 3 * GIB
+
+    @pytest.mark.parametrize(
+        ("stat", "available"),
+        [
+            (f"file {4 * GIB}\nshmem {4 * GIB}\ninactive_anon {4 * GIB}\ninactive_file 0\nactive_file 0", 1),
+            (f"inactive_file {2 * GIB}\nactive_file {2 * GIB}\nfile_dirty {GIB}", 4),
+            (f"inactive_file {2 * GIB}\nactive_file {2 * GIB}\nfile_dirty {GIB}\nfile_writeback {2 * GIB}", 2),
+            (f"active_file {GIB}\nfile_dirty {2 * GIB}\nslab_reclaimable {GIB}", 2),
+        ],
+    )
+    def test_what_has_to_be_written_first_is_not_available(self, system: System, stat: str, available: int) -> None:
+        system.group("pod/container", memory_max=8 * GIB, memory_current=7 * GIB, memory_stat=stat)
+        assert cgroup_available_bytes(system.root) == available * GIB
+
+    def test_each_group_has_its_own_cache(self, system: System) -> None:
+        system.group("pod/container", memory_max=8 * GIB, memory_current=7 * GIB, memory_stat=f"active_file {6 * GIB}")
+        system.group("pod", memory_max=20 * GIB, memory_current=19 * GIB, memory_stat=f"active_file {6 * GIB}")
+        assert cgroup_available_bytes(system.root) == 7 * GIB
+        system.group("pod", memory_max=9 * GIB, memory_current=9 * GIB, memory_stat=f"active_file {6 * GIB}")
+        assert cgroup_available_bytes(system.root) == 6 * GIB
+
+    def test_swap_is_not_available(self, system: System) -> None:
+        system.group("pod/container", memory_max=8 * GIB, memory_current=7 * GIB, memory_swap_max=64 * GIB)
+        assert cgroup_available_bytes(system.root) == GIB
+
+    def test_nonsense_in_its_statistics(self, system: System) -> None:
+        stat = "active_file\nactive_file lots\ninactive_file 1 2\n\0"
+        system.group("pod/container", memory_max=8 * GIB, memory_current=7 * GIB, memory_stat=stat)
+        assert cgroup_available_bytes(system.root) == GIB
 
     def test_the_tightest_counts(self, system: System) -> None:
         system.group("pod/container", memory_max=8 * GIB, memory_current=GIB)
@@ -160,6 +202,19 @@ class TestCgroupV1:
         stat = f"cache 1\ninactive_file {GIB}\ntotal_inactive_file {2 * GIB}"
         system.group("memory/job", memory_limit_in_bytes=8 * GIB, memory_usage_in_bytes=7 * GIB, memory_stat=stat)
         assert cgroup_available_bytes(system.root) == 3 * GIB
+
+    def test_page_cache_that_has_to_be_written_first(self, system: System) -> None:
+        stat = f"total_inactive_file {GIB}\ntotal_active_file {3 * GIB}\ntotal_dirty {GIB}\ntotal_writeback {GIB}"
+        stat += f"\nactive_file {GIB}\ndirty 0"
+        system.group("memory/job", memory_limit_in_bytes=8 * GIB, memory_usage_in_bytes=7 * GIB, memory_stat=stat)
+        assert cgroup_available_bytes(system.root) == 3 * GIB
+
+    def test_a_limit_on_memory_and_swap_together(self, system: System) -> None:
+        group, stat = "memory/job", f"total_active_file {GIB}"
+        system.group(group, memory_limit_in_bytes=8 * GIB, memory_usage_in_bytes=3 * GIB, memory_stat=stat)
+        system.write(f"sys/fs/cgroup/{group}/memory.memsw.limit_in_bytes", 8 * GIB)
+        system.write(f"sys/fs/cgroup/{group}/memory.memsw.usage_in_bytes", 7 * GIB)  # of which 4 are swapped
+        assert cgroup_available_bytes(system.root) == 2 * GIB
 
     def test_limit_of_a_parent(self, system: System) -> None:
         system.group("memory", memory_limit_in_bytes=2 * GIB, memory_usage_in_bytes=GIB)

@@ -30,7 +30,7 @@ from support import (
     threads_of_ours,
 )
 
-from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, _core, sim
+from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, host_facts, sim
 
 MakeAllocator = Callable[..., CuMemAllocator]
 GIVING_BACK = "cumem-give-back"  # the thread's name
@@ -102,6 +102,16 @@ def wait_for_the_end(allocator: CuMemAllocator, host_bytes: int = 0) -> None:
     assert allocator._store._tier._releasing._worker is None
 
 
+def available_bytes(allocator: CuMemAllocator) -> int:
+    """Of a system that is taken to have as much at any time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_facts, "mem_available_bytes", lambda **_: 64 * PAGE)
+        limits = {limit.name: limit.available_bytes for limit in allocator._store.limits()}
+    available = limits["MemAvailable"]
+    assert available is not None
+    return available
+
+
 @pytest.fixture
 def closed_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The thread of each block of a backup that was given back."""
@@ -163,6 +173,47 @@ class TestGivingBack:
         assert closed_by == [GIVING_BACK] * 8
         allocator.wake_up()
         check_bytes(memory, kept)
+
+    def test_what_was_unpinned_for_level_3(
+        self, allocator: CuMemAllocator, memory: Memory, closed_by: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its pages take long to free as well. Until that is done they count as room, once."""
+        fill(allocator, memory, [1] * 4)
+        allocator.sleep()
+        allocator.wake_up()
+        allocator._store.unpin()
+        before = available_bytes(allocator)
+        with monkeypatch.context() as patch:
+            Gate(patch)
+            allocator.sleep(2)
+            assert closed_by == []
+            assert allocator._store.host_bytes == 4 * PAGE
+            assert available_bytes(allocator) == before + 4 * PAGE
+            assert Gate.latest is not None
+            Gate.latest.is_open = True
+            wait_for_the_end(allocator)
+        assert closed_by == [GIVING_BACK] * 8
+        allocator.wake_up()
+
+    @pytest.mark.sim
+    def test_what_was_never_touched_makes_no_room(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its release takes no memory back, so it must not count twice."""
+        fill(allocator, memory, [1] * 4)
+        before = available_bytes(allocator)
+        with monkeypatch.context() as patch:
+            Gate(patch)
+            sim.fail("cuMemHostRegister", error="CUDA_ERROR_UNKNOWN", after=1, times=100)
+            patch.setattr(_core.HostBlock, "prefault", lambda *_: None)
+            with pytest.raises(DriverError):
+                allocator.sleep()
+            sim.reset()
+            assert allocator._store.host_bytes == 4 * PAGE
+            assert available_bytes(allocator) == before
+            assert Gate.latest is not None
+            Gate.latest.is_open = True
+            wait_for_the_end(allocator)
 
     def test_little_goes_at_once(
         self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str], monkeypatch: pytest.MonkeyPatch

@@ -45,6 +45,7 @@ class Outcome:
         asleep: how many segments sleep, of each tag.
         whole: memory that is awake, and was not dropped, has its bytes.
         held: handles and bytes that the driver has given out.
+        calls: of the driver, and the `steps` that were counted.
     """
 
     error: str
@@ -107,7 +108,10 @@ class _Worker:
             sim.fail(fault[0], after=fault[1], error="CUDA_ERROR_UNKNOWN")
         if "device_bytes" in extra:
             sim.configure(device_bytes=extra["device_bytes"])
-        with _signalled(extra.get("step"), extra.get("signal")):
+        with (
+            _signalled(extra.get("step"), extra.get("signal")) as count,
+            extra.get("threads", contextlib.nullcontext)(),
+        ):
             try:
                 phases = dict(getattr(self._allocator, operation)(**arguments).phases)
             except (CumemSleepError, KeyboardInterrupt) as raised:
@@ -119,6 +123,7 @@ class _Worker:
         sim.configure(device_bytes=64 * PAGE)
         failed = error.failed_rank if isinstance(error, RankFailed) else getattr(error, "rank", None)
         name = type(error).__name__ if error is not None else ""
+        calls["steps"] = count[0]
         return self._outcome(name, str(error or ""), -1 if failed is None else failed, phases, calls)
 
     def _note_loss(self, operation: str, arguments: dict[str, Any]) -> None:

@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ranks import ANSWER_S, Outcome, Ranks, ranks
 from snippets import snippet_at
-from support import PAGE, two_free_ports
+from support import PAGE, threads_refused, two_free_ports
 
 pytestmark = pytest.mark.sim
 
@@ -161,6 +162,34 @@ def test_an_interrupt(two: Ranks) -> None:
         assert [each.state for each in outcomes] == [each.state for each in before]
     assert len({each.state for each in outcomes}) == 1
     assert_done(two.operate("sleep"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("several_hosts", [False, True])
+@pytest.mark.parametrize("threads", [nullcontext, threads_refused])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_rank_that_is_interrupted_at_every_step(threads: Any, at: int, several_hosts: bool) -> None:
+    """Until the ranks have agreed both are as before, and from then on both go on, wherever the operation runs."""
+    outcomes_of: set[tuple[str, bool]] = set()
+    with ranks(2, several_hosts=several_hosts) as them:
+        for operation in ("sleep", "wake_up"):
+            step, reached = 0, True
+            while reached:
+                before = _come_to(them, operation)
+                extra = {"step": step, "signal": int(signal.SIGINT), "threads": threads}
+                outcomes = them.operate(operation, at=at, **extra)
+                assert len({each.state for each in outcomes}) == 1, (step, outcomes)
+                assert all(each.whole for each in outcomes)
+                reached = outcomes[at].calls["steps"] > step
+                assert bool(outcomes[at].error) is reached
+                is_undone = outcomes[0].state == before[0].state
+                assert bool(outcomes[1 - at].error) is is_undone, (step, outcomes)
+                outcomes_of.add((outcomes[at].error, is_undone))
+                _done(them, operation, {})
+                _done(them, "sleep" if operation == "wake_up" else "wake_up", {})
+                step += 1
+            assert step > 5
+    assert outcomes_of >= {("KeyboardInterrupt", True), ("KeyboardInterrupt", False)}
 
 
 def test_a_rank_that_has_ended() -> None:

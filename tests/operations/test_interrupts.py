@@ -25,7 +25,7 @@ from interrupts import (
     name_of_code,
     raises_exactly,
 )
-from support import PAGE, assert_clean_exit, assert_no_threads, free_everything, in_thread, run_script
+from support import PAGE, assert_clean_exit, assert_no_threads, free_everything, in_thread, run_script, threads_refused
 from world import Phase, World, phases
 
 pytestmark = pytest.mark.sim
@@ -37,6 +37,13 @@ INTERRUPTED = {"first sleep": SLEEP, "sleep of changed": SLEEP, "wake of all": W
 @pytest.mark.parametrize("phase", phases(*INTERRUPTED), ids=str)
 def test_interrupt_anywhere(world: World, phase: Phase) -> None:
     check_interrupts(world, phase, INTERRUPTED[phase.name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", phases(*INTERRUPTED), ids=str)
+def test_interrupt_anywhere_where_no_thread_can_be_had(world: World, phase: Phase) -> None:
+    with threads_refused():
+        check_interrupts(world, phase, INTERRUPTED[phase.name])
 
 
 @pytest.mark.slow

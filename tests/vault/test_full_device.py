@@ -1,0 +1,167 @@
+"""Compressed backups in the vault, woken where the device has memory for the segments and for nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from running import RunningVault
+from support import MIB, PAGE, bf16_weights
+
+from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core, sim
+from cumem_sleep.backups.vault import VaultTier
+from cumem_sleep.codec.runner import SimulatedRunner
+
+pytestmark = pytest.mark.sim
+
+MakeAllocator = Callable[..., CuMemAllocator]
+
+
+@contextmanager
+def through(vault: RunningVault, make_allocator: MakeAllocator) -> Iterator[CuMemAllocator]:
+    """An allocator that uses this vault, and leaves nothing there."""
+    allocator = make_allocator(vault=str(vault.socket), compress="auto")
+    yield allocator
+    for segment in _core.segments():
+        allocator.free(segment.address)
+    tier = allocator._store._tier
+    assert isinstance(tier, VaultTier)
+    if tier._client is not None:
+        tier._client.close()
+
+
+@pytest.fixture
+def allocator(make_allocator: MakeAllocator, vault: RunningVault) -> Iterator[CuMemAllocator]:
+    with through(vault, make_allocator) as made:
+        yield made
+
+
+def fill(allocator: CuMemAllocator, *tags: str, device: int = 0) -> dict[int, bytes]:
+    contents: dict[int, bytes] = {}
+    for number, tag in enumerate(tags):
+        content = bf16_weights(2 * PAGE, np.random.default_rng(number))
+        address = allocator.malloc(len(content), tag, device)
+        ctypes.memmove(address, content, len(content))
+        contents[address] = content
+    return contents
+
+
+def leave_free(nbytes: int) -> None:
+    """As if others had taken all the rest: what sleeps fits in, and so much more."""
+    sim.configure(device_bytes=sum(segment.bytes for segment in _core.segments() if segment.device == 0) + nbytes)
+
+
+def check(contents: dict[int, bytes]) -> None:
+    for address, content in contents.items():
+        assert ctypes.string_at(address, len(content)) == content
+
+
+def are_compressed(allocator: CuMemAllocator, contents: dict[int, bytes]) -> bool:
+    return all(
+        allocator._store.encoding_of(segment) is not None for segment in _core.segments() if segment.address in contents
+    )
+
+
+@pytest.mark.parametrize("free_bytes", [0, 2 * MIB, 16 * MIB])
+@pytest.mark.parametrize("before_sleep", [True, False])
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_what_fits_wakes(
+    allocator: CuMemAllocator, vault: RunningVault, free_bytes: int, before_sleep: bool, is_killed: bool
+) -> None:
+    contents = fill(allocator, "weights", "weights", "default")
+    allocator.sleep(1)
+    allocator.wake_up()
+    if before_sleep:
+        leave_free(free_bytes)
+    allocator.sleep(1)
+    assert are_compressed(allocator, contents)
+    leave_free(free_bytes)
+    if is_killed:
+        vault.kill()
+    assert allocator.wake_up().verified_bytes == 6 * PAGE
+    check(contents)
+    assert sim.stats().live_handles == len(_core.segments())
+    assert _core.memory_info(0)[0] == free_bytes
+
+
+def test_what_was_prepared_wakes(allocator: CuMemAllocator) -> None:
+    contents = fill(allocator, "weights", "default")
+    preparation = allocator.prepare()
+    assert preparation.wait(60)
+    assert preparation.error is None
+    assert are_compressed(allocator, contents)
+    leave_free(0)
+    assert allocator.sleep(1).copied_bytes == 0
+    allocator.wake_up()
+    check(contents)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_tag_by_tag_with_the_cache_first(allocator: CuMemAllocator, level: int) -> None:
+    contents = fill(allocator, "weights", "default", "lora")
+    allocator.malloc(40 * MIB, "kv_cache")
+    allocator.sleep(level)
+    leave_free(0)
+    allocator.wake_up("kv_cache")  # and all that is neither
+    allocator.wake_up("weights")
+    if level == 2:
+        del contents[next(iter(contents))]  # was dropped
+    check(contents)
+
+
+def test_where_the_driver_pins_no_copy_the_cpu_decodes(
+    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Page tables for pinned memory are in the memory that lacks."""
+    contents = fill(allocator, "weights", "weights")
+    allocator.sleep(1)
+    leave_free(0)
+    pin = _core.HostBlock.pin
+
+    def refuse_large(block: _core.HostBlock, device: int) -> None:
+        if block.bytes > MIB:
+            raise OutOfHostMemory(block.bytes, 0, "cuMemHostRegister")
+        pin(block, device)
+
+    monkeypatch.setattr(_core.HostBlock, "pin", refuse_large)
+    monkeypatch.setattr(SimulatedRunner, "decode", None)
+    allocator.wake_up()
+    check(contents)
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 4 * MIB])
+def test_all_is_mapped_before_anything_else_takes_memory(
+    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, cache_bytes: int
+) -> None:
+    contents = fill(allocator, "weights", "weights")
+    if cache_bytes:
+        allocator.malloc(cache_bytes, "kv_cache")
+    allocator.sleep(1)
+    leave_free(0)
+    without_memory: list[bool] = []
+    decode = SimulatedRunner.decode
+
+    def note(*arguments: Any) -> None:
+        without_memory.append(any(not segment.has_memory for segment in _core.segments()))
+        decode(*arguments)
+
+    monkeypatch.setattr(SimulatedRunner, "decode", note)
+    allocator.wake_up()
+    assert without_memory
+    assert not any(without_memory)
+    check(contents)
+
+
+def test_each_device_for_itself(make_allocator: MakeAllocator, start_vault: Callable[..., RunningVault]) -> None:
+    with through(start_vault("64MiB", CUMEM_SLEEP_SIM_DEVICES="2"), make_allocator) as allocator:
+        sim.configure(devices=2)
+        contents = fill(allocator, "weights", "default") | fill(allocator, "weights", "weights", device=1)
+        allocator.sleep(1)
+        assert are_compressed(allocator, contents)
+        sim.configure(device_bytes=4 * PAGE)
+        allocator.wake_up()
+        check(contents)
