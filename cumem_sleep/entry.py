@@ -26,6 +26,7 @@ from .operations.room import make_room
 from .operations.wake import asleep, fits, wanting
 from .pools import Pools
 from .report import OperationTotals, SleepReport, TagUsage, WakeReport
+from .scopes import scoped
 
 _Report = TypeVar("_Report", SleepReport, WakeReport)
 _Result = TypeVar("_Result")
@@ -88,7 +89,7 @@ class Entry:
 
     # Allocating
 
-    @contextmanager
+    @scoped
     def allocating(
         self, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL, *, ordinary: bool = False
     ) -> Iterator[None]:
