@@ -84,7 +84,7 @@ class Pools:
             return
         Pools.warned_of_empty.add(tag)
         if _core.driver_is_simulated():
-            why = "on the simulated driver PyTorch does not allocate from this layer, only `malloc` and CuPy do"
+            why = "on the simulated driver PyTorch does not allocate from this layer, nor does CuPy, only `malloc`"
         elif self.found is None:
             why = "PyTorch is not installed, or reaches no GPU (a build for the CPU?)"
         else:
