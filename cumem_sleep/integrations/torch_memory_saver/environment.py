@@ -120,12 +120,16 @@ def changed(name: str, value: str) -> Iterator[None]:
     It is the whole process's: of blocks that overlap, the one entered last counts, and the last one to end puts back
     what was there before the first.
     """
-    block = object()
+    variable, block = _variables[name], object()
     try:
-        _variables[name].add(block, value)
+        variable.add(block, value)
         yield
     finally:
-        _variables[name].remove(block)
+        try:
+            variable.remove(block)
+        except BaseException:  # of a signal handler, half-way
+            variable.remove(block)
+            raise
 
 
 class _Variable:
@@ -134,23 +138,27 @@ class _Variable:
         self._lock = threading.RLock()  # signal handlers, and what the garbage collector closes, come here too
         self._values: dict[object, str] = {}  # by block
         self._before: str | None = None
+        self._is_changed = False
 
     def add(self, block: object, value: str) -> None:
         with self._lock:
-            if not self._values:
+            if not self._is_changed:
                 self._before = os.environ.get(self._name)
+                self._is_changed = True
             self._values[block] = value
             os.environ[self._name] = value
 
     def remove(self, block: object) -> None:
         with self._lock:
-            if self._values.pop(block, None) is None:
+            self._values.pop(block, None)
+            if not self._is_changed:
                 return
             value = next(reversed(tuple(self._values.values())), self._before)
             if value is None:
                 os.environ.pop(self._name, None)
             else:
                 os.environ[self._name] = value
+            self._is_changed = bool(self._values)
 
 
 class _Variables(dict[str, _Variable]):
