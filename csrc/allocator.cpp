@@ -18,10 +18,6 @@ namespace cumem_sleep {
 
 namespace {
 
-thread_local const Label* current_label = nullptr;
-std::atomic<const Label*> process_label{nullptr};
-std::atomic<const std::string*> driver_to_open{nullptr};
-
 std::atomic<void (*)()> free_listener{nullptr};
 
 const char* name_of(Segment::Sleep sleep) {
@@ -335,27 +331,6 @@ void SegmentTable::destroy_or_defer(const SegmentPtr& segment) noexcept {
     deferred_.push_back(segment);
 }
 
-const Label* kept_label(const Label& label) {
-    static std::mutex mutex;
-    static auto* const labels = new std::set<Label>;
-    std::lock_guard<std::mutex> lock(mutex);
-    return &*labels->insert(label).first;
-}
-
-const Label& thread_label() {
-    if (current_label) return *current_label;
-    if (const Label* label = process_label) return *label;
-    static const Label* const of_no_scope = kept_label({});
-    return *of_no_scope;
-}
-
-const Label* exchange_thread_label(const Label* label) { return std::exchange(current_label, label); }
-
-void set_process_label(const Label& label, const std::string& driver_path) {
-    driver_to_open = &kept_label({driver_path})->tag;
-    process_label = kept_label(label);
-}
-
 void set_free_listener(void (*listener)()) { free_listener = listener; }
 
 }  // namespace cumem_sleep
@@ -366,7 +341,8 @@ void* cumem_sleep_malloc(size_t bytes, int device, CUstream) {
     const DriverCalls whole;
     try {
         RelaxedCaptureScope relaxed;
-        return reinterpret_cast<void*>(SegmentTable::get().allocate(bytes, device, thread_label())->mapping.address());
+        return reinterpret_cast<void*>(
+            SegmentTable::get().allocate(bytes, device, label_of_thread())->mapping.address());
     } catch (const OutOfDeviceMemory&) {
         return nullptr;  // expected: PyTorch frees its cache, retries, and raises its own error
     } catch (const std::exception& error) {
@@ -387,7 +363,7 @@ void cumem_sleep_free(void* address, size_t, int, CUstream) {
 }
 
 bool cumem_sleep_wants() {
-    if (Driver::is_forked() || thread_label().backup == Backup::kByLevel) return false;
+    if (Driver::is_forked() || label_of_thread().backup == Backup::kByLevel) return false;
     if (Driver::is_open()) return true;
     const std::string* const path = driver_to_open;
     if (!path) return false;

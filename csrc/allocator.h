@@ -1,5 +1,4 @@
-// The malloc and free hooks that PyTorch's caching allocator calls, the label of each thread, and the table of
-// segments.
+// The malloc and free hooks that PyTorch's caching allocator calls, and the table of segments.
 //
 // Nothing here takes the Python interpreter lock: the hooks run on whichever thread PyTorch calls them from, with or
 // without it, and holding a lock of ours while waiting for the interpreter would deadlock.
@@ -15,29 +14,13 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "labels.h"
 #include "vmm.h"
 
 namespace cumem_sleep {
-
-// What decides about the bytes at a sleep. Memory of a pool (kByLevel) and of a region sleep apart from each
-// other, by calls of their own.
-enum class Backup {
-    kByLevel,  // of a pool: the level, or the tags of the call
-    kAlways,   // of a region whose bytes are kept
-    kNever,    // of a region whose bytes are dropped
-};
-
-// What an allocation is given, and keeps.
-struct Label {
-    std::string tag = "default";
-    Backup backup = Backup::kByLevel;
-
-    bool operator<(const Label& other) const { return std::tie(tag, backup) < std::tie(other.tag, other.backup); }
-};
 
 // One allocation that was handed out. Everything but `mapping`, the flags and `holds` stays as it was made.
 struct Segment {
@@ -172,16 +155,6 @@ class SegmentTable {
     uint64_t next_id_ = 1;
     std::atomic<size_t> region_margin_{0};
 };
-
-// A copy that is never destroyed: a thread may still allocate after its own thread_local objects are destroyed.
-const Label* kept_label(const Label& label);
-// What the calling thread's allocations get: the thread's own label, or that of the process if it has none (null).
-const Label& thread_label();
-// Sets the thread's own label, which must be kept. Returns the previous one.
-const Label* exchange_thread_label(const Label* label);
-// The label that threads without their own get; memory of a pool called "default" until set. The driver at
-// `driver_path` is opened when the preload hook asks for the first time, so that this touches no GPU.
-void set_process_label(const Label& label, const std::string& driver_path);
 
 // Called, without the interpreter lock, after a hook freed a segment whose backup or memory is still to be released.
 // Not called after every free, because the work in Python costs as much as a driver call or two.

@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "open_scopes.h"
 #include "per_device.h"
 
 namespace cumem_sleep {
@@ -24,6 +25,7 @@ std::atomic<bool> forked{false};  // a hook reads it eight times; getpid, a syst
 std::atomic<bool> suspended{false};
 std::atomic<int> calls_under_way{0};  // or blocks of them
 thread_local int calls_of_this_thread = 0;
+using EnteredHere = OpenScopes<ScopeOfDriverCalls::Entered>;
 
 std::string sentence(const std::string& call, const std::string& error, const std::string& detail,
                      const std::string& segment) {
@@ -66,7 +68,7 @@ bool driver_calls_suspended() noexcept { return suspended; }
 // Counted first: either suspend_driver_calls sees this thread, or this thread sees that calls are suspended.
 DriverCalls::DriverCalls() noexcept {
     if (calls_of_this_thread == 0) ++calls_under_way;
-    allowed_ = calls_of_this_thread > 0 || !suspended;
+    allowed_ = calls_of_this_thread > 0 || !suspended || EnteredHere::any_here();
     if (allowed_)
         ++calls_of_this_thread;
     else
@@ -75,6 +77,27 @@ DriverCalls::DriverCalls() noexcept {
 
 DriverCalls::~DriverCalls() {
     if (allowed_ && --calls_of_this_thread == 0) --calls_under_way;
+}
+
+bool ScopeOfDriverCalls::enter() {
+    leave();
+    ++calls_under_way;
+    if (const DriverCalls now; !now.allowed()) {
+        --calls_under_way;
+        return false;
+    }
+    EnteredHere::prune();
+    entered_ = std::make_shared<Entered>();
+    EnteredHere::add(entered_);
+    return true;
+}
+
+void ScopeOfDriverCalls::leave() {
+    if (!entered_) return;
+    entered_->open = false;
+    entered_.reset();
+    --calls_under_way;
+    EnteredHere::prune();
 }
 
 DriverError::DriverError(std::string call_name, std::string error_name, std::string detail_text,

@@ -6,8 +6,10 @@
 
 #include <cuda.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -60,6 +62,26 @@ class DriverCalls {
 
   private:
     bool allowed_;
+};
+
+// The same for a scope of Python's, which may end on another thread than it began on, in any order with others.
+class ScopeOfDriverCalls {
+  public:
+    ScopeOfDriverCalls() = default;
+    ~ScopeOfDriverCalls() { leave(); }
+    ScopeOfDriverCalls(const ScopeOfDriverCalls&) = delete;
+    ScopeOfDriverCalls& operator=(const ScopeOfDriverCalls&) = delete;
+
+    // Whether calls are allowed. They are for the calling thread from then on, until `leave`.
+    bool enter();
+    void leave();
+
+    struct Entered {
+        std::atomic<bool> open{true};
+    };
+
+  private:
+    std::shared_ptr<Entered> entered_;
 };
 
 // One driver call. Calling it throws DriverError unless CUDA_SUCCESS comes back, and InvalidState while calls are

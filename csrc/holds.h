@@ -3,14 +3,13 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "allocator.h"
 #include "driver.h"
+#include "labels.h"
 
 namespace cumem_sleep {
 
@@ -46,22 +45,23 @@ class Allocation {
     CUdeviceptr address_;
 };
 
-// Sets the thread's label for a scope. `restore` takes effect on that thread only.
-class ThreadLabel {
+// A label that is in force until `close`, or until this is destroyed, for the task that makes this, and those that it
+// starts on this thread. Used with the interpreter lock held.
+class ScopeOfLabel {
   public:
-    explicit ThreadLabel(const Label& label)
-        : thread_(std::this_thread::get_id()), outer_(exchange_thread_label(kept_label(label))) {}
-    ~ThreadLabel() { restore(); }
-    ThreadLabel(const ThreadLabel&) = delete;
-    ThreadLabel& operator=(const ThreadLabel&) = delete;
+    explicit ScopeOfLabel(const Label& label);
+    ~ScopeOfLabel() { close(); }
+    ScopeOfLabel(const ScopeOfLabel&) = delete;
+    ScopeOfLabel& operator=(const ScopeOfLabel&) = delete;
 
-    void restore();
+    void close();
 
   private:
-    const std::thread::id thread_;
-    const Label* const outer_;
-    bool active_ = true;
+    std::shared_ptr<OpenLabel> opened_;
 };
+
+// What the allocations of the task get that runs on this thread now.
+const Label& label_of_this_task();
 
 // One of the driver's scopes (SavedContext, RelaxedCaptureScope), entered separately because Python's `with` first
 // makes an object and then enters it.
@@ -73,15 +73,6 @@ class Entered {
 
   private:
     std::unique_ptr<Scope> scope_;
-};
-
-class EnteredDriverCalls {
-  public:
-    bool enter() { return scope_.emplace().allowed(); }
-    void leave() { scope_.reset(); }
-
-  private:
-    std::optional<DriverCalls> scope_;
 };
 
 }  // namespace cumem_sleep

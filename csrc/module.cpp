@@ -213,15 +213,19 @@ void bind_segment_table(py::module_& module) {
 }
 
 void bind_thread_state(py::module_& module) {
-    py::class_<ThreadLabel>(module, "ThreadLabel", "What the thread's allocations get, for a scope.")
+    py::class_<ScopeOfLabel>(module, "ThreadLabel",
+                             "What allocations get, of the task that makes this and of what it starts on this thread,\n"
+                             "from its making until it is left or freed. PyTorch's are those of the whole thread.")
         .def(py::init([](std::string tag, Backup backup) {
-                 return std::make_unique<ThreadLabel>(Label{std::move(tag), backup});
+                 return std::make_unique<ScopeOfLabel>(Label{std::move(tag), backup});
              }),
              py::arg("tag"), py::arg("backup") = Backup::kByLevel)
-        .def("__enter__", [](ThreadLabel&) {})
-        .def("__exit__", [](ThreadLabel& self, const py::args&) { self.restore(); });
-    module.def("thread_tag", [] { return thread_label().tag; });
-    module.def("thread_backup", [] { return thread_label().backup; });
+        .def("close", &ScopeOfLabel::close)
+        .def("__enter__", [](ScopeOfLabel&) {})
+        .def("__exit__", [](ScopeOfLabel& self, const py::args&) { self.close(); });
+    module.def("thread_tag", [] { return label_of_this_task().tag; });
+    module.def("thread_backup", [] { return label_of_this_task().backup; });
+    module.def("labels_overlap", &labels_overlap, "Whether tasks of this thread are in different labels.");
     module.def(
         "set_process_label",
         [](std::string tag, Backup backup, const std::string& driver_path) {
@@ -238,13 +242,13 @@ void bind_thread_state(py::module_& module) {
         .def(py::init<>())
         .def("__enter__", &CurrentContext::enter)
         .def("__exit__", [](CurrentContext& self, const py::args&) { self.leave(); });
-    py::class_<EnteredDriverCalls>(
+    py::class_<ScopeOfDriverCalls>(
         module, "DriverCalls",
         "Driver calls of the thread, also PyTorch's: they are not suspended meanwhile. `with` gives\n"
         "whether they are allowed.")
         .def(py::init<>())
-        .def("__enter__", &EnteredDriverCalls::enter)
-        .def("__exit__", [](EnteredDriverCalls& self, const py::args&) { self.leave(); });
+        .def("__enter__", &ScopeOfDriverCalls::enter)
+        .def("__exit__", [](ScopeOfDriverCalls& self, const py::args&) { self.leave(); });
     using RelaxedCapture = Entered<RelaxedCaptureScope>;
     py::class_<RelaxedCapture>(module, "RelaxedCapture",
                                "Lets the thread work during other threads' graph captures, for a scope.")

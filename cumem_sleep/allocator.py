@@ -11,7 +11,7 @@ import atexit
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -60,6 +60,7 @@ from .pools import Pools
 from .ranks.mesh import connect
 from .regions import Regions
 from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
+from .scopes import scoped
 from .segments import total_bytes
 from .settings import Settings
 from .tags import DEFAULT_TAG, GRAPH_TAG, UsedTags, checked_tag, tag_or_default
@@ -211,13 +212,16 @@ class CuMemAllocator:
 
     # Allocating
 
-    @contextmanager
+    @scoped
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
         """What this thread's PyTorch allocates inside is tagged and can sleep.
 
-        Pools nest (the innermost tag counts) and a tag may be entered again. Memory that is free when the pool is left
-        goes back to the device. On the simulated driver, and without PyTorch, only `malloc` and the CuPy allocator take
-        the tag.
+        Pools nest (the innermost tag counts) and a tag may be entered again. They may be left in any order, and on any
+        thread. Memory that is free when the pool is left goes back to the device. On the simulated driver, and without
+        PyTorch, only `malloc` takes the tag.
+
+        Of asyncio tasks `malloc` takes the tag of its own task. PyTorch cannot tell them apart: while tasks of one
+        thread are in pools of different tags, what it allocates gets the tag `default`, which no level drops.
 
         Args:
             tag: names what the memory holds: `weights`, `kv_cache`, or any other name. None: `default`.
@@ -232,7 +236,7 @@ class CuMemAllocator:
             yield
             self._pools.warn_of_empty(tag)
 
-    @contextmanager
+    @scoped
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
         """Tag what is allocated while a CUDA graph is captured `cudagraph`; gives the id of the pool to capture into.
 
@@ -280,7 +284,8 @@ class CuMemAllocator:
 
         Args:
             nbytes: at least 1; rounded up to the device's granularity (2 MiB).
-            tag: as for `use_memory_pool`; None: the tag of the pool or region that this thread is in, or `default`.
+            tag: as for `use_memory_pool`; None: the tag of the pool or region that this task (or thread) is in, or
+                `default`.
             device: CUDA ordinal.
 
         Returns:
@@ -427,7 +432,7 @@ class CuMemAllocator:
         """Whether the process is at level 3, or may go there by itself at any time."""
         return self._operations.deep.is_away or self._operations.deep.waits
 
-    @contextmanager
+    @scoped
     def using_cuda(self) -> Iterator[None]:
         """Put this around CUDA calls that are not this layer's own: at level 3 they would wait forever.
 

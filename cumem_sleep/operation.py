@@ -8,7 +8,7 @@ own (`csrc/operation.h`): the process comes back from level 3 or stays there, th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import Enum
 from typing import Generic, TypeVar, cast
@@ -27,6 +27,7 @@ from .operations.room import make_room
 from .operations.wake import asleep, check_device_memory, wanting
 from .pools import Pools
 from .report import OperationTotals, SleepReport, TagUsage, WakeReport
+from .scopes import scoped
 
 _Result = TypeVar("_Result")
 
@@ -292,7 +293,7 @@ class Operations:
 
     # Allocating
 
-    @contextmanager
+    @scoped
     def allocating(
         self, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL, *, ordinary: bool = False
     ) -> Iterator[None]:

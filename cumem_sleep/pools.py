@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import ClassVar
 
 from . import _core, log
 from .errors import InvalidState
 from .integrations.torch import TorchPools, torch_with_cuda
+from .scopes import scoped
+from .tags import DEFAULT_TAG
 
 _NEVER_EMPTY = ("weights", "kv_cache")
 
@@ -22,6 +23,7 @@ class Pools:
     """
 
     warned_of_empty: ClassVar[set[str]] = set()  # the tags
+    warned_of_overlap: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.found: TorchPools | None = None
@@ -34,18 +36,19 @@ class Pools:
                 self.found = TorchPools(torch)
         return self.found
 
-    @contextmanager
+    @scoped
     def allocating(self, tag: str, backup: _core.Backup, *, ordinary: bool) -> Iterator[None]:
-        """What this thread allocates inside has this tag and plan; `ordinary`: PyTorch's comes from no pool."""
+        """What this task allocates inside has this tag and plan; `ordinary`: PyTorch's comes from no pool."""
         pools = self.find(import_torch=True)
         with _core.ThreadLabel(tag, backup):
             if pools is None:
                 yield
             else:
+                self._warn_of_overlap()
                 with pools.leave() if ordinary else pools.use():
                     yield
 
-    @contextmanager
+    @scoped
     def capturing(self, call: str, tag: str, backup: _core.Backup) -> Iterator[TorchPools]:
         """As `allocating`, for CUDA graphs, whose pool the caller chooses.
 
@@ -57,6 +60,17 @@ class Pools:
             raise InvalidState(f"{call} needs PyTorch and a GPU that it reaches")
         with _core.ThreadLabel(tag, backup):
             yield pools
+
+    def _warn_of_overlap(self) -> None:
+        """Say once what PyTorch does while tasks of this thread are in different pools."""
+        if _core.labels_overlap() and not Pools.warned_of_overlap:
+            Pools.warned_of_overlap = True
+            log.warning(
+                "tasks of one thread are in different memory pools (or regions) at the same time. PyTorch allocates for"
+                " a thread and cannot tell them apart, so what it allocates meanwhile gets the tag %r: let no task wait"
+                " in a pool, or give each a thread of its own",
+                DEFAULT_TAG,
+            )
 
     def warn_of_empty(self, tag: str) -> None:
         """Say once why a pool is left without memory of its tag: nothing of it would sleep.
@@ -70,7 +84,7 @@ class Pools:
             return
         Pools.warned_of_empty.add(tag)
         if _core.driver_is_simulated():
-            why = "on the simulated driver PyTorch does not allocate from this layer, only `malloc` and CuPy do"
+            why = "on the simulated driver PyTorch does not allocate from this layer, nor does CuPy, only `malloc`"
         elif self.found is None:
             why = "PyTorch is not installed, or reaches no GPU (a build for the CPU?)"
         else:

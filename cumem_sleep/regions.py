@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 
 from . import _core
@@ -17,6 +17,7 @@ from .operations.layer import Layer
 from .operations.sleep import sleep
 from .operations.wake import asleep, wake
 from .report import SleepReport, TagUsage, WakeReport
+from .scopes import scoped
 from .tags import DEFAULT_TAG, UsedTags, checked_tag, tag_or_default
 
 
@@ -35,7 +36,7 @@ class Regions:
 
     # Allocating
 
-    @contextmanager
+    @scoped
     def use(self, tag: str | None = None, *, backup: bool = False) -> Iterator[None]:
         """What this thread's PyTorch allocates inside belongs to a region, as in `CuMemAllocator.use_memory_pool`.
 
@@ -72,7 +73,7 @@ class Regions:
         self._operations.come_back()
         return self._labelled(tag, _plan(backup))
 
-    @contextmanager
+    @scoped
     def _labelled(self, tag: str, plan: _core.Backup) -> Iterator[None]:
         with _core.ThreadLabel(tag, plan):
             self._tags.add(tag)
@@ -85,7 +86,7 @@ class Regions:
         """
         return self._operations.allocating(DEFAULT_TAG, ordinary=True)
 
-    @contextmanager
+    @scoped
     def graph_pool(
         self, tag: str | None = None, *, backup: bool = False, shared_by: Hashable = None
     ) -> Iterator[tuple[int, int]]:

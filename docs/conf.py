@@ -1,5 +1,7 @@
 """Builds the documentation: `sphinx-build -W --keep-going docs build/docs`. Fetches nothing from the network."""
 
+from sphinx.ext.napoleon.docstring import GoogleDocstring
+
 from cumem_sleep import __version__
 
 project = "cumem-sleep"
@@ -12,6 +14,24 @@ default_role = "code"  # docstrings mark code with single backticks
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 napoleon_use_ivar = True
+
+
+def _description(docstring: GoogleDocstring, lines: list[str]) -> list[str]:
+    return GoogleDocstring(docstring._dedent(lines), docstring._config).lines()
+
+
+def _inline_attribute(docstring: GoogleDocstring) -> tuple[str, list[str]]:
+    return "", _description(docstring, docstring._consume_to_end())
+
+
+def _returns_section(docstring: GoogleDocstring, **_: bool) -> list[tuple[str, str, list[str]]]:
+    return [("", "", _description(docstring, docstring._consume_to_next_section()))]
+
+
+# Napoleon takes for a type what is before a colon in the first line of a property, or of "Returns".
+GoogleDocstring._consume_inline_attribute = _inline_attribute
+GoogleDocstring._consume_returns_section = _returns_section
+
 add_module_names = False
 
 html_theme = "furo"

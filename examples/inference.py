@@ -6,7 +6,7 @@ CUMEM_SLEEP_DRIVER=sim python examples/inference.py     # neither: memory withou
 
 import importlib.util
 
-from cumem_sleep import CuMemAllocator
+from cumem_sleep import CuMemAllocator, DriverError
 
 MIB = 1 << 20
 
@@ -31,7 +31,7 @@ def with_a_model(allocator: CuMemAllocator) -> None:
 
 
 def with_addresses(allocator: CuMemAllocator) -> None:
-    """The same without PyTorch: addresses instead of tensors."""
+    """The same without PyTorch on a GPU: addresses instead of tensors."""
     weights = [allocator.malloc(20 * MIB, tag="weights") for _ in range(8)]
     cache = allocator.malloc(256 * MIB, tag="kv_cache")
 
@@ -40,19 +40,31 @@ def with_addresses(allocator: CuMemAllocator) -> None:
     print(allocator.wake_up())
     assert allocator.usage()["weights"].mapped_bytes == 160 * MIB
 
-    print("the same addresses have memory again; there is no model to ask without PyTorch")
+    print("the same addresses have memory again; there is no model to ask without PyTorch and a GPU")
     for address in (*weights, cache):
         allocator.free(address)
+
+
+def reaches_a_gpu() -> bool:
+    """Whether PyTorch is there, and does."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def main() -> None:
     """Use PyTorch if it reaches a GPU, otherwise plain addresses."""
     allocator = CuMemAllocator.get_instance()
-    if allocator.settings.driver == "cuda" and importlib.util.find_spec("torch") is not None:
+    if allocator.settings.driver == "cuda" and reaches_a_gpu():
         with_a_model(allocator)
     else:
         with_addresses(allocator)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DriverError as error:  # no GPU: it says what to do
+        raise SystemExit(f"inference.py: {error}") from None

@@ -10,7 +10,7 @@ python examples/reinforcement_learning.py                           # PyTorch an
 import importlib.util
 from collections.abc import Callable
 
-from cumem_sleep import CuMemAllocator
+from cumem_sleep import CuMemAllocator, DriverError
 
 MIB = 1 << 20
 ROUNDS = 3
@@ -57,14 +57,26 @@ def with_addresses(allocator: CuMemAllocator) -> None:
         allocator.free(address)
 
 
+def reaches_a_gpu() -> bool:
+    """Whether PyTorch is there, and does."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def main() -> None:
     """Use PyTorch if it reaches a GPU, otherwise plain addresses."""
     allocator = CuMemAllocator.get_instance()
-    if allocator.settings.driver == "cuda" and importlib.util.find_spec("torch") is not None:
+    if allocator.settings.driver == "cuda" and reaches_a_gpu():
         with_a_model(allocator)
     else:
         with_addresses(allocator)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DriverError as error:  # no GPU: it says what to do
+        raise SystemExit(f"reinforcement_learning.py: {error}") from None

@@ -11,7 +11,7 @@ import importlib.util
 import time
 from collections.abc import Callable
 
-from cumem_sleep import CuMemAllocator
+from cumem_sleep import CuMemAllocator, DriverError
 from cumem_sleep.integrations.torch_memory_saver import torch_memory_saver
 
 MIB = 1 << 20
@@ -91,14 +91,26 @@ def with_addresses(allocator: CuMemAllocator) -> None:
         allocator.free(address)
 
 
+def reaches_a_gpu() -> bool:
+    """Whether PyTorch is there, and does."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def main() -> None:
     """With PyTorch where it has a GPU, otherwise with plain addresses."""
     allocator = CuMemAllocator.get_instance()
-    if allocator.settings.driver == "cuda" and importlib.util.find_spec("torch") is not None:
+    if allocator.settings.driver == "cuda" and reaches_a_gpu():
         with_a_model()
     else:
         with_addresses(allocator)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DriverError as error:  # no GPU: it says what to do
+        raise SystemExit(f"training_loop.py: {error}") from None

@@ -33,7 +33,11 @@ def main() -> None:
     for name in ("A", "B"):
         ours, theirs = spawn.Pipe()
         spawn.Process(target=serve, args=(name, theirs), daemon=True).start()
-        assert ours.recv() == "ready"  # it sleeps: the next one has the GPU to itself
+        theirs.close()  # now only that process has it: if it ends, we are told, and do not wait for ever
+        try:
+            assert ours.recv() == "ready"  # it sleeps: the next one has the GPU to itself
+        except EOFError:
+            raise SystemExit(f"two_processes.py: model {name} did not start; its error is above") from None
         models.append(ours)
     for turn in range(TURNS):
         model = models[turn % 2]

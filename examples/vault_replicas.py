@@ -19,9 +19,18 @@ MIB = 1 << 20
 COMMAND = [sys.executable, "-m", "cumem_sleep", "vault"]
 
 
+def reaches_a_gpu() -> bool:
+    """Whether PyTorch is there, and does."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def load(allocator: CuMemAllocator) -> Any:
     """The same weights in every replica."""
-    if allocator.settings.driver == "cuda" and importlib.util.find_spec("torch") is not None:
+    if allocator.settings.driver == "cuda" and reaches_a_gpu():
         import torch
 
         torch.manual_seed(0)
@@ -50,7 +59,11 @@ def run(socket: str) -> None:
     for name in ("A", "B"):
         ours, theirs = spawn.Pipe()
         spawn.Process(target=serve, args=(name, theirs), daemon=True).start()
-        assert ours.recv() == "ready"
+        theirs.close()  # now only that process has it: if it ends, we are told, and do not wait for ever
+        try:
+            assert ours.recv() == "ready"
+        except EOFError:
+            raise SystemExit(f"vault_replicas.py: replica {name} did not start; its error is above") from None
         replicas.append(ours)
 
     def tell(replica: Connection, order: str) -> Any:
@@ -78,7 +91,13 @@ def main() -> None:
         )
         try:
             assert vault.stderr is not None
-            assert any("listens at" in line for line in vault.stderr), "the vault did not start"
+            said = []
+            for line in vault.stderr:
+                said.append(line)
+                if "listens at" in line:
+                    break
+            else:
+                raise SystemExit(f"vault_replicas.py: the vault did not start: {''.join(said)}")
             run(socket)
         finally:
             vault.terminate()

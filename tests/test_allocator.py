@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import logging
 import re
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -563,6 +564,23 @@ class TestMisspeltVariables:
             "CUMEM_SLEEP_RETAIN_BACKUP is set, but nothing reads it: did you mean CUMEM_SLEEP_RETAIN_BACKUPS?",
             "CUMEM_SLEEP_XYZ is set, but nothing reads it",
         ]
+
+
+@pytest.mark.sim
+def test_cupy_allocator_on_the_simulated_driver_says_that_cupy_cannot_run_there(
+    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: find_spec("json" if name == "cupy" else name, *more)
+    )
+    monkeypatch.setitem(sys.modules, "cupy", None)  # importing it would fail
+    with pytest.raises(InvalidState, match=r"needs a GPU: .*CUMEM_SLEEP_DRIVER=sim.* only `malloc` allocates"):
+        cumem_sleep.cupy_allocator()
+    monkeypatch.setattr(Pools, "warned_of_empty", set())
+    with allocator.use_memory_pool("weights"):
+        pass
+    assert "PyTorch does not allocate from this layer, nor does CuPy, only `malloc`" in caplog.text
 
 
 def test_cupy_allocator_without_cupy_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import pathlib
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -591,3 +592,27 @@ def test_results_that_are_cited_are_there() -> None:
     }
     assert len(cited) > 30
     assert {name: page for name, page in cited.items() if name not in results} == {}
+
+
+def test_api_pages_take_no_part_of_a_sentence_for_a_type() -> None:
+    """Sphinx would print what is before a colon as the type of a property, or of what is returned."""
+    docstring = pytest.importorskip("sphinx.ext.napoleon.docstring")
+    napoleon = pytest.importorskip("sphinx.ext.napoleon")
+    with pytest.MonkeyPatch.context() as patch:
+        for method in ("_consume_inline_attribute", "_consume_returns_section"):
+            patch.setattr(docstring.GoogleDocstring, method, getattr(docstring.GoogleDocstring, method))
+        runpy.run_path(str(ROOT / "docs" / "conf.py"))
+
+        def lines(text: str, what: str) -> list[str]:
+            found = docstring.GoogleDocstring(text, napoleon.Config(), what=what, name="x").lines()
+            return [line.strip() for line in found if line.strip()]
+
+        assert lines("The checkpoint: what it freed.\n\nNone before it.", "property") == [
+            "The checkpoint: what it freed.",
+            "None before it.",
+        ]
+        assert lines("Text.\n\nRaises:\n    ValueError: it is bad.", "property") == [
+            "Text.",
+            ":raises ValueError: it is bad.",
+        ]
+        assert lines("Text.\n\nReturns:\n    By phase: seconds.", "method") == ["Text.", ":returns: By phase: seconds."]

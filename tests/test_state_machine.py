@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from unittest import mock
@@ -21,7 +23,9 @@ from support import (
     PAGE,
     free_everything,
     fresh_allocator,
+    hooks,
     host_bytes_of,
+    in_thread,
     is_accessible,
     quick_sums,
     reset_simulation,
@@ -137,10 +141,15 @@ class Sequences(RuleBasedStateMachine):
         self.models: dict[int, Model] = {}
         self.written = 0
         self.driver_has_refused = False
+        self.tasks = [contextvars.copy_context() for _ in range(3)]
+        self.pools: list[tuple[int, str, AbstractContextManager[None]]] = []  # in which they are, as entered
 
     def teardown(self) -> None:
         sim.reset()
         try:
+            self.pools.clear()
+            assert _core.thread_tag() == "default"
+            assert not _core.labels_overlap()
             sim.configure(device_bytes=2 * DEVICE_PAGES * PAGE)
             self.allocator.wake_up()
             for segment, model in self.pairs():
@@ -229,6 +238,47 @@ class Sequences(RuleBasedStateMachine):
             segment = _core.segments()[-1]
             assert segment.address == result
             self.models[segment.id] = Model(tag, result, pages * PAGE)
+
+    # Tasks that overlap: a task is a context that this thread runs in.
+
+    @precondition(lambda self: len(self.pools) < 6)
+    @rule(task=st.integers(0, 2), tag=tags)
+    def enter_a_pool(self, task: int, tag: str) -> None:
+        pool = self.allocator.use_memory_pool(tag)
+        self.tasks[task].run(pool.__enter__)
+        self.pools.append((task, tag, pool))
+
+    @precondition(lambda self: self.pools)
+    @rule(place=places, way=st.sampled_from(["its task", "another task", "another thread", "garbage"]))
+    def leave_a_pool(self, place: int, way: str) -> None:
+        task, _, pool = self.pools.pop(place % len(self.pools))
+        leave = partial(pool.__exit__, None, None, None)
+        if way == "another thread":
+            in_thread(leave)
+        elif way != "garbage":
+            self.tasks[task if way == "its task" else (task + 1) % 3].run(leave)
+
+    def tag_of(self, task: int) -> str:
+        return next((tag for owner, tag, _ in reversed(self.pools) if owner == task), "default")
+
+    @precondition(lambda self: len(self.models) < 8)
+    @rule(task=st.integers(0, 3), failure=failures)
+    def malloc_with_the_tag_of_the_pool(self, task: int, failure: Failure) -> None:
+        """The last task has no context of its own, and enters nothing."""
+        run = contextvars.copy_context().run if task == 3 else self.tasks[task].run
+        result = self.attempt(failure, lambda: run(self.allocator.malloc, PAGE))
+        if isinstance(result, int):
+            self.models[_core.segments()[-1].id] = Model(self.tag_of(task), result, PAGE)
+
+    @precondition(lambda self: len(self.models) < 8)
+    @rule()
+    def malloc_by_the_hook(self) -> None:
+        """Which cannot tell the tasks apart: where they differ, nothing may be dropped."""
+        address = hooks().cumem_sleep_malloc(PAGE, 0, None)
+        if address is not None:
+            innermost = {self.tag_of(task) for task, _, _ in self.pools}
+            tag = innermost.pop() if len(innermost) == 1 else "default"
+            self.models[_core.segments()[-1].id] = Model(tag, address, PAGE)
 
     @rule(place=places, failure=failures)
     def free(self, place: int, failure: Failure) -> None:

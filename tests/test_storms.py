@@ -32,6 +32,9 @@ STORM = """
         memory.write(address, content)
         contents[address] = content
     memory.close()
+    from cumem_sleep.integrations.torch_memory_saver import TorchMemorySaver, configure_subprocess
+    TorchMemorySaver()._initialized()
+    preloaded = os.environ.get("LD_PRELOAD", "")
     armed, hits = False, 0
     preparations = []
 
@@ -116,8 +119,36 @@ STORM = """
         attempt(allocator.prepare)
         attempt(lambda: hooks().cumem_sleep_free(address, PAGE, 0, None))
 
+    def scopes():
+        "Pools, regions and what is like them, in each other: whatever a handler raises, nothing is left of them."
+        saver = TorchMemorySaver()
+        ways = [
+            lambda: allocator.use_memory_pool("kv_cache"), lambda: allocator.regions.use("x"),
+            lambda: allocator.regions.use_without_pool("x", backup=True), allocator.using_cuda, configure_subprocess,
+            lambda: saver.region("x", enable_cpu_backup=True, cpu_backup_backend="mmap"), allocator.regions.outside,
+        ]
+        chosen = [choice.choice(ways) for _ in range(3)]
+
+        def nest():
+            with chosen[0](), chosen[1](), chosen[2]():
+                allocator.usage()
+
+        def overlap():
+            entered = [way() for way in chosen]
+            for scope in entered:
+                scope.__enter__()
+            choice.shuffle(entered)
+            for scope in entered:
+                scope.__exit__(None, None, None)
+
+        attempt(choice.choice([nest, overlap]))
+        assert (_core.thread_tag(), _core.thread_backup()) == ("default", _core.Backup.BY_LEVEL), chosen
+        assert not _core.labels_overlap()
+        assert not saver._initialized().in_region
+        assert os.environ.get("LD_PRELOAD", "") == preloaded, chosen
+
     operations = [
-        sleep, sleep, wake, wake, free_through_hook,
+        sleep, sleep, wake, wake, free_through_hook, scopes, scopes,
         lambda: attempt(lambda: allocator.prepare().wait(0.01)),
         lambda: attempt(lambda: allocator.discard("kv_cache")),
         lambda: attempt(allocator.release_backups),
@@ -143,6 +174,8 @@ REST = """
     check()
     assert set(states().values()) == {AWAKE}
     assert hits > 10, hits
+    assert _core.suspend_driver_calls(10), "a block of using_cuda is left"
+    _core.resume_driver_calls()
     free_everything()
     """
 

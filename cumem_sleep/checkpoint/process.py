@@ -161,7 +161,8 @@ class ProcessCheckpoint:
         unpin()
         if not _core.suspend_driver_calls(self.deadlines.calls_end_s):
             raise Refused(
-                f"other threads of this process called CUDA for longer than {self.deadlines.calls_end_s:.0f} s"
+                f"CUDA was in use for longer than {self.deadlines.calls_end_s:.0f} s: by calls of other threads of this"
+                " process, or by a block of using_cuda() that has not ended"
             )
         try:
             last_check()

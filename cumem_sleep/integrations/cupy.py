@@ -8,6 +8,7 @@ from typing import Any
 
 from .. import _core
 from ..allocator import CuMemAllocator
+from ..errors import InvalidState
 from ..tags import checked_tag
 
 
@@ -19,6 +20,7 @@ def cupy_allocator(tag: str = "weights") -> Callable[[int], Any]:
     Raises:
         InvalidArgument: not a tag.
         ImportError: CuPy is not installed.
+        InvalidState: the driver is the simulated one.
     """
     if importlib.util.find_spec("cupy") is None:
         raise ModuleNotFoundError(
@@ -26,9 +28,13 @@ def cupy_allocator(tag: str = "weights") -> Callable[[int], Any]:
             " 'cumem-sleep[cupy12]' for CUDA 12",
             name="cupy",
         )
-    import cupy
-
     tag = checked_tag(tag)
+    if CuMemAllocator.get_instance().settings.driver == "sim":
+        raise InvalidState(
+            "cupy_allocator needs a GPU: on the simulated driver (CUMEM_SLEEP_DRIVER=sim) only `malloc` allocates,"
+            " and CuPy has nothing to run on"
+        )
+    import cupy
 
     class Owner:
         """Frees the memory when the last array that uses it is gone."""

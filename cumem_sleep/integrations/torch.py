@@ -13,12 +13,13 @@ import importlib.util
 import socket
 import threading
 from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from .. import _core
 from ..errors import InvalidArgument, InvalidArgumentType
 from ..ranks.mesh import Group
+from ..scopes import scoped
 
 OLDEST_TORCH = (2, 8)
 # From this version on (seen with 2.11) such pools simply do not use them.
@@ -90,12 +91,12 @@ class TorchPools:
         self._torch = torch
         self._allocator: Any = None
         self._graph_pools: dict[tuple[int, Hashable], Any] = {}  # by device, and who shares it
-        self._configuration_lock = threading.Lock()
+        self._configuration_lock = threading.RLock()  # what is closed by the garbage collector may interrupt it
         self._configuration: str | None = None  # to be put back when the last thread has left its pool
-        self._inside = 0
+        self._inside: set[object] = set()  # one for each
         self._version = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
-    @contextmanager
+    @scoped
     def use(self) -> Iterator[None]:
         """What this thread allocates inside comes from the layer's hooks, on every visible device."""
         try:
@@ -104,7 +105,7 @@ class TorchPools:
         finally:
             self.trim()
 
-    @contextmanager
+    @scoped
     def leave(self) -> Iterator[None]:
         """The opposite: it comes from PyTorch's own allocator, although the thread is in a pool of ours.
 
@@ -119,7 +120,7 @@ class TorchPools:
             with self._in_new_pools(ordinary=True):
                 self.trim()
 
-    @contextmanager
+    @scoped
     def _in_new_pools(self, *, ordinary: bool = False) -> Iterator[None]:
         pools: list[tuple[int, Any]] = []
         try:
@@ -146,7 +147,7 @@ class TorchPools:
         pool_id: tuple[int, int] = self._graph_pools[key].id
         return pool_id
 
-    @contextmanager
+    @scoped
     def pool_of_one_graph(self) -> Iterator[tuple[int, int]]:
         """The id of a pool for the graph that is captured inside: its memory is free once the graph is gone."""
         device = self._torch.cuda.current_device()
@@ -202,28 +203,30 @@ class TorchPools:
         _make_immortal(pool)
         self._torch._C._cuda_releasePool(device, pool.id)
 
-    @contextmanager
+    @scoped
     def _without_expandable_segments(self) -> Iterator[None]:
         """Older PyTorch refuses a pool with an allocator of its own beside expandable segments (pytorch#147851)."""
         if self._version >= POOLS_IGNORE_EXPANDABLE_SEGMENTS:
             yield
             return
-        with self._configuration_lock:
-            self._inside += 1
-            if self._inside == 1:
-                settings = self._torch.cuda.memory._snapshot()["allocator_settings"]
-                if settings.get("expandable_segments"):
-                    # A setter resets every option that its text leaves out, so the whole text is written back.
-                    self._configuration = next(
-                        (settings[name] for name in CONF_VARIABLES if settings.get(name)), "expandable_segments:True"
-                    )
-                    self._set_configuration(_with_expandable_segments(self._configuration, enabled=False))
+        mine = object()
         try:
+            with self._configuration_lock:
+                self._inside.add(mine)
+                if len(self._inside) == 1:
+                    settings = self._torch.cuda.memory._snapshot()["allocator_settings"]
+                    if settings.get("expandable_segments"):
+                        # A setter resets every option that its text leaves out, so the whole text is written back.
+                        self._configuration = next(
+                            (settings[name] for name in CONF_VARIABLES if settings.get(name)),
+                            "expandable_segments:True",
+                        )
+                        self._set_configuration(_with_expandable_segments(self._configuration, enabled=False))
             yield
         finally:
             with self._configuration_lock:
-                self._inside -= 1
-                if self._inside == 0 and self._configuration is not None:
+                self._inside.discard(mine)
+                if not self._inside and self._configuration is not None:
                     self._set_configuration(self._configuration)
                     self._configuration = None
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from .. import _core
 from ..errors import CumemSleepError
+from ..scopes import scoped
 from ..segments import total_bytes
 
 
@@ -21,6 +22,8 @@ class LeftOnDevices:
         self._before: dict[int, int] = {}  # the first allocation, by device
         self._by_communicators: dict[int, int] = {}  # a part of what was in use before
         self._by_warm_up: dict[int, int] = {}
+        self._warming_up: set[object] = set()  # blocks that have begun
+        self._before_warm_up: dict[int, int] = {}  # what was in use when the first of them began, by device
 
     def note_before(self, device: int) -> None:
         """As `note_used`, for a caller that has not asked the driver."""
@@ -38,13 +41,22 @@ class LeftOnDevices:
         """Note that communicators made before the first allocation take so much of the device."""
         self._by_communicators[device] = nbytes
 
-    @contextmanager
+    @scoped
     def warm_up(self) -> Iterator[None]:
-        """Put this around code that loads modules and captures graphs."""
-        before = _not_ours()
-        yield
+        """Put this around code that loads modules and captures graphs. Of several that overlap all counts once."""
+        mine = object()
+        try:
+            if not self._warming_up:
+                self._before_warm_up = {}
+            self._warming_up.add(mine)
+            self._before_warm_up = {**_not_ours(), **self._before_warm_up}
+            yield
+        finally:
+            self._warming_up.discard(mine)
+        if self._warming_up:  # the last of them counts for all
+            return
         for device, nbytes in _not_ours().items():
-            if (grown := nbytes - before.get(device, nbytes)) > 0:
+            if (grown := nbytes - self._before_warm_up.get(device, nbytes)) > 0:
                 self._by_warm_up[device] = self._by_warm_up.get(device, 0) + grown
 
     def items(self, devices: Collection[int], left_bytes: int) -> dict[str, int]:

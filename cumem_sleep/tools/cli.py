@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _refuse(error, given)
     options.command_line = ["cumem-sleep", *given]
     if options.run is None:
-        parser.print_help(sys.stderr)
+        print(help_texts.SHORT, file=sys.stderr)
         return EXIT_ERROR
     warn_of_misspelt()
     try:

@@ -43,6 +43,25 @@ With --json, every command prints one object that begins with command, version, 
 environment variables of the memory layer, the HTTP gate, the plugin, the simulated driver, and the build:
 """
 
+SHORT = """\
+usage: cumem-sleep COMMAND ...
+
+Sleep mode for GPU memory: weights and KV cache give their GPU memory back in
+seconds and take it again at the same addresses, in the same process.
+
+examples:
+  cumem-sleep demo           sleep and wake a small model, compare every byte (also without a GPU)
+  cumem-sleep doctor         check whether this machine is ready, and fast
+  cumem-sleep bench          measure sleep and wake here, compared with the link
+
+more than one process:
+  cumem-sleep vault          keep the backups of all processes of this host
+  cumem-sleep serve          several models behind one port (serve --demo needs no GPU)
+  cumem-sleep status, sleep, wake, stop    look at these models, and tell them
+
+cumem-sleep COMMAND --help explains a command, cumem-sleep --help all of it: exit codes, and the
+environment variables that change how it behaves. In vLLM, installing the package is enough."""
+
 DEMO_DESCRIPTION = """\
 Loads a model's weights, allocates a KV cache, and does with both what a server
 does: sleep at level 1 (weights are copied to the host, the KV cache is dropped),
@@ -119,8 +138,9 @@ examples:
 
 
 def environment() -> str:
-    """Every variable with its meaning, from the docstrings of the settings."""
+    """Every variable with its meaning, from the docstrings of the settings; not those of the test suite."""
     texts = {**variables.described(Settings), **variables.described(GateSettings), **variables.OTHERS}
+    texts = {name: text for name, text in texts.items() if "_TEST_" not in name}
     lines = []
     for name, text in texts.items():
         lines += [f"  {name}", *textwrap.wrap(text, 100, initial_indent="      ", subsequent_indent="      ")]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from checkpointing import LEFT_AT_LEVEL_1, LEFT_AT_LEVEL_3
@@ -777,5 +777,72 @@ class TestRefused:
         leave.set()
         thread.join()
         allocator.sleep(level=3)
+        assert_deep(allocator)
+        allocator.wake_up()
+
+    @pytest.mark.usefixtures("weights")
+    def test_a_block_of_using_cuda_until_it_ends(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(process.THIS_PROCESS.deadlines, "calls_end_s", 0.05)
+        with allocator.using_cuda():
+            self.assert_refused(allocator, allocator.sleep(level=3), "using_cuda()")
+        allocator.sleep(level=3)
+        assert_deep(allocator)
+        allocator.wake_up()
+
+    @pytest.mark.usefixtures("weights")
+    @pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [2, 0, 1]])
+    def test_blocks_of_using_cuda_that_end_in_any_order_and_on_any_thread(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, order: list[int]
+    ) -> None:
+        monkeypatch.setattr(process.THIS_PROCESS.deadlines, "calls_end_s", 0.05)
+        blocks = [allocator.using_cuda() for _ in range(3)]
+        blocks[0].__enter__()
+        in_thread(blocks[1].__enter__)
+        blocks[2].__enter__()
+        for number in order:
+            self.assert_refused(allocator, allocator.sleep(level=3), "using_cuda()")
+            leave = functools.partial(blocks[number].__exit__, None, None, None)
+            if number == 2:
+                in_thread(leave)
+            else:
+                leave()
+        allocator.sleep(level=3)
+        assert_deep(allocator)
+        allocator.wake_up()
+
+    @pytest.mark.usefixtures("weights")
+    def test_a_generator_in_using_cuda_that_another_thread_closes(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(process.THIS_PROCESS.deadlines, "calls_end_s", 0.05)
+
+        def use() -> Iterator[None]:
+            with allocator.using_cuda():
+                yield
+
+        generators = [use()]
+        next(generators[0])
+        self.assert_refused(allocator, allocator.sleep(level=3), "using_cuda()")
+        in_thread(generators.clear)
+        allocator.sleep(level=3)
+        assert_deep(allocator)
+        allocator.wake_up()
+
+    @pytest.mark.usefixtures("weights")
+    def test_a_block_may_call_cuda_while_another_thread_asks_for_level_3(self, allocator: CuMemAllocator) -> None:
+        """Also if the block was entered twice, and one of the two ended elsewhere."""
+        inner = allocator.using_cuda()
+        reports: list[SleepReport] = []
+        with allocator.using_cuda():
+            inner.__enter__()
+            in_thread(lambda: inner.__exit__(None, None, None))
+            thread = threading.Thread(target=lambda: reports.append(allocator.sleep(level=3)))
+            thread.start()
+            wait_until(_core.driver_calls_suspended)
+            _core.memory_info(0)
+        thread.join()
+        assert reports[0].why_not_deeper == ""
         assert_deep(allocator)
         allocator.wake_up()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from support import AWAKE, BACKED_UP, PAGE, Memory
+from support import AWAKE, BACKED_UP, PAGE, Memory, in_thread
 
 from cumem_sleep import CuMemAllocator, _core
 from cumem_sleep.integrations.torch import TorchPools
@@ -165,3 +166,95 @@ def test_the_cache_of_a_region_sleeps_and_wakes_across_disable(
     assert memory.read(weights, PAGE) == content
     torch.empty_cache()
     assert states() == {weights: AWAKE}
+
+
+class TestPoolsThatOverlap:
+    """PyTorch's own `use_mem_pool` ends wherever it stands, too."""
+
+    @pytest.mark.parametrize("first_to_leave", [0, 1])
+    @pytest.mark.parametrize("on_another_thread", [False, True])
+    def test_are_all_given_up(
+        self, torch: FakeTorch, pools: TorchPools, freed: list[int], first_to_leave: int, on_another_thread: bool
+    ) -> None:
+        entered = [pools.use(), pools.use()]
+        for address, each in enumerate(entered, 1):
+            each.__enter__()
+            torch.cache(address)
+        for number in (first_to_leave, 1 - first_to_leave):
+            leave = partial(entered[number].__exit__, None, None, None)
+            in_thread(leave) if on_another_thread else leave()
+            assert number + 1 in freed
+        assert torch._in_use == []
+        assert sorted(freed) == [1, 2]
+
+
+class TestExpandableSegments:
+    """Of PyTorch before 2.11: they are off while anybody is in a pool."""
+
+    TEXT = "expandable_segments:True,max_split_size_mb:512"
+
+    @pytest.fixture
+    def configured(self, torch: FakeTorch) -> list[str]:
+        """What the configuration was set to."""
+        texts = [self.TEXT]
+        torch.__version__ = "2.9.0"
+        torch.memory._snapshot = lambda: {
+            "allocator_settings": {
+                "expandable_segments": "expandable_segments:True" in texts[-1],
+                "PYTORCH_CUDA_ALLOC_CONF": texts[-1],
+            }
+        }
+        torch.memory._set_allocator_settings = texts.append
+        return texts
+
+    @pytest.mark.parametrize("first_to_leave", [0, 1])
+    def test_are_on_again_when_the_last_of_several_threads_has_left(
+        self, torch: FakeTorch, configured: list[str], first_to_leave: int
+    ) -> None:
+        pools = TorchPools(torch)
+        entered = [pools.use(), pools.use()]
+        for each in entered:
+            in_thread(each.__enter__)
+            assert "expandable_segments:False" in configured[-1]
+        entered[first_to_leave].__exit__(None, None, None)
+        assert "expandable_segments:False" in configured[-1]
+        entered[1 - first_to_leave].__exit__(None, None, None)
+        assert configured[-1] == self.TEXT
+
+    def test_are_on_again_if_a_signal_handler_raised_as_the_pool_was_entered(
+        self, torch: FakeTorch, configured: list[str]
+    ) -> None:
+        pools = TorchPools(torch)
+
+        def interrupted(text: str) -> None:
+            configured.append(text)
+            if len(configured) == 2:
+                raise KeyboardInterrupt
+
+        torch.memory._set_allocator_settings = interrupted
+        with pytest.raises(KeyboardInterrupt), pools.use():
+            pytest.fail("it was not entered")
+        assert configured[-1] == self.TEXT
+        with pools.use():
+            assert "expandable_segments:False" in configured[-1]
+        assert configured[-1] == self.TEXT
+
+    def test_a_pool_that_the_garbage_collector_closes_while_another_is_entered(
+        self, torch: FakeTorch, configured: list[str]
+    ) -> None:
+        """It runs wherever it comes to: also where a lock is held."""
+        pools = TorchPools(torch)
+        abandoned = [pools.use()]
+        abandoned[0].__enter__()
+        snapshot = torch.memory._snapshot
+
+        def collect() -> object:
+            abandoned.clear()
+            return snapshot()
+
+        pools._inside.clear()  # so that the next one looks at the configuration
+        torch.memory._snapshot = collect
+        configured.append(self.TEXT)
+        with pools.use():
+            pass
+        assert configured[-1] == self.TEXT

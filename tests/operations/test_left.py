@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 
 import pytest
-from support import MIB, PAGE, Cuda
+from support import MIB, PAGE, Cuda, in_thread
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidArgument, InvalidArgumentType, sim
 from cumem_sleep.driver import open_driver
@@ -133,6 +133,22 @@ def test_warm_ups_add_up(allocator: CuMemAllocator, take: Take) -> None:
         with allocator.warming_up():
             take(4 * MIB)
     assert allocator.sleep().left == {"modules_and_graphs": 8 * MIB, "rest": 0}
+
+
+@pytest.mark.parametrize("first_to_end", [0, 1])
+def test_warm_ups_that_overlap_count_once(allocator: CuMemAllocator, take: Take, first_to_end: int) -> None:
+    allocator.malloc(PAGE, "weights")
+    for _ in range(2):
+        blocks = [allocator.warming_up(), allocator.warming_up()]
+        blocks[0].__enter__()
+        take(2 * MIB)
+        in_thread(blocks[1].__enter__)
+        take(4 * MIB)
+        in_thread(lambda: blocks.pop(first_to_end).__exit__(None, None, None))  # noqa: B023
+        take(2 * MIB)
+        blocks[0].__exit__(None, None, None)
+    take(20 * MIB)
+    assert allocator.sleep().left == {"modules_and_graphs": 16 * MIB, "rest": 20 * MIB}
 
 
 def test_notes_are_of_the_first_allocation(allocator: CuMemAllocator, take: Take) -> None:

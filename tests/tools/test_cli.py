@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import io
 import itertools
 import json
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -154,11 +157,28 @@ def test_bad_usage_as_json(
     assert found["error"].startswith(error)
 
 
-def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_shows_a_short_help_that_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     output = capsys.readouterr()
     assert output.out == ""
-    assert "examples:" in output.err
+    assert len(output.err.splitlines()) <= 24, "more than a terminal shows"
+    assert max(map(len, output.err.splitlines())) <= 100
+    commands = re.findall(r"(?m)^    (\w+) ", help_of().partition("\ncommands:")[2].partition("\n\n")[0])
+    assert len(commands) == 10
+    assert [command for command in commands if not re.search(rf"\b{command}\b", output.err)] == ["shim"]
+
+
+def help_of(*arguments: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as output, pytest.raises(SystemExit) as exit_:
+        cli.main([*arguments, "--help"])
+    assert exit_.value.code == 0
+    return output.getvalue()
+
+
+def test_help_shows_no_variables_of_the_test_suite() -> None:
+    text = help_of()
+    assert "CUMEM_SLEEP_VAULT" in text
+    assert "CUMEM_SLEEP_TEST_" not in text
 
 
 @pytest.mark.sim

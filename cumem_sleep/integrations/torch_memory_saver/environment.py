@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import InvalidArgument
+from ...scopes import scoped
 from .. import preload
 
 _TRUE, _FALSE = ("1", "true", "TRUE", "yes", "YES"), ("0", "false", "FALSE", "no", "NO")
@@ -95,29 +96,74 @@ def hook_path() -> Path:
     return preload.library_path()
 
 
-@contextmanager
+@scoped
 def configure_subprocess() -> Iterator[None]:
-    """Processes that are started inside get the hook in front of cudaMalloc, before what LD_PRELOAD names already."""
+    """Processes that are started inside get the hook in front of cudaMalloc, before what LD_PRELOAD names already.
+
+    Threads that are not inside start theirs with it, too, as long as one is.
+    """
     with preloaded(str(hook_path())):
         yield
 
 
-@contextmanager
+@scoped
 def preloaded(library: str) -> Iterator[None]:
     """LD_PRELOAD names this library inside, before what it names already."""
     with changed("LD_PRELOAD", ":".join(filter(None, [library, os.environ.get("LD_PRELOAD", "")]))):
         yield
 
 
-@contextmanager
+@scoped
 def changed(name: str, value: str) -> Iterator[None]:
-    """An environment variable has this value inside."""
-    before = os.environ.get(name)
-    os.environ[name] = value
+    """An environment variable has this value inside.
+
+    It is the whole process's: of blocks that overlap, the one entered last counts, and the last one to end puts back
+    what was there before the first.
+    """
+    variable, block = _variables[name], object()
     try:
+        variable.add(block, value)
         yield
     finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
+        try:
+            variable.remove(block)
+        except BaseException:  # of a signal handler, half-way
+            variable.remove(block)
+            raise
+
+
+class _Variable:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.RLock()  # signal handlers, and what the garbage collector closes, come here too
+        self._values: dict[object, str] = {}  # by block
+        self._before: str | None = None
+        self._is_changed = False
+
+    def add(self, block: object, value: str) -> None:
+        with self._lock:
+            if not self._is_changed:
+                self._before = os.environ.get(self._name)
+                self._is_changed = True
+            self._values[block] = value
+            os.environ[self._name] = value
+
+    def remove(self, block: object) -> None:
+        with self._lock:
+            self._values.pop(block, None)
+            if not self._is_changed:
+                return
+            value = next(reversed(tuple(self._values.values())), self._before)
+            if value is None:
+                os.environ.pop(self._name, None)
+            else:
+                os.environ[self._name] = value
+            self._is_changed = bool(self._values)
+
+
+class _Variables(dict[str, _Variable]):
+    def __missing__(self, name: str) -> _Variable:
+        return self.setdefault(name, _Variable(name))
+
+
+_variables = _Variables()

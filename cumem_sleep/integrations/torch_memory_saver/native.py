@@ -5,14 +5,47 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from ... import _core
 from ...allocator import CuMemAllocator
+from ...scopes import scoped
 from ...tags import DEFAULT_TAG
 from .environment import MMAP, NO_DISK_BACKUP, check_backend
+
+
+@dataclass(eq=False)
+class _Region:
+    """A region that a task has entered.
+
+    Attributes:
+        backend: which was named last, in it or around it.
+        outside: while the task has left it.
+    """
+
+    backend: str | None
+    is_open: bool = False
+    outside: _core.ThreadLabel | None = None
+    thread: int = field(default_factory=threading.get_ident)
+
+    def come_back(self) -> None:
+        """The task is in the region again, if it has left it."""
+        outside, self.outside = self.outside, None
+        if outside is not None:
+            outside.close()
+
+
+# Those of a task, from the outermost. They end in any order, as labels do.
+_regions: ContextVar[tuple[_Region, ...]] = ContextVar("cumem_sleep_regions", default=())
+
+
+def _innermost() -> _Region | None:
+    thread = threading.get_ident()
+    return next((each for each in reversed(_regions.get()) if each.is_open and each.thread == thread), None)
 
 
 class Native:
@@ -26,7 +59,6 @@ class Native:
 
     def __init__(self, backend: str) -> None:
         self._default_backend = backend
-        self._thread = threading.local()
         self._binary_wrapper = SimpleNamespace(cdll=self)
         self._mem_pools = NoPools()
         self._process = ctypes.CDLL(None)
@@ -48,7 +80,7 @@ class Native:
         labelled = CuMemAllocator.get_instance().regions.use_without_pool(tag, backup=backup)
         return self._entered(labelled, tag, backend, backup=backup)
 
-    @contextmanager
+    @scoped
     def _entered(
         self, labelled: AbstractContextManager[None], tag: str, backend: str | None, *, backup: bool
     ) -> Iterator[None]:
@@ -68,17 +100,24 @@ class Native:
         check_backend(enable_cpu_backup, cpu_backup_backend)
         return self.region(tag, cpu_backup_backend, backup=bool(enable_cpu_backup))
 
-    @contextmanager
+    @scoped
     def backend(self, tag: str, backend: str | None, *, backup: bool) -> Iterator[None]:
-        """Within a region: the backend that was named for it. That the thread has left the region ends with it, too."""
-        before, outside = getattr(self._thread, "backend", None), getattr(self._thread, "outside", None)
-        self._thread.backend, self._thread.outside = backend or before, None
+        """Within a region: the backend that was named for it. That the task has left the region ends with it, too."""
+        region = self._enter(backend)
         try:
+            region.is_open = True
             self.note_region(tag, backup=backup)
             yield
         finally:
-            self._return()
-            self._thread.backend, self._thread.outside = before, outside
+            region.is_open = False
+            region.come_back()
+
+    def _enter(self, backend: str | None) -> _Region:
+        """A region that is not open yet."""
+        outer = _innermost()
+        region = _Region(backend or (outer.backend if outer else None))
+        _regions.set((*(each for each in _regions.get() if each.is_open), region))
+        return region
 
     def note_region(self, tag: str, *, backup: bool) -> None:
         """Remember the tag, if backups that are made from here on are of the backend `mmap`."""
@@ -93,17 +132,15 @@ class Native:
         """False: this thread leaves its region, until True."""
         if value == self.in_region:
             return
+        region = _innermost()
         if value:
-            self._return()
-        else:
-            self._thread.outside = _core.ThreadLabel(DEFAULT_TAG)
-
-    def _return(self) -> None:
-        """To the region that this thread has left, if it has."""
-        outside = getattr(self._thread, "outside", None)
-        if outside is not None:
-            self._thread.outside = None
-            outside.__exit__(None, None, None)
+            if region is not None:
+                region.come_back()
+            return
+        if region is None:  # it is in the one that the process is
+            region = self._enter(None)
+            region.is_open = True
+        region.outside = _core.ThreadLabel(DEFAULT_TAG)
 
     def tms_get_enable_cpu_backup(self) -> bool:
         """Whether that region is backed up."""
@@ -119,7 +156,8 @@ class Native:
 
     def tms_get_cpu_backup_backend(self) -> bytes:
         """What was named last."""
-        return str(getattr(self._thread, "backend", None) or self._default_backend).encode()
+        region = _innermost()
+        return str((region.backend if region else None) or self._default_backend).encode()
 
 
 class NoPools:

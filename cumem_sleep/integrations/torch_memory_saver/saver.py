@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, cast
 
 from ... import log
 from ...allocator import CuMemAllocator
 from ...errors import CumemSleepError, InvalidArgument, InvalidState
+from ...scopes import scoped
 from ...tags import DEFAULT_TAG
 from .. import preload
 from .environment import NO_DISK_BACKUP, Environment, check_backend
@@ -33,7 +34,7 @@ class TorchMemorySaver:
 
     # Regions
 
-    @contextmanager
+    @scoped
     def region(
         self,
         tag: str = DEFAULT_TAG,
@@ -57,7 +58,7 @@ class TorchMemorySaver:
         ):
             yield
 
-    @contextmanager
+    @scoped
     def cuda_graph(
         self,
         cuda_graph: Any,
@@ -91,7 +92,7 @@ class TorchMemorySaver:
         ):
             yield
 
-    @contextmanager
+    @scoped
     def disable(self) -> Iterator[None]:
         """What this thread's PyTorch allocates inside is ordinary memory.
 

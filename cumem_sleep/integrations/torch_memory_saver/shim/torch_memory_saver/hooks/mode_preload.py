@@ -1,16 +1,16 @@
 """Where torch_memory_saver defines `configure_subprocess`."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from cumem_sleep.integrations.torch_memory_saver.environment import preloaded
+from cumem_sleep.scopes import scoped
 
 from ..utils import get_binary_path_from_package
 
 __all__ = ["configure_subprocess"]
 
 
-@contextmanager
+@scoped
 def configure_subprocess() -> Iterator[None]:
     """As that of the package; the library is the one that this module's `get_binary_path_from_package` gives."""
     with preloaded(str(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))):
