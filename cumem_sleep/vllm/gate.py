@@ -411,11 +411,12 @@ class SleepGate:
             body = await inbox.body(parameters.MOST_BYTES)
             if body is None:
                 return refusal(413, f"expected a body of at most {parameters.MOST_BYTES >> 10} KiB")
-            pause = inspect.signature(self.conductor.engine.pause_generation).parameters
+            is_pause = taken.template == "/pause"
+            pause = inspect.signature(self.conductor.engine.pause_generation).parameters if is_pause else ()
             query = parameters.read(taken.template, scope.get("query_string", b""), body, pause)
             scope = {**scope, "query_string": urlencode(query, doseq=True).encode()}  # vLLM reads no body
             gone = asyncio.ensure_future(inbox.until_gone())
-            if taken.template == "/pause":
+            if is_pause:
                 return await self._pause(scope, inbox, gone)
             if taken.template == "/sleep":
                 return await self._sleep(scope, query, inbox, gone)
@@ -657,7 +658,9 @@ class SleepGate:
             return await self._app(scope, inbox, send)
         awake = model.phase is Phase.AWAKE  # without its weights: no request will be served
         disagrees = model.phase is Phase.DISAGREEING  # neither asleep nor awake can be said
-        hopeless = awake or disagrees or (self._settings.on_request == "wake" and self._failure() is not None)
+        policy = self._settings.on_request
+        hopeless = awake or disagrees or model.decide(policy) is Decision.REFUSE
+        hopeless = hopeless or (policy == "wake" and self._failure() is not None)
         code = 503 if hopeless and self._settings.health == "auto" else self._health_code()
         body: dict[str, Any] = {"status": model.phase.value, "asleep": True, "level": model.level}
         if awake:
