@@ -289,10 +289,9 @@ class SleepingModel:
             case events.WorkersWoken():
                 by_sleep = Stopped.NOBODY if Stopped.PAUSE in state.stopped else Stopped.SLEEP
                 woken = replace(state, asleep=NOTHING, mapped=state.mapped | state.asleep, engine=state.engine_asleep)
-                woken = replace(woken, stopped=state.stopped | by_sleep)
-                return woken if woken.disagrees else replace(woken, engine=None)
+                return _agreed(replace(woken, stopped=state.stopped | by_sleep))
             case events.WorkersPutToSleep():
-                return replace(state, asleep=TAGS, mapped=NOTHING, engine=None)
+                return _agreed(replace(state, asleep=TAGS, mapped=NOTHING, engine=state.engine_asleep))
             case events.Wrote():
                 return _wrote(state, event.effect)
             case events.LoadFailed():
@@ -333,7 +332,8 @@ def _answered(state: State, event: events.Answered) -> State:
         if event.workers is not None:
             return _heard(known, event.workers)
         is_unseen = not (state.asleep or state.engine or Stopped.SLEEP in state.stopped or event.scheduler_paused)
-        return replace(known, asleep=TAGS) if is_unseen else known  # vLLM means memory but does not say which
+        # vLLM means memory but does not say which.
+        return replace(known, asleep=TAGS, mapped=NOTHING) if is_unseen else known
     awake = replace(known, stopped=Stopped.NOBODY, kept=False)
     if event.workers is not None:
         return _heard(replace(awake, engine=NOTHING), event.workers)
@@ -352,6 +352,11 @@ def _heard(state: State, workers: events.Workers) -> State:
         engine=engine,
         checkpointed=workers.checkpointed,
     )
+    return _agreed(state)
+
+
+def _agreed(state: State) -> State:
+    """The state, without the engine's own view where the workers' is the same."""
     return state if state.disagrees else replace(state, engine=None)
 
 
