@@ -179,8 +179,8 @@ tests the machine with, every event in every state.
 
 - **pass**: vLLM gets it. **refuse**: 503 at once. **hold**: it waits, at most `CUMEM_SLEEP_REQUEST_DEADLINE_S`.
   **wake**: it waits, and the model is woken. Columns are the values of `CUMEM_SLEEP_ON_REQUEST`.
-- **Half awake** and **half asleep** come of a wake or sleep that failed midway. `/health` and `/is_sleeping` answer 503,
-  writes of weights 409, until `/wake_up`, `/sleep` or a request that wakes has brought engine and workers together.
+- **Half awake** and **half asleep** come of a wake or sleep that failed midway. `/health` and `/is_sleeping` answer
+  503, writes of weights 409, until `/wake_up`, `/sleep` or a request that wakes has brought engine and workers together.
 
 """
 
@@ -188,8 +188,8 @@ BETWEEN = """
 ## Events
 
 In each row an event, below each state what it becomes; empty where it stays the same. "Sleeps" and "awake" are the
-engine's own words, and "mapped", "asleep" and "dropped" the workers'. Other facts (requests kept over a sleep, an update
-under way) change no state's name.
+engine's own words, and "mapped", "asleep" and "dropped" the workers'. Other facts (requests kept over a sleep, an
+update under way) change no state's name.
 
 """
 
