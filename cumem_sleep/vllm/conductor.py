@@ -14,7 +14,7 @@ from ..asgi import ClientGone
 from . import events, metrics
 from .gate_settings import GateSettings
 from .siblings import Busy, Siblings
-from .sleeping_model import TAGS, Call, Phase, SleepingModel
+from .sleeping_model import TAGS, Call, Phase, SleepingModel, State
 from .worker_methods import DEEPEN, Effect
 
 logger = logging.getLogger("cumem_sleep")
@@ -63,6 +63,14 @@ class Conductor:
         """Tell the model, and those who wait for it."""
         before = self.model.state
         self.model.handle(event)
+        self._tell_of_change(before)
+
+    def _adopt(self, told: dict[str, Any]) -> None:
+        before = self.model.state
+        self.model.adopt(told.get("facts", {}))
+        self._tell_of_change(before)
+
+    def _tell_of_change(self, before: State) -> None:
         if self.model.state != before:
             self.changed.set()
             self.changed = asyncio.Event()
@@ -107,7 +115,7 @@ class Conductor:
             heard = self._siblings.read_shared()
             if heard is None:
                 return self.handle(events.Began())
-            self.model.adopt(heard.get("facts", {}))
+            self._adopt(heard)
             seen = int(heard.get("changes", 0))
             if await self._ask(seen):
                 self._seen = seen
@@ -183,7 +191,7 @@ class Conductor:
     async def _without_siblings(self) -> AsyncIterator[None]:
         async with self._siblings.exclusive():
             told = self._siblings.read()
-            self.model.adopt(told.get("facts", {}))
+            self._adopt(told)
             try:
                 yield
             finally:

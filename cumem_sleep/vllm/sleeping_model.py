@@ -310,10 +310,10 @@ class SleepingModel:
         return facts
 
     def adopt(self, facts: dict[str, Any]) -> None:
-        """Take over another server's facts."""
-        if facts:
+        """Take over another server's facts. Where they are new, the engine is to be asked."""
+        if facts and facts != self.facts():
             self.state = State(
-                known=self.state.known,
+                known=Known.NO if self.state.known is Known.YES else self.state.known,
                 asleep=frozenset(facts["asleep"]),
                 mapped=frozenset(facts["mapped"]),
                 engine=None if facts["engine"] is None else frozenset(facts["engine"]),

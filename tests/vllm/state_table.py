@@ -180,7 +180,8 @@ tests the machine with, every event in every state.
 - **pass**: vLLM gets it. **refuse**: 503 at once. **hold**: it waits, at most `CUMEM_SLEEP_REQUEST_DEADLINE_S`.
   **wake**: it waits, and the model is woken. Columns are the values of `CUMEM_SLEEP_ON_REQUEST`.
 - **Half awake** and **half asleep** come of a wake or sleep that failed midway. `/health` and `/is_sleeping` answer
-  503, writes of weights 409, until `/wake_up`, `/sleep` or a request that wakes has brought engine and workers together.
+  503, writes of weights 409, until `/wake_up`, `/sleep` or a request that wakes has brought engine and workers
+  together.
 
 """
 

@@ -81,11 +81,15 @@ def test_the_calls_of_a_wake_end_in_a_model_that_serves(state: str) -> None:
 @pytest.mark.parametrize("state", STATES)
 def test_other_servers_get_the_whole_state(state: str) -> None:
     known = STATES[state][1]
-    other = SleepingModel(dataclasses.replace(known, **{"asleep": frozenset(), "cause": "", "engine": None}))
-    other.adopt(json.loads(json.dumps(SleepingModel(known).facts())))
-    assert other.state == known
-    other.adopt({})
-    assert other.state == known
+    told = json.loads(json.dumps(SleepingModel(known).facts()))
+    other = SleepingModel(dataclasses.replace(known, kept=not known.kept))
+    other.adopt(told)
+    assert dataclasses.replace(other.state, known=known.known) == known
+    assert other.phase in (Phase.UNKNOWN, Phase.CHANGING), "it has to ask"
+    same = SleepingModel(known)
+    for facts in (told, {}):
+        same.adopt(facts)
+        assert same.state == known
 
 
 def test_it_has_no_clock_and_no_io() -> None:
