@@ -154,13 +154,13 @@ class Conductor:
         return bool(ranks)
 
     async def look_how_deep(self) -> None:
-        """For a model known to be asleep, which is not asked otherwise: find out whether it is at level 3 now.
+        """For a model known to be asleep, which is not asked otherwise: find out what is so in its workers now.
 
-        Workers go there, and come from there, by themselves as well.
+        They go to level 3, and come from there, by themselves as well.
         """
         changes = self._changes
         if self.model.asleep and (ranks := await self._status.fresh(self.engine)) and changes == self._changes:
-            self.handle(events.Deepened(metrics.said(ranks).checkpointed))
+            self.handle(events.WorkersSaid(metrics.said(ranks)))
 
     # Calls that pass through the gate
 

@@ -133,9 +133,7 @@ def test_a_sleep_that_repairs_loses_nothing_that_vllm_saved(serve: Serve) -> Non
 def test_a_sleep_after_a_failed_wake_does_not_claim_to_sleep_where_workers_do_not(serve: Serve) -> None:
     async def scenario() -> None:
         client = await half_woken(serve)
-        client.engine.fails["sleep"] = [None, RuntimeError("OutOfHostMemory")]  # type: ignore[list-item]
-        client.engine.fails["sleep"].pop(0)
-        client.engine.fails["collective"] = []
+        client.engine.fails["sleep"] = [RuntimeError("OutOfHostMemory")]
         with pytest.raises(RuntimeError, match="OutOfHostMemory"):
             await client.post("/sleep")
         assert not client.engine.asleep
@@ -178,6 +176,19 @@ def test_without_the_plugin_a_failed_wake_leaves_it_unknown_what_is_mapped(serve
         assert (await client.get("/health")).body["status"] == "disagreeing"
         assert (await client.post("/sleep")).code == 503, "workers of vLLM's own layer cannot sleep twice"
         assert client.engine.calls.count("sleep") == 0
+        assert (await client.post("/wake_up")).code == 200
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+def test_health_asks_the_workers_of_a_model_that_is_said_to_sleep(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(HalfWokenEngine()), on_request="wait")
+        await client.post("/sleep")
+        client.engine.asleep.clear()  # somebody woke the workers past the engine and the gate
+        health = await client.get("/health")
+        assert (health.code, health.body["status"]) == (503, "disagreeing")
         assert (await client.post("/wake_up")).code == 200
         assert (await client.ask()).body == {"text": "good"}
 
