@@ -154,12 +154,14 @@ class Conductor:
         return bool(ranks)
 
     async def look_how_deep(self) -> None:
-        """For a model known to be asleep, which is not asked otherwise: find out what is so in its workers now.
+        """For a model that is not known to be awake, and not asked otherwise: find out what its workers say now.
 
         They go to level 3, and come from there, by themselves as well.
         """
         changes = self._changes
-        if self.model.asleep and (ranks := await self._status.fresh(self.engine)) and changes == self._changes:
+        if not (self.model.asleep or self.model.is_doubtful):
+            return
+        if (ranks := await self._status.fresh(self.engine)) and changes == self._changes:
             self.handle(events.WorkersSaid(metrics.said(ranks)))
 
     # Calls that pass through the gate

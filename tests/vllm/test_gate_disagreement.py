@@ -8,6 +8,8 @@ import pytest
 from fake_vllm import TAGS, FakeEngine, FakeVllm
 from gate_client import Serve, run
 
+from cumem_sleep.vllm.sleeping_model import Phase
+
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
 
@@ -178,6 +180,22 @@ def test_without_the_plugin_a_failed_wake_leaves_it_unknown_what_is_mapped(serve
         assert client.engine.calls.count("sleep") == 0
         assert (await client.post("/wake_up")).code == 200
         assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+def test_health_finds_out_that_a_wake_which_failed_has_mapped_nothing(serve: Serve) -> None:
+    """Workers may not answer at once, and until they do nobody says that they sleep."""
+
+    async def scenario() -> None:
+        client = serve()
+        await client.post("/sleep")
+        client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory")]
+        client.engine.fails["cumem_sleep_status"] = [RuntimeError("an answer to another question")] * 3
+        with pytest.raises(RuntimeError, match="OutOfDeviceMemory"):
+            await client.post("/wake_up")
+        assert client.gate.model.phase is Phase.DISAGREEING
+        assert (await client.get("/health")).body == {"status": "asleep", "asleep": True, "level": 1}
 
     run(scenario())
 
