@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import ssl
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,12 +50,16 @@ class Facts:
         host_bytes: what its backups take at level 1; None if that is not known.
         backed_up_bytes: of these, what they take already: they are prepared while it is awake, and kept when it wakes.
         vault: the socket of the `cumem-sleep vault` that keeps its backups; "" if its own memory does.
+        mapped_bytes: of its GPUs' memory, what is mapped for weights and KV cache; None if that is not known.
+        wake_bytes: what a wake maps on one of its GPUs, that where it is most; None if that is not known.
     """
 
     layer: str | None = None
     host_bytes: int | None = None
     backed_up_bytes: int = 0
     vault: str = ""
+    mapped_bytes: int | None = None
+    wake_bytes: int | None = None
 
 
 class Failed(Exception):
@@ -122,7 +127,12 @@ class Engine:
             return Outcome(f"no server answers there: {error}", Phase.STOPPED)
         except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
             return Outcome(f"it does not say whether it sleeps: {_text(error)}")
-        return Outcome(None, Phase.ASLEEP, 2) if sleeps else Outcome(None, Phase.AWAKE)
+        if not sleeps:
+            return Outcome(None, Phase.AWAKE)
+        # Its engine may take for asleep what its workers have mapped: after a wake that failed half-way, or a pause.
+        if mapped := (await self.facts()).mapped_bytes if self.has_layer else 0:
+            return Outcome(f"it says that it sleeps, and its workers have {mapped / (1 << 30):.1f} GiB mapped")
+        return Outcome(None, Phase.ASLEEP, 2)
 
     async def sleep(self, level: int, from_level: int | None = None) -> Outcome:
         """Put it to sleep, perhaps from a lesser sleep, from which it has to wake first; but not to get from 1 to 3.
@@ -204,7 +214,9 @@ class Engine:
                 return Facts("")
             backed_up_bytes = sum(int(tag["backed_up_bytes"]) for tag in usage)
             vault = str(workers[0].get("place", {}).get("vault", ""))
-            return Facts(str(workers[0].get("version", "active")), host_bytes, backed_up_bytes, vault)
+            version = str(workers[0].get("version", "active"))
+            mapped_bytes, wake_bytes = _mapped_and_missing(worker["usage"].values() for worker in workers)
+            return Facts(version, host_bytes, backed_up_bytes, vault, mapped_bytes, wake_bytes)
         except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
             return Facts()
 
@@ -242,6 +254,17 @@ class Engine:
                     raise
                 await asyncio.sleep(ASK_EVERY_S)
         return None
+
+
+def _mapped_and_missing(workers: Iterable[Iterable[dict[str, Any]]]) -> tuple[int | None, int | None]:
+    """Of all workers, the bytes that are mapped; and the most that any of them lacks. None if they do not say."""
+    try:
+        sums = [[(int(tag["bytes"]), int(tag["mapped_bytes"])) for tag in usage] for usage in workers]
+    except KeyError:
+        return None, None
+    mapped = [sum(mapped for _, mapped in usage) for usage in sums]
+    missing = [sum(total - mapped for total, mapped in usage) for usage in sums]
+    return sum(mapped), max(missing)
 
 
 @functools.cache

@@ -152,7 +152,10 @@ class SimulatedServer:
             why = "" if self.asleep else "it is awake"
             return response(200, {"results": [{"checkpointed": not why, "why": why}]})
         if (method, path) in (("POST", "/reload_weights"), ("POST", "/collective_rpc")):
-            usage = {"weights": {"bytes": self.options.weights_bytes, "backed_up_bytes": self.options.prepared_bytes}}
+            nbytes = self.options.weights_bytes
+            mapped_bytes = 0 if "weights" in self.asleep else nbytes
+            weights = {"bytes": nbytes, "mapped_bytes": mapped_bytes, "backed_up_bytes": self.options.prepared_bytes}
+            usage = {"weights": weights}
             return response(200, {"results": [{"version": "simulated", "usage": usage}]})
         if (method, path) == ("GET", "/health"):
             ready = time.monotonic() - self.started_at >= self.options.start_s

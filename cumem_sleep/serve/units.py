@@ -200,12 +200,39 @@ class Units:
         if unit.engine is None:
             return Outcome("it has no server", Phase.STOPPED)
         if isinstance(action, actions.Wake):
-            return await unit.engine.wake(action.level)
+            return await self._lacks_gpu_memory(unit, unit.engine, action) or await unit.engine.wake(action.level)
         try:
             short = await self._lacks_host_memory(unit, unit.engine, action)
             return short or await unit.engine.sleep(action.level, action.from_level)
         finally:
             unit.pins_bytes = 0
+
+    async def _lacks_gpu_memory(self, unit: Unit, engine: Engine, action: actions.Wake) -> Outcome | None:
+        """Looked up before the wake: that others sleep is their word alone, and who else has memory nobody here knows.
+
+        Where it cannot be looked up, the log says so.
+        """
+        if self._simulated:
+            return None
+        needed = (await engine.facts()).wake_bytes if engine.has_layer else None
+        numbers = sorted(self._models[action.model].spec.gpus)
+        try:
+            if needed is None:
+                raise OSError("its server does not say how much it needs")
+            if not self.gpus.keys() >= {*numbers}:
+                raise OSError("nvidia-smi does not know these GPUs")
+            free = hardware.free_bytes([self.gpus[number].uuid for number in numbers])
+        except OSError as error:
+            logger.info("%s: not verified before its wake that its GPUs have room: %s", unit.name, error)
+            return None
+        least, gpu = min(zip(free, numbers, strict=True))
+        if needed <= least:
+            return None
+        gib = 1 << 30
+        why = (
+            f"GPU {gpu} has {least / gib:.1f} GiB free, and the wake needs {needed / gib:.1f}: somebody holds the rest"
+        )
+        return Outcome(why, Phase.ASLEEP, action.level)
 
     async def _lacks_host_memory(self, unit: Unit, engine: Engine, action: actions.Sleep) -> Outcome | None:
         """Looked up before the sleep: what the host can give now, whoever has taken the rest."""

@@ -6,14 +6,15 @@ vLLM adds it last, so it is the outermost middleware: before CORS and before the
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import parse_qs, urlencode
+from urllib.parse import urlencode
 
 from ..asgi import (
     App,
@@ -37,19 +38,19 @@ from ..asgi import (
 )
 from ..errors import counted
 from ..variables import warn_of_misspelt
-from . import metrics, worker_methods
+from . import events, metrics, parameters, worker_methods
+from .conductor import Conductor
 from .engine_door import LEASE, EngineDoor, Lease
 from .gate_settings import GateSettings
 from .routes import GUARDED, RELOAD, WAKE, Kind, Routes, Taken, kind_of, route_path
 from .siblings import BETWEEN_S, Busy
-from .sleeping_model import TAGS, Phase, SleepingModel
+from .sleeping_model import TAGS, Decision, Phase
 from .worker_methods import Effect
 
 logger = logging.getLogger("cumem_sleep")
 
 WAKES = ("/wake_up", WAKE)
 WAKE_UP = {"path": "/wake_up", "raw_path": b"/wake_up", "root_path": ""}  # for ASGI: vLLM's own path
-MODES = ("abort", "wait", "keep")
 WRITING_ROUTES = {
     "/start_weight_update": Effect.STARTS,
     "/start_draft_weight_update": Effect.STARTS,
@@ -57,6 +58,7 @@ WRITING_ROUTES = {
     "/finish_weight_update": Effect.FINISHES,
     "/weight_checker": Effect.WRITES,
 }
+LOADING = (Effect.LOADS, Effect.UPDATES, Effect.FINISHES)  # of these a failure means that weights are not loaded
 WEIGHTS_ASLEEP = "weights are asleep: POST /wake_up?tags=weights first"
 KEYED = ("/v1", "/v2", "/inference", "/cohere")  # where any version of vLLM wants an API key
 
@@ -101,7 +103,8 @@ class SleepGate:
         self._held = HeldRequests(settings.max_held_bytes)
         self._watch: asyncio.Task[None] | None = None
         self._dev_mode = os.environ.get("VLLM_SERVER_DEV_MODE", "0").strip() not in ("", "0")
-        self.model = SleepingModel(settings, self._status)
+        self.conductor = Conductor(settings, self._status)
+        self.model = self.conductor.model
         self._door = EngineDoor(self._admit)
         self._routes = Routes()
         self._is_scraped = metrics.register(self._status, self._outcomes)
@@ -122,8 +125,8 @@ class SleepGate:
         engine = getattr(app.state, "engine_client", None) if "app" in scope else None
         if scope["type"] not in ("http", "websocket") or engine is None:  # a render-only server has no engine
             return await self._app(scope, receive, send)
-        if self.model.engine is not engine:
-            self.model.engine, self.model.several_servers = engine, _several_servers(app.state)
+        if self.conductor.engine is not engine:
+            self.conductor.engine, self.conductor.several_servers = engine, _several_servers(app.state)
             self._door.attach(engine)
         inbox = Inbox(receive, self._held)
         try:
@@ -147,12 +150,14 @@ class SleepGate:
             scope = _with_api_key(scope)
         if taken.kind is Kind.HEALTH:
             return await self._health(scope, inbox, send)
+        if taken.kind is Kind.ASKS:
+            return await self._is_sleeping(scope, inbox, send)
         if taken.kind in (Kind.RUNS, Kind.ADAPTS, Kind.UNKNOWN):
             return await self._run_model(taken, scope, inbox, send)
         if taken.kind in (Kind.CHANGES, Kind.WRITES, Kind.CALLS) and self._dev_mode and not taken.redirects:
             return await deliver(scope, inbox, send, await self._control(taken, scope, inbox))
         if taken.template.startswith("/metrics") and self._is_scraped and self.model.phase is not Phase.CHANGING:
-            await self._status.fresh(self.model.engine)
+            await self._status.fresh(self.conductor.engine)
         await self._app(scope, inbox, send)
 
     def _is_guarded(self, scope: Scope, taken: Taken) -> bool:
@@ -208,7 +213,7 @@ class SleepGate:
             scope
         ):  # without a key, a request neither wakes the model nor takes memory
             raise Refused(self.model.why_not(), settings.retry_after_s, "rejected")
-        deadline = self.model.clock() + settings.request_deadline_s
+        deadline = self.conductor.clock() + settings.request_deadline_s
         gone = asyncio.ensure_future(inbox.until_gone_or_too_much())
         self._held.requests += 1
         try:
@@ -227,19 +232,21 @@ class SleepGate:
 
     async def _until_serves(self, deadline: float, gone: asyncio.Future[None] | None, wakes: bool) -> None:
         """Wait until the model serves, or wake it. Raises as `_hold`."""
-        model = self.model
-        while not model.serves:
+        conductor = self.conductor
+        while (decision := self.model.decide("wake" if wakes else "wait")) is not Decision.PASS:
             if wakes:
                 self._raise_failure()
-            if wakes and model.may_be_woken:
-                step: Awaitable[Any] = asyncio.shield(model.wake())
+            if decision is Decision.REFUSE:
+                raise Refused(self.model.why_not(), self._settings.retry_after_s, "rejected")
+            if decision is Decision.WAKE:
+                step: Awaitable[Any] = asyncio.shield(conductor.wake())
             else:
-                step = model.changed.wait()
+                step = conductor.changed.wait()
             await self._wait(asyncio.ensure_future(step), gone, deadline)
 
     async def _wait(self, step: asyncio.Future[Any], gone: asyncio.Future[None] | None, deadline: float) -> None:
         """Wait until `step` is done. One task watches the engine for all waiting requests."""
-        left_s = deadline - self.model.clock()
+        left_s = deadline - self.conductor.clock()
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._watch_engine())
         try:
@@ -253,18 +260,18 @@ class SleepGate:
             raise ClientGone
         if self._watch.done() and not self._watch.cancelled() and (error := self._watch.exception()) is not None:
             raise error
-        if deadline - self.model.clock() <= 0 and not self.model.serves:
+        if deadline - self.conductor.clock() <= 0 and not self.model.serves:
             raise Refused(self.model.why_not(), self._settings.retry_after_s, "timed_out")
 
     async def _watch_engine(self) -> None:
         """Raises the engine's error: a server that is being shut down waits for the requests that it holds."""
         while self._held.requests:
             await asyncio.sleep(POLL_S)
-            await self.model.engine.check_health()
+            await self.conductor.engine.check_health()
             await self._look()
 
     async def _look(self) -> None:
-        """`SleepingModel.look`. If the engine does not answer, a model that slept or lost its weights is assumed to
+        """`Conductor.look`. If the engine does not answer, a model that slept or lost its weights is assumed to
         still.
 
         Raises:
@@ -272,7 +279,7 @@ class SleepGate:
             Exception: the engine's own, if it cannot serve.
         """
         try:
-            await self.model.look()
+            await self.conductor.look()
         except Exception as error:
             if not self.model.lacks_memory or await self._engine_is_dead():
                 raise
@@ -282,7 +289,7 @@ class SleepGate:
 
     async def _engine_is_dead(self) -> bool:
         try:
-            await self.model.engine.check_health()
+            await self.conductor.engine.check_health()
         except Exception:
             return True
         return False
@@ -295,13 +302,14 @@ class SleepGate:
     def _raise_failure(self) -> None:
         if (failure := self._failure()) is not None:
             cause, left_s = failure
-            raise Refused(f"the model is asleep, and waking it failed: {cause}", left_s, "rejected")
+            why = "the model is asleep" if self.model.asleep else self.model.why_not()
+            raise Refused(f"{why}, and waking it failed: {cause}", left_s, "rejected")
 
     def _failure(self) -> tuple[str, float] | None:
         """Why waking on request failed, and how long until the next attempt."""
-        if self.model.failure is not None:
-            cause, until = self.model.failure
-            if (left_s := until - self.model.clock()) > 0:
+        if self.conductor.failure is not None:
+            cause, until = self.conductor.failure
+            if (left_s := until - self.conductor.clock()) > 0:
                 return cause, left_s
         return None
 
@@ -340,20 +348,20 @@ class SleepGate:
         Raises:
             Refused: as if the request had just arrived.
         """
-        model = self.model
-        deadline = model.clock() + self._settings.request_deadline_s
+        model, conductor = self.model, self.conductor
+        deadline = conductor.clock() + self._settings.request_deadline_s
         try:
-            while not (model.serves and model.keep_still()):
+            while not (model.serves and conductor.keep_still()):
                 await self._look()
                 if not model.serves:
                     await self._hold_at_the_door(lease, deadline)
-                elif model.keep_still():
+                elif conductor.keep_still():
                     break
                 else:
                     await asyncio.sleep(
                         BETWEEN_S
                     )  # a sibling is changing something, or this server wakes what is awake
-            return model.let_go
+            return conductor.let_go
         except Refused:
             raise
         except Exception as error:
@@ -377,7 +385,7 @@ class SleepGate:
 
     async def _is_clear(self, within_s: float) -> bool:
         """Whether vLLM may be told to sleep: versions without sleep modes release memory that running requests use."""
-        has_to_drain = not (self.model.has_sleep_modes and self._door.exists)
+        has_to_drain = not (self.conductor.has_sleep_modes and self._door.exists)
         return not (has_to_drain and not await self._drained(within_s)) and await self._door.empties(within_s)
 
     async def _drained(self, within_s: float) -> bool:
@@ -400,13 +408,21 @@ class SleepGate:
         try:
             if taken.kind is not Kind.CHANGES:
                 return await self._write(taken, scope, inbox)
-            query = parse_qs(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+            body = await inbox.body(parameters.MOST_BYTES)
+            if body is None:
+                return refusal(413, f"expected a body of at most {parameters.MOST_BYTES >> 10} KiB")
+            is_pause = taken.template == "/pause"
+            pause = inspect.signature(self.conductor.engine.pause_generation).parameters if is_pause else ()
+            query = parameters.read(taken.template, scope.get("query_string", b""), body, pause)
+            scope = {**scope, "query_string": urlencode(query, doseq=True).encode()}  # vLLM reads no body
             gone = asyncio.ensure_future(inbox.until_gone())
-            if taken.template == "/pause":
+            if is_pause:
                 return await self._pause(scope, inbox, gone)
             if taken.template == "/sleep":
                 return await self._sleep(scope, query, inbox, gone)
             return await self._change(taken.template, scope, query, inbox, gone)
+        except parameters.BadParameter as bad:
+            return refusal(400, str(bad))
         except Busy as busy:
             return _conflict(str(busy))
         finally:
@@ -414,105 +430,123 @@ class SleepGate:
                 gone.cancel()
 
     async def _pause(self, scope: Scope, inbox: Inbox, gone: asyncio.Future[None]) -> list[Message]:
-        async with self.model.alone(gone):
+        async with self.conductor.alone(gone):
             answer = await _called(self._app, scope, inbox, gone)
             if status_of(answer) < 300:
-                self.model.paused = True
+                self.conductor.handle(events.Paused())
             return answer
 
     async def _sleep(
-        self, scope: Scope, query: dict[str, list[str]], inbox: Inbox, gone: asyncio.Future[None]
+        self, scope: Scope, query: dict[str, parameters.Values], inbox: Inbox, gone: asyncio.Future[None]
     ) -> list[Message]:
-        model = self.model
-        level, mode = _level(query), query.get("mode", ["abort"])[-1]
-        if level is None or mode not in MODES:
-            return refusal(400, "expected level 0, 1, 2 or 3, and mode abort, wait or keep")
-        is_deep = level == 3
-        level = 1 if is_deep else level  # vLLM itself knows no other
-        wanted = {"level": level, "mode": mode} if model.has_sleep_modes else {"level": level}
-        scope = {**scope, "query_string": urlencode(wanted).encode()}  # so that it can be read in one way only
+        model, conductor = self.model, self.conductor
+        asked, (mode,) = int(query.get("level", ("1",))[0]), query.get("mode", ("abort",))
+        is_deep = asked == 3
+        level = 1 if is_deep else asked  # vLLM itself knows no other
+        wanted = {"level": level, "mode": mode} if conductor.has_sleep_modes else {"level": level}
+        scope = {**scope, "query_string": urlencode(wanted).encode()}
         if level == 2 and mode == "keep":
             return _conflict("requests cannot be kept over a level-2 sleep: they would run before weights are loaded")
-        async with model.change(gone=gone):
-            await model.look_how_deep()
-            if model.checkpointed or (is_deep and model.asleep >= TAGS and not model.torn):
+        async with conductor.change(gone=gone):
+            await conductor.look_how_deep()
+            if model.checkpointed or (is_deep and model.asleep >= TAGS and not model.state.disagrees):
                 return await self._deepen(is_deep)
             if not await self._is_clear(self._settings.request_deadline_s):
                 late = {"Retry-After": str(self._settings.retry_after_s)}
                 running = counted(self._in_engine(), "request")
                 return refusal(503, f"still running in the engine: {running}; nothing has changed", late)
-            await model.mend()
+            await conductor.mend()
             code = 500
             try:
                 answer = await _called(self._app, scope, inbox, gone)
                 code = status_of(answer)
             finally:
                 if code >= 500:
-                    await model.note_failed_sleep()
-            if code < 300:
-                model.note_sleep(level)
-                await self._see_to_requests_left(level, mode)
-                if is_deep:
-                    return await self._deepen()
+                    await conductor.sleep_failed()
+            if code >= 300:
+                return answer
+            if mode == "wait" and level == 2 and conductor.has_sleep_modes:  # vLLM waited for those that ran
+                await conductor.flush()
+            # Requests left in the engine run when the scheduler resumes: at the first tag (0.18), or the last.
+            kept = mode == "keep" or (mode == "wait" and level < 2)
+            if why := await conductor.slept(level, kept):
+                return refusal(503 if model.state.disagrees else 409, why)
+            return await self._deepen() if is_deep else self._stated(level, answer)
+
+    def _stated(self, wanted: int, answer: list[Message]) -> list[Message]:
+        """VLLM's answer to a sleep, or the gate's own where the model does not sleep at the level that was wanted."""
+        level = self.model.level
+        if level == wanted or level is None:
             return answer
+        said = {"status": "sleeping", "level": level}
+        why = "memory that sleeps already is left as it is: POST /wake_up first"
+        return response(200, {**said, "why_not_deeper": why} if level < wanted else said)
 
     async def _deepen(self, is_wanted: bool = True) -> list[Message]:
         """Go on to level 3, or answer for a model that is there already: it stays there, whatever is wanted."""
         model, why = self.model, ""
         if is_wanted:
             try:
-                why = await model.deepen()
+                why = await self.conductor.deepen()
             except Exception as error:
                 return refusal(500, f"the model sleeps at level {model.level}, and level 3 failed: {error}")
         if why and model.checkpointed:
             return refusal(500, f"the model sleeps, and POST /wake_up may wake it: {why}")
-        said = {"status": "sleeping", "level": 3 if model.checkpointed else model.level}
+        said = {"status": "sleeping", "level": model.level}
         return response(200, {**said, "why_not_deeper": why} if why else said)
 
-    async def _see_to_requests_left(self, level: int, mode: str) -> None:
-        """Requests left in the engine would run when the scheduler resumes: at the first tag (0.18), or the last."""
-        if mode == "wait" and level == 2 and self.model.has_sleep_modes:  # vLLM waited for those that ran
-            await self.model.flush()
-        self.model.kept = mode == "keep" or (mode == "wait" and level < 2)
-
     async def _change(
-        self, path: str, scope: Scope, query: dict[str, list[str]], inbox: Inbox, gone: asyncio.Future[None]
+        self, path: str, scope: Scope, query: dict[str, parameters.Values], inbox: Inbox, gone: asyncio.Future[None]
     ) -> list[Message]:
         """A wake, a resume, a reload, or the release of the KV cache."""
-        model = self.model
-        async with model.change(disturbs=path not in (*WAKES, "/resume"), gone=gone):
+        model, conductor = self.model, self.conductor
+        async with conductor.change(disturbs=path not in (*WAKES, "/resume"), gone=gone):
             if path == RELOAD:
                 return await self._reload()
-            if path == "/resume" and model.asleep:
+            if path == "/resume" and (model.asleep or model.state.disagrees):
                 return _conflict("memory is asleep: POST /wake_up instead, which also resumes")
-            await model.mend()
+            await conductor.mend()
             if path in WAKES:
-                if self._wakes_kept_requests_early(query.get("tags", ())):
-                    return _conflict("requests were kept: POST /wake_up without tags, which wakes everything for them")
-                if model.several_servers and model.asleep and not model.kept:
-                    await model.flush()
-                scope = {**scope, **WAKE_UP}
+                return await self._wake(frozenset(query.get("tags", ())), {**scope, **WAKE_UP}, inbox, gone)
             answer = await _called(self._app, scope, inbox, gone)
-            if status_of(answer) < 300:
-                if path in WAKES:
-                    model.note_wake(query.get("tags", ()))
-                elif path == "/release_kv_cache_memory":
-                    model.note_release()
+            if status_of(answer) < 300 and path == "/release_kv_cache_memory":
+                conductor.handle(events.Released())
             return answer
 
-    def _wakes_kept_requests_early(self, tags: Iterable[str]) -> bool:
-        model = self.model
-        partial = bool(set(tags)) and bool(model.asleep) and not model.asleep <= set(tags)
-        return partial and model.kept and (model.several_servers or self._in_engine() > 0)
+    async def _wake(
+        self, tags: frozenset[str], scope: Scope, inbox: Inbox, gone: asyncio.Future[None]
+    ) -> list[Message]:
+        model, conductor = self.model, self.conductor
+        if self._wakes_kept_requests_early(tags):
+            return _conflict("requests were kept: POST /wake_up without tags, which wakes everything for them")
+        if conductor.several_servers and model.asleep and not model.state.kept:
+            await conductor.flush()
+        code = 500
+        try:
+            answer = await _called(self._app, scope, inbox, gone)
+            code = status_of(answer)
+        finally:
+            if code >= 500:
+                await conductor.wake_failed(tags)
+        if code < 300:
+            conductor.handle(events.Woken(tags))
+        return answer
+
+    def _wakes_kept_requests_early(self, tags: frozenset[str]) -> bool:
+        asleep = self.model.state.engine_asleep
+        partial = bool(tags and asleep) and not asleep <= tags
+        return partial and self.model.state.kept and (self.conductor.several_servers or self._in_engine() > 0)
 
     async def _reload(self) -> list[Message]:
-        if "weights" in self.model.asleep:
-            return _conflict(WEIGHTS_ASLEEP)
+        if (conflict := self._conflict_of(Effect.LOADS)) is not None:
+            return conflict
         try:
-            await self.model.engine.collective_rpc("reload_weights")
+            await self.conductor.engine.collective_rpc("reload_weights")
         except Exception as error:
-            return refusal(500, f"reload_weights failed: {error}")
-        self.model.note_write(Effect.LOADS)
+            why = f"reload_weights failed: {error}"
+            self.conductor.handle(events.LoadFailed(why))
+            return refusal(500, why)
+        self.conductor.handle(events.Wrote(Effect.LOADS))
         return response(200, {"status": "weights reloaded"})
 
     async def _write(self, taken: Taken, scope: Scope, inbox: Inbox) -> list[Message]:
@@ -534,23 +568,39 @@ class SleepGate:
         gone = asyncio.ensure_future(inbox.until_gone())
         try:
             if effect is Effect.DEEPENS:
-                async with self.model.change(disturbs=False, gone=gone):
+                async with self.conductor.change(disturbs=False, gone=gone):
                     return await _called(self._app, scope, inbox, gone)
-            async with self.model.alone(gone):
-                if (conflict := await self._conflict_of(effect)) is not None:
+            async with self.conductor.alone(gone):
+                await self.conductor.look_alone()
+                if (conflict := self._conflict_of(effect)) is not None:
                     return conflict
-                answer = await _called(self._app, scope, inbox, gone)
-                if status_of(answer) < 300:
-                    self.model.note_write(effect)
-                return answer
+                return await self._called_to_write(effect, scope, inbox, gone)
         finally:
             gone.cancel()
 
-    async def _conflict_of(self, effect: Effect) -> list[Message] | None:
+    async def _called_to_write(
+        self, effect: Effect, scope: Scope, inbox: Inbox, gone: asyncio.Future[None]
+    ) -> list[Message]:
+        why = f"{route_path(scope)} failed"
+        try:
+            answer = await _called(self._app, scope, inbox, gone)
+            if status_of(answer) < 300:
+                self.conductor.handle(events.Wrote(effect))
+                why = ""
+            return answer
+        except Exception as error:
+            why += f": {error}"
+            raise
+        finally:
+            if why and effect in LOADING:
+                self.conductor.handle(events.LoadFailed(why))
+
+    def _conflict_of(self, effect: Effect) -> list[Message] | None:
         model = self.model
-        await model.look_alone()
         if "weights" in model.asleep:
             return _conflict(WEIGHTS_ASLEEP)
+        if model.state.disagrees:
+            return _conflict(model.why_disagrees)
         if effect is Effect.RUNS and model.lacks_memory:
             return _conflict(model.why_not())
         return None
@@ -564,8 +614,8 @@ class SleepGate:
             return await deliver(scope, inbox, send, answer)
         gone = asyncio.ensure_future(inbox.until_gone())
         try:
-            async with model.alone(gone):
-                await model.look_alone()
+            async with self.conductor.alone(gone):
+                await self.conductor.look_alone()
                 if model.serves or (model.phase is Phase.UNKNOWN and not model.lacks_memory):
                     answer = await _called(self._app, scope, inbox, gone)
         except Busy as busy:
@@ -579,26 +629,44 @@ class SleepGate:
 
     # Health
 
+    async def _is_sleeping(self, scope: Scope, inbox: Inbox, send: Send) -> None:
+        """VLLM answers what its engine takes to be so: nothing, while its workers disagree."""
+        try:
+            await asyncio.wait_for(self.conductor.look(), HEALTH_WITHIN_S)
+        except Exception as error:
+            logger.debug("vLLM itself says whether it sleeps: %s", error)
+        if self.model.phase is Phase.DISAGREEING:
+            headers = {"Retry-After": str(self._settings.retry_after_s)}
+            return await deliver(scope, inbox, send, refusal(503, self.model.why_disagrees, headers))
+        return await self._app(scope, inbox, send)
+
     def _health_code(self) -> int:
         setting = self._settings.health
         serves = self._settings.on_request != "reject" if setting == "auto" else setting == "ok"
         return 200 if serves else 503
 
     async def _health(self, scope: Scope, inbox: Inbox, send: Send) -> None:
-        model = self.model
+        model, conductor = self.model, self.conductor
         try:
-            await asyncio.wait_for(model.look(), HEALTH_WITHIN_S)
-            await model.engine.check_health()
-            await model.look_how_deep()
+            await asyncio.wait_for(conductor.look(), HEALTH_WITHIN_S)
+            await conductor.engine.check_health()
+            await conductor.look_how_deep()
         except Exception as error:
             logger.debug("vLLM itself answers for its health: %s", error)
             return await self._app(scope, inbox, send)
         if model.serves:
             return await self._app(scope, inbox, send)
         awake = model.phase is Phase.AWAKE  # without its weights: no request will be served
-        hopeless = awake or (self._settings.on_request == "wake" and self._failure() is not None)
+        disagrees = model.phase is Phase.DISAGREEING  # neither asleep nor awake can be said
+        policy = self._settings.on_request
+        hopeless = awake or disagrees or model.decide(policy) is Decision.REFUSE
+        hopeless = hopeless or (policy == "wake" and self._failure() is not None)
         code = 503 if hopeless and self._settings.health == "auto" else self._health_code()
-        body = {"status": "weights_missing" if awake else model.phase.value, "asleep": not awake, "level": model.depth}
+        body: dict[str, Any] = {"status": model.phase.value, "asleep": True, "level": model.level}
+        if awake:
+            body |= {"status": "weights_missing", "asleep": False}
+        if disagrees:
+            body |= {"asleep": None, "level": None, "why": model.why_disagrees}
         headers = {"Retry-After": str(self._settings.retry_after_s)} if code == 503 else {}
         await deliver(scope, inbox, send, response(code, body, headers))
 
@@ -661,15 +729,6 @@ def _will_fail(scope: Scope, body: bytes) -> bool:
     names = {str(getattr(path, "name", "")) for path in getattr(models, "base_model_paths", ())}
     names |= {str(name) for name in getattr(models, "lora_requests", ())}
     return bool(names) and isinstance(asked.get("model"), str) and asked["model"] not in names
-
-
-def _level(query: dict[str, list[str]]) -> int | None:
-    """The level of a sleep as any version of vLLM reads it; None if it is not valid."""
-    try:
-        level = float(query.get("level", ["1"])[-1])
-    except ValueError:
-        return None
-    return int(level) if level in (0.0, 1.0, 2.0, 3.0) else None
 
 
 async def _called(app: App, scope: Scope, inbox: Inbox, gone: asyncio.Future[None]) -> list[Message]:

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, TypedDict
 
+from .events import Workers
+
 logger = logging.getLogger("cumem_sleep")
 
 STATUS_METHOD = "cumem_sleep_status"
@@ -64,6 +66,15 @@ def asleep_and_lost(ranks: Iterable[RankStatus]) -> tuple[set[str], bool]:
     usages = [(tag, usage) for rank in ranks for tag, usage in rank["usage"].items() if usage["asleep_segments"]]
     lost = any(tag == "weights" and usage["backed_up_bytes"] < usage["bytes"] for tag, usage in usages)
     return {tag for tag, _ in usages}, lost
+
+
+def said(ranks: Iterable[RankStatus]) -> Workers:
+    """What the workers say of their memory, for the gate's model."""
+    ranks = list(ranks)
+    asleep, lost = asleep_and_lost(ranks)
+    usages = [(tag, usage) for rank in ranks for tag, usage in rank["usage"].items()]
+    mapped = {tag for tag, usage in usages if usage["segments"] and not usage["asleep_segments"]}
+    return Workers(frozenset(asleep), frozenset(mapped), lost, any(rank["checkpointed"] for rank in ranks))
 
 
 def sleep_level(rank: RankStatus) -> int:

@@ -20,6 +20,7 @@ from ..errors import CumemSleepError, InvalidState
 from ..levels import is_deep
 from ..settings import PREFIX, Settings, parse_bool
 from . import communicators, compatibility, deep_worker, engine_group
+from .undone import undone_if_it_fails
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -167,7 +168,8 @@ def sleep(self: Any, level: int = 1, **kwargs: Any) -> Any:
     worker = deep_worker.of(self)
     own_level = 1 if is_deep(level) else level
     try:
-        result = engine_group.told_once(worker, partial(worker.sleep, level=own_level, **kwargs))
+        call = partial(worker.sleep, level=own_level, **kwargs)
+        result = engine_group.told_once(worker, partial(undone_if_it_fails, worker, call))
     except AssertionError as error:
         allocator = CuMemAllocator.instance
         usages = [] if allocator is None else list(allocator.usage().values())
@@ -198,7 +200,8 @@ def discard(self: Any, *args: Any, **kwargs: Any) -> Any:
         return None
     worker = deep_worker.of(self)
     try:
-        return engine_group.told_once(worker, partial(worker.discard, *args, **kwargs))
+        call = partial(worker.discard, *args, **kwargs)
+        return engine_group.told_once(worker, partial(undone_if_it_fails, worker, call))
     finally:
         deep_worker.deepen_when_idle(worker)
 

@@ -27,6 +27,7 @@ class Kind(Enum):
     ADMINISTERS = "changes the server's state"  # passes
     RUNS = "runs the model"  # held, refused, or wakes the model
     HEALTH = "health"  # answered by the gate
+    ASKS = "asks whether it sleeps"  # passes, unless that cannot be said
     PASSES = "touches neither memory nor the server's state"
     UNKNOWN = "not known"  # treated as ADMINISTERS and as RUNS, but wakes nothing
     NOTHING = "no route"  # vLLM answers 404 or 405
@@ -60,6 +61,7 @@ _TABLE: dict[tuple[str, str], Kind] = {
     ("GET", "/server_info"): Kind.ADMINISTERS,  # it shows the environment
     ("GET", "/health"): Kind.HEALTH,
     ("GET", "/ping"): Kind.HEALTH,
+    ("GET", "/is_sleeping"): Kind.ASKS,
 }
 _MOUNTS = ("/metrics", "/static")  # apps that are read-only, whatever the method
 

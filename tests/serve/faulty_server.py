@@ -46,6 +46,7 @@ class FaultyServer(SimulatedServer):
         self.faults = faults
         self.has_layer = seed % 3 > 0
         self.lost = False  # weights that were dropped and not loaded again
+        self.half_woken = False  # a wake failed after it had mapped its memory
         self.take()
 
     def take(self) -> None:
@@ -92,13 +93,20 @@ class FaultyServer(SimulatedServer):
         await self.pause()
         if self.happens(0.1):
             return refusal(500, "a wake that was to fail")
-        if "weights" in tags and "weights" in self.asleep:
+        if "weights" in tags and "weights" in self.asleep and not self.half_woken:
             self.take()
+            self.half_woken = self.has_layer and self.happens(0.1)
+            if self.half_woken:  # its engine takes it to be asleep, and its workers know better
+                return refusal(500, "a wake that was to fail after its memory was mapped")
+        self.half_woken = False
         return await self.perhaps_lost(await super()._wake(tags))
 
     async def _answer(self, method: str, path: str, scope: Any, body: bytes) -> list[Message]:
         if path == "/collective_rpc" and self.has_layer and b"deepen" not in body:
-            return response(200, {"results": [{"version": "simulated", "usage": {"weights": {"bytes": 10 << 30}}}]})
+            nbytes = 10 << 30
+            mapped_bytes = nbytes if self.half_woken or "weights" not in self.asleep else 0
+            weights = {"bytes": nbytes, "mapped_bytes": mapped_bytes, "backed_up_bytes": 0}
+            return response(200, {"results": [{"version": "simulated", "usage": {"weights": weights}}]})
         if path == "/reload_weights":
             self.lost = False
         return await super()._answer(method, path, scope, body)

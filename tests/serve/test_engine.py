@@ -246,3 +246,31 @@ def _usage(nbytes: int, backed_up_bytes: int = 0) -> dict[str, int]:
 )
 def test_what_a_server_says_of_this_layer(answer: Answer, facts: Facts) -> None:
     assert do(Server(collective_rpc=[answer]), lambda one: one.facts()) == facts  # type: ignore[comparison-overlap]
+
+
+def _workers(mapped_bytes: int) -> httpx.Response:
+    usage = {"weights": {"bytes": 6 << 30, "mapped_bytes": mapped_bytes, "backed_up_bytes": 6 << 30}}
+    return httpx.Response(200, json={"results": [{"usage": usage}, {"usage": usage}]})
+
+
+def test_a_server_that_says_it_sleeps_while_its_workers_have_memory_mapped_is_not_believed() -> None:
+    server = Server(is_sleeping=ASLEEP, collective_rpc=[_workers(3 << 30)])
+    found = do(server, lambda one: one.look())
+    assert found.state is None
+    assert found.error == "it says that it sleeps, and its workers have 6.0 GiB mapped"
+
+
+def test_a_wake_that_fails_half_way_leaves_it_unknown_what_the_server_is_in() -> None:
+    server = Server(wake_up=[FAILS], is_sleeping=ASLEEP, collective_rpc=[_workers(6 << 30)])
+    assert do(server, lambda one: one.wake(1)).state is None
+    asleep = Server(wake_up=[FAILS], is_sleeping=ASLEEP, collective_rpc=[_workers(0)])
+    assert do(asleep, lambda one: one.wake(1)).state is Phase.ASLEEP
+
+
+def test_what_a_wake_needs_is_that_of_the_gpu_where_it_is_most() -> None:
+    async def facts(one: Engine) -> Outcome:
+        found = await one.facts()
+        assert (found.mapped_bytes, found.wake_bytes) == (2 << 30, 5 << 30)
+        return Outcome()
+
+    do(Server(collective_rpc=[_workers(1 << 30)]), facts)

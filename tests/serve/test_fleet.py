@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +331,42 @@ def test_the_log_says_in_which_servers_the_layer_is_not_active(
     with caplog.at_level("INFO", "cumem_sleep.serve"):
         run(scenario())
     assert [text for text in caplog.messages if "not active" in text] == ["b: cumem-sleep is not active in its server"]
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_gpu_memory_is_looked_up_before_a_wake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_asked: bool
+) -> None:
+    """Others may say that they sleep, and have their memory mapped: after a wake that failed half-way."""
+    free = 30 << 30
+
+    def free_bytes(uuids: Sequence[str]) -> list[int]:
+        if not is_asked:
+            raise OSError("NVML: No module named 'pynvml'")
+        assert uuids == ["GPU-a"]
+        return [free]
+
+    monkeypatch.setattr(hardware, "gpus", lambda _: [hardware.Gpu(0, "GPU-a", "H200", 80 << 30, 0)])
+    monkeypatch.setattr(hardware, "free_bytes", free_bytes, raising=False)
+
+    async def scenario() -> None:
+        nonlocal free
+        with_layer = command("a", f"--weights-bytes {60 << 30}")
+        async with running(config(tmp_path, a={"command": with_layer, "wait": 1.0})) as fleet:
+            await until(fleet, a=Phase.ASLEEP)
+            if is_asked:
+                with pytest.raises(NotInTime):
+                    await fleet.wake("a")
+                (model,) = fleet.status().models
+                assert model.phase is Phase.ASLEEP
+                assert model.error is not None
+                assert "GPU 0 has 30.0 GiB free, and the wake needs 60.0" in model.error
+                free = 60 << 30
+            await fleet.wake("a")
+
+    with caplog.at_level("INFO", "cumem_sleep.serve"):
+        run(scenario())
+    assert any("not verified before its wake" in text for text in caplog.messages) == (not is_asked)
 
 
 @pytest.mark.slow

@@ -75,11 +75,14 @@ class Plan:
     servers: int
     root_path: str
     gate: bool = True
+    failing: list[bool] = field(default_factory=list)  # which wakes of workers fail after their memory is mapped
     operators: list[list[Step]] = field(default_factory=list)
     clients: list[list[Step]] = field(default_factory=list)
 
     def __str__(self) -> str:
-        facts = f"{self.policy=} {self.token=} {self.key=} {self.plugin=} {self.servers=} {self.root_path=}"
+        facts = (
+            f"{self.policy=} {self.token=} {self.key=} {self.plugin=} {self.servers=} {self.root_path=} {self.failing=}"
+        )
         lines = [f"seed {self.seed}: {facts.replace('self.', '')}"]
         for name, people in (("operator", self.operators), ("client", self.clients)):
             lines += [f"  {name}: {step}" for steps in people for step in steps]
@@ -108,6 +111,8 @@ class Chance:
         plan.clients = [self._client(plan) for _ in range(5)]
         if plan.token:
             plan.clients.append([self._intrusion(plan) for _ in range(8)])
+        if choose.random() < 0.5:
+            plan.failing = [choose.random() < 0.4 for _ in range(8)]
         return plan
 
     def _operator(self, plan: Plan) -> list[Step]:
@@ -354,11 +359,17 @@ class World:
         return app
 
     async def reset(self, plan: Plan) -> None:
+        await self.mend()
         await self.client.wake_up(None)
         await self.client.resume_generation()
         await self.client.collective_rpc("watched_reset", args=(plan.plugin,))
+        await self.client.collective_rpc("watched_break", args=(plan.failing,))
         self.record.write_text("")
         tempfile.tempdir = tempfile.mkdtemp(dir=self.record.parent)  # where API servers share what they know
+
+    async def mend(self) -> None:
+        """No wake fails any more."""
+        await self.client.collective_rpc("watched_break", args=([],))
 
     def touches(self) -> list[str]:
         lines = [json.loads(line) for line in self.record.read_text().splitlines()]
@@ -446,7 +457,9 @@ class Episode:
             await self._quiet()
             await self._check_agreement()
             if self.plan.policy == "wake" and self.plan.gate:
+                await self.world.mend()
                 await self._check_junk()
+        await self.world.mend()
         await self._wake_and_load()
         await self._answered("clients", clients)
 
@@ -511,6 +524,9 @@ class Episode:
         """The gate serves if and only if the engine can."""
         for server in range(self.plan.servers):
             state = await self.world.state()
+            if state["asleep"] != state["engine_asleep"]:
+                await self._check_disagreement(server, state)
+                continue
             if state["paused"]:
                 return  # a request would be queued, or the gate hold it
             sleeps = bool(state["asleep"] or state["lost"])
@@ -519,6 +535,18 @@ class Episode:
             expected = (200,) if not sleeps else (503,) if self.plan.policy != "wake" else (200, 503)
             if code not in expected:
                 self.found.append(f"with the engine at {state} the gate answered {code}")
+
+    async def _check_disagreement(self, server: int, state: dict[str, Any]) -> None:
+        """Workers and engine of two minds: nothing says that the model sleeps or serves, but a request may mend it."""
+        for path in ("/is_sleeping", "/health", COMPLETIONS):
+            if path == COMPLETIONS:
+                code = (await self._ask(server)).code
+            else:
+                code = (await raw_http.send(self.ports[server], Request("GET", path))).code
+            self.codes[f"disagreeing {path} {code}"] += 1
+            is_mended = path == COMPLETIONS and code == 200 and self.plan.policy == "wake"
+            if code != 503 and not is_mended:
+                self.found.append(f"with the engine at {state} the gate answered {path} with {code}")
 
     async def _check_junk(self) -> None:
         """What vLLM answers without the model does not wake it."""

@@ -142,6 +142,7 @@ def treatment(path: str, method: str) -> str:
         Kind.ADMINISTERS: "guarded",
         Kind.RUNS: "held",
         Kind.HEALTH: "answered",
+        Kind.ASKS: "answered",
         Kind.PASSES: "passes",
         Kind.UNKNOWN: "**not known**",
     }

@@ -92,7 +92,7 @@ def test_health_says_that_wakes_fail(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve(on_request="wake", retry_after_s=30)
         now = 0.0
-        client.gate.model.clock = lambda: now
+        client.gate.conductor.clock = lambda: now
         await client.post("/sleep")
         assert (await client.get("/health")).code == 200
         client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory")]

@@ -121,7 +121,8 @@ def test_nonsense_is_refused_and_changes_nothing(serve: Serve, query: str) -> No
 def test_what_is_said_twice_is_read_once(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve()
-        assert (await client.post("/sleep?level=1&level=2&mode=keep&mode=abort")).code == 200
+        assert (await client.post("/sleep?level=1&level=2")).code == 400
+        assert (await client.post("/sleep?level=2&level=2&mode=abort&mode=abort")).code == 200
         assert ("sleep", 2, "abort") in client.engine.calls
         assert client.gate.model.level == 2
 

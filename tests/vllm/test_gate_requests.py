@@ -195,7 +195,7 @@ def test_a_failed_wake_fails_all_who_waited_and_is_tried_again_later(
     async def scenario() -> None:
         client = serve(on_request="wake", retry_after_s=30)
         now = 1000.0
-        client.gate.model.clock = lambda: now
+        client.gate.conductor.clock = lambda: now
         await client.post("/sleep")
         client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory: needed 61 GiB")]
         client.engine.waits["wake_up"] = asyncio.Event()
@@ -231,7 +231,7 @@ def test_a_failed_reload_is_tried_again_where_it_stopped(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve(on_request="wake", retry_after_s=1)
         now = 0.0
-        client.gate.model.clock = lambda: now
+        client.gate.conductor.clock = lambda: now
         await client.post("/sleep?level=2")
         client.engine.fails["reload_weights"] = [RuntimeError("no such file")]
         assert "no such file" in (await client.ask()).error["message"]
@@ -248,7 +248,7 @@ def test_a_failed_reload_is_tried_again_also_when_nothing_sleeps_any_more(serve:
     async def scenario() -> None:
         client = serve(on_request="wake", retry_after_s=1)
         now = 0.0
-        client.gate.model.clock = lambda: now
+        client.gate.conductor.clock = lambda: now
         await client.post("/sleep?level=2")
         await client.post("/wake_up?tags=kv_cache")
         client.engine.fails["reload_weights"] = [RuntimeError("no such file")]

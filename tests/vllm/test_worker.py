@@ -140,6 +140,65 @@ class TestWorker:
         assert contents.is_there("weights")
 
     @backends
+    @pytest.mark.parametrize("call", ["sleep", "discard"])
+    def test_a_sleep_that_is_undone_leaves_the_kv_connector_registered(
+        self,
+        worker: Any,
+        plugged: Stock,
+        memory: Memory,
+        choose: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        backend: str,
+        call: str,
+    ) -> None:
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        class Connector:
+            registered = True
+
+            def unregister_kv_caches(self) -> None:
+                self.registered = False
+
+            def restore_kv_caches(self) -> None:
+                assert "kv_cache" not in asleep()
+                self.registered = True
+
+        if call == "discard" and not hasattr(worker, "discard"):
+            pytest.skip("this vLLM cannot discard")
+        choose(backend)
+        connector, wrapper = Connector(), plugged.wrapper.__new__(plugged.wrapper)
+        wrapper.worker = worker
+        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
+        Contents(worker, memory)
+        sim.fail("cuMemUnmap", error="CUDA_ERROR_UNKNOWN", times=100)
+        with pytest.raises(DriverError, match="cuMemUnmap"):
+            wrapper.sleep(level=1) if call == "sleep" else wrapper.discard(("kv_cache",))
+        sim.reset()
+        assert asleep() == set()
+        assert connector.registered
+        wrapper.sleep(level=1)
+        wrapper.wake_up()
+        assert connector.registered
+
+    @backends
+    def test_a_sleep_that_is_undone_leaves_no_copies_for_the_next_wake(
+        self, worker: Any, plugged: Stock, memory: Memory, choose: Any, backend: str
+    ) -> None:
+        choose(backend)
+        Contents(worker, memory)
+        wrapper = plugged.wrapper.__new__(plugged.wrapper)
+        wrapper.worker = worker
+        sim.fail("cuMemUnmap", error="CUDA_ERROR_UNKNOWN", times=100)
+        with pytest.raises(DriverError, match="cuMemUnmap"):
+            wrapper.sleep(level=2)
+        sim.reset()
+        changed = worker.model_runner.model.buffer + 1
+        worker.model_runner.model.buffer.copy_(changed)  # an update of the weights
+        wrapper.sleep(level=1)
+        wrapper.wake_up()
+        assert (worker.model_runner.model.buffer == changed).all(), "the wake put back what an earlier sleep had saved"
+
+    @backends
     @pytest.mark.parametrize("level", [1, 2])
     def test_another_process_takes_memory_meanwhile(
         self,

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from typing import Any
 
 import torch
+from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
@@ -36,10 +38,12 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
 
     def init_device(self) -> None:
         self.device = torch.device("cpu")
+        self._executor = _caller()
         self._allocator = CuMemAllocator(Settings(driver="sim", prepare=False))
         CuMemAllocator.instance = self._allocator
         self._status = getattr(WorkerWrapperBase, "cumem_sleep_status", None)
         self._lost = False  # weights were dropped and not loaded since
+        self._failing: list[bool] = []  # which of the next wakes fail, after the memory is mapped
         self._torn = False  # weights were dropped during the update under way
         self._session: int | None = None  # chunks of the weight update under way (from 0.19 on; before, one is all)
         self._scheduled: Any = None
@@ -88,7 +92,13 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
         return {tag for tag, usage in self._allocator.usage().items() if usage.asleep_segments}
 
     def watched_state(self) -> dict[str, Any]:
-        return {"asleep": sorted(self._asleep()), "lost": self._lost}
+        """What sleeps, and what the executor, in the same process, takes to be asleep."""
+        asleep, taken = sorted(self._asleep()), sorted(self._executor.sleeping_tags)
+        return {"asleep": asleep, "engine_asleep": taken, "lost": self._lost}
+
+    def watched_break(self, failing: list[bool]) -> None:
+        """Let some of the next wakes fail after the memory is mapped, as vLLM's own do for what follows it there."""
+        self._failing = list(failing)
 
     def watched_reset(self, plugin: bool = True) -> None:
         """As freshly started, for the next episode; with the plugin's status to ask for, or without."""
@@ -111,6 +121,8 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
     def wake_up(self, tags: list[str] | None = None) -> None:
         time.sleep(CHANGE_S)
         self._allocator.wake_up(tags)
+        if self._failing and self._failing.pop(0):
+            raise RuntimeError("a wake failed after its memory was mapped")
 
     def discard(self, tags: tuple[str, ...]) -> None:
         self._allocator.discard(tags)
@@ -220,3 +232,12 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
         return set()
 
     def check_health(self) -> None: ...
+
+
+def _caller() -> Any:
+    """The executor that is making its worker, in this process."""
+    frame = sys._getframe()
+    while not isinstance(frame.f_locals.get("self"), Executor):
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return frame.f_locals["self"]

@@ -1,0 +1,366 @@
+"""Keeps the gate's model true: asks the engine and its workers, makes the calls of a wake, and one change at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from typing import Any
+
+from ..asgi import ClientGone
+from . import events, metrics
+from .gate_settings import GateSettings
+from .siblings import Busy, Siblings
+from .sleeping_model import TAGS, Call, Phase, SleepingModel, State
+from .worker_methods import DEEPEN, Effect
+
+logger = logging.getLogger("cumem_sleep")
+
+ASK_WITHIN_S = 10.0
+
+
+class Conductor:
+    """Everything that changes the model's sleep goes through `change`, one at a time.
+
+    Attributes:
+        engine: vLLM's engine client.
+        model: what is known, as a state machine.
+        failure: why waking on request failed, and until when no request tries again (a time of `clock`).
+        changed: set and replaced whenever the model's state changes.
+        several_servers: other processes serve the same engine, so a sleep may pass unseen.
+    """
+
+    def __init__(self, settings: GateSettings, status: metrics.WorkerStatus) -> None:
+        self.engine: Any = None
+        self.model = SleepingModel()
+        self.failure: tuple[str, float] | None = None
+        self.changed = asyncio.Event()
+        self.several_servers = False
+        self.clock = time.monotonic
+        self._settings = settings
+        self._status = status
+        self._lock = asyncio.Lock()
+        self._changing = False
+        self._is_over = False  # of a change under way: its calls have been made, and the engine has been asked
+        self._siblings = Siblings()
+        self._question: asyncio.Task[bool] | None = None
+        self._seen = -1  # the number of changes by all API servers when this one last looked
+        self._changes = 0  # begun or ended; an answer to a question asked before the last of them is outdated
+        self._waking: asyncio.Task[None] | None = None
+
+    @property
+    def has_sleep_modes(self) -> bool:
+        """Whether vLLM stops its scheduler before it sleeps, and does no more than that at level 0 (0.18; not 0.14).
+
+        Without modes, it releases memory under running requests, and level 0 drops everything, as level 2 does.
+        """
+        return "mode" in inspect.signature(self.engine.sleep).parameters
+
+    def handle(self, event: events.Event) -> None:
+        """Tell the model, and those who wait for it."""
+        before = self.model.state
+        self.model.handle(event)
+        self._tell_of_change(before)
+
+    def _adopt(self, told: dict[str, Any]) -> None:
+        before = self.model.state
+        self.model.adopt(told.get("facts", {}))
+        self._tell_of_change(before)
+
+    def _tell_of_change(self, before: State) -> None:
+        if self.model.state != before:
+            self.changed.set()
+            self.changed = asyncio.Event()
+
+    # What the engine says
+
+    async def look(self) -> None:
+        """Find out the phase. For a model known to be awake that costs nothing, unless there are other API servers.
+
+        Raises:
+            Exception: the engine's own, if it cannot serve.
+        """
+        if self.several_servers:
+            return await self._look_beside_siblings()
+        while self.model.phase is Phase.UNKNOWN:  # one question for all callers
+            if self._question is None or self._question.done():
+                self._question = asyncio.create_task(self._ask())
+                self._question.add_done_callback(_retrieve)
+            await asyncio.shield(self._question)
+
+    def keep_still(self) -> bool:
+        """Keep other API servers from changing anything until `let_go`.
+
+        False if another server is making a change, or has made one since the last look.
+        """
+        if not self.several_servers:
+            return True
+        if not self._siblings.share():
+            return False
+        if self._still_holds(self._seen):
+            return True
+        self._siblings.unshare()
+        return False
+
+    def let_go(self) -> None:
+        """Undo `keep_still`."""
+        if self.several_servers:
+            self._siblings.unshare()
+
+    async def _look_beside_siblings(self) -> None:
+        while not self._changing:
+            heard = self._siblings.read_shared()
+            if heard is None:
+                return self.handle(events.Began())
+            self._adopt(heard)
+            seen = int(heard.get("changes", 0))
+            if await self._ask(seen):
+                self._seen = seen
+                return
+
+    def _still_holds(self, seen: int) -> bool:
+        """Whether API servers have changed nothing since their number of changes was `seen`."""
+        heard = self._siblings.read_shared()
+        return heard is not None and int(heard.get("changes", 0)) == seen
+
+    async def _ask(self, seen: int | None = None) -> bool:
+        """Ask the engine; False if the answer is outdated, because something changed meanwhile."""
+        changes = self._changes
+        sleeps = bool(await asyncio.wait_for(self.engine.is_sleeping(), ASK_WITHIN_S))
+        ranks = await self._status.fresh(self.engine) if sleeps or self.model.is_doubtful else None
+        # vLLM from 0.18 on also says that it sleeps while its scheduler is only paused. The workers know the
+        # difference.
+        is_paused = getattr(self.engine, "is_paused", None) if sleeps and ranks is None else None
+        paused = bool(is_paused and await asyncio.wait_for(is_paused(), ASK_WITHIN_S))
+        if changes != self._changes or not (seen is None or self._still_holds(seen)):
+            return False
+        self.handle(events.Answered(sleeps, None if ranks is None else metrics.said(ranks), paused))
+        if self.model.phase is Phase.AWAKE:
+            self.failure = None
+        return True
+
+    async def ask_workers(self) -> bool:
+        """Find out what is mapped, where the engine's word is not enough; False if they do not answer.
+
+        They are asked twice: the first answer may be lost, because vLLM's executors leave answers after a failure
+        unread.
+        """
+        ranks = await self._status.fresh(self.engine) or await self._status.fresh(self.engine)
+        if ranks:
+            self.handle(events.WorkersSaid(metrics.said(ranks)))
+        return bool(ranks)
+
+    async def look_how_deep(self) -> None:
+        """For a model that is not known to be awake, and not asked otherwise: find out what its workers say now.
+
+        They go to level 3, and come from there, by themselves as well.
+        """
+        changes = self._changes
+        if not (self.model.asleep or self.model.is_doubtful):
+            return
+        if (ranks := await self._status.fresh(self.engine)) and changes == self._changes:
+            self.handle(events.WorkersSaid(metrics.said(ranks)))
+
+    # Calls that pass through the gate
+
+    @asynccontextmanager
+    async def alone(self, gone: asyncio.Future[None] | None = None) -> AsyncIterator[None]:
+        """Exclude all other changes of the sleep and writes of weights, here and in other API servers.
+
+        Raises:
+            ClientGone: `gone` was done before its turn came.
+            Busy: another API server is changing something.
+        """
+        turn = asyncio.ensure_future(self._lock.acquire())
+        try:
+            either: set[asyncio.Future[Any]] = {turn, gone} if gone else {turn}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if gone is not None and gone.done():
+                raise ClientGone
+            self._changes += 1
+            async with self._without_siblings() if self.several_servers else nullcontext():
+                yield
+        finally:
+            self._changes += 1
+            turn.cancel()
+            if turn.done() and not turn.cancelled():
+                self._lock.release()
+
+    @asynccontextmanager
+    async def _without_siblings(self) -> AsyncIterator[None]:
+        async with self._siblings.exclusive():
+            told = self._siblings.read()
+            self._adopt(told)
+            try:
+                yield
+            finally:
+                self._siblings.write({"facts": self.model.facts(), "changes": told.get("changes", 0) + 1})
+
+    @asynccontextmanager
+    async def change(self, disturbs: bool = True, gone: asyncio.Future[None] | None = None) -> AsyncIterator[None]:
+        """One sleep, wake, reload or resume; others wait. Afterwards, even after a failure, the engine is asked.
+
+        With `disturbs=False` a model that serves keeps serving: waking what is awake changes nothing.
+
+        Raises:
+            ClientGone: `gone` was done before its turn came.
+            Busy: another API server is changing something.
+        """
+        async with self.alone(gone):
+            await self.look_alone()
+            self._changes += 1
+            self._changing, self._is_over = True, False
+            self.handle(events.Began(disturbs))
+            try:
+                yield
+            finally:
+                self._changes += 1
+                if not self._is_over:
+                    await self._end()
+                self._changing = False
+                if self.model.phase is Phase.AWAKE:  # if it was asleep, the workers were asked just now
+                    self._status.ask(self.engine)
+
+    async def _end(self) -> None:
+        """The calls of a change have been made."""
+        self.handle(events.Ended())
+        await self.look_alone()
+        self._is_over = True
+
+    async def look_alone(self) -> None:
+        """`look`, for use inside `alone`, where `look` would mistake this server for a sibling. It never raises."""
+        try:
+            if self.several_servers:
+                await self._ask()
+            else:
+                await self.look()
+        except Exception as error:
+            logger.debug("the engine does not say whether it sleeps: %s", error)
+
+    async def flush(self) -> None:
+        """Abort what is in the engine, so that nothing runs when its scheduler resumes; it stays paused."""
+        await self.engine.pause_generation(mode="abort", clear_cache=False)
+
+    async def deepen(self) -> str:
+        """Go on from a sleep to level 3; returns what failed, in words, or "".
+
+        Afterwards `checkpointed` says what is so: a checkpoint may fail, and not be taken back either.
+
+        Raises:
+            Exception: the engine's own.
+        """
+        try:
+            answers = await self.engine.collective_rpc(DEEPEN)
+        except Exception as error:
+            if "not implemented" in str(error):  # vLLM's words for a method that its workers do not have
+                return "cumem-sleep is not active in vLLM's workers"
+            raise
+        self.handle(events.Deepened(any(answer["checkpointed"] for answer in answers)))
+        return next((str(answer["why"]) for answer in answers if answer["why"]), "")
+
+    async def slept(self, level: int, kept: bool) -> str:
+        """The engine's sleep succeeded: why the memory does not sleep all the same, in words, or "".
+
+        Level 0 of a vLLM without modes drops everything, as level 2 does.
+
+        What the engine took to be asleep already it has left alone. Where that is mapped, after a wake that failed,
+        the workers are told. They keep a backup of all, as at level 1: what vLLM saved at level 2 it may not have
+        restored yet, and a second sleep at that level would replace it.
+
+        Raises:
+            Exception: the engine's own; the workers cannot sleep.
+        """
+        level = 2 if level == 0 and not self.has_sleep_modes else level
+        self.handle(events.Slept(level, kept, again=hasattr(self.engine, "release_kv_cache_memory")))
+        await self._end()
+        if level > 0 and self.model.state.disagrees and await self.ask_workers() and self.model.state.disagrees:
+            await self.engine.collective_rpc("sleep", kwargs={"level": 1})
+            self.handle(events.WorkersPutToSleep())
+            await self._end()
+        if self.model.state.disagrees:
+            return self.model.why_disagrees
+        if level > 0 and (mapped := sorted(TAGS & self.model.state.mapped)):
+            return f"the engine sleeps already, and leaves {' and '.join(mapped)} mapped: POST /wake_up first"
+        return ""
+
+    async def sleep_failed(self) -> None:
+        """A sleep failed. It may have stopped the scheduler before, which amounts to level 0."""
+        self.handle(events.SleepFailed())
+        await self.ask_workers()
+        try:
+            await self.mend()
+        except Exception as error:
+            logger.warning("cumem-sleep gate: a sleep failed in some workers, and others cannot wake: %s", error)
+
+    async def wake_failed(self, tags: frozenset[str] = frozenset()) -> None:
+        """A wake of these tags failed, perhaps after the memory was mapped."""
+        self.handle(events.WakeFailed(tags))
+        await self.ask_workers()
+
+    async def mend(self) -> None:
+        """Wake the workers that vLLM does not know to be asleep: its next wake would run the model on their unmapped
+        memory.
+
+        Raises:
+            Exception: they cannot wake; the next sleep or wake tries again first.
+        """
+        if self.model.workers_sleep_unknown:
+            await self.engine.collective_rpc("wake_up")
+            self.handle(events.WorkersWoken())
+
+    # Waking on request
+
+    def wake(self) -> asyncio.Task[None]:
+        """Wake the model: one task for all requests, which outlives each of them. It never raises: see `failure`."""
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.create_task(self._wake())
+        return self._waking
+
+    async def _wake(self) -> None:
+        model, cause = self.model, "it is still asleep, or asleep again"
+        try:
+            async with self.change(disturbs=False):
+                if not model.may_be_woken:
+                    return
+                calls = model.calls_to_wake()
+                what = f"level {model.level}{', weights loaded' if Call.RELOAD in calls else ''}"
+                start = time.perf_counter()
+                if self.several_servers and model.asleep:
+                    await self.flush()  # a sibling may have let a request through
+                for call in calls:
+                    await self._make(call)
+        except Busy:
+            return  # a sibling may be waking it: waiting requests try again
+        except Exception as error:
+            cause = " ".join(str(error).split()) or type(error).__name__
+        if model.serves:
+            logger.info("cumem-sleep gate: woke on request in %.3f s (%s)", time.perf_counter() - start, what)
+        else:
+            self.failure = cause, self.clock() + self._settings.retry_after_s
+            logger.warning("cumem-sleep gate: waking on request failed: %s", cause)
+
+    async def _make(self, call: Call) -> None:
+        if call is Call.WAKE_WORKERS:
+            await self.mend()
+        elif call is Call.RELOAD:
+            await self.engine.collective_rpc("reload_weights")
+            self.handle(events.Wrote(Effect.LOADS))
+        elif call is Call.RESUME:
+            await self.engine.wake_up(["scheduling"])
+        else:
+            tags = ["weights"] if call is Call.WAKE_WEIGHTS else self.model.tags_to_wake
+            try:
+                await self.engine.wake_up(tags)
+            except Exception:
+                await self.wake_failed(frozenset(tags or ()))
+                raise
+            self.handle(events.Woken(frozenset(tags or ()), loads_next=True))
+
+
+def _retrieve(question: asyncio.Task[bool]) -> None:
+    """Retrieve the exception, in case nobody waited for the question."""
+    if not question.cancelled():
+        question.exception()

@@ -1,0 +1,102 @@
+"""The gate's model: every event in every state, as the table says that docs/vllm-states.md shows."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import pathlib
+from typing import get_args
+
+import pytest
+import state_table
+from state_table import EVENTS, STATES
+
+from cumem_sleep.vllm import events, sleeping_model
+from cumem_sleep.vllm.sleeping_model import Call, Decision, Phase, SleepingModel
+
+PAIRS = [(state, event) for state in STATES for event in EVENTS]
+
+
+@pytest.mark.parametrize(("state", "event"), PAIRS, ids=[f"{state} + {event}" for state, event in PAIRS])
+def test_what_becomes_of_it(state: str, event: str) -> None:
+    assert state_table.after(state, event) == state_table.expected()[state, event]
+
+
+def test_the_table_has_every_event_and_each_state_is_told_from_the_others() -> None:
+    assert set(state_table.expected()) == set(PAIRS)
+    assert {type(event) for event in EVENTS.values()} == set(get_args(events.Event))
+    assert [state_table.name_of(state) for _, state in STATES.values()] == list(STATES)
+
+
+def test_the_document_shows_the_table() -> None:
+    assert state_table.DOCUMENT.read_text() == state_table.document(), "python tests/vllm/state_table.py"
+
+
+@pytest.mark.parametrize("policy", state_table.POLICIES)
+@pytest.mark.parametrize("state", STATES)
+def test_requests_run_only_where_all_memory_is_there_and_the_weights_are_loaded(state: str, policy: str) -> None:
+    model = SleepingModel(STATES[state][1])
+    passes = model.decide(policy) is Decision.PASS
+    assert passes == model.serves == (state in ("awake", "paused"))
+    assert policy == "wake" or model.decide(policy) is not Decision.WAKE
+    if model.phase is Phase.DISAGREEING:
+        assert model.decide(policy) is (Decision.WAKE if policy == "wake" else Decision.REFUSE)
+
+
+CALLS = {
+    "level 0": (Call.RESUME,),
+    "level 1": (Call.WAKE_REST,),
+    "level 2": (Call.WAKE_WEIGHTS, Call.RELOAD, Call.WAKE_REST),
+    "level 3": (Call.WAKE_REST,),
+    "no KV": (Call.WAKE_REST,),
+    "KV only": (Call.WAKE_REST,),
+    "missing": (Call.RELOAD,),
+    "half awake": (Call.WAKE_REST,),
+    "half asleep": (Call.WAKE_WORKERS, Call.RESUME),
+}
+DONE = {
+    Call.WAKE_WORKERS: [events.WorkersWoken()],
+    Call.WAKE_WEIGHTS: [events.Woken(state_table.WEIGHTS, loads_next=True)],
+    Call.RELOAD: [state_table.EVENTS["weights loaded"]],
+    Call.WAKE_REST: [events.Woken(loads_next=True)],
+    Call.RESUME: [],
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_the_calls_of_a_wake_end_in_a_model_that_serves(state: str) -> None:
+    model = SleepingModel(STATES[state][1])
+    if model.decide("wake") is not Decision.WAKE:
+        assert state not in CALLS
+        return
+    assert model.calls_to_wake() == CALLS[state]
+    for call in model.calls_to_wake():
+        for event in DONE[call]:
+            model.handle(event)
+    model.handle(EVENTS["engine: awake"])
+    assert model.serves
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_other_servers_get_the_whole_state(state: str) -> None:
+    known = STATES[state][1]
+    told = json.loads(json.dumps(SleepingModel(known).facts()))
+    other = SleepingModel(dataclasses.replace(known, kept=not known.kept))
+    other.adopt(told)
+    assert dataclasses.replace(other.state, known=known.known) == known
+    assert other.phase in (Phase.UNKNOWN, Phase.CHANGING), "it has to ask"
+    same = SleepingModel(known)
+    for facts in (told, {}):
+        same.adopt(facts)
+        assert same.state == known
+
+
+def test_it_has_no_clock_and_no_io() -> None:
+    for module in (sleeping_model, events):
+        tree = ast.parse(pathlib.Path(str(module.__file__)).read_text())
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names} | {
+            node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+        }
+        assert imported <= {"__future__", "dataclasses", "enum", "typing", "worker_methods", None}
+        assert not any(isinstance(node, (ast.AsyncFunctionDef, ast.Await)) for node in ast.walk(tree))
