@@ -97,7 +97,7 @@ class Connection(asyncio.Protocol):
         """Whether all of the answer was read."""
         return self._complete and not self._pieces
 
-    def send(self, head: bytes, body: bytes | bytearray, *, more: bool) -> None:
+    def send(self, pieces: Iterable[bytes], *, more: bool) -> None:
         """Send a request's head and what is there of its body.
 
         Raises:
@@ -108,10 +108,10 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         if not self.is_open:
             raise Unreachable("the server closed the connection")
-        self._transport.writelines((head, body) if body else (head,))
+        self._transport.writelines([piece for piece in pieces if piece])
         self._sent = not more
 
-    async def write(self, data: bytes | bytearray, *, more: bool) -> None:
+    async def write(self, data: bytes, *, more: bool) -> None:
         """Send more of the body, once the server takes it."""
         assert self._transport is not None
         if not self.is_open:
