@@ -17,8 +17,9 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 READ_AHEAD_BYTES = 16 << 20
-DRAIN_BYTES = 1 << 30
+DRAIN_BYTES = 64 << 20
 DRAIN_WITHIN_S = 5.0
+LOST = "cumem_sleep.lost"  # in a scope: what `lost` returns
 
 
 class ClientGone(Exception):
@@ -154,6 +155,12 @@ class Inbox:
 
 
 # Paths, tokens and headers
+
+
+def lost(scope: Scope) -> asyncio.Future[None]:
+    """Done when a request's connection is lost, which `receive` says only to those who read. The front's listener's."""
+    future: asyncio.Future[None] = scope[LOST]
+    return future
 
 
 def not_canonical(scope: Scope) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from ._json_scan import JsonScan
 
@@ -27,41 +26,13 @@ class BadBody(Exception):
     """The body is not a JSON object or form, or its `model` is not a string."""
 
 
-class ModelFinder(Protocol):
-    """Looks for `model` in a body that comes in pieces.
+class JsonFinder:
+    """Looks for the key `model` of a JSON object in UTF-8, with or without a byte order mark, that comes in pieces.
 
     Attributes:
         name: of the last model that was named so far.
         span: where in the body that name is written.
-        named: how often a model was named so far.
-        ended: the body names no other any more.
     """
-
-    name: str | None
-    span: tuple[int, int]
-    named: int
-    ended: bool
-
-    def look(self, data: bytes) -> None:
-        """Look at the next piece.
-
-        Raises:
-            BadBody.
-        """
-
-    def finish(self) -> None:
-        """The body is at its end.
-
-        Raises:
-            BadBody: it ends in the middle, or its last model is no name.
-        """
-
-    def written(self, name: str) -> bytes:
-        """A name as it is written in such a body."""
-
-
-class JsonFinder:
-    """Looks for the key `model` of a JSON object in UTF-8, with or without a byte order mark."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -70,16 +41,20 @@ class JsonFinder:
 
     @property
     def named(self) -> int:
-        """How often a model was named so far."""
+        """How often a model has been named so far."""
         return self._scan.named
 
     @property
     def ended(self) -> bool:
-        """The object is at its end."""
+        """Whether the body can name no other any more."""
         return self._scan.ended
 
     def look(self, data: bytes) -> None:
-        """Look at the next piece. Raises as `ModelFinder.look`."""
+        """Look at the next piece.
+
+        Raises:
+            BadBody.
+        """
         scan = self._scan
         scan.feed(data)
         if scan.is_too_long:
@@ -91,7 +66,11 @@ class JsonFinder:
             self.name = _text(scan.token) if scan.end >= 0 else None
 
     def finish(self) -> None:
-        """The body is at its end. Raises as `ModelFinder.finish`."""
+        """The body is at its end.
+
+        Raises:
+            BadBody: it ends in the middle, or its last model is no name.
+        """
         if not self.ended:
             raise BadBody("the body ends before its JSON does")
         if self.named and self.name is None:
@@ -103,7 +82,7 @@ class JsonFinder:
 
 
 class FormFinder:
-    """Looks for the field `model` of a form (multipart/form-data)."""
+    """Looks for the field `model` of a form (multipart/form-data). It has what `JsonFinder` has."""
 
     def __init__(self, content_type: str) -> None:
         found = _BOUNDARY.search(content_type)
@@ -124,7 +103,7 @@ class FormFinder:
         self._step: Callable[[], bool] = self._begin
 
     def look(self, data: bytes) -> None:
-        """Look at the next piece. Raises as `ModelFinder.look`."""
+        """Look at the next piece. Raises as `JsonFinder.look`."""
         del self._read[: self._at]
         self._gone += self._at
         self._at = 0
@@ -133,7 +112,7 @@ class FormFinder:
             pass
 
     def finish(self) -> None:
-        """The body is at its end. Raises as `ModelFinder.finish`."""
+        """The body is at its end. Raises as `JsonFinder.finish`."""
         if not self.ended:
             raise BadBody("the body ends before its form does")
 
@@ -193,6 +172,9 @@ class FormFinder:
         return True
 
 
+ModelFinder = JsonFinder | FormFinder
+
+
 def finder_for(content_type: str) -> ModelFinder:
     """What looks through a body of this type; one that is not a form is taken for JSON.
 
@@ -221,9 +203,8 @@ def _is_model_field(head: str) -> bool:
         if name.strip().lower() == "content-disposition":
             lower = value.lower()
             found = _FIELD_NAME.search(lower)
-            return (
-                found is not None and value[slice(*found.span(found.lastindex))] == "model" and "filename" not in lower
-            )
+            name = "" if found is None else value[slice(*found.span(found.lastindex or 0))]
+            return name == "model" and "filename" not in lower
     return False
 
 

@@ -12,11 +12,25 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..asgi import ClientGone, HeldRequests, Inbox, Message, Scope, Send, TooMuchHeld, deliver, error, header, refusal
+from ..asgi import (
+    ClientGone,
+    HeldRequests,
+    Inbox,
+    Message,
+    Scope,
+    Send,
+    TooMuchHeld,
+    deliver,
+    error,
+    header,
+    lost,
+    refusal,
+)
 from .access import Access, Place
 from .body import BadBody, ModelFinder, finder_for, renamed
 from .fleet import Fleet, Lease, NotInTime, UnknownModel
 from .upstream import BrokenOff, Connection, Connections, Headers, Unreachable, passed_on, request_head
+from .waiting import within
 
 MOST_TRIES = 3  # of a request of which nothing was sent
 SETTLED_BYTES = 1 << 20  # of a body: once these are read its model counts, and must not be named anew
@@ -147,7 +161,7 @@ class Exchange:
         self._answering = asyncio.ensure_future(self._answer(name))
         tasks = (self._answering, asyncio.ensure_future(self._follow_client()))
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((*tasks, lost(self._scope)), return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
@@ -174,7 +188,7 @@ class Exchange:
             event = b"\n\ndata: " + json.dumps(error(code, why)).encode() + b"\n\n"
             with suppress(asyncio.TimeoutError):  # the client takes no more
                 last_words = self._send({"type": "http.response.body", "body": event, "more_body": True})
-                await asyncio.wait_for(last_words, LAST_WORDS_WITHIN_S)
+                await within(LAST_WORDS_WITHIN_S, last_words)
         return None
 
     # The way to the server
