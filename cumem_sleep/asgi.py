@@ -91,6 +91,7 @@ class Inbox:
         """
         while not self.gone:
             if self._held.nbytes > self._held.most_bytes:
+                self._forget()  # at once, or others would be refused for what this one holds
                 raise TooMuchHeld
             if self._nbytes >= READ_AHEAD_BYTES:
                 await asyncio.Event().wait()
@@ -115,8 +116,7 @@ class Inbox:
 
     async def drain(self) -> None:
         """Read what the client still sends, up to a limit: a client that writes all of it first sees its answer."""
-        self._early.clear()
-        self._count(-self._nbytes)
+        self._forget()
         reading = asyncio.ensure_future(self._discard())
         await asyncio.wait({reading}, timeout=DRAIN_WITHIN_S)
         reading.cancel()
@@ -148,6 +148,10 @@ class Inbox:
         elif message["type"].endswith(".disconnect"):
             self.gone = True
         return message
+
+    def _forget(self) -> None:
+        self._early.clear()
+        self._count(-self._nbytes)
 
     def _count(self, nbytes: int) -> None:
         self._nbytes += nbytes

@@ -139,6 +139,7 @@ class Exchange:
             if finder.name is None and self._held_bytes > self._ways.most_head_bytes:
                 raise Refused(413, self._too_late(f"more than {self._ways.most_head_bytes} bytes"))
             if held.nbytes > held.most_bytes:
+                self._release()  # at once, or others would be refused for what this one holds
                 raise TooMuchHeld
         self._has_all = self._inbox.complete
         if not self._held_bytes:
