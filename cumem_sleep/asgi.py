@@ -17,6 +17,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 READ_AHEAD_BYTES = 16 << 20
+MERGED_BYTES = 64 << 10  # messages of fewer are merged: one of a single byte takes hundreds
 DRAIN_BYTES = 64 << 20
 DRAIN_WITHIN_S = 5.0
 LOST = "cumem_sleep.lost"  # in a scope: what `lost` returns
@@ -134,7 +135,12 @@ class Inbox:
 
     async def _read_ahead(self) -> None:
         message = await self._read()
-        self._early.append(message)
+        last = self._early[-1] if self._early else {}
+        if last.get("type") == message["type"] == "http.request" and len(last.get("body", b"")) < MERGED_BYTES:
+            last["body"] = last.get("body", b"") + message.get("body", b"")
+            last["more_body"] = message.get("more_body", False)
+        else:
+            self._early.append(message)
         self._count(len(message.get("body", b"")))
         self._news.set()
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ..asgi import (
+    MERGED_BYTES,
     ClientGone,
     HeldRequests,
     Inbox,
@@ -130,7 +131,10 @@ class Exchange:
             if self._inbox.gone:
                 raise ClientGone
             body = message.get("body", b"")
-            self._pieces.append(body)
+            if self._pieces and len(self._pieces[-1]) < MERGED_BYTES:
+                self._pieces[-1] += body
+            else:
+                self._pieces.append(body)
             self._held_bytes += len(body)
             held.nbytes += len(body)
             finder.look(body)

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+from typing import Any
 
 import pytest
 from front_world import (
@@ -25,7 +26,8 @@ from front_world import (
     until,
 )
 
-from cumem_sleep.serve import exchange, upstream
+from cumem_sleep.asgi import Inbox
+from cumem_sleep.serve import exchange, front, upstream
 from cumem_sleep.serve.fleet import Address, ServerFailed
 
 # What passes
@@ -319,6 +321,49 @@ def test_the_loop_is_free_while_the_model_of_a_long_body_is_looked_for(unit: byt
             assert (await client.answer()).code == 200
             ticking.cancel()
             assert longest_s < 0.1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_awake", [True, False])
+def test_a_body_that_comes_byte_by_byte_takes_no_more_memory_than_others(
+    is_awake: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece and message by itself would take a hundred times as much as it is counted for."""
+    monkeypatch.setattr(exchange, "SETTLED_BYTES", 1 << 20 if is_awake else 20)
+    inboxes: list[Inbox] = []
+    pieces = 0
+
+    def renamed(body: tuple[bytes, ...], span: tuple[int, int], by: bytes) -> tuple[bytes, ...]:
+        nonlocal pieces
+        pieces = len(body) + len(inboxes[0]._early)
+        return rename(body, span, by)
+
+    def inbox(*arguments: Any) -> Inbox:
+        inboxes.append(Inbox(*arguments))
+        return inboxes[-1]
+
+    rename = exchange.renamed
+    monkeypatch.setattr(exchange, "renamed", renamed)
+    monkeypatch.setattr(front, "Inbox", inbox)
+
+    async def scenario() -> None:
+        async with a_world("one", aliases={"alias": "one"}) as world:
+            server = await world.server("one")
+            world.fleet.held = asyncio.Event()
+            body = b'{"model": "alias", "prompt": "' + b"x" * 1000 + b'"}'
+            client = await world.client()
+            head, _, _ = post("/v1/completions", body).partition(b"\r\n\r\n")
+            await client.send(head + b"\r\n\r\n")
+            for at in range(len(body)):
+                await client.send(body[at : at + 1])
+                for _ in range(5):
+                    await asyncio.sleep(0)
+            await until(lambda: world.fleet.waiting == 1 and inboxes[0].complete)
+            world.fleet.held.set()
+            assert (await client.answer()).code == 200
+            assert server.asked[0].body == body.replace(b"alias", b"one")
+            assert 0 < pieces < 5
 
     run(scenario)
 
