@@ -3,7 +3,7 @@ the scanner of JSON bodies of `serve`.
 
 Only headers of CUDA are needed: from CUDA_HOME or CUDA_PATH, else from the wheel `nvidia-cuda-runtime`, a build
 requirement, else from /usr/local/cuda. Nothing is linked against CUDA. CUMEM_SLEEP_SANITIZE=address,undefined (any
-list that the compiler's -fsanitize takes) builds all but the hook with sanitizers, and has the states of segments checked.
+list that the compiler's -fsanitize takes) builds all but the hook with sanitizers, and checks the states of segments.
 """
 
 import importlib.metadata
