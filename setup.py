@@ -1,8 +1,9 @@
-"""Builds the extension `cumem_sleep._core`, the simulated driver `libcuda_sim.so`, and the hook that LD_PRELOAD names.
+"""Builds the extension `cumem_sleep._core`, the simulated driver `libcuda_sim.so`, the hook that LD_PRELOAD names, and
+the scanner of JSON bodies of `serve`.
 
 Only headers of CUDA are needed: from CUDA_HOME or CUDA_PATH, else from the wheel `nvidia-cuda-runtime`, a build
 requirement, else from /usr/local/cuda. Nothing is linked against CUDA. CUMEM_SLEEP_SANITIZE=address,undefined (any
-list that the compiler's -fsanitize takes) builds the first two with sanitizers, and has the states of segments checked.
+list that the compiler's -fsanitize takes) builds all but the hook with sanitizers, and checks the states of segments.
 """
 
 import importlib.metadata
@@ -137,6 +138,14 @@ setup(
                 "-Wl,--version-script=csrc/sim/exports.map",
                 "-ldl",
             ],
+            language="c++",
+        ),
+        Extension(
+            "cumem_sleep.serve._json_scan",
+            sources("csrc/serve"),
+            include_dirs=[pybind11.get_include()],
+            extra_compile_args=compile_args,
+            extra_link_args=link_args,
             language="c++",
         ),
         Extension(

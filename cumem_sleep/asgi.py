@@ -17,8 +17,10 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 READ_AHEAD_BYTES = 16 << 20
-DRAIN_BYTES = 1 << 30
+MERGED_BYTES = 64 << 10  # messages of fewer are merged: one of a single byte takes hundreds
+DRAIN_BYTES = 64 << 20
 DRAIN_WITHIN_S = 5.0
+LOST = "cumem_sleep.lost"  # in a scope: what `lost` returns
 
 
 class ClientGone(Exception):
@@ -90,6 +92,7 @@ class Inbox:
         """
         while not self.gone:
             if self._held.nbytes > self._held.most_bytes:
+                self._forget()  # at once, or others would be refused for what this one holds
                 raise TooMuchHeld
             if self._nbytes >= READ_AHEAD_BYTES:
                 await asyncio.Event().wait()
@@ -114,8 +117,7 @@ class Inbox:
 
     async def drain(self) -> None:
         """Read what the client still sends, up to a limit: a client that writes all of it first sees its answer."""
-        self._early.clear()
-        self._count(-self._nbytes)
+        self._forget()
         reading = asyncio.ensure_future(self._discard())
         await asyncio.wait({reading}, timeout=DRAIN_WITHIN_S)
         reading.cancel()
@@ -133,7 +135,12 @@ class Inbox:
 
     async def _read_ahead(self) -> None:
         message = await self._read()
-        self._early.append(message)
+        last = self._early[-1] if self._early else {}
+        if last.get("type") == message["type"] == "http.request" and len(last.get("body", b"")) < MERGED_BYTES:
+            last["body"] = last.get("body", b"") + message.get("body", b"")
+            last["more_body"] = message.get("more_body", False)
+        else:
+            self._early.append(message)
         self._count(len(message.get("body", b"")))
         self._news.set()
 
@@ -148,12 +155,22 @@ class Inbox:
             self.gone = True
         return message
 
+    def _forget(self) -> None:
+        self._early.clear()
+        self._count(-self._nbytes)
+
     def _count(self, nbytes: int) -> None:
         self._nbytes += nbytes
         self._held.nbytes += nbytes
 
 
 # Paths, tokens and headers
+
+
+def lost(scope: Scope) -> asyncio.Future[None]:
+    """Done when a request's connection is lost, which `receive` says only to those who read. The front's listener's."""
+    future: asyncio.Future[None] = scope[LOST]
+    return future
 
 
 def not_canonical(scope: Scope) -> str:

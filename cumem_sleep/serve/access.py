@@ -12,6 +12,7 @@ from enum import Enum
 
 from ..asgi import Scope, bearer, bears, header
 from ..model_paths import NEEDS_SERVER, RUNS_MODEL
+from . import hosts
 from .config import Front
 
 MODELS = "/models/"  # /models/NAME/v1/…: a model by path
@@ -92,12 +93,18 @@ def query_is_plain(scope: Scope) -> bool:
 
 
 def comes_from_elsewhere(scope: Scope) -> bool:
-    """Whether a browser sends this for a page that is not the front's own: any page may post to any address."""
+    """Whether a browser sends this for a page that is not the front's own: any page may ask any address.
+
+    What a page embeds, as an image, bears no `Origin`, and browsers say where it comes from (`Sec-Fetch-Site`) only to
+    addresses that they trust, such as localhost. `Referer` remains, but other clients set it to what they like.
+    """
     site = header(scope, b"sec-fetch-site")
     if site:
-        return site not in ("same-origin", "none")
+        return site.lower() not in ("same-origin", "none")
     origin = header(scope, b"origin")
-    return bool(origin) and origin.partition("://")[2] != header(scope, b"host")
+    if not origin and scope["method"] in ("GET", "HEAD") and "mozilla" in header(scope, b"user-agent").lower():
+        origin = "/".join(header(scope, b"referer").split("/")[:3])
+    return bool(origin) and origin.partition("://")[2].lower() != header(scope, b"host").lower()
 
 
 class Access:
@@ -106,6 +113,8 @@ class Access:
     def __init__(self, settings: Front) -> None:
         self._admin = [settings.admin_token] if settings.admin_token else []
         self._keys = list(settings.api_keys)
+        self._hosts = list(settings.allowed_hosts) or ([hosts.ANY] if self._keys else [])
+        self._hosts.append(hosts.plain(settings.host))
 
     @property
     def has_admin(self) -> bool:
@@ -119,6 +128,19 @@ class Access:
     def has_key(self, scope: Scope) -> bool:
         """Whether a request bears an API key or the admin token, or there are no keys."""
         return not self._keys or bears(scope, self._keys + self._admin)
+
+    def host_fault(self, scope: Scope) -> tuple[int, str] | None:
+        """Why the host that a request asks is none of the front's: a status and the reason.
+
+        The address that the client reached is, and so is each name if there are keys and no `allowed_hosts`: nobody
+        gets anything without a key.
+        """
+        asked = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if not asked and scope["http_version"] == "1.0":
+            return None  # no browser
+        reached = scope.get("server") or ("",)
+        allowed = {*self._hosts, hosts.plain(str(reached[0]))}
+        return hosts.fault(asked, allowed)
 
     def is_ours(self, scope: Scope) -> bool:
         """Whether what a request bears is a key of this front, which no server is to see."""

@@ -6,19 +6,18 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qs
 
-from ..asgi import Inbox, Message, Scope, Send, deliver, refusal, response
+from ..asgi import Inbox, Message, Scope, Send, deliver, lost, refusal, response
 from .access import Access, Place
 from .fleet import Fleet, NotInTime, Refused, UnknownModel
+from .live import LiveStatus
 from .metrics import exposition
 from .status import ModelStatus, Status
 
 MOST_CALL_BYTES = 64 << 10
 MOST_WATCHERS = 64
-KEEP_ALIVE_S = 15.0  # a proxy in between takes a stream without a word for dead
 MOST_LOG_LINES = 1000
 _FOR_OPERATORS = ("url", "log", "pid", "last_words")
 
@@ -29,7 +28,7 @@ class Answers:
     def __init__(self, fleet: Fleet, access: Access) -> None:
         self._fleet = fleet
         self._access = access
-        self._watchers = 0
+        self._live = LiveStatus(fleet, self._view)
         self._calls: set[asyncio.Task[None]] = set()
         self._given: dict[str, Callable[[Place, Scope, Inbox], Awaitable[list[Message]]]] = {
             "/health": self._health,
@@ -46,7 +45,7 @@ class Answers:
     async def answer(self, place: Place, scope: Scope, inbox: Inbox, send: Send) -> None:
         """Answer one request."""
         if place.name == "/status/live":
-            return await self._live(scope, inbox, send)
+            return await self._send_live(scope, inbox, send)
         try:
             answer = await self._given[place.name](place, scope, inbox)
         except UnknownModel as unknown:
@@ -76,7 +75,7 @@ class Answers:
         return response(200, next(_card(model) for model in self._fleet.status().models if model.name == name))
 
     async def _status(self, _place: Place, scope: Scope, _inbox: Inbox) -> list[Message]:
-        return response(200, self._view(self._fleet.status(), scope))
+        return response(200, self._view(self._fleet.status(), self._access.is_admin(scope)))
 
     async def _metrics(self, _place: Place, _scope: Scope, _inbox: Inbox) -> list[Message]:
         content, content_type = exposition(self._fleet)
@@ -86,55 +85,39 @@ class Answers:
             {"type": "http.response.body", "body": content},
         ]
 
-    def _view(self, status: Status, scope: Scope) -> dict[str, Any]:
+    def _view(self, status: Status, is_operator: bool) -> dict[str, Any]:
         """The status, without what only an operator has to know."""
         view = status.to_json()
-        view["operator"] = self._access.is_admin(scope)
+        view["operator"] = is_operator
         view["operators"] = self._access.has_admin
-        if not view["operator"]:
+        if not is_operator:
             for model in view["models"]:
                 for name in _FOR_OPERATORS:
                     model.pop(name)
         return view
 
-    async def _live(self, scope: Scope, inbox: Inbox, send: Send) -> None:
+    async def _send_live(self, scope: Scope, inbox: Inbox, send: Send) -> None:
         """The status now and after every change, as server-sent events, until the client leaves or the fleet ends."""
-        if self._watchers >= MOST_WATCHERS:
+        if self._live.watchers >= MOST_WATCHERS:
             answer = refusal(503, f"{MOST_WATCHERS} clients watch already", {"Retry-After": "10"})
             return await deliver(scope, inbox, send, answer)
-        self._watchers += 1
-        tasks = (asyncio.ensure_future(self._send_live(scope, send)), asyncio.ensure_future(inbox.until_gone()))
+        self._live.come()
+        tasks = (asyncio.ensure_future(self._send_events(scope, send)), asyncio.ensure_future(inbox.until_gone()))
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((*tasks, lost(scope)), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._watchers -= 1
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            self._live.go()
         if not tasks[0].cancelled():
             tasks[0].result()
 
-    async def _send_live(self, scope: Scope, send: Send) -> None:
+    async def _send_events(self, scope: Scope, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        watch = self._fleet.watch()
-        following = asyncio.ensure_future(_next(watch))
-        try:
-            while True:
-                await asyncio.wait((following,), timeout=KEEP_ALIVE_S)
-                event = b": still here\n\n"
-                if following.done():
-                    status = following.result()
-                    if status is None:
-                        break
-                    event = b"data: " + json.dumps(self._view(status, scope)).encode() + b"\n\n"
-                    following = asyncio.ensure_future(_next(watch))
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        finally:
-            following.cancel()
-            await asyncio.wait((following,))
-            if hasattr(watch, "aclose"):
-                await watch.aclose()
+        async for event in self._live.events(self._access.is_admin(scope)):
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     # An operator's calls
@@ -166,13 +149,6 @@ class Answers:
         await asyncio.shield(task)
         name = self._fleet.resolve(model)
         return response(200, next(each for each in self._fleet.status().to_json()["models"] if each["name"] == name))
-
-
-async def _next(watch: Any) -> Status | None:
-    with suppress(StopAsyncIteration):
-        status: Status = await watch.__anext__()
-        return status
-    return None
 
 
 def _call_in(body: bytes) -> tuple[str, int | None] | None:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from . import hosts
 from .command import wrong_places
 from .policy import STOP, Spec
 
@@ -182,6 +183,7 @@ Host = Annotated[str, BeforeValidator(parse_host)]
 Duration = Annotated[float, BeforeValidator(parse_duration)]
 Size = Annotated[int, BeforeValidator(parse_size)]
 Secret = Annotated[str, BeforeValidator(_secret)]
+AllowedHost = Annotated[str, BeforeValidator(hosts.parse_allowed)]
 Name = Annotated[str, Field(pattern=f"^{_ANY_NAME}$")]
 
 
@@ -254,6 +256,8 @@ class Front(_Strict):
 
     Attributes:
         host, port: where it listens.
+        allowed_hosts: by which names it may be asked, beside `host`, those of the loopback interface, and the address
+            that a client reached; `*` for any. With `api_keys` any, unless some are set.
         api_keys: of clients; without any, everybody may ask.
         admin_token: for everything that changes state; without one, admin paths answer 403 always.
         max_waiting: requests that may wait at a time, over all models.
@@ -264,6 +268,7 @@ class Front(_Strict):
     model_config = ConfigDict(populate_by_name=True)
     host: Host = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    allowed_hosts: list[AllowedHost] = []
     api_keys: list[Secret] = []
     admin_token: Secret | None = None
     max_waiting: Annotated[int, Field(ge=1)] = 2000

@@ -12,13 +12,29 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..asgi import ClientGone, HeldRequests, Inbox, Message, Scope, Send, TooMuchHeld, deliver, error, header, refusal
+from ..asgi import (
+    MERGED_BYTES,
+    ClientGone,
+    HeldRequests,
+    Inbox,
+    Message,
+    Scope,
+    Send,
+    TooMuchHeld,
+    deliver,
+    error,
+    header,
+    lost,
+    refusal,
+)
 from .access import Access, Place
-from .body import BadBody, ModelFinder, TooMuchStructure, finder_for
+from .body import BadBody, ModelFinder, finder_for, renamed
 from .fleet import Fleet, Lease, NotInTime, UnknownModel
 from .upstream import BrokenOff, Connection, Connections, Headers, Unreachable, passed_on, request_head
+from .waiting import within
 
 MOST_TRIES = 3  # of a request of which nothing was sent
+SETTLED_BYTES = 1 << 20  # of a body: once these are read its model counts, and must not be named anew
 LAST_WORDS_WITHIN_S = 1.0
 TOO_MUCH = "waiting requests already hold too many bytes: try again later"
 _LONGEST_NAME = 200  # that is repeated in an error
@@ -58,7 +74,8 @@ class Exchange:
         self._inbox = inbox
         self._send = send
         self._finder: ModelFinder | None = None
-        self._has_all = False  # of the body, in the finder
+        self._pieces: list[bytes] = []  # of the body, read to find its model
+        self._has_all = False  # of the body, in these
         self._held_bytes = 0
         self._connected: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
         self._answering: asyncio.Task[list[Message] | None] | None = None
@@ -97,8 +114,6 @@ class Exchange:
                 name = await self._name_in_body(finder_for(header(self._scope, b"content-type")))
             except BadBody as bad:
                 raise Refused(400, str(bad)) from None
-            except TooMuchStructure:
-                raise Refused(413, self._too_late("too many brackets, strings or form fields")) from None
         else:
             name = self._place.model
         names = list(self._ways.fleet.config.models)
@@ -108,23 +123,32 @@ class Exchange:
         return names[0] if name is None else name
 
     async def _name_in_body(self, finder: ModelFinder) -> str | None:
+        """The last model that the body names; of a long body, which is passed on while it comes, the only one."""
         held = self._ways.held
         self._finder = finder
-        while not (finder.name is not None or finder.ended or self._inbox.complete):
+        while not (finder.ended or self._inbox.complete):
             message = await self._inbox()
             if self._inbox.gone:
                 raise ClientGone
             body = message.get("body", b"")
+            if self._pieces and len(self._pieces[-1]) < MERGED_BYTES:
+                self._pieces[-1] += body
+            else:
+                self._pieces.append(body)
             self._held_bytes += len(body)
             held.nbytes += len(body)
-            finder.feed(body)
-            if finder.name is None and len(finder.read) > self._ways.most_head_bytes:
+            finder.look(body)
+            if finder.name is not None and self._held_bytes >= SETTLED_BYTES:
+                return finder.name
+            if finder.name is None and self._held_bytes > self._ways.most_head_bytes:
                 raise Refused(413, self._too_late(f"more than {self._ways.most_head_bytes} bytes"))
             if held.nbytes > held.most_bytes:
+                self._release()  # at once, or others would be refused for what this one holds
                 raise TooMuchHeld
         self._has_all = self._inbox.complete
-        if finder.name is None and not finder.ended:
-            raise BadBody("the body ends before its JSON or form does" if finder.read else "the body is empty")
+        if not self._held_bytes:
+            raise BadBody("the body is empty")
+        finder.finish()
         return finder.name
 
     def _too_late(self, what: str) -> str:
@@ -142,7 +166,7 @@ class Exchange:
         self._answering = asyncio.ensure_future(self._answer(name))
         tasks = (self._answering, asyncio.ensure_future(self._follow_client()))
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((*tasks, lost(self._scope)), return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
@@ -152,6 +176,8 @@ class Exchange:
             return tasks[0].result()
         if self._revoked:
             return await self._end_early(503, self._revoked)
+        if isinstance(failure, BadBody):
+            return await self._end_early(400, str(failure))
         raise failure or ClientGone
 
     def _revoke(self, revoked: asyncio.Future[str]) -> None:
@@ -167,7 +193,7 @@ class Exchange:
             event = b"\n\ndata: " + json.dumps(error(code, why)).encode() + b"\n\n"
             with suppress(asyncio.TimeoutError):  # the client takes no more
                 last_words = self._send({"type": "http.response.body", "body": event, "more_body": True})
-                await asyncio.wait_for(last_words, LAST_WORDS_WITHIN_S)
+                await within(LAST_WORDS_WITHIN_S, last_words)
         return None
 
     # The way to the server
@@ -176,7 +202,7 @@ class Exchange:
         """Read what the client sends: ahead while the request waits, then for the server. Ends when it is gone.
 
         Raises:
-            TooMuchHeld.
+            TooMuchHeld, BadBody.
         """
         if not self._has_all:
             ahead = asyncio.ensure_future(self._inbox.until_gone_or_too_much())
@@ -192,13 +218,18 @@ class Exchange:
         return None
 
     async def _send_rest(self, connection: Connection) -> None:
-        more = True
+        finder, more = self._finder, True
+        named = 0 if finder is None else finder.named
         while more:
             message = await self._inbox()
             if self._inbox.gone and message["type"] != "http.request":
                 return
-            more = bool(message.get("more_body", False))
-            await connection.write(self._framed(message.get("body", b""), more=more), more=more)
+            more, body = bool(message.get("more_body", False)), message.get("body", b"")
+            if finder is not None and not finder.ended:
+                finder.look(body)
+                if finder.named > named:  # the server would take that one: it must not get the whole body
+                    raise BadBody(f"`model` is named again after {SETTLED_BYTES} bytes")
+            await connection.write(b"".join(self._framed((body,), more=more)), more=more)
 
     async def _answer(self, name: str) -> list[Message] | None:
         """Lease the model and send the request there; returns an error that is still to be sent."""
@@ -236,7 +267,7 @@ class Exchange:
         connections = self._ways.connections
         connection = await connections.take(lease.server)
         try:
-            connection.send(head, self._framed(body, more=not self._has_all), more=not self._has_all)
+            connection.send((head, *self._framed(body, more=not self._has_all)), more=not self._has_all)
             if not self._has_all:
                 self._connected.set_result(connection)
             await connection.head()
@@ -245,15 +276,15 @@ class Exchange:
         finally:
             connections.give_back(lease.server, connection)
 
-    def _request(self, lease: Lease) -> tuple[bytes, bytes | bytearray]:
+    def _request(self, lease: Lease) -> tuple[bytes, tuple[bytes, ...]]:
         """The request's head and what was read of its body, with the name that the server knows its model by."""
         finder, headers = self._finder, passed_on(self._scope["headers"])
-        body, delta = bytearray(), 0
-        if finder is not None:
-            body = finder.read
-            if finder.name is not None and (name := _name_for(finder.name, lease)) != finder.name:
-                body = finder.renamed(name)
-                delta = len(body) - len(finder.read)
+        body, delta = tuple(self._pieces), 0
+        if finder is not None and finder.name is not None:
+            name = _name_for(finder.name, lease)
+            if name != finder.name:
+                body = renamed(body, finder.span, finder.written(name))
+                delta = sum(map(len, body)) - self._held_bytes
         length = header(self._scope, b"content-length")
         dropped = (*_NOT_FOR_SERVERS, *((b"authorization",) if self._ways.access.is_ours(self._scope) else ()))
         kept = [each for each in headers if each[0] not in dropped]
@@ -268,12 +299,13 @@ class Exchange:
     def _is_chunked(self) -> bool:
         return bool(header(self._scope, b"transfer-encoding"))
 
-    def _framed(self, data: bytes | bytearray, *, more: bool) -> bytes | bytearray:
-        """A piece of the body as it goes over the wire."""
+    def _framed(self, pieces: tuple[bytes, ...], *, more: bool) -> tuple[bytes, ...]:
+        """A part of the body as it goes over the wire. Nothing is copied: that of a long body would stop the loop."""
         if not self._is_chunked():
-            return data
-        piece = b"".join((b"%x\r\n" % len(data), data, b"\r\n")) if data else b""
-        return piece if more else piece + b"0\r\n\r\n"
+            return pieces
+        if nbytes := sum(map(len, pieces)):
+            pieces = (b"%x\r\n" % nbytes, *pieces, b"\r\n")
+        return pieces if more else (*pieces, b"0\r\n\r\n")
 
     # The way back
 
@@ -295,7 +327,7 @@ class Exchange:
         """The body is no longer held."""
         self._ways.held.nbytes -= self._held_bytes
         self._held_bytes = 0
-        self._finder = None
+        self._pieces = []
 
 
 def _name_for(asked: str, lease: Lease) -> str:

@@ -29,12 +29,13 @@ from .policy import STOP, Spec
 from .scheduler import Scheduler
 from .status import Counters, GpuStatus, Holder, HostStatus, ModelStatus, Phase, Status, VaultStatus
 from .units import HOST_RESERVE_BYTES, Unit, Units
+from .waiting import within
 
 __all__ = ["Address", "Fleet", "Lease", "NotInTime", "Refused", "ServeError", "ServerFailed", "UnknownModel"]
 
 logger = logging.getLogger("cumem_sleep.serve")
 
-TOLD_EVERY_S = 0.1  # those who watch hear of changes at most so often
+TOLD_EVERY_S = 0.25  # those who watch hear of changes at most so often
 LOOK_AT_MACHINE_EVERY_S = 5.0
 LEASES_END_WITHIN_S = 5.0
 SIMULATED_GPU_BYTES = 80 << 30
@@ -281,7 +282,7 @@ class Fleet:
         self._orders.setdefault((name, depth), []).append(obeyed)
         self._handle(events.Ordered(name, depth))
         try:
-            await asyncio.wait_for(obeyed, within_s)
+            await within(within_s, obeyed)
         except asyncio.TimeoutError:
             raise NotInTime(
                 f"{name} is still {state.phase.value}; the request will be carried out when it can", 10.0

@@ -73,10 +73,13 @@ class Front:
             return None, refusal(400, f"the path {fault}")
         if not query_is_plain(scope):
             return None, refusal(400, "the query has characters that must be percent-encoded")
-        if scope["method"] not in ("GET", "HEAD") and comes_from_elsewhere(scope):
-            return None, refusal(403, "this comes from a page of another origin")
+        if (host_fault := self._access.host_fault(scope)) is not None:
+            return None, refusal(*host_fault)
         place = place_of(str(scope["path"]))
         need = Need.KEY if place is None else place.need
+        is_link = need is Need.NOTHING and scope["method"] in ("GET", "HEAD")
+        if not is_link and comes_from_elsewhere(scope):
+            return None, refusal(403, "this comes from a page of another origin")
         if need is Need.ADMIN and not self._access.has_admin:
             return None, refusal(403, "there is no admin token: set `admin_token` in models.yaml to use this")
         may = {Need.ADMIN: self._access.is_admin, Need.KEY: self._access.has_key}.get(need)

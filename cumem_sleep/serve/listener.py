@@ -6,50 +6,211 @@ import asyncio
 import contextlib
 import logging
 import resource
+import select
 import socket
+from collections import deque
 from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
 
+import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from ..asgi import App
+from ..asgi import LOST, App
 
-MOST_HEAD_BYTES = 64 << 10  # of a request's first lines
+MOST_HEAD_BYTES = 64 << 10  # of a request's first lines, and of what comes at once between pieces of its body, or after
+MOST_HEADERS = 256
+PIECE_BYTES = 4 << 10  # that are parsed before it is seen what they were
+PIECES_AT_ONCE = 8  # before others have their turn: these may be 5,000 chunks
+LATE_BYTES, LATE_S = 64 << 20, 5.0  # of a body, read when its answer is complete: who only sends hears no answer
+LOOK_FOR_CLIENTS_EVERY_S = 1.0
 BACKLOG = 2048
 GRACE_S = 5
 MOST_FILES = 1 << 16  # two for each request that is answered: the client's connection and the server's
 
 
-class HttpProtocol(HttpToolsProtocol):
-    """Uvicorn's, with a bound on a request's first lines: it has none, and would collect them without end."""
+class _Flow(FlowControl):
+    """Nothing is read of a client while what was read of it is not parsed."""
 
-    def __init__(self, *arguments: object, **more: object) -> None:
-        super().__init__(*arguments, **more)  # type: ignore[arg-type]
-        self._head_bytes = 0
+    is_behind = False
+
+    def resume_reading(self) -> None:
+        """Read on, unless that would be too early."""
+        if not self.is_behind:
+            super().resume_reading()
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """Uvicorn's, with bounds on all that it parses: it has none, and would collect it without end.
+
+    A request that comes before the answer to the one before is not parsed but for its beginning. After a refusal
+    nothing is.
+    """
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._lost: asyncio.Future[None] = self.loop.create_future()
+        self._unparsed = bytearray()
+        self._other_bytes = 0  # than those of bodies, since the last of these or the end of a head
         self._in_head = True
+        self._parses_framing = False  # of a request whose head was parsed already
+        self._is_refused = False
+        self._unanswered: deque[RequestResponseCycle] = deque()
+        self._late_bytes: int | None = None  # that may still come of a request that is answered
+        self._next_turn: asyncio.Handle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client is there."""
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self.flow = _Flow(transport)  # type: ignore[arg-type]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client has left: all its requests end, and not only the last one, as uvicorn has it."""
+        super().connection_lost(exc)
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._refuse_the_rest()
+        self._lost.set_result(None)
+
+    def look_for_client(self) -> None:
+        """Notice that the client has left, although nothing is read of it."""
+        if self.flow.read_paused and not self.transport.is_closing():
+            look = select.poll()
+            look.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+            if look.poll(0):
+                self.transport.abort()
+
+    # What is parsed
 
     def data_received(self, data: bytes) -> None:
-        """Read more of a request."""
-        if self._in_head:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if self._in_head and self._head_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("the request line and headers are too long")
+        """Read more."""
+        if self._is_refused:
+            return
+        self._unset_keepalive_if_required()
+        self._unparsed += data
+        if self._next_turn is None:
+            self._parse()
+
+    def _parse(self) -> None:
+        self._next_turn = None
+        for _ in range(PIECES_AT_ONCE):
+            if not self._unparsed or len(self._unanswered) > 1 or self.transport.is_closing():
+                break
+            piece = bytes(self._unparsed[:PIECE_BYTES])
+            del self._unparsed[:PIECE_BYTES]
+            self._parse_piece(piece)
+        self.flow.is_behind = bool(self._unparsed)  # type: ignore[attr-defined]
+        if self._unparsed:
+            self.flow.pause_reading()
+            if len(self._unanswered) <= 1:
+                self._next_turn = self.loop.call_soon(self._parse)
+        elif self.cycle is None or len(self.cycle.body) <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()
+
+    def _parse_piece(self, piece: bytes) -> None:
+        self._other_bytes += len(piece)
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:  # to nothing that is served here: it is a request like others
+            self._unparsed[:0] = piece[upgrade.args[0] :]
+            if framing := self._framing():
+                self._parse_body(framing)
+        except httptools.HttpParserError:
+            return self.send_400_response("this is not HTTP, or has too many headers")
+        if self._other_bytes > MOST_HEAD_BYTES:
+            return self.send_400_response("the request line and headers, or what is between chunks, are too long")
+        if self._late_bytes is not None:
+            self._late_bytes -= len(piece)
+            if self._late_bytes < 0:
+                self.transport.close()
+
+    def _framing(self) -> list[tuple[bytes, bytes]]:
+        """What says that a request has a body, and where it ends."""
+        return [each for each in self.headers if each[0] in (b"content-length", b"transfer-encoding")]
+
+    def _parse_body(self, framing: list[tuple[bytes, bytes]]) -> None:
+        """Have what follows parsed as a body: to the parser a request for an upgrade has none."""
+        self.parser = httptools.HttpRequestParser(self)
+        self._parses_framing = True
+        lines = b"".join(name + b": " + value + b"\r\n" for name, value in framing)
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + lines + b"\r\n")
+        self._parses_framing = False
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what comes. Answers that are owed for what came before are still given, if it was complete."""
+        self._refuse_the_rest()
+        cycle = self.cycle
+        if cycle is None or (cycle.response_complete and not cycle.more_body):
+            super().send_400_response(msg)
+        elif not cycle.more_body:
+            cycle.keep_alive = False
+        elif cycle.response_started or len(self._unanswered) > 1:
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
+
+    def _refuse_the_rest(self) -> None:
+        self._is_refused = True
+        self._unparsed.clear()
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+
+    # What the parser finds
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        if self._parses_framing:
+            return
+        self._in_head = True
+        super().on_message_begin()
+        self.scope[LOST] = self._lost  # type: ignore[literal-required]
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header. Fields after a chunked body look the same here: they are dropped, as nobody asks for them."""
         if self._in_head:
             super().on_header(name, value)
-
-    def on_message_begin(self) -> None:
-        """A request begins."""
-        self._in_head, self._head_bytes = True, 0
-        super().on_message_begin()
+            if len(self.headers) > MOST_HEADERS:
+                raise ValueError("too many headers")
 
     def on_headers_complete(self) -> None:
-        """Its first lines are read."""
-        self._in_head = False
+        """A request's first lines are read. The target's own host counts, if it has one (RFC 9112, 3.2.2)."""
+        self._in_head, self._other_bytes = False, 0
+        if self._parses_framing:
+            return
+        if not self.url.startswith((b"/", b"*")):
+            self.headers[:] = [each for each in self.headers if each[0] != b"host"]
+            self.headers.append((b"host", urlsplit(self.url).netloc))
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of its body."""
+        self._other_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """All of it is read."""
+        self._other_bytes = 0
+        if self.parser.should_upgrade() and self._framing():
+            return  # it comes after this
+        self.cycle.more_body = False  # also if it is answered already
+        super().on_message_complete()
+        if self._late_bytes is not None:
+            self.transport.close()
+
+    def on_response_complete(self) -> None:
+        """A request is answered. If not all of it has come, it is the last one, and no more is read than is polite."""
+        cycle = self._unanswered.popleft()
+        super().on_response_complete()
+        if cycle.more_body and not self.transport.is_closing():
+            self._late_bytes = LATE_BYTES
+            self._unset_keepalive_if_required()
+            self.loop.call_later(LATE_S, self.transport.close)
+        if self._unparsed and self._next_turn is None:
+            self._next_turn = self.loop.call_soon(self._parse)
 
 
 class _Server(uvicorn.Server):
@@ -91,10 +252,12 @@ class Listener:
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to answer."""
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        self._looking = asyncio.create_task(self._look_for_clients())
         while not (self._server.started or self._serving.done()):
             await asyncio.sleep(0.01)
 
@@ -103,7 +266,17 @@ class Listener:
         self._server.should_exit = True
         if self._serving is not None:
             await self._serving
+        if self._looking is not None:
+            self._looking.cancel()
         self._socket.close()
+
+    async def _look_for_clients(self) -> None:
+        """A client that leaves is seen where it is read of. Of others the system is asked."""
+        while True:
+            await asyncio.sleep(LOOK_FOR_CLIENTS_EVERY_S)
+            for connection in list(self._server.server_state.connections):
+                if isinstance(connection, HttpProtocol):
+                    connection.look_for_client()
 
 
 def allow_many_connections() -> None:
@@ -115,6 +288,5 @@ def allow_many_connections() -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Answers that are broken off on purpose are none, nor are clients that ask for websockets."""
-    quiet = ("ASGI callable returned without", "Unsupported upgrade request", "No supported WebSocket library")
-    return not record.getMessage().startswith(quiet)
+    """Answers that are broken off on purpose are none."""
+    return not record.getMessage().startswith("ASGI callable returned without")

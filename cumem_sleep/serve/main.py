@@ -14,6 +14,7 @@ from .config import Config, ConfigError
 from .fleet import Fleet, LookAtVaults
 from .front import Front
 from .listener import Listener, allow_many_connections
+from .waiting import within
 
 LOOK_AT_FILE_EVERY_S = 2.0
 
@@ -95,7 +96,7 @@ class _Reloader:
         """Watch the file, until cancelled."""
         while self._path is not None:
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.wanted.wait(), LOOK_AT_FILE_EVERY_S)
+                await within(LOOK_AT_FILE_EVERY_S, self.wanted.wait())
             stamp = self._stamp()
             if self.wanted.is_set() or stamp not in (self._seen, None):
                 self.wanted.clear()

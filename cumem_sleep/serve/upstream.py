@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from .fleet import Address
+from .waiting import within
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -97,7 +98,7 @@ class Connection(asyncio.Protocol):
         """Whether all of the answer was read."""
         return self._complete and not self._pieces
 
-    def send(self, head: bytes, body: bytes | bytearray, *, more: bool) -> None:
+    def send(self, pieces: Iterable[bytes], *, more: bool) -> None:
         """Send a request's head and what is there of its body.
 
         Raises:
@@ -108,10 +109,10 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         if not self.is_open:
             raise Unreachable("the server closed the connection")
-        self._transport.writelines((head, body) if body else (head,))
+        self._transport.writelines([piece for piece in pieces if piece])
         self._sent = not more
 
-    async def write(self, data: bytes | bytearray, *, more: bool) -> None:
+    async def write(self, data: bytes, *, more: bool) -> None:
         """Send more of the body, once the server takes it."""
         assert self._transport is not None
         if not self.is_open:
@@ -179,6 +180,8 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection is there."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none, but has its methods
+        if self._closed:  # nobody waits for it any more
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Read more of the answer."""
@@ -271,13 +274,20 @@ class Connections:
             if connection.is_silent() and time.monotonic() - connection.idle_since < IDLE_S:
                 return connection
             connection.close()
+        connection = Connection()
+        is_made = False
         try:
-            return await asyncio.wait_for(_connect(server), CONNECT_WITHIN_S)
+            await within(CONNECT_WITHIN_S, _connect(server, connection))
+            is_made = True
+            return connection
         except (OSError, asyncio.TimeoutError) as error:
             # Not the error's own text, which may name the address: clients read this.
             number = getattr(error, "errno", None)
             why = os.strerror(number) if number else f"no connection within {CONNECT_WITHIN_S:g} s"
             raise Unreachable(why) from error
+        finally:
+            if not is_made:
+                connection.close()
 
     def give_back(self, server: Address, connection: Connection) -> None:
         """Keep a connection for the next request, or close it if its exchange did not end."""
@@ -299,16 +309,15 @@ class Connections:
                 del self._idle[server]
 
 
-async def _connect(server: Address) -> Connection:
+async def _connect(server: Address, connection: Connection) -> None:
     loop = asyncio.get_running_loop()
     if server.socket is not None:
-        _, connection = await loop.create_unix_connection(Connection, server.socket)
+        await loop.create_unix_connection(lambda: connection, server.socket)
     else:
         url = urlsplit(server.base_url)
         secure = url.scheme == "https"
         port = url.port or (443 if secure else 80)
-        _, connection = await loop.create_connection(Connection, url.hostname or "", port, ssl=True if secure else None)
-    return connection
+        await loop.create_connection(lambda: connection, url.hostname or "", port, ssl=True if secure else None)
 
 
 def request_head(server: Address, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -21,7 +21,7 @@ from typing import Any
 import uvicorn
 
 from cumem_sleep.asgi import Message, refusal, response
-from cumem_sleep.serve.simulated_server import Options, SimulatedServer
+from cumem_sleep.serve.simulated_server import Options, SimulatedServer, _send_all
 
 NOTICED_WITHIN_S = 3.0  # that a client has left; on a busy machine this takes its time
 
@@ -117,8 +117,12 @@ class FaultyServer(SimulatedServer):
         return [broken] if self.happens(0.05) else answer
 
     async def _run_model(self, path: str, scope: Any, body: bytes, *others: Any) -> None:
+        try:
+            user = json.loads(body).get("user", "nobody")
+        except (ValueError, RecursionError):
+            return await _send_all(others[-1], refusal(400, "this is not JSON"))
         with self.executed.open("a") as file:
-            file.write(f"{json.loads(body)['user']}\n")
+            file.write(f"{user}\n")
         if self.lost:
             self._record(f"{path}: weights are lost")
         if self.happens(0.0005):
@@ -128,7 +132,7 @@ class FaultyServer(SimulatedServer):
         await super()._run_model(path, scope, body, *others)
 
     async def _complete(self, path: str, asked: dict[str, Any], *others: Any) -> None:
-        number, begun_s = asked["user"], time.monotonic()
+        number, begun_s = str(asked.get("user")), time.monotonic()
         self.under_way.add(number)
         try:
             await super()._complete(path, asked, *others)

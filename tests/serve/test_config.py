@@ -167,6 +167,10 @@ def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str
             "the.yaml:2: front.port: '99999': expected at most 65535",
         ),
         (
+            "models: {a: {command: vllm serve x}}\nfront: {allowed_hosts: ['a:80']}",
+            "the.yaml:2: front.allowed_hosts.0: 'a:80': expected a host name or an IP address, without a port",
+        ),
+        (
             "models: {a: {command: vllm serve x}}\nmodel: 3",
             "the.yaml:2: model: '3': unknown key: did you mean models?",
         ),

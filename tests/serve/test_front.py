@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import socket
+import time
+from typing import Any
 
 import pytest
 from front_world import (
@@ -24,7 +26,8 @@ from front_world import (
     until,
 )
 
-from cumem_sleep.serve import exchange, upstream
+from cumem_sleep.asgi import Inbox
+from cumem_sleep.serve import exchange, front, upstream
 from cumem_sleep.serve.fleet import Address, ServerFailed
 
 # What passes
@@ -132,7 +135,7 @@ def test_a_body_in_chunks_and_an_answer_that_ends_with_its_connection() -> None:
         async with a_world() as world:
             server = await world.server("one", serve)
             client = await world.client()
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: front\r\nTransfer-Encoding: chunked\r\n\r\n"
             await client.send(head + chunk(b'{"model": "o'))
             await client.send(chunk(b'ne", "prompt": "'))
             await client.send(chunk(b'x"}') + chunk(b""))
@@ -256,6 +259,111 @@ def test_a_model_that_comes_too_late_in_the_body() -> None:
             early = b'{"model": "one", "prompt": "' + b"x" * (3 << 20) + b'"}'
             assert (await world.ask(post("/v1/completions", early))).code == 200
             assert [len(asked.body) for asked in server.asked] == [len(late), len(early)]
+
+    run(scenario)
+
+
+def test_of_several_models_the_last_one_counts_as_it_does_for_servers() -> None:
+    async def scenario() -> None:
+        async with a_world(aliases={"alias": "two"}) as world:
+            first, second = await world.server("one"), await world.server("two")
+            body = b'\xef\xbb\xbf{"model": "one", "a": {"model": "one"}, "mod\\u0065l": "alias"}'
+            assert (await world.ask(post("/v1/completions", body))).code == 200
+            assert first.asked == []
+            assert second.asked[0].body == body.replace(b"alias", b"two")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_awake", [True, False])
+def test_no_server_gets_all_of_a_long_body_that_names_its_model_again(is_awake: bool) -> None:
+    async def scenario() -> None:
+        async with a_world() as world:
+            server = await world.server("one")
+            if not is_awake:
+                world.fleet.held = asyncio.Event()
+            client = await world.client()
+            body = b'{"model": "one", "prompt": "' + b"x" * (4 << 20) + b'", "model": "two"}'
+            client.writer.write(post("/v1/completions", body))
+            if world.fleet.held is not None:
+                await until(lambda: world.fleet.waiting == 1)
+                world.fleet.held.set()
+            answer = await client.answer()
+            assert (answer.code, "named again" in answer.error["message"]) == (400, True)
+            await until(lambda: not world.fleet.granted)
+            assert server.asked == [], "it would be here if all of it had been read"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("unit", [b"\\", b'\\"', b"x"])
+def test_the_loop_is_free_while_the_model_of_a_long_body_is_looked_for(unit: bytes) -> None:
+    """By the time that this thread has spent between two rounds of the loop, the client's share included."""
+
+    async def scenario() -> None:
+        async with a_world(aliases={"alias": "one"}) as world:
+            await world.server("one", reads_body=False)
+            longest_s = 0.0
+
+            async def tick() -> None:
+                nonlocal longest_s
+                while True:
+                    before_s = time.thread_time()
+                    await asyncio.sleep(0)
+                    longest_s = max(longest_s, time.thread_time() - before_s)
+
+            client = await world.client()
+            size = 32 << 20
+            client.writer.write(
+                post("/v1/completions", b'{"prompt": "' + unit * (size // len(unit)) + b'", "model": "alias"}')
+            )
+            ticking = asyncio.create_task(tick())
+            assert (await client.answer()).code == 200
+            ticking.cancel()
+            assert longest_s < 0.1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_awake", [True, False])
+def test_a_body_that_comes_byte_by_byte_takes_no_more_memory_than_others(
+    is_awake: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece and message by itself would take a hundred times as much as it is counted for."""
+    monkeypatch.setattr(exchange, "SETTLED_BYTES", 1 << 20 if is_awake else 20)
+    inboxes: list[Inbox] = []
+    pieces = 0
+
+    def renamed(body: tuple[bytes, ...], span: tuple[int, int], by: bytes) -> tuple[bytes, ...]:
+        nonlocal pieces
+        pieces = len(body) + len(inboxes[0]._early)
+        return rename(body, span, by)
+
+    def inbox(*arguments: Any) -> Inbox:
+        inboxes.append(Inbox(*arguments))
+        return inboxes[-1]
+
+    rename = exchange.renamed
+    monkeypatch.setattr(exchange, "renamed", renamed)
+    monkeypatch.setattr(front, "Inbox", inbox)
+
+    async def scenario() -> None:
+        async with a_world("one", aliases={"alias": "one"}) as world:
+            server = await world.server("one")
+            world.fleet.held = asyncio.Event()
+            body = b'{"model": "alias", "prompt": "' + b"x" * 1000 + b'"}'
+            client = await world.client()
+            head, _, _ = post("/v1/completions", body).partition(b"\r\n\r\n")
+            await client.send(head + b"\r\n\r\n")
+            for at in range(len(body)):
+                await client.send(body[at : at + 1])
+                for _ in range(5):
+                    await asyncio.sleep(0)
+            await until(lambda: world.fleet.waiting == 1 and inboxes[0].complete)
+            world.fleet.held.set()
+            assert (await client.answer()).code == 200
+            assert server.asked[0].body == body.replace(b"alias", b"one")
+            assert 0 < pieces < 5
 
     run(scenario)
 
@@ -470,6 +578,53 @@ def test_a_client_that_goes_away_ends_its_request(when: str) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("how", ["closes", "aborts", "half-closes", "asked for more", "sent noise"])
+def test_clients_that_leave_at_once_end_their_requests(how: str) -> None:
+    """Also while the connection to the server is being made: a cancellation that comes then must not be lost."""
+
+    async def scenario() -> None:
+        async with a_world("one") as world:
+
+            async def serve(asked: Asked) -> None:
+                await asked.gone()
+
+            server = await world.server("one", serve)
+            for _ in range(20):
+                client = await world.client()
+                more = {"asked for more": ask() * 2, "sent noise": b"\x00" * 100_000}.get(how, b"")
+                client.writer.write(ask(stream=True) + more)
+                if how == "half-closes":
+                    client.writer.write_eof()
+                elif how == "closes":
+                    client.writer.close()
+                else:
+                    await until(lambda: len(world.fleet.granted) > 0)
+                    client.close()
+                await until(lambda: not world.fleet.granted)
+            await until(lambda: all(asked.writer.is_closing() for asked in server.asked))
+            assert world.fleet.failures == []
+
+    run(scenario)
+
+
+def test_a_client_that_leaves_behind_more_than_is_read_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing is read of it, its end is behind what it has sent. The system knows of it."""
+    monkeypatch.setattr("cumem_sleep.asgi.READ_AHEAD_BYTES", 1 << 20)
+    monkeypatch.setattr(exchange, "SETTLED_BYTES", 1 << 16)
+
+    async def scenario() -> None:
+        async with a_world("one") as world:
+            world.fleet.held = asyncio.Event()
+            client = await world.client()
+            body = b'{"model": "one", "prompt": "' + b"x" * (3 << 19) + b'"}'
+            await client.send(post("/v1/completions", body))
+            await until(lambda: world.fleet.waiting == 1)
+            client.writer.close()
+            await until(lambda: world.fleet.waiting == 0)
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("when", ["asked", "streamed", "stuck"])
 def test_a_lease_that_is_revoked_ends_the_request_at_both_ends(when: str) -> None:
     async def scenario() -> None:
@@ -524,6 +679,23 @@ def test_requests_that_wait_do_not_fill_memory() -> None:
             world.fleet.held.set()
             assert (await small.answer()).code == 200
             assert len(server.asked) == 1
+
+    run(scenario)
+
+
+def test_of_many_long_bodies_as_many_are_held_as_may_be() -> None:
+    async def scenario() -> None:
+        async with a_world(max_held_bytes=20 << 20) as world:
+            server = await world.server("one")
+            world.fleet.held = asyncio.Event()
+            body = b'{"model": "one", "prompt": "' + b"x" * (3 << 20) + b'"}'
+            asking = [asyncio.create_task(world.ask(post("/v1/completions", body))) for _ in range(12)]
+            await until(lambda: sum(task.done() for task in asking) >= 6)
+            await until(lambda: world.front._ways.held.nbytes == 6 * len(body))
+            world.fleet.held.set()
+            codes = sorted(answer.code for answer in await asyncio.gather(*asking))
+            assert codes == [200] * 6 + [503] * 6
+            assert len(server.asked) == 6
 
     run(scenario)
 

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumem_sleep.asgi import not_canonical
-from cumem_sleep.serve.access import place_of
+from cumem_sleep.serve import hosts
+from cumem_sleep.serve.access import Access, place_of
+from cumem_sleep.serve.config import Front
 from cumem_sleep.serve.fleet import ServerFailed
 
 TOKEN, KEY = "operator's-token", "client's-key"
@@ -90,7 +92,12 @@ def test_what_servers_have_beside_the_models_cannot_be_reached(path: str) -> Non
                 target = odd.format(path.lstrip("/") if odd != "{0}" else path)
                 for method in ("POST", "GET"):
                     body = b'{"model": "one"}' if method == "POST" else b""
-                    lines = [f"{method} {target} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", bearer(TOKEN)]
+                    lines = [
+                        f"{method} {target} HTTP/1.1",
+                        "Host: front",
+                        f"Content-Length: {len(body)}",
+                        bearer(TOKEN),
+                    ]
                     status = await raw(world, "\r\n".join((*lines, "Connection: close", "", "")).encode() + body)
                     assert status.split()[1] in (b"200", b"400", b"404", b"405"), (target, status)
             lines = {asked.line for asked in server.asked}
@@ -237,11 +244,147 @@ def test_a_page_of_somebody_else_cannot_make_a_browser_wake_models(lines: tuple[
     run(scenario)
 
 
+ELSEWHERE = [
+    ("Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: no-cors", "Sec-Fetch-Dest: image"),
+    ("Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate", "Sec-Fetch-Dest: document"),
+    ("Sec-Fetch-Site: Same-Site",),
+    ("Origin: http://elsewhere",),
+    ("Referer: http://elsewhere/page", "User-Agent: Mozilla/5.0"),
+    ("Referer: http://frontier/", "User-Agent: Mozilla/5.0"),
+]
+FROM_HERE = [
+    (),
+    ("Sec-Fetch-Site: same-origin",),
+    ("Sec-Fetch-Site: none",),
+    ("Referer: http://front/", "User-Agent: Mozilla/5.0"),
+    ("Referer: https://a.program/", "User-Agent: python-requests/2"),
+]
+
+
+@pytest.mark.parametrize("lines", [*ELSEWHERE, *FROM_HERE])
+def test_an_image_on_a_page_of_somebody_else_wakes_nothing(lines: tuple[str, ...]) -> None:
+    async def scenario() -> None:
+        async with a_world("one") as world:
+            server = await world.server("one")
+            code = 403 if lines in ELSEWHERE else 200
+            for path in ("/models/one/v1/responses/x", "/v1/responses/x", "/status", "/v1/models"):
+                assert (await world.ask(get(path, *lines))).code == code, path
+            assert len(server.asked) == 2 * (code == 200)
+            assert (await world.ask(get("/", *lines))).code == 200, "a link may lead to the page"
+            assert (await world.ask(get("/health", *lines))).code == 200
+
+    run(scenario)
+
+
+LOOPBACK = ["localhost", "LocalHost:8000", "localhost.", "a.localhost:1", "127.0.0.1:80", "127.9.9.9", "[::1]:8000"]
+LOOPBACK += ["[0:0:0:0:0:0:0:1]", "[::ffff:127.0.0.1]", "127.0.0.1.", "localhost:"]
+OTHERS = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "evillocalhost"]
+OTHERS += ["169.254.169.254", "10.0.0.1:8000", "[::2]:8000", "0.0.0.0", "127.1", "2130706433", "0x7f.0.0.1"]
+WRONG = [
+    "",
+    "localhost@evil.example",
+    "a b",
+    "[::1",
+    "::1",
+    "[localhost]",
+    "localhost..",
+    "localhost:x",
+    "[::1]x",
+    "é",
+    ",",
+]
+
+
+async def code_of(world: World, *hosts: str, target: str = "/v1/models", version: str = "1.1", more: str = "") -> int:
+    lines = [f"GET {target} HTTP/{version}", *(f"Host: {host}" for host in hosts), *([more] if more else [])]
+    return int((await raw(world, "\r\n".join((*lines, "", "")).encode("latin-1"))).split()[1])
+
+
+def test_only_known_hosts_may_be_asked() -> None:
+    """A page of another origin that gave its own name this address is not told from the front's own otherwise."""
+
+    async def scenario() -> None:
+        async with a_world("one", allowed_hosts=[]) as world:
+            server = await world.server("one")
+            assert [host for host in LOOPBACK if await code_of(world, host) != 200] == []
+            assert [host for host in OTHERS if await code_of(world, host) != 403] == []
+            assert [host for host in WRONG if await code_of(world, host) != 400] == []
+            assert await code_of(world) == 400, "HTTP/1.1 wants one"
+            assert await code_of(world, version="1.0") == 200
+            assert await code_of(world, "evil.example", version="1.0") == 403
+            for two in (("localhost", "evil.example"), ("evil.example", "localhost"), ("localhost", "localhost")):
+                assert await code_of(world, *two) == 400
+            for path in ("/", "/health", "/nothing"):
+                assert await code_of(world, "evil.example", target=path) == 403
+            answer = await world.ask(ask().replace(b"Host: front", b"Host: evil.example"))
+            assert (answer.code, "allowed_hosts" in answer.error["message"]) == (403, True)
+            assert server.asked == []
+
+    run(scenario)
+
+
+def test_the_host_of_an_absolute_target_counts() -> None:
+    async def scenario() -> None:
+        async with a_world("one", allowed_hosts=[]) as world:
+            for version in ("1.0", "1.1"):
+                for host in ("localhost", "evil.example"):
+                    evil = "http://evil.example/v1/models"
+                    assert await code_of(world, host, target=evil, version=version) == 403
+                    good = "HTTP://LOCALHOST:8000/v1/models"
+                    assert await code_of(world, host, target=good, version=version) == 200
+            assert await code_of(world, target="http://localhost@evil.example/v1/models") in (400, 403)
+            assert await code_of(world, target="http://evil.example@localhost/v1/models") == 400
+            assert await code_of(world, "localhost", "localhost", target="http://evil.example/v1/models") == 403
+
+    run(scenario)
+
+
+def test_with_keys_any_host_may_be_asked_unless_some_are_set() -> None:
+    """Nobody gets anything without a key, and a page of somebody else has none."""
+
+    async def scenario() -> None:
+        for allowed, code in (([], 200), (["front.example"], 403)):
+            async with a_world("one", allowed_hosts=allowed, api_keys=[KEY]) as world:
+                assert await code_of(world, "any.example", more=bearer(KEY)) == code
+                assert await code_of(world, "front.example", more=bearer(KEY)) == 200
+                assert await code_of(world, "FRONT.example.:80", more=bearer(KEY)) == 200
+                assert await code_of(world, "localhost", more=bearer(KEY)) == 200
+                assert await code_of(world, "any.example") in (401, 403)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("allowed", ["*", "front.example", "10.1.2.3", "::2", "[0::2]"])
+def test_hosts_can_be_allowed(allowed: str) -> None:
+    host = {"*": "any", "::2": "[0:0::2]:8000", "[0::2]": "[::2]"}.get(allowed, allowed)
+
+    async def scenario() -> None:
+        async with a_world("one", allowed_hosts=[hosts.parse_allowed(allowed)], host="0.0.0.0") as world:
+            assert await code_of(world, host) == 200
+            assert await code_of(world, "0.0.0.0:8000") == 200, "where it listens"
+            assert await code_of(world, "other.example") == (200 if allowed == "*" else 403)
+
+    run(scenario)
+
+
+def test_the_address_that_a_client_reached_is_a_host() -> None:
+    """As where it listens at all addresses."""
+    access = Access(Front.model_construct(host="0.0.0.0"))
+    for server, host, code in (
+        ("10.0.0.7", "10.0.0.7:8000", 0),
+        ("10.0.0.7", "10.0.0.8", 403),
+        ("fe80::7", "[fe80::7]", 0),
+    ):
+        scope = {"headers": [(b"host", host.encode())], "http_version": "1.1", "server": (server, 8000)}
+        fault = access.host_fault(scope)
+        assert (fault[0] if fault else 0) == code
+
+
 def test_first_lines_without_end_are_cut_off() -> None:
     async def scenario() -> None:
         async with a_world("one") as world:
             client = await world.client()
-            await client.send(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+            await client.send(b"GET /health HTTP/1.1\r\nHost: front\r\n")
             client.writer.write(b"X-Long: " + b"x" * (1 << 20))
             assert (await client.reader.readline()).split()[1] == b"400"
 
@@ -265,7 +408,7 @@ WIRE = (
     b"/v1/completions",
     b"/admin/stop",
     b" HTTP/1.1\r\n",
-    b"Host: x\r\n",
+    b"Host: front\r\n",
     b"\r\n",
     b"\xff",
     b"{}",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 import subprocess
 import sys
 import textwrap
 
 import pytest
-from front_world import a_world, ask, get, run, until
+from front_world import STREAM, Asked, a_world, ask, chunk, get, post, run, until
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from cumem_sleep.serve import listener
 from cumem_sleep.serve.listener import Listener
 
 
@@ -54,12 +56,189 @@ def test_fields_after_a_chunked_body_are_dropped(monkeypatch: pytest.MonkeyPatch
     async def scenario() -> None:
         async with a_world("one", "two") as world:
             client = await world.client()
-            await client.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            await client.send(b"POST /v1/completions HTTP/1.1\r\nHost: front\r\nTransfer-Encoding: chunked\r\n\r\n")
             await client.send(b"2\r\n{}\r\n0\r\nx-late: 1\r\nx-later: 1\r\n\r\n")
             assert (await client.answer()).code == 400, "it names no model"
 
     run(scenario)
     assert kept == [b"Host", b"Transfer-Encoding"]
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: front\r\nTransfer-Encoding: chunked\r\n\r\n"
+WITHOUT_END = {
+    "headers": (b"GET /health HTTP/1.1\r\nHost: front\r\n", b"x-more: 1\r\n"),
+    "a header": (b"GET /health HTTP/1.1\r\nHost: front\r\nX: ", b"x"),
+    "a header's name": (b"GET /health HTTP/1.1\r\nHost: front\r\n", b"x"),
+    "a target": (b"GET /", b"x"),
+    "empty lines": (b"", b"\r\n"),
+    "fields after a body": (POST + b"2\r\n{}\r\n0\r\n", b"x-late: 1\r\n"),
+    "a field after a body": (POST + b"2\r\n{}\r\n0\r\nX: ", b"x"),
+    "a chunk's extension": (POST + b"2;x=", b"x"),
+    "a chunk's size": (POST, b"0"),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_END)
+def test_what_has_no_end_is_cut_off_before_and_after_a_refusal(kind: str) -> None:
+    """Whoever sends it needs no key."""
+    begin, unit = WITHOUT_END[kind]
+
+    async def scenario() -> None:
+        async with a_world("one", api_keys=["key"]) as world:
+            client = await world.client()
+            await client.send(begin)
+            client.writer.write(unit * ((4 << 20) // len(unit)))
+            with contextlib.suppress(ConnectionError):  # it sent more than was read
+                await asyncio.wait_for(client.reader.read(), 4.0)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("nbytes", [60_000, 70_000, 200_000])
+def test_first_lines_are_bounded_however_many_come_at_once(nbytes: int) -> None:
+    async def scenario() -> None:
+        async with a_world("one") as world:
+            answer = await world.ask(get("/health", "X: " + "x" * nbytes))
+            assert answer.code == (200 if nbytes < 1 << 16 else 400)
+            assert (await world.ask(get("/health", *(f"X-{number}: 1" for number in range(200))))).code == 200
+            assert (await world.ask(get("/health", *(f"X-{number}: 1" for number in range(300))))).code == 400
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_after_a_refusal_little_more_is_read(is_chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cumem_sleep.asgi.DRAIN_BYTES", 1 << 20)
+    monkeypatch.setattr(listener, "LATE_BYTES", 1 << 20)
+
+    async def scenario() -> None:
+        async with a_world("one", api_keys=["key"]) as world:
+            client = await world.client()
+            piece = bytes(1 << 20)
+            if is_chunked:
+                await client.send(POST)
+                piece = b"%x\r\n%b\r\n" % (len(piece), piece)
+            else:
+                await client.send(POST.replace(b"Transfer-Encoding: chunked", b"Content-Length: 9999999999"))
+            assert (await client.head()).code == 401
+            sent = 0
+            with contextlib.suppress(ConnectionError):
+                while sent < 256:
+                    await client.send(piece)
+                    sent += 1
+            assert sent < 64, "what the system holds aside"
+
+    run(scenario)
+
+
+def test_a_client_that_sends_all_of_its_body_first_hears_the_refusal() -> None:
+    async def scenario() -> None:
+        async with a_world("one", api_keys=["key"]) as world:
+            for lines in ((), ("Connection: close",)):
+                answer = await world.ask(post("/v1/completions", bytes(8 << 20), *lines))
+                assert answer.code == 401
+
+    run(scenario)
+
+
+def test_an_answer_that_comes_before_the_body_has_come_is_heard() -> None:
+    """A server may refuse before it has read all of it."""
+
+    async def scenario() -> None:
+        async with a_world("one") as world:
+
+            async def refuse(asked: Asked) -> None:
+                await asked.send(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\n{}")
+                await asked.gone()
+
+            await world.server("one", refuse, reads_body=False)
+            client = await world.client()
+            body = b'{"model": "one", "prompt": "' + b"x" * (24 << 20) + b'"}'
+            client.writer.write(post("/v1/completions", body))
+            answer = await client.answer()
+            assert (answer.code, answer.body) == (413, b"{}")
+            with contextlib.suppress(ConnectionError):
+                assert await client.reader.read() == b"", "its connection is not used again"
+
+    run(scenario)
+
+
+def test_requests_that_come_before_the_answer_wait_unparsed_and_are_answered_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count = 5000
+    parsed = 0
+    complete = HttpToolsProtocol.on_headers_complete
+
+    def on_headers_complete(self: HttpToolsProtocol) -> None:
+        nonlocal parsed
+        parsed += 1
+        complete(self)
+
+    monkeypatch.setattr(HttpToolsProtocol, "on_headers_complete", on_headers_complete)
+
+    async def scenario() -> None:
+        async with a_world("one") as world:
+            await world.server("one")
+            world.fleet.held = asyncio.Event()
+            client = await world.client()
+            client.writer.write(ask() + get("/version") * count + ask())
+            await until(lambda: world.fleet.waiting == 1)
+            await asyncio.sleep(0.1)
+            assert parsed < 200
+            world.fleet.held.set()
+            answers = [await client.answer() for _ in range(count + 2)]
+            assert {answer.code for answer in answers} == {200}
+            assert answers[0].body == answers[-1].body == b"{}"
+            assert all("version" in answer.json for answer in answers[1:-1])
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "noise", [b"no HTTP\r\n\r\n", b"GET /" + b"x" * 100_000, b"GET / HTTP/1.1\r\nHost : x\r\n\r\n"]
+)
+def test_noise_after_a_request_does_not_touch_its_answer(noise: bytes) -> None:
+    async def scenario() -> None:
+        async with a_world("one") as world:
+            turn = asyncio.Event()
+
+            async def serve(asked: Asked) -> None:
+                await asked.send(STREAM + chunk(b"data: 1\n\n"))
+                await turn.wait()
+                await asked.send(chunk(b"data: 2\n\n") + chunk(b""))
+
+            await world.server("one", serve)
+            client = await world.client()
+            await client.send(ask(stream=True))
+            await client.head()
+            assert await client.chunk() == b"data: 1\n\n"
+            await client.send(noise)
+            await asyncio.sleep(0.1)
+            turn.set()
+            assert await client.chunk() == b"data: 2\n\n"
+            assert await client.chunk() == b""
+            assert await client.reader.read() == b""
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket", "anything"])
+def test_a_request_that_would_rather_speak_something_else_is_answered_all_the_same(protocol: str) -> None:
+    async def scenario() -> None:
+        async with a_world("one") as world:
+            server = await world.server("one")
+            client = await world.client()
+            body = b'{"model": "one"}'
+            lines = ("Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AAMAAABkAAQAAP__")
+            in_chunks = POST[:-2] + "\r\n".join((*lines, "", "")).encode() + chunk(body) + chunk(b"")
+            for request in (post("/v1/completions", body, *lines), in_chunks, get("/health", *lines), ask()):
+                await client.send(request)
+                assert (await client.answer()).code == 200
+            assert [asked.body for asked in server.asked[:2]] == [body, body]
+            assert server.asked[0].header("upgrade") is None
+
+    run(scenario)
 
 
 def test_it_ends_with_requests_that_run_and_pages_that_watch() -> None:

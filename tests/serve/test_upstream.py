@@ -59,7 +59,7 @@ def test_a_request_on_a_connection_that_the_server_has_just_closed(reused: bool)
         end(connection, transport)
         assert not connection.is_open
         with pytest.raises(Unreachable):
-            connection.send(b"head", b"body", more=True)
+            connection.send((b"head", b"body"), more=True)
         assert transport.written == b""
         assert not connection.may_be_reused()
 
@@ -81,7 +81,7 @@ def test_the_end_of_an_idle_connection_is_noticed_before_the_loop_tells_of_it(
             connections = Connections()
             connection = await connections.take(server)
             its_end, _ = listening.accept()
-            connection.send(b"head", b"", more=False)
+            connection.send((b"head", b""), more=False)
             its_end.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
             await connection.head()
             assert await connection.read() == b"ok"
@@ -101,7 +101,7 @@ def test_the_end_of_an_idle_connection_is_noticed_before_the_loop_tells_of_it(
 def test_a_connection_that_is_closed_in_the_middle_of_a_body() -> None:
     async def scenario() -> None:
         connection, transport = connected()
-        connection.send(b"head", b"body", more=True)
+        connection.send((b"head", b"body"), more=True)
         reading = asyncio.create_task(connection.head())
         await asyncio.sleep(0)
         end(connection, transport)
@@ -117,7 +117,7 @@ def test_a_connection_that_is_closed_in_the_middle_of_a_body() -> None:
 def test_an_answer_before_the_end_of_the_request_is_whole_and_its_connection_not_used_again() -> None:
     async def scenario() -> None:
         connection, _ = connected()
-        connection.send(b"head", b"body", more=True)
+        connection.send((b"head", b"body"), more=True)
         connection.data_received(b"HTTP/1.1 413 No\r\ncontent-length: 2\r\n\r\nno")
         await connection.head()
         assert (connection.status, await connection.read(), connection.is_read) == (413, b"no", True)
@@ -129,7 +129,7 @@ def test_an_answer_before_the_end_of_the_request_is_whole_and_its_connection_not
 def test_what_comes_unasked_ends_a_connection() -> None:
     async def scenario() -> None:
         connection, transport = connected()
-        connection.send(b"head", b"", more=False)
+        connection.send((b"head", b""), more=False)
         connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
         assert connection.may_be_reused()
         connection.data_received(b"HTTP/1.1 200 OK\r\n\r\n")
@@ -142,7 +142,7 @@ def test_what_comes_unasked_ends_a_connection() -> None:
 def test_of_two_answers_to_one_request_one_counts() -> None:
     async def scenario() -> None:
         connection, _ = connected()
-        connection.send(b"head", b"", more=False)
+        connection.send((b"head", b""), more=False)
         answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
         connection.data_received(answer + answer)
         await connection.head()
