@@ -102,16 +102,23 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     try:
         from ..serve import config as files
         from ..serve import demo, main
+        from ..serve.lock import Lock, Taken
     except ImportError as error:
         raise _not_installed(error) from None
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("cumem_sleep.serve").setLevel(logging.INFO)
     with ExitStack() as ends:
+        lock = None
         if options.demo:
             folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="cumem-sleep-demo-")))
             config = _with_options(demo.config(folder), options)
         else:
             config = _with_options(read(options.config), options)
+            try:
+                lock = Lock(options.config)
+            except Taken as error:
+                raise InvalidArgument(str(error)) from None
+            ends.callback(lock.close)
 
         def started(port: int) -> None:
             models = f"{counted(len(config.models), 'model')}: {', '.join(config.models)}"
@@ -123,7 +130,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         def load(path: Path) -> Config:
             return _with_options(files.load(path), options)
 
-        _run(main.serve(config, options.config, load, say, started, look_at_vaults, options.demo))
+        _run(main.serve(config, options.config, load, say, started, look_at_vaults, options.demo, lock))
 
 
 def look_at_vaults(sockets: Collection[str]) -> VaultStatus | None:
