@@ -24,7 +24,7 @@ from functools import partial
 from typing import NoReturn
 
 TERM_WITHIN_S = 30.0  # what a server that is told to end has, before it is killed
-WITHOUT_FRONT_WITHIN_S = 5.0  # and where the front was killed: nobody has a request there any more
+WITHOUT_PARENT_WITHIN_S = 5.0  # and where the front was killed: nobody has a request there any more
 ORPHANS_WITHIN_S = 2.0  # and what a server leaves behind, after it has ended
 POLL_S = 0.05
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -45,21 +45,21 @@ def main(arguments: Sequence[str]) -> NoReturn:
             os.set_inheritable(int(inherited), int(inherited) <= 2)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-    inner = _fork(partial(_over_server, command, mask, folder))
+    inner = _fork(partial(_over_server, os.getpid(), command, mask, folder))
     os.dup2(2, 1)
-    status = _supervise(inner, lambda: (TERM_WITHIN_S if os.getppid() == front else 0.0) + WITHOUT_FRONT_WITHIN_S)
+    status = _supervise(inner, front, TERM_WITHIN_S + ORPHANS_WITHIN_S)
     shutil.rmtree(folder, ignore_errors=True)
     if folder_of_front and os.getppid() != front:
         shutil.rmtree(folder_of_front, ignore_errors=True)
     _end_as(status)
 
 
-def _over_server(command: list[str], mask: Collection[int], folder: str) -> NoReturn:
+def _over_server(parent: int, command: list[str], mask: Collection[int], folder: str) -> NoReturn:
     server = _fork(partial(_become, command, mask))
     with suppress(OSError):  # the front is gone
         os.write(1, b"%d\n" % server)
     os.dup2(2, 1)
-    status = _supervise(server, lambda: TERM_WITHIN_S)
+    status = _supervise(server, parent, TERM_WITHIN_S)
     shutil.rmtree(folder, ignore_errors=True)
     _end_as(status)
 
@@ -77,14 +77,14 @@ def _become(command: list[str], mask: Collection[int]) -> NoReturn:
         os._exit(1)
 
 
-def _supervise(child: int, within_s: Callable[[], float]) -> int:
+def _supervise(child: int, parent: int, within_s: float) -> int:
     """Wait for a child and then for all below this process; returns the child's wait status when nothing is left.
 
     Args:
-        within_s: what they have to end, when this process is told to end them.
+        within_s: what they have to end, when this process is told to end them; less if the parent is gone.
     """
     status: int | None = None
-    ends_at = math.inf
+    ends_at, is_alone = math.inf, False
     told: set[int] = set()
     not_ours: set[int] = set()
     while True:
@@ -92,9 +92,11 @@ def _supervise(child: int, within_s: Callable[[], float]) -> int:
         came = signal.sigtimedwait(_AWAITED, POLL_S) if ends else signal.sigwaitinfo(_AWAITED)
         now = time.monotonic()
         if came is not None and came.si_signo != signal.SIGCHLD and not told:
-            ends_at = min(ends_at, now + within_s())
+            ends_at = min(ends_at, now + within_s)
             told.add(child)
             _signal(child, signal.SIGTERM, not_ours)
+        if ends and not is_alone and os.getppid() != parent:  # later than its signal, if it has more threads
+            is_alone, ends_at = True, min(ends_at, now + WITHOUT_PARENT_WITHIN_S)
         if status is None and (status := _reap().get(child)) is not None:
             # A shell that died of the signal has not passed it on: what it ran has the time that it had.
             is_shell = child in told and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
@@ -103,7 +105,7 @@ def _supervise(child: int, within_s: Callable[[], float]) -> int:
             _reap()
             if not (left := _below().keys() - not_ours):
                 return status
-            for pid in {each for each, parent in _below().items() if parent == os.getpid()} & left - told:
+            for pid in {each for each, above in _below().items() if above == os.getpid()} & left - told:
                 told.add(pid)
                 _signal(pid, signal.SIGTERM, not_ours)
         if now >= ends_at:

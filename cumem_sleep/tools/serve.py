@@ -43,7 +43,7 @@ change of the file, reloads what can be. It ends with SIGTERM or Ctrl-C, and its
 EPILOG = """\
 examples:
   cumem-sleep serve --demo                 try it: simulated models, no GPU
-  cumem-sleep serve models.yaml --check    is the file valid? (exit code 0 or 2)
+  cumem-sleep serve models.yaml --check    is the file valid, and will it work here? (exit code 0 or 2)
   cumem-sleep serve models.yaml
   cumem-sleep serve models.yaml --host 0.0.0.0 --port 8080"""
 
@@ -68,7 +68,7 @@ def add_commands(
     text = "several models behind one OpenAI-compatible port"
     command = new(commands.add_parser, "serve", help=text, description=DESCRIPTION, epilog=EPILOG)
     command.add_argument("config", nargs="?", type=path, metavar="models.yaml", help="which models there are")
-    command.add_argument("--check", action="store_true", help="only check the file, and show what it says")
+    command.add_argument("--check", action="store_true", help="only check the file, and whether it will work here")
     command.add_argument("--demo", action="store_true", help="serve simulated models, without a GPU and without a file")
     command.add_argument("--host", metavar="HOST", help="listen here (default: the file's, or 127.0.0.1)")
     command.add_argument("--port", type=_port, metavar="N", help="listen here (default: the file's, or 8000)")
@@ -173,22 +173,25 @@ def _not_installed(error: ImportError) -> InvalidArgument:
     )
 
 
-def check(options: argparse.Namespace) -> Table:
-    """What a file says, model by model.
+def check(options: argparse.Namespace) -> tuple[Table, list[str]]:
+    """What a file says, model by model, and what will not work here.
 
     Raises:
         InvalidArgument: it is wrong, or packages are missing.
     """
     if options.config is None:
         raise InvalidArgument("--check needs a file, as in `cumem-sleep serve models.yaml --check`")
-    config = read(options.config)
+    config = _with_options(read(options.config), options)
+    from ..serve.check import problems
+    from ..serve.masking import masked
+
     table = _table("model", "GPUs", "share", "idle", "keep", "aliases", "server")
     for name, model in config.models.items():
         idle = ", ".join(f"{_depth(depth)} after {after_s:g} s" for after_s, depth in model.idle) or "never"
         gpus = ", ".join(str(gpu) for gpu in model.gpus)
-        server = model.url or " ".join(model.command or ())
+        server = model.url or masked(" ".join(model.command or ()))
         table.add_row(name, gpus, f"{model.share:g}", idle, f"{model.keep:g} s", ", ".join(model.aliases), server)
-    return table
+    return table, [f"{options.config}: {problem}" for problem in problems(config)]
 
 
 def _with_options(config: Config, options: argparse.Namespace) -> Config:
