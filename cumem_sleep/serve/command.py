@@ -103,6 +103,7 @@ def _is_complete(words: Sequence[str]) -> bool:
 
 
 def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
