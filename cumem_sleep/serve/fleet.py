@@ -24,6 +24,7 @@ from typing import Any
 from . import actions, events, hardware, servers
 from .address import Address
 from .config import Config
+from .lock import Lock
 from .model import Model
 from .policy import STOP, Spec
 from .scheduler import Scheduler
@@ -118,9 +119,9 @@ class Fleet:
         *,
         simulated: bool = False,
         look_at_vaults: LookAtVaults = lambda _sockets: None,
-        kept_open: tuple[int, ...] = (),
+        lock: Lock | None = None,
     ) -> None:
-        """`kept_open`: files that stay open until the last server has ended, even if this process is killed."""
+        """`lock`: is held until the last server has ended, even if this process is killed."""
         self.config = config
         self.counters = Counters()
         self.simulated = simulated
@@ -130,9 +131,7 @@ class Fleet:
         self._found_host_bytes = 0
         self._names = config.names()
         self._scheduler = Scheduler((), 0)
-        self._units = Units(
-            config, self._scheduler.models, self.counters, self._handle, simulated=simulated, kept_open=kept_open
-        )
+        self._units = Units(config, self._scheduler.models, self.counters, self._handle, simulated=simulated, lock=lock)
         self._requests = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
         self._leases: dict[int, Lease] = {}

@@ -23,6 +23,7 @@ class Lock:
     """Held from its making to `close`.
 
     Attributes:
+        path: of its file; None where models.yaml itself is locked.
         descriptor: of the locked file.
     """
 
@@ -34,44 +35,44 @@ class Lock:
             OSError: the file cannot be opened.
         """
         models = models.resolve()
-        self._beside: Path | None = models.with_name(f".{models.name}.lock")
+        self.path: Path | None = models.with_name(f".{models.name}.lock")
         ends_at = time.monotonic() + WITHIN_S
         while (found := self._try(models)) is None or isinstance(found, str):
             if found is not None and (_lives(found) or time.monotonic() > ends_at):
                 raise Taken(f"another `cumem-sleep serve` (pid {found or 'unknown'}) serves {models}: end it first")
             time.sleep(_POLL_S)
         self.descriptor = found
-        if self._beside is not None:
+        if self.path is not None:
             os.ftruncate(found, 0)
             os.pwrite(found, f"{os.getpid()}\n".encode(), 0)
 
     def close(self) -> None:
         """Give it up."""
-        if self._beside is not None:
-            self._beside.unlink(missing_ok=True)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
         os.close(self.descriptor)
 
     def _try(self, models: Path) -> int | str | None:
         """The locked descriptor, or the pid in the file that another front has locked; None to try again."""
         flags = os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            if self._beside is None:
+            if self.path is None:
                 descriptor = os.open(models, os.O_RDONLY | flags)
             else:
-                descriptor = os.open(self._beside, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags, 0o600)
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags, 0o600)
         except OSError:
-            if self._beside is None:
+            if self.path is None:
                 raise
-            self._beside = None  # nothing can be written there
+            self.path = None  # nothing can be written there
             return None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self._beside is None or os.path.samestat(os.fstat(descriptor), os.stat(self._beside)):
+            if self.path is None or os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
                 return descriptor
         except FileNotFoundError:
             pass
         except OSError:
-            pid = os.pread(descriptor, 20, 0).decode(errors="replace").strip() if self._beside is not None else ""
+            pid = os.pread(descriptor, 20, 0).decode(errors="replace").strip() if self.path is not None else ""
             os.close(descriptor)
             return pid
         os.close(descriptor)  # its owner has just removed it

@@ -48,8 +48,7 @@ async def serve(
         OSError: the port cannot be had, or nothing can be written to the folder of the logs.
     """
     allow_many_connections()
-    kept_open = () if lock is None else (lock.descriptor,)
-    fleet = Fleet(config, simulated=simulated, look_at_vaults=look_at_vaults, kept_open=kept_open)
+    fleet = Fleet(config, simulated=simulated, look_at_vaults=look_at_vaults, lock=lock)
     front = Front(fleet)
     listener = Listener(front, config.front.host, config.front.port)
     ended = asyncio.Event()

@@ -30,6 +30,7 @@ from .address import Address, from_url
 from .command import is_vllm, listening_host, uses_socket, values
 from .config import Model
 from .engine import Engine
+from .lock import Lock
 from .masking import holds_any, masked
 
 logger = logging.getLogger("cumem_sleep.serve")
@@ -61,13 +62,13 @@ class Surroundings:
 
     Attributes:
         secrets: of the front and of all its models; new ones may be added.
-        folder: of the front, to be removed if it is killed; None if there is none.
-        kept_open: files that are open as long as a supervisor lives: the front's lock is theirs, too.
+        leaves: what the front leaves if it is killed, to be removed then: its lock, or its folder; None for nothing.
+        lock: that supervisors keep until they end; None without one.
     """
 
     secrets: set[str] = field(default_factory=set)
-    folder: Path | None = None
-    kept_open: tuple[int, ...] = ()
+    leaves: Path | None = None
+    lock: Lock | None = None
 
 
 class Server:
@@ -108,7 +109,7 @@ class Server:
             command = command_line(self.name, self.model, address)
             log.write(f"\n==> {self._masked(shlex.join(command))}\n".encode())
             log.flush()
-            folders = (str(self._folder), str(self._around.folder or ""))
+            folders = (str(self._folder), str(self._around.leaves or ""))
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-S", str(_SUPERVISOR), str(os.getpid()), *folders, *command),
@@ -117,7 +118,7 @@ class Server:
                     stderr=log,
                     env=variables,
                     start_new_session=True,
-                    pass_fds=self._around.kept_open,
+                    pass_fds=() if self._around.lock is None else (self._around.lock.descriptor,),
                 )
             except BaseException:
                 self._remove_folder()
@@ -160,6 +161,8 @@ class Server:
                 self._folder.mkdir(mode=0o700)  # it has the same address each time
             except FileExistsError:  # whoever has made it may have it
                 self._folder = Path(tempfile.mkdtemp(prefix="cumem-sleep-", dir=self._folder.parent))
+            except OSError as error:
+                raise StartFailed("no folder for its socket can be made", str(error)) from None
             return from_url(f"unix:{self._folder / 'server.sock'}", self.model.api_key)
         host = listening_host(self.model.command or ())
         is_ipv6 = ":" in host
@@ -278,8 +281,9 @@ def vault_of(model: Model, inherited: Mapping[str, str]) -> str:
 
 def place_of_sockets() -> Path:
     """Where each server gets a folder of this user alone; the path is short, since those of sockets have 107 bytes."""
-    where = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(where if len(where) < 40 else "/tmp")
+    by_systemd = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]  # which removes it if it kills all of us
+    where = by_systemd or os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(where if len(where) < 40 and Path(where).is_dir() else "/tmp")
 
 
 def default_logs() -> Path:

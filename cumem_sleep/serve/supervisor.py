@@ -1,6 +1,6 @@
 """Stands over one server: whoever is killed, the front or a supervisor, nothing that the server has started stays.
 
-    python -I -S supervisor.py FRONT_PID FOLDER FOLDER_OF_FRONT COMMAND...
+    python -I -S supervisor.py FRONT_PID FOLDER LEFT_BY_FRONT COMMAND...
 
 A shell between the front and the server would not pass on that the front has died, and what leaves the server's
 process group would be lost. So this process adopts whatever loses its parent below it (PR_SET_CHILD_SUBREAPER), and
@@ -11,6 +11,7 @@ kind: if either is killed, the other one ends the server. It imports nothing of 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import math
 import os
 import resource
@@ -35,32 +36,56 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """Run a command until it ends, or this process is told to end it, or the front is gone; then end as it did.
 
     Args:
-        arguments: the front's pid, a folder to remove in the end, one to remove if the front is gone by then ("" for
-            none), and the command. The server's pid is written to standard output, whose place standard error takes.
+        arguments: the front's pid, a folder to remove in the end, the front's folder or lock to remove if it is gone by
+            then ("" for none), and the command. The server's pid is written to standard output, whose place standard
+            error takes.
     """
-    front, folder, folder_of_front, *command = int(arguments[0]), *arguments[1:]
+    front, folder, left_by_front, *command = int(arguments[0]), *arguments[1:]
     _end_with(front)
-    for inherited in os.listdir("/proc/self/fd"):  # the front's lock is for supervisors to keep, not for the server
-        with suppress(OSError):
-            os.set_inheritable(int(inherited), int(inherited) <= 2)
+    for locked in _locked():
+        os.set_inheritable(locked, False)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-    inner = _fork(partial(_over_server, os.getpid(), command, mask, folder))
+    inner = _fork(partial(_over_server, os.getpid(), command, mask, folder, left_by_front))
     os.dup2(2, 1)
     status = _supervise(inner, front, TERM_WITHIN_S + ORPHANS_WITHIN_S)
     shutil.rmtree(folder, ignore_errors=True)
-    if folder_of_front and os.getppid() != front:
-        shutil.rmtree(folder_of_front, ignore_errors=True)
+    if os.getppid() != front:
+        shutil.rmtree(left_by_front, ignore_errors=True)  # if it is a folder
+        _remove_lock(left_by_front)
     _end_as(status)
 
 
-def _over_server(parent: int, command: list[str], mask: Collection[int], folder: str) -> NoReturn:
+def _remove_lock(left_by_front: str) -> None:
+    """The last of the front and its supervisors finds it unlocked."""
+    for locked in _locked():
+        os.close(locked)
+    with suppress(OSError):
+        lock = os.open(left_by_front, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), os.stat(left_by_front)):
+            os.unlink(left_by_front)
+
+
+def _locked() -> list[int]:
+    """The front's lock, if it has one: open here as long as its server lives, and not in the server."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing is closed by now
+            if int(name) > 2 and os.fstat(int(name)):
+                found.append(int(name))
+    return found
+
+
+def _over_server(parent: int, command: list[str], mask: Collection[int], folder: str, left_by_front: str) -> NoReturn:
     server = _fork(partial(_become, command, mask))
     with suppress(OSError):  # the front is gone
         os.write(1, b"%d\n" % server)
     os.dup2(2, 1)
     status = _supervise(server, parent, TERM_WITHIN_S)
     shutil.rmtree(folder, ignore_errors=True)
+    if os.getppid() != parent:
+        _remove_lock(left_by_front)
     _end_as(status)
 
 

@@ -15,6 +15,7 @@ from .address import Address, from_url
 from .config import Config
 from .config import Model as ModelConfig
 from .engine import ASK_EVERY_S, Engine, Facts, Outcome
+from .lock import Lock
 from .model import Model
 from .policy import STOP
 from .servers import Server, StartFailed, Surroundings
@@ -81,13 +82,13 @@ class Units:
         handle: Callable[[events.Event], None],
         *,
         simulated: bool,
-        kept_open: tuple[int, ...] = (),
+        lock: Lock | None,
     ) -> None:
         """
         Args:
             models: what the scheduler knows of each.
             handle: tells the scheduler.
-            kept_open: files that supervisors of servers keep open.
+            lock: that servers keep until they have ended.
         """
         self.config = config
         self.gpus: dict[int, hardware.Gpu] = {}
@@ -96,7 +97,8 @@ class Units:
         self._handle = handle
         self._simulated = simulated
         self._logs = config.logs or servers.default_logs()
-        self._around = Surroundings(folder=self._logs if simulated else None, kept_open=kept_open)
+        leaves = self._logs if simulated else lock.path if lock is not None else None
+        self._around = Surroundings(leaves=leaves, lock=lock)
         self._units: dict[str, Unit] = {}
 
     def __getitem__(self, name: str) -> Unit:

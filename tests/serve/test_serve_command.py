@@ -200,6 +200,7 @@ def test_a_front_after_one_that_was_killed_waits_for_its_servers(tmp_path: Path)
     with running(str(file), log=tmp_path / "log.2") as second:
         assert second.url
         assert not alive(supervisor)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_pipe_is_no_file_of_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,6 +145,7 @@ def start(fronts: Fronts, shape: str) -> subprocess.Popen[bytes]:
 def nothing_is_left(fronts: Fronts, below: list[int]) -> None:
     until(lambda: not any(map(lives, below)), f"{below} ended")
     until(lambda: not list(fronts.runtime.iterdir()), f"the folders in {fronts.runtime} went")
+    until(lambda: not list(fronts.folder.glob(".*")), "the lock went")
 
 
 @pytest.mark.slow
