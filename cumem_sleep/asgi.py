@@ -49,9 +49,6 @@ class Inbox:
 
     Reading is never cancelled, since a server may lose the message that it was about to deliver: a reader that stops
     waiting leaves the pending read to the next reader.
-
-    Attributes:
-        kept_bytes: of what was read, what its reader keeps and has counted itself.
     """
 
     def __init__(self, receive: Receive, held: HeldRequests) -> None:
@@ -59,7 +56,7 @@ class Inbox:
         self._held = held
         self._early: deque[Message] = deque()
         self._asked: asyncio.Future[Message] | None = None
-        self._nbytes = self.kept_bytes = 0
+        self._nbytes = 0
         self._news = asyncio.Event()
         self.complete = self.gone = False
 
@@ -89,11 +86,10 @@ class Inbox:
         """Returns when the client is gone.
 
         Raises:
-            TooMuchHeld: the limit has no room for more of its body, of which nothing is held any more.
+            TooMuchHeld: its body exceeded the limit.
         """
         while not self.gone:
             if self._held.nbytes > self._held.most_bytes:
-                self._let_go()
                 raise TooMuchHeld
             if self._nbytes >= READ_AHEAD_BYTES:
                 await asyncio.Event().wait()
@@ -129,13 +125,6 @@ class Inbox:
         self._count(-self._nbytes)
         if self._asked is not None:
             self._asked.cancel()
-
-    def _let_go(self) -> None:
-        """At once: others that read meanwhile have the room, and are not refused, too."""
-        self._early.clear()
-        self._count(-self._nbytes)
-        self._held.nbytes -= self.kept_bytes
-        self.kept_bytes = 0
 
     async def _discard(self) -> None:
         nbytes = 0

@@ -117,7 +117,6 @@ class Exchange:
             body = message.get("body", b"")
             self._held_bytes += len(body)
             held.nbytes += len(body)
-            self._inbox.kept_bytes = self._held_bytes
             finder.feed(body)
             if finder.name is None and len(finder.read) > self._ways.most_head_bytes:
                 raise Refused(413, self._too_late(f"more than {self._ways.most_head_bytes} bytes"))
@@ -294,8 +293,8 @@ class Exchange:
 
     def _release(self) -> None:
         """The body is no longer held."""
-        self._ways.held.nbytes -= self._inbox.kept_bytes
-        self._held_bytes = self._inbox.kept_bytes = 0
+        self._ways.held.nbytes -= self._held_bytes
+        self._held_bytes = 0
         self._finder = None
 
 

@@ -528,25 +528,6 @@ def test_requests_that_wait_do_not_fill_memory() -> None:
     run(scenario)
 
 
-def test_only_as_many_requests_are_refused_as_there_is_no_room_for() -> None:
-    """Twelve bodies of 3 MiB come at once where 20 MiB are allowed: six wait, and six are refused."""
-
-    async def scenario() -> None:
-        async with a_world(max_held_bytes=20 << 20) as world:
-            await world.server("one")
-            world.fleet.held = asyncio.Event()
-            body = b'{"model": "one", "prompt": "' + b"x" * (3 << 20) + b'"}'
-            answers = [asyncio.create_task(world.ask(post("/v1/completions", body))) for _ in range(12)]
-            await until(lambda: sum(answer.done() for answer in answers) == 6)
-            await until(lambda: world.front._ways.held.nbytes == 6 * len(body))
-            assert world.fleet.waiting == 6
-            world.fleet.held.set()
-            codes = [(await answer).code for answer in answers]
-            assert sorted(codes) == [200] * 6 + [503] * 6
-
-    run(scenario)
-
-
 def test_a_slow_client_slows_its_server_down() -> None:
     """The front holds a bounded part of an answer that nobody takes."""
 
