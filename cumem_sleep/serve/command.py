@@ -6,11 +6,16 @@ A server has the development paths of vLLM, which need no key: it may listen whe
 from __future__ import annotations
 
 import ipaddress
+import re
 import shlex
+import shutil
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 LOOPBACK = "127.0.0.1"
+_SHELLS = ("sh", "bash", "dash", "zsh")
+_ASSIGNMENT = re.compile(r"\w+=")
+_BEGIN_ANOTHER = ("env", "nice", "nohup", "setsid", "exec")
 _LEAVE_OPEN = "is for this front to choose: leave it out, or leave it open with {port} or {socket}"
 
 
@@ -45,14 +50,14 @@ def values(command: Sequence[str], option: str) -> list[str]:
 
 def listening_host(command: Sequence[str]) -> str:
     """Where a server with a port listens."""
-    return ([LOOPBACK] + [host for host in values(_words(command), "--host") if _is_loopback(host)])[-1]
+    return ([LOOPBACK] + [host for host in values(_words(command), "--host") if is_loopback(host)])[-1]
 
 
 def wrong_places(command: Sequence[str]) -> Iterator[str]:
     """What is wrong with where a server would listen."""
     words = _words(command)
     for host in values(words, "--host"):
-        if not _is_loopback(host):
+        if not is_loopback(host):
             where = host or repr(host)
             yield f"--host {where} would open the server to the network: leave it out, or listen at {LOOPBACK}"
     if not is_vllm(words):
@@ -69,12 +74,36 @@ def wrong_places(command: Sequence[str]) -> Iterator[str]:
         )
 
 
+def missing_program(command: Sequence[str], path: str) -> str | None:
+    """The program that a command begins with, if it is not there; None if it is, or only its start will tell.
+
+    Args:
+        path: where programs are looked for, as in `PATH`.
+    """
+    words = list(command)
+    while words and (words[0] in _BEGIN_ANOTHER or _ASSIGNMENT.match(words[0])):
+        first = words.pop(0)
+        if first.startswith("PATH="):
+            return None
+        if first in _BEGIN_ANOTHER and first != "exec" and shutil.which(first, path=path) is None:
+            return first
+    if not words or words[0].startswith("-"):
+        return None
+    if shutil.which(words[0], path=path) is None:
+        return words[0]
+    is_shell = words[0].rpartition("/")[2] in _SHELLS and words[1:2] == ["-c"] and len(words) > 2
+    inner = _shell_words(words[2]) if is_shell else []
+    begin = [word for word in inner if word != "exec" and not _ASSIGNMENT.match(word)]
+    return missing_program(inner, path) if is_vllm(begin[:2]) else None
+
+
 def _is_complete(words: Sequence[str]) -> bool:
     """Whether vLLM listens where it should with these words alone."""
     return bool(values(words, "--uds") or (values(words, "--host") and values(words, "--port")))
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

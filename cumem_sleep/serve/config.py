@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import math
 import os
 import re
 import shlex
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from . import hosts
 from .command import wrong_places
+from .masking import masked
 from .policy import STOP, Spec
 
 ALLOWED_DURATION = "seconds, or a number with ms, s, m, h or d, such as 500ms, 60s or 1h30m"
@@ -147,7 +150,7 @@ def _secret(value: object) -> object:
             if kind == "env":
                 value = os.environ[str(where)]
             elif kind == "file":
-                value = Path(str(where)).expanduser().read_text().strip()
+                value = _text_of(Path(str(where)).expanduser()).strip()
         except KeyError:
             raise ValueError(f"a secret that can be read: the environment variable {where} is not set") from None
         except (OSError, UnicodeDecodeError) as error:
@@ -168,6 +171,19 @@ def parse_host(value: object) -> str:
     if isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_.:%-]+", value):
         return value
     raise ValueError("a name or an address, such as 127.0.0.1; 0.0.0.0 for all addresses of this machine")
+
+
+def _text_of(path: Path) -> str:
+    """What a file says, read without waiting for anybody to write it: this is done while requests are served.
+
+    Raises:
+        OSError: it cannot be read, or is no plain file.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "expected a plain file, not a pipe or a device", str(path))
+        return file.read()
 
 
 def _url(value: object) -> object:
@@ -289,6 +305,11 @@ class Config(_Strict):
     logs: Annotated[Path | None, Field(strict=False)] = None
     models: Annotated[dict[Name, Model], Field(min_length=1)]
 
+    def secrets(self) -> set[str]:
+        """All keys and tokens in it."""
+        found = {self.front.admin_token, *self.front.api_keys, *(model.api_key for model in self.models.values())}
+        return {each for each in found if each}
+
     def names(self) -> dict[str, str]:
         """Each name and alias, with the model's name."""
         own = {name: name for name in self.models}
@@ -302,7 +323,7 @@ def load(path: Path) -> Config:
         ConfigError: it cannot be read, or something in it is wrong.
     """
     try:
-        text = path.read_text()
+        text = _text_of(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     return parse(text, str(path))
@@ -381,7 +402,7 @@ class _Document:
         key = ".".join(str(each) for each in fault.path) or "the file"
         text = self._texts.get(fault.path)
         shown = repr(text) if text is not None else self._in_short(fault.path)
-        value = f": {shown}" if shown and not _is_secret(fault.path) else ""
+        value = f": {masked(shown)}" if shown and not _is_secret(fault.path) else ""
         return f"{self._file}:{self._lines[path]}: {key}{value}: {fault.says}"
 
     def _in_short(self, path: tuple[str | int, ...]) -> str:

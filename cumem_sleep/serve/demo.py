@@ -30,10 +30,11 @@ def config(folder: Path) -> Config:
 
 def _command(name: str) -> str:
     start_s, sleep_s, wake_s = _SECONDS[name]
+    layer = f"--weights-bytes={_GIB[name] << 30}"  # simulated, too
     server = [sys.executable, "-m", "cumem_sleep.serve.simulated_server", "--uds", "{socket}"]
     times = {"start": start_s, "sleep": sleep_s, "wake": wake_s, "token": 0.03}
     options = [f"--{which}-seconds={seconds}" for which, seconds in times.items()]
-    return shlex.join([*server, "--served-model-name", name, "gpt-4o-mini", *options])
+    return shlex.join([*server, "--served-model-name", name, "gpt-4o-mini", layer, *options])
 
 
 def invitation(port: int, token: str) -> list[str]:

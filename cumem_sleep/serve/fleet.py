@@ -24,6 +24,7 @@ from typing import Any
 from . import actions, events, hardware, servers
 from .address import Address
 from .config import Config
+from .lock import Lock
 from .model import Model
 from .policy import STOP, Spec
 from .scheduler import Scheduler
@@ -114,8 +115,14 @@ class Fleet:
     """All models of one configuration."""
 
     def __init__(
-        self, config: Config, *, simulated: bool = False, look_at_vaults: LookAtVaults = lambda _sockets: None
+        self,
+        config: Config,
+        *,
+        simulated: bool = False,
+        look_at_vaults: LookAtVaults = lambda _sockets: None,
+        lock: Lock | None = None,
     ) -> None:
+        """`lock`: is held until the last server has ended, even if this process is killed."""
         self.config = config
         self.counters = Counters()
         self.simulated = simulated
@@ -125,7 +132,7 @@ class Fleet:
         self._found_host_bytes = 0
         self._names = config.names()
         self._scheduler = Scheduler((), 0)
-        self._units = Units(config, self._scheduler.models, self.counters, self._handle, simulated=simulated)
+        self._units = Units(config, self._scheduler.models, self.counters, self._handle, simulated=simulated, lock=lock)
         self._requests = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
         self._leases: dict[int, Lease] = {}
@@ -139,11 +146,15 @@ class Fleet:
     # Life
 
     async def start(self) -> None:
-        """Begin: returns at once; servers start one after the other in the background."""
+        """Begin: returns at once; servers start one after the other in the background.
+
+        Raises:
+            OSError: nothing can be written to the folder of the logs.
+        """
+        self._units.check_logs()
         await self._look_at_gpus()
         self._found_host_bytes = await self._find_host_bytes()
-        for name in self.config.models:
-            self._units.add(name)
+        self._units.configure(self.config)
         self._handle(events.Configured(self._specs(), self._budget()))
         self._spawn(self._watch_machine())
 
@@ -182,9 +193,7 @@ class Fleet:
                 restarts = old.models[name].spec(name).identity != config.models[name].spec(name).identity
                 says.append(f"{name} was changed" + (": its server restarts when its requests have ended" * restarts))
         self.config, self._names = config, config.names()
-        self._units.config = config
-        for name in config.models:
-            self._units.add(name)
+        self._units.configure(config)
         self._handle(events.Configured(self._specs(), self._budget()))
         return says
 

@@ -16,6 +16,7 @@ from ..asgi import (
     Receive,
     Scope,
     Send,
+    bearer,
     deliver,
     not_canonical,
     refusal,
@@ -84,7 +85,8 @@ class Front:
             return None, refusal(403, "there is no admin token: set `admin_token` in models.yaml to use this")
         may = {Need.ADMIN: self._access.is_admin, Need.KEY: self._access.has_key}.get(need)
         if may is not None and not may(scope):
-            return None, refusal(401, f"{need.value} is needed", {"WWW-Authenticate": "Bearer"})
+            why = f"the token is wrong: it is not {need.value}" if bearer(scope) else f"{need.value} is needed"
+            return None, refusal(401, why, {"WWW-Authenticate": "Bearer"})
         if place is None:
             return None, refusal(404, f"there is no path {str(scope['path'])[:200]!r} here")
         if scope["method"] not in place.methods:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import resource
 import select
 import socket
@@ -231,10 +233,16 @@ class Listener:
         """Takes the port.
 
         Raises:
-            OSError: somebody else has it.
+            OSError: somebody else has it, or it cannot be had.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        try:
+            self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            is_port = error.errno in (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
+            why = os.strerror(error.errno) if is_port and error.errno else error.strerror
+            other = "port with --port" if is_port else "address with --host"
+            raise OSError(f"cannot listen at {host}, port {port} ({why}): name another {other}") from None
         self.port: int = self._socket.getsockname()[1]
         logging.getLogger("uvicorn.error").addFilter(_is_news)
         config = uvicorn.Config(

@@ -14,6 +14,7 @@ from .config import Config, ConfigError
 from .fleet import Fleet, LookAtVaults
 from .front import Front
 from .listener import Listener, allow_many_connections
+from .lock import Lock
 from .waiting import within
 
 LOOK_AT_FILE_EVERY_S = 2.0
@@ -32,6 +33,7 @@ async def serve(
     started: Callable[[int], None],
     look_at_vaults: LookAtVaults,
     simulated: bool,
+    lock: Lock | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. SIGHUP, or a change of the file, reloads what can be.
 
@@ -41,12 +43,13 @@ async def serve(
         say: for a line to people.
         started: called with the port, when requests are taken.
         look_at_vaults: asks those that keep the backups of models.
+        lock: of the file, which servers keep until they have ended.
 
     Raises:
-        OSError: the port is taken, or nothing can be written to the folder of the logs.
+        OSError: the port cannot be had, or nothing can be written to the folder of the logs.
     """
     allow_many_connections()
-    fleet = Fleet(config, simulated=simulated, look_at_vaults=look_at_vaults)
+    fleet = Fleet(config, simulated=simulated, look_at_vaults=look_at_vaults, lock=lock)
     front = Front(fleet)
     listener = Listener(front, config.front.host, config.front.port)
     ended = asyncio.Event()
@@ -55,17 +58,19 @@ async def serve(
         loop.add_signal_handler(number, ended.set)
     reloader = _Reloader(fleet, path, load, say)
     loop.add_signal_handler(signal.SIGHUP, reloader.wanted.set)
-    await fleet.start()
-    await listener.start()
-    _collect_seldom()
-    watching = asyncio.create_task(reloader.run())
     try:
-        started(listener.port)
-        await ended.wait()
-        say("shuts down: requests first, then servers")
+        await fleet.start()
+        await listener.start()
+        _collect_seldom()
+        watching = asyncio.create_task(reloader.run())
+        try:
+            started(listener.port)
+            await ended.wait()
+            say("shuts down: requests first, then servers")
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
     finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
         await asyncio.gather(listener.stop(), fleet.stop())
         await front.close()
 

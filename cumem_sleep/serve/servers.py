@@ -6,45 +6,42 @@ They listen on Unix sockets in a folder of this user alone, or on loopback: thei
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import ipaddress
 import logging
 import os
+import secrets
+import shlex
+import shutil
 import signal
 import socket
+import stat
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from .address import Address, from_url
 from .command import is_vllm, listening_host, uses_socket, values
 from .config import Model
 from .engine import Engine
+from .lock import Lock
+from .masking import holds_any, masked
 
 logger = logging.getLogger("cumem_sleep.serve")
 
-TERM_WITHIN_S = 30.0  # what a server that is told to end has, before it is killed
-ORPHANS_WITHIN_S = 2.0  # and what it leaves behind, after it has ended
+STOP_WITHIN_S = 45.0  # what a supervisor has to end a server, before both are killed
 POLL_S = 0.05
-_NOT_FOR_SERVERS = ("VLLM_API_KEY", "CUMEM_SLEEP_ADMIN_TOKEN", "CUMEM_SLEEP_SERVE_TOKEN", "NOTIFY_SOCKET")
+_SYSTEMDS = ("NOTIFY_SOCKET", "CREDENTIALS_DIRECTORY")
+_NOT_FOR_SERVERS = ("VLLM_API_KEY", "CUMEM_SLEEP_ADMIN_TOKEN", "CUMEM_SLEEP_SERVE_TOKEN", *_SYSTEMDS)
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _TAIL_BYTES = 64 << 10
 _LISTENS = "0A"  # in /proc/net/tcp
-
-# The child ends with this process, however that ends: the kernel tells it.
-_LAUNCHER = """\
-import ctypes, os, signal, sys
-parent, command = int(sys.argv[1]), sys.argv[2:]
-ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
-if os.getppid() != parent:
-    sys.exit(143)
-try:
-    os.execvp(command[0], command)
-except OSError as error:
-    sys.exit(f"{command[0]}: {error.strerror}")
-"""
 
 
 class StartFailed(Exception):
@@ -59,23 +56,41 @@ class StartFailed(Exception):
         self.last_words = last_words
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What a server has to do with its front.
+
+    Attributes:
+        secrets: of the front and of all its models; new ones may be added.
+        leaves: what the front leaves if it is killed, to be removed then: its lock, or its folder; None for nothing.
+        lock: that supervisors keep until they end; None without one.
+    """
+
+    secrets: set[str] = field(default_factory=set)
+    leaves: Path | None = None
+    lock: Lock | None = None
+
+
 class Server:
     """One model's server process, from `start` to `stop`, and again."""
 
-    def __init__(self, name: str, model: Model, logs: Path, sockets: Path) -> None:
+    def __init__(self, name: str, model: Model, logs: Path, sockets: Path, around: Surroundings | None = None) -> None:
+        """`sockets`: where it has a folder for its socket while it runs."""
         self.name = name
         self.model = model
         self.log = logs / f"{_file_name(name)}.log"
         self.address: Address | None = None
-        self._sockets = sockets
+        self._folder = sockets / f"cumem-sleep-{secrets.token_hex(4)}"
+        self._around = around or Surroundings()
         self._process: asyncio.subprocess.Process | None = None
+        self._pid: int | None = None
         self._watch: asyncio.Task[None] | None = None
         self._stops = asyncio.Lock()
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None without one."""
-        return self._process.pid if self._process is not None else None
+        """Of the server's process, below its supervisor's; None without one."""
+        return self._pid if self._process is not None else None
 
     async def start(self, died: Callable[[str, str], None]) -> Address:
         """Start it; returns when it is healthy. Should it end later without being told to, `died` hears why, and its
@@ -84,21 +99,34 @@ class Server:
         Raises:
             StartFailed: it did not become healthy.
         """
-        self.address = address = self._new_address()
-        command = command_line(self.name, self.model, address)
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            log.write(f"\n==> {' '.join(command)}\n".encode())
-            log.flush()
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", _LAUNCHER, str(os.getpid()), *command),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment(self.model, os.environ),
-                start_new_session=True,  # its own process group: what it starts ends with it
-            )
+        variables = environment(self.model, os.environ, self._around.secrets)
         try:
+            log = open_log(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        except OSError as error:
+            raise StartFailed("its log cannot be written", f"{self.log}: {error.strerror}") from None
+        with log:
+            self.address = address = self._new_address()
+            command = command_line(self.name, self.model, address)
+            log.write(f"\n==> {self._masked(shlex.join(command))}\n".encode())
+            log.flush()
+            folders = (str(self._folder), str(self._around.leaves or ""))
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", str(_SUPERVISOR), str(os.getpid()), *folders, *command),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,  # for the server's pid
+                    stderr=log,
+                    env=variables,
+                    start_new_session=True,
+                    pass_fds=() if self._around.lock is None else (self._around.lock.descriptor,),
+                )
+            except BaseException:
+                self._remove_folder()
+                raise
+        try:
+            assert self._process.stdout is not None
+            said = await self._process.stdout.readline()
+            self._pid = int(said) if said else None
             await self._until_healthy(address, self._process)
         except BaseException:
             await asyncio.shield(self.stop())
@@ -115,29 +143,40 @@ class Server:
             process, self._process = self._process, None
             if process is not None:
                 await _end(process)
-        if self.address is not None and self.address.socket is not None:
-            Path(self.address.socket).unlink(missing_ok=True)
+                self._remove_folder()
 
     def tail(self, lines: int) -> list[str]:
-        """The end of its log."""
+        """The end of its log, without keys."""
         try:
-            with self.log.open("rb") as log:
+            with open_log(self.log, os.O_RDONLY) as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                return list(deque(log.read().decode(errors="replace").splitlines(), lines))
+                words = log.read(_TAIL_BYTES).decode(errors="replace")
+                return list(deque(self._masked(words).splitlines(), lines))
         except OSError:
             return []
 
     def _new_address(self) -> Address:
         if uses_socket(self.model.command or ()):
-            path = self._sockets / f"{_file_name(self.name)}.sock"
-            path.unlink(missing_ok=True)
-            return from_url(f"unix:{path}", self.model.api_key)
+            try:
+                self._folder.mkdir(mode=0o700)  # it has the same address each time
+            except FileExistsError:  # whoever has made it may have it
+                self._folder = Path(tempfile.mkdtemp(prefix="cumem-sleep-", dir=self._folder.parent))
+            except OSError as error:
+                raise StartFailed("no folder for its socket can be made", str(error)) from None
+            return from_url(f"unix:{self._folder / 'server.sock'}", self.model.api_key)
         host = listening_host(self.model.command or ())
         is_ipv6 = ":" in host
         with socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET) as free:
             free.bind((host, 0))
             where = f"[{host}]" if is_ipv6 else host
             return from_url(f"http://{where}:{free.getsockname()[1]}", self.model.api_key)
+
+    def _remove_folder(self) -> None:
+        """Its supervisor has done so, unless it was killed."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _masked(self, text: str) -> str:
+        return masked(text, {*self._around.secrets, *filter(None, (self.model.api_key,))})
 
     async def _until_healthy(self, address: Address, process: asyncio.subprocess.Process) -> None:
         loop = asyncio.get_running_loop()
@@ -207,13 +246,22 @@ def command_line(name: str, model: Model, address: Address) -> list[str]:
     return [*words, *added]
 
 
-def environment(model: Model, inherited: Mapping[str, str]) -> dict[str, str]:
+def environment(model: Model, inherited: Mapping[str, str], known: Collection[str] = ()) -> dict[str, str]:
     """A server's: vLLM offers sleep only in development mode, and backups are to be made before the first sleep.
+
+    Of the secrets that are known to this front, it gets its own alone.
 
     Raises:
         StartFailed: it is to use a GPU that this process may not use.
     """
-    kept = {name: value for name, value in inherited.items() if name not in _NOT_FOR_SERVERS}
+    others = [secret for secret in known if secret != model.api_key]
+    kept = {
+        name: value
+        for name, value in inherited.items()
+        if name not in _NOT_FOR_SERVERS and not holds_any(value, others)
+    }
+    if model.api_key is not None:
+        kept["VLLM_API_KEY"] = model.api_key  # so that it need not stand in the command, which everybody may read
     visible = [each for each in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
     if visible and model.gpus[-1] >= len(visible):
         raise StartFailed(f"there is no GPU {model.gpus[-1]}: CUDA_VISIBLE_DEVICES has {len(visible)}")
@@ -231,10 +279,11 @@ def vault_of(model: Model, inherited: Mapping[str, str]) -> str:
     return "" if found == "off" else found
 
 
-def new_socket_folder() -> Path:
-    """A folder of this user alone; its name is short, since paths of sockets have at most 107 bytes."""
-    where = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="cumem-sleep-", dir=where if len(where) < 40 else "/tmp"))
+def place_of_sockets() -> Path:
+    """Where each server gets a folder of this user alone; the path is short, since those of sockets have 107 bytes."""
+    by_systemd = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]  # which removes it if it kills all of us
+    where = by_systemd or os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(where if len(where) < 40 and Path(where).is_dir() else "/tmp")
 
 
 def default_logs() -> Path:
@@ -250,11 +299,31 @@ def check_logs(folder: Path) -> None:
         OSError: nothing can be written there.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise OSError(f"logs: nothing can be written to {folder} ({error.strerror}): name another folder") from None
+
+
+def open_log(path: Path, flags: int) -> BinaryIO:
+    """A server's log, for this user alone: it may hold what its server was told in confidence.
+
+    Raises:
+        OSError: it cannot be opened, or is no plain file.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    log = os.fdopen(descriptor, "ab" if flags & os.O_APPEND else "rb")
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file")
+        if flags & os.O_APPEND:
+            os.fchmod(descriptor, 0o600)
+    except OSError:
+        log.close()
+        raise
+    return log
 
 
 def _file_name(model: str) -> str:
@@ -264,32 +333,34 @@ def _file_name(model: str) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End a process, which has time to end what it has started, and then its group."""
+    """Have its supervisor end a server with all that it has started. If that is killed itself, the session is left."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.terminate()
-    try:
-        await asyncio.wait_for(process.wait(), TERM_WITHIN_S)
-    except asyncio.TimeoutError:
-        logger.warning("pid %d did not end within %g s, and is killed", process.pid, TERM_WITHIN_S)
     loop = asyncio.get_running_loop()
-    ends_at = loop.time() + (ORPHANS_WITHIN_S if process.returncode is not None else 0.0)
-    while process.returncode is None or _lives(process.pid):
+    ends_at = loop.time() + STOP_WITHIN_S
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(process.wait(), STOP_WITHIN_S)
+    while left := _members(process.pid):
         if loop.time() > ends_at:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            logger.warning("pid %d and what is below it did not end in time, and are killed", process.pid)
+            for pid in left:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(POLL_S)
+    await process.wait()
 
 
 def _ended(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
-def _lives(group: int) -> bool:
-    """Whether a process group has a process left that is not a zombie."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+def _members(session: int) -> list[int]:
+    """The living processes of a session. Source: proc_pid_stat(5)."""
+    found = []
+    for stat_file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):
-            state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(process_group) == group and state not in "ZX":
-                return True
-    return False
+            state, _, _, of_session = stat_file.read_text(errors="replace").rpartition(")")[2].split()[:4]
+            if int(of_session) == session and state not in "ZX":
+                found.append(int(stat_file.parent.name))
+    return found

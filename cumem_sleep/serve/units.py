@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -16,9 +15,10 @@ from .address import Address, from_url
 from .config import Config
 from .config import Model as ModelConfig
 from .engine import ASK_EVERY_S, Engine, Facts, Outcome
+from .lock import Lock
 from .model import Model
 from .policy import STOP
-from .servers import Server, StartFailed
+from .servers import Server, StartFailed, Surroundings
 from .status import Counters, Phase, Switch
 
 logger = logging.getLogger("cumem_sleep.serve")
@@ -82,14 +82,13 @@ class Units:
         handle: Callable[[events.Event], None],
         *,
         simulated: bool,
+        lock: Lock | None,
     ) -> None:
         """
         Args:
             models: what the scheduler knows of each.
             handle: tells the scheduler.
-
-        Raises:
-            OSError: there are servers to start, and nothing can be written to the folder of their logs.
+            lock: that servers keep until they have ended.
         """
         self.config = config
         self.gpus: dict[int, hardware.Gpu] = {}
@@ -98,9 +97,8 @@ class Units:
         self._handle = handle
         self._simulated = simulated
         self._logs = config.logs or servers.default_logs()
-        if any(model.owned for model in config.models.values()):
-            servers.check_logs(self._logs)  # otherwise every start would fail, again and again
-        self._sockets = servers.new_socket_folder()
+        leaves = self._logs if simulated else lock.path if lock is not None else None
+        self._around = Surroundings(leaves=leaves, lock=lock)
         self._units: dict[str, Unit] = {}
 
     def __getitem__(self, name: str) -> Unit:
@@ -109,15 +107,26 @@ class Units:
     def __iter__(self) -> Iterator[Unit]:
         return iter(self._units.values())
 
-    def add(self, name: str) -> None:
-        """A model of the configuration, new or not."""
-        model = self.config.models[name]
-        if name not in self._units:
-            self._units[name] = Unit(name, self._server_of(name, model))
-        self._units[name].aliases = tuple(model.aliases)
+    def check_logs(self) -> None:
+        """See that servers have somewhere to write: otherwise every start would fail, again and again.
+
+        Raises:
+            OSError: there are servers to start, and nothing can be written to the folder of their logs.
+        """
+        if any(model.owned for model in self.config.models.values()):
+            servers.check_logs(self._logs)
+
+    def configure(self, config: Config) -> None:
+        """Take a configuration: its models are there, beside those that are being removed."""
+        self.config = config
+        self._around.secrets.update(config.secrets())  # those that are gone may be in this process's environment still
+        for name, model in config.models.items():
+            if name not in self._units:
+                self._units[name] = Unit(name, self._server_of(name, model))
+            self._units[name].aliases = tuple(model.aliases)
 
     def _server_of(self, name: str, model: ModelConfig) -> Server | None:
-        return Server(name, model, self._logs, self._sockets) if model.owned else None
+        return Server(name, model, self._logs, servers.place_of_sockets(), self._around) if model.owned else None
 
     def remove(self, name: str) -> Engine | None:
         """Its server has been stopped, or is somebody else's. Returns its connections, to be closed."""
@@ -134,7 +143,6 @@ class Units:
                 if task is not None:
                     task.cancel()
         await asyncio.gather(*map(self._end, units))
-        shutil.rmtree(self._sockets, ignore_errors=True)
 
     @staticmethod
     async def _end(unit: Unit) -> None:

@@ -345,11 +345,14 @@ def _vault_status(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    if options.check:
-        print_all(serve.check(options), f"{options.config} is valid")
-    else:
+    if not options.check:
         serve.serve(options, lambda line: tell(f"cumem-sleep serve: {line}"))
-    return EXIT_OK
+        return EXIT_OK
+    table, problems = serve.check(options)
+    print_all(table, *([] if problems else [f"{options.config} is valid"]))
+    for problem in problems:
+        _say_error(problem)
+    return EXIT_ERROR if problems else EXIT_OK
 
 
 def _ask(options: argparse.Namespace) -> int:

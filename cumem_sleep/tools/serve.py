@@ -43,7 +43,7 @@ change of the file, reloads what can be. It ends with SIGTERM or Ctrl-C, and its
 EPILOG = """\
 examples:
   cumem-sleep serve --demo                 try it: simulated models, no GPU
-  cumem-sleep serve models.yaml --check    is the file valid? (exit code 0 or 2)
+  cumem-sleep serve models.yaml --check    is the file valid, and will it work here? (exit code 0 or 2)
   cumem-sleep serve models.yaml
   cumem-sleep serve models.yaml --host 0.0.0.0 --port 8080"""
 
@@ -68,7 +68,7 @@ def add_commands(
     text = "several models behind one OpenAI-compatible port"
     command = new(commands.add_parser, "serve", help=text, description=DESCRIPTION, epilog=EPILOG)
     command.add_argument("config", nargs="?", type=path, metavar="models.yaml", help="which models there are")
-    command.add_argument("--check", action="store_true", help="only check the file, and show what it says")
+    command.add_argument("--check", action="store_true", help="only check the file, and whether it will work here")
     command.add_argument("--demo", action="store_true", help="serve simulated models, without a GPU and without a file")
     command.add_argument("--host", metavar="HOST", help="listen here (default: the file's, or 127.0.0.1)")
     command.add_argument("--port", type=_port, metavar="N", help="listen here (default: the file's, or 8000)")
@@ -102,16 +102,23 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     try:
         from ..serve import config as files
         from ..serve import demo, main
+        from ..serve.lock import Lock, Taken
     except ImportError as error:
         raise _not_installed(error) from None
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("cumem_sleep.serve").setLevel(logging.INFO)
     with ExitStack() as ends:
+        lock = None
         if options.demo:
             folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="cumem-sleep-demo-")))
             config = _with_options(demo.config(folder), options)
         else:
             config = _with_options(read(options.config), options)
+            try:
+                lock = Lock(options.config)
+            except Taken as error:
+                raise InvalidArgument(str(error)) from None
+            ends.callback(lock.close)
 
         def started(port: int) -> None:
             models = f"{counted(len(config.models), 'model')}: {', '.join(config.models)}"
@@ -123,7 +130,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         def load(path: Path) -> Config:
             return _with_options(files.load(path), options)
 
-        _run(main.serve(config, options.config, load, say, started, look_at_vaults, options.demo))
+        _run(main.serve(config, options.config, load, say, started, look_at_vaults, options.demo, lock))
 
 
 def look_at_vaults(sockets: Collection[str]) -> VaultStatus | None:
@@ -166,22 +173,25 @@ def _not_installed(error: ImportError) -> InvalidArgument:
     )
 
 
-def check(options: argparse.Namespace) -> Table:
-    """What a file says, model by model.
+def check(options: argparse.Namespace) -> tuple[Table, list[str]]:
+    """What a file says, model by model, and what will not work here.
 
     Raises:
         InvalidArgument: it is wrong, or packages are missing.
     """
     if options.config is None:
         raise InvalidArgument("--check needs a file, as in `cumem-sleep serve models.yaml --check`")
-    config = read(options.config)
+    config = _with_options(read(options.config), options)
+    from ..serve.check import problems
+    from ..serve.masking import masked
+
     table = _table("model", "GPUs", "share", "idle", "keep", "aliases", "server")
     for name, model in config.models.items():
         idle = ", ".join(f"{_depth(depth)} after {after_s:g} s" for after_s, depth in model.idle) or "never"
         gpus = ", ".join(str(gpu) for gpu in model.gpus)
-        server = model.url or " ".join(model.command or ())
+        server = model.url or masked(" ".join(model.command or ()))
         table.add_row(name, gpus, f"{model.share:g}", idle, f"{model.keep:g} s", ", ".join(model.aliases), server)
-    return table
+    return table, [f"{options.config}: {problem}" for problem in problems(config)]
 
 
 def _with_options(config: Config, options: argparse.Namespace) -> Config:

@@ -432,3 +432,21 @@ def test_whatever_bytes_come_the_front_lives_and_nothing_is_called(noise: bytes)
             await until(lambda: not world.fleet.granted)
 
     run(scenario)
+
+
+def test_a_wrong_token_is_called_wrong_and_a_missing_one_missing() -> None:
+    async def scenario() -> None:
+        async with a_world(api_keys=[KEY], admin_token=TOKEN) as world:
+            said = [
+                (await world.ask(get(path, *lines))).error["message"]
+                for path in ("/v1/models", "/admin/log?model=one")
+                for lines in ((), ("Authorization: Bearer other",), ("Authorization: Basic eDp5",))
+            ]
+            missing, wrong = "an API key is needed", "the token is wrong: it is not an API key"
+            assert said[:3] == [missing, wrong, missing]
+            missing, wrong = "the admin token is needed", "the token is wrong: it is not the admin token"
+            assert said[3:] == [missing, wrong, missing]
+            key = await world.ask(get("/admin/log?model=one", f"Authorization: Bearer {KEY}"))
+            assert (key.code, key.error["message"]) == (401, wrong)
+
+    run(scenario)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 from servers_of_tests import command
 
+from cumem_sleep.serve import hardware
 from cumem_sleep.tools import cli
 from cumem_sleep.tools import serve as tools
 
@@ -38,11 +40,11 @@ def write(file: Path, port: int = 0, **models: dict[str, Any]) -> Path:
 class Command:
     """One that runs; `log` is what it has said."""
 
-    def __init__(self, *arguments: str, log: Path) -> None:
+    def __init__(self, *arguments: str, log: Path, env: dict[str, str] | None = None) -> None:
         self.log = log
         with log.open("wb") as file:
             started = [sys.executable, "-m", "cumem_sleep", "serve", *arguments]
-            self.process = subprocess.Popen(started, stdout=file, stderr=file)
+            self.process = subprocess.Popen(started, stdout=file, stderr=file, env=env)
 
     def says(self, pattern: str) -> re.Match[str]:
         """Wait until it says something."""
@@ -61,8 +63,8 @@ class Command:
 
 
 @contextmanager
-def running(*arguments: str, log: Path) -> Iterator[Command]:
-    started = Command(*arguments, log=log)
+def running(*arguments: str, log: Path, env: dict[str, str] | None = None) -> Iterator[Command]:
+    started = Command(*arguments, log=log, env=env)
     try:
         yield started
         started.end()
@@ -100,6 +102,195 @@ def test_logs_that_cannot_be_written_end_it_before_it_serves(
     (tmp_path / "logs").write_text("a file where the folder should be")
     assert cli.main(["serve", str(file)]) == 2
     assert re.search(r"logs: nothing can be written to \S+/logs \(.+\): name another folder", capsys.readouterr().err)
+
+
+def test_check_names_what_will_not_work_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def checked(*options: str, front: str = "{}", **model: Any) -> tuple[int, str]:
+        file = tmp_path / "models.yaml"
+        file.write_text(f"front: {front}\nmodels: {json.dumps({'one': {'command': command('one'), **model}})}")
+        code = cli.main(["serve", str(file), "--check", *options])
+        said = capsys.readouterr()
+        assert ("is valid" in said.out) == (code == 0)
+        return code, said.out + said.err
+
+    monkeypatch.setattr(hardware, "gpus", lambda _: [])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert checked()[0] == 0
+    assert "models.one.gpus: there is no GPU 7: this machine shows none" in checked(gpus=[7])[1]
+    monkeypatch.setattr(hardware, "gpus", lambda _: [hardware.Gpu(0, "GPU-0", "H200", 1, 0)])
+    assert checked(gpus=[0])[0] == 0
+    code, said = checked(gpus=[0, 7])
+    assert (code, "there is no GPU 7: there are 0" in said) == (2, True)
+    assert "host: 0.0.0.0 is open to other machines, and there are no keys" in checked("--host", "0.0.0.0")[1]
+    assert checked("--host", "0.0.0.0", front="{api_keys: [secret]}")[0] == 0
+    assert checked(front="{host: localhost}")[0] == 0
+    (tmp_path / "sh").symlink_to("/bin/sh")
+    (tmp_path / "env").symlink_to("/bin/sh")
+    shells = ["sh -c 'exec vllm serve m --uds {socket}'", "sh -c 'A=1 vllm serve m --uds {socket}'"]
+    commands = ["vllm serve m", "env A=1 vllm serve m", "/no/where/vllm serve m", *shells]
+    for each in commands:
+        code, said = checked(command=each)
+        assert (code, "vllm' here: install it, or write its path" in said) == (2, True), each
+    others = ["sh -c '. venv/bin/activate; vllm serve m --uds {socket}'", f"env PATH={tmp_path} vllm serve m"]
+    assert [checked(command=each)[0] for each in others] == [0, 0]  # only their start will tell
+    (tmp_path / "vllm").symlink_to("/bin/sh")
+    assert [checked(command=each)[0] for each in commands if each[0] != "/"] == [0] * 4
+
+
+def test_check_shows_no_key_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "models.yaml"
+    for words in ("--api-key geheimnis", "--api-key=geheimnis", "--api_key geheimnis other", "--api-k geheimnis"):
+        file.write_text(json.dumps({"models": {"one": {"command": f"vllm serve m {words}", "gpus": [99]}}}))
+        assert cli.main(["serve", str(file), "--check"]) == 2
+        file.write_text(json.dumps({"models": {"one": {"command": f"vllm serve m --port 1 {words}"}}}))
+        assert cli.main(["serve", str(file), "--check"]) == 2
+        said = capsys.readouterr()
+        assert "--port is for this front to choose" in said.err
+        assert "vllm serve m" in said.out
+        assert "geheimnis" not in said.out + said.err
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_left(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        file = write(tmp_path / "models.yaml", port=taken.getsockname()[1], small={})
+        runtime = tmp_path / "run"
+        runtime.mkdir()
+        started = subprocess.run(
+            [sys.executable, "-m", "cumem_sleep", "serve", str(file)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(runtime)},
+        )
+    assert started.returncode == 2
+    assert re.search(r"cannot listen at 127.0.0.1, port \d+ \(Address already in use\).* --port", started.stderr)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["models.yaml", "run"]
+    assert not list(runtime.iterdir())
+
+
+def test_a_second_front_on_the_same_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "models.yaml", one={"at_start": "stopped"})
+    (tmp_path / "link.yaml").symlink_to(file)
+    with running(str(file), log=tmp_path / "log") as front:
+        assert front.url
+        for same in (str(file), str(tmp_path / "link.yaml"), os.path.relpath(file)):
+            assert cli.main(["serve", same, "--port", "0"]) == 2
+            said = " ".join(capsys.readouterr().err.split())
+            assert f"another `cumem-sleep serve` (pid {front.process.pid}) serves {file}" in said
+        assert cli.main(["serve", str(file), "--check"]) == 0
+        other = write(tmp_path / "other.yaml", one={"at_start": "stopped"})
+        with running(str(other), log=tmp_path / "other.log") as second:
+            assert second.url
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.slow
+def test_a_front_after_one_that_was_killed_waits_for_its_servers(tmp_path: Path) -> None:
+    """They have the GPU until they have ended."""
+    stays = f"test -e {tmp_path}/polite || trap '' TERM; {command('one')}; true"
+    file = write(tmp_path / "models.yaml", one={"command": ["sh", "-c", stays]})
+    front = Command(str(file), log=tmp_path / "log")
+    front.says("one: sleep in")
+    supervisor = Path(f"/proc/{front.process.pid}/task/{front.process.pid}/children").read_text().split()[0]
+    front.process.kill()
+    front.process.wait()
+    (tmp_path / "polite").touch()
+    with running(str(file), log=tmp_path / "log.2") as second:
+        assert second.url
+        assert not alive(supervisor)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_pipe_is_no_file_of_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "models.yaml")
+    assert cli.main(["serve", str(tmp_path / "models.yaml"), "--check"]) == 2
+    assert "expected a plain file, not a pipe or a device" in capsys.readouterr().err
+    file = tmp_path / "with_secret.yaml"
+    file.write_text(f"front: {{admin_token: {{file: {tmp_path / 'models.yaml'}}}}}\nmodels: {{one: {{command: x}}}}")
+    assert cli.main(["serve", str(file), "--check"]) == 2
+    assert "expected a plain file" in capsys.readouterr().err
+    assert cli.main(["serve", "/dev/zero", "--check"]) == 2
+
+
+@pytest.mark.slow
+def test_a_file_that_becomes_a_pipe_does_not_stop_the_front(tmp_path: Path) -> None:
+    file = write(tmp_path / "models.yaml", one={"at_start": "stopped"})
+    with running(str(file), log=tmp_path / "log") as front:
+        assert front.url
+        os.mkfifo(tmp_path / "pipe")
+        os.replace(tmp_path / "pipe", file)
+        front.says("the configuration stays as it is: .*expected a plain file")
+        with urllib.request.urlopen(f"{front.url}/health", timeout=60) as answer:
+            assert answer.status == 200
+
+
+@pytest.mark.slow
+def test_a_server_has_no_secret_but_its_own(tmp_path: Path) -> None:
+    secrets = {"ADMIN": "admin-token", "CLIENT": "client-key", "KEY_ONE": "key-of-one", "KEY_TWO": "key-of-two"}
+    also = {"COPY": "admin-token", "HEADER": "Authorization: Bearer a-long-token-in-a-file", "KEPT": "nothing secret"}
+    (tmp_path / "token").write_text("a-long-token-in-a-file\n")
+    models = {}
+    for name in ("one", "two"):
+        key = {"env": f"KEY_{name.upper()}"}
+        models[name] = {"command": ["sh", "-c", f"env > {tmp_path / name}; exec {command(name)}"], "api_key": key}
+    keys = [{"env": "CLIENT"}, {"file": str(tmp_path / "token")}, "in-the-file-itself"]
+    front = {"port": 0, "admin_token": {"env": "ADMIN"}, "api_keys": keys}
+    file = tmp_path / "models.yaml"
+    file.write_text(json.dumps({"front": front, "logs": str(tmp_path / "logs"), "models": models}))
+    variables = {**os.environ, **secrets, **also, "LITERAL": "in-the-file-itself"}
+    with running(str(file), log=tmp_path / "log", env=variables) as started:
+        started.says("one: sleep in")
+        started.says("two: sleep in")
+    for name in models:
+        found = (tmp_path / name).read_text()
+        assert f"KEY_{name.upper()}=key-of-{name}\n" in found
+        assert f"VLLM_API_KEY=key-of-{name}\n" in found
+        assert "KEPT=nothing secret\n" in found
+        others = {*secrets.values(), "a-long-token-in-a-file", "in-the-file-itself"} - {f"key-of-{name}"}
+        assert [each for each in others if each in found] == []
+
+
+@pytest.mark.slow
+def test_logs_are_for_their_user_alone_and_hold_no_keys(tmp_path: Path) -> None:
+    key = "a-key-of-the-server"
+    words = f"{command('one')} --api-key {key} --hf-token=hf_geheim --max-num-batched-tokens 8192"
+    loud = ["sh", "-c", f"echo token {key}; exec {words}"]
+    file = write(tmp_path / "models.yaml", one={"command": words}, two={"command": loud, "api_key": key})
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "one.log").write_text("from before\n")
+    (tmp_path / "logs" / "one.log").chmod(0o644)
+    with running(str(file), log=tmp_path / "log") as front:
+        front.says("one: sleep in")
+        front.says("two: sleep in")
+        asked = urllib.request.Request(f"{front.url}/admin/log?model=two", headers={"Authorization": f"Bearer {TOKEN}"})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            shown = answer.read().decode()
+    assert {log.stat().st_mode & 0o777 for log in (tmp_path / "logs").iterdir()} == {0o600}
+    one = (tmp_path / "logs" / "one.log").read_text()
+    assert one.startswith("from before\n")
+    assert "--max-num-batched-tokens 8192" in one
+    assert "--api-key ***" in one
+    assert (key in one, "hf_geheim" in one, key in shown) == (False, False, False)
+    assert "token ***" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_a_log_that_is_no_plain_file_fails_the_start_and_not_the_front(tmp_path: Path, kind: str) -> None:
+    log = tmp_path / "logs" / "one.log"
+    log.parent.mkdir()
+    make = {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda at: os.symlink(tmp_path / "precious", at)}[kind]
+    make(log)
+    (tmp_path / "precious").write_text("mine")
+    file = write(tmp_path / "models.yaml", one={})
+    with running(str(file), log=tmp_path / "log") as front:
+        front.says("one: start failed after .* its log cannot be written; .*one.log: ")
+        asked = urllib.request.Request(f"{front.url}/admin/log?model=one", headers={"Authorization": f"Bearer {TOKEN}"})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            assert json.load(answer)["lines"] == []
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 def test_nobody_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +359,9 @@ def test_the_commands_ask_one_that_runs(
         monkeypatch.setenv("CUMEM_SLEEP_SERVE_URL", front.url)
         assert cli.main(["sleep", "one"]) == 2
         assert "admin token is needed ($CUMEM_SLEEP_SERVE_TOKEN)" in capsys.readouterr().err
+        monkeypatch.setenv("CUMEM_SLEEP_SERVE_TOKEN", "another")
+        assert cli.main(["sleep", "one"]) == 2
+        assert "the token is wrong: it is not the admin token ($CUMEM_SLEEP_SERVE_TOKEN)" in capsys.readouterr().err
         monkeypatch.setenv("CUMEM_SLEEP_SERVE_TOKEN", TOKEN)
         assert cli.main(["wake", "one"]) == 0
         assert re.search(r"one +0 +awake", capsys.readouterr().out)
@@ -218,7 +412,9 @@ def test_a_reload_says_nothing_of_the_options_of_the_command_line(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_demo_switches_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_demo_switches_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with running("--demo", "--port", "0", log=tmp_path / "log") as front:
         for name in ("qwen-8b", "gpt-4o-mini", "embedder"):
             body = json.dumps({"model": name, "messages": [{"role": "user", "content": "?"}]}).encode()
@@ -226,7 +422,16 @@ def test_the_demo_switches_and_leaves_nothing(tmp_path: Path) -> None:
                 speaks = "qwen-14b" if name == "gpt-4o-mini" else name
                 assert f"This is {speaks}," in json.load(answer)["choices"][0]["message"]["content"]
         with urllib.request.urlopen(f"{front.url}/status", timeout=60) as answer:
-            assert json.load(answer)["simulated"]
+            status = json.load(answer)
+        assert status["simulated"]
+        assert {model["layer"] for model in status["models"]} == {"simulated"}
+        found = re.search(r"admin token: (\S+)\)", front.log.read_text())
+        assert found is not None
+        monkeypatch.setenv("CUMEM_SLEEP_SERVE_TOKEN", found[1])
+        assert cli.main(["sleep", "embedder", "--level", "3", "--url", front.url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["model"]["level"] == 3
+        assert cli.main(["status", "--url", front.url]) == 0
+        assert "without cumem-sleep" not in capsys.readouterr().out
         children = Path(f"/proc/{front.process.pid}/task/{front.process.pid}/children").read_text().split()
         assert len(children) == 3
     assert not [pid for pid in children if Path(f"/proc/{pid}/cmdline").exists() and alive(pid)]
@@ -242,6 +447,19 @@ def test_servers_end_with_a_front_that_is_killed(tmp_path: Path) -> None:
     front.process.kill()
     front.process.wait()
     while alive(children[0]):
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_demo_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    runtime = tmp_path / "run"
+    runtime.mkdir()
+    variables = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(runtime)}
+    front = Command("--demo", "--port", "0", log=tmp_path / "log", env=variables)
+    front.says("qwen-8b: sleep in")
+    front.process.kill()
+    front.process.wait()
+    while list(runtime.iterdir()):
         time.sleep(0.02)
 
 

@@ -16,12 +16,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_server import lives
 from odd_clients import odd
 from servers_of_tests import FAULTY
 
@@ -35,6 +36,8 @@ KEEP_S, DRAIN_S = 0.3, 0.5
 LEFT_WITHIN_S = 20.0  # until it is noticed that a client has left
 PATIENT_S = 300.0  # of waiting and draining, where nobody is to be refused: on a busy machine everything takes longer
 GPUS = {f"model-{number}": [[0], [1]][number % 2] if number < 8 else [0, 1] for number in range(10)}
+SHELLS = ("exec {}", "{}; true", "(setsid sleep 86400 &); {}; true", "sleep 86400 & setsid --wait {}; true")
+SABOTAGE_EVERY_S = 4.0
 FLAT_BYTES = 24 << 20  # what the front's memory may grow by after the first tenth of the requests, however many come
 
 
@@ -66,7 +69,7 @@ class Tally:
 
 def models_yaml(folder: Path, faults: float) -> Path:
     for number in (0, 1):
-        (folder / f"gpu{number}").mkdir()
+        (folder / f"gpu{number}").mkdir(exist_ok=True)
     models: dict[str, Any] = {}
     for seed, (name, gpus) in enumerate(GPUS.items()):
         folders = " ".join(str(folder / f"gpu{gpu}") for gpu in gpus)
@@ -75,7 +78,7 @@ def models_yaml(folder: Path, faults: float) -> Path:
         limits = {"wait": WAIT_S, "drain": DRAIN_S} if faults else {"wait": PATIENT_S, "drain": PATIENT_S}
         common = {**limits, "idle": {1: "1s", 2: "3s"}, "host_memory": "10GiB"}
         models[name] = {
-            "command": command,
+            "command": ["sh", "-c", SHELLS[seed % len(SHELLS)].format(command)],
             "gpus": gpus,
             "at_start": ["asleep", "awake", "stopped"][seed % 3],
             **common,
@@ -89,8 +92,8 @@ def models_yaml(folder: Path, faults: float) -> Path:
 
 
 @asynccontextmanager
-async def front(folder: Path, faults: float) -> AsyncIterator[tuple[int, int]]:
-    """The command, as a process: its port and its pid."""
+async def front(folder: Path, faults: float, end: signal.Signals = signal.SIGTERM) -> AsyncIterator[tuple[int, int]]:
+    """The command, as a process: its port and its pid. It ends with this signal."""
     command = [sys.executable, "-m", "cumem_sleep", "serve", str(models_yaml(folder, faults))]
     log = (folder / "front.log").open("wb")
     process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
@@ -102,9 +105,9 @@ async def front(folder: Path, faults: float) -> AsyncIterator[tuple[int, int]]:
         yield int(port), process.pid
     finally:
         if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(end)
         await process.wait()
-    assert process.returncode == 0
+    assert process.returncode == (0 if end is signal.SIGTERM else -end)
 
 
 async def ask(port: int, path: str, body: dict[str, Any] | None, leaves_after: float | None = None) -> Answer | None:
@@ -198,6 +201,36 @@ async def client(port: int, chance: random.Random, numbers: list[int], tally: Ta
             await asyncio.sleep(chance.uniform(0.0, 0.5))
 
 
+def below(pid: int) -> list[int]:
+    """All processes that this one and those below it have started."""
+    found = [pid]
+    for each in found:
+        for children in Path(f"/proc/{each}/task").glob("*/children"):
+            with suppress(OSError):
+                found += map(int, children.read_text().split())
+    return found[1:]
+
+
+def words_of(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return ""
+
+
+def started_for(folder: Path, words: str) -> bool:
+    """Whether a command is one of this test's: a pid may be somebody else's by now."""
+    return str(folder) in words or words == "sleep 86400 "
+
+
+async def sabotage(pid: int, chance: random.Random, numbers: list[int]) -> None:
+    """Kill supervisors, shells and servers, at random."""
+    while numbers:
+        await asyncio.sleep(chance.uniform(0.0, 2 * SABOTAGE_EVERY_S))
+        if numbers and (found := below(pid)):
+            with suppress(ProcessLookupError):
+                os.kill(chance.choice(found), signal.SIGKILL)
+
+
 async def watch(port: int, pid: int, numbers: list[int], total: int, tally: Tally, sizes: list[int]) -> None:
     """The status never shows more than there is; the front's memory is sampled."""
     while numbers:
@@ -220,7 +253,8 @@ async def traffic(folder: Path, total: int, faults: float) -> tuple[Tally, list[
     async with front(folder, faults) as (port, pid):
         clients = [client(port, random.Random(chance.random()), numbers, tally) for _ in range(CLIENTS)]
         sizes.clear()
-        await asyncio.gather(*clients, watch(port, pid, numbers, total, tally, sizes))
+        others = [sabotage(pid, random.Random(total), numbers)] if faults else []
+        await asyncio.gather(*clients, *others, watch(port, pid, numbers, total, tally, sizes))
         deadline = time.monotonic() + LEFT_WITHIN_S
         while lost := await not_ended(port):
             assert time.monotonic() < deadline, f"somebody was lost: {lost}"
@@ -289,3 +323,32 @@ def test_random_traffic_while_much_goes_wrong(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_random_traffic_while_nothing_goes_wrong(tmp_path: Path) -> None:
     check(tmp_path, REQUESTS, faults=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_random_traffic_through_fronts_that_are_killed(tmp_path: Path) -> None:
+    """The next one has the GPUs to itself: whoever meets another one's memory there records it."""
+    chance = random.Random(REQUESTS)
+
+    async def through_one(faults: float, end: signal.Signals, total: int) -> list[int]:
+        tally, numbers = Tally(), list(range(total))
+        async with front(tmp_path, faults, end) as (port, pid):
+            clients = [client(port, random.Random(chance.random()), numbers, tally) for _ in range(CLIENTS // 4)]
+            asking = asyncio.gather(*clients, return_exceptions=True)
+            await asyncio.wait({asking}, timeout=chance.uniform(1.0, 6.0) if end is signal.SIGKILL else None)
+            left = below(pid)
+        await asking
+        assert end is signal.SIGKILL or tally.outcomes.keys() <= {"answered", "left"}
+        return left
+
+    async def through_all() -> list[int]:
+        left = []
+        for _ in range(3):
+            left += await through_one(0.0, signal.SIGKILL, 1 << 20)
+        return left + await through_one(0.0, signal.SIGTERM, 40)
+
+    left = asyncio.run(through_all())
+    assert left
+    assert [words for pid in left if lives(str(pid)) and started_for(tmp_path, words := words_of(pid))] == []
+    assert not (tmp_path / "record").exists(), (tmp_path / "record").read_text()

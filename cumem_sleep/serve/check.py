@@ -1,0 +1,36 @@
+"""What will not work on this machine, or not well, although models.yaml says nothing wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from . import hardware
+from .command import is_loopback, missing_program
+from .config import Config, Model
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Each with the key that it is about. Asks `nvidia-smi`, which takes tenths of a second."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = {gpu.number for gpu in hardware.gpus(visible)}
+    if not found and visible:  # nobody can say what these are
+        found = set(range(len([each for each in visible.split(",") if each])))
+    for name, model in config.models.items():
+        yield from (f"models.{name}.{problem}" for problem in _of_model(model, found))
+    front = config.front
+    if not front.api_keys and not is_loopback(front.host):
+        yield f"front.host: {front.host} is open to other machines, and there are no keys: set api_keys"
+
+
+def _of_model(model: Model, gpus: set[int]) -> Iterator[str]:
+    if gpus or "gpus" in model.model_fields_set:
+        for gpu in model.gpus:
+            if gpu not in gpus:
+                there = f"there are {', '.join(map(str, sorted(gpus)))}" if gpus else "this machine shows none"
+                yield f"gpus: there is no GPU {gpu}: {there}"
+    if model.command is None:
+        return
+    path = model.env.get("PATH", os.environ.get("PATH", os.defpath))
+    if (program := missing_program(model.command, path)) is not None:
+        yield f"command: there is no program {program!r} here: install it, or write its path"

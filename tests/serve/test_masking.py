@@ -1,0 +1,44 @@
+"""Keys in texts for people, and in the variables of a server."""
+
+from __future__ import annotations
+
+import pytest
+
+from cumem_sleep.serve.masking import holds_any, masked
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("vllm serve m --api-key k1 k2 --port 1", "vllm serve m --api-key *** --port 1"),
+        ("vllm serve m --api-key=k1 --port 1", "vllm serve m --api-key *** --port 1"),
+        ("vllm serve m --api_key k1", "vllm serve m --api_key ***"),
+        ("vllm serve m --api-k k1", "vllm serve m --api-k ***"),
+        ("vllm serve m --api-server-count 2", "vllm serve m --api-server-count 2"),
+        ("vllm serve m --hf-token 'a b' --seed 1", "vllm serve m --hf-token *** --seed 1"),
+        (
+            "vllm serve m --tokenizer t --max-num-batched-tokens 8",
+            "vllm serve m --tokenizer t --max-num-batched-tokens 8",
+        ),
+        ("HF_TOKEN=abc VLLM_API_KEY=abc vllm serve m", "HF_TOKEN=*** VLLM_API_KEY=*** vllm serve m"),
+        ("OPENAI_KEY='a b' x", "OPENAI_KEY=*** x"),
+        ("args: {'model': 'm', 'api_key': ['k1', 'k2'], 'seed': 0}", "args: {'model': 'm', 'api_key': ***, 'seed': 0}"),
+        ('{"password": "k1"}', '{"password": ***}'),
+        ("Authorization: Bearer k1", "Authorization: Bearer ***"),
+        ("redis://user:longpassword@host/0", "redis://user:***@host/0"),
+        ("vllm serve Qwen/Qwen3-8B --uds /run/s.sock", "vllm serve Qwen/Qwen3-8B --uds /run/s.sock"),
+    ],
+)
+def test_what_is_called_a_key_is_not_shown(text: str, shown: str) -> None:
+    assert masked(text) == shown
+
+
+def test_a_known_secret_is_not_shown_wherever_it_stands() -> None:
+    assert masked("it said s3cret!", ["s3cret"]) == "it said ***!"
+
+
+def test_a_variable_holds_a_secret_as_a_whole_or_a_long_one_anywhere() -> None:
+    assert holds_any("secret", ["secret"])
+    assert not holds_any("/home/secret/bin", ["secret"])
+    assert holds_any("Bearer 0123456789abcdef", ["0123456789abcdef"])
+    assert not holds_any("", ["secret"])
