@@ -25,7 +25,11 @@ import cumem_sleep
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY")), *ROOT.glob("docs/*.md")]
+PAGES = [
+    README,
+    *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY")),
+    *ROOT.glob("docs/**/*.md"),
+]
 PAGES.append(ROOT / "examples" / "README.md")
 
 SHELL_OPTIONS = ["-e", "-u", "-o", "pipefail", "-c"]

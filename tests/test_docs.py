@@ -302,9 +302,26 @@ def test_every_example_is_in_the_site() -> None:
 
 
 def test_every_page_is_in_the_site() -> None:
-    toctree = next(snippet for snippet in SNIPPETS if snippet.language == "{toctree}").text
-    names = {re.sub(r".*<(.*)>", r"\1", line) for line in toctree.splitlines() if line}
-    assert {"index", *names} - {":hidden:", "self"} == {path.stem for path in ROOT.glob("docs/*.md")}
+    docs = ROOT / "docs"
+    named = {docs / "index.md"}
+    for tree in (snippet for snippet in SNIPPETS if snippet.language == "{toctree}"):
+        for line in tree.text.splitlines():
+            if line and not line.startswith(":") and line != "self":
+                named |= {*tree.page.parent.glob(re.sub(r".*<(.*)>", r"\1", line) + ".md")}
+    assert named == {*docs.rglob("*.md")}
+
+
+def test_every_decision_is_in_their_index() -> None:
+    folder = ROOT / "docs" / "decisions"
+    links = re.findall(r"^- \[(.+)\]\((.+)\)$", (folder / "index.md").read_text(), re.MULTILINE)
+    titles = {path.name: path.read_text().partition("\n")[0] for path in folder.glob("*.md") if path.stem != "index"}
+    assert {name: f"# {title}" for title, name in links} == titles
+    assert len(links) == len(titles)
+
+
+def test_decisions_stay_short() -> None:
+    words = {path.stem: len(path.read_text().split()) for path in ROOT.glob("docs/decisions/*.md")}
+    assert {name: count for name, count in words.items() if count > 200} == {"index": words["index"]}
 
 
 def test_the_readme_stays_short() -> None:

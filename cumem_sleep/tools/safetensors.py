@@ -1,6 +1,6 @@
 """Reads safetensors files as mapped memory: only headers are read.
 
-The `safetensors` library is not used: docs/decisions.md says why.
+The `safetensors` library is not used: docs/decisions/safetensors.md says why.
 """
 
 from __future__ import annotations
