@@ -192,6 +192,10 @@ class _FreeRuns:
         self._of_size[nbytes][slab, offset] = None
 
 
+class _NothingEvictable(Exception):
+    """What could be evicted when the reservation began is needed meanwhile."""
+
+
 class Ledger:
     """The slabs of one vault, its entries and their holds. An owner is any hashable object of the caller's."""
 
@@ -306,12 +310,13 @@ class Ledger:
             names: what the error calls the owners.
 
         Raises:
-            OutOfHostMemory: too little is free, and too little may be evicted. Nothing has changed.
+            OutOfHostMemory: too little is free, and too little may be evicted: nothing has changed. Or what might have
+                been evicted is needed meanwhile: nothing is reserved.
             InvalidArgument: a size is not positive. Likewise.
         """
-        left = needed_bytes(sizes)
-        if left > self.available_bytes():
-            raise OutOfHostMemory(left, self.available_bytes(), "vault", self.who_holds(names or {}))
+        left = needed = needed_bytes(sizes)
+        if needed > self.available_bytes():
+            raise OutOfHostMemory(needed, self.available_bytes(), "vault", self.who_holds(names or {}))
         self.free_bytes -= left
         self._unplaced_bytes += left
         holds: list[Hold] = []
@@ -327,8 +332,13 @@ class Ledger:
                     yield from self._place(entry, node)
                     holds.append(self._new_hold(entry, owner, gpu))
                 finally:
-                    self._unplaced_bytes -= entry.taken_bytes - sum(extent.nbytes for extent in entry.extents)
                     self.end_copy(entry)
+        except _NothingEvictable:
+            for hold in holds:
+                if hold.number in self._holds:
+                    self._drop(hold)
+            available = self.available_bytes() + left
+            raise OutOfHostMemory(needed, available, "vault", self.who_holds(names or {})) from None
         finally:
             self.free_bytes += left
             self._unplaced_bytes -= left
@@ -614,19 +624,22 @@ class Ledger:
     def _place(self, entry: Entry, node: int) -> Iterator[None]:
         """Where the entry lies: the smallest free run that is large enough, or the largest ones until it is enough."""
         left = entry.taken_bytes
-        while left:
-            yield from self.settling()
-            extent = self._take(left, node)
-            if extent is None:  # a slab went meanwhile
-                yield from self._evicting_one()
-                continue
-            entry.extents.append(extent)
-            if extent.slab not in entry.slabs:
-                entry.slabs.add(extent.slab)
-                self._slabs[extent.slab].entries.add(entry)
-            self._unplaced_bytes -= extent.nbytes
-            left -= extent.nbytes
-            yield
+        try:
+            while left:
+                yield from self.settling()
+                extent = self._take(left, node)
+                if extent is None:  # a slab went meanwhile
+                    yield from self._evicting_one()
+                    continue
+                entry.extents.append(extent)
+                if extent.slab not in entry.slabs:
+                    entry.slabs.add(extent.slab)
+                    self._slabs[extent.slab].entries.add(entry)
+                self._unplaced_bytes -= extent.nbytes
+                left -= extent.nbytes
+                yield
+        finally:
+            self._unplaced_bytes -= left
 
     def _take(self, nbytes: int, node: int) -> Extent | None:
         """Of one free run, at most so much; None: nothing is free."""
@@ -637,6 +650,8 @@ class Ledger:
 
     def _evicting_one(self) -> Iterator[None]:
         """Evict the least recently used entry, in steps; it stays if it is needed meanwhile."""
+        if not self._evictable:
+            raise _NothingEvictable
         entry = next(iter(self._evictable))
         for hold in list(entry.holds):
             if entry not in self._evictable:

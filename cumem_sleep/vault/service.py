@@ -273,7 +273,8 @@ class Service:
 
     def _reserved(self, each: _Reservation) -> _Work:
         session = each.asked.session
-        holds = yield from self._pool.ledger.reserving(session, each.gpu.uuid, each.sizes, each.gpu.node)
+        gpu, ledger = each.gpu, self._pool.ledger
+        holds = yield from ledger.reserving(session, gpu.uuid, each.sizes, gpu.node, self._names())
         return (yield from self._handed_out(session, holds))
 
     def _find(self, asked: _Request) -> _Work:
@@ -541,8 +542,9 @@ class Service:
         size = 0
         try:
             for at, hold in enumerate(holds):
-                said.append(("," if at else "") + ("null" if hold is None else ""))
-                if hold is not None:
+                is_there = hold is not None and self._pool.ledger.find_hold(session, hold.number) is hold
+                said.append(("," if at else "") + ("" if is_there else "null"))
+                if hold is not None and is_there:
                     self._send_slabs(session, hold.entry.slabs - session.known_slabs)
                     for words in _described(hold):
                         said.append(words)
