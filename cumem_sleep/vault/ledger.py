@@ -255,6 +255,19 @@ class Ledger:
 
     def empty(self, nbytes: int) -> list[int]:
         """Evict so much that own slabs of at least `nbytes` are empty; returns these, or none if that is impossible."""
+        chosen = self._to_empty(nbytes)
+        for _ in self._emptying(chosen):
+            pass
+        return chosen
+
+    def emptying(self, nbytes: int) -> Iterator[None]:
+        """Do most of what `empty` has to, in steps."""
+        yield from self._emptying(self._to_empty(nbytes))
+        yield from self.settling()
+
+    def _to_empty(self, nbytes: int) -> list[int]:
+        if nbytes <= 0:
+            return []
         candidates = [
             number
             for number, slab in self._slabs.items()
@@ -263,12 +276,12 @@ class Ledger:
         candidates.sort(key=lambda number: max((entry.used for entry in self._slabs[number].entries), default=0))
         sizes = accumulate(self._slabs[number].nbytes for number in candidates)
         count, size = next(((at, size) for at, size in enumerate(sizes, 1) if size >= nbytes), (0, 0))
-        if size > self.available_bytes():  # a reservation under way needs the rest
-            return []
-        chosen = candidates[:count]
-        for entry in {entry for number in chosen for entry in self._slabs[number].entries}:
-            self._evict(entry)
-        return chosen
+        return candidates[:count] if size <= self.available_bytes() else []  # a reservation under way needs the rest
+
+    def _emptying(self, slabs: Iterable[int]) -> Iterator[None]:
+        for number in slabs:
+            for entry in list(self._slabs[number].entries if number in self._slabs else ()):
+                yield from self._evicting(entry)
 
     # Entries
 
@@ -649,10 +662,13 @@ class Ledger:
         return self._runs[at].take(size, nbytes) if size else None
 
     def _evicting_one(self) -> Iterator[None]:
-        """Evict the least recently used entry, in steps; it stays if it is needed meanwhile."""
+        """Evict the least recently used entry, in steps."""
         if not self._evictable:
             raise _NothingEvictable
-        entry = next(iter(self._evictable))
+        return self._evicting(next(iter(self._evictable)))
+
+    def _evicting(self, entry: Entry) -> Iterator[None]:
+        """In steps; it stays if it is needed meanwhile."""
         for hold in list(entry.holds):
             if entry not in self._evictable:
                 return
@@ -660,11 +676,6 @@ class Ledger:
                 self._drop(hold)
             self.evicted_bytes += 0 if entry.counts else entry.taken_bytes
             yield
-
-    def _evict(self, entry: Entry) -> None:
-        self.evicted_bytes += entry.taken_bytes
-        for hold in list(entry.holds):
-            self._drop(hold)
 
     def _drop(self, hold: Hold) -> None:
         del self._holds[hold.number]

@@ -467,7 +467,11 @@ class Service:
             if any(row[0] >= len(asked.descriptors) for row in rows(each, "extents", 3)):
                 raise Nonsense("extents: they lie in a slab whose descriptor is not there")
             yield
-        self._pool.look_at(asked.descriptors.copy(), partial(self._adopt, asked, gpu, shown))
+
+        def looked_at(found: Future[list[memory.Slab]]) -> None:
+            self._in_background(self._pool.making_room(found), partial(self._adopt, asked, gpu, shown, found))
+
+        self._pool.look_at(asked.descriptors.copy(), looked_at)
         asked.descriptors.clear()
         return None
 

@@ -213,6 +213,19 @@ def test_slabs_are_emptied_of_what_nobody_needs() -> None:
     books.check()
 
 
+def test_slabs_are_emptied_in_steps_before_they_go() -> None:
+    books = ledger(2)
+    holds = books.reserve("a", GPU, [UNIT_BYTES] * 16)
+    books.mark("a", [hold.number for hold in holds], needed=False)
+    for nothing in (0, 3 * SLAB):
+        assert list(books.emptying(nothing)) == []
+    for _ in books.emptying(SLAB):
+        books.check()
+    assert books.held() == Held(0, SLAB, 0)
+    assert lines_run(lambda: books.empty(SLAB)) < 100, "next to nothing is left to be done"
+    books.check()
+
+
 def test_memory_of_the_gpu_s_own_numa_node_comes_first() -> None:
     books = Ledger()
     for number in range(4):
