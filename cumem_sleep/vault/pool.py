@@ -102,7 +102,7 @@ class Pool:
         missing = self.memory_bytes - self.ledger.own_bytes - self.ledger.adopted_bytes
         if self.short and needed_bytes <= available + missing:
             why = f"{holders}; the vault has {self._of_all()}, and cannot take more now: {self.short}"
-            return OutOfHostMemory(needed_bytes, available, "vault's host", why)
+            return OutOfHostMemory(needed_bytes, available, "vault_host", why)
         return OutOfHostMemory(needed_bytes, available, "vault", holders)
 
     def bytes_to_come(self) -> int:
