@@ -152,7 +152,7 @@ class TestNoMemory:
         """When the thread of the operation before has ended, so that its stack is there for a new one."""
         process = run_script(
             f"""
-            import resource, time
+            import resource, threading, time
             from pathlib import Path
 
             allocator = CuMemAllocator.get_instance()
@@ -161,7 +161,8 @@ class TestNoMemory:
                 ctypes.memset(address, number, PAGE)
             allocator.sleep()
             allocator.wake_up()
-            while "cumem-operation" in [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]:
+            thread = allocator._lock.run(threading.get_native_id)
+            while Path(f"/proc/self/task/{{thread}}").exists():
                 time.sleep(0.01)
             libc = ctypes.CDLL(None)
             libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
