@@ -435,6 +435,7 @@ void bind_ahead(py::module_& module) {
 
 PYBIND11_MODULE(_core, module) {
     module.doc() = "Segments, host memory and copies: what cumem_sleep.allocator orders. Not a public interface.";
+    make_ready_for_errors();
     errors();
     py::register_exception_translator(&translate_error);
     module.attr("CHECKS_INVARIANTS") = kChecksInvariants;

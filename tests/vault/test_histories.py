@@ -93,13 +93,9 @@ def after_a_step(vault: LateVault, call: Callable[..., None]) -> Callable[..., N
 
 
 class VaultHistory(History):
-    def __init__(self, number: int, vault: LateVault) -> None:
+    def __init__(self, number: int, patch: pytest.MonkeyPatch, vault: LateVault) -> None:
         self.vault = vault
-        super().__init__(number, vault=str(vault.socket))
-
-    def full(self) -> None:
-        self.spare_pages = max(self.spare_pages, 8)  # for the codec: what a vault keeps is not decoded in place
-        super().full()
+        super().__init__(number, patch, vault=str(vault.socket))
 
     def attempt(
         self,
@@ -152,8 +148,8 @@ class VaultHistory(History):
 
 
 @pytest.mark.parametrize("number", range(max(1, HISTORIES // 2)) if ONLY is None else [int(ONLY)])
-def test_history(vault: LateVault, number: int) -> None:
-    history = VaultHistory(number, vault)
+def test_history(vault: LateVault, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = VaultHistory(number, monkeypatch, vault)
     try:
         history.run()
         eventually(lambda: is_left(history), "the vault has given back what it had")
