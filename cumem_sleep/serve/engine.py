@@ -225,6 +225,8 @@ class Engine:
                 raise
             answer = await self._client.post("/collective_rpc", json={"method": "reload_weights"})
             _check("/collective_rpc", answer)
+            if names := _left_out(answer):
+                raise Failed(f"reload_weights left out weights that level 2 dropped: {names}") from None
 
     async def _post(self, path: str, **query: str | int) -> None:
         """A call of which the answer is lost is made again.
@@ -255,6 +257,14 @@ def _check(path: str, answer: httpx.Response) -> None:
         raise Failed(_NO_SLEEP_MODE, is_unknown=True)
     if not answer.is_success:
         raise Failed(f"{path}: {answer.status_code}: {_said(answer)}")
+
+
+def _left_out(answer: httpx.Response) -> str:
+    """The weights that a reload left out, as the layer in the workers says."""
+    try:
+        return next((names for names in answer.json()["results"] if isinstance(names, str)), "")
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _said(answer: httpx.Response) -> str:

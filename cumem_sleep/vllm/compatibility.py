@@ -42,8 +42,8 @@ WHAT_ENABLES_THE_ALLOCATOR = ("enable_sleep_mode", "enable_cumem_allocator")
 
 # What the plugin adds to `WorkerWrapperBase`.
 WRAPPED = (
-    *("compile_or_warm_up_model", "sleep", "wake_up", "discard", "cumem_sleep_deepen", "cumem_sleep_status"),
-    "worker",
+    *("compile_or_warm_up_model", "sleep", "wake_up", "reload_weights", "discard"),
+    *("cumem_sleep_deepen", "cumem_sleep_status", "worker"),
 )
 
 

@@ -42,7 +42,7 @@ from .engine_door import LEASE, EngineDoor, Lease
 from .gate_settings import GateSettings
 from .routes import GUARDED, RELOAD, WAKE, Kind, Routes, Taken, kind_of, route_path
 from .siblings import BETWEEN_S, Busy
-from .sleeping_model import TAGS, Phase, SleepingModel
+from .sleeping_model import TAGS, Phase, SleepingModel, left_out
 from .worker_methods import Effect
 
 logger = logging.getLogger("cumem_sleep")
@@ -512,7 +512,10 @@ class SleepGate:
             await self.model.engine.collective_rpc("reload_weights")
         except Exception as error:
             return refusal(500, f"reload_weights failed: {error}")
+        await self.model.look_what_is_loaded()
         self.model.note_write(Effect.LOADS)
+        if self.model.not_loaded:
+            return refusal(500, left_out(self.model.not_loaded))
         return response(200, {"status": "weights reloaded"})
 
     async def _write(self, taken: Taken, scope: Scope, inbox: Inbox) -> list[Message]:
@@ -541,6 +544,8 @@ class SleepGate:
                     return conflict
                 answer = await _called(self._app, scope, inbox, gone)
                 if status_of(answer) < 300:
+                    if effect in worker_methods.MAY_LOAD_ALL:
+                        await self.model.look_what_is_loaded()
                     self.model.note_write(effect)
                 return answer
         finally:

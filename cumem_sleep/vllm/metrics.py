@@ -45,7 +45,11 @@ class Place(TypedDict):
     lost: str
 
 
-class RankStatus(TypedDict):
+class _Optional(TypedDict, total=False):
+    not_loaded: str  # parameters, in words
+
+
+class RankStatus(_Optional):
     """One worker's answer to `cumem_sleep_status`."""
 
     rank: int
@@ -64,6 +68,11 @@ def asleep_and_lost(ranks: Iterable[RankStatus]) -> tuple[set[str], bool]:
     usages = [(tag, usage) for rank in ranks for tag, usage in rank["usage"].items() if usage["asleep_segments"]]
     lost = any(tag == "weights" and usage["backed_up_bytes"] < usage["bytes"] for tag, usage in usages)
     return {tag for tag, _ in usages}, lost
+
+
+def not_loaded(ranks: Iterable[RankStatus]) -> str:
+    """The parameters that level 2 dropped and nobody loaded since, in words; the same ones in every worker once."""
+    return ", ".join(dict.fromkeys(names for rank in ranks if (names := rank.get("not_loaded", ""))))
 
 
 def sleep_level(rank: RankStatus) -> int:
@@ -97,6 +106,12 @@ class WorkerStatus:
         question = self.ask(engine)
         await asyncio.wait({question}, timeout=ANSWER_WITHIN_S)
         return question.result() if question.done() and not question.cancelled() else None
+
+    async def now(self, engine: Any) -> list[RankStatus] | None:
+        """The answer to a question asked now, however long it takes; None if none ever comes."""
+        while self._question is not None and not self._question.done():
+            await asyncio.wait({self._question})
+        return await asyncio.shield(self.ask(engine))
 
     async def _ask(self, engine: Any) -> list[RankStatus] | None:
         if not self._exists:

@@ -65,6 +65,7 @@ class SleepingModel:
         checkpointed: it went on to level 3: the workers' CUDA state is not on the GPU.
         asleep: the tags of memory that is asleep.
         weights_lost: weights were dropped (level 2) and not reloaded, so answers would be plausible garbage.
+        not_loaded: which of them the last load left out, as the workers say; "" if none.
         paused: somebody called POST /pause, and a request must not resume the engine.
         staged: somebody else woke dropped weights and is loading them, and a request must not interfere.
         update: see `Update`.
@@ -82,6 +83,7 @@ class SleepingModel:
         self.level: int | None = None
         self.asleep: set[str] = set()
         self.weights_lost = self.paused = self.staged = self.kept = self.torn = self.checkpointed = False
+        self.not_loaded = ""
         self.failure: tuple[str, float] | None = None
         self.changed = asyncio.Event()
         self.several_servers = False
@@ -129,6 +131,8 @@ class SleepingModel:
         """Why requests cannot run now, in a sentence for the client."""
         if self.phase is Phase.CHANGING:
             return "the model is falling asleep or waking up"
+        if self.phase is Phase.AWAKE and self.not_loaded:
+            return left_out(self.not_loaded)
         if self.phase is Phase.AWAKE:
             return "weights were dropped at level 2 and not reloaded: POST /reload_weights"
         return f"the model is asleep (level {3 if self.checkpointed else self.level}): POST /wake_up"
@@ -186,7 +190,7 @@ class SleepingModel:
 
     def _facts(self) -> dict[str, Any]:
         """What the other API servers must know and the engine cannot tell them."""
-        names = ("level", "weights_lost", "paused", "staged", "kept", "torn", "checkpointed")
+        names = ("level", "weights_lost", "not_loaded", "paused", "staged", "kept", "torn", "checkpointed")
         facts = {name: getattr(self, name) for name in names}
         return {**facts, "asleep": sorted(self.asleep), "update": self.update.value}
 
@@ -244,6 +248,13 @@ class SleepingModel:
         changes = self._changes
         if self.asleep and (ranks := await self._status.fresh(self.engine)) and changes == self._changes:
             self.learn_depth(ranks)
+
+    async def look_what_is_loaded(self) -> None:
+        """After a load, before it is noted: what the workers say that it left out."""
+        if self.weights_lost and "weights" not in self.asleep:
+            # Twice: the first answer may be lost, as in `note_failed_sleep`.
+            ranks = await self._status.now(self.engine) or await self._status.now(self.engine) or ()
+            self.not_loaded = metrics.not_loaded(ranks)
 
     def _enter(self, phase: Phase) -> None:
         if phase is not self.phase:
@@ -361,7 +372,7 @@ class SleepingModel:
                 self._lose_weights()
 
     def _lose_weights(self) -> None:
-        self.weights_lost = True
+        self.weights_lost, self.not_loaded = True, ""
         if self.update is not Update.NONE:
             self.update = Update.TORN
 
@@ -417,8 +428,8 @@ class SleepingModel:
                 self.note_loaded()
 
     def note_loaded(self) -> None:
-        """All weights were written."""
-        if "weights" not in self.asleep:
+        """All weights were written, unless the workers say otherwise."""
+        if "weights" not in self.asleep and not self.not_loaded:
             self.weights_lost = self.staged = False
             self._tell()
 
@@ -462,6 +473,9 @@ class SleepingModel:
                 await self.engine.wake_up(["weights"])
                 self.asleep.discard("weights")
             await self.engine.collective_rpc("reload_weights")
+            await self.look_what_is_loaded()
+            if self.not_loaded:
+                raise RuntimeError(left_out(self.not_loaded))
             self.note_loaded()
         if self.asleep:
             rest = self.asleep & TAGS
@@ -469,6 +483,14 @@ class SleepingModel:
             self.asleep = set()
         elif self.level == 0:
             await self.engine.wake_up(["scheduling"])
+
+
+def left_out(names: str) -> str:
+    """What to do about weights that a load left out."""
+    return (
+        f"not all weights that level 2 dropped were loaded again, {names} among them: load these as well, or sleep at"
+        " level 1; vLLM 0.33 also keeps a draft model with --sleep-preserve-parameter-names 'draft.*'"
+    )
 
 
 def _retrieve(question: asyncio.Task[bool]) -> None:

@@ -79,6 +79,14 @@ def test_an_older_server_loads_weights_by_its_workers() -> None:
     assert server.called == ["wake_up?tags=weights", "reload_weights", "collective_rpc", "wake_up?tags=kv_cache"]
 
 
+def test_a_reload_that_leaves_weights_out_is_none() -> None:
+    left_out = httpx.Response(200, json={"results": [None, "draft.fc"]})
+    server = Server(reload_weights=[httpx.Response(404)], collective_rpc=[left_out])
+    outcome = do(server, lambda one: one.wake(2))
+    assert "left out weights that level 2 dropped: draft.fc" in str(outcome.error)
+    assert server.called == ["wake_up?tags=weights", "reload_weights", "collective_rpc"]
+
+
 def test_a_deeper_sleep_wakes_in_between() -> None:
     server = Server()
     assert do(server, lambda one: one.sleep(2, 1)) == Outcome(None, Phase.ASLEEP, 2)
