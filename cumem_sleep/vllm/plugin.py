@@ -79,6 +79,7 @@ def check_engine_arguments(arguments: Any) -> None:
             )
         return
     Settings.from_environment()
+    compatibility.clear_senders_cache()
 
 
 def check_variables(environment: Mapping[str, str]) -> None:
@@ -126,6 +127,7 @@ def _take_over() -> None:
     compatibility.copy_to_ray_workers(PREFIX)
     compatibility.before_init_device(communicators.watch)
     CuMemAllocator.prepares_after_pools = CuMemAllocator.deepens_after_sleeps = False
+    WorkerWrapperBase.load_model = load_model
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
     WorkerWrapperBase.sleep = sleep
     WorkerWrapperBase.wake_up = wake_up
@@ -135,6 +137,13 @@ def _take_over() -> None:
     WorkerWrapperBase.cumem_sleep_status = cumem_sleep_status
     WorkerWrapperBase.worker = deep_worker.WORKER
     compatibility.register_backend(NAME, f"{__package__}.backend", "CumemSleepBackend")
+
+
+def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The worker's own, inside the pool for weights."""
+    worker = deep_worker.of(self)
+    with compatibility.weights_pool(worker):
+        return worker.load_model(*args, **kwargs)
 
 
 def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
