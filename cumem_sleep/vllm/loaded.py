@@ -16,6 +16,7 @@ from typing import Any
 
 from .. import _core
 from ..allocator import CuMemAllocator
+from ..segments import by_device
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -61,15 +62,15 @@ def marking(worker: Any) -> Iterator[None]:
     places = sorted((place.address, place.bytes) for place in _places(worker))
 
     def mark(segments: Sequence[_core.Segment]) -> None:
-        for segment in segments:
-            first = bisect_left(places, (segment.address, 0))
-            mine = places[first : bisect_left(places, (segment.address + segment.bytes, 0))]
-            if mine:
-                with _core.CopyStream(segment.device) as stream:
+        for device, of_device in by_device(segments).items():
+            with _core.CopyStream(device) as stream:
+                for segment in of_device:
+                    first = bisect_left(places, (segment.address, 0))
+                    mine = places[first : bisect_left(places, (segment.address + segment.bytes, 0))]
                     for address, nbytes in mine:
                         stream.fill(address, byte, nbytes)
-                    stream.synchronize()
-                _marked.update(mine)
+                    _marked.update(mine)
+                stream.synchronize()
 
     with allocator.filling(mark):
         yield
