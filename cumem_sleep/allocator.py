@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -497,6 +497,17 @@ class CuMemAllocator:
         with self._all_ranks("wake_up") as call:
             meant = woken_in_pools(None if tags is None else self._used_tags.checked(tags))
             return self._entry.operate(call, partial(wake, self._layer, call, meant), "wake", meant)
+
+    @contextmanager
+    def filling(self, fill: Callable[[Sequence[_core.Segment]], None]) -> Iterator[None]:
+        """Wakes inside call `fill` with the segments that come back without their bytes, before anybody else may use
+        these. If it raises, the wake fails. vLLM's plugin marks weights that have to be loaded so.
+        """
+        self._layer.fills.append(fill)
+        try:
+            yield
+        finally:
+            self._layer.fills.remove(fill)
 
     # Preparing
 
