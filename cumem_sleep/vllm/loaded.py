@@ -58,6 +58,7 @@ def marking(worker: Any) -> Iterator[None]:
     if allocator is None or not any(s.sleep == _DROPPED and s.tag == _WEIGHTS for s in _core.segments()):
         yield
         return
+    _marked.clear()  # weights sleep all together
     byte = _byte(allocator)
     places = sorted((place.address, place.bytes) for place in _places(worker))
 
@@ -85,10 +86,11 @@ def not_loaded(worker: Any) -> str:
         return ""
     byte = _byte(allocator)
     marked = [place for place in _places(worker) if _marked.get(place.address) == place.bytes]
-    left = [place for place in _beginning_with(byte, marked) if _holds_only(byte, place.contents())]
-    _marked.clear()
-    _marked.update((place.address, place.bytes) for place in left)
-    names = [place.name for place in left]
+    left = {place.address: place for place in _beginning_with(byte, marked) if _holds_only(byte, place.contents())}
+    for place in marked:  # others are out of the model while vLLM loads it, and come back
+        if place.address not in left:
+            del _marked[place.address]
+    names = [place.name for place in left.values()]
     more = [f"and {len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
     return ", ".join([*names[:MOST_NAMES], *more])
 
@@ -162,8 +164,9 @@ def _warn_of_a_run(worker: Any) -> None:
         return
     is_own = "execute_model" in vars(worker)
 
-    def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(scheduled, "total_num_scheduled_tokens", 1):
+    def execute_model(*args: Any, **kwargs: Any) -> Any:
+        scheduled = [*args, *kwargs.values()][:1]
+        if all(getattr(each, "total_num_scheduled_tokens", 1) for each in scheduled):
             if is_own:
                 worker.execute_model = run
             else:
@@ -174,7 +177,7 @@ def _warn_of_a_run(worker: Any) -> None:
                     " nothing. Load them first, for instance with collective_rpc('reload_weights')",
                     names,
                 )
-        return run(scheduled, *args, **kwargs)
+        return run(*args, **kwargs)
 
     execute_model.warns = True  # type: ignore[attr-defined]
     worker.execute_model = execute_model

@@ -172,6 +172,19 @@ def test_a_parameter_that_was_rebuilt_elsewhere_counts_as_loaded(models: Models)
     assert models.not_loaded == ""
 
 
+def test_parameters_that_are_out_of_the_model_while_it_is_loaded_are_told_afterwards(models: Models) -> None:
+    """As vLLM's layerwise reload puts them on no device; the status may be asked for meanwhile."""
+    import torch
+
+    weight = models.add(models.model, "weight", 64)
+    models.add(models.draft, "fc", 64)
+    models.sleep_and_wake()
+    models.model.weight = torch.nn.Parameter(torch.empty(64, device="meta"), requires_grad=False)
+    assert models.not_loaded == "draft.fc"
+    models.model.weight = weight
+    assert models.not_loaded == "weight, draft.fc"
+
+
 def test_what_is_restored_within_the_wake_counts_as_loaded(models: Models) -> None:
     """`--sleep-preserve-parameter-names` of vLLM 0.33."""
     import torch
