@@ -343,6 +343,7 @@ void bind_copies(py::module_& module) {
              py::arg("first_chunk"), NoGil())
         .def("poison", &CopyStream::poison, py::arg("address"), py::arg("bytes"), NoGil())
         .def("zero", &CopyStream::zero, py::arg("address"), py::arg("bytes"), NoGil())
+        .def("fill", &CopyStream::fill, py::arg("address"), py::arg("byte"), py::arg("bytes"), NoGil())
         .def("synchronize", &CopyStream::synchronize, NoGil())
         .def("query", &CopyStream::query, NoGil(), "Whether all work enqueued so far is done.")
         .def(
