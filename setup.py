@@ -112,6 +112,9 @@ else:
     flags = ["-O1", f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g1"]
     compile_args += [*flags, "-DCUMEM_DEBUG"]  # which checks invariants too
     link_args += flags
+# Thread-local data lies beside each thread's stack then, where there is little room. Otherwise a thread's first use of
+# it allocates, and the C library ends the process if there is no memory.
+static_tls = "-ftls-model=initial-exec"
 headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))
 
 ParallelCompile().install()  # a core for each file
@@ -122,7 +125,7 @@ setup(
             sources("csrc"),
             include_dirs=[include, pybind11.get_include()],
             depends=headers,
-            extra_compile_args=compile_args,
+            extra_compile_args=[*compile_args, static_tls],
             extra_link_args=link_args,
             language="c++",
         ),

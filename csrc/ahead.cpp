@@ -62,8 +62,10 @@ void Ahead::submit(const std::vector<uint64_t>& keys) {
     if (steps.empty() || !have_threads(steps.size())) return;
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        for (const auto& step : steps) step->queued = true;
-        queue_.insert(queue_.end(), steps.begin(), steps.end());
+        for (const auto& step : steps) {
+            queue_.push_back(step);
+            step->queued = true;  // not before it is: nobody may wait for a step that no thread will run
+        }
     }
     changed_.notify_all();
 }

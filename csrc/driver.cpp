@@ -196,6 +196,7 @@ Driver::Driver(const std::string& path) : path_(path) {
     resolve(stream_query);
     resolve(memcpy_htod_async);
     resolve(memcpy_dtoh_async);
+    resolve(memset_d8_async);
     resolve(memset_d32_async);
     resolve(module_load_data);
     resolve(module_get_function);

@@ -195,6 +195,7 @@ class Driver {
     Call<decltype(cuStreamQuery)> stream_query{"cuStreamQuery"};
     Call<decltype(cuMemcpyHtoDAsync)> memcpy_htod_async{"cuMemcpyHtoDAsync", "cuMemcpyHtoDAsync_v2"};
     Call<decltype(cuMemcpyDtoHAsync)> memcpy_dtoh_async{"cuMemcpyDtoHAsync", "cuMemcpyDtoHAsync_v2"};
+    Call<decltype(cuMemsetD8Async)> memset_d8_async{"cuMemsetD8Async"};
     Call<decltype(cuMemsetD32Async)> memset_d32_async{"cuMemsetD32Async"};
 
     // Kernels. The context must be current in which the module was loaded; it is never unloaded. A launch returns at

@@ -343,6 +343,7 @@ void bind_copies(py::module_& module) {
              py::arg("first_chunk"), NoGil())
         .def("poison", &CopyStream::poison, py::arg("address"), py::arg("bytes"), NoGil())
         .def("zero", &CopyStream::zero, py::arg("address"), py::arg("bytes"), NoGil())
+        .def("fill", &CopyStream::fill, py::arg("address"), py::arg("byte"), py::arg("bytes"), NoGil())
         .def("synchronize", &CopyStream::synchronize, NoGil())
         .def("query", &CopyStream::query, NoGil(), "Whether all work enqueued so far is done.")
         .def(
@@ -435,6 +436,7 @@ void bind_ahead(py::module_& module) {
 
 PYBIND11_MODULE(_core, module) {
     module.doc() = "Segments, host memory and copies: what cumem_sleep.allocator orders. Not a public interface.";
+    make_ready_for_errors();
     errors();
     py::register_exception_translator(&translate_error);
     module.attr("CHECKS_INVARIANTS") = kChecksInvariants;

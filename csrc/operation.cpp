@@ -1,6 +1,7 @@
 #include "operation.h"
 
 #include <chrono>
+#include <new>
 #include <utility>
 
 #include "driver.h"
@@ -106,13 +107,21 @@ class Operation {
             const PyGILState_STATE state = PyGILState_Ensure();
             const bool entered = PyContext_Enter(variables_.ptr()) == 0;
             result_ = py::reinterpret_steal<py::object>(entered ? PyObject_CallNoArgs(work_.ptr()) : nullptr);
-            if (!result_) error_ = raised();
+            if (!result_) keep_error();
             if (entered && PyContext_Exit(variables_.ptr()) != 0) PyErr_Clear();
             PyGILState_Release(state);
             thread_role.operation_asked = nullptr;
             return CudaThreadState::reset();
         } catch (abi::__forced_unwind&) {
             stay_until_the_process_ends();
+        }
+    }
+
+    void keep_error() noexcept {
+        try {
+            error_ = raised();
+        } catch (const std::exception&) {  // no memory for it: `outcome_of` says so
+            PyErr_Clear();
         }
     }
 
@@ -130,12 +139,11 @@ class OperationHere {
   public:
     explicit OperationHere(const py::object& work) {
         HandlersRaiseLater later;
-        thread_role.operation_asked = &later.asked();
-        thread_role.is_callers = true;
-        result_ = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(work.ptr()));
-        if (!result_) error_ = raised();
-        thread_role.operation_asked = nullptr;
-        thread_role.is_callers = false;
+        {
+            const Role here(later.asked());
+            result_ = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(work.ptr()));
+            if (!result_) error_ = raised();
+        }
         later.put_back();
         of_signals_ = std::move(later.errors());
     }
@@ -144,6 +152,17 @@ class OperationHere {
     py::object take_result() { return std::move(result_); }
 
   private:
+    struct Role {
+        explicit Role(const Event& asked) {
+            thread_role.operation_asked = &asked;
+            thread_role.is_callers = true;
+        }
+        ~Role() {
+            thread_role.operation_asked = nullptr;
+            thread_role.is_callers = false;
+        }
+    };
+
     py::object result_;
     Error error_;
     SignalErrors of_signals_;
@@ -153,7 +172,9 @@ template <class Ended>
 py::object outcome_of(Ended& operation, SignalErrors& of_signals) {
     if (of_signals) of_signals.raise(operation.error());
     if (operation.error()) throw py::error_already_set(*operation.error());
-    return operation.take_result();
+    py::object result = operation.take_result();
+    if (!result) throw std::bad_alloc();
+    return result;
 }
 
 }  // namespace
@@ -202,6 +223,7 @@ bool OperationLock::held_by_this_thread() {
 }
 
 py::object OperationLock::run(const py::object& work) {
+    make_ready_for_errors();
     if (!Operation::is_possible() || held_by_this_thread()) return work();
     Operation operation(work);
     if (!operation.start()) {

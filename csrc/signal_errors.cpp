@@ -64,6 +64,14 @@ void SignalErrors::raise(const py::error_already_set* of_operation) {
     throw py::error_already_set(*first_);
 }
 
+void HandlersRaiseLater::Raised::note(const py::error_already_set& error) noexcept {
+    asked.set();
+    try {
+        errors.note(std::make_unique<py::error_already_set>(error));
+    } catch (const std::exception&) {  // no memory to keep it
+    }
+}
+
 HandlersRaiseLater::HandlersRaiseLater() {
     const auto main = py::module_::import("threading").attr("main_thread")().attr("ident");
     if (main.is_none() || main.cast<unsigned long>() != PyThread_get_thread_ident()) return;
@@ -85,8 +93,7 @@ void HandlersRaiseLater::replace(int number, const py::object& handler) {
             handler(*arguments);
         } catch (py::error_already_set& error) {
             if (raised->is_over) throw;
-            raised->errors.note(std::make_unique<py::error_already_set>(error));
-            raised->asked.set();
+            raised->note(error);
         }
     });
     sigaction(number, nullptr, &replaced.action);
@@ -106,7 +113,7 @@ void HandlersRaiseLater::put_back() noexcept {
                 sigaction(last.number, &last.action, nullptr);
                 break;
             } catch (py::error_already_set& error) {
-                raised_->errors.note(std::make_unique<py::error_already_set>(error));
+                raised_->note(error);
             }
         }
         replaced_.pop_back();

@@ -36,6 +36,8 @@ class SignalErrors {
 class HandlersRaiseLater {
   public:
     struct Raised {
+        void note(const pybind11::error_already_set& error) noexcept;
+
         SignalErrors errors;
         Event asked;
         bool is_over = false;

@@ -1,8 +1,7 @@
 // The steps of a sleep and of a wake that change all of their segments at once, and how these steps are undone.
 
-#include <map>
 #include <mutex>
-#include <set>
+#include <utility>
 
 #include "allocator.h"
 #include "driver.h"
@@ -57,7 +56,7 @@ void SegmentTable::keep_awake(const SegmentPtr& segment, Segment::Sleep otherwis
 size_t SegmentTable::release_all(const std::vector<SegmentPtr>& segments) noexcept {
     size_t bytes = 0;
     for (const SegmentPtr& segment : segments) {
-        if (!segment->mapping.has_memory()) continue;
+        if (segment->sleep == Segment::Sleep::kAwake || !segment->mapping.has_memory()) continue;
         if (segment->keeps_bytes && !segment->mapping.is_mapped()) continue;
         const bool becomes_free = !is_on_loan(segment->mapping.memory());
         // Tried twice and then left for later, never undone: memory released earlier has lost its bytes.
@@ -79,16 +78,16 @@ size_t SegmentTable::release_all(const std::vector<SegmentPtr>& segments) noexce
 // Detaches segments that are mapped although they sleep, once no running work could use them. What the driver refuses
 // to unmap stays mapped but is reported as asleep: the next wake fills it again.
 void SegmentTable::detach_unused(const std::vector<SegmentPtr>& segments) noexcept {
-    std::map<int, bool> is_quiet;
+    int device = -1;  // that was looked at last: to remember more would allocate, which may fail
+    bool is_quiet = false;
     for (const SegmentPtr& segment : segments) {
-        if (!segment->mapping.is_mapped()) continue;
-        const int device = segment->mapping.device();
-        if (!is_quiet.count(device))
-            is_quiet[device] = try_twice([&] {
+        if (segment->sleep == Segment::Sleep::kAwake || !segment->mapping.is_mapped()) continue;
+        if (std::exchange(device, segment->mapping.device()) != segment->mapping.device())
+            is_quiet = try_twice([&] {
                 wait_for_running_work(device);
                 return true;
             });
-        if (!is_quiet[device]) continue;
+        if (!is_quiet) continue;
         try_twice([&] {
             segment->mapping.detach();
             return true;
@@ -120,14 +119,13 @@ void SegmentTable::finish_wake(const std::vector<SegmentPtr>& segments) {
 }
 
 void SegmentTable::undo_wake(const std::vector<SegmentPtr>& segments) noexcept {
-    std::vector<SegmentPtr> asleep;
+    detach_unused(segments);
+    release_all(segments);
+    int device = -1;
     for (const SegmentPtr& segment : segments)
-        if (segment->sleep != Segment::Sleep::kAwake) asleep.push_back(segment);
-    detach_unused(asleep);
-    release_all(asleep);
-    std::set<int> devices;
-    for (const SegmentPtr& segment : asleep) devices.insert(segment->mapping.device());
-    for (const int device : devices) release_waiter(device);  // a retry of the wake may need every byte
+        if (segment->sleep != Segment::Sleep::kAwake &&
+            std::exchange(device, segment->mapping.device()) != segment->mapping.device())
+            release_waiter(device);  // a retry of the wake may need every byte
 }
 
 }  // namespace cumem_sleep

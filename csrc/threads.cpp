@@ -6,8 +6,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <climits>
+#include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <system_error>
 #include <utility>
@@ -16,25 +17,45 @@ namespace cumem_sleep {
 
 namespace {
 
+constexpr size_t kHeapBytes = size_t{64} << 10;  // of the heap: larger ones the C library maps by themselves
+
 std::atomic<int> threads_allowed{-1};
-thread_local std::string own_name;
+// Of a thread that is started here. Made by its starter, and so that the thread itself need not allocate: where memory
+// is short, the starter gets the error.
+struct Started {
+    explicit Started(std::string its_name) : name(std::move(its_name)) {}
+
+    const std::string name;
+    // Freed at once: there is memory for what starts with the thread and knows no errors, as Python's state of it.
+    std::unique_ptr<char[]> heap{new char[kHeapBytes]};
+    Started *before = nullptr, *after = nullptr;  // in `at_work`
+};
+
+// Needs no destructor, for which the C library would allocate.
+thread_local Started* started_here = nullptr;
 
 // Locked during a fork, whose child would otherwise find it locked for ever if another thread had it just then.
 std::mutex at_work_mutex;
-auto* const at_work = new std::vector<std::string>;  // never destroyed: threads go on while the process exits
+Started* at_work = nullptr;
 
 class AtWork {
   public:
-    AtWork() {
+    AtWork() : thread_(*started_here) {
         std::lock_guard<std::mutex> lock(at_work_mutex);
-        at_work->push_back(own_name);
+        thread_.before = nullptr;
+        thread_.after = std::exchange(at_work, &thread_);
+        if (thread_.after) thread_.after->before = &thread_;
     }
     ~AtWork() {
         std::lock_guard<std::mutex> lock(at_work_mutex);
-        at_work->erase(std::find(at_work->begin(), at_work->end(), own_name));
+        (thread_.before ? thread_.before->after : at_work) = thread_.after;
+        if (thread_.after) thread_.after->before = thread_.before;
     }
     AtWork(const AtWork&) = delete;
     AtWork& operator=(const AtWork&) = delete;
+
+  private:
+    Started& thread_;
 };
 
 // Blocks this thread's signals for a scope: a thread started inside inherits that.
@@ -61,11 +82,15 @@ std::thread new_thread(const std::string& name, std::function<void()> work) {
             throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again), "refused");
         if (threads_allowed.compare_exchange_weak(allowed, allowed - 1)) break;
     }
+    auto started = std::make_unique<Started>(name);
     const SignalsBlocked blocked;
-    return std::thread([name, work = std::move(work)] {
-        own_name = name;
-        pthread_setname_np(pthread_self(), name.c_str());
+    return std::thread([started = std::move(started), work = std::move(work)] {
+        started_here = started.get();
+        pthread_setname_np(pthread_self(), started->name.c_str());
+        started->heap.reset();
+        make_ready_for_errors();
         work();
+        started_here = nullptr;
     });
 }
 
@@ -83,6 +108,19 @@ bool Event::wait(std::chrono::nanoseconds at_most) const noexcept {
     const timespec timeout{static_cast<time_t>(seconds.count()), static_cast<long>((at_most - seconds).count())};
     syscall(SYS_futex, &word_, FUTEX_WAIT_PRIVATE, 0, &timeout, nullptr, 0);
     return is_set();
+}
+
+void make_ready_for_errors() noexcept {
+    thread_local bool is_ready = false;
+    if (is_ready) return;
+    void* const probe = malloc(kHeapBytes);
+    if (!probe) return;  // better perhaps no exception than the end now
+    free(probe);
+    try {
+        throw 0;
+    } catch (int) {
+    }
+    is_ready = true;
 }
 
 std::thread start_thread(const std::string& name, std::function<void()> work) {
@@ -168,10 +206,12 @@ void OperationThread::wait(std::chrono::nanoseconds at_most) {
 
 std::vector<std::string> thread_names() {
     std::lock_guard<std::mutex> lock(at_work_mutex);
-    return *at_work;
+    std::vector<std::string> names;
+    for (const Started* thread = at_work; thread; thread = thread->after) names.push_back(thread->name);
+    return names;
 }
 
-const std::string& thread_name() { return own_name; }
+const char* thread_name() { return started_here ? started_here->name.c_str() : ""; }
 
 void allow_threads(int count) noexcept { threads_allowed = count; }
 

@@ -28,8 +28,8 @@ class Event {
     std::atomic<uint32_t> word_{0};
 };
 
-// Starts a thread with this name (15 characters at most) that blocks signals. Throws std::system_error if no thread can
-// be started.
+// Starts a thread with this name (15 characters at most) that blocks signals. Throws std::system_error, or
+// std::bad_alloc, if no thread can be started: the thread itself needs no memory before it does its work.
 std::thread start_thread(const std::string& name, std::function<void()> work);
 
 // One piece of work on a thread named `cumem-operation`, started as above. When that is done the thread waits for more
@@ -39,7 +39,7 @@ std::thread start_thread(const std::string& name, std::function<void()> work);
 // Once started, the work must have ended before this object is destroyed.
 class OperationThread {
   public:
-    // Throws std::system_error if no thread can be started.
+    // Throws as `start_thread`.
     void start(std::function<bool()> work);
     // Waits as `Event::wait`.
     void wait(std::chrono::nanoseconds at_most);
@@ -55,8 +55,12 @@ class OperationThread {
     std::thread thread_;  // unless one had waited
 };
 
+// The C++ library allocates at a thread's first exception, and where there is no memory the C library ends the process
+// then. So this lets it allocate before, if there is memory. To be called on every thread from which errors come.
+void make_ready_for_errors() noexcept;
+
 // The name of this thread, if it was started here, or "".
-const std::string& thread_name();
+const char* thread_name();
 
 // The names of all threads started here that are at work; in a forked child, those of its parent.
 std::vector<std::string> thread_names();

@@ -112,7 +112,12 @@ size_t CopyStream::digest(const HostBlock& table, size_t begin,
     return count;
 }
 
-void CopyStream::fill(CUdeviceptr address, unsigned int word, size_t bytes) {
+void CopyStream::fill(CUdeviceptr address, unsigned char byte, size_t bytes) {
+    ContextScope context(device_);
+    Driver::get().memset_d8_async(address, byte, bytes, stream_);
+}
+
+void CopyStream::fill_words(CUdeviceptr address, unsigned int word, size_t bytes) {
     ContextScope context(device_);
     Driver::get().memset_d32_async(address, word, bytes / 4, stream_);
 }

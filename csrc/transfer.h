@@ -38,8 +38,9 @@ class CopyStream {
     size_t digest(const HostBlock& table, size_t begin, const std::vector<std::pair<CUdeviceptr, size_t>>& contents,
                   uint64_t first_chunk);
     // Every byte becomes 0xFF: a NaN in every float type. `bytes` is a multiple of 4, as for `zero`.
-    void poison(CUdeviceptr address, size_t bytes) { fill(address, 0xFFFFFFFFu, bytes); }
-    void zero(CUdeviceptr address, size_t bytes) { fill(address, 0, bytes); }
+    void poison(CUdeviceptr address, size_t bytes) { fill_words(address, 0xFFFFFFFFu, bytes); }
+    void zero(CUdeviceptr address, size_t bytes) { fill_words(address, 0, bytes); }
+    void fill(CUdeviceptr address, unsigned char byte, size_t bytes);
     void synchronize();
     // Whether all work enqueued so far is done.
     bool query() const;
@@ -49,7 +50,7 @@ class CopyStream {
     CUstream handle() const { return stream_; }
 
   private:
-    void fill(CUdeviceptr address, unsigned int word, size_t bytes);
+    void fill_words(CUdeviceptr address, unsigned int word, size_t bytes);
 
     const int device_;
     CUstream stream_ = nullptr;

@@ -10,8 +10,8 @@ from __future__ import annotations
 import atexit
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -506,6 +506,17 @@ class CuMemAllocator:
         with self._call("wake_up") as call:
             meant = woken_in_pools(None if tags is None else self._used_tags.checked(tags))
             return self._operations.of_wake(wake, self._layer, call, meant, call=call, woken=meant).run()
+
+    @contextmanager
+    def filling(self, fill: Callable[[Sequence[_core.Segment]], None]) -> Iterator[None]:
+        """Wakes inside call `fill` with the segments that come back without their bytes, before anybody else may use
+        these. If it raises, the wake fails. vLLM's plugin marks weights that have to be loaded so.
+        """
+        self._layer.fills.append(fill)
+        try:
+            yield
+        finally:
+            self._layer.fills.remove(fill)
 
     # Preparing
 

@@ -123,7 +123,7 @@ class OutOfHostMemory(CumemSleepError, MemoryError):
     Attributes:
         needed_bytes: what the backups need in addition to what they take already.
         available_bytes: what the limit leaves.
-        limit: which limit refused: `budget`, `cgroup`, `MemAvailable`, `vault`, `vault's host` (the vault cannot take
+        limit: which limit refused: `budget`, `cgroup`, `MemAvailable`, `vault`, `vault_host` (the vault cannot take
             all of its memory now; `detail` says why), or the call that failed (`mmap`, `madvise`, `cuMemHostRegister`).
             RLIMIT_MEMLOCK is not checked: the NVIDIA driver does not enforce it (measured, 580).
     """
@@ -135,7 +135,7 @@ class OutOfHostMemory(CumemSleepError, MemoryError):
         "cuMemHostRegister": "the driver cannot pin that much: free host memory"
         " (`ulimit -l unlimited`, or --ulimit memlock=-1 for a container)",
         "vault": "wake or end another process, give the vault more --memory, or sleep at level 2",
-        "vault's host": "mend what keeps the vault from taking all of its --memory, or sleep at level 2",
+        "vault_host": "mend what keeps the vault from taking all of its --memory, or sleep at level 2",
     }
 
     def __init__(self, needed_bytes: int, available_bytes: int, limit: str, detail: str = "") -> None:

@@ -449,6 +449,7 @@ class TestSignalHandlersThatRaise:
             signal.signal(signal.SIGUSR1, before)
         return seen > number
 
+    @pytest.mark.sim  # PyTorch does not survive everywhere that a pool of its own is interrupted as it is made
     @pytest.mark.parametrize("wanted", [("line",), ("c_return",)])
     def test_leave_no_label(self, scope: MakeScope, wanted: tuple[str, ...]) -> None:
         def nest() -> None:

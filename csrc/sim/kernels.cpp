@@ -90,7 +90,7 @@ std::uint64_t mixed(std::uint64_t state) {
 
 // The definition is in `cumem_sleep/digest/reference.py`.
 Sums digest_of(const std::uint64_t* words, std::uint64_t number) {
-    static thread_local std::array<Sums, kLanes> lanes;
+    std::array<Sums, kLanes> lanes;
     for (std::size_t lane = 0; lane < kLanes; ++lane) {
         const std::uint64_t start = number * kLanes + lane + 1;
         lanes[lane] = {start * 0xD6E8FEB86659FD93ull, start * 0xA0761D6478BD642Full};

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <new>
 #include <sstream>
 #include <type_traits>
 
@@ -141,8 +142,21 @@ Device& Simulation::device(int ordinal) {
 
 ThreadState& this_thread() {
     static_assert(std::is_trivially_destructible_v<ThreadState>);
-    thread_local ThreadState state;
-    return state;
+    // Not `thread_local`: for that the C library allocates at the first use, and ends the process if it cannot. Nor is
+    // there room beside the stacks, since tests load many copies of this library.
+    static const pthread_key_t key = [] {
+        pthread_key_t made{};
+        require(pthread_key_create(&made, free) == 0, CUDA_ERROR_OUT_OF_MEMORY);
+        return made;
+    }();
+    if (void* const state = pthread_getspecific(key)) return *static_cast<ThreadState*>(state);
+    void* const memory = malloc(sizeof(ThreadState));
+    require(memory != nullptr, CUDA_ERROR_OUT_OF_MEMORY);
+    if (pthread_setspecific(key, memory) != 0) {
+        free(memory);
+        require(false, CUDA_ERROR_OUT_OF_MEMORY);
+    }
+    return *new (memory) ThreadState;
 }
 
 }  // namespace cumem_sim

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .. import _core
@@ -30,6 +30,8 @@ class Layer:
     compressor: Compressor
     copiers: Copiers
     left: LeftOnDevices = field(default_factory=LeftOnDevices)
+    # Called at a wake with the segments that come back without their bytes, before anybody else may use these.
+    fills: list[Callable[[Sequence[_core.Segment]], None]] = field(default_factory=list)
     _warm_devices: set[int] = field(default_factory=set)
 
     def warm_up(self) -> None:

@@ -113,8 +113,11 @@ def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
                 with timer("map"):
                     for segment in blank:
                         mapping_blank.wait(segment.id)
+                    lost = [segment for segment in blank if segment.id not in keep_bytes]
                     if layer.settings.poison:
-                        _poison([s for s in blank if s.tag != "kv_cache" and s.id not in keep_bytes])
+                        _poison([segment for segment in lost if segment.tag != "kv_cache"])
+                    for fill in layer.fills:
+                        fill(lost)
                 if checked:
                     with timer("verify"):
                         _verify(checked, expected, digests.finish())

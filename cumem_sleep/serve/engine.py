@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import re
 import ssl
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +22,7 @@ ASK_WITHIN_S = 10.0
 ASK_EVERY_S = 0.2
 TRIES = 3
 _LACKS_HOST_MEMORY = ("host memory", "outofhostmemory", "no vault answers")  # in the layer's errors
+_IN_ENGINE = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
 _NO_SLEEP_MODE = "its server has no sleep mode: it needs --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"
 
 
@@ -82,6 +86,8 @@ class Engine:
 
     Attributes:
         has_layer: cumem-sleep is in it, as far as is known.
+        stops_requests: its sleep ends requests that run, as far as is known; before 0.18 vLLM pulls memory from under
+            them.
     """
 
     def __init__(self, address: Address, within_s: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
@@ -90,6 +96,8 @@ class Engine:
             transport = httpx.AsyncHTTPTransport(uds=address.socket, verify=_certificates())
         self.address = address
         self.has_layer = False
+        self.stops_requests = True
+        self._within_s = within_s
         self._is_half_woken = False
         self._client = httpx.AsyncClient(
             transport=transport,
@@ -146,6 +154,8 @@ class Engine:
             if woken.error is not None:
                 return woken
         try:
+            if not self.stops_requests and not await self._is_idle():
+                return Outcome("requests that were ended still run in its engine", Phase.AWAKE)
             await self._post("/sleep", level=1 if level == OF_LAYER else level)
         except Failed as error:
             if error.is_unknown:
@@ -220,6 +230,27 @@ class Engine:
         except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
             return Facts()
 
+    async def learn_version(self) -> None:
+        """Find out whether its sleep stops requests."""
+        with contextlib.suppress(httpx.HTTPError, OSError, ValueError, KeyError, TypeError):
+            answer = await self._client.get("/version", timeout=ASK_WITHIN_S)
+            if numbers := re.match(r"(\d+)\.(\d+)", str(answer.json()["version"])):
+                self.stops_requests = (int(numbers[1]), int(numbers[2])) >= (0, 18)
+
+    async def _is_idle(self) -> bool:
+        """Whether no request is in its engine any more, in time: it hears of clients that left only after a while.
+
+        Without vLLM's metrics (`--disable-log-stats`) nobody can tell.
+        """
+        until = time.monotonic() + self._within_s
+        while True:
+            answer = await self._client.get("/metrics", timeout=ASK_WITHIN_S)
+            if not any(float(count) for count in _IN_ENGINE.findall(answer.text)):
+                return True
+            if time.monotonic() >= until:
+                return False
+            await asyncio.sleep(ASK_EVERY_S)
+
     async def names(self) -> tuple[str, ...]:
         """The names that it knows its model by, adapters among them; empty if it does not say."""
         try:
@@ -237,6 +268,8 @@ class Engine:
                 raise
             answer = await self._client.post("/collective_rpc", json={"method": "reload_weights"})
             _check("/collective_rpc", answer)
+            if names := _left_out(answer):
+                raise Failed(f"reload_weights left out weights that level 2 dropped: {names}") from None
 
     async def _post(self, path: str, **query: str | int) -> None:
         """A call of which the answer is lost is made again.
@@ -278,6 +311,14 @@ def _check(path: str, answer: httpx.Response) -> None:
         raise Failed(_NO_SLEEP_MODE, is_unknown=True)
     if not answer.is_success:
         raise Failed(f"{path}: {answer.status_code}: {_said(answer)}")
+
+
+def _left_out(answer: httpx.Response) -> str:
+    """The weights that a reload left out, as the layer in the workers says."""
+    try:
+        return next((names for names in answer.json()["results"] if isinstance(names, str)), "")
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _said(answer: httpx.Response) -> str:

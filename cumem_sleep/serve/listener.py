@@ -109,7 +109,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
             if len(self._unanswered) <= 1:
                 self._next_turn = self.loop.call_soon(self._parse)
-        elif self.cycle is None or len(self.cycle.body) <= HIGH_WATER_LIMIT:
+        elif self.cycle is None or self.cycle.response_complete or len(self.cycle.body) <= HIGH_WATER_LIMIT:
             self.flow.resume_reading()
 
     def _parse_piece(self, piece: bytes) -> None:

@@ -15,7 +15,7 @@ WITHIN_S = 20.0  # that the servers of a front that was killed have to end
 _POLL_S = 0.05
 
 
-class Taken(Exception):
+class AlreadyServed(Exception):
     """Another front serves the same models."""
 
 
@@ -31,7 +31,7 @@ class Lock:
         """Lock models.yaml; waits for the servers of a front that was killed.
 
         Raises:
-            Taken: another front lives, or servers of one that was killed do not end.
+            AlreadyServed: another front lives, or servers of one that was killed do not end.
             OSError: the file cannot be opened.
         """
         models = models.resolve()
@@ -39,7 +39,9 @@ class Lock:
         ends_at = time.monotonic() + WITHIN_S
         while (found := self._try(models)) is None or isinstance(found, str):
             if found is not None and (_lives(found) or time.monotonic() > ends_at):
-                raise Taken(f"another `cumem-sleep serve` (pid {found or 'unknown'}) serves {models}: end it first")
+                raise AlreadyServed(
+                    f"another `cumem-sleep serve` (pid {found or 'unknown'}) serves {models}: end it first"
+                )
             time.sleep(_POLL_S)
         self.descriptor = found
         if self.path is not None:

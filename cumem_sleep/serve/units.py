@@ -328,6 +328,7 @@ class Units:
         """What the layer in a server says of its host memory, or else an estimate."""
         assert unit.engine is not None
         unit.names = await unit.engine.names()
+        await unit.engine.learn_version()
         facts = await unit.engine.facts()
         unit.layer, unit.vault = facts.layer, facts.vault
         if facts.layer == "":

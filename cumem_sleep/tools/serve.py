@@ -102,7 +102,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     try:
         from ..serve import config as files
         from ..serve import demo, main
-        from ..serve.lock import Lock, Taken
+        from ..serve.lock import AlreadyServed, Lock
     except ImportError as error:
         raise _not_installed(error) from None
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
@@ -116,7 +116,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             config = _with_options(read(options.config), options)
             try:
                 lock = Lock(options.config)
-            except Taken as error:
+            except AlreadyServed as error:
                 raise InvalidArgument(str(error)) from None
             ends.callback(lock.close)
 

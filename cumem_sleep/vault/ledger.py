@@ -192,6 +192,10 @@ class _FreeRuns:
         self._of_size[nbytes][slab, offset] = None
 
 
+class _NothingEvictable(Exception):
+    """What could be evicted when the reservation began is needed meanwhile."""
+
+
 class Ledger:
     """The slabs of one vault, its entries and their holds. An owner is any hashable object of the caller's."""
 
@@ -251,6 +255,19 @@ class Ledger:
 
     def empty(self, nbytes: int) -> list[int]:
         """Evict so much that own slabs of at least `nbytes` are empty; returns these, or none if that is impossible."""
+        chosen = self._to_empty(nbytes)
+        for _ in self._emptying(chosen):
+            pass
+        return chosen
+
+    def emptying(self, nbytes: int) -> Iterator[None]:
+        """Do most of what `empty` has to, in steps."""
+        yield from self._emptying(self._to_empty(nbytes))
+        yield from self.settling()
+
+    def _to_empty(self, nbytes: int) -> list[int]:
+        if nbytes <= 0:
+            return []
         candidates = [
             number
             for number, slab in self._slabs.items()
@@ -259,12 +276,12 @@ class Ledger:
         candidates.sort(key=lambda number: max((entry.used for entry in self._slabs[number].entries), default=0))
         sizes = accumulate(self._slabs[number].nbytes for number in candidates)
         count, size = next(((at, size) for at, size in enumerate(sizes, 1) if size >= nbytes), (0, 0))
-        if size > self.available_bytes():  # a reservation under way needs the rest
-            return []
-        chosen = candidates[:count]
-        for entry in {entry for number in chosen for entry in self._slabs[number].entries}:
-            self._evict(entry)
-        return chosen
+        return candidates[:count] if size <= self.available_bytes() else []  # a reservation under way needs the rest
+
+    def _emptying(self, slabs: Iterable[int]) -> Iterator[None]:
+        for number in slabs:
+            for entry in list(self._slabs[number].entries if number in self._slabs else ()):
+                yield from self._evicting(entry)
 
     # Entries
 
@@ -306,12 +323,13 @@ class Ledger:
             names: what the error calls the owners.
 
         Raises:
-            OutOfHostMemory: too little is free, and too little may be evicted. Nothing has changed.
+            OutOfHostMemory: too little is free, and too little may be evicted: nothing has changed. Or what might have
+                been evicted is needed meanwhile: nothing is reserved.
             InvalidArgument: a size is not positive. Likewise.
         """
-        left = needed_bytes(sizes)
-        if left > self.available_bytes():
-            raise OutOfHostMemory(left, self.available_bytes(), "vault", self.who_holds(names or {}))
+        left = needed = needed_bytes(sizes)
+        if needed > self.available_bytes():
+            raise OutOfHostMemory(needed, self.available_bytes(), "vault", self.who_holds(names or {}))
         self.free_bytes -= left
         self._unplaced_bytes += left
         holds: list[Hold] = []
@@ -327,8 +345,13 @@ class Ledger:
                     yield from self._place(entry, node)
                     holds.append(self._new_hold(entry, owner, gpu))
                 finally:
-                    self._unplaced_bytes -= entry.taken_bytes - sum(extent.nbytes for extent in entry.extents)
                     self.end_copy(entry)
+        except _NothingEvictable:
+            for hold in holds:
+                if hold.number in self._holds:
+                    self._drop(hold)
+            available = self.available_bytes() + left
+            raise OutOfHostMemory(needed, available, "vault", self.who_holds(names or {})) from None
         finally:
             self.free_bytes += left
             self._unplaced_bytes -= left
@@ -614,19 +637,22 @@ class Ledger:
     def _place(self, entry: Entry, node: int) -> Iterator[None]:
         """Where the entry lies: the smallest free run that is large enough, or the largest ones until it is enough."""
         left = entry.taken_bytes
-        while left:
-            yield from self.settling()
-            extent = self._take(left, node)
-            if extent is None:  # a slab went meanwhile
-                yield from self._evicting_one()
-                continue
-            entry.extents.append(extent)
-            if extent.slab not in entry.slabs:
-                entry.slabs.add(extent.slab)
-                self._slabs[extent.slab].entries.add(entry)
-            self._unplaced_bytes -= extent.nbytes
-            left -= extent.nbytes
-            yield
+        try:
+            while left:
+                yield from self.settling()
+                extent = self._take(left, node)
+                if extent is None:  # a slab went meanwhile
+                    yield from self._evicting_one()
+                    continue
+                entry.extents.append(extent)
+                if extent.slab not in entry.slabs:
+                    entry.slabs.add(extent.slab)
+                    self._slabs[extent.slab].entries.add(entry)
+                self._unplaced_bytes -= extent.nbytes
+                left -= extent.nbytes
+                yield
+        finally:
+            self._unplaced_bytes -= left
 
     def _take(self, nbytes: int, node: int) -> Extent | None:
         """Of one free run, at most so much; None: nothing is free."""
@@ -636,8 +662,13 @@ class Ledger:
         return self._runs[at].take(size, nbytes) if size else None
 
     def _evicting_one(self) -> Iterator[None]:
-        """Evict the least recently used entry, in steps; it stays if it is needed meanwhile."""
-        entry = next(iter(self._evictable))
+        """Evict the least recently used entry, in steps."""
+        if not self._evictable:
+            raise _NothingEvictable
+        return self._evicting(next(iter(self._evictable)))
+
+    def _evicting(self, entry: Entry) -> Iterator[None]:
+        """In steps; it stays if it is needed meanwhile."""
         for hold in list(entry.holds):
             if entry not in self._evictable:
                 return
@@ -645,11 +676,6 @@ class Ledger:
                 self._drop(hold)
             self.evicted_bytes += 0 if entry.counts else entry.taken_bytes
             yield
-
-    def _evict(self, entry: Entry) -> None:
-        self.evicted_bytes += entry.taken_bytes
-        for hold in list(entry.holds):
-            self._drop(hold)
 
     def _drop(self, hold: Hold) -> None:
         del self._holds[hold.number]

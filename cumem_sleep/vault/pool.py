@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -102,7 +102,7 @@ class Pool:
         missing = self.memory_bytes - self.ledger.own_bytes - self.ledger.adopted_bytes
         if self.short and needed_bytes <= available + missing:
             why = f"{holders}; the vault has {self._of_all()}, and cannot take more now: {self.short}"
-            return OutOfHostMemory(needed_bytes, available, "vault's host", why)
+            return OutOfHostMemory(needed_bytes, available, "vault_host", why)
         return OutOfHostMemory(needed_bytes, available, "vault", holders)
 
     def bytes_to_come(self) -> int:
@@ -211,6 +211,12 @@ class Pool:
             raise
         return found
 
+    def making_room(self, looked_at: Future[list[memory.Slab]]) -> Iterator[None]:
+        """Do most of what `adopt` has to do for these slabs, in steps."""
+        if looked_at.exception() is None:
+            new = self._unknown(looked_at.result())
+            yield from self.ledger.emptying(self._excess(sum(slab.nbytes for slab in new.values())))
+
     def adopt(self, found: Sequence[memory.Slab], names: Mapping[Hashable, str]) -> list[int]:
         """The numbers of these slabs, after as much of our own memory was given back.
 
@@ -218,8 +224,7 @@ class Pool:
             OutOfHostMemory: too much of that is needed. The slabs are closed.
             InvalidState: the vault is about to end. Likewise.
         """
-        known = {slab.identity: number for number, slab in self._slabs.items()}
-        new = {slab.identity: slab for slab in found if slab.identity not in known}
+        new = self._unknown(found)
         try:
             self._make_room(sum(slab.nbytes for slab in new.values()), names)
         except CumemSleepError:
@@ -230,8 +235,8 @@ class Pool:
                 if new.get(slab.identity) is not slab:  # several owners show the same one
                     self._give_back(slab)
         for slab in new.values():
-            known[slab.identity] = self._number(slab)
-            self.ledger.add_adopted_slab(known[slab.identity], slab.nbytes)
+            self.ledger.add_adopted_slab(self._number(slab), slab.nbytes)
+        known = {slab.identity: number for number, slab in self._slabs.items()}
         return [known[slab.identity] for slab in found]
 
     def tidy(self) -> None:
@@ -244,14 +249,23 @@ class Pool:
     def _make_room(self, nbytes: int, names: Mapping[Hashable, str]) -> None:
         if self._is_stopped:
             raise InvalidState("the vault is shutting down: offer this to its successor")
-        excess = self.ledger.own_bytes + self.ledger.adopted_bytes + nbytes - self.memory_bytes
-        if excess <= 0:
+        excess = self._excess(nbytes)
+        if not excess:
             return
         empty = self.ledger.empty(excess)
         if not empty:
             raise OutOfHostMemory(nbytes, max(0, nbytes - excess), "vault", self.ledger.who_holds(names))
         for number in empty:
             self._remove(number)
+
+    def _unknown(self, found: Sequence[memory.Slab]) -> dict[tuple[int, int], memory.Slab]:
+        """Those that are not adopted yet, by their identities: several owners may show the same one."""
+        known = {slab.identity for slab in self._slabs.values()}
+        return {slab.identity: slab for slab in found if slab.identity not in known}
+
+    def _excess(self, nbytes: int) -> int:
+        """How much of our own memory has to go for so many bytes more."""
+        return max(0, self.ledger.own_bytes + self.ledger.adopted_bytes + nbytes - self.memory_bytes)
 
     def _number(self, slab: memory.Slab) -> int:
         self._last_slab += 1

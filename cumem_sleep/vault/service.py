@@ -273,7 +273,8 @@ class Service:
 
     def _reserved(self, each: _Reservation) -> _Work:
         session = each.asked.session
-        holds = yield from self._pool.ledger.reserving(session, each.gpu.uuid, each.sizes, each.gpu.node)
+        gpu, ledger = each.gpu, self._pool.ledger
+        holds = yield from ledger.reserving(session, gpu.uuid, each.sizes, gpu.node, self._names())
         return (yield from self._handed_out(session, holds))
 
     def _find(self, asked: _Request) -> _Work:
@@ -466,7 +467,11 @@ class Service:
             if any(row[0] >= len(asked.descriptors) for row in rows(each, "extents", 3)):
                 raise Nonsense("extents: they lie in a slab whose descriptor is not there")
             yield
-        self._pool.look_at(asked.descriptors.copy(), partial(self._adopt, asked, gpu, shown))
+
+        def looked_at(found: Future[list[memory.Slab]]) -> None:
+            self._in_background(self._pool.making_room(found), partial(self._adopt, asked, gpu, shown, found))
+
+        self._pool.look_at(asked.descriptors.copy(), looked_at)
         asked.descriptors.clear()
         return None
 
@@ -541,8 +546,9 @@ class Service:
         size = 0
         try:
             for at, hold in enumerate(holds):
-                said.append(("," if at else "") + ("null" if hold is None else ""))
-                if hold is not None:
+                is_there = hold is not None and self._pool.ledger.find_hold(session, hold.number) is hold
+                said.append(("," if at else "") + ("" if is_there else "null"))
+                if hold is not None and is_there:
                     self._send_slabs(session, hold.entry.slabs - session.known_slabs)
                     for words in _described(hold):
                         said.append(words)

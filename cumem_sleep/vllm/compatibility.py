@@ -2,6 +2,7 @@
 
 | | since |
 |---|---|
+| `load_model` enters the pool for weights | not from 0.14 to 0.16 |
 | `ray.ray_env.DEFAULT_ENV_VAR_PREFIXES` | 0.18.0 |
 | `enable_cumem_allocator`: the allocator without sleep mode | between 0.19 and 0.22 |
 | `device_allocator.get_mem_allocator_instance` | 0.23.0 |
@@ -27,6 +28,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..allocator import CuMemAllocator
@@ -42,8 +44,8 @@ WHAT_ENABLES_THE_ALLOCATOR = ("enable_sleep_mode", "enable_cumem_allocator")
 
 # What the plugin adds to `WorkerWrapperBase`.
 WRAPPED = (
-    *("compile_or_warm_up_model", "sleep", "wake_up", "discard", "cumem_sleep_deepen", "cumem_sleep_status"),
-    "worker",
+    *("load_model", "compile_or_warm_up_model", "sleep", "wake_up", "reload_weights", "discard"),
+    *("cumem_sleep_deepen", "cumem_sleep_status", "worker"),
 )
 
 
@@ -109,6 +111,65 @@ def before_init_device(see: Callable[[Any], None]) -> None:
 
     init_device.seen_by = see  # type: ignore[attr-defined]
     wrapper.init_device = init_device
+
+
+def weights_pool(worker: Any) -> AbstractContextManager[Any]:
+    """The worker's pool for weights, if its `load_model` makes that without entering it; else nothing.
+
+    From 0.14 to 0.16 its `with pool and config:` enters only the second: the weights would stay on the GPU, and only
+    the KV cache sleep.
+    """
+    sources = [vars(each)["load_model"] for each in type(worker).__mro__ if "load_model" in vars(each)]
+    if not any(map(_only_makes_the_pool, sources)):
+        return nullcontext()
+    pool: AbstractContextManager[Any] = worker._maybe_get_memory_pool_context(tag="weights")
+    return pool
+
+
+def _only_makes_the_pool(load_model: Any) -> bool:
+    try:
+        source = inspect.getsource(load_model)
+    except (OSError, TypeError):  # it has none to look at
+        return False
+    return re.search(r"_maybe_get_memory_pool_context\([^()]*\)\s*and\b", source) is not None
+
+
+def clear_senders_cache() -> None:
+    """Have sleeps and pauses clear the frontend's cache of multimodal inputs, too; calling this again is harmless.
+
+    They clear the engine's. From 0.18 on, and in some versions up to 0.26 only for it: what the frontend still takes
+    for known there would be missing.
+    """
+    asynchronous = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
+    synchronous = importlib.import_module("vllm.v1.engine.llm_engine").LLMEngine
+    for client, name in ((asynchronous, "sleep"), (asynchronous, "pause_generation"), (synchronous, "sleep")):
+        call = getattr(client, name, None)
+        if call is not None and not hasattr(call, "clears") and "clear_mm_cache" not in inspect.getsource(call):
+            setattr(client, name, _clearing(call))
+
+
+def _clearing(call: Callable[..., Any]) -> Callable[..., Any]:
+    def clear(client: Any) -> None:
+        if callable(clear_mm_cache := getattr(getattr(client, "renderer", None), "clear_mm_cache", None)):
+            clear_mm_cache()
+
+    @functools.wraps(call)
+    def clearing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        clear(self)
+        return call(self, *args, **kwargs)
+
+    @functools.wraps(call)
+    async def clearing_twice(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Before, for requests that come meanwhile, and after, for those that the engine got before it cleared its."""
+        clear(self)
+        try:
+            return await call(self, *args, **kwargs)
+        finally:
+            clear(self)
+
+    wrapped: Any = clearing_twice if inspect.iscoroutinefunction(call) else clearing
+    wrapped.clears = True
+    return wrapped  # type: ignore[no-any-return]
 
 
 def replace_allocator() -> list[str]:

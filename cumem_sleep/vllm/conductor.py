@@ -14,7 +14,7 @@ from ..asgi import ClientGone
 from . import events, metrics
 from .gate_settings import GateSettings
 from .siblings import Busy, Siblings
-from .sleeping_model import TAGS, Call, Phase, SleepingModel, State
+from .sleeping_model import TAGS, Call, Phase, SleepingModel, State, Weights, why_left_out
 from .worker_methods import DEEPEN, Effect
 
 logger = logging.getLogger("cumem_sleep")
@@ -163,6 +163,12 @@ class Conductor:
             return
         if (ranks := await self._status.fresh(self.engine)) and changes == self._changes:
             self.handle(events.WorkersSaid(metrics.said(ranks)))
+
+    async def look_what_is_loaded(self) -> None:
+        """After a load, before it is noted: what the workers say that it left out. Asked twice, as in `ask_workers`."""
+        if self.model.state.weights is not Weights.LOADED and "weights" not in self.model.asleep:
+            ranks = await self._status.now(self.engine) or await self._status.now(self.engine) or ()
+            self.handle(events.LeftOut(metrics.not_loaded(ranks)))
 
     # Calls that pass through the gate
 
@@ -347,6 +353,9 @@ class Conductor:
             await self.mend()
         elif call is Call.RELOAD:
             await self.engine.collective_rpc("reload_weights")
+            await self.look_what_is_loaded()
+            if why := why_left_out(self.model.state.left_out):
+                raise RuntimeError(why)
             self.handle(events.Wrote(Effect.LOADS))
         elif call is Call.RESUME:
             await self.engine.wake_up(["scheduling"])

@@ -18,6 +18,8 @@ from typing import Any
 
 logger = logging.getLogger("cumem_sleep")
 
+ASK_EVERY_S = 0.01
+
 
 @dataclass(eq=False)
 class Lease:
@@ -49,10 +51,12 @@ class EngineDoor:
         self._passing = 0
         self._empty = asyncio.Event()
         self._aborts: set[asyncio.Future[None]] = set()
+        self._requests: Any = None
         self.exists = False
 
     def attach(self, engine: Any) -> None:
         """Wrap this engine."""
+        self._requests = getattr(engine, "output_processor", None)
         core = getattr(engine, "engine_core", None)
         send = getattr(core, "add_request_async", None)
         self.exists = send is not None
@@ -94,6 +98,23 @@ class EngineDoor:
                 await asyncio.wait_for(self._empty.wait(), max(left_s, 0))
             except asyncio.TimeoutError:
                 return False
+        return True
+
+    @property
+    def unfinished(self) -> int:
+        """How many requests vLLM's frontend knows of, as far as it says. One whose client left runs in the engine until
+        the frontend has told it to abort: after its response is over.
+        """
+        count = getattr(self._requests, "get_num_unfinished_requests", None)
+        return 0 if count is None else int(count())
+
+    async def forgets(self, within_s: float) -> bool:
+        """Whether vLLM's frontend knows of no request any more in time."""
+        deadline = asyncio.get_running_loop().time() + within_s
+        while self.unfinished:
+            if asyncio.get_running_loop().time() >= deadline:
+                return False
+            await asyncio.sleep(ASK_EVERY_S)
         return True
 
     def _forget(self, engine: Any, *arguments: Any) -> None:

@@ -130,6 +130,13 @@ class Wrote:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """What the workers say that a load, which has not been noted yet, left out of the weights; "" if nothing."""
+
+    names: str
+
+
+@dataclass(frozen=True)
 class LoadFailed:
     """A call that was to load weights failed."""
 
@@ -151,5 +158,6 @@ Event = (
     | WorkersWoken
     | WorkersPutToSleep
     | Wrote
+    | LeftOut
     | LoadFailed
 )

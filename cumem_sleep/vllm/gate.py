@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import logging
 import math
 import os
@@ -28,7 +27,6 @@ from ..asgi import (
     TooMuchHeld,
     bears,
     deliver,
-    header,
     not_canonical,
     refusal,
     refuse_websocket,
@@ -38,13 +36,13 @@ from ..asgi import (
 )
 from ..errors import counted
 from ..variables import warn_of_misspelt
-from . import events, metrics, parameters, worker_methods
+from . import events, metrics, parameters, refused_anyway, worker_methods
 from .conductor import Conductor
 from .engine_door import LEASE, EngineDoor, Lease
 from .gate_settings import GateSettings
 from .routes import GUARDED, RELOAD, WAKE, Kind, Routes, Taken, kind_of, route_path
 from .siblings import BETWEEN_S, Busy
-from .sleeping_model import TAGS, Decision, Phase
+from .sleeping_model import TAGS, Decision, Phase, why_left_out
 from .worker_methods import Effect
 
 logger = logging.getLogger("cumem_sleep")
@@ -58,7 +56,6 @@ WRITING_ROUTES = {
     "/finish_weight_update": Effect.FINISHES,
     "/weight_checker": Effect.WRITES,
 }
-LOADING = (Effect.LOADS, Effect.UPDATES, Effect.FINISHES)  # of these a failure means that weights are not loaded
 WEIGHTS_ASLEEP = "weights are asleep: POST /wake_up?tags=weights first"
 KEYED = ("/v1", "/v2", "/inference", "/cohere")  # where any version of vLLM wants an API key
 
@@ -121,25 +118,25 @@ class SleepGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Decide about one request: ASGI."""
-        app: Any = scope.get("app")
-        engine = getattr(app.state, "engine_client", None) if "app" in scope else None
-        if scope["type"] not in ("http", "websocket") or engine is None:  # a render-only server has no engine
+        if scope["type"] not in ("http", "websocket"):
             return await self._app(scope, receive, send)
-        if self.conductor.engine is not engine:
-            self.conductor.engine, self.conductor.several_servers = engine, _several_servers(app.state)
+        state: Any = getattr(scope.get("app"), "state", None)
+        engine = getattr(state, "engine_client", None)
+        if self.conductor.engine is not engine and engine is not None:
+            self.conductor.engine, self.conductor.several_servers = engine, _several_servers(state)
             self._door.attach(engine)
         inbox = Inbox(receive, self._held)
         try:
-            await self._decide(scope, inbox, send)
+            await self._decide(scope, engine, inbox, send)
         except ClientGone:
             pass
         finally:
             inbox.close()
 
-    async def _decide(self, scope: Scope, inbox: Inbox, send: Send) -> None:
+    async def _decide(self, scope: Scope, engine: Any, inbox: Inbox, send: Send) -> None:
         if fault := not_canonical(scope):
             return await self._answer(scope, inbox, send, refusal(400, f"the path {fault}"), fault)
-        taken = self._routes.take(scope["app"], scope)
+        taken = self._routes.take(scope.get("app"), scope)
         token = self._settings.admin_token
         if token and self._is_guarded(scope, taken):
             if not bears(scope, [token]):
@@ -148,11 +145,15 @@ class SleepGate:
                 answer = refusal(401, wanted, {"WWW-Authenticate": "Bearer"})
                 return await self._answer(scope, inbox, send, answer, wanted)
             scope = _with_api_key(scope)
+        if engine is None:  # of a render-only server, or of a vLLM that keeps it elsewhere: nothing is known of a sleep
+            return await self._app(scope, inbox, send)
         if taken.kind is Kind.HEALTH:
             return await self._health(scope, inbox, send)
         if taken.kind is Kind.ASKS:
             return await self._is_sleeping(scope, inbox, send)
         if taken.kind in (Kind.RUNS, Kind.ADAPTS, Kind.UNKNOWN):
+            if taken.redirects:  # which needs no memory
+                return await self._pass(scope, inbox, send)
             return await self._run_model(taken, scope, inbox, send)
         if taken.kind in (Kind.CHANGES, Kind.WRITES, Kind.CALLS) and self._dev_mode and not taken.redirects:
             return await deliver(scope, inbox, send, await self._control(taken, scope, inbox))
@@ -194,7 +195,7 @@ class SleepGate:
             logger.debug("the engine does not say whether it sleeps: %s", error)
         if outcome:
             self._outcomes[outcome] += 1
-        if taken.kind is Kind.ADAPTS and not taken.redirects:
+        if taken.kind is Kind.ADAPTS:
             if _lacks_api_key(scope):  # before its body is read
                 return await self._answer(scope, inbox, send, _unauthorized(), "Unauthorized")
             return await self._adapt(taken, scope, inbox, send)
@@ -218,10 +219,10 @@ class SleepGate:
         self._held.requests += 1
         try:
             self._raise_overload(self._held.requests > settings.max_held_requests)
-            wakes = policy == "wake" and taken.kind is Kind.RUNS and not taken.redirects
+            wakes = policy == "wake" and taken.kind is Kind.RUNS
             if wakes and scope["type"] == "http" and self._door.exists:
                 await self._wait(asyncio.ensure_future(inbox.until_complete()), gone, deadline)
-                if inbox.complete and _will_fail(scope, inbox.early()):
+                if inbox.complete and refused_anyway.will_be(scope, taken.template, inbox.early()):
                     return ""
             await self._until_serves(deadline, gone, wakes)
         finally:
@@ -386,7 +387,9 @@ class SleepGate:
     async def _is_clear(self, within_s: float) -> bool:
         """Whether vLLM may be told to sleep: versions without sleep modes release memory that running requests use."""
         has_to_drain = not (self.conductor.has_sleep_modes and self._door.exists)
-        return not (has_to_drain and not await self._drained(within_s)) and await self._door.empties(within_s)
+        if has_to_drain and not (await self._drained(within_s) and await self._door.forgets(within_s)):
+            return False
+        return await self._door.empties(within_s)
 
     async def _drained(self, within_s: float) -> bool:
         """Whether all requests left the engine in time."""
@@ -453,7 +456,7 @@ class SleepGate:
                 return await self._deepen(is_deep)
             if not await self._is_clear(self._settings.request_deadline_s):
                 late = {"Retry-After": str(self._settings.retry_after_s)}
-                running = counted(self._in_engine(), "request")
+                running = counted(max(self._in_engine(), self._door.unfinished), "request")
                 return refusal(503, f"still running in the engine: {running}; nothing has changed", late)
             await conductor.mend()
             code = 500
@@ -544,6 +547,10 @@ class SleepGate:
             await self.conductor.engine.collective_rpc("reload_weights")
         except Exception as error:
             why = f"reload_weights failed: {error}"
+        else:
+            await self.conductor.look_what_is_loaded()
+            why = why_left_out(self.model.state.left_out)
+        if why:
             self.conductor.handle(events.LoadFailed(why))
             return refusal(500, why)
         self.conductor.handle(events.Wrote(Effect.LOADS))
@@ -585,6 +592,8 @@ class SleepGate:
         try:
             answer = await _called(self._app, scope, inbox, gone)
             if status_of(answer) < 300:
+                if effect in worker_methods.MAY_LOAD_ALL:
+                    await self.conductor.look_what_is_loaded()
                 self.conductor.handle(events.Wrote(effect))
                 why = ""
             return answer
@@ -592,7 +601,7 @@ class SleepGate:
             why += f": {error}"
             raise
         finally:
-            if why and effect in LOADING:
+            if why and effect in worker_methods.MAY_LOAD_ALL:  # else nobody takes the weights to be loaded
                 self.conductor.handle(events.LoadFailed(why))
 
     def _conflict_of(self, effect: Effect) -> list[Message] | None:
@@ -683,11 +692,12 @@ def _several_servers(state: Any) -> bool:
 
 def _api_keys(scope: Scope) -> list[str]:
     """The keys that vLLM was given, if any."""
-    app = scope["app"]
+    app: Any = scope.get("app")
     keys = [
         key for each in getattr(app, "user_middleware", ()) for key in getattr(each, "kwargs", {}).get("tokens", ())
     ]
-    given = getattr(getattr(app.state, "args", None), "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+    args = getattr(getattr(app, "state", None), "args", None)
+    given = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
     return keys or [key for key in given if key]
 
 
@@ -713,22 +723,6 @@ def _with_api_key(scope: Scope) -> Scope:
         return scope
     headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"authorization"]
     return {**scope, "headers": [*headers, (b"authorization", b"Bearer " + _api_keys(scope)[0].encode())]}
-
-
-def _will_fail(scope: Scope, body: bytes) -> bool:
-    """Whether vLLM will answer with 4xx, by a cheap check. If it does not, `EngineDoor` still stops the request."""
-    if header(scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
-        return bool(header(scope, b"content-type")) and "multipart" not in header(scope, b"content-type").lower()
-    try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError):
-        return True
-    if not isinstance(asked, dict):
-        return True
-    models = getattr(scope["app"].state, "openai_serving_models", None)
-    names = {str(getattr(path, "name", "")) for path in getattr(models, "base_model_paths", ())}
-    names |= {str(name) for name in getattr(models, "lora_requests", ())}
-    return bool(names) and isinstance(asked.get("model"), str) and asked["model"] not in names
 
 
 async def _called(app: App, scope: Scope, inbox: Inbox, gone: asyncio.Future[None]) -> list[Message]:

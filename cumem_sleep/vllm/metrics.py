@@ -47,7 +47,11 @@ class Place(TypedDict):
     lost: str
 
 
-class RankStatus(TypedDict):
+class _Optional(TypedDict, total=False):
+    not_loaded: str  # parameters, in words
+
+
+class RankStatus(_Optional):
     """One worker's answer to `cumem_sleep_status`."""
 
     rank: int
@@ -75,6 +79,11 @@ def said(ranks: Iterable[RankStatus]) -> Workers:
     usages = [(tag, usage) for rank in ranks for tag, usage in rank["usage"].items()]
     mapped = {tag for tag, usage in usages if usage["segments"] and not usage["asleep_segments"]}
     return Workers(frozenset(asleep), frozenset(mapped), lost, any(rank["checkpointed"] for rank in ranks))
+
+
+def not_loaded(ranks: Iterable[RankStatus]) -> str:
+    """The parameters that level 2 dropped and nobody loaded since, in words; the same ones in every worker once."""
+    return ", ".join(dict.fromkeys(names for rank in ranks if (names := rank.get("not_loaded", ""))))
 
 
 def sleep_level(rank: RankStatus) -> int:
@@ -108,6 +117,12 @@ class WorkerStatus:
         question = self.ask(engine)
         await asyncio.wait({question}, timeout=ANSWER_WITHIN_S)
         return question.result() if question.done() and not question.cancelled() else None
+
+    async def now(self, engine: Any) -> list[RankStatus] | None:
+        """The answer to a question asked now, however long it takes; None if none ever comes."""
+        while self._question is not None and not self._question.done():
+            await asyncio.wait({self._question})
+        return await asyncio.shield(self.ask(engine))
 
     async def _ask(self, engine: Any) -> list[RankStatus] | None:
         if not self._exists:

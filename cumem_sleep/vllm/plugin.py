@@ -19,7 +19,7 @@ from ..allocator import CuMemAllocator
 from ..errors import CumemSleepError, InvalidState
 from ..levels import is_deep
 from ..settings import PREFIX, Settings, parse_bool
-from . import communicators, compatibility, deep_worker, engine_group
+from . import communicators, compatibility, deep_worker, engine_group, loaded
 from .undone import undone_if_it_fails
 
 logger = logging.getLogger("cumem_sleep")
@@ -80,6 +80,7 @@ def check_engine_arguments(arguments: Any) -> None:
             )
         return
     Settings.from_environment()
+    compatibility.clear_senders_cache()
 
 
 def check_variables(environment: Mapping[str, str]) -> None:
@@ -127,14 +128,23 @@ def _take_over() -> None:
     compatibility.copy_to_ray_workers(PREFIX)
     compatibility.before_init_device(communicators.watch)
     CuMemAllocator.prepares_after_pools = CuMemAllocator.deepens_after_sleeps = False
+    WorkerWrapperBase.load_model = load_model
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
     WorkerWrapperBase.sleep = sleep
     WorkerWrapperBase.wake_up = wake_up
+    WorkerWrapperBase.reload_weights = reload_weights
     WorkerWrapperBase.discard = discard
     WorkerWrapperBase.cumem_sleep_deepen = cumem_sleep_deepen
     WorkerWrapperBase.cumem_sleep_status = cumem_sleep_status
     WorkerWrapperBase.worker = deep_worker.WORKER
     compatibility.register_backend(NAME, f"{__package__}.backend", "CumemSleepBackend")
+
+
+def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The worker's own, inside the pool for weights."""
+    worker = deep_worker.of(self)
+    with compatibility.weights_pool(worker):
+        return worker.load_model(*args, **kwargs)
 
 
 def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -185,13 +195,26 @@ def sleep(self: Any, level: int = 1, **kwargs: Any) -> Any:
 
 
 def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The worker's own, which calls the allocator before CUDA: so that comes back from level 3 itself."""
+    """The worker's own, which calls the allocator before CUDA: so that comes back from level 3 itself.
+
+    Weights that come back without their bytes are marked before the worker restores some of them.
+    """
     worker = deep_worker.of(self)
     try:
-        return engine_group.told_once(worker, partial(worker.wake_up, *args, **kwargs))
+        with loaded.marking(worker):
+            return engine_group.told_once(worker, partial(worker.wake_up, *args, **kwargs))
     except CumemSleepError:
         deep_worker.deepen_when_idle(worker)  # everything may sleep still
         raise
+
+
+def reload_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The worker's own, which returns nothing; where it leaves weights out that level 2 dropped, their names."""
+    result = self.worker.reload_weights(*args, **kwargs)
+    if result is None and (names := loaded.not_loaded(deep_worker.of(self))):
+        logger.warning("reload_weights left out weights that level 2 dropped: %s", names)
+        return names
+    return result
 
 
 def discard(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -233,6 +256,7 @@ def cumem_sleep_status(self: Any) -> dict[str, Any]:
         "device_used_bytes": sum(total_bytes - free_bytes for free_bytes, total_bytes in memory),
         "device_total_bytes": sum(total_bytes for _, total_bytes in memory),
         "checkpointed": _core.driver_calls_suspended(),
+        "not_loaded": loaded.not_loaded(deep_worker.of(self)),
     }
 
 

@@ -96,6 +96,7 @@ class State:
         engine: the tags that the engine takes to be asleep, where that may differ from `asleep`: after a failure.
         weights: see `Weights`.
         cause: why loading them failed.
+        left_out: what the last load left out, as the workers say; "" if nothing.
         update: see `Update`.
         stopped: see `Stopped`.
         kept: a sleep may have left requests in the engine, which run when its scheduler resumes: a wake has to be
@@ -109,6 +110,7 @@ class State:
     engine: frozenset[str] | None = None
     weights: Weights = Weights.LOADED
     cause: str = ""
+    left_out: str = ""
     update: Update = Update.NONE
     stopped: Stopped = Stopped.NOBODY
     kept: bool = False
@@ -193,6 +195,8 @@ class SleepingModel:
             return self.why_disagrees
         if state.weights is Weights.FAILED:
             return f"weights were dropped at level 2, and loading them failed: {state.cause}: POST /reload_weights"
+        if self.phase is Phase.AWAKE and state.left_out:
+            return why_left_out(state.left_out)
         if self.phase is Phase.AWAKE:
             return "weights were dropped at level 2 and not reloaded: POST /reload_weights"
         return f"the model is asleep (level {self.level}): POST /wake_up"
@@ -294,6 +298,8 @@ class SleepingModel:
                 return _agreed(replace(state, asleep=TAGS, mapped=NOTHING, engine=state.engine_asleep))
             case events.Wrote():
                 return _wrote(state, event.effect)
+            case events.LeftOut():
+                return replace(state, left_out=event.names)
             case events.LoadFailed():
                 if state.weights is Weights.LOADED or "weights" in state.asleep:
                     return state
@@ -319,6 +325,7 @@ class SleepingModel:
                 engine=None if facts["engine"] is None else frozenset(facts["engine"]),
                 weights=Weights(facts["weights"]),
                 cause=facts["cause"],
+                left_out=facts["left_out"],
                 update=Update(facts["update"]),
                 stopped=Stopped(facts["stopped"]),
                 kept=facts["kept"],
@@ -373,7 +380,7 @@ def _slept(state: State, event: events.Slept) -> State:
 
 def _lost(state: State) -> State:
     update = Update.NONE if state.update is Update.NONE else Update.TORN
-    return replace(state, weights=Weights.LOST, update=update, cause="")
+    return replace(state, weights=Weights.LOST, update=update, cause="", left_out="")
 
 
 def _woken(state: State, event: events.Woken) -> State:
@@ -401,7 +408,19 @@ def _wrote(state: State, effect: Effect) -> State:
 
 
 def _loaded(state: State) -> State:
-    return state if "weights" in state.asleep else replace(state, weights=Weights.LOADED, cause="")
+    """All weights were written, unless the workers say otherwise."""
+    is_whole = "weights" not in state.asleep and not state.left_out
+    return replace(state, weights=Weights.LOADED, cause="") if is_whole else state
+
+
+def why_left_out(names: str) -> str:
+    """What to do about weights that a load left out; "" if it left out none."""
+    if not names:
+        return ""
+    return (
+        f"not all weights that level 2 dropped were loaded again, {names} among them: load these as well, or sleep at"
+        " level 1; vLLM 0.33 also keeps a draft model with --sleep-preserve-parameter-names 'draft.*'"
+    )
 
 
 def _listed(tags: frozenset[str]) -> str:

@@ -20,6 +20,7 @@ class Effect(Enum):
     WRITES = "may touch weights"  # not known to be anything else
 
 
+MAY_LOAD_ALL = (Effect.LOADS, Effect.UPDATES, Effect.FINISHES)
 DEEPEN = "cumem_sleep_deepen"
 
 _METHODS = {

@@ -6,11 +6,13 @@ Their tests of whole engines have their like in benchmarks/vllm_scenarios.py.
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 from support import fresh_allocator
 
 from cumem_sleep import CuMemAllocator, OutOfDeviceMemory
+from cumem_sleep.vllm import loaded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
 torch = pytest.importorskip("torch")
@@ -159,6 +161,27 @@ def test_every_tensor_among_dropped_weights_shows_poison() -> None:
     assert (weight.data_ptr(), other.data_ptr()) == addresses
     assert torch.all(weight == 0xFF)
     assert torch.all(other == 0xFF)
+
+
+@pytest.mark.usefixtures("allocator")
+def test_parameters_that_nobody_loads_again_are_told() -> None:
+    allocator = fresh_allocator()
+    model, draft = torch.nn.Module(), torch.nn.Module()
+    with allocator.use_memory_pool("weights"):
+        for module, name, size in ((model, "large", 30 << 20), (model, "one", 1), (draft, "fc", 12_345)):
+            value = torch.randn(size, dtype=torch.bfloat16, device="cuda")
+            module.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+    runner = SimpleNamespace(model=model, drafter=SimpleNamespace(model=draft))
+    worker = SimpleNamespace(model_runner=runner)
+    allocator.sleep(offload_tags=())
+    with loaded.marking(worker):
+        allocator.wake_up()
+    assert loaded.not_loaded(worker) == "large, one, draft.fc"
+    model.one.fill_(1.5)
+    model.large[-1] = 1.5
+    assert loaded.not_loaded(worker) == "draft.fc"
+    draft.fc.zero_()
+    assert loaded.not_loaded(worker) == ""
 
 
 def test_a_graph_writes_to_a_dropped_cache(allocator: CuMemAllocator) -> None:

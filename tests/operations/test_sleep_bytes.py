@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from filled import fill, sleep_states
-from support import AWAKE, MIB, PAGE, SIMULATED, Memory, around_copies
+from support import AWAKE, BACKED_UP, DROPPED, MIB, PAGE, SIMULATED, Memory, around_copies
 
 from cumem_sleep import CuMemAllocator, InvalidState, _core
 
@@ -86,6 +86,31 @@ class TestBytes:
         assert memory.read(filled["default"][0], PAGE) == filled["default"][1]
         if SIMULATED:  # on a GPU, whatever was there before
             assert memory.read(filled["kv_cache"][0], PAGE) == b"\xdb" * PAGE
+
+    def test_a_wake_gives_what_lost_its_bytes_to_be_filled(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        filled = fill(allocator, memory, "weights", "default")
+        given: list[list[str]] = []
+
+        def mark(segments: Sequence[_core.Segment]) -> None:
+            given.append([segment.tag for segment in segments])
+            for segment in segments:
+                with _core.CopyStream(segment.device) as stream:
+                    stream.fill(segment.address + 3, 0x5A, 7)
+                    stream.synchronize()
+            if len(given) == 1:
+                raise ValueError("not yet")
+
+        allocator.sleep(2)
+        with allocator.filling(mark):
+            with pytest.raises(ValueError, match="not yet"):
+                allocator.wake_up()
+            assert sleep_states() == {"weights": DROPPED, "default": BACKED_UP}
+            allocator.wake_up()
+        assert memory.read(filled["weights"][0], 16)[3:10] == b"\x5a" * 7
+        assert memory.read(filled["default"][0], PAGE) == filled["default"][1]
+        allocator.sleep(2)
+        allocator.wake_up()
+        assert given == [["weights"], ["weights"]]
 
 
 class TestWritesDuringSleep:

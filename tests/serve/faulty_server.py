@@ -95,7 +95,7 @@ class FaultyServer(SimulatedServer):
             return refusal(500, "a wake that was to fail")
         if "weights" in tags and "weights" in self.asleep and not self.half_woken:
             self.take()
-            self.half_woken = self.has_layer and self.happens(0.1)
+            self.half_woken = self.has_layer and self.happens(0.4)
             if self.half_woken:  # its engine takes it to be asleep, and its workers know better
                 return refusal(500, "a wake that was to fail after its memory was mapped")
         self.half_woken = False

@@ -67,6 +67,56 @@ def test_a_sleep_and_a_wake_are_one_call_each() -> None:
     assert server.called == ["sleep?level=1", "wake_up"]
 
 
+def metrics_of(running: int, waiting: int = 0) -> httpx.Response:
+    lines = [
+        *("# TYPE vllm:num_requests_running gauge", 'vllm:num_requests_running_by_lora{model_name="m"} 7.0'),
+        f'vllm:num_requests_running{{engine="0",model_name="m {{}}"}} {running:.1f}',
+        f'vllm:num_requests_waiting{{engine="0",model_name="m"}} {waiting:.1f}',
+    ]
+    return httpx.Response(200, text="\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("version", ["0.11.2", "0.16.0", "0.17.1rc0"])
+def test_a_vllm_whose_sleep_stops_no_requests_sleeps_when_it_is_idle(version: str) -> None:
+    server = Server(
+        version=[httpx.Response(200, json={"version": version})],
+        metrics=[metrics_of(60, 3), metrics_of(0, 1), metrics_of(0)],
+    )
+
+    async def sleep(one: Engine) -> Outcome:
+        await one.learn_version()
+        return await one.sleep(1)
+
+    assert do(server, sleep) == Outcome(None, Phase.ASLEEP, 1)
+    assert server.called == ["version", "metrics", "metrics", "metrics", "sleep?level=1"]
+
+
+def test_a_vllm_that_does_not_become_idle_is_left_awake() -> None:
+    server = Server(version=[httpx.Response(200, json={"version": "0.16.0"})], metrics=[metrics_of(1)])
+
+    async def sleep(one: Engine) -> Outcome:
+        one._within_s = 0.0
+        await one.learn_version()
+        return await one.sleep(1)
+
+    assert do(server, sleep) == Outcome("requests that were ended still run in its engine", Phase.AWAKE)
+    assert "sleep?level=1" not in server.called
+
+
+@pytest.mark.parametrize("metrics", [[httpx.Response(404)], [httpx.Response(200, text="")], None])
+@pytest.mark.parametrize("version", ["0.16.0", "0.18.0", "1.0", "unknown", ""])
+def test_what_says_nothing_of_its_requests_sleeps(version: str, metrics: list[Answer] | None) -> None:
+    answer = httpx.Response(200, json={"version": version}) if version else httpx.Response(404)
+    server = Server(version=[answer], metrics=metrics or [metrics_of(0)])
+
+    async def sleep(one: Engine) -> Outcome:
+        await one.learn_version()
+        return await one.sleep(1)
+
+    assert do(server, sleep) == Outcome(None, Phase.ASLEEP, 1)
+    assert ("metrics" in server.called) == (version == "0.16.0")
+
+
 def test_weights_that_were_dropped_are_loaded_before_the_kv_cache_comes() -> None:
     server = Server()
     assert do(server, lambda one: one.wake(2)) == Outcome(None, Phase.AWAKE)
@@ -77,6 +127,14 @@ def test_an_older_server_loads_weights_by_its_workers() -> None:
     server = Server(reload_weights=[httpx.Response(404)])
     assert do(server, lambda one: one.wake(2)) == Outcome(None, Phase.AWAKE)
     assert server.called == ["wake_up?tags=weights", "reload_weights", "collective_rpc", "wake_up?tags=kv_cache"]
+
+
+def test_a_reload_that_leaves_weights_out_is_none() -> None:
+    left_out = httpx.Response(200, json={"results": [None, "draft.fc"]})
+    server = Server(reload_weights=[httpx.Response(404)], collective_rpc=[left_out])
+    outcome = do(server, lambda one: one.wake(2))
+    assert "left out weights that level 2 dropped: draft.fc" in str(outcome.error)
+    assert server.called == ["wake_up?tags=weights", "reload_weights", "collective_rpc"]
 
 
 def test_a_deeper_sleep_wakes_in_between() -> None:

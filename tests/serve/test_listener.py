@@ -10,7 +10,7 @@ import sys
 import textwrap
 
 import pytest
-from front_world import STREAM, Asked, a_world, ask, chunk, get, post, run, until
+from front_world import STREAM, Asked, a_world, answer_ok, ask, chunk, get, post, run, until
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cumem_sleep.serve import listener
@@ -159,6 +159,35 @@ def test_an_answer_that_comes_before_the_body_has_come_is_heard() -> None:
             assert (answer.code, answer.body) == (413, b"{}")
             with contextlib.suppress(ConnectionError):
                 assert await client.reader.read() == b"", "its connection is not used again"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("behind", [ask(), b"no HTTP\r\n\r\n"])
+def test_what_is_behind_a_body_that_came_too_late_is_not_answered(
+    behind: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection is closed at once, so nobody would hear the answer."""
+    monkeypatch.setattr(listener, "LATE_S", 1000.0)
+
+    async def scenario() -> None:
+        async with a_world("one") as world:
+
+            async def refuse(asked: Asked) -> None:
+                await asked.send(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\n{}")
+                await asked.gone()
+
+            server = await world.server("one", refuse, reads_body=False)
+            client = await world.client()
+            await client.send(post("/v1/completions", b'{"model": "one", "prompt": "' + b"x" * (2 << 20))[:-100])
+            assert (await client.answer()).code == 413
+            server.handler, server.reads_body = answer_ok, True
+            await client.send(b"x" * 100 + behind)
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(client.reader.read(), 60) == b""
+            assert (await world.ask(ask())).code == 200
+            assert len(server.asked) == 2, "the first and the last"
+            assert [record for record in caplog.records if record.levelname != "INFO"] == []
 
     run(scenario)
 

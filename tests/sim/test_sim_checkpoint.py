@@ -476,6 +476,8 @@ class TestMemory:
                 sim.process_memory(pid, uuid())
         with pytest.raises(InvalidArgument, match="context_bytes=-1"):
             sim.configure(context_bytes=-1)
+        with pytest.raises(InvalidArgument, match="context_us_per_mib=60000001"):
+            sim.configure(context_us_per_mib=60_000_001)
 
 
 class TestEnvironment:

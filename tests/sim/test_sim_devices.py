@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -172,6 +174,35 @@ class TestContexts:
         driver.ok("cuDevicePrimaryCtxRelease", 0)
         assert not is_active()
         assert driver("cuDevicePrimaryCtxRelease", 0) == INVALID_CONTEXT
+
+    def test_takes_time_for_registered_memory_of_those_who_want_it(self, load: Callable[..., Driver]) -> None:
+        driver = load(DEVICES=2, DEVICE_BYTES=64 * MIB)
+        driver.ok("cuInit", 0)
+        first = driver.get(Handle, "cuDevicePrimaryCtxRetain", 0)
+        driver.ok("cuCtxSetCurrent", first)
+        buffer = HostBuffer(4 * MIB)
+        driver.ok("cuMemHostRegister", buffer.address, buffer.size, 0)
+        sim.configure(context_us_per_mib=500_000)
+        ended: list[object] = []
+
+        def retain() -> None:
+            ended.append(driver.get(Handle, "cuDevicePrimaryCtxRetain", 1))
+
+        threads = [threading.Thread(target=retain) for _ in range(2)]
+        began = time.monotonic()
+        for thread in threads:
+            thread.start()
+        while sim.stats().calls["cuDevicePrimaryCtxRetain"] < 3:
+            time.sleep(0.001)
+        assert driver.get(Handle, "cuDevicePrimaryCtxRetain", 0) == first
+        driver.ok("cuCtxSynchronize")
+        assert not ended
+        for thread in threads:
+            thread.join(30)
+        assert ended == [ended[0]] * 2
+        assert time.monotonic() - began >= 2
+        for _ in range(2):
+            driver.ok("cuDevicePrimaryCtxRelease", 1)
 
     def test_last_release_destroys(self, driver: Driver) -> None:
         stream, event, buffer = driver.stream(), driver.event(), HostBuffer()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import sys
+import types
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 
 import pytest
 from hypothesis import settings, stateful
@@ -210,12 +213,122 @@ def test_slabs_are_emptied_of_what_nobody_needs() -> None:
     books.check()
 
 
+def test_slabs_are_emptied_in_steps_before_they_go() -> None:
+    books = ledger(2)
+    holds = books.reserve("a", GPU, [UNIT_BYTES] * 16)
+    books.mark("a", [hold.number for hold in holds], needed=False)
+    for nothing in (0, 3 * SLAB):
+        assert list(books.emptying(nothing)) == []
+    for _ in books.emptying(SLAB):
+        books.check()
+    assert books.held() == Held(0, SLAB, 0)
+    assert lines_run(lambda: books.empty(SLAB)) < 100, "next to nothing is left to be done"
+    books.check()
+
+
 def test_memory_of_the_gpu_s_own_numa_node_comes_first() -> None:
     books = Ledger()
     for number in range(4):
         books.add_slab(number, SLAB, node=number % 2)
     holds = books.reserve("a", GPU, [SLAB] * 3, node=1)
     assert [extent.slab % 2 for hold in holds for extent in hold.entry.extents] == [1, 1, 0]
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """Of the ledger."""
+    count = 0
+
+    def trace(frame: types.FrameType, event: str, _: object) -> Callable[..., object] | None:
+        nonlocal count
+        count += event == "line"
+        return trace if frame.f_code.co_filename == sys.modules[Ledger.__module__].__file__ else None
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def in_fragments(count: int) -> tuple[Ledger, list[Hold], list[Hold]]:
+    """So many backups with as many gaps between them; some of the others are retained."""
+    books = ledger(2 * count // 4)
+    holds = books.reserve("a", GPU, [UNIT_BYTES] * 2 * count)
+    retained = books.reserve("b", GPU, [UNIT_BYTES] * count)
+    books.mark("b", [hold.number for hold in retained], needed=False)
+    books.release("a", [hold.number for hold in holds[::2]])
+    books.reserve("c", GPU, [UNIT_BYTES])  # what was given back is among the free runs now
+    return books, holds[1::2], retained
+
+
+FEW, MANY = 32, 256
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda books, _mine, _others: books.reserve("a", GPU, [UNIT_BYTES]),
+        lambda books, _mine, _others: books.find("a", GPU, key("x")),
+        lambda books, mine, _others: books.seal("a", mine[0].number, key("x")),
+        lambda books, mine, _others: books.mark("a", [mine[0].number], needed=False),
+        lambda books, mine, _others: books.release("a", [mine[0].number]),
+        lambda books, _mine, others: books.mark("b", [others[0].number], needed=True),
+        lambda books, mine, _others: books.owners("a", [mine[0].number]),
+        lambda books, _mine, _others: (books.available_bytes(), books.saved_bytes(), books.held(), books.held_for(GPU)),
+        lambda books, _mine, _others: books.who_holds({"a": "a", "b": "b"}),
+    ],
+    ids=["reserve", "find", "seal", "mark", "release", "need", "owners", "what is held", "who holds it"],
+)
+def test_what_one_backup_costs_does_not_depend_on_others(
+    call: Callable[[Ledger, list[Hold], list[Hold]], object],
+) -> None:
+    few, many = (lines_run(partial(call, *in_fragments(count))) for count in (FEW, MANY))
+    assert 0 < few == many
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda books, count: books.reserve("a", GPU, [UNIT_BYTES] * (count - 1)),
+        lambda books, count: books.reserve("a", GPU, [UNIT_BYTES * (count - 1)]),
+        lambda books, _count: books.reserve("a", GPU, [books.available_bytes()]),
+        lambda books, _count: books.drop_owner("a"),
+        lambda books, _count: books.empty(SLAB),
+    ],
+    ids=["many", "one in many fragments", "all that may be evicted", "an owner that goes", "empty slabs"],
+)
+def test_what_many_backups_cost_grows_as_their_number(call: Callable[[Ledger, int], object]) -> None:
+    few, many = (lines_run(partial(call, in_fragments(count)[0], count)) for count in (FEW, MANY))
+    assert 0 < many <= MANY // FEW * few * 1.05
+
+
+def test_a_step_of_a_large_reservation_costs_no_more_than_one_of_a_small_one() -> None:
+    def most_of_a_step(count: int) -> int:
+        books = in_fragments(count)[0]
+        sizes = [books.available_bytes() - count * UNIT_BYTES, *[UNIT_BYTES] * count]
+        steps = books.reserving("a", GPU, sizes)
+        next(steps)  # checks all sizes
+        costs = [lines_run(lambda: next(steps, None)) for _ in range(5 * count)]
+        assert costs[-1] <= 3, "it has ended"
+        return max(costs)
+
+    assert most_of_a_step(MANY) <= most_of_a_step(FEW)
+
+
+def test_a_reservation_whose_memory_others_need_meanwhile_is_refused() -> None:
+    books = ledger(2)
+    retained = books.reserve("a", GPU, [SLAB // 4] * 4)
+    books.mark("a", [hold.number for hold in retained], needed=False)
+    steps = books.reserving("b", GPU, [UNIT_BYTES, 2 * SLAB - UNIT_BYTES])
+    next(steps)
+    kept = [hold.number for hold in retained[1:]]
+    assert books.mark("a", kept, needed=True) == []
+    with pytest.raises(OutOfHostMemory):
+        list(steps)
+    assert books.held_by("b") == Held()
+    assert books.available_bytes() == 2 * SLAB - 3 * SLAB // 4
+    books.check()
 
 
 class LedgerMachine(stateful.RuleBasedStateMachine):
@@ -262,7 +375,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         try:
             for _ in range(steps):
                 next(reserving)
-        except StopIteration:
+        except (StopIteration, OutOfHostMemory):  # what might have been evicted is needed meanwhile
             pass
         else:
             self.reserving.insert(0, (owner, reserving))

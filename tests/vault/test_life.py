@@ -409,7 +409,7 @@ def test_a_host_without_memory_ends_the_wait(slow_vault: Callable[..., VaultClie
         OutOfHostMemory, match=r"the vault has 0 B of .*, and cannot take more now: .*MemAvailable"
     ) as no:
         client.reserve(client.gpus[0], [PAGE])
-    assert no.value.limit == "vault's host"
+    assert no.value.limit == "vault_host"
     assert "give the vault more" not in str(no.value)
     assert "MemAvailable" in client.status()["short"]
     with pytest.raises(OutOfHostMemory, match=r"\(limit: vault\).*give the vault more --memory"):

@@ -33,6 +33,8 @@ class FakeEngine:
         self.dead = False
         self.checkpointed = False
         self.why_not_deeper = ""
+        self.leaves_out: list[str] = []  # what the next loads do not load, one each, as workers say it
+        self.not_loaded = ""
         self.stuck = False  # half-way: the checkpoint that failed cannot be taken back
         self.fails: dict[str, list[BaseException]] = defaultdict(list)
         self.waits: dict[str, asyncio.Event] = {}
@@ -64,7 +66,7 @@ class FakeEngine:
         self.asleep = set(TAGS)
         self.backed_up = level == 1
         if level != 1:
-            self.weights = "garbage"
+            self.weights, self.not_loaded = "garbage", "every weight"
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
         await self._called("wake_up", tags)
@@ -125,7 +127,7 @@ class FakeEngine:
             return [self.status(0), self.status(1)]
         if method == "cumem_sleep_deepen":
             return [self._deepen(0), self._deepen(1)]
-        if method in ("reload_weights", "update_weights"):
+        if method in ("reload_weights", "update_weights", "refit", "load_it"):  # the last two are a trainer's own
             self.write_weights()
         return [None]
 
@@ -139,7 +141,8 @@ class FakeEngine:
     def write_weights(self) -> None:
         if "weights" in self.asleep:
             raise Crash("weights written while they sleep")
-        self.weights = "good"
+        self.not_loaded = self.leaves_out.pop(0) if self.leaves_out else ""
+        self.weights = "garbage" if self.not_loaded else "good"
 
     def status(self, rank: int) -> dict[str, Any]:
         def usage(tag: str, nbytes: int, backed_up: int) -> dict[str, int]:
@@ -176,6 +179,7 @@ class FakeEngine:
             "device_used_bytes": 50,
             "device_total_bytes": 2000,
             "checkpointed": self.checkpointed,
+            "not_loaded": "" if "weights" in self.asleep else self.not_loaded,
         }
 
     async def generate(self) -> str:

@@ -74,15 +74,15 @@ class Plan:
     plugin: bool  # whether workers say what sleeps
     servers: int
     root_path: str
+    draft: bool = False  # whether a model drafts for it, which `reload_weights` does not load
     gate: bool = True
     failing: list[bool] = field(default_factory=list)  # which wakes of workers fail after their memory is mapped
     operators: list[list[Step]] = field(default_factory=list)
     clients: list[list[Step]] = field(default_factory=list)
 
     def __str__(self) -> str:
-        facts = (
-            f"{self.policy=} {self.token=} {self.key=} {self.plugin=} {self.servers=} {self.root_path=} {self.failing=}"
-        )
+        facts = f"{self.policy=} {self.token=} {self.key=} {self.plugin=} {self.servers=} {self.root_path=}"
+        facts += f" {self.draft=} {self.failing=}"
         lines = [f"seed {self.seed}: {facts.replace('self.', '')}"]
         for name, people in (("operator", self.operators), ("client", self.clients)):
             lines += [f"  {name}: {step}" for steps in people for step in steps]
@@ -107,6 +107,7 @@ class Chance:
             servers=self.servers,
             root_path=choose.choice(["", "", "", "/api", "/api/", "/"]),
         )
+        plan.draft = plan.plugin and choose.random() < 0.5  # else nobody can tell whether it is loaded
         plan.operators = [self._operator(plan) for _ in range(2)]
         plan.clients = [self._client(plan) for _ in range(5)]
         if plan.token:
@@ -141,7 +142,7 @@ class Chance:
             return [post("/wake_up?tags=weights"), *load(), post("/wake_up?tags=kv_cache")]
 
         def load() -> list[tuple[str, str, bytes]]:
-            return choose.choice([reload, update, update])()
+            return choose.choice([reload, update, update, update_draft, receive])()
 
         def reload() -> list[tuple[str, str, bytes]]:
             return [choose.choice([post("/reload_weights"), rpc("reload_weights")])]
@@ -153,6 +154,13 @@ class Chance:
                 return [choose.choice([chunk, by_rpc])]
             chunks = [choose.choice([chunk, chunk, by_rpc]) for _ in range(2)]
             return [post("/start_weight_update"), *chunks, post("/finish_weight_update", {})]
+
+        def update_draft() -> list[tuple[str, str, bytes]]:
+            chunk = post("/update_weights", {"update_info": {}})
+            return [post("/start_draft_weight_update"), chunk, post("/finish_weight_update", {})]
+
+        def receive() -> list[tuple[str, str, bytes]]:
+            return [rpc("receive_weights")]
 
         def rpc(method: str, **more: Any) -> tuple[str, str, bytes]:
             return post("/collective_rpc", {"method": method, **more})
@@ -362,7 +370,7 @@ class World:
         await self.mend()
         await self.client.wake_up(None)
         await self.client.resume_generation()
-        await self.client.collective_rpc("watched_reset", args=(plan.plugin,))
+        await self.client.collective_rpc("watched_reset", args=(plan.plugin, plan.draft))
         await self.client.collective_rpc("watched_break", args=(plan.failing,))
         self.record.write_text("")
         tempfile.tempdir = tempfile.mkdtemp(dir=self.record.parent)  # where API servers share what they know
@@ -564,8 +572,13 @@ class Episode:
             ),
             *(
                 Request("POST", COMPLETIONS, body, {**json_type, **key})
-                for body in (b"", b"{", b"[]", b'{"model": "other"}')
+                for body in (b"", b"{", b"[]", b'{"model": "other", "prompt": "hello"}', b'{"model": "model"}')
             ),
+            Request(
+                "POST", COMPLETIONS, b'{"model": "model", "prompt": "hello", "max_tokens": -1}', {**json_type, **key}
+            ),
+            Request("POST", "/v1/chat/completions", b'{"model": "model", "messages": []}', {**json_type, **key}),
+            Request("POST", COMPLETIONS + "/", good, {**json_type, **key}),
             *([Request("POST", COMPLETIONS, good, json_type), Request("POST", COMPLETIONS, good)] * self.plan.key),
             Request("GET", COMPLETIONS, headers=key),
         ]
@@ -578,9 +591,12 @@ class Episode:
     async def _wake_and_load(self) -> None:
         codes = {}
         for server in range(self.plan.servers):
-            for path in ("/wake_up", "/resume", "/reload_weights"):
+            load = '{"method": "receive_weights"}'  # the draft model, too
+            for path, body in (("/wake_up", ""), ("/resume", ""), ("/reload_weights", ""), ("/collective_rpc", load)):
+                if path == "/collective_rpc" and not self.plan.draft:
+                    continue
                 try:
-                    codes[path] = await asyncio.wait_for(self._changed(server, path), BOUND_S)
+                    codes[path] = await asyncio.wait_for(self._changed(server, path, body.encode()), BOUND_S)
                 except asyncio.TimeoutError:
                     codes[path] = 0
             answer = await self._ask(server)
@@ -590,11 +606,11 @@ class Episode:
                     f"after wake and reload {codes} it answers {answer.code} {answer.body[:200]!r}; {state}"
                 )
 
-    async def _changed(self, server: int, path: str) -> int:
+    async def _changed(self, server: int, path: str, body: bytes) -> int:
         """The answer to a call, once no other server is at one."""
         while True:
-            request = Request("POST", path, headers={"Authorization": f"Bearer {TOKEN}"})
-            answer = await raw_http.send(self.ports[server], request)
+            headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+            answer = await raw_http.send(self.ports[server], Request("POST", path, body, headers))
             if answer.code != 409 or b"another API server" not in answer.body:
                 return answer.code
 

@@ -81,6 +81,7 @@ EVENTS: dict[str, events.Event] = {
     "weights loaded": Wrote(Effect.LOADS),
     "an update started": Wrote(Effect.STARTS),
     "an update written or finished": Wrote(Effect.FINISHES),
+    "a load left some out": events.LeftOut("draft"),
     "a load failed": events.LoadFailed("no such file"),
 }
 
@@ -118,6 +119,7 @@ come from level 3 | . | . | . | . | . | . | . | level 1 | . | . | . | . | . | . 
 weights loaded | . | . | . | . | . | . | . | . | . | . | awake | awake | awake | . | .
 an update started | . | . | . | . | . | . | . | . | . | . | . | . | . | . | .
 an update written or finished | . | . | . | . | . | . | . | . | . | . | awake | awake | awake | . | .
+a load left some out | . | . | . | . | . | . | . | . | . | . | . | . | . | . | .
 a load failed | . | . | . | . | . | . | . | . | . | . | unloaded | unloaded | . | . | .
 """  # noqa: E501
 

@@ -100,3 +100,29 @@ def test_a_request_without_the_api_key_wakes_nothing_and_is_not_held(
         assert (await request.response()).code == (503 if policy == "reject" else 200)
 
     run(scenario())
+
+
+@pytest.mark.parametrize("missing", ["the engine", "the engine's name", "the state", "the app"])
+def test_guarded_routes_stay_guarded_whatever_vllm_calls_its_parts(serve: Serve, missing: str) -> None:
+    async def scenario() -> None:
+        client = serve(admin_token=TOKEN)
+        scope = {}
+        if missing == "the engine":
+            client.vllm.state.engine_client = None
+        elif missing == "the engine's name":
+            client.vllm.state.engine = vars(client.vllm.state).pop("engine_client")
+        elif missing == "the state":
+            del client.vllm.state
+        else:
+            scope = {"app": None}
+        for path in (*ADMIN, "/some_future_path", "/v1/load_lora_adapter"):
+            for key in ("", "wrong"):
+                assert (await client.post(path, key=key, **scope)).code == 401, path
+        assert (await client.request("GET", "/server_info", **scope)).code == 401
+        assert client.vllm.seen == client.engine.calls == []
+        assert (await client.post("/pause", key=TOKEN, **scope)).code == 200
+        if missing != "the app":
+            assert (await client.ask()).code == 200
+            assert (await client.get("/health")).code == 200
+
+    run(scenario())

@@ -97,7 +97,7 @@ def test_nothing_is_open_without_dev_mode(serve: Serve, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "path",
     [
-        *("/v1/chat/completions", "/v1/completions/", "/score", "/some_future_path", "/v1/load_lora_adapter"),
+        *("/v1/chat/completions", "/v1/completions", "/score", "/some_future_path", "/v1/load_lora_adapter"),
         *("/invocations", "/generate", "/inference/v1/generate", "/v2/embed", "/v1/messages"),
         "/scale_elastic_ep",
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from fake_vllm import Client, Crash, FakeEngine, FakeVllm, Held, OldEngine, SlowToAnswer, until_idle
@@ -315,6 +316,28 @@ def test_what_is_not_in_the_engine_does_not_hold_up_a_sleep(serve: Serve, kind: 
         await arrive(client, request)
         await request.response()
         assert not is_refused(request)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_sleep_waits_for_requests_that_are_aborted_still(serve: Serve, in_time: bool) -> None:
+    """Their clients left, and their responses are over; vLLM without modes would pull memory from under them."""
+
+    async def scenario() -> None:
+        engine, running = OldEngine(), [2]
+        engine.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: running[0])  # type: ignore[attr-defined]
+        client = serve(FakeVllm(engine), request_deadline_s=60 if in_time else 0.05)
+        assert (await client.ask()).code == 200
+        sleep = client.begin("POST", "/sleep")
+        await until_idle()
+        assert client.engine.count("sleep") == 0
+        if in_time:
+            running[0] = 0
+        response = await sleep.response()
+        assert response.code == (200 if in_time else 503)
+        assert in_time or "still running in the engine: 2 requests" in response.error["message"]
+        assert client.engine.count("sleep") == in_time
 
     run(scenario())
 

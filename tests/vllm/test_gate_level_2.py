@@ -206,3 +206,56 @@ def test_level_0_of_a_vllm_without_modes_drops_the_weights(serve: Serve, plugin:
         assert client.engine.count("reload_weights") == 1
 
     run(scenario())
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_a_load_that_leaves_a_draft_out_does_not_open_the_gate(serve: Serve, load: str) -> None:
+    async def scenario() -> None:
+        client = serve()
+        client.engine.leaves_out = ["draft.fc", "draft.fc"]
+        await client.post("/sleep?level=2")
+        await client.post("/wake_up")
+        for _ in range(2):
+            answer = await client.post(load, body_of(load))
+            if load == "/reload_weights":
+                assert answer.code == 500
+                assert "draft.fc" in answer.error["message"]
+            refused = await client.ask()
+            assert refused.code == 503
+            assert "draft.fc among them" in refused.error["message"]
+        assert (await client.get("/health")).code == 503
+        assert (await client.post(load, body_of(load))).code == 200
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("policy", ["reject", "wait", "wake"])
+def test_a_draft_that_is_loaded_by_an_update_of_its_own_opens_the_gate(serve: Serve, policy: str) -> None:
+    async def scenario() -> None:
+        client = serve(on_request=policy)
+        client.engine.leaves_out = ["draft.fc"]
+        await client.post("/sleep?level=2")
+        await client.post("/wake_up")
+        assert (await client.post("/reload_weights")).code == 500
+        await client.post("/start_draft_weight_update")
+        await client.post("/update_weights")
+        await client.post("/finish_weight_update")
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+def test_a_wake_on_request_that_leaves_a_draft_out_is_a_failed_one(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(on_request="wake")
+        client.engine.leaves_out = ["draft.fc"]
+        await client.post("/sleep?level=2")
+        refused = await client.ask()
+        assert refused.code == 503
+        assert "draft.fc among them" in refused.error["message"]
+        assert client.engine.count("generate") == 0
+        client.gate.conductor.failure = None  # its time has passed
+        assert (await client.ask()).body == {"text": "good"}, "the next one loads all"
+
+    run(scenario())

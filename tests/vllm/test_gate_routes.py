@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,17 +216,28 @@ def test_what_no_route_takes_wakes_nothing_and_is_not_held(serve: Serve, target:
     run(scenario())
 
 
-@pytest.mark.parametrize("path", ["/some_future_path", "/v1/completions/"])
-def test_what_is_not_known_to_run_the_model_is_held_but_wakes_nothing(serve: Serve, path: str) -> None:
+def test_what_is_not_known_to_run_the_model_is_held_but_wakes_nothing(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve(on_request="wake")
         await client.post("/sleep")
-        request = client.begin("POST", path)
+        request = client.begin("POST", "/some_future_path")
         await until_idle()
         assert not request.task.done()
         assert client.engine.asleep
         await client.post("/wake_up")
-        assert (await request.response()).code in (200, 307)
+        assert (await request.response()).code == 200
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions/", "/some_future_path/", "/v1/load_lora_adapter/", "/score/"])
+def test_a_redirect_needs_no_memory(serve: Serve, policy: str, path: str) -> None:
+    async def scenario() -> None:
+        client = serve(on_request=policy)
+        await client.post("/sleep")
+        assert (await client.post(path)).code == 307
+        assert client.engine.asleep
+        assert client.engine.count("wake_up") == 0
 
     run(scenario())
 
@@ -237,7 +249,12 @@ def test_what_is_not_known_to_run_the_model_is_held_but_wakes_nothing(serve: Ser
         ("application/json", b"{"),
         ("application/json", b"[]"),
         ("application/json", b"[" * 100_000),
-        ("application/json; charset=utf-8", b'{"model": "nobody"}'),
+        ("application/json; charset=utf-8", b'{"model": "nobody", "prompt": "hello"}'),
+        ("application/json", b'{"model": "somebody"}'),
+        ("application/json", b'{"model": "somebody", "prompt": ""}'),
+        ("application/json", b'{"model": "somebody", "prompt": null, "prompt_embeds": []}'),
+        ("application/json", b'{"model": "somebody", "messages": [{}]}'),
+        ("application/json", b'{"prompt": "hello", "max_tokens": -1}'),
         ("text/plain", b"{}"),
     ],
 )
@@ -254,6 +271,39 @@ def test_what_vllm_will_refuse_does_not_wake(serve: Serve, content_type: str, bo
         headers = [(b"content-type", content_type.encode())]
         assert (await client.post("/v1/completions", body, headers=headers)).code == 400
         assert client.engine.asleep
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "wakes"),
+    [
+        ("/v1/completions", {"prompt": "hello"}, True),
+        ("/v1/completions", {"prompt": [1, 2], "max_tokens": 0}, True),
+        ("/v1/completions", {"prompt_embeds": "AAAA", "model": None}, True),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}, True),
+        ("/v1/chat/completions", {"prompt": "hello"}, False),
+        ("/v1/chat/completions", {"messages": []}, False),
+        ("/v1/chat/completions", {"messages": [{}], "max_completion_tokens": -5}, False),
+        ("/v1/messages", {"max_tokens": 5}, False),
+        ("/v1/messages", {"max_tokens": 5, "messages": [{}]}, True),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": -1}, False),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 1}, True),
+        ("/score", {"text_1": "hello"}, True),
+    ],
+)
+def test_what_lacks_what_every_vllm_wants_does_not_wake(path: str, body: Any, wakes: bool, serve: Serve) -> None:
+    class Strict(FakeVllm):
+        async def _route(self, scope: Any, path: str, body: bytes) -> tuple[int, Any]:
+            return await super()._route(scope, path, body) if wakes or path == "/sleep" else (400, {"bad": True})
+
+    async def scenario() -> None:
+        client = serve(Strict(), on_request="wake")
+        await client.post("/sleep")
+        headers = [(b"content-type", b"application/json")]
+        answer = await client.post(path, json.dumps(body).encode(), headers=headers)
+        assert answer.code == (200 if wakes else 400)
+        assert bool(client.engine.asleep) != wakes
 
     run(scenario())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib
 import importlib.metadata
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -487,6 +489,79 @@ class TestFit:
             "cumem-sleep does not serve this vLLM, whose own sleep mode stays: its CuMemAllocator.defragment is new."
             " (CUMEM_SLEEP_DISABLE=1 silences this message.)"
         ]
+
+
+class Pool:
+    entered: tuple[str, ...] = ()
+
+    @contextmanager
+    def _maybe_get_memory_pool_context(self, tag: str) -> Iterator[None]:
+        self.entered += (tag,)
+        yield
+        self.entered += ("left",)
+
+
+class PoolOnlyMade(Pool):
+    """As a worker of vLLM 0.14 to 0.16."""
+
+    def load_model(self) -> str:
+        with self._maybe_get_memory_pool_context(tag="weights") and nullcontext():
+            self.entered += ("loads",)
+            return "loaded"
+
+
+class PoolEntered(Pool):
+    """As one of the others."""
+
+    def load_model(self) -> str:
+        with self._maybe_get_memory_pool_context(tag="weights"), nullcontext():
+            self.entered += ("loads",)
+            return "loaded"
+
+
+class TestWhatVersionsLack:
+    @pytest.mark.parametrize("kind", [PoolOnlyMade, PoolEntered, type("Heir", (PoolOnlyMade,), {})])
+    def test_weights_are_loaded_inside_their_pool(self, plugged: Stock, kind: type) -> None:
+        wrapper = plugged.wrapper.__new__(plugged.wrapper)
+        wrapper.worker = kind()
+        assert wrapper.load_model() == "loaded"
+        assert wrapper.worker.entered == ("weights", "loads", "left")
+
+    @pytest.mark.parametrize("call", ["sleep", "pause_generation"])
+    def test_the_senders_cache_of_multimodal_inputs_is_cleared_with_the_engines(
+        self, stock: Stock, call: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        for kind, name in ((AsyncLLM, "sleep"), (AsyncLLM, "pause_generation"), (LLMEngine, "sleep")):
+            monkeypatch.setattr(kind, name, getattr(kind, name))  # restored at the end
+        for _ in range(2):
+            plugin.check_engine_arguments(types.SimpleNamespace(enable_sleep_mode=True))
+        done: list[str] = []
+
+        async def clear() -> None:
+            done.append("sender")
+
+        async def engines(*_: Any, **__: Any) -> None:
+            done.append("engine")
+
+        client = types.SimpleNamespace(
+            renderer=types.SimpleNamespace(clear_mm_cache=lambda: done.append("sender"), clear_mm_cache_async=clear),
+            engine_core=types.SimpleNamespace(
+                sleep_async=engines,
+                pause_scheduler_async=engines,
+                sleep=lambda *_: done.append("engine"),
+            ),
+            logger_manager=None,
+        )
+        asyncio.run(getattr(AsyncLLM, call)(client))
+        assert done[0] == "sender"
+        assert "engine" in done
+        if call == "sleep":
+            done.clear()
+            LLMEngine.sleep(client)
+            assert done == ["sender", "engine"]
 
 
 class BrokenModule(types.ModuleType):

@@ -7,10 +7,12 @@ a GPU would have crashed or made garbage. It loads by name, so `--worker-cls wat
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +33,16 @@ PAGE = 2 << 20
 STEP_S = 0.003  # a forward step; streams last long enough to be slept under
 CHANGE_S = 0.02  # a sleep, a wake, a load
 GOOD, BAD, END = 3, 4, 2  # tokens of `model_folder`
+CONTENT = torch.arange(1000, dtype=torch.bfloat16)
+
+
+def _module(address: int, size: int) -> torch.nn.Module:
+    """A model with one parameter, in the simulated device's memory."""
+    memory = torch.frombuffer((ctypes.c_char * (2 * size)).from_address(address), dtype=torch.bfloat16)
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(memory, requires_grad=False)
+    module.weight.data.copy_(CONTENT[:size])
+    return module
 
 
 class WatchedWorker(WorkerBase):  # type: ignore[misc]
@@ -42,17 +54,20 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
         self._allocator = CuMemAllocator(Settings(driver="sim", prepare=False))
         CuMemAllocator.instance = self._allocator
         self._status = getattr(WorkerWrapperBase, "cumem_sleep_status", None)
-        self._lost = False  # weights were dropped and not loaded since
+        self._lost: set[Any] = set()  # of the model and its draft model: what was dropped and not loaded since
         self._failing: list[bool] = []  # which of the next wakes fail, after the memory is mapped
         self._torn = False  # weights were dropped during the update under way
         self._session: int | None = None  # chunks of the weight update under way (from 0.19 on; before, one is all)
+        self._target: Any = None  # what it updates
         self._scheduled: Any = None
         assert self.sessions in (True, False)  # its import takes a while, which no episode should
         self._prompts: dict[str, int] = {}
         self._done: dict[str, int] = {}
 
     def load_model(self, **_: Any) -> None:
-        self._allocator.malloc(PAGE, WEIGHTS)
+        address = self._allocator.malloc(PAGE, WEIGHTS)
+        self._model, self._draft = _module(address, 300), _module(address + PAGE // 2, 40)
+        self.model_runner = SimpleNamespace(model=self._model, drafter=None)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         self._allocator.malloc(PAGE, KV_CACHE)
@@ -73,7 +88,16 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
         return ("generate",)
 
     def get_model(self) -> Any:
-        return torch.nn.Module()
+        return self._model
+
+    @property
+    def _models(self) -> set[Any]:
+        return {self._model} if self.model_runner.drafter is None else {self._model, self._draft}
+
+    def _load(self, *models: Any) -> None:
+        for model in models:
+            model.weight.data.copy_(CONTENT[: model.weight.numel()])
+        self._lost -= set(models)
 
     # The oracle
 
@@ -94,16 +118,20 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
     def watched_state(self) -> dict[str, Any]:
         """What sleeps, and what the executor, in the same process, takes to be asleep."""
         asleep, taken = sorted(self._asleep()), sorted(self._executor.sleeping_tags)
-        return {"asleep": asleep, "engine_asleep": taken, "lost": self._lost}
+        return {"asleep": asleep, "engine_asleep": taken, "lost": bool(self._lost)}
 
     def watched_break(self, failing: list[bool]) -> None:
         """Let some of the next wakes fail after the memory is mapped, as vLLM's own do for what follows it there."""
         self._failing = list(failing)
 
-    def watched_reset(self, plugin: bool = True) -> None:
-        """As freshly started, for the next episode; with the plugin's status to ask for, or without."""
+    def watched_reset(self, plugin: bool = True, draft: bool = False) -> None:
+        """As freshly started, for the next episode; with the plugin's status to ask for, or without; with a model that
+        drafts, or none.
+        """
         self._allocator.wake_up()
-        self._lost, self._torn, self._session = False, False, None
+        self._torn, self._session = False, None
+        self.model_runner.drafter = SimpleNamespace(model=self._draft) if draft else None
+        self._load(self._model, self._draft)
         if plugin and self._status is not None:
             WorkerWrapperBase.cumem_sleep_status = self._status
         elif hasattr(WorkerWrapperBase, "cumem_sleep_status"):
@@ -114,7 +142,7 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
     def sleep(self, level: int = 1) -> None:
         time.sleep(CHANGE_S)
         if level != 1 and WEIGHTS not in self._asleep():
-            self._lost = True
+            self._lost |= self._models
             self._torn = self._session is not None  # what was written before is lost
         self._allocator.sleep(offload_tags=(WEIGHTS,) if level == 1 else ())
 
@@ -132,31 +160,40 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
     def reload_weights(self, *_: Any, **__: Any) -> None:
         time.sleep(CHANGE_S)
         if self._touch("reload_weights", WEIGHTS):
-            self._lost = False
+            self._load(self._model)  # as vLLM: no draft model
 
     def receive_weights(self) -> None:
         """A trainer's own method, by its worker extension."""
         if self._touch("receive_weights", WEIGHTS):
-            self._lost = False
+            self._load(*self._models)
 
     def init_weight_transfer_engine(self, init_info: Any = None) -> None: ...
 
     def shutdown_weight_transfer_engine(self) -> None: ...
 
     def start_weight_update(self, *_: Any, **__: Any) -> None:
+        self._start(self._model)
+
+    def start_draft_weight_update(self) -> None:
+        if self.model_runner.drafter is None:
+            raise RuntimeError("Draft model weight update requested, but no draft model is configured.")
+        self._start(self._draft)
+
+    def _start(self, target: Any) -> None:
         self._touch("start_weight_update", WEIGHTS)
         if self._session is not None:
             raise RuntimeError("start_weight_update called while a weight update is already active")
-        self._session = 0
+        self._session, self._target = 0, target
 
     def update_weights(self, update_info: Any = None) -> None:
         if self.sessions and self._session is None:
             raise RuntimeError("start_weight_update must be called before update_weights.")
         time.sleep(CHANGE_S)
         written = self._touch("update_weights", WEIGHTS)
-        if not self.sessions:
-            self._lost &= not written
+        if written and not self.sessions:
+            self._load(self._model)
         elif written:
+            self._target.weight.data.copy_(CONTENT[: self._target.weight.numel()])
             self._session = (self._session or 0) + 1
 
     def finish_weight_update(self) -> None:
@@ -165,7 +202,7 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
         whole = self._session > 0 and not self._torn
         self._torn, self._session = False, None
         if self._touch("finish_weight_update", WEIGHTS) and whole:
-            self._lost = False
+            self._load(self._target)
 
     @property
     def sessions(self) -> bool:

@@ -1,0 +1,261 @@
+"""Weights that come back without their bytes and are not loaded again: vLLM's own worker, around small models."""
+
+from __future__ import annotations
+
+import ctypes
+import types
+from typing import Any
+
+import pytest
+from environment import Stock, skip_unless_vllm
+from real_worker import PAGE, backends
+
+from cumem_sleep import CuMemAllocator
+from cumem_sleep.vllm import loaded
+
+skip_unless_vllm()
+pytestmark = pytest.mark.sim
+
+
+class Models:
+    """A model and its draft model in simulated device memory, and the wrapper of vLLM's worker around them."""
+
+    def __init__(self, worker: Any, stock: Stock) -> None:
+        import torch
+
+        self.worker = worker
+        with worker._maybe_get_memory_pool_context("weights"):
+            self._next = CuMemAllocator.get_instance().malloc(PAGE)
+        worker._maybe_get_memory_pool_context("kv_cache")
+        self.model, self.draft = torch.nn.Module(), torch.nn.Module()
+        runner = worker.model_runner
+        runner.model, runner.drafter = self.model, types.SimpleNamespace(model=self.draft)
+        runner.get_draft_model = lambda: self.draft
+        self.runs = 0
+        worker.execute_model = self._run
+        self.wrapper = stock.wrapper.__new__(stock.wrapper)
+        self.wrapper.worker = worker
+        self.values: dict[int, Any] = {}
+
+    def _run(self, scheduled: Any) -> None:
+        self.runs += 1
+
+    def add(
+        self, module: Any, name: str, *shape: int, dtype: Any = None, value: Any = None, buffer: bool = False
+    ) -> Any:
+        """A parameter with its own memory."""
+        import torch
+
+        like = torch.randn(shape).to(dtype or torch.bfloat16) if value is None else value
+        nbytes = max(like.numel() * like.element_size(), 1)
+        memory = torch.frombuffer((ctypes.c_char * nbytes).from_address(self._next), dtype=torch.uint8)
+        self._next += -(-nbytes // 512) * 512  # as PyTorch's allocator
+        tensor = memory[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+        tensor.copy_(like)
+        if buffer:
+            module.register_buffer(name, tensor)
+        else:
+            tensor = torch.nn.Parameter(tensor, requires_grad=False)
+            module.register_parameter(name, tensor)
+        self.values[tensor.data_ptr()] = like
+        return tensor
+
+    def load(self, module: Any, *but: str) -> None:
+        """As a loader: each parameter under its name."""
+        for name, parameter in module.named_parameters():
+            if name not in but:
+                parameter.data.copy_(self.values[parameter.data_ptr()])
+
+    def sleep_and_wake(self, level: int = 2, tags: Any = None) -> None:
+        self.wrapper.sleep(level=level)
+        self.wrapper.wake_up(tags)
+
+    @property
+    def not_loaded(self) -> str:
+        status = self.wrapper.cumem_sleep_status()
+        return str(status["not_loaded"])
+
+
+@pytest.fixture
+def models(worker: Any, plugged: Stock) -> Models:
+    return Models(worker, plugged)
+
+
+@backends
+def test_a_draft_that_a_reload_leaves_out_is_named(models: Models, choose: Any, backend: str) -> None:
+    choose(backend)
+    models.add(models.model, "weight", 300, 70)
+    models.add(models.draft, "fc", 100, 30)
+    assert models.not_loaded == ""
+    models.sleep_and_wake()
+    assert models.not_loaded == "weight, draft.fc"
+    models.load(models.model)
+    assert models.not_loaded == "draft.fc"
+    models.sleep_and_wake(level=1)
+    assert models.not_loaded == "draft.fc", "what was backed up is still not loaded"
+    models.load(models.draft)
+    assert models.not_loaded == ""
+
+
+def test_a_reload_says_what_it_left_out(models: Models) -> None:
+    models.add(models.model, "weight", 64)
+    models.add(models.draft, "fc", 64)
+    models.worker.reload_weights = lambda: models.load(models.model)
+    assert models.wrapper.reload_weights() is None
+    models.sleep_and_wake()
+    assert models.wrapper.reload_weights() == "draft.fc"
+    models.load(models.draft)
+    assert models.wrapper.reload_weights() is None
+
+
+def test_level_1_marks_nothing(models: Models) -> None:
+    import torch
+
+    weight = models.add(models.model, "weight", 64)
+    before = weight.clone()
+    models.sleep_and_wake(level=1)
+    assert torch.equal(weight, before)
+    assert models.not_loaded == ""
+
+
+def test_weights_that_sleep_are_not_looked_at(models: Models) -> None:
+    models.add(models.model, "weight", 64)
+    models.sleep_and_wake(tags=["weights"])
+    models.wrapper.sleep(level=2)
+    assert models.not_loaded == ""
+    models.wrapper.wake_up()
+    assert models.not_loaded == "weight"
+
+
+def test_every_kind_of_parameter_is_told(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(loaded, "MOST_NAMES", 100)
+    model, draft = models.model, models.draft
+    shared = models.add(model, "embedding", 40, 8)
+    draft.register_parameter("embedding", shared)  # as a draft model shares its target's
+    model.register_parameter("head", shared)  # tied
+    models.add(model, "empty", 0)
+    models.add(model, "scale", value=torch.tensor(1.5))
+    models.add(model, "of_two_bytes", value=torch.tensor([0.5], dtype=torch.float16))
+    models.add(model, "zeros", value=torch.zeros(33, dtype=torch.bfloat16))
+    models.add(model, "packed", value=torch.randint(0, 255, (16, 8), dtype=torch.uint8))
+    models.add(model, "sizes", value=torch.tensor([4096, 11008]))
+    models.add(model, "fp8", 24, 8, dtype=torch.float8_e4m3fn)
+    rows = models.add(draft, "rows", 12, 64)
+    padded = models.add(draft, "padded", 6, 32)
+    model.register_parameter("transposed", torch.nn.Parameter(rows.data.t(), requires_grad=False))
+    model.register_parameter("cut", torch.nn.Parameter(padded.data[:, :30], requires_grad=False))
+    model.register_parameter("elsewhere", torch.nn.Parameter(torch.ones(4)))
+    model.register_parameter("on_no_device", torch.nn.Parameter(torch.ones(4, device="meta")))
+    model.register_parameter("not_yet", torch.nn.parameter.UninitializedParameter())
+    buffer = models.add(model, "kept", 16, buffer=True)
+    kept = buffer.clone()
+    models.sleep_and_wake()
+    assert torch.equal(buffer, kept), "vLLM restores buffers"
+    names = ["embedding", "scale", "of_two_bytes", "zeros", "packed", "sizes", "fp8", "transposed", "cut"]
+    while names:
+        assert models.not_loaded == ", ".join(names)
+        parameter = getattr(model, names.pop(0))
+        source = {**models.values, rows.data_ptr(): models.values[rows.data_ptr()].t()}[parameter.data_ptr()]
+        parameter.data.copy_(source[:, : parameter.shape[-1]] if source.dim() == 2 else source)
+    assert models.not_loaded == ""
+
+
+def test_a_parameter_that_was_rebuilt_elsewhere_counts_as_loaded(models: Models) -> None:
+    """As `process_weights_after_loading` does, for one that is quantised."""
+    import torch
+
+    models.add(models.model, "weight", 64)
+    models.sleep_and_wake()
+    models.model.weight = torch.nn.Parameter(torch.ones(64), requires_grad=False)
+    assert models.not_loaded == ""
+
+
+def test_parameters_that_are_out_of_the_model_while_it_is_loaded_are_told_afterwards(models: Models) -> None:
+    """As vLLM's layerwise reload puts them on no device; the status may be asked for meanwhile."""
+    import torch
+
+    weight = models.add(models.model, "weight", 64)
+    models.add(models.draft, "fc", 64)
+    models.sleep_and_wake()
+    models.model.weight = torch.nn.Parameter(torch.empty(64, device="meta"), requires_grad=False)
+    assert models.not_loaded == "draft.fc"
+    models.model.weight = weight
+    assert models.not_loaded == "weight, draft.fc"
+
+
+def test_what_is_restored_within_the_wake_counts_as_loaded(models: Models) -> None:
+    """`--sleep-preserve-parameter-names` of vLLM 0.33."""
+    import torch
+
+    if not hasattr(models.worker, "_restore_sleep_parameters"):
+        pytest.skip("this vLLM keeps no parameters over a sleep")
+    models.add(models.model, "weight", 64)
+    fc = models.add(models.draft, "fc", 64)
+    before = fc.clone()
+
+    def save(model: Any) -> None:  # its own leaves out what is not on a GPU
+        models.worker._sleep_saved_parameters = {"draft.fc": before}
+
+    models.worker._save_sleep_parameters = save
+    models.sleep_and_wake()
+    assert torch.equal(fc, before)
+    assert models.not_loaded == "weight"
+
+
+def test_poisoned_weights_stay_poisoned_and_are_told_too(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    allocator = CuMemAllocator.get_instance()
+    weight = models.add(models.model, "weight", 64)
+    settings = dataclasses.replace(allocator.settings, poison=True)
+    monkeypatch.setattr(allocator, "settings", settings)
+    object.__setattr__(allocator._layer, "settings", settings)
+    models.sleep_and_wake()
+    assert bool(weight.isnan().all())
+    assert models.not_loaded == "weight"
+
+
+def test_a_run_on_weights_that_nobody_loaded_is_warned_of_once(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(loaded.logger, "warning", lambda text, *values: said.append(text % values))
+    models.add(models.model, "weight", 64)
+    step, nothing = (types.SimpleNamespace(total_num_scheduled_tokens=count) for count in (3, 0))
+    for times in (1, 2):
+        models.sleep_and_wake()
+        models.worker.execute_model(nothing)
+        for _ in range(3):
+            models.worker.execute_model(step)
+        assert len(said) == times
+        assert "level 2 dropped and nobody loaded since (weight)" in said[-1]
+    assert models.runs == 8
+    models.sleep_and_wake()
+    models.sleep_and_wake()
+    models.load(models.model)
+    for _ in range(3):
+        models.worker.execute_model(step)
+    assert len(said) == 2
+    assert models.runs == 11
+
+
+def test_a_model_of_an_unforeseen_kind_wakes(models: Models, caplog: pytest.LogCaptureFixture) -> None:
+    models.add(models.model, "weight", 64)
+    models.worker.model_runner.model = types.SimpleNamespace(
+        named_parameters=lambda: 1 / 0, named_buffers=lambda: iter(())
+    )
+    models.sleep_and_wake()
+    assert models.not_loaded == ""
+
+
+def test_a_mark_that_fails_fails_the_wake(models: Models) -> None:
+    from cumem_sleep import DriverError, sim
+
+    models.add(models.model, "weight", 64)
+    models.wrapper.sleep(level=2)
+    sim.fail("cuMemsetD8Async", error="CUDA_ERROR_UNKNOWN")
+    with pytest.raises(DriverError, match="cuMemsetD8Async"):
+        models.wrapper.wake_up()
+    assert CuMemAllocator.get_instance().usage()["weights"].asleep_segments
+    models.wrapper.wake_up()
+    assert models.not_loaded == "weight"
