@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from measured import (
     bench,
-    bench_beside,
     compressed,
     decoder,
     host_memory,
@@ -30,97 +30,73 @@ from measured import (
 )
 from measured.results import digest_of, is_there, load
 
-HEADLINE_BEGIN = "<!-- headline: made by benchmarks/result_tables.py from benchmarks/results, do not edit -->"
-HEADLINE_END = "<!-- /headline -->"
-SCENARIOS_BEGIN = "<!-- scenarios: made by benchmarks/result_tables.py from benchmarks/results, do not edit -->"
-SCENARIOS_END = "<!-- /scenarios -->"
-BESIDE_BEGIN = "<!-- beside: made by benchmarks/result_tables.py from benchmarks/results, do not edit -->"
-BESIDE_END = "<!-- /beside -->"
-BEGIN = "<!-- measured: made by benchmarks/result_tables.py from benchmarks/results, do not edit -->"
-END = "<!-- /measured -->"
+
+def _if_switched(lines: Callable[[dict[str, Any]], list[str]]) -> list[str]:
+    """Of the switching benchmark, if it has been run."""
+    return lines(load(switching.RESULT)) if is_there(switching.RESULT) else []
 
 
-def _section(*paragraphs: Sequence[str]) -> str:
-    """What stands between the marks of a page: tables and texts, with an empty line between two of them."""
-    lines = [line for paragraph in paragraphs for line in ("", *paragraph)]
-    return "\n".join([BEGIN, *lines, "", END])
+def of_the_vault() -> list[str]:
+    """Three tables."""
+    gpu_memory = vault.gpu_memory_table(load("vault_gpu_memory.json"))
+    return [*vault.table(load("vault.json")), "", vault.clients_together(load("vault.json")), "", *gpu_memory]
 
 
-def vault_section() -> str:
-    return _section(
-        vault.table(load("vault.json")),
-        [vault.clients_together(load("vault.json"))],
-        vault.gpu_memory_table(load("vault_gpu_memory.json")),
-    )
+def of_torch_memory_saver() -> list[str]:
+    """A table for each size."""
+    first, *others = torch_memory_saver.tables(load("saver.json"))
+    return [*first, *(line for table in others for line in ("", *table))]
 
 
-def saver_section() -> str:
-    return _section(*torch_memory_saver.tables(load("saver.json")))
+def of_vllm() -> list[str]:
+    """What was tried with it: runs on several machines, each with a record of its own."""
+    return scenarios.table(json.loads((results.RESULTS / "vllm_scenarios.json").read_text()))
 
 
-def section() -> str:
-    return _section(
-        *([switching.table(load(switching.RESULT))] if is_there(switching.RESULT) else []),
-        vllm_serve.table(load("vllm_serve.json")),
-        peers.table(load("peers.json"), "Compared with its peers", peers.BELOW),
-        peers.table(
-            load("peers_vllm.json"), "Compared with vLLM's layer again, on another day and machine, with later code"
-        ),
-        bench.table(load("bench.json"), "A 32B model's memory"),
-        bench.table(load("bench_small_segments.json"), "Small segments"),
-        compressed.table(load("compressed.json")),
-        compressed.codec_table(load("codec.json")),
-        host_memory.table(load("host_memory.json")),
-        [host_memory.side_by_side(load("host_memory_used_before.json"))],
-        host_memory.prepare_table(load("prepare_cost.json")),
-        decoder.table(load("decoder.json")),
-        bench.level_3_table(load("bench_level_3.json"), load("checkpoint_behaviour.json")),
-        vllm_level_3.table(
-            *(load(f"vllm_level_3{which}.json") for which in ("", "_default_seqs", "_own", "_own_default_seqs", "_two"))
-        ),
-        serve_models.table(load("serve_models.json")),
-        [BELOW],
-    )
+# The blocks of each page, by the name in their marks.
+BLOCKS: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
+    "README.md": {"headline": lambda: _if_switched(switching.headline)},
+    "docs/benchmarks.md": {
+        "switching": lambda: _if_switched(switching.table),
+        "serve": lambda: vllm_serve.table(load("vllm_serve.json")),
+        "peers": lambda: peers.table(load("peers.json"), "Compared with its peers", peers.BELOW),
+        "bench": lambda: bench.table(load("bench.json"), "A 32B model's memory"),
+        "small segments": lambda: bench.table(load("bench_small_segments.json"), "Small segments"),
+        "compressed": lambda: compressed.table(load("compressed.json")),
+        "codec": lambda: compressed.codec_table(load("codec.json")),
+        "host memory": lambda: host_memory.table(load("host_memory.json")),
+        "prepare": lambda: host_memory.prepare_table(load("prepare_cost.json")),
+        "decoder": lambda: decoder.table(load("decoder.json")),
+        "level 3": lambda: bench.level_3_table(load("bench_level_3.json"), load("checkpoint_behaviour.json")),
+        "vLLM at level 3": lambda: vllm_level_3.table(load("vllm_level_3_own.json"), load("vllm_level_3.json")),
+        "models": lambda: serve_models.table(load("serve_models.json")),
+    },
+    "docs/vllm-scenarios.md": {"scenarios": of_vllm},
+    "docs/vault.md": {"vault": of_the_vault},
+    "docs/torch-memory-saver.md": {"saver": of_torch_memory_saver},
+}
 
 
-BELOW = (
-    "A first sleep allocates and pins host memory. The virtual machines of these runs get their RAM only when"
-    " it is prefaulted and registered for the first time, so the first sleep in a machine is slower than those"
-    " of later processes; `prepare()` takes all of this out of the sleep. A wake right after a sleep is a little"
-    " slower because the driver scrubs the freed memory at that time. A free waits for running work on the"
-    " GPU, which vLLM's does not. Pinned host memory costs 2 MiB of GPU memory per GiB. Raw results, with the"
-    " commands that made them: `benchmarks/results/`."
-)
-SECTIONS = {"benchmarks.md": section, "vault.md": vault_section, "torch-memory-saver.md": saver_section}
+def marks(name: str) -> tuple[str, str]:
+    """What stands in a page before a block, and after it."""
+    made = "made by benchmarks/result_tables.py from benchmarks/results, do not edit"
+    return f"<!-- {name}: {made} -->", f"<!-- /{name} -->"
 
 
-def headline() -> str:
-    found = ["", *switching.headline(load(switching.RESULT)), ""] if is_there(switching.RESULT) else []
-    return "\n".join([HEADLINE_BEGIN, *found, HEADLINE_END])
-
-
-def tried() -> str:
-    """The list of what was tried with a real vLLM, between its marks."""
-    result = json.loads((results.RESULTS / "vllm_scenarios.json").read_text())
-    return "\n".join([SCENARIOS_BEGIN, "", *scenarios.table(result), "", SCENARIOS_END])
-
-
-def replaced(text: str, begin: str, section: str, end: str) -> str:
-    """The text with what lies between the two marks, and they themselves, replaced."""
-    return text[: text.index(begin)] + section + text[text.index(end) + len(end) :]
+def with_blocks(text: str, blocks: dict[str, Callable[[], Sequence[str]]]) -> str:
+    """The page with each of its blocks made anew."""
+    for name, made in blocks.items():
+        begin, end = marks(name)
+        block = "\n".join([begin, "", *made(), "", end])
+        text = text[: text.index(begin)] + block + text[text.index(end) + len(end) :]
+    return text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if something is not up to date")
     check = parser.parse_args().check
-    readme, page = results.ROOT / "README.md", results.ROOT / "docs" / "benchmarks.md"
-    new = {readme: replaced(readme.read_text(), HEADLINE_BEGIN, headline(), HEADLINE_END)}
-    for name, made in SECTIONS.items():
-        new[results.ROOT / "docs" / name] = replaced((results.ROOT / "docs" / name).read_text(), BEGIN, made(), END)
-    new[page] = replaced(new[page], SCENARIOS_BEGIN, tried(), SCENARIOS_END)
-    beside = "\n".join([BESIDE_BEGIN, "", *bench_beside.table(), "", BESIDE_END])
-    new[page] = replaced(new[page], BESIDE_BEGIN, beside, BESIDE_END)
+    new = {results.ROOT / page: with_blocks((results.ROOT / page).read_text(), made) for page, made in BLOCKS.items()}
     plots = {"peers.json": (peers.PLOT, peers.draw)}
     if is_there(switching.RESULT):
         plots[switching.RESULT] = (switching.PLOT, switching.draw)

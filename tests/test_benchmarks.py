@@ -229,35 +229,27 @@ def results(
         (folder / name).write_text(json.dumps(bench_result()))
     kept = (
         "decoder",
-        "bench_beside",
         "prepare_cost",
-        "peers_vllm",
         "vllm_serve",
         "vllm_scenarios",
         "compressed",
         "codec",
         "host_memory",
-        "host_memory_used_before",
         "vault",
         "vault_gpu_memory",
         "saver",
         "bench_level_3",
         "checkpoint_behaviour",
         "vllm_level_3",
-        "vllm_level_3_default_seqs",
         "vllm_level_3_own",
-        "vllm_level_3_own_default_seqs",
-        "vllm_level_3_two",
         "serve_models",
     )
     for name in (f"{stem}.json" for stem in kept):
         (folder / name).write_bytes((BENCHMARKS / "results" / name).read_bytes())
     (tmp_path / "docs").mkdir()
-    for page in tables.SECTIONS:
-        marks = ("SCENARIOS_BEGIN", "SCENARIOS_END", "BEGIN", "END", "BESIDE_BEGIN", "BESIDE_END")
-        lines = "\n".join(getattr(tables, mark) for mark in marks)
-        (tmp_path / "docs" / page).write_text(f"Above.\n\n{lines}\n\nBelow.\n")
-    (tmp_path / "README.md").write_text(f"Above.\n\n{tables.HEADLINE_BEGIN}\n{tables.HEADLINE_END}\n")
+    for page, blocks in tables.BLOCKS.items():
+        lines = "\n".join(mark for name in blocks for mark in tables.marks(name))
+        (tmp_path / page).write_text(f"Above.\n\n{lines}\n\nBelow.\n")
     monkeypatch.setattr(tables.results, "ROOT", tmp_path)
     monkeypatch.setattr(tables.results, "RESULTS", folder)
     monkeypatch.setattr(tables.peers, "PLOT", tmp_path / "docs" / "peers.svg")
@@ -370,32 +362,26 @@ def cells_of(lines: list[str], head: str) -> list[str]:
 
 def test_table_of_vllm_at_level_3(tables: ModuleType) -> None:
     """One column for each place of backups; what one of them lacks or did not measure is told apart from nothing."""
-    result, default_seqs, own, own_default_seqs, two = (
-        tables.load(f"vllm_level_3{which}.json") for which in ("", "_default_seqs", "_own", "_own_default_seqs", "_two")
-    )
+    own, vault = (tables.load(f"vllm_level_3{which}.json") for which in ("_own", ""))
     cycles = own["ways"]["own"]["cycles"] = own["ways"]["own"]["cycles"][:2]
     cycles[1]["checkpoint_s"] = 2.0
-    result["arguments"]["server_options"] = "--max-num-seqs=9"
-    result["ways"]["vault_compressed"]["two"]["switches"][0]["gpu_share"] = 0.5
-    of_two = two["ways"]["vault_compressed"]
-    of_two["two"]["switches"] = of_two["two"]["switches"][:2]
-    lines = tables.vllm_level_3.table(result, default_seqs, own, own_default_seqs, two)
-    options = "`--max-num-seqs=9`"
-    heads = f"own memory, {options} | the vault, compressed, {options} | the vault | the vault, compressed"
-    assert f"|  | {heads} |" in lines
+    vault["arguments"]["server_options"] = "--max-num-seqs=9"
+    of_vault = vault["ways"]["vault_compressed"]
+    of_vault["two"]["switches"][0]["gpu_share"] = 0.5
+    lines = tables.vllm_level_3.table(own, vault)
+    assert "default CUDA graphs, `--max-num-seqs=9`. " in lines[0]
+    assert "|  | own memory | the vault, compressed |" in lines
     assert cells_of(lines, "cycles with the same tokens")[0] == "2"
     assert cells_of(lines, "checkpoint")[0] == "2.000 s"
     assert cells_of(lines, "kept on the GPU at level 1")[0] == "not measured"
     assert cells_of(lines, "GPU memory in use asleep grew by")[0] == "not measured"
     assert cells_of(lines, "the vault's own GPU memory")[0] == "–"
     assert all(row in "\n".join(lines) for row in tables.vllm_level_3.ROWS)
-    assert "each had at least 0.500 of the GPU while awake, and the same tokens after 6 of 6 switches. " in lines[-3]
-    assert "the same tokens after 2 of 6 switches (then: OutOfTime: " in lines[-1]
-    del of_two["failed"]["two"]
-    assert (
-        "the same tokens after 2 of 6 switches. "
-        in tables.vllm_level_3.table(result, default_seqs, own, own_default_seqs, two)[-1]
-    )
+    assert "each had at least 0.500 of the GPU while awake, and the same tokens after 6 of 6 switches. " in lines[-1]
+    of_vault["two"]["switches"] = of_vault["two"]["switches"][:2]
+    of_vault["failed"]["two"] = "OutOfTime: no time left\nand more"
+    last = tables.vllm_level_3.table(own, vault)[-1]
+    assert "the same tokens after 2 of 6 switches (then: OutOfTime: no time left). " in last
 
 
 def test_table_of_models_behind_the_front(tables: ModuleType) -> None:
@@ -517,7 +503,7 @@ def test_table_of_compressed_backups(
 @pytest.mark.usefixtures("results")
 def test_check_notices_other_figures_and_an_old_plot(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["result_tables.py", "--check"])
-    with pytest.raises(SystemExit, match=r"docs/benchmarks\.md: its figures"):
+    with pytest.raises(SystemExit, match=r"README\.md: its figures"):
         tables.main()
     monkeypatch.setattr(sys, "argv", ["result_tables.py"])
     tables.main()

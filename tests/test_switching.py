@@ -332,18 +332,9 @@ def test_plot_and_check(
     for path in (BENCHMARKS / "results").glob("*.json"):
         if path.name != "switching.json":
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    marks = (
-        tables.SCENARIOS_BEGIN,
-        tables.SCENARIOS_END,
-        tables.BEGIN,
-        tables.END,
-        tables.BESIDE_BEGIN,
-        tables.BESIDE_END,
-    )
     (tmp_path / "docs").mkdir()
-    for page in tables.SECTIONS:
-        (tmp_path / "docs" / page).write_text("\n".join(marks) + "\n")
-    (tmp_path / "README.md").write_text(f"{tables.HEADLINE_BEGIN}\n{tables.HEADLINE_END}\n")
+    for page, blocks in tables.BLOCKS.items():
+        (tmp_path / page).write_text("\n".join(mark for name in blocks for mark in tables.marks(name)) + "\n")
     monkeypatch.setattr(tables.results, "ROOT", tmp_path)
     monkeypatch.setattr(tables.results, "RESULTS", tmp_path)
     monkeypatch.setattr(tables.peers, "PLOT", tmp_path / "docs" / "peers.svg")
