@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 from measured import (
     bench,
-    bench_beside,
     compressed,
     decoder,
     host_memory,
@@ -34,8 +33,6 @@ HEADLINE_BEGIN = "<!-- headline: made by benchmarks/result_tables.py from benchm
 HEADLINE_END = "<!-- /headline -->"
 SCENARIOS_BEGIN = "<!-- scenarios: made by benchmarks/result_tables.py from benchmarks/results, do not edit -->"
 SCENARIOS_END = "<!-- /scenarios -->"
-BESIDE_BEGIN = "<!-- beside: made by benchmarks/result_tables.py from benchmarks/results, do not edit -->"
-BESIDE_END = "<!-- /beside -->"
 BEGIN = "<!-- measured: made by benchmarks/result_tables.py from benchmarks/results, do not edit -->"
 END = "<!-- /measured -->"
 
@@ -71,13 +68,10 @@ def section() -> str:
         compressed.table(load("compressed.json")),
         compressed.codec_table(load("codec.json")),
         host_memory.table(load("host_memory.json")),
-        [host_memory.side_by_side(load("host_memory_used_before.json"))],
         host_memory.prepare_table(load("prepare_cost.json")),
         decoder.table(load("decoder.json")),
         bench.level_3_table(load("bench_level_3.json"), load("checkpoint_behaviour.json")),
-        vllm_level_3.table(
-            *(load(f"vllm_level_3{which}.json") for which in ("", "_default_seqs", "_own", "_own_default_seqs", "_two"))
-        ),
+        vllm_level_3.table(load("vllm_level_3_own.json"), load("vllm_level_3.json")),
         serve_models.table(load("serve_models.json")),
         [BELOW],
     )
@@ -119,8 +113,6 @@ def main() -> None:
     for name, made in SECTIONS.items():
         new[results.ROOT / "docs" / name] = replaced((results.ROOT / "docs" / name).read_text(), BEGIN, made(), END)
     new[page] = replaced(new[page], SCENARIOS_BEGIN, tried(), SCENARIOS_END)
-    beside = "\n".join([BESIDE_BEGIN, "", *bench_beside.table(), "", BESIDE_END])
-    new[page] = replaced(new[page], BESIDE_BEGIN, beside, BESIDE_END)
     plots = {"peers.json": (peers.PLOT, peers.draw)}
     if is_there(switching.RESULT):
         plots[switching.RESULT] = (switching.PLOT, switching.draw)

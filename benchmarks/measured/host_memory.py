@@ -1,11 +1,11 @@
-"""Host memory of a first sleep (`host_memory.py`), and what preparing it costs (`prepare_cost.py`)."""
+"""Host memory of a first sleep (`host_memory.py`), and what preparing it costs a model that runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from .results import machine
-from .written import GIB, digits, spread
+from .written import GIB, digits
 
 
 def table(result: dict[str, Any]) -> list[str]:
@@ -21,21 +21,6 @@ def table(result: dict[str, Any]) -> list[str]:
         cells = [digits(row[key]) for key in ("touch_s", "register_s", "copy_s", "give_back_s")]
         lines.append(f"| {row['what']} | {' | '.join(cells)} |")
     return lines
-
-
-def side_by_side(result: dict[str, Any]) -> str:
-    """The same steps side by side, and first sleeps."""
-    seconds: dict[str, list[float]] = {}
-    for row in result["side_by_side"]:
-        seconds.setdefault(row["what"], []).append(row["seconds"])
-    both = ", ".join(f"{what} {spread(values)} s" for what, values in seconds.items())
-    first = result["rows"][0]
-    return (
-        f"The same steps in parallel, in fresh processes in turn, where memory had been used before: {both}, each of"
-        f" {result['bytes'] / GIB:.0f} GiB (median and range; one after the other, these steps took"
-        f" {digits(first['touch_s'])}, {digits(first['register_s'])} and {digits(first['copy_s'])} s)."
-        f" {machine(result)}."
-    )
 
 
 def prepare_table(result: dict[str, Any]) -> list[str]:
