@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -186,22 +185,6 @@ def write_checkpoint(folder: Path, shape: Shape, seed: int) -> None:
         "weight_map": {tensor: name for name, shard in shards.items() for tensor in shard},
     }
     (folder / INDEX).write_text(json.dumps(index) + "\n")
-
-
-def write_gbps(folder: Path, nbytes: int = 2 << 30) -> float:
-    """How fast the disk below this folder takes a file, its cache not counted."""
-    folder.mkdir(parents=True, exist_ok=True)
-    probe = folder / "probe"
-    block = os.urandom(64 << 20)
-    start = time.perf_counter()
-    try:
-        with probe.open("wb", buffering=0) as file:
-            for _ in range(nbytes // len(block)):
-                file.write(block)
-            os.fsync(file.fileno())
-        return nbytes / (time.perf_counter() - start) / 1e9
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 def main() -> None:

@@ -5,11 +5,9 @@
 # The suite, and the memory layer alone (seconds on an H200 in brackets; those marked ~ are estimates):
 #   tests [400]  or its halves tests_1, tests_2;  vault_tests [15] belongs to it;  sanitizer [240]
 #   tests_1+tests_2 two_gpu_tests [~250]  the same on two GPUs at once
-#   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  decoder [100]  compressed [280]  codec [200]  host_memory [120]  prepare [90]
-#   peers [500]  needs .gpu/peers.tar.xz (benchmarks/peers_bundle.py)
-#   vault [~300]  vault_small [~80]  vault_wakes [~60]  vault_gpu_memory [~45]  vault_kills [140]  checkpoints [100]  restores [~60]  refused [~10]  level_3 [25]  first_sleeps [~60; $FIRST_SLEEPS_OPTIONS]  level_2_wakes [~60]  small_calls [~60]
-#   later_wakes [~75]  wakes_at_once [~150]  host_reads [~25] needs .gpu/host_reads (benchmarks/host_reads.cu)
-#   saver [~420]  saver_30 [~150]  saver_tests [~240]  equal_segments [~45]
+#   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  level_3 [25]  decoder [100]  compressed [280]  codec [200]  host_memory [120]
+#   vault [~300]  vault_small [~80]  vault_kills [140]  first_clients [~180, several GPUs]
+#   peers [500]  saver [~420]  saver_30 [~150]  saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]  models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
 #   serve_level_3 [~240; $LEVEL_3_OPTIONS, as --deadline 330]  serve_level_3_own [~240, at once with it on a second GPU]
@@ -17,11 +15,11 @@
 #
 # What is in .gpu may come in several calls to one machine: each call unpacks what it finds, once. Other things in .gpu:
 # switching.json, to which both parts of that benchmark add; checkpoint.safetensors, real weights for `compressed` and
-# `codec`; base/, a wheel of an earlier commit for `beside`, `level_2_wakes`, `wakes_at_once` and `small_calls`, for `first_sleeps` more of them in folders of their own; saver/, the `test` folder of torch_memory_saver's repository and its
-# wheel, for the parts of that name.
+# `codec`; base/, a wheel of an earlier commit, for `beside`; saver/, the `test` folder of torch_memory_saver's repository
+# and its wheel, for the parts of that name and for `peers`, which also needs the wheels of pytest-benchmark there, and vLLM.
 #
 # Parts joined by + run at the same time, the first on GPU 0, the second on GPU 1; those joined by a comma one after the
-# other (`vault+restores,saver_30`). A wheel in .gpu/wheel/HASH/ is installed instead of a build if it is of these sources
+# other (`vault+vault_kills,saver_30`). A wheel in .gpu/wheel/HASH/ is installed instead of a build if it is of these sources
 # (the first line printed names HASH).
 #
 # Runs of the suite leave their output in OUT/tests*.txt, with the commit that $COMMIT names (a copy of the tree does not
@@ -152,10 +150,7 @@ with_vllm() {
 # torch_memory_saver 0.0.10 in a folder of its own: this layer has a package of that name, too.
 theirs=${site}_of_torch_memory_saver
 with_saver() {
-    local wheel
-    for wheel in .gpu/saver/*.whl; do
-        [ -d "$theirs" ] || python3 -m pip install -q --no-index --no-deps --target "$theirs" "$wheel" || return 1
-    done
+    [ -d "$theirs" ] || python3 -m pip install -q --no-index --no-deps --target "$theirs" .gpu/saver/*.whl
 }
 
 # Its own tests, unchanged, on this layer; those that look into its C library cannot pass (docs/torch-memory-saver.md). Where there
@@ -202,26 +197,6 @@ part() {
         ;;
     decoder) timeout 200 python3 benchmarks/decoder.py --out "$out/decoder.json" --checkpoint /tmp/qwen3-8b ;;
     bench) timeout 280 python3 -m cumem_sleep bench --weights 62488MiB --kv 54.63GiB --json >"$out/bench.json" ;;
-    level_2_wakes)
-        python3 -m pip install --no-index --no-deps -q --upgrade --target /tmp/base_site .gpu/base/*.whl || return 1
-        limited 120 python3 benchmarks/level_2_wakes.py --sites /tmp/base_site "$site" --out "$out/level_2_wakes.json"
-        ;;
-    later_wakes) limited 150 python3 benchmarks/later_wakes.py --out "$out/later_wakes.json" ;;
-    wakes_at_once)
-        python3 -m pip install --no-index --no-deps -q --upgrade --target /tmp/base_site .gpu/base/*.whl || return 1
-        limited 300 python3 benchmarks/wakes_at_once.py --sites /tmp/base_site "$site" --out "$out/wakes_at_once.json"
-        ;;
-    host_reads)
-        {
-            echo "commit ${COMMIT:?names the commit of the source}, $(date -u +%F)"
-            nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
-            timeout -k 5 "$(left 60)" .gpu/host_reads
-        } | tee "$out/host_reads.txt"
-        ;;
-    small_calls)
-        python3 -m pip install --no-index --no-deps -q --upgrade --target /tmp/base_site .gpu/base/*.whl || return 1
-        limited 150 python3 benchmarks/small_calls.py --sites /tmp/base_site "$site" --out "$out/small_calls.json"
-        ;;
     beside)
         local turn site failed=0
         # Today's bench and that of an earlier commit, in turns: one machine, one hour.
@@ -234,33 +209,14 @@ part() {
         done
         return "$failed"
         ;;
-    first_sleeps)
-        local wheel sites=()
-        for wheel in .gpu/base/*.whl .gpu/base/*/*.whl; do # earlier builds, each in a folder of its name
-            [ -f "$wheel" ] || continue
-            sites+=("/tmp/$(basename "$(dirname "$wheel")")_site")
-            python3 -m pip install --no-index --no-deps -q --upgrade --target "${sites[-1]}" "$wheel" || return 1
-        done
-        # shellcheck disable=SC2086 # several words
-        limited 150 python3 benchmarks/first_sleeps.py --sites "${sites[@]}" "$site" --out "$out/first_sleeps.json" ${FIRST_SLEEPS_OPTIONS:-}
-        ;;
     vault)
         with_vllm || echo "vLLM's own layer is not measured"
         # shellcheck disable=SC2086 # several words
         limited 420 python3 benchmarks/vault.py --out "$out/vault.json" --deadline "$(left 400)" ${VAULT_OPTIONS:-}
         ;;
     vault_small) limited 150 python3 benchmarks/vault.py --out "$out/vault_small.json" --scale 8 --deadline "$(left 140)" ;;
-    vault_wakes) limited 110 python3 benchmarks/vault_wakes.py --out "$out/vault_wakes.json" ;;
-    vault_gpu_memory) limited 120 python3 benchmarks/vault_gpu_memory.py --out "$out/vault_gpu_memory.json" ;;
     vault_kills) limited 240 python3 benchmarks/vault_kills.py --out "$out/vault_kills.json" --deadline "$(left 220)" ;;
-    checkpoints) limited 240 python3 benchmarks/checkpoint_behaviour.py --out "$out/checkpoint_behaviour.json" ;;
-    restores)
-        limited 120 python3 benchmarks/checkpoint_behaviour.py --out "$out/restores.json" --questions restore_without_memory
-        ;;
-    equal_segments)
-        limited 150 python3 benchmarks/equal_segments.py --out "$out/equal_segments.json" --questions fresh_memory equal_tensors
-        ;;
-    refused) limited 60 python3 benchmarks/checkpoint_behaviour.py --out "$out/checkpoint_refused.json" --questions refused ;;
+    first_clients) limited 300 python3 benchmarks/vault_first_clients.py --out "$out/vault_first_clients.json" ;;
     level_3) limited 200 python3 -m cumem_sleep bench --level 3 --weights 30GiB --kv 30GiB --json >"$out/bench_level_3.json" ;;
     saver)
         with_saver && limited 570 python3 benchmarks/torch_memory_saver_beside.py --out "$out/saver.json" --theirs "$theirs" \
@@ -279,12 +235,10 @@ part() {
             >"$out/bench_small_segments.json"
         ;;
     host_memory) timeout 200 python3 benchmarks/host_memory.py --out "$out/host_memory.json" ;;
-    prepare) timeout 200 python3 benchmarks/prepare_cost.py --out "$out/prepare_cost.json" ;;
     peers)
         # After --deadline seconds no process is started that would end later; a minute on, none is left.
-        if [ -f .gpu/peers.tar.xz ]; then tar xJf .gpu/peers.tar.xz -C "$site" || return 1; fi
-        timeout -k 10 580 python3 -m pytest -p no:cacheprovider benchmarks/test_peers.py --deadline=450 \
-            --benchmark-json="$out/peers.json" 2>&1 | tee "$out/peers.txt"
+        with_vllm && with_saver && PYTHONPATH=$PYTHONPATH:$theirs timeout -k 10 580 python3 -m pytest -p no:cacheprovider \
+            benchmarks/test_peers.py --deadline=450 --benchmark-json="$out/peers.json" 2>&1 | tee "$out/peers.txt"
         ;;
     scenarios) with_vllm && timeout 400 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" --jobs 6 ;;
     two_gpus)

@@ -12,7 +12,7 @@ from typing import Any
 
 from cumem_sleep.tools.bench.host_memory import touch_host_memory
 
-__all__ = ["GIB", "answer_of", "command", "machine", "machine_without_gpu", "touch_host_memory", "write"]
+__all__ = ["GIB", "command", "machine", "machine_without_gpu", "touch_host_memory", "write"]
 
 GIB = 1 << 30
 
@@ -74,19 +74,3 @@ def write(path: Path, results: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), **results}, indent=2) + "\n")
     print(f"wrote {path.name}", file=sys.stderr)
-
-
-def answer_of(site: Path, program: str, *arguments: str, within_s: float) -> Any:
-    """What a Python program prints last, as JSON: a process of its own, which finds the layer in the folder `site`."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=site,  # which comes before PYTHONPATH
-        env={**os.environ, "PYTHONPATH": str(site.resolve())},
-        capture_output=True,
-        text=True,
-        timeout=within_s,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{site}: {done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])

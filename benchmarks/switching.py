@@ -10,7 +10,7 @@ Tokens must be the ones that the model answered with when it had just started; a
     vllm     vLLM's own sleep mode at level 1: both servers run, one of them sleeps
     level1   this layer at level 1, its backups prepared in the background while the model serves
     level2   this layer at level 2: weights are dropped and read from the checkpoint again
-    level1-unprepared, vllm-level2   not measured unless named
+    level1-unprepared   not unless named
     vault    not unless named: this layer at level 1, not prepared, through a vault that has its memory
 
 The second server starts while the first one sleeps. The first sleep of each server, which takes and pins host memory,
@@ -23,17 +23,18 @@ the GPU together because each server takes 90 % of it, as servers do: what weigh
 `--models 32B,8B --load-format dummy` (76.3 GiB of backups, 87 GiB with vLLM's own layer) there is no checkpoint to
 read, so no level 2, and a restart is spared reading up to 61 GiB.
 
-Loading is helped by the page cache: how much of the checkpoint it held is in the result, and `--drop-page-cache`
-empties it before each load (ways of their own again). If the disk is too slow to write the checkpoints to, they lie in
-`/dev/shm`. Restarts find vLLM's compile cache warm. Results are written after every step, and runs with the same models
-add to the same file. On an H200 the default takes about nine minutes, FP8 five more (`--ways vllm,level1 --fp8`).
+Loading is helped by the page cache: how much of the checkpoint it held is in the result. Restarts find vLLM's compile
+cache warm. Results are written after every step, and runs with the same models add to the same file. On an H200 the
+default takes about nine minutes, FP8 five more (`--ways vllm,level1 --fp8`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
+import mmap
 import os
 import random
 import shlex
@@ -42,14 +43,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import page_cache
-from checkpoints import SHAPES, Shape, is_written, write_config, write_gbps
+import numpy as np
+from checkpoints import SHAPES, Shape, is_written, write_config
 from model_server import (
     Answer,
     Deadline,
@@ -66,8 +67,6 @@ from cumem_sleep.tools.bench.host_memory import touch_host_memory
 HERE = Path(__file__).resolve().parent
 SERVE = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 GATE = "cumem_sleep.vllm.SleepGate"
-RAM_DISK = Path("/dev/shm")
-SLOW_WRITE_S = 90.0  # checkpoints that would take longer to write go to the RAM disk
 HOST_MEMORY_PER_WEIGHT = 1.3  # as much as any layer takes
 VAULT_PER_WEIGHT = 1.1
 PREPARE_S = 30.0  # a 14B model's backups take 7 s
@@ -99,7 +98,6 @@ PREPARED = {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "1"}
 UNPREPARED = {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "0"}
 WAYS = {
     "vllm": Way("vLLM's sleep mode, level 1", 1, THEIRS),
-    "vllm-level2": Way("vLLM's sleep mode, level 2", 2, THEIRS),
     "level1": Way("cumem-sleep, level 1", 1, PREPARED, gate=True),
     "level2": Way("cumem-sleep, level 2", 2, PREPARED, gate=True),
     "level1-unprepared": Way("cumem-sleep, level 1, not prepared", 1, UNPREPARED, gate=True),
@@ -195,7 +193,6 @@ class Record:
     quantization: str | None
     environment: dict[str, str]
     machine: dict[str, Any]
-    page_cache_dropped: bool = False
     shares_servers_of: str | None = None
     prepared_s: dict[str, float | None] = field(default_factory=dict)
     layer_status: dict[str, Any] = field(default_factory=dict)
@@ -316,7 +313,7 @@ class Bench:
             command += ["--quantization", self.quantization]
         if arguments.enforce_eager:
             command += ["--enforce-eager"]
-        if way.gate and not arguments.no_gate:
+        if way.gate:
             command += ["--middleware", GATE]
         environment = {
             **way.environment,
@@ -361,12 +358,8 @@ class Bench:
         return seconds
 
     def checkpoint_cached(self, model: Model) -> float | None:
-        """How much of it is in the page cache, which is emptied first where that is asked for."""
-        if self.arguments.load_format == "dummy":
-            return None
-        if self.arguments.drop_page_cache:
-            page_cache.drop(model.files)
-        return round(page_cache.cached_fraction(model.files), 4)
+        """How much of it is in the page cache."""
+        return None if self.arguments.load_format == "dummy" else round(cached_fraction(model.files), 4)
 
     def answers(self, server: Server) -> list[Answer]:
         return [server.complete(prompt, self.arguments.max_tokens) for prompt in self.prompts]
@@ -395,11 +388,11 @@ class Bench:
         self.results.save()
 
     def key(self, way: str) -> str:
-        return way + (" fp8" if self.arguments.fp8 else "") + (" uncached" if self.arguments.drop_page_cache else "")
+        return way + (" fp8" if self.arguments.fp8 else "")
 
     def _new_record(self, name: str) -> Record:
-        way, dropped = WAYS[name], self.arguments.drop_page_cache
-        record = Record(way.title, way.level, self.quantization, way.environment, self.machine, dropped)
+        way = WAYS[name]
+        record = Record(way.title, way.level, self.quantization, way.environment, self.machine)
         return self.results.add(self.key(name), record)
 
     def _fail(self, records: dict[str, Record], why: str) -> None:
@@ -437,20 +430,11 @@ class Bench:
             for model in self.models:
                 write_config(model.folder, model.shape)
             return
-        given: Path | None = self.arguments.checkpoints
-        folders = [given] if given else [self._work, RAM_DISK / self._work.name]
-        for folder in folders:
-            if not self._missing(folder):
-                return
-        missing = self._missing(folders[0])
+        missing = [model for model in self.models if not is_written(model.folder, model.shape, model.seed)]
         nbytes = sum(model.shape.weights_bytes for model in missing)
-        gbps = write_gbps(folders[0], min(nbytes, 2 << 30))
-        if not given and nbytes / gbps / 1e9 > SLOW_WRITE_S and _has_room(RAM_DISK, nbytes):
-            missing = self._missing(folders[1])
-            nbytes = sum(model.shape.weights_bytes for model in missing)
-        folder = missing[0].folder.parent
+        folder = self.models[0].folder.parent
         folder.mkdir(parents=True, exist_ok=True)
-        if not _has_room(folder, nbytes):
+        if shutil.disk_usage(folder).free < nbytes + (1 << 30):
             raise SystemExit(f"no room for {nbytes / 1e9:.0f} GB of checkpoints")
         start = time.perf_counter()
         write: list[str | Path] = [sys.executable, HERE / "checkpoints.py"]
@@ -465,23 +449,25 @@ class Bench:
             for writer in writers:
                 writer.kill()
                 writer.wait()
-        facts = {
-            "in_memory": folder.is_relative_to(RAM_DISK),
-            "disk_write_gbps": round(gbps, 2),
-            "bytes_written": nbytes,
-            "write_s": round(time.perf_counter() - start, 1),
-        }
-        self.results.set_checkpoints(facts)
-        self.say(f"checkpoints: {facts}")
-
-    def _missing(self, folder: Path) -> list[Model]:
-        """The models whose checkpoints are not in this folder, which is where they belong from now on."""
-        self.models = [replace(model, folder=folder / model.folder.name) for model in self.models]
-        return [model for model in self.models if not is_written(model.folder, model.shape, model.seed)]
+        if missing:
+            facts = {"bytes_written": nbytes, "write_s": round(time.perf_counter() - start, 1)}
+            self.results.set_checkpoints(facts)
+            self.say(f"checkpoints: {facts}")
 
 
-def _has_room(folder: Path, nbytes: int) -> bool:
-    return folder.is_dir() and shutil.disk_usage(folder).free > nbytes + (1 << 30)
+def cached_fraction(files: Iterable[Path]) -> float:
+    """Of all their bytes, what the kernel holds in memory: from 0 to 1."""
+    pages = cached = 0
+    for path in files:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            content = np.frombuffer(mapped, np.uint8)
+            states = np.empty(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
+            if ctypes.CDLL(None).mincore(content.ctypes, ctypes.c_size_t(len(mapped)), states.ctypes):
+                raise OSError(f"mincore refuses {path}")
+            pages += len(states)
+            cached += int((states & 1).sum())
+            del content  # or the file stays mapped
+    return cached / pages if pages else 0.0
 
 
 class Pair:
@@ -490,7 +476,6 @@ class Pair:
     def __init__(self, bench: Bench, way: Way) -> None:
         self.servers = {model.name: bench.server(model, way) for model in bench.models}
         self.asleep_level = dict.fromkeys(self.servers, 0)
-        self._gate = way.gate and not bench.arguments.no_gate
 
     def sleep(self, name: str, level: int) -> float:
         seconds = self.servers[name].post(f"/sleep?level={level}")
@@ -504,10 +489,7 @@ class Pair:
         if level != 2:
             return server.post("/wake_up"), None
         weights_s = server.post("/wake_up?tags=weights")
-        if self._gate:
-            reload_s = server.post("/reload_weights")
-        else:
-            reload_s = server.post("/collective_rpc", {"method": "reload_weights"})
+        reload_s = server.post("/reload_weights")
         return weights_s + server.post("/wake_up?tags=kv_cache"), reload_s
 
 
@@ -681,14 +663,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--switches", type=int, default=5)
     add("--restart-switches", type=int, default=2, help="fewer of them (default %(default)s)")
     add("--load-format", choices=("safetensors", "dummy"), default="safetensors")
-    add("--drop-page-cache", action="store_true", help="before every load of a checkpoint")
-    add("--checkpoints", type=Path, help="their folder (default: --work, or /dev/shm if that is slow)")
+    add("--checkpoints", type=Path, help="their folder (default: --work)")
     add("--work", type=Path, default=Path(tempfile.gettempdir()) / "cumem-sleep-switching", help="is kept")
     add("--gpu-memory-utilization", type=float, default=0.9)
     add("--enforce-eager", action="store_true", help="no compilation, no CUDA graphs")
     add("--server-args", default="", help="more arguments of the servers, in one string")
     add("--server-command", help="instead of vLLM's; its results are marked as simulated")
-    add("--no-gate", action="store_true", help="without this layer's HTTP gate")
     add("--prompt-tokens", type=int, default=512)
     add("--max-tokens", type=int, default=16)
     add("--start-timeout", type=float, default=240.0)

@@ -82,19 +82,19 @@ def test_joined_parts_run_each_on_a_gpu_of_its_own_and_none_loses_the_other(host
         'until [ "$(wc -l <"$CALLS")" -ge 2 ]; do sleep 0.05; done\n'
         'case "$1" in *"$FAILS"*) exit 1 ;; esac\n'
     )
-    status, said, calls = run(host, "vault_kills+checkpoints")
-    assert (status, sorted(calls)) == (0, ["benchmarks/checkpoint_behaviour.py 1", "benchmarks/vault_kills.py 0"])
+    status, said, calls = run(host, "vault_kills+first_clients")
+    assert (status, sorted(calls)) == (0, ["benchmarks/vault_first_clients.py 1", "benchmarks/vault_kills.py 0"])
     assert [line for line in said.splitlines() if line.startswith(("--", "GPU"))] == [
         *("-- vault_kills", "GPU 0"),
-        *("-- checkpoints", "GPU 1"),
+        *("-- first_clients", "GPU 1"),
     ]
-    for fails in ("kills", "checkpoint"):
-        status, said, calls = run(host, "vault_kills+checkpoints", fails=fails)
+    for fails in ("kills", "first_clients"):
+        status, said, calls = run(host, "vault_kills+first_clients", fails=fails)
         assert (status, len(calls)) == (1, 2)
         assert said.count("GPU") == 2
-    calls = run(host, "vault_kills,level_3+checkpoints,ranks")[2]
+    calls = run(host, "vault_kills,level_3+first_clients,ranks")[2]
     assert [call for call in calls if call.endswith(" 1")] == [
-        "benchmarks/checkpoint_behaviour.py 1",
+        "benchmarks/vault_first_clients.py 1",
         "benchmarks/vllm_scenarios.py 1",
     ]
 
@@ -155,7 +155,7 @@ def test_the_suite_does_not_begin_when_no_time_is_left(host: pathlib.Path) -> No
     assert not any("-m pytest" in call for call in calls)
 
 
-@pytest.mark.parametrize("parts", ["vault_tests", "vault_tests+checkpoints"])
+@pytest.mark.parametrize("parts", ["vault_tests", "vault_tests+first_clients"])
 def test_a_suite_whose_time_is_over_says_what_it_knows(host: pathlib.Path, parts: str) -> None:
     (host / "bin" / "python3").write_text(
         "#!/bin/bash\n"
@@ -207,8 +207,7 @@ PARTS = {
     "vault_kills": "benchmarks/vault_kills.py",
     "vault_servers": "benchmarks/vllm_scenarios.py",
     "ranks": "benchmarks/vllm_scenarios.py",
-    "equal_segments": "benchmarks/equal_segments.py",
-    "later_wakes": "benchmarks/later_wakes.py",
+    "first_clients": "benchmarks/vault_first_clients.py",
     "serve": "benchmarks/vllm_serve.py",
     "serve_vault": "benchmarks/vllm_serve.py",
     "serve_level_3": "benchmarks/vllm_level_3.py",

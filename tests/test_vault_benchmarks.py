@@ -186,31 +186,6 @@ def test_wrong_bytes_are_found(tmp_path: pathlib.Path) -> None:
     assert "wrong bytes in tensors" in json.loads(out.read_text())["error"]
 
 
-def test_later_wakes(tmp_path: pathlib.Path) -> None:
-    """Each kind of wake, and each pause, is measured."""
-    out = tmp_path / "later_wakes.json"
-    sizes = ("--weights-gib=0.25", "--kv-gib=0.125", "--turns=2", "--pause=0.01")
-    process = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "later_wakes.py"), "--out", str(out), *sizes],
-        env={
-            **os.environ,
-            "CUMEM_SLEEP_DRIVER": "sim",
-            "PYTHONPATH": str(pathlib.Path(cumem_sleep.__path__[0]).parent),
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    result = json.loads(out.read_text())
-    ways = {f"level {level}, {way}" for level in (1, 2) for way in ("with the thread", "without")}
-    assert result["wake_s"].keys() == ways
-    assert all(len(seconds) == 2 for seconds in result["wake_s"].values())
-    assert [each["pause_s"] for each in result["first allocations"]] == [0.0, 0.1, 0.2, 0.3, 0.5, 1.0]
-    assert len(process.stdout.splitlines()) == len(ways) + 6
-
-
 def test_first_clients_of_several_gpus_are_measured(tmp_path: pathlib.Path) -> None:
     """A context takes three seconds once all is pinned. Only first clients of GPUs that were not named wait for it."""
     out = tmp_path / "first_clients.json"

@@ -46,26 +46,14 @@ def table(result: dict[str, Any]) -> list[str]:
 
 
 def codec_table(result: dict[str, Any]) -> list[str]:
-    """The codec's kernels alone beside nvCOMP's."""
+    """The codec's kernels alone."""
     lines = [
-        f"**The codec alone**, and nvCOMP's ANS ({_version(result['nvcomp']['version'])}) in comparison: stored bytes"
-        f" per byte, and GB/s of raw bytes, kernels only. {machine(result)}.",
+        f"**The codec alone**: stored bytes per byte, and GB/s of raw bytes, kernels only. {machine(result)}.",
         "",
-        "| content | codec | ratio | count | encode | decode |",
-        "|---|---|---|---|---|---|",
+        "| content | ratio | count | encode | decode |",
+        "|---|---|---|---|---|",
     ]
     for content, one in result["codec"].items():
-        named = {"cumem-sleep": one}
-        for chunk in ("256 KiB", "1024 KiB"):
-            named[f"nvCOMP, chunks of {chunk}"] = result["nvcomp"][f"{content}, {chunk}"]
-        for codec, row in named.items():
-            rates = [
-                f"{row[key]['median']:.0f}" if key in row else "–"
-                for key in ("count_gbps", "encode_gbps", "decode_gbps")
-            ]
-            lines.append(f"| {content} | {codec} | {row['ratio']:.3f} | {' | '.join(rates)} |")
+        rates = [f"{one[f'{phase}_gbps']['median']:.0f}" for phase in ("count", "encode", "decode")]
+        lines.append(f"| {content} | {one['ratio']:.3f} | {' | '.join(rates)} |")
     return lines
-
-
-def _version(number: int) -> str:
-    return f"{number // 1000}.{number // 100 % 10}"

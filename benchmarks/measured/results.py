@@ -33,8 +33,3 @@ def machine(result: dict[str, Any]) -> str:
     in_older_results = facts.get("driver, pcie generation, width", "").split(",")[0]
     driver = facts.get("driver") or in_older_results or "not known"
     return f"{facts['gpu']}, driver {driver}, {facts['cores']} cores, PyTorch {facts['torch']}"
-
-
-def beside(result: dict[str, Any]) -> str:
-    """What the machine did besides, where the result says so."""
-    return f" ({result['beside']})" if "beside" in result else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .results import beside, machine
+from .results import machine
 from .written import digits, header, row, spread
 
 Facts = dict[str, Any]
@@ -39,7 +39,7 @@ def table(result: Facts) -> list[str]:
     lines = [
         f"**`cumem-sleep serve`**: {len(titles)} models with dummy weights on one GPU, level 1, vLLM"
         f" {result['machine']['vllm']} {graphs}{''.join(given)}; {one['requests']} requests to models at random, one"
-        f" after the other. {machine(result)}{beside(result)}. Seconds, median and range:",
+        f" after the other. {machine(result)}. Seconds, median and range:",
         "",
         *header(titles.values()),
         spreads("first token after a switch to it", lambda name: [switch["first_token_s"] for switch in to[name]]),

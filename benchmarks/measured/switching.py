@@ -108,18 +108,17 @@ def _rows(ways: list[dict[str, Any]]) -> list[str]:
 
 
 def title_of(way: dict[str, Any]) -> str:
-    return str(way["title"]) + (", page cache empty" if way["page_cache_dropped"] else "")
+    return str(way["title"])
 
 
 def _remarks(result: dict[str, Any]) -> list[str]:
     ways = result["ways"].values()
-    cached = [s["checkpoint_cached"] for way in ways if not way["page_cache_dropped"] for s in way["switches"]]
+    cached = [switch["checkpoint_cached"] for way in ways for switch in way["switches"]]
     remarks = []
     if fractions := [fraction for fraction in cached if fraction is not None]:
-        where = "a RAM disk" if (result["checkpoints"] or {}).get("in_memory") else "the disk"
         held = " to ".join(dict.fromkeys(f"{fraction:.0%}" for fraction in (min(fractions), max(fractions))))
         remarks.append(
-            f"Checkpoints lay on {where}; the page cache held {held} of what a restart or reload read. Restarts had a"
+            f"Checkpoints lay on the disk; the page cache held {held} of what a restart or reload read. Restarts had a"
             " warm compile cache."
         )
     if prepared := [_named(way) for way in ways if way["prepared_s"]]:
