@@ -303,9 +303,11 @@ def test_tables_of_vllm(results: pathlib.Path, tables: ModuleType) -> None:
     serve["ways"]["cold"]["later_sleeps_s"] = [0.1, 0.3, 0.2]
     (results / "vllm_serve.json").write_text(json.dumps(serve))
     tables.main()
-    page = (results.parent / "docs" / "benchmarks.md").read_text()
+    docs = results.parent / "docs"
+    page = (docs / "vllm-scenarios.md").read_text()
     assert len(re.findall(r"^\| lora \| .* \*\*Failed\.\*\* \|$", page, re.MULTILINE)) == 1
     assert page.count("**Failed.**") == 1
+    page = (docs / "benchmarks.md").read_text()
     served = page[page.index("**`vllm serve`") : page.index("**Compared with its peers**")]
     assert "vLLM's own |" not in served
     assert "| later sleeps | 0.200 (0.100–0.300) |" in served
