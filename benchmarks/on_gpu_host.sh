@@ -16,7 +16,7 @@
 # What is in .gpu may come in several calls to one machine: each call unpacks what it finds, once. Other things in .gpu:
 # switching.json, to which both parts of that benchmark add; checkpoint.safetensors, real weights for `compressed` and
 # `codec`; base/, a wheel of an earlier commit, for `beside`; saver/, the `test` folder of torch_memory_saver's repository
-# and its wheel, for the parts of that name and for `peers`, which also needs the wheels of pytest-benchmark there, and vLLM.
+# and its wheel, for the parts of that name and for `peers`, which needs vLLM, too.
 #
 # Parts joined by + run at the same time, the first on GPU 0, the second on GPU 1; those joined by a comma one after the
 # other (`vault+vault_kills,saver_30`). A wheel in .gpu/wheel/HASH/ is installed instead of a build if it is of these sources
@@ -237,8 +237,8 @@ part() {
     host_memory) timeout 200 python3 benchmarks/host_memory.py --out "$out/host_memory.json" ;;
     peers)
         # After --deadline seconds no process is started that would end later; a minute on, none is left.
-        with_vllm && with_saver && PYTHONPATH=$PYTHONPATH:$theirs timeout -k 10 580 python3 -m pytest -p no:cacheprovider \
-            benchmarks/test_peers.py --deadline=450 --benchmark-json="$out/peers.json" 2>&1 | tee "$out/peers.txt"
+        with_vllm && with_saver && PYTHONPATH=$PYTHONPATH:$theirs limited 570 python3 benchmarks/peers.py --out "$out/peers.json" \
+            --deadline "$(left 450)"
         ;;
     scenarios) with_vllm && timeout 400 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" --jobs 6 ;;
     two_gpus)

@@ -199,7 +199,7 @@ class Process:
         if "not_installed" in answer:
             raise NotInstalled(answer["not_installed"])
         if "error" in answer:
-            print(answer["traceback"], file=sys.stderr)  # pytest shows it with the failure
+            print(answer["traceback"], file=sys.stderr)
             raise WorkerFailed(answer["error"] + self._last_words())
         return answer
 

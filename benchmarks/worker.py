@@ -1,6 +1,6 @@
 """The process that one layer lives in: reads commands from standard input, one JSON object a line, and answers alike.
 
-Started by `test_peers.py`. Seconds are measured here, around the call alone, with the GPU idle before and after.
+Started by `recording.py`. Seconds are measured here, around the call alone, with the GPU idle before and after.
 Contents are random and never written twice; checksums share no code with any layer.
 """
 
