@@ -61,7 +61,6 @@ BLOCKS: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         "serve": lambda: vllm_serve.table(load("vllm_serve.json")),
         "peers": lambda: peers.table(load("peers.json"), "Compared with its peers", peers.BELOW),
         "bench": lambda: bench.table(load("bench.json"), "A 32B model's memory"),
-        "small segments": lambda: bench.table(load("bench_small_segments.json"), "Small segments"),
         "compressed": lambda: compressed.table(load("compressed.json")),
         "codec": lambda: compressed.codec_table(load("codec.json")),
         "host memory": lambda: host_memory.table(load("host_memory.json")),

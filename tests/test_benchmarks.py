@@ -218,8 +218,7 @@ def results(
     folder = tmp_path / "results"
     folder.mkdir()
     (folder / "peers.json").write_text(json.dumps({**peers[1], "machine": MACHINE}))
-    for name in ("bench.json", "bench_small_segments.json"):
-        (folder / name).write_text(json.dumps(bench_result()))
+    (folder / "bench.json").write_text(json.dumps(bench_result()))
     kept = (
         "decoder",
         "prepare_cost",
