@@ -1,14 +1,20 @@
-"""Settings: one frozen dataclass; every field is also an environment variable `CUMEM_SLEEP_<FIELD>`."""
+"""Every setting: one table.
+
+A field of `Settings` or `GateSettings` is the environment variable `CUMEM_SLEEP_<FIELD>`; what else is read from the
+environment follows below them. `--help`, the doctor and the page of the docs are made from these rows.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from decimal import Decimal
-from typing import Any
+from enum import Enum
+from typing import Any, TypeVar
 
 from .errors import MOST_BYTES, InvalidArgument, InvalidArgumentType, check_integer, shown
 
@@ -19,88 +25,481 @@ for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[f"{_letter}IB"] = 1024**_power
     _UNITS[f"{_letter}B"] = 1000**_power
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_DAY_S = 24 * 3600
+
+
+class Reader(Enum):
+    """Who reads a variable; the value is how the page's sections are called."""
+
+    LAYER = "The layer"
+    GATE = "The gate"
+    PLUGIN = "The plugin"
+    COMMANDS = "Commands that ask a front"
+    SIMULATOR = "The simulated driver"
+    BUILD_AND_TESTS = "Building and testing"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How the layer behaves. Immutable; `Settings.from_environment()` is what the allocator uses by default.
+class Variable:
+    """A row of the table.
 
     Attributes:
-        driver: `cuda` opens libcuda, `sim` the simulated driver (no GPU needed, times mean nothing).
-        host_budget_bytes: the most pinned host memory that backups may take, in bytes; None (unset): no budget. The
-            environment variable also takes units: `30GiB`, `500MB`.
-        retain_backups: keep backups in host memory after a wake, so that the next sleep copies only what changed.
-        verify: `wake` checks the digest of every restored segment; `off` trusts the copies.
-        poison: at the wake, fill dropped memory except `kv_cache` with 0xFF (NaN in every float type), so that weights
-            that were not reloaded show.
-        prefault_threads: threads that prefault new host memory ahead of the copies; None (unset): three for every four
-            cores that this process may use, at most 16. It may be up to 1024.
-        prepare: start `CuMemAllocator.prepare` automatically whenever a memory pool is left.
-        prepare_bytes_per_second: the most that `prepare` copies per second while the model runs; 0: no limit. The
-            environment variable also takes units: `5GB`.
-        compress: `auto` compresses backups losslessly, segment by segment, where that is worth it; `off` stores the
-            bytes as they are.
-        vault: where backups are stored: `off`, in pinned memory of this process; `auto`, in the vault if one answers at
-            its default socket, otherwise as `off`; or the path of a vault's socket.
-        agreement_timeout_s: where several ranks sleep and wake together: how long a rank that is ready waits for the
-            others before all undo their half.
-        deep_after_s: seconds after which a process that sleeps at level 1 or 2 goes on to level 3 by itself; None
-            (unset): never.
-
-    Raises:
-        InvalidArgument: a value is not allowed; the message names the field, the value and what is allowed.
+        default: as the page writes it, in Markdown.
+        text: what it does, in Markdown.
     """
 
-    driver: str = "cuda"
-    host_budget_bytes: int | None = None
-    retain_backups: bool = True
-    verify: str = "wake"
-    poison: bool = False
-    prefault_threads: int | None = None
-    prepare: bool = False
-    prepare_bytes_per_second: int = 5_000_000_000
-    compress: str = "off"
-    vault: str = "off"
-    agreement_timeout_s: float = 60.0
-    deep_after_s: float | None = None
+    name: str
+    reader: Reader
+    default: str
+    text: str
+
+
+# Kinds of values. `name` is that of a field or of a variable, as errors are to say
+
+
+class Kind(ABC):
+    """What a setting may be: as a value of a field, and as the text of a variable.
+
+    Both raise InvalidArgument: not allowed; the message names the setting, the value, and what is expected.
+    """
+
+    @abstractmethod
+    def check(self, name: str, value: object) -> None:
+        """Refuse a bad value."""
+
+    def parse(self, name: str, text: str) -> Any:
+        """The value that a text stands for."""
+        self.check(name, text)
+        return text
+
+
+@dataclass(frozen=True)
+class Choice(Kind):
+    """One of some words."""
+
+    allowed: tuple[str, ...]
+
+    def check(self, name: str, value: object) -> None:
+        """Refuse other words."""
+        expected = f"one of {', '.join(self.allowed)}"
+        if not isinstance(value, str):
+            raise InvalidArgumentType(f"{name}={value!r}: expected a string, {expected}")
+        if value not in self.allowed:
+            raise InvalidArgument(f"{name}={value!r}: expected {expected}")
+
+
+class Flag(Kind):
+    """Yes or no."""
+
+    def check(self, name: str, value: object) -> None:
+        """Refuse all but True and False."""
+        if not isinstance(value, bool):
+            raise InvalidArgumentType(f"{name}={value!r}: expected True or False")
+
+    def parse(self, name: str, text: str) -> bool:
+        """See `parse_bool`."""
+        return parse_bool(name, text)
+
+
+@dataclass(frozen=True)
+class Whole(Kind):
+    """A whole number."""
+
+    least: int = 0
+    most: int = MOST_BYTES
+    is_optional: bool = False
+    are_bytes: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        """Refuse fractions, and what is out of range."""
+        if value is None and self.is_optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            or_none = " or None" if self.is_optional else ""
+            raise InvalidArgumentType(f"{name}={value!r}: {self._expected}{or_none}")
+        if not self.least <= value <= self.most:
+            raise InvalidArgument(f"{name}={shown(value)}: {self._expected}")
+
+    def parse(self, name: str, text: str) -> int:
+        """Bytes may have a unit."""
+        if self.are_bytes:
+            return parse_bytes(name, text)
+        # Python refuses to convert thousands of digits.
+        if not re.fullmatch(r"[+-]?\d{1,20}", text):
+            raise InvalidArgument(f"{name}={text!r}: {self._expected}")
+        if not self.least <= int(text) <= self.most:
+            raise InvalidArgument(f"{name}={text!r}: {self._expected}")
+        return int(text)
+
+    @property
+    def _expected(self) -> str:
+        if self.most < MOST_BYTES:
+            return f"expected a whole number from {self.least} to {self.most}"
+        return f"expected a whole number of at least {self.least}"
+
+
+@dataclass(frozen=True)
+class Seconds(Kind):
+    """A time."""
+
+    least: float = 0.1
+    is_optional: bool = False
+    are_whole: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        """Refuse what is out of range, NaN too."""
+        if value is None and self.is_optional:
+            return
+        wanted: tuple[type, ...] = (int,) if self.are_whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            raise InvalidArgumentType(f"{name}={value!r}: {self._expected}")
+        assert isinstance(value, (int, float))
+        if not self.least <= value <= _DAY_S:
+            raise InvalidArgument(f"{name}={shown(value)}: {self._expected}")
+
+    def parse(self, name: str, text: str) -> float:
+        """As Python reads numbers."""
+        try:
+            seconds: float = int(text) if self.are_whole else float(text)
+        except ValueError:
+            seconds = math.nan
+        if not self.least <= seconds <= _DAY_S:
+            raise InvalidArgument(f"{name}={text!r}: {self._expected}")
+        return seconds
+
+    @property
+    def _expected(self) -> str:
+        return f"expected {'a whole number of ' * self.are_whole}seconds from {self.least} to {_DAY_S}"
+
+
+class VaultPlace(Kind):
+    """`off`, `auto`, or a socket."""
+
+    def check(self, name: str, value: object) -> None:
+        """A path is known by its slash."""
+        expected = "expected off, auto, or the path of a vault's socket (with a slash)"
+        if not isinstance(value, str):
+            raise InvalidArgumentType(f"{name}={value!r}: {expected}")
+        if value not in ("off", "auto") and ("/" not in value or "\0" in value):
+            raise InvalidArgument(f"{name}={value!r}: {expected}")
+
+
+class Methods(Kind):
+    """Names of methods; separated by commas in a variable."""
+
+    def check(self, name: str, value: object) -> None:
+        """Refuse what is no identifier."""
+        if not isinstance(value, tuple) or not all(isinstance(method, str) for method in value):
+            raise InvalidArgumentType(f"{name}={value!r}: expected a tuple of method names")
+        if bad := [method for method in value if not method.isidentifier()]:
+            names = ",".join(value)
+            raise InvalidArgument(f"{name}={names!r}: {bad[0]!r} is not a method name (names are separated by commas)")
+
+    def parse(self, name: str, text: str) -> tuple[str, ...]:
+        """Spaces around them do not count."""
+        methods = tuple(method.strip() for method in text.split(","))
+        self.check(name, methods)
+        return methods
+
+
+class Token(Kind):
+    """A secret, which no message shows. An empty one would leave open what somebody wanted to protect."""
+
+    def check(self, name: str, value: object) -> None:
+        """Refuse what HTTP's headers do not take."""
+        if value is None:
+            return
+        if not isinstance(value, str):
+            raise InvalidArgumentType(f"{name}: expected a string")
+        if not value or not all("!" <= letter <= "~" for letter in value):
+            raise InvalidArgument(
+                f"{name}: expected printable ASCII without spaces, at least one character (unset: no token)"
+            )
+
+
+# The dataclasses
+
+_Fields = TypeVar("_Fields", bound="_FromEnvironment")
+
+
+def _setting(kind: Kind, default: Any, text: str, said: str = "") -> Any:
+    """A field.
+
+    Args:
+        text: what it does, in Markdown: the page's own words, which `--help` and docstrings share.
+        said: how the page writes the default.
+    """
+    metadata = {"kind": kind, "text": text, "said": said or _said(default)}
+    return field(default=default, metadata=metadata, repr=not isinstance(kind, Token))
+
+
+def _said(default: object) -> str:
+    if default is None or default == ():
+        return "none"
+    return f"`{int(default)}`" if isinstance(default, bool) else f"`{default}`"
+
+
+def plain(text: str) -> str:
+    """Markdown without its links, for a terminal or a docstring."""
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+
+
+class _FromEnvironment:
+    """What a dataclass of settings can do."""
 
     def __post_init__(self) -> None:
-        _one_of("driver", self.driver, ("cuda", "sim"))
-        _one_of("verify", self.verify, ("off", "wake"))
-        _one_of("compress", self.compress, ("off", "auto"))
-        _vault("vault", self.vault)
-        _integer("host_budget_bytes", self.host_budget_bytes, minimum=0)
-        _integer("prefault_threads", self.prefault_threads, minimum=1, maximum=_MOST_THREADS)
-        if self.prepare_bytes_per_second is None:
-            raise InvalidArgumentType("prepare_bytes_per_second=None: expected a whole number")
-        _integer("prepare_bytes_per_second", self.prepare_bytes_per_second, minimum=0)
-        _seconds("agreement_timeout_s", self.agreement_timeout_s)
-        if self.deep_after_s is not None:
-            _seconds("deep_after_s", self.deep_after_s)
-        for name in ("retain_backups", "poison", "prepare"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidArgumentType(f"{name}={getattr(self, name)!r}: expected True or False")
-
-    def summary(self) -> str:
-        """The fields that differ from their defaults, for a log line."""
-        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return "settings: " + (", ".join(changed) or "the defaults")
+        for each in fields(self):  # type: ignore[arg-type]
+            each.metadata["kind"].check(each.name, getattr(self, each.name))
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        """Settings from `CUMEM_SLEEP_<FIELD>` variables; a variable that is unset or empty leaves the default.
+    def from_environment(cls: type[_Fields], environment: Mapping[str, str] | None = None) -> _Fields:
+        """Settings from `CUMEM_SLEEP_<FIELD>` variables; one that is unset or empty leaves the default (but an empty
+        token is refused).
 
         Raises:
-            InvalidArgument: a variable has a bad value; the message names the variable, the value, what is allowed.
+            InvalidArgument: a variable has a bad value; the message names the variable, the value (never a token's)
+                and what is allowed.
         """
         environment = os.environ if environment is None else environment
         values: dict[str, Any] = {}
-        for field in fields(cls):
-            variable = PREFIX + field.name.upper()
-            text = environment.get(variable, "").strip()
-            if text:
-                values[field.name] = _PARSERS[field.name](variable, text)
+        for each in fields(cls):  # type: ignore[arg-type]
+            variable, kind = PREFIX + each.name.upper(), each.metadata["kind"]
+            text = environment.get(variable, "")
+            if isinstance(kind, Token):
+                if variable in environment:
+                    values[each.name] = kind.parse(variable, text)
+            elif text.strip():
+                values[each.name] = kind.parse(variable, text.strip())
         return cls(**values)
+
+    def summary(self) -> str:
+        """The fields that differ from their defaults, for a log line."""
+        each_field = fields(self)  # type: ignore[arg-type]
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in each_field if getattr(self, f.name) != f.default]
+        return "settings: " + (", ".join(changed) or "the defaults")
+
+
+def _documented(cls: type[_Fields]) -> type[_Fields]:
+    """Adds the fields to its docstring."""
+    rows = [f"    {f.name}: {plain(f.metadata['text'])}" for f in fields(cls)]  # type: ignore[arg-type]
+    raised = "InvalidArgument: a value is not allowed; the message names the field, the value and what is allowed."
+    if cls.__doc__ is not None:  # as with -OO
+        cls.__doc__ = "\n".join([f"{cls.__doc__}\n", "Attributes:", *rows, "\nRaises:", f"    {raised}\n"])
+    return cls
+
+
+@_documented
+@dataclass(frozen=True)
+class Settings(_FromEnvironment):
+    """How the layer behaves. Immutable; `Settings.from_environment()` is what the allocator uses by default."""
+
+    driver: str = _setting(
+        Choice(("cuda", "sim")),
+        "cuda",
+        "`cuda`: libcuda. `sim`: the simulated driver, which needs no GPU, and whose times mean nothing.",
+    )
+    host_budget_bytes: int | None = _setting(
+        Whole(is_optional=True, are_bytes=True),
+        None,
+        "The most pinned host memory that backups may take: `30GiB`, `500MB`, `1073741824`.",
+    )
+    retain_backups: bool = _setting(
+        Flag(), True, "`0`: every wake releases the host memory, and every sleep copies everything."
+    )
+    verify: str = _setting(
+        Choice(("off", "wake")), "wake", "`wake`: check the digest of every restored segment. `off`: trust the copies."
+    )
+    poison: bool = _setting(
+        Flag(),
+        False,
+        "`1`: fill dropped memory with NaN (0xFF) at the wake, except `kv_cache`, so that missing reloads show up.",
+    )
+    prefault_threads: int | None = _setting(
+        Whole(1, 1024, is_optional=True),
+        None,
+        "Threads that prefault new host memory ahead of the copies, up to 1024.",
+        "¾ of the cores, at most 16",
+    )
+    prepare: bool = _setting(
+        Flag(), False, "`1`: start `prepare()` whenever a memory pool is left; in vLLM, after its warm-up."
+    )
+    prepare_bytes_per_second: int = _setting(
+        Whole(are_bytes=True),
+        5_000_000_000,
+        "The most that `prepare()` copies per second while the model runs; `0`: no limit.",
+        "`5GB`",
+    )
+    compress: str = _setting(
+        Choice(("off", "auto")),
+        "off",
+        "`auto`: compress backups, without loss, where it pays off. `off`: store the bytes as they are.",
+    )
+    vault: str = _setting(
+        VaultPlace(),
+        "off",
+        "Where backups are stored. `off`: in pinned memory of the process. `auto`: in [the vault](vault.md) if one"
+        " answers at its default socket, otherwise as `off`. A path: in the vault with that socket.",
+    )
+    agreement_timeout_s: float = _setting(
+        Seconds(),
+        60.0,
+        "Where several ranks sleep and wake together: how many seconds a rank that is ready waits for the others"
+        " before all undo their half.",
+    )
+    deep_after_s: float | None = _setting(
+        Seconds(is_optional=True),
+        None,
+        "After how many seconds a process that sleeps at level 1 or 2 goes on to"
+        " [level 3](how-it-works.md#level-3) by itself.",
+    )
+
+
+@_documented
+@dataclass(frozen=True)
+class GateSettings(_FromEnvironment):
+    """How the gate answers for a sleeping model. Immutable; `CUMEM_SLEEP_<FIELD>` in the environment."""
+
+    on_request: str = _setting(
+        Choice(("reject", "wait", "wake")),
+        "reject",
+        "What happens to a request while the model sleeps. `reject`: it gets 503. `wait`: it is held until somebody"
+        " wakes the model. `wake`: it wakes the model.",
+    )
+    request_deadline_s: float = _setting(
+        Seconds(0),
+        60.0,
+        "How long `wait` and `wake` hold a request before its 503, and how long a sleep waits for running requests,"
+        " in seconds.",
+        "`60`",
+    )
+    retry_after_s: int = _setting(
+        Seconds(1, are_whole=True),
+        5,
+        "The `Retry-After` of the 503, and the pause after a failed wake, in whole seconds.",
+    )
+    health: str = _setting(
+        Choice(("auto", "ok", "unavailable")),
+        "auto",
+        "`/health` and `/ping` while the model sleeps. `auto`: 200 with `wait` and `wake` (503 while wakes fail), 503"
+        " with `reject`. `ok`: 200. `unavailable`: 503.",
+    )
+    admin_token: str | None = _setting(
+        Token(),
+        None,
+        "With it, whatever changes the server's state (sleep, wake, pause, reload, weight updates, adapters, …) needs"
+        " `Authorization: Bearer <token>`; otherwise it gets 401. [Every route](vllm-routes.md).",
+    )
+    max_held_requests: int = _setting(
+        Whole(), 4096, "How many requests `wait` and `wake` hold at once. Beyond that they get 503."
+    )
+    max_held_bytes: int = _setting(
+        Whole(are_bytes=True), 256 << 20, "How many bytes their bodies may have in total.", "`256MiB`"
+    )
+    loading_methods: tuple[str, ...] = _setting(
+        Methods(),
+        (),
+        "A trainer's own worker methods that load all weights when `/collective_rpc` calls them, separated by commas.",
+    )
+
+
+_OTHERS: dict[Reader, tuple[tuple[str, str, str], ...]] = {
+    Reader.PLUGIN: (
+        ("DISABLE", "`0`", "`1`: vLLM keeps its own sleep mode."),
+        (
+            "VLLM_UNTESTED",
+            "`0`",
+            "`1`: also serve versions of vLLM that were not tested, if everything that the layer calls is there.",
+        ),
+    ),
+    Reader.COMMANDS: (
+        ("SERVE_URL", "`http://127.0.0.1:8000`", "The front to ask."),
+        ("SERVE_TOKEN", "none", "Its admin token; for `status`, an API key is enough."),
+    ),
+    Reader.SIMULATOR: (
+        ("SIM_DEVICE_BYTES", "`1073741824`", "Memory of each simulated GPU, in bytes; no units."),
+        ("SIM_DEVICES", "`1`", "How many GPUs there are."),
+        (
+            "SIM_CONTEXT_BYTES",
+            "`0`",
+            "Memory that a context takes on its GPU, in bytes: what is left of a process that sleeps.",
+        ),
+        (
+            "SIM_CONTEXT_US_PER_MIB",
+            "`0`",
+            "How long a new context takes for each MiB of host memory that is registered, in microseconds. On H200s"
+            " it is about 21.",
+        ),
+        (
+            "SIM_FAIL",
+            "none",
+            "Failures to start with, as"
+            " `cuMemCreate:3:CUDA_ERROR_OUT_OF_MEMORY:2,cuInit:0:CUDA_ERROR_NO_DEVICE:1`: the call, how many of it"
+            " succeed first, the error, how many fail.",
+        ),
+        (
+            "SIM_DEVICE_ORDER",
+            "none",
+            "`2,0`: device 0 is the host's third GPU, device 1 its first, as with `CUDA_VISIBLE_DEVICES`; the others"
+            " follow. Processes that number GPUs differently know them by their UUIDs.",
+        ),
+        (
+            "SIM_DRIVER_VERSION",
+            "`13000`",
+            "What `cuDriverGetVersion` returns. Below `12080` there are no process checkpoints.",
+        ),
+        (
+            "SIM_COPY_DELAY_US",
+            "`200`",
+            "How many microseconds longer each copy takes, so that a program that does not wait for copies is caught.",
+        ),
+        (
+            "SIM_FABRIC",
+            "`0`",
+            "`1`: the GPUs claim to support fabric handles, which are then refused, as on some hosts.",
+        ),
+        (
+            "SIM_HOST_POINTERS",
+            "`1`",
+            "`0`: the GPUs report that kernels cannot access registered host memory by its host address.",
+        ),
+    ),
+    Reader.BUILD_AND_TESTS: (
+        ("SANITIZE", "none", "At build time: sanitizers to build with, as `address,undefined`."),
+        ("WERROR", "`0`", "At build time, `1`: compiler warnings are errors."),
+        ("TEST_DRIVER", "`sim`", "`cuda`: the test suite runs on a GPU."),
+        (
+            "TEST_BEGUN",
+            "none",
+            "A file. The test suite leaves out the tests that it names, and adds each test that begins.",
+        ),
+        ("TEST_HISTORIES", "`24`", "How many random histories the test suite runs."),
+        ("TEST_HISTORY", "none", "The number of the only random history that it runs."),
+        ("TEST_STORM_S", "`4`", "How many seconds each storm of signals or finalisers lasts."),
+        (
+            "TEST_RANKS",
+            "`0`",
+            "`1`: ranks fail at every position of every driver call, and are killed at every step.",
+        ),
+        ("TEST_VAULT_KILLS", "`6`", "How often a vault at work is killed."),
+        ("TEST_GATE_SECONDS", "`20`", "How long new random episodes at the gate are started, in seconds."),
+        ("TEST_GATE_SEED", "`300`", "The number of the first of them."),
+    ),
+}
+
+
+def _variables() -> dict[str, Variable]:
+    rows = [
+        Variable(PREFIX + each.name.upper(), reader, each.metadata["said"], each.metadata["text"])
+        for reader, settings in ((Reader.LAYER, Settings), (Reader.GATE, GateSettings))
+        for each in fields(settings)
+    ]
+    for reader, others in _OTHERS.items():
+        rows += [Variable(PREFIX + name, reader, default, text) for name, default, text in others]
+    return {row.name: row for row in rows}
+
+
+# By name, in the order of the page.
+VARIABLES: Mapping[str, Variable] = _variables()
 
 
 def parse_bytes(name: str, text: str) -> int:
@@ -117,98 +516,14 @@ def parse_bytes(name: str, text: str) -> int:
     return nbytes
 
 
-def _parse_choice(*allowed: str) -> Any:
-    def parse(variable: str, text: str) -> str:
-        _one_of(variable, text, allowed)
-        return text
-
-    return parse
-
-
-def parse_bool(variable: str, text: str) -> bool:
+def parse_bool(name: str, text: str) -> bool:
     """`"1"`, `"true"`, `"yes"`, `"on"`, and their opposites.
 
     Raises:
-        InvalidArgument: none of these; the message starts with `variable`.
+        InvalidArgument: none of these; the message starts with `name`.
     """
     if text.lower() in _TRUE:
         return True
     if text.lower() in _FALSE:
         return False
-    raise InvalidArgument(f"{variable}={text!r}: expected one of {', '.join(_TRUE + _FALSE)}")
-
-
-def _parse_threads(variable: str, text: str) -> int:
-    # Python refuses to convert thousands of digits.
-    threads = int(text) if text.isdecimal() and len(text) <= len(str(_MOST_THREADS)) else 0
-    if not 1 <= threads <= _MOST_THREADS:
-        raise InvalidArgument(f"{variable}={text!r}: expected a whole number from 1 to {_MOST_THREADS}")
-    return threads
-
-
-def _parse_seconds(variable: str, text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not _is_allowed(seconds):
-        raise InvalidArgument(f"{variable}={text!r}: {_EXPECTED_SECONDS}")
-    return seconds
-
-
-def _parse_vault(variable: str, text: str) -> str:
-    _vault(variable, text)
-    return text
-
-
-_PARSERS: dict[str, Any] = {
-    "driver": _parse_choice("cuda", "sim"),
-    "host_budget_bytes": parse_bytes,
-    "retain_backups": parse_bool,
-    "verify": _parse_choice("off", "wake"),
-    "poison": parse_bool,
-    "prefault_threads": _parse_threads,
-    "prepare": parse_bool,
-    "prepare_bytes_per_second": parse_bytes,
-    "compress": _parse_choice("off", "auto"),
-    "vault": _parse_vault,
-    "agreement_timeout_s": _parse_seconds,
-    "deep_after_s": _parse_seconds,
-}
-_MOST_THREADS = 1024
-_MOST_S = 24 * 3600
-_EXPECTED_SECONDS = f"expected seconds from 0.1 to {_MOST_S}"
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if not isinstance(value, str):
-        raise InvalidArgumentType(f"{name}={value!r}: expected a string, one of {', '.join(allowed)}")
-    if value not in allowed:
-        raise InvalidArgument(f"{name}={value!r}: expected one of {', '.join(allowed)}")
-
-
-def _vault(name: str, value: object) -> None:
-    expected = "expected off, auto, or the path of a vault's socket (with a slash)"
-    if not isinstance(value, str):
-        raise InvalidArgumentType(f"{name}={value!r}: {expected}")
-    if value not in ("off", "auto") and ("/" not in value or "\0" in value):
-        raise InvalidArgument(f"{name}={value!r}: {expected}")
-
-
-def _integer(name: str, value: object, minimum: int, maximum: int = MOST_BYTES) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidArgumentType(f"{name}={value!r}: expected a whole number or None")
-    check_integer(name, value, minimum, maximum)
-
-
-def _seconds(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidArgumentType(f"{name}={value!r}: {_EXPECTED_SECONDS}")
-    if not _is_allowed(value):
-        raise InvalidArgument(f"{name}={shown(value)}: {_EXPECTED_SECONDS}")
-
-
-def _is_allowed(seconds: float) -> bool:
-    return 0.1 <= seconds <= _MOST_S  # nor NaN
+    raise InvalidArgument(f"{name}={text!r}: expected one of {', '.join(_TRUE + _FALSE)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import re
@@ -9,12 +10,10 @@ import re
 import pytest
 
 from cumem_sleep import Settings, variables
-from cumem_sleep.settings import PREFIX
-from cumem_sleep.tools import cli
-from cumem_sleep.vllm.gate_settings import GateSettings
+from cumem_sleep.settings import PREFIX, VARIABLES, GateSettings
+from cumem_sleep.tools import cli, help_texts
 
 ROOT = pathlib.Path(__file__).parent.parent
-DOCUMENTED = (Settings, GateSettings)
 # Where variables are read, or written about. Tests and doctor misspell some on purpose.
 READERS = (
     *(path for path in (ROOT / "cumem_sleep").rglob("*.py")),
@@ -41,21 +40,19 @@ def test_every_variable_of_the_sources_is_known() -> None:
         for path in (ROOT / "tests").rglob("*.py")
         for name in re.findall(rf"{PREFIX}TEST_[A-Z_]*[A-Z]\b", path.read_text())
     }
-    assert named | suite <= variables.KNOWN
-    assert set(variables.OTHERS) <= named | suite  # the others are fields of settings
+    fields = {PREFIX + field.name.upper() for each in (Settings, GateSettings) for field in dataclasses.fields(each)}
+    assert named | suite <= VARIABLES.keys()
+    assert VARIABLES.keys() <= named | suite | fields, "nobody reads it"
 
 
-@pytest.mark.parametrize("settings", DOCUMENTED)
+@pytest.mark.parametrize("settings", [Settings, GateSettings])
 def test_every_field_is_known_and_described(settings: type) -> None:
-    described = variables.described(settings)
-    assert list(described) == [PREFIX + field.name.upper() for field in dataclasses.fields(settings)]
-    assert set(described) <= variables.KNOWN
-    assert all(len(text) > 20 for text in described.values())
+    names = [PREFIX + field.name.upper() for field in dataclasses.fields(settings)]
+    assert all(len(VARIABLES[name].text) > 20 for name in names)
 
 
-def test_nothing_is_known_that_nobody_reads() -> None:
-    read = {name for settings in DOCUMENTED for name in variables.described(settings)} | set(variables.OTHERS)
-    assert read == variables.KNOWN
+def test_a_text_is_about_one_variable() -> None:
+    assert len({variable.text for variable in VARIABLES.values()}) == len(VARIABLES)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +69,24 @@ def test_the_nearest_name_is_suggested(name: str, nearest: str) -> None:
     assert variables.misspelt({name: "1", "CUMEM_SLEEP_VERIFY": "off", "HOME": "/"}) == {name: nearest}
 
 
-def test_help_lists_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert [line for line in lines if line in variables.KNOWN] == [
-        *variables.described(Settings),
-        *variables.described(GateSettings),
-        *(name for name in variables.OTHERS if "_TEST_" not in name),
-    ]
-    assert "start `CuMemAllocator.prepare` automatically whenever a memory pool is left (default: 0)" in lines
+def listed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    with contextlib.suppress(SystemExit):
+        cli.main(arguments)
+    return [line.strip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_help_lists_every_variable_but_those_of_tests(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = listed(["--help"], capsys)
+    assert [line for line in lines if line in VARIABLES] == [name for name in VARIABLES if "_TEST_" not in name]
+    assert "1: start prepare() whenever a memory pool is left; in vLLM, after its warm-up (default: 0)" in lines
+
+
+def test_help_about_settings_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [line for line in listed(["help", "settings"], capsys) if line in VARIABLES] == list(VARIABLES)
+
+
+def test_the_page_is_made_from_the_table() -> None:
+    """After a change: `python tools/settings_page.py`."""
+    page = (ROOT / "docs" / "settings.md").read_text()
+    for heading, table in help_texts.settings_tables().items():
+        assert f"{table}\n" in f"{page.partition(f'## {heading}')[2].partition('## ')[0]}\n\n"

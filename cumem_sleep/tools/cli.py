@@ -183,12 +183,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     shim_command.add_argument("package", choices=sorted(shim.FOLDERS), help="whose interface it has")
     shim_command.set_defaults(run=_shim, command="shim")
+    text = "explain a topic, as the settings"
+    help_command = new(commands.add_parser, "help", help=text, description=help_texts.HELP_DESCRIPTION)
+    help_command.add_argument("topic", nargs="?", choices=["settings"], help="without one: as --help")
+    help_command.set_defaults(run=lambda options: _explain(parser, options.topic), command="help", json=False)
     vault.add_command(new, commands, _size, _path, _vault, _vault_status)
     serve.add_commands(new, commands, _path, _serve, _ask)
     for each in (command, bench_command, doctor_command, shim_command):
         each.add_argument("--json", action="store_true", help="print JSON (progress goes to standard error)")
     parsed: argparse.ArgumentParser = parser
     return parsed
+
+
+def _explain(parser: argparse.ArgumentParser, topic: str | None) -> int:
+    if topic is None:
+        parser.print_help()
+    else:
+        print(help_texts.environment(tests=True))
+    return 0
 
 
 def _add_bench_options(command: argparse.ArgumentParser) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from .. import variables
-from ..settings import Settings
-from ..vllm.gate_settings import GateSettings
+from ..settings import VARIABLES, plain
 
 DESCRIPTION = """\
 Sleep mode for GPU memory: weights and KV cache give their GPU memory back in
@@ -40,7 +38,8 @@ exit codes:
 With --json, every command prints one object that begins with command, version, ok, simulated
 (no GPU was used) and error (null, or what went wrong).
 
-environment variables of the memory layer, the HTTP gate, the plugin, the simulated driver, and the build:
+environment variables of the memory layer, the HTTP gate, the plugin, the simulated driver, and the build
+(cumem-sleep help settings lists those of the test suite as well):
 """
 
 SHORT = """\
@@ -58,9 +57,10 @@ more than one process:
   cumem-sleep vault          keep the backups of all processes of this host
   cumem-sleep serve          several models behind one port (serve --demo needs no GPU)
   cumem-sleep status, sleep, wake, stop    look at these models, and tell them
+  cumem-sleep help settings  every environment variable that changes how it behaves
 
-cumem-sleep COMMAND --help explains a command, cumem-sleep --help all of it: exit codes, and the
-environment variables that change how it behaves. In vLLM, installing the package is enough."""
+cumem-sleep COMMAND --help explains a command, cumem-sleep --help all of it, exit codes too.
+In vLLM, installing the package is enough."""
 
 DEMO_DESCRIPTION = """\
 Loads a model's weights, allocates a KV cache, and does with both what a server
@@ -126,6 +126,9 @@ how to read it:
   "first sleep" allocates and pins host memory; before "prepared sleep", "prepare" has done that."""
 
 
+HELP_DESCRIPTION = """\
+Explains a topic: settings lists every environment variable, with its default."""
+
 SHIM_DESCRIPTION = """\
 Prints the folder of a package with another's name and interface, which this layer serves.
 First in PYTHONPATH, it takes that one's place, in child processes too. Nothing is installed
@@ -137,11 +140,29 @@ examples:
   PYTHONPATH=$(cumem-sleep shim torch_memory_saver) python -m sglang.launch_server --enable-memory-saver ..."""
 
 
-def environment() -> str:
-    """Every variable with its meaning, from the docstrings of the settings; not those of the test suite."""
-    texts = {**variables.described(Settings), **variables.described(GateSettings), **variables.OTHERS}
-    texts = {name: text for name, text in texts.items() if "_TEST_" not in name}
+def environment(*, tests: bool = False) -> str:
+    """Every variable with its meaning.
+
+    Args:
+        tests: also those of the test suite.
+    """
     lines = []
-    for name, text in texts.items():
-        lines += [f"  {name}", *textwrap.wrap(text, 100, initial_indent="      ", subsequent_indent="      ")]
+    for variable in VARIABLES.values():
+        if tests or "_TEST_" not in variable.name:
+            default = "" if variable.default == "none" else f" (default: {variable.default.strip('`')})"
+            text = plain(variable.text).replace("`", "").rstrip(".") + default
+            lines += [
+                f"  {variable.name}",
+                *textwrap.wrap(text, 100, initial_indent="      ", subsequent_indent="      "),
+            ]
     return "\n".join(lines)
+
+
+def settings_tables() -> dict[str, str]:
+    """The tables of `docs/settings.md`, by the headings of its sections."""
+    tables: dict[str, str] = {}
+    for variable in VARIABLES.values():
+        row = f"| `{variable.name}` | {variable.default} | {variable.text} |\n"
+        heading = variable.reader.value
+        tables[heading] = tables.get(heading, "| variable | default | |\n|---|---|---|\n") + row
+    return tables

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from .. import __version__, _core, host_facts
-from ..variables import shown
+from ..variables import hidden
 
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-nightly")
 
@@ -138,6 +138,6 @@ def machine_facts(gpu: str, command: Sequence[str]) -> MachineFacts:
         triton=machine.version_of(*TRITON_DISTRIBUTIONS),
         cumem_sleep=__version__,
         simulated=simulated,
-        environment={k: v for k, v in sorted(shown(machine.environment).items()) if k.startswith(_VARIABLES)},
+        environment={k: v for k, v in sorted(hidden(machine.environment).items()) if k.startswith(_VARIABLES)},
         command=shlex.join(command),
     )

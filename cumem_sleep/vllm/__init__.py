@@ -17,8 +17,8 @@ __all__ = ["SleepGate"]
 def __getattr__(name: str) -> Any:
     if name != "SleepGate":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ..settings import GateSettings
     from .gate import SleepGate
-    from .gate_settings import GateSettings
 
     # vLLM looks up the class before it serves, but creates the gate only in the ASGI lifespan, where uvicorn takes #
     # errors for "no lifespan". So a bad setting has to stop the server here.

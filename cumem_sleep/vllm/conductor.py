@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from ..asgi import ClientGone
+from ..settings import GateSettings
 from . import events, metrics
-from .gate_settings import GateSettings
 from .siblings import Busy, Siblings
 from .sleeping_model import TAGS, Call, Phase, SleepingModel, State, Weights, why_left_out
 from .worker_methods import DEEPEN, Effect

@@ -35,11 +35,11 @@ from ..asgi import (
     whole_answer,
 )
 from ..errors import counted
+from ..settings import GateSettings
 from ..variables import warn_of_misspelt
 from . import events, metrics, parameters, refused_anyway, worker_methods
 from .conductor import Conductor
 from .engine_door import LEASE, EngineDoor, Lease
-from .gate_settings import GateSettings
 from .routes import GUARDED, RELOAD, WAKE, Kind, Routes, Taken, kind_of, route_path
 from .siblings import BETWEEN_S, Busy
 from .sleeping_model import TAGS, Decision, Phase, why_left_out

@@ -164,7 +164,7 @@ def test_no_command_shows_a_short_help_that_names_every_command(capsys: pytest.C
     assert len(output.err.splitlines()) <= 24, "more than a terminal shows"
     assert max(map(len, output.err.splitlines())) <= 100
     commands = re.findall(r"(?m)^    (\w+) ", help_of().partition("\ncommands:")[2].partition("\n\n")[0])
-    assert len(commands) == 10
+    assert len(commands) == 11
     assert [command for command in commands if not re.search(rf"\b{command}\b", output.err)] == ["shim"]
 
 

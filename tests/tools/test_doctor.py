@@ -17,11 +17,11 @@ from cumem_sleep import DriverError, InvalidState, OutOfDeviceMemory, _core, sim
 from cumem_sleep.checkpoint import device_memory, process
 from cumem_sleep.driver import open_driver
 from cumem_sleep.errors import format_bytes
+from cumem_sleep.settings import VARIABLES
 from cumem_sleep.tools import cli, doctor
 from cumem_sleep.tools.doctor import Check, DoctorReport, Status, gpus, host, level_3, packages, variables
 from cumem_sleep.tools.doctor.examine import examine, guarded
 from cumem_sleep.tools.machine import Machine, machine_facts
-from cumem_sleep.variables import KNOWN
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -317,7 +317,7 @@ def test_settings(environment: dict[str, str], status: Status, found: str, advic
     assert advice in check.advice
 
 
-@pytest.mark.parametrize("name", sorted(name for name in KNOWN if "TOKEN" in name))
+@pytest.mark.parametrize("name", sorted(name for name in VARIABLES if "TOKEN" in name))
 def test_tokens_are_not_shown(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Neither by the doctor, nor beside results, which people post."""
     assert variables.settings(machine(tmp_path, environment={name: "sesame"})).found == f"{name}=…"
@@ -326,7 +326,7 @@ def test_tokens_are_not_shown(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
 
 
 def test_there_are_tokens() -> None:
-    assert {"CUMEM_SLEEP_ADMIN_TOKEN", "CUMEM_SLEEP_SERVE_TOKEN"} <= KNOWN
+    assert {"CUMEM_SLEEP_ADMIN_TOKEN", "CUMEM_SLEEP_SERVE_TOKEN"} <= VARIABLES.keys()
 
 
 # The driver

@@ -14,8 +14,8 @@ from fake_vllm import FakeVllm
 from gate_client import TOKEN, Serve, run
 
 from cumem_sleep import InvalidArgument, InvalidArgumentType, variables
+from cumem_sleep.settings import GateSettings
 from cumem_sleep.vllm import SleepGate
-from cumem_sleep.vllm.gate_settings import GateSettings
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ... import variables
 from ...errors import CumemSleepError
-from ...settings import PREFIX, Settings
+from ...settings import PREFIX, VARIABLES, GateSettings, Settings
 from ...vllm import plugin
-from ...vllm.gate_settings import GateSettings
 from ..machine import Machine
 from .report import Check, Status
 
@@ -15,12 +14,8 @@ def settings(machine: Machine) -> Check:
     """Which settings are in effect, and which variables look like settings but are none."""
     name = "settings"
     given = {variable: text for variable, text in machine.environment.items() if variable.startswith(PREFIX)}
-    documented = {**variables.described(Settings), **variables.described(GateSettings)}
-    shown = variables.shown(given)
-    in_force = [
-        f"{variable}={text}" for variable, text in sorted(shown.items()) if variable in documented and text.strip()
-    ]
-    in_force += [f"{variable}={shown[variable]}" for variable in variables.OTHERS if variable in given]
+    known = {variable: text for variable, text in variables.hidden(given).items() if variable in VARIABLES}
+    in_force = [f"{variable}={text}" for variable, text in sorted(known.items()) if text.strip()]
     found = ", ".join(in_force) or "all at their defaults"
     try:
         Settings.from_environment(given)
