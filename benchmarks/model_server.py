@@ -67,11 +67,12 @@ class Answer:
     """What one streamed request brought.
 
     Attributes:
+        tokens: their ids, or text where a server has none.
         first_token_s: from sending the request to its first token.
         seconds: to its last.
     """
 
-    tokens: list[int]
+    tokens: list[Any]
     first_token_s: float
     seconds: float
 
@@ -163,29 +164,12 @@ class Server:
 
     def complete(self, prompt: Sequence[int], tokens: int, *, limit_s: float = 120.0) -> Answer:
         """Greedy tokens, streamed one by one."""
-        request = {
-            "model": self.name,
-            "prompt": list(prompt),
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-        }
-        received: list[int] = []
-        first_token_s = None
-        start = time.perf_counter()
-        with self._request("POST", "/v1/completions", request, limit_s) as response:
-            for event in _events(response):
-                if "error" in event:
-                    raise self.failure(f"/v1/completions: {event['error']}")
-                received += [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
-                if received and first_token_s is None:
-                    first_token_s = time.perf_counter() - start
-        seconds = time.perf_counter() - start
-        if first_token_s is None or len(received) != tokens:
-            raise self.failure(f"/v1/completions: {len(received)} tokens instead of {tokens}")
-        return Answer(received, first_token_s, seconds)
+        begin = time.perf_counter()
+        with self._request("POST", "/v1/completions", completion(self.name, prompt, tokens), limit_s) as response:
+            try:
+                return read_completion(response, tokens, begin)
+            except ValueError as error:
+                raise self.failure(f"/v1/completions: {error}") from error
 
     def processes(self) -> list[int]:
         """The numbers of all processes that it has started and that still live."""
@@ -239,14 +223,42 @@ def _alive(group: int) -> list[int]:
     return found
 
 
-def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Of a stream of server-sent events, up to `[DONE]`."""
+def completion(model: str, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+    """The request for so many greedy tokens, streamed with their ids."""
+    asked = {"model": model, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return {**asked, "stream": True, "return_token_ids": True}
+
+
+def read_completion(response: http.client.HTTPResponse, tokens: int, begin: float) -> Answer:
+    """What a stream of server-sent events brings, up to `[DONE]`.
+
+    Args:
+        response: that says success.
+        tokens: how many were asked for.
+        begin: `time.perf_counter` when the request was sent.
+
+    Raises:
+        ValueError: it brings an error, breaks, or has another number of tokens.
+    """
+    received: list[Any] = []
+    first_token_s = 0.0
+    ended = False
     for line in response:
         kind, _, content = line.decode().strip().partition(": ")
-        if kind == "data":
-            if content == "[DONE]":
-                return
-            yield json.loads(content)
+        if kind != "data":
+            continue
+        if ended := content == "[DONE]":
+            break
+        event = json.loads(content)
+        if "error" in event:
+            raise ValueError(event["error"])
+        for choice in event["choices"]:
+            received += choice.get("token_ids") or ([choice["text"]] if choice.get("text") else [])
+        first_token_s = first_token_s or (time.perf_counter() - begin if received else 0.0)
+    if not ended or len(received) != tokens:
+        how = "ended" if ended else "broke"
+        raise ValueError(f"{len(received)} tokens instead of {tokens}, the stream {how}")
+    return Answer(received, first_token_s, time.perf_counter() - begin)
 
 
 def gpu_memory_in_use_bytes(gpu: int = 0) -> int | None:

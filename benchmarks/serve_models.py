@@ -36,7 +36,7 @@ from typing import Any
 from checkpoints import SHAPES, write_config
 from ending import end
 from layers import SIMULATED
-from model_server import HOST, Deadline, exit_on_sigterm
+from model_server import HOST, Answer, Deadline, completion, exit_on_sigterm, read_completion
 
 MODELS = {"large": ("8B", []), "fp8": ("14B", ["--quantization", "fp8"]), "small": ("0.6B", [])}
 EXECUTION = {
@@ -59,15 +59,6 @@ Facts = dict[str, Any]
 
 class Failed(Exception):
     """An answer that is not what it should be."""
-
-
-@dataclass
-class Answer:
-    """What one streamed request brought; `words` are token ids, or text where a server has none."""
-
-    words: list[Any]
-    first_token_s: float
-    seconds: float
 
 
 @dataclass
@@ -96,33 +87,16 @@ class Endpoint:
 
     def complete(self, model: str, prompt: list[int], tokens: int = TOKENS, limit_s: float = 120.0) -> Answer:
         """Greedy tokens, streamed."""
-        asked = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        body = json.dumps({**asked, "stream": True, "return_token_ids": True})
-        words: list[Any] = []
-        first_token_s = 0.0
-        ended = False
         begin = time.perf_counter()
         with contextlib.closing(self.connection(limit_s)) as connection:
-            connection.request("POST", "/v1/completions", body, HEADERS)
+            connection.request("POST", "/v1/completions", json.dumps(completion(model, prompt, tokens)), HEADERS)
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
                 raise Failed(f"{model}: {response.status} {response.read(500).decode(errors='replace')}")
-            for line in response:
-                if not line.startswith(b"data: "):
-                    continue
-                if ended := line.strip() == b"data: [DONE]":
-                    break
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise Failed(f"{model}: {event['error']}")
-                for choice in event["choices"]:
-                    words += choice.get("token_ids") or ([choice["text"]] if choice.get("text") else [])
-                first_token_s = first_token_s or (time.perf_counter() - begin if words else 0.0)
-        if not ended or len(words) != tokens:
-            raise Failed(
-                f"{model}: {len(words)} tokens instead of {tokens}, the stream {'ended' if ended else 'broke'}"
-            )
-        return Answer(words, first_token_s, time.perf_counter() - begin)
+            try:
+                return read_completion(response, tokens, begin)
+            except ValueError as error:
+                raise Failed(f"{model}: {error}") from error
 
 
 HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
@@ -160,8 +134,8 @@ class Bench:
 
     def ask(self, model: str, number: int, limit_s: float = 120.0) -> Answer:
         answer = self.front.complete(model, self.prompt(number), limit_s=self.deadline.limit(limit_s))
-        if answer.words != self.expected.setdefault((model, number), answer.words):
-            raise Failed(f"{model} says {answer.words} to prompt {number}, and not {self.expected[model, number]}")
+        if answer.tokens != self.expected.setdefault((model, number), answer.tokens):
+            raise Failed(f"{model} says {answer.tokens} to prompt {number}, and not {self.expected[model, number]}")
         return answer
 
     def ask_awake(self, model: str, number: int) -> None:

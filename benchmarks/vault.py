@@ -298,59 +298,30 @@ WAYS: dict[str, Callable[[Bench], Steps]] = {
     "together": together,
 }
 OF_THE_VAULT = ("vault", "compressed", "together")  # they come last, and leave it running
-STEPS = {
+DIRECTIONS = {
     "first sleep": "to_host",
-    "later sleep, nothing changed": "",
-    "later sleep, everything changed": "to_host",
     "wake": "to_device",
+    "later sleep, nothing changed": "",
     "wake, later": "to_device",
+    "later sleep, everything changed": "to_host",
+    **dict.fromkeys(STEPS_OF_TWO["sleep"].values(), "to_host"),
+    **dict.fromkeys(STEPS_OF_TWO["wake"].values(), "to_device"),
 }
 
 
 def table(result: Steps) -> list[str]:
-    """Seconds, the best of each, and how many times as long as the bytes take on the link."""
+    """Seconds of each step, and how many times as long as the bytes take on the link the best of them took."""
     link = {name: LINK_BYTES / min(seconds) for name, seconds in result["link"].items()}
-    lines = [f"{'':34}" + "".join(f"{step:>34}" for step in STEPS)]
-    ways = {**result["ways"]}
-    if "replica" in ways.get("vault", {}):
-        ways["vault: replica"] = ways["vault"]["replica"]
+    lines = []
+    ways = {**result["ways"], "vault: replica": result["ways"].get("vault", {}).get("replica", {})}
     for way, steps in ways.items():
         if "error" in steps:
-            lines.append(f"{way:34}{steps['error'].splitlines()[0]}")
-            continue
-        cells = []
-        for step, direction in STEPS.items():
-            seconds = min((answer["seconds"] for answer in steps.get(step, ())), default=None)
-            times = f" ({seconds / (steps['bytes'] / link[direction]):.2f} x)" if seconds and direction else ""
-            cells.append("-" if seconds is None else f"{seconds:.3f}{times}")
-        lines.append(f"{way:34}" + "".join(f"{cell:>34}" for cell in cells))
-    for way, steps in ways.items():
-        if first := steps.get("first sleep"):
-            layer = first[0].get("layer", {})
-            shown = {key: f"{layer[key] / GIB:.2f}" for key in SHOWN if key in layer}
-            left = first[0].get("left_on_gpu_bytes", 0) / GIB
-            lines.append(f"{way:34}GiB of the first sleep: {shown}, left on the GPU {left:.2f}")
-    return [*lines, *lines_of_two(ways.get("together", {}), link), f"the vault: {result['vault']}"]
-
-
-def lines_of_two(steps: Steps, link: dict[str, float]) -> list[str]:
-    """Of two clients whose bytes had changed: at once beside in turn, the best of each, and how fair at once was."""
-    lines = []
-    for what, direction in (("sleep", "to_host"), ("wake", "to_device")):
-        for order, step in STEPS_OF_TWO[what].items():
-            if taken := steps.get(step):
-                best = min(taken, key=lambda each: each["seconds"])
-                times = best["seconds"] / (steps["bytes"] / link[direction])
-                shown = ", ".join(f"{seconds:.3f}" for seconds in best["each"])
-                ratio = f", {steps['at once / in turn'][what]:.2f} x in turn" if order == "at once" else ""
-                lines.append(
-                    f"{f'together: {step}':34}{best['seconds']:.3f} ({times:.2f} x{ratio}), each {shown},"
-                    f" the link was busy for {best['link']['busy_s']:.3f}"
-                )
-    return lines
-
-
-SHOWN = ("copied_bytes", "found_bytes", "stored_bytes", "pinned_by_itself_bytes")
+            lines.append(f"{way}: {steps['error'].splitlines()[0]}")
+        for step, direction in DIRECTIONS.items():
+            if seconds := [answer["seconds"] for answer in steps.get(step, ())]:
+                times = f" ({min(seconds) * link[direction] / steps['bytes']:.2f} x)" if direction else ""
+                lines.append(f"{f'{way}: {step}':50}{' '.join(f'{each:.3f}' for each in seconds)}{times}")
+    return [*lines, f"the vault: {result['vault']}"]
 
 
 def facts_of_machine() -> Steps:
