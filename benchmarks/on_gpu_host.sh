@@ -5,28 +5,34 @@
 # The suite, and the memory layer alone (seconds on an H200 in brackets; those marked ~ are estimates):
 #   tests [400]  or its halves tests_1, tests_2;  vault_tests [15] belongs to it;  sanitizer [240]
 #   tests_1+tests_2 two_gpu_tests [~250]  the same on two GPUs at once
-#   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  level_3 [25]  decoder [100]  compressed [280]  codec [200]  host_memory [120]
-#   vault [~300]  vault_small [~80]  vault_kills [140]  first_clients [~180, several GPUs]
+#   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  level_3 [25]  decoder [100]  compressed [280]  codec [200]
+#   host_memory [120]  vault [~300]  vault_small [~80]  vault_kills [140]  first_clients [~180, several GPUs]
 #   peers [500]  saver [~420]  saver_30 [~150]  saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
-#   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]  models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
-#   serve_level_3 [~240; $LEVEL_3_OPTIONS, as --deadline 330]  serve_level_3_own [~240, at once with it on a second GPU]
-#   vault_servers [~70]  scenarios [300]  two_gpus [400]  ranks [~400, two GPUs; with Ray from .gpu/3/*.tar.xz, if it is there]
+#   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]
+#   models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
+#   serve_level_3 [~240; $LEVEL_3_OPTIONS, as --deadline 330]
+#   serve_level_3_own [~240, at once with it on a second GPU]
+#   vault_servers [~70]  scenarios [300]  two_gpus [400]
+#   ranks [~400, two GPUs; with Ray from .gpu/3/*.tar.xz, if it is there]
 #
 # What is in .gpu may come in several calls to one machine: each call unpacks what it finds, once. Other things in .gpu:
-# switching.json, to which both parts of that benchmark add; checkpoint.safetensors, real weights for `compressed` and
-# `codec`; base/, a wheel of an earlier commit, for `beside`; saver/, the `test` folder of torch_memory_saver's repository
-# and its wheel, for the parts of that name and for `peers`, which needs vLLM, too.
+#   switching.json, to which both parts of that benchmark add
+#   checkpoint.safetensors, real weights for `compressed` and `codec`
+#   base/, a wheel of an earlier commit, for `beside`
+#   saver/, the `test` folder of torch_memory_saver's repository and its wheel, for the parts of that name and for
+#   `peers`, which needs vLLM, too
 #
 # Parts joined by + run at the same time, the first on GPU 0, the second on GPU 1; those joined by a comma one after the
-# other (`vault+vault_kills,saver_30`). A wheel in .gpu/wheel/HASH/ is installed instead of a build if it is of these sources
-# (the first line printed names HASH).
+# other (`vault+vault_kills,saver_30`). A wheel in .gpu/wheel/HASH/ is installed instead of a build if it is of these
+# sources (the first line printed names HASH).
 #
 # Runs of the suite leave their output in OUT/tests*.txt, with the commit that $COMMIT names (a copy of the tree does not
-# know it), measurements their raw JSON, and all logs are in OUT/logs.tar.gz. A call of a lent machine may be short: $LIMIT_S
-# are the seconds that it has (580). Parts that do not fit any more say so; a part that fails loses none of the others.
-# $VAULT_OPTIONS, $MODELS_OPTIONS and $SAVER_OPTIONS (of saver_30) are passed on to these parts, $ONLY names some scenarios of `ranks`,
-# of which $SCENARIO_JOBS (3) run at a time: six engines of two processes each took 96 to 137 s on 32 cores.
+# know it), measurements their raw JSON, and all logs are in OUT/logs.tar.gz. A call of a lent machine may be short:
+# $LIMIT_S are the seconds that it has (580). Parts that do not fit any more say so; a part that fails loses none of the
+# others. $VAULT_OPTIONS, $MODELS_OPTIONS and $SAVER_OPTIONS (of saver_30) are passed on to these parts, $ONLY names some
+# scenarios of `ranks`, of which $SCENARIO_JOBS (3) run at a time: six engines of two processes each took 96 to 137 s on
+# 32 cores.
 set -uo pipefail
 out=$1
 shift
@@ -75,6 +81,13 @@ limited() {
         return 1
     fi
     timeout -k 30 "$seconds" "$@"
+}
+
+# measure SECONDS SCRIPT RESULT [OPTION...]: a script's raw result, after at most so many seconds.
+measure() {
+    local seconds=$1 script=$2 result=$3
+    shift 3
+    limited "$seconds" python3 "benchmarks/$script.py" --out "$out/$result.json" "$@"
 }
 
 unpack() {
@@ -143,7 +156,9 @@ suite() {
 # For all parts that follow, too.
 with_vllm() {
     export HF_HUB_OFFLINE=1 VLLM_USE_FLASHINFER_SAMPLER=0
-    PYTHONPATH=$plain_path:$vllm_site python3 -c 'import importlib.metadata as m, importlib.util as u; assert u.find_spec("fastapi"), "vLLM is not complete"; m.version("vllm")' || return 1
+    PYTHONPATH=$plain_path:$vllm_site python3 -c 'import importlib.metadata as m, importlib.util as u
+assert u.find_spec("fastapi"), "vLLM is not complete"
+m.version("vllm")' || return 1
     export PYTHONPATH=$plain_path:$vllm_site
 }
 
@@ -153,13 +168,14 @@ with_saver() {
     [ -d "$theirs" ] || python3 -m pip install -q --no-index --no-deps --target "$theirs" .gpu/saver/*.whl
 }
 
-# Its own tests, unchanged, on this layer; those that look into its C library cannot pass (docs/torch-memory-saver.md). Where there
-# are two GPUs, a call of this part alone, not joined by +, runs those of several devices too.
+# Its own tests, unchanged, on this layer; those that look into its C library cannot pass (docs/torch-memory-saver.md).
+# Where there are two GPUs, a call of this part alone, not joined by +, runs those of several devices too.
 saver_tests() {
     local shim
     shim=$(PYTHONPATH=$site python3 -m cumem_sleep shim torch_memory_saver) || return 1
     {
-        echo "commit ${COMMIT:?names the commit under test}, $(date -u +%F), torch_memory_saver's test folder, with $shim first"
+        echo "commit ${COMMIT:?names the commit under test}, $(date -u +%F)"
+        echo "torch_memory_saver's test folder, with $shim first"
         nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
         PYTHONPATH=$shim:$site timeout -k 5 "$(left 240)" python3 -m pytest -v -p no:cacheprovider --timeout=60 --tb=short \
             .gpu/saver/test/test_examples.py .gpu/saver/test/test_configure_subprocess.py 2>&1
@@ -185,18 +201,32 @@ part() {
     vault_tests) suite vault_tests "${with_vaults[@]}" ;;
     two_gpu_tests) suite two_gpu_tests "${of_two_gpus[@]}" ;;
     tests_1) suite tests_1 "${in_processes[@]}" ;;
-    tests_2) suite tests_2 "${in_processes[@]/#/--ignore=}" "${with_vaults[@]/#/--ignore=}" "${without_gpu[@]/#/--ignore=}" ;;
+    tests_2)
+        suite tests_2 "${in_processes[@]/#/--ignore=}" "${with_vaults[@]/#/--ignore=}" "${without_gpu[@]/#/--ignore=}"
+        ;;
     sanitizer)
         # Errors of API calls are not its business here: the suite provokes them on purpose and checks them. Left out is
         # what measures time or fills the GPU, and what needs PyTorch or CuPy to give memory up, which they do not do
         # under the sanitizer (PyTorch 2.11 keeps a deleted graph's hold on its pool: use_count() stays 2).
-        of_the_allocator=(tests/test_allocator.py tests/backups/test_clean.py tests/operations/test_{devices,levels,sleep_bytes}.py)
         CUMEM_SLEEP_TEST_DRIVER=cuda timeout 240 compute-sanitizer --tool memcheck --report-api-errors no \
-            --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider --timeout=200 -m "" "${of_the_allocator[@]}" tests/gpu/test_torch.py \
-            -k "not 200_cycles and not in_flight and not without_room and not captured_in_its_pool and not cupy" 2>&1 | tee "$out/sanitizer.txt"
+            --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider --timeout=200 -m "" \
+            tests/test_allocator.py tests/backups/test_clean.py tests/operations/test_{devices,levels,sleep_bytes}.py \
+            tests/gpu/test_torch.py \
+            -k "not 200_cycles and not in_flight and not without_room and not captured_in_its_pool and not cupy" 2>&1 |
+            tee "$out/sanitizer.txt"
         ;;
-    decoder) timeout 200 python3 benchmarks/decoder.py --out "$out/decoder.json" --checkpoint /tmp/qwen3-8b ;;
+    decoder) measure 200 decoder decoder --checkpoint /tmp/qwen3-8b ;;
+    compressed) measure 280 compressed compressed "${checkpoint[@]}" ;;
+    codec) measure 200 codec codec "${checkpoint[@]}" ;;
+    host_memory) measure 200 host_memory host_memory ;;
     bench) timeout 280 python3 -m cumem_sleep bench --weights 62488MiB --kv 54.63GiB --json >"$out/bench.json" ;;
+    small)
+        timeout 200 python3 -m cumem_sleep bench --weights 8000MiB --segment-size 2MiB --kv 20GiB --json \
+            >"$out/bench_small_segments.json"
+        ;;
+    level_3)
+        limited 200 python3 -m cumem_sleep bench --level 3 --weights 30GiB --kv 30GiB --json >"$out/bench_level_3.json"
+        ;;
     beside)
         local turn site failed=0
         # Today's bench and that of an earlier commit, in turns: one machine, one hour.
@@ -212,68 +242,49 @@ part() {
     vault)
         with_vllm || echo "vLLM's own layer is not measured"
         # shellcheck disable=SC2086 # several words
-        limited 420 python3 benchmarks/vault.py --out "$out/vault.json" --deadline "$(left 400)" ${VAULT_OPTIONS:-}
+        measure 420 vault vault --deadline "$(left 400)" ${VAULT_OPTIONS:-}
         ;;
-    vault_small) limited 150 python3 benchmarks/vault.py --out "$out/vault_small.json" --scale 8 --deadline "$(left 140)" ;;
-    vault_kills) limited 240 python3 benchmarks/vault_kills.py --out "$out/vault_kills.json" --deadline "$(left 220)" ;;
-    first_clients) limited 300 python3 benchmarks/vault_first_clients.py --out "$out/vault_first_clients.json" ;;
-    level_3) limited 200 python3 -m cumem_sleep bench --level 3 --weights 30GiB --kv 30GiB --json >"$out/bench_level_3.json" ;;
-    saver)
-        with_saver && limited 570 python3 benchmarks/torch_memory_saver_beside.py --out "$out/saver.json" --theirs "$theirs" \
-            --deadline "$(left 550)"
-        ;;
+    vault_small) measure 150 vault vault_small --scale 8 --deadline "$(left 140)" ;;
+    vault_kills) measure 240 vault_kills vault_kills --deadline "$(left 220)" ;;
+    first_clients) measure 300 vault_first_clients vault_first_clients ;;
+    saver) with_saver && measure 570 torch_memory_saver_beside saver --theirs "$theirs" --deadline "$(left 550)" ;;
     saver_30)
         # shellcheck disable=SC2086 # several words
-        with_saver && limited 240 python3 benchmarks/torch_memory_saver_beside.py --out "$out/saver_30.json" --theirs "$theirs" \
-            --gib 30 --deadline "$(left 220)" ${SAVER_OPTIONS:-}
+        with_saver && measure 240 torch_memory_saver_beside saver_30 --theirs "$theirs" --gib 30 --deadline "$(left 220)" \
+            ${SAVER_OPTIONS:-}
         ;;
     saver_tests) saver_tests ;;
-    compressed) timeout 280 python3 benchmarks/compressed.py --out "$out/compressed.json" "${checkpoint[@]}" ;;
-    codec) timeout 200 python3 benchmarks/codec.py --out "$out/codec.json" "${checkpoint[@]}" ;;
-    small)
-        timeout 200 python3 -m cumem_sleep bench --weights 8000MiB --segment-size 2MiB --kv 20GiB --json \
-            >"$out/bench_small_segments.json"
-        ;;
-    host_memory) timeout 200 python3 benchmarks/host_memory.py --out "$out/host_memory.json" ;;
     peers)
         # After --deadline seconds no process is started that would end later; a minute on, none is left.
-        with_vllm && with_saver && PYTHONPATH=$PYTHONPATH:$theirs limited 570 python3 benchmarks/peers.py --out "$out/peers.json" \
-            --deadline "$(left 450)"
+        with_vllm && with_saver && PYTHONPATH=$PYTHONPATH:$theirs measure 570 peers peers --deadline "$(left 450)"
         ;;
-    scenarios) with_vllm && timeout 400 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" --jobs 6 ;;
+    scenarios) with_vllm && measure 400 vllm_scenarios vllm_scenarios --jobs 6 ;;
     two_gpus)
-        with_vllm && timeout 540 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" \
-            --only model_8b,model_32b,tensor_parallel_2 --jobs 2
+        with_vllm && measure 540 vllm_scenarios vllm_scenarios --only model_8b,model_32b,tensor_parallel_2 --jobs 2
         ;;
     ranks)
-        with_vllm && limited 560 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" --gpus 2 --jobs "${SCENARIO_JOBS:-3}" \
+        with_vllm && measure 560 vllm_scenarios vllm_scenarios --gpus 2 --jobs "${SCENARIO_JOBS:-3}" \
             --limit "${SCENARIO_LIMIT_S:-150}" ${ONLY:+--only "$ONLY"}
         ;;
-    vault_servers)
-        with_vllm && limited 200 python3 benchmarks/vllm_scenarios.py --out "$out/vllm_scenarios.json" \
-            --only two_servers_through_the_vault --limit 150
-        ;;
-    serve) with_vllm && limited 570 python3 benchmarks/vllm_serve.py --out "$out/vllm_serve.json" --deadline "$(left 550)" ;;
-    serve_vault)
-        with_vllm && limited 300 python3 benchmarks/vllm_serve.py --out "$out/vllm_serve.json" --ways vault,vault_compressed \
-            --deadline "$(left 290)"
-        ;;
+    vault_servers) with_vllm && measure 200 vllm_scenarios vllm_scenarios --only two_servers_through_the_vault --limit 150 ;;
+    serve) with_vllm && measure 570 vllm_serve vllm_serve --deadline "$(left 550)" ;;
+    serve_vault) with_vllm && measure 300 vllm_serve vllm_serve --ways vault,vault_compressed --deadline "$(left 290)" ;;
     serve_level_3 | serve_level_3_own)
         local other=()
-        if [ "$1" = serve_level_3_own ]; then other=(--ways "own,vault" --cycles 6 --port 8090 --work /tmp/vllm-serve-own); fi
+        if [ "$1" = serve_level_3_own ]; then
+            other=(--ways "own,vault" --cycles 6 --port 8090 --work /tmp/vllm-serve-own)
+        fi
         # shellcheck disable=SC2086 # several words
-        with_vllm && limited 570 python3 benchmarks/vllm_level_3.py --out "$out/vllm_${1#serve_}.json" --deadline "$(left 240)" \
-            "${other[@]}" ${LEVEL_3_OPTIONS:-}
+        with_vllm && measure 570 vllm_level_3 "vllm_${1#serve_}" --deadline "$(left 240)" "${other[@]}" \
+            ${LEVEL_3_OPTIONS:-}
         ;;
     models)
         # shellcheck disable=SC2086 # several words
-        with_vllm && limited 570 python3 benchmarks/serve_models.py --out "$out/serve_models.json" --deadline "$(left 540)" \
-            ${MODELS_OPTIONS:-}
+        with_vllm && measure 570 serve_models serve_models --deadline "$(left 540)" ${MODELS_OPTIONS:-}
         ;;
     switching_vault)
-        with_vllm && limited 300 python3 benchmarks/switching.py --out "$out/switching_vault.json" --load-format dummy \
-            --ways vault,level1-unprepared --server-args="-cc.mode=none -cc.cudagraph_mode=full --max-num-seqs=64" \
-            --deadline "$(left 280)"
+        with_vllm && measure 300 switching switching_vault --load-format dummy --ways vault,level1-unprepared \
+            --server-args="-cc.mode=none -cc.cudagraph_mode=full --max-num-seqs=64" --deadline "$(left 280)"
         ;;
     switching) switching ;;
     switching_fp8) switching --fp8 --ways vllm,level1 ;;

@@ -12,7 +12,7 @@ from typing import Any
 
 from cumem_sleep.tools.bench.host_memory import touch_host_memory
 
-__all__ = ["GIB", "command", "machine", "machine_without_gpu", "touch_host_memory", "write"]
+__all__ = ["GIB", "command", "machine", "machine_apart", "machine_without_gpu", "touch_host_memory", "write"]
 
 GIB = 1 << 30
 
@@ -31,6 +31,8 @@ def command() -> list[str]:
 
 def machine() -> dict[str, Any]:
     """What `cumem-sleep bench` says of the machine, all GPUs and their link, and the commit."""
+    if os.environ.get("CUMEM_SLEEP_DRIVER") == "sim":
+        return {"simulated": True}
     import torch
 
     from cumem_sleep.tools.machine import machine_facts
@@ -49,6 +51,29 @@ def machine() -> dict[str, Any]:
         "pcie generation, width": link.strip(),
         "commit": os.environ.get("COMMIT"),  # a copy of the tree does not know it
     }
+
+
+def machine_apart() -> dict[str, Any]:
+    """The same, and vLLM's version, by a process that ends at once: its CUDA context would take memory of the GPU."""
+    program = (
+        "import importlib.metadata, json, sys; sys.argv = sys.argv[1:]; import record;"
+        "print(json.dumps({**record.machine(), 'vllm': importlib.metadata.version('vllm')}))"
+    )
+    folder = str(Path(__file__).parent)
+    path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.run(
+        [sys.executable, "-c", program, *sys.argv],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=folder,  # in the checkout Python would take the package's sources for the package
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if process.returncode:
+        raise SystemExit(f"this machine cannot run it: {process.stderr.strip().splitlines()[-1]}")
+    facts: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return facts
 
 
 def machine_without_gpu(*, simulated: bool = False) -> dict[str, Any]:

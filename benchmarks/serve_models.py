@@ -37,6 +37,7 @@ from checkpoints import SHAPES, write_config
 from ending import end
 from layers import SIMULATED
 from model_server import HOST, Answer, Deadline, completion, exit_on_sigterm, read_completion
+from record import machine_apart, touch_host_memory
 
 MODELS = {"large": ("8B", []), "fp8": ("14B", ["--quantization", "fp8"]), "small": ("0.6B", [])}
 EXECUTION = {
@@ -405,8 +406,6 @@ def run(arguments: argparse.Namespace, facts: Facts, save: Callable[[], None]) -
     file, log = arguments.work / "models.yaml", arguments.out.with_name("serve_models.log")
     write_models(arguments, file)
     if not facts["machine"].get("simulated"):
-        from record import touch_host_memory
-
         # The front looks up what the host has left. Some virtual machines show only what has been used.
         touch_host_memory(TOUCHED_BYTES)
     bench = Bench(Endpoint(arguments.port), Deadline(arguments.deadline), random.Random(arguments.seed), facts)
@@ -491,8 +490,12 @@ def main() -> None:
     arguments = parser.parse_args()
     exit_on_sigterm()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    facts: Facts = {"machine": machine(arguments), "models": {n: [s, *o] for n, (s, o) in MODELS.items()}}
-    facts |= {"execution": arguments.execution, "failed": {}}
+    facts: Facts = {
+        "machine": {"simulated": True} if SIMULATED or arguments.server_command else machine_apart(),
+        "models": {name: [shape, *options] for name, (shape, options) in MODELS.items()},
+        "execution": arguments.execution,
+        "failed": {},
+    }
 
     def save() -> None:
         arguments.out.write_text(json.dumps(facts, indent=2) + "\n")
@@ -504,14 +507,6 @@ def main() -> None:
     save()
     print(*table(facts), sep="\n")
     sys.exit(bool(facts["failed"]))
-
-
-def machine(arguments: argparse.Namespace) -> Facts:
-    if SIMULATED or arguments.server_command:
-        return {"simulated": True}
-    from switching import machine_facts
-
-    return machine_facts()
 
 
 if __name__ == "__main__":

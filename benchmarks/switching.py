@@ -35,7 +35,6 @@ import contextlib
 import ctypes
 import json
 import mmap
-import os
 import random
 import shlex
 import shutil
@@ -60,6 +59,7 @@ from model_server import (
     exit_on_sigterm,
     gpu_memory_in_use_bytes,
 )
+from record import machine_apart
 from vault_process import Vault, VaultFailed
 
 from cumem_sleep.tools.bench.host_memory import touch_host_memory
@@ -258,7 +258,7 @@ class Bench:
             Model(name, shape, seed, folder / f"{shape}-{seed}")
             for seed, (name, shape) in enumerate(zip("AB", names, strict=True), start=1)
         ]
-        machine = {"simulated": True} if arguments.server_command else machine_facts()
+        machine = {"simulated": True} if arguments.server_command else machine_apart()
         self.results = Results(arguments.out, self._workload(), machine)
         self.machine = machine
         vocabulary = min(model.shape.vocabulary for model in self.models)
@@ -629,28 +629,6 @@ def _switch(
         compile_cache_warm=compile_cache_warm,
         tokens_identical=record.tokens[new.name] == [answer.tokens for answer in answers],
     )
-
-
-def machine_facts() -> dict[str, Any]:
-    """In a process that ends before the measurement: its CUDA context would take memory of the GPU."""
-    program = (
-        "import importlib.metadata, json, sys; sys.argv = sys.argv[1:]; import record;"
-        "print(json.dumps({**record.machine(), 'vllm': importlib.metadata.version('vllm')}))"
-    )
-    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.run(
-        [sys.executable, "-c", program, *sys.argv],
-        env={**os.environ, "PYTHONPATH": path},
-        cwd=HERE,  # in the checkout Python would take the package's sources for the package
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    if process.returncode:
-        raise SystemExit(f"this machine cannot run it: {process.stderr.strip().splitlines()[-1]}")
-    facts: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
-    return facts
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -25,8 +25,9 @@ from typing import Any
 
 from layers import SIMULATED, NotInstalled
 from model_server import exit_on_sigterm
+from record import machine
 from recording import GIB, Process, WorkerFailed, qwen3_32b_bytes, segment_bytes
-from vault import KV_BYTES, facts_of_machine
+from vault import KV_BYTES
 from vault_process import Vault
 
 from cumem_sleep.tools.shim import FOLDERS
@@ -208,7 +209,7 @@ def main() -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     ends_at = time.monotonic() + arguments.deadline
     results: Facts = {}
-    whole: Facts = {"machine": facts_of_machine(), "targets": TARGETS, "results": results}
+    whole: Facts = {"machine": machine(), "targets": TARGETS, "results": results}
     failed = False
 
     def measured(name: str, call: Callable[[], Facts]) -> Facts:

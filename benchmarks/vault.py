@@ -31,8 +31,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from layers import SIMULATED, NotInstalled
+from layers import NotInstalled
 from model_server import exit_on_sigterm, gpu_memory_in_use_bytes
+from record import machine
 from recording import GIB, LINK, Process, WorkerFailed, qwen3_32b_bytes, segment_bytes
 from vault_process import Vault
 
@@ -324,14 +325,6 @@ def table(result: Steps) -> list[str]:
     return [*lines, f"the vault: {result['vault']}"]
 
 
-def facts_of_machine() -> Steps:
-    if SIMULATED:
-        return {"simulated": True}
-    from record import machine
-
-    return machine()
-
-
 def measure(bench: Bench, names: list[str], result: Steps, save: Callable[[], None]) -> bool:
     """Returns whether all ways were measured."""
     complete = True
@@ -375,7 +368,7 @@ def main() -> None:
         link = {name: [each * arguments.scale for each in link[name]] for name in LINK}
     ways = json.loads(arguments.out.read_text()).get("ways", {}) if arguments.out.exists() else {}
     result: Steps = {
-        "machine": facts_of_machine(),
+        "machine": machine(),
         "workload": {"weights_bytes": sum(bench.sizes), "segments": len(bench.sizes), "kv_cache_bytes": bench.kv_bytes},
         "link_bytes": LINK_BYTES,
         "link": link,

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from model_server import exit_on_sigterm, gpu_memory_in_use_bytes, gpu_memory_of_process_bytes
+from record import machine
 from recording import Process
-from vault import facts_of_machine
 from vault_process import GIB, Vault
 
 from cumem_sleep import sim
@@ -166,7 +166,7 @@ def main() -> None:
     exit_on_sigterm()
     gpus = gpus_of_this_host()
     ways = {"named": ["--gpus", *map(str, range(gpus))], "not named": []}
-    results: dict[str, Any] = {"machine": facts_of_machine(), "commit": os.environ.get("COMMIT"), "gpus": gpus}
+    results: dict[str, Any] = {"machine": machine(), "commit": os.environ.get("COMMIT"), "gpus": gpus}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     failed = False
     for way in [arguments.only] if arguments.only else ways:

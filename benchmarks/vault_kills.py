@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from model_server import exit_on_sigterm
+from record import machine
 from recording import GIB, Process, WorkerFailed, segment_bytes
-from vault import facts_of_machine
 from vault_process import Vault
 
 SEGMENTS = 16
@@ -230,7 +230,7 @@ def main() -> None:
     arguments = parser.parse_args()
     exit_on_sigterm()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"machine": facts_of_machine(), "gib": arguments.gib, "kills": [], "complete": False}
+    results: dict[str, Any] = {"machine": machine(), "gib": arguments.gib, "kills": [], "complete": False}
 
     def save() -> None:
         arguments.out.write_text(json.dumps(results, indent=2) + "\n")

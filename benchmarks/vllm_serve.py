@@ -24,8 +24,8 @@ from typing import Any
 
 from checkpoints import SHAPES, write_config
 from model_server import Deadline, Server, exit_on_sigterm, gpu_memory_in_use_bytes
-from record import touch_host_memory
-from switching import SERVE, machine_facts
+from record import machine_apart, touch_host_memory
+from switching import SERVE
 from vault_process import Vault
 
 PROMPT = [(7919 * (j + 3)) % 150000 for j in range(64)]
@@ -154,7 +154,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.ways.split(",")) - set(WAYS):
         parser.error(f"--ways: {', '.join(sorted(unknown))}: no such way; there are {', '.join(WAYS)}")
-    machine = {"simulated": True, "vllm": "none"} if arguments.server_command else machine_facts()
+    machine = {"simulated": True, "vllm": "none"} if arguments.server_command else machine_apart()
     exit_on_sigterm()
     deadline = Deadline(arguments.deadline)
     write_config(arguments.work / arguments.shape, SHAPES[arguments.shape])

@@ -216,8 +216,6 @@ class Worker:
         return {}
 
     def machine(self) -> dict[str, Any]:
-        if SIMULATED:
-            return {"simulated": True}
         from record import machine
 
         return machine()

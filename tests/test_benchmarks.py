@@ -111,6 +111,7 @@ def test_results_carry_the_facts_that_bench_reports(
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(sys, "argv", ["/somewhere/codec.py", "--out", "/elsewhere/codec.json"])
+    monkeypatch.delenv("CUMEM_SLEEP_DRIVER", raising=False)
     benchmark_module("record").write(tmp_path / "codec.json", {"answer": 42})
     written = json.loads((tmp_path / "codec.json").read_text())
     facts = written["machine"]

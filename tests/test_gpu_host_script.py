@@ -202,6 +202,7 @@ def test_a_run_of_the_suite_goes_on_behind_what_has_begun(tmp_path: pathlib.Path
 
 
 PARTS = {
+    "peers": "benchmarks/peers.py",
     "vault": "benchmarks/vault.py",
     "vault_small": "benchmarks/vault.py",
     "vault_kills": "benchmarks/vault_kills.py",
