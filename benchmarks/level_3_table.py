@@ -121,7 +121,7 @@ def rows_of_end(facts: Facts, in_vault: bool) -> list[Row]:
 def rows(facts: Facts, arguments: Mapping[str, Any]) -> list[Row]:
     """Of one way."""
     in_vault, compressed = facts["through_the_vault"], facts["compressed"]
-    found = rows_of_cycles(facts, in_vault, compressed, facts["cycles_wanted"]) if facts["cycles_wanted"] else []
+    found = rows_of_cycles(facts, in_vault, compressed, facts["cycles_wanted"])
     found += rows_of_two(facts["two"], arguments["switches"]) if "two" in facts else []
     return [*found, *rows_of_end(facts, in_vault)]
 

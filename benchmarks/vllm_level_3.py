@@ -12,7 +12,7 @@ Each way is one server of Qwen3-32B's shape with random weights behind the gate,
 It goes to level 3 and comes back again and again, by `POST /wake_up` and by a request; the greedy tokens have to be
 those from before. Asleep, it is asked for its health, metrics, models and state. At the end it is told to stop while
 it is at level 3. With `two` behind such a way, a server of the 8B shape starts while the first one is at level 3, and
-they take turns on the GPU, each with 97 % of it; `two` alone does that with 14B and 8B.
+they take turns on the GPU, each with 97 % of it.
 
 Results are written after every step. A step that fails says why, and the others are done; the later cycles are left
 out if they would take the time of the steps after them. What is there of other ways already stays in the file.
@@ -76,14 +76,10 @@ class Way:
 
     Attributes:
         vault: bytes of the vault per byte of weights; 0: there is none.
-        shape: of the model, unless the command line says.
-        cycles: whether they are measured.
     """
 
     vault: float = 0.0
     compress: bool = False
-    shape: str = ""
-    cycles: bool = True
 
     @property
     def environment(self) -> dict[str, str]:
@@ -94,7 +90,6 @@ WAYS = {
     "vault_compressed": Way(vault=0.85, compress=True),  # they take 0.68
     "vault": Way(vault=1.1),
     "own": Way(),
-    "two": Way(vault=1.1, shape="14B", cycles=False),
 }
 
 
@@ -462,8 +457,7 @@ def measure(bench: Bench, name: str, with_second: bool, count: int) -> None:
     """One way."""
     arguments, way = bench.arguments, WAYS[name]
     facts = bench.facts["ways"][name]
-    shape = arguments.shape if not way.shape or arguments.shape == "tiny" else way.shape
-    shapes = [shape, *([arguments.second] if with_second else [])]
+    shapes = [arguments.shape, *([arguments.second] if with_second else [])]
     nbytes = int(way.vault * sum(SHAPES[each].weights_bytes for each in shapes))
     before = facts["gpu_free_before_bytes"] = settled(bench.gpu)
     with vault_of(bench, name, nbytes, facts) as vault, contextlib.ExitStack() as ends:
@@ -479,9 +473,8 @@ def measure(bench: Bench, name: str, with_second: bool, count: int) -> None:
             bench.say(f"{first.name} has started in {facts['first']['start_s']:.1f} s")
             if vault is not None:
                 step(bench, facts, "vault_ready_s", lambda: vault.wait_until_pinned(bench.deadline.limit(VAULT_S)))
-            if way.cycles:
-                reserve_s = END_S + (TWO_S if with_second else 0.0)
-                step(bench, facts, "cycles", lambda: cycles(bench, first, facts, count, reserve_s))
+            reserve_s = END_S + (TWO_S if with_second else 0.0)
+            step(bench, facts, "cycles", lambda: cycles(bench, first, facts, count, reserve_s))
             if with_second:
                 taken: Facts = {}
                 facts["two"] = taken
@@ -503,34 +496,23 @@ def keep_log(sleeper: Sleeper, facts: Facts) -> None:
 
 def chained(ways: Sequence[str]) -> list[tuple[str, bool]]:
     """Each way, and whether its server is the first of two: `two` belongs to the way before it."""
-    found: list[tuple[str, bool]] = []
-    for name in ways:
-        if name == "two" and found and found[-1][0] != "two":
-            found[-1] = (found[-1][0], True)
-        else:
-            found.append((name, name == "two"))
-    return found
+    return [(way, then == "two") for way, then in zip(ways, [*ways[1:], ""], strict=True) if way != "two"]
 
 
 def run(bench: Bench) -> None:
-    """A server that does not start does not keep two others from taking turns."""
-    left = chained(bench.arguments.ways.split(","))
     count = bench.arguments.cycles
-    while left:
-        name, with_second = left.pop(0)
+    for name, with_second in chained(bench.arguments.ways.split(",")):
         bench.say(f"{name}{', and two models' if with_second else ''}")
         bench.facts["ways"].pop(name, None)  # what an earlier run has found
         facts: Facts = {
             "through_the_vault": WAYS[name].vault > 0,
             "compressed": WAYS[name].compress,
-            "cycles_wanted": count if WAYS[name].cycles else 0,
+            "cycles_wanted": count,
             "failed": {},
         }
         bench.facts["ways"][name] = facts
         step(bench, facts, "all", partial(measure, bench, name, with_second, count))
         count = bench.arguments.later_cycles
-        if with_second and "first" not in facts and name != "two":
-            left.insert(0, ("two", True))
 
 
 def machine(gpu: Gpu) -> Facts:
@@ -546,7 +528,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True)
-    add("--ways", default="vault_compressed,two", help=f"of {', '.join(WAYS)}, separated by commas")
+    add("--ways", default="vault_compressed,two", help=f"of {', '.join(WAYS)}, separated by commas; two behind one")
     add("--cycles", type=int, default=20, help="of the first way")
     add("--later-cycles", type=int, default=3, help="of the others")
     add("--switches", type=int, default=3, help="to each of two models")
@@ -562,8 +544,11 @@ def parse() -> argparse.Namespace:
     add("--server-options", default="", help="more of `vllm serve`")
     add("--server-command", default="", help="instead of vLLM's; its results are marked as simulated")
     arguments = parser.parse_args()
-    if unknown := set(arguments.ways.split(",")) - set(WAYS):
+    ways = arguments.ways.split(",")
+    if unknown := set(ways) - {*WAYS, "two"}:
         parser.error(f"--ways: {', '.join(sorted(unknown))}: no such way; there are {', '.join(WAYS)}")
+    if ways[0] == "two":
+        parser.error("--ways: two: name the way of the first server before it")
     return arguments
 
 
