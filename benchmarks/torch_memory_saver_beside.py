@@ -26,7 +26,7 @@ from typing import Any
 from layers import SIMULATED, NotInstalled
 from model_server import exit_on_sigterm
 from record import machine
-from recording import GIB, Process, WorkerFailed, qwen3_32b_bytes, segment_bytes
+from recording import Process, WorkerFailed, qwen3_32b_bytes, segment_bytes
 from vault import KV_BYTES
 from vault_process import Vault
 
@@ -168,27 +168,20 @@ def seconds_of(steps: dict[str, list[Facts]]) -> dict[str, float]:
 
 
 def table(results: Facts) -> list[str]:
-    """Seconds; in parentheses, how many times as fast as theirs with the same setting."""
+    """Seconds of each step; in parentheses, how many times as fast as theirs with the same setting."""
     lines = []
     for size, ways in results.items():
-        lines.append(f"{size:32}" + "".join(f"{step:>24}" for step in STEPS) + "   host GiB, left GiB")
         for way, facts in ways.items():
             if "error" in facts:
-                lines.append(f"{way:32}{facts['error'].splitlines()[0]}")
+                lines.append(f"{size}, {way}: {facts['error'].splitlines()[0]}")
                 continue
             peer = ways.get("theirs, retained" if "retained" in way else "theirs", {})
             theirs = seconds_of(peer.get("steps", {}))
-            own = seconds_of(facts["steps"])
             cells = [
-                f"{own[step]:.3f}" + (f" ({theirs[step] / own[step]:.2f} x)" if step in theirs else "")
-                for step in STEPS
+                f"{step} {seconds:.3f}" + (f" ({theirs[step] / seconds:.2f} x)" if step in theirs else "")
+                for step, seconds in seconds_of(facts["steps"]).items()
             ]
-            first = facts["steps"]["first pause"][0]
-            lines.append(
-                f"{way:32}"
-                + "".join(f"{cell:>24}" for cell in cells)
-                + f"   {first['host_bytes'] / GIB:.2f}, {first['left_on_gpu_bytes'] / GIB:.2f}"
-            )
+            lines.append(f"{size}, {way}: {', '.join(cells)}")
     return lines
 
 
