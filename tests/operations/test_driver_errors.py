@@ -136,6 +136,20 @@ class TestPersistentFailures:
         sim.reset()
         world.wake()
 
+    def test_memory_that_several_wakes_could_not_release_is_given_back_at_once(self, world: World) -> None:
+        """Level 3 asks once whether the driver refuses something, and is refused if it does."""
+        world.allocator.sleep()
+        world.note_drops()
+        sim.fail("cuMemSetAccess", times=MANY, error="CUDA_ERROR_UNKNOWN")
+        sim.fail("cuMemRelease", times=MANY, error="CUDA_ERROR_UNKNOWN")
+        for _ in range(3):
+            with pytest.raises(DriverError, match="cuMemSetAccess"):
+                world.allocator.wake_up()
+        sim.reset()
+        assert _core.reclaim() == 0
+        assert sim.stats().live_handles == 0
+        world.wake()
+
     def test_access_that_cannot_be_set_again(self, world: World) -> None:
         """Neither that nor taking the mapping back: then it sleeps, with its bytes, and whoever asks is told."""
         sim.fail("cuMemUnmap", after=2, times=3, error="CUDA_ERROR_UNKNOWN")
