@@ -304,6 +304,33 @@ class TestCopiesInFlight:
     def test_waiting_for_them_fails(self, operation: str, times: int) -> None:
         self.check(operation, "cuStreamSynchronize", after=0, times=times)
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        "calls", [("cuCtxPushCurrent",), ("cuStreamSynchronize", "cuMemAlloc", "cuCtxSynchronize")], ids=str
+    )
+    def test_no_wait_at_all_succeeds(self, calls: tuple[str, ...]) -> None:
+        """Then the memory stays until one does."""
+        script = """
+            reset_simulation()
+            allocator = fresh_allocator()
+            allocator.malloc(PAGE, "weights")
+            held = sim.stats().live_handles
+            memory, stream = _core.Scratch(0, PAGE), _core.CopyStream(0)
+            stream.fill(memory.address, 1, PAGE)
+            for call in CALLS:
+                sim.fail(call, error="CUDA_ERROR_UNKNOWN", times=1_000_000)
+            with stream:
+                pass
+            memory.close()
+            assert sim.stats().live_handles == held + 1
+            sim.reset()
+            assert _core.reclaim() == 0
+            assert sim.stats().live_handles == held
+            _core.synchronize(0)
+            free_everything()
+            """
+        assert_clean_exit(run_script(f"CALLS = {calls!r}\n", script, CUMEM_SLEEP_SIM_COPY_DELAY_US="200000"))
+
 
 class TestErrors:
     def test_of_the_driver_say_which_memory(self, world: World) -> None:
