@@ -311,21 +311,25 @@ class TestCopiesInFlight:
     def test_no_wait_at_all_succeeds(self, calls: tuple[str, ...]) -> None:
         """Then the memory stays until one does."""
         script = """
+            from cumem_sleep.pinned import pinned_block
             reset_simulation()
             allocator = fresh_allocator()
             allocator.malloc(PAGE, "weights")
             held = sim.stats().live_handles
             memory, stream = _core.Scratch(0, PAGE), _core.CopyStream(0)
+            block = pinned_block(PAGE, 0)
             stream.fill(memory.address, 1, PAGE)
+            stream.to_device(memory.address, block, 0, PAGE)
             for call in CALLS:
                 sim.fail(call, error="CUDA_ERROR_UNKNOWN", times=1_000_000)
             with stream:
                 pass
+            block.close()
             memory.close()
             assert sim.stats().live_handles == held + 1
             sim.reset()
             assert _core.reclaim() == 0
-            assert sim.stats().live_handles == held
+            assert (sim.stats().live_handles, sim.stats().registered_bytes) == (held, 0)
             _core.synchronize(0)
             free_everything()
             """
