@@ -324,10 +324,10 @@ class TestCopiesInFlight:
                 sim.fail(call, error="CUDA_ERROR_UNKNOWN", times=1_000_000)
             with stream:
                 pass
-            block.close()
             memory.close()
             assert sim.stats().live_handles == held + 1
             sim.reset()
+            block.close()
             assert _core.reclaim() == 0
             assert (sim.stats().live_handles, sim.stats().registered_bytes) == (held, 0)
             _core.synchronize(0)
