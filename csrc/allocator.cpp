@@ -291,7 +291,7 @@ size_t SegmentTable::reclaim() noexcept {
             std::lock_guard<std::mutex> lock(mutex_);
             for (const SegmentPtr& segment : std::exchange(unreleased_, {})) {
                 if (segment->holds > 0) {
-                    unreleased_.push_back(segment);
+                    unreleased_.insert(segment);
                 } else if (!segment->freed && segment->sleep != Segment::Sleep::kAwake) {
                     ++segment->holds;  // so that it is not freed in the meantime
                     unreleased.push_back(segment);

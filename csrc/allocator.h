@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -150,7 +151,7 @@ class SegmentTable {
     mutable std::mutex mutex_;
     std::map<CUdeviceptr, SegmentPtr> by_address_;  // counted by device in segment_counts.h, with `mutex_` held
     std::vector<SegmentPtr> deferred_;              // no longer handed out, but the driver refused to free them
-    std::vector<SegmentPtr> unreleased_;            // asleep, but the driver refused to release their memory
+    std::set<SegmentPtr> unreleased_;               // asleep, but the driver refused to release their memory
     std::vector<uint64_t> freed_;                   // with a backup, for take_freed
     uint64_t next_id_ = 1;
     std::atomic<size_t> region_margin_{0};

@@ -19,6 +19,7 @@
 #include "driver.h"
 #include "idle.h"
 #include "segment_counts.h"
+#include "waiting.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_READ 22  // Linux 5.14; older C libraries name neither
@@ -173,6 +174,7 @@ bool HostPages::unpin() noexcept {
     const bool unpinned = !pinned() || try_twice([this] {
         ContextScope context(pinned_device_);
         RelaxedCaptureScope relaxed;
+        wait_for_work_left(pinned_device_);
         return Driver::get().mem_host_unregister.attempt(data_) == CUDA_SUCCESS;
     });
     if (unpinned) pinned_device_ = -1;

@@ -50,7 +50,7 @@ void SegmentTable::keep_awake(const SegmentPtr& segment, Segment::Sleep otherwis
     check_valid(*segment);
     if (segment->sleep != Segment::Sleep::kBackedUp) return;
     std::lock_guard<std::mutex> lock(mutex_);
-    unreleased_.push_back(segment);
+    unreleased_.insert(segment);
 }
 
 size_t SegmentTable::release_all(const std::vector<SegmentPtr>& segments) noexcept {
@@ -69,7 +69,7 @@ size_t SegmentTable::release_all(const std::vector<SegmentPtr>& segments) noexce
             bytes += becomes_free ? segment->mapping.bytes() : 0;
         } else {
             std::lock_guard<std::mutex> lock(mutex_);
-            unreleased_.push_back(segment);
+            unreleased_.insert(segment);
         }
     }
     return bytes;

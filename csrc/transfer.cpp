@@ -48,7 +48,8 @@ void CopyStream::close() noexcept {
     if (!stream_ || Driver::is_forked()) return;
     const CUstream stream = std::exchange(stream_, nullptr);
     // Destroying a stream does not wait for its work, and the caller frees the memory next. So if the driver refuses to
-    // wait for the stream, wait for the device, as a last resort in the way that invalidates captures.
+    // wait for the stream, wait for the device, as a last resort in the way that invalidates captures. If it refuses
+    // that, too, whoever takes the memory away waits (`wait_for_work_left`).
     const auto waited = [](auto&& wait) {
         return try_twice([&] {
             wait();
@@ -56,8 +57,9 @@ void CopyStream::close() noexcept {
         });
     };
     const bool is_idle = waited([&] { wait_for(device_, stream); });
-    if (!is_idle && !waited([this] { wait_for_running_work(device_); }))
-        waited([this] { cumem_sleep::synchronize(device_); });
+    if (!is_idle && !waited([this] { wait_for_running_work(device_); }) &&
+        !waited([this] { cumem_sleep::synchronize(device_); }))
+        note_work_left(device_);
     if (!is_idle || !idle_streams->keep(device_, stream))
         destroy(device_, stream);
     else if (!has_segments(device_))

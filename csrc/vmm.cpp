@@ -11,6 +11,7 @@
 
 #include "descriptors.h"
 #include "driver.h"
+#include "waiting.h"
 
 namespace cumem_sleep {
 
@@ -26,6 +27,7 @@ bool destroyed(Mapping& mapping) noexcept {
     return try_twice([&] {
         ContextScope context(mapping.device());
         RelaxedCaptureScope relaxed;
+        wait_for_work_left(mapping.device());
         mapping.destroy();
         return true;
     });

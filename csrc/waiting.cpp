@@ -2,6 +2,7 @@
 
 #include <cuda.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -23,6 +24,7 @@ struct Waiter {
     CUdeviceptr neighbour = 0;
     CUdeviceptr unfreed = 0;     // the driver refused to free it; the next wait reuses it
     bool is_registered = false;  // the driver refused to unregister the page; the next wait retries
+    std::atomic<bool> has_work_left{false};
     alignas(kPage) uint8_t page[kPage];
 };
 
@@ -57,6 +59,19 @@ void wait_for_running_work(int device) {
     if (unregistered != CUDA_SUCCESS) unregistered = driver.mem_host_unregister.attempt(waiter.page);
     if (unregistered != CUDA_SUCCESS) driver.fail(driver.mem_host_unregister.name, unregistered);
     waiter.is_registered = false;
+}
+
+void note_work_left(int device) noexcept { waiter_of(device).has_work_left = true; }
+
+void wait_for_work_left(int device) {
+    std::atomic<bool>& has_work_left = waiter_of(device).has_work_left;
+    if (!has_work_left.exchange(false)) return;
+    try {
+        wait_for_running_work(device);
+    } catch (...) {
+        has_work_left = true;
+        throw;
+    }
 }
 
 void release_waiter(int device) noexcept {

@@ -10,6 +10,12 @@ namespace cumem_sleep {
 // Measured with driver 580 for kernels on several streams, copies both ways, graph replays and host functions.
 void wait_for_running_work(int device);
 
+// The driver has refused every wait for some work of this layer, which may run still. Memory that it uses is taken away
+// after `wait_for_work_left`, which waits until then, does nothing if there is none, and throws DriverError as long as
+// the driver refuses.
+void note_work_left(int device) noexcept;
+void wait_for_work_left(int device);
+
 // Frees the device page that makes waiting cheap; freeing it waits, too. The next wait allocates it again.
 void release_waiter(int device) noexcept;
 

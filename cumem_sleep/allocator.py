@@ -645,10 +645,10 @@ class CuMemAllocator:
     def release_pools(self) -> None:
         """Give up the PyTorch pool for CUDA graphs and return free pool memory to the device. Live tensors stay."""
         if self._pools.found is not None and not _core.driver_is_forked():
-            self._operations.come_back()
-            gc.collect()
-            self._pools.found.release()
-            self._operations.after_a_free()
+            with self.using_cuda():
+                gc.collect()
+                self._pools.found.release()
+                self._operations.after_a_free()
 
     def close(self) -> None:
         """`release_pools`, and the host memory of backups of awake segments. The allocator stays usable."""

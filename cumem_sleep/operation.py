@@ -8,7 +8,6 @@ own (`csrc/operation.h`): the process comes back from level 3 or stays there, th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import Enum
 from typing import Generic, TypeVar, cast
@@ -311,13 +310,16 @@ class Operations:
         finally:
             self.when_idle()
 
-    def capturing(
-        self, call: str, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL
-    ) -> AbstractContextManager[TorchPools]:
+    @scoped
+    def capturing(self, call: str, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL) -> Iterator[TorchPools]:
         """As `Pools.capturing`, with the driver open and the process back from level 3."""
         self.open()
         self.come_back()
-        return self.pools.capturing(call, tag, backup)
+        try:
+            with self.pools.capturing(call, tag, backup) as pools:
+                yield pools
+        finally:
+            self.when_idle()
 
     def on_the_gpu(self, work: Callable[[], _Result]) -> _Result:
         """The result of `work`, which calls the driver; the process does not go to level 3 meanwhile.

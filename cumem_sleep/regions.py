@@ -75,9 +75,12 @@ class Regions:
 
     @scoped
     def _labelled(self, tag: str, plan: _core.Backup) -> Iterator[None]:
-        with _core.ThreadLabel(tag, plan):
-            self._tags.add(tag)
-            yield
+        try:
+            with _core.ThreadLabel(tag, plan):
+                self._tags.add(tag)
+                yield
+        finally:
+            self._operations.when_idle()
 
     def outside(self) -> AbstractContextManager[None]:
         """What this thread's PyTorch allocates inside is ordinary memory, even in a region or pool.

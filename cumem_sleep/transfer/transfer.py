@@ -31,15 +31,19 @@ class Transfer:
     def add(self, segment: _core.Segment, pieces: Iterable[Piece], *, more_follows: bool = False) -> None:
         """Copy these, too: all of the segment or, if more of it follows, what is ready.
 
-        Pieces may be of any size, and need not be all of the segment's memory.
+        Pieces may be of any size, and need not be all of the segment's memory. Of a segment that turns out to have no
+        more, nothing may be left to copy: then it has arrived.
         """
         for piece in pieces:
-            self._pieces.append((segment, piece))
-            self._missing[segment.id] = self._missing.get(segment.id, 0) + piece.bytes
+            if piece.bytes:
+                self._pieces.append((segment, piece))
+                self._missing[segment.id] = self._missing.get(segment.id, 0) + piece.bytes
         if more_follows:
             self._more_follows.add(segment.id)
-        else:
-            self._more_follows.discard(segment.id)
+            return
+        self._more_follows.discard(segment.id)
+        if segment.id not in self._missing:
+            self._arrived([segment])
 
     def step(self) -> int:
         """Begin the next batch; returns its bytes, or 0 if no piece is left.
@@ -95,8 +99,10 @@ class Transfer:
             whole = []
             for segment, piece in zip(batch.segments, batch.pieces, strict=True):
                 self._missing[segment.id] -= piece.bytes
-                if not self._missing[segment.id] and segment.id not in self._more_follows:
-                    del self._missing[segment.id]
+                if self._missing[segment.id]:
+                    continue
+                del self._missing[segment.id]
+                if segment.id not in self._more_follows:
                     whole.append(segment)
             if whole:
                 self._arrived(whole)

@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from unittest.mock import MagicMock
 
 import pytest
 from checkpointing import LEFT_AT_LEVEL_1, LEFT_AT_LEVEL_3
@@ -40,6 +42,7 @@ from cumem_sleep import (
     sim,
 )
 from cumem_sleep.checkpoint import process
+from cumem_sleep.integrations.torch import TorchPools
 from cumem_sleep.tuning import Tuning
 
 BYTES = bytes(range(256)) * (PAGE // 256)
@@ -528,6 +531,11 @@ class TestMemory:
         allocator.wake_up()
 
 
+def entered_and_left(scope: AbstractContextManager[object]) -> None:
+    with scope:
+        pass
+
+
 class TestByItself:
     """`deep_after_s`."""
 
@@ -573,6 +581,11 @@ class TestByItself:
             lambda allocator: allocator.prepare().wait(30),
             lambda allocator: allocator.release_backups(),
             lambda allocator: allocator.use_memory_pool("weights").__enter__(),
+            lambda allocator: entered_and_left(allocator.regions.outside()),
+            lambda allocator: entered_and_left(allocator.regions.use_without_pool()),
+            lambda allocator: entered_and_left(allocator.cudagraph_pool()),
+            lambda allocator: entered_and_left(allocator.regions.graph_pool()),
+            lambda allocator: allocator.release_pools(),
         ],
     )
     def test_after_another_call_for_which_it_came_back(
@@ -582,6 +595,9 @@ class TestByItself:
         allocator.malloc(PAGE, "weights")
         allocator.sleep()
         wait_until(lambda: allocator.checkpoint)
+        allocator._pools.found = MagicMock(spec=TorchPools)  # which there are only on a GPU
+        allocator._pools.found.device_in_use.return_value = None
+        allocator._pools.found.is_capturing.return_value = False
         in_thread(lambda: use(allocator))
         wait_until(lambda: allocator.checkpoint)
         allocator.wake_up()

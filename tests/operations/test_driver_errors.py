@@ -136,6 +136,20 @@ class TestPersistentFailures:
         sim.reset()
         world.wake()
 
+    def test_memory_that_several_wakes_could_not_release_is_given_back_at_once(self, world: World) -> None:
+        """Level 3 asks once whether the driver refuses something, and is refused if it does."""
+        world.allocator.sleep()
+        world.note_drops()
+        sim.fail("cuMemSetAccess", times=MANY, error="CUDA_ERROR_UNKNOWN")
+        sim.fail("cuMemRelease", times=MANY, error="CUDA_ERROR_UNKNOWN")
+        for _ in range(3):
+            with pytest.raises(DriverError, match="cuMemSetAccess"):
+                world.allocator.wake_up()
+        sim.reset()
+        assert _core.reclaim() == 0
+        assert sim.stats().live_handles == 0
+        world.wake()
+
     def test_access_that_cannot_be_set_again(self, world: World) -> None:
         """Neither that nor taking the mapping back: then it sleeps, with its bytes, and whoever asks is told."""
         sim.fail("cuMemUnmap", after=2, times=3, error="CUDA_ERROR_UNKNOWN")
@@ -289,6 +303,37 @@ class TestCopiesInFlight:
     @pytest.mark.parametrize(("operation", "times"), [("sleep", 1), ("sleep", 3), ("wake_up", 1), ("wake_up", 3)])
     def test_waiting_for_them_fails(self, operation: str, times: int) -> None:
         self.check(operation, "cuStreamSynchronize", after=0, times=times)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        "calls", [("cuCtxPushCurrent",), ("cuStreamSynchronize", "cuMemAlloc", "cuCtxSynchronize")], ids=str
+    )
+    def test_no_wait_at_all_succeeds(self, calls: tuple[str, ...]) -> None:
+        """Then the memory stays until one does."""
+        script = """
+            from cumem_sleep.pinned import pinned_block
+            reset_simulation()
+            allocator = fresh_allocator()
+            allocator.malloc(PAGE, "weights")
+            held = sim.stats().live_handles
+            memory, stream = _core.Scratch(0, PAGE), _core.CopyStream(0)
+            block = pinned_block(PAGE, 0)
+            stream.fill(memory.address, 1, PAGE)
+            stream.to_device(memory.address, block, 0, PAGE)
+            for call in CALLS:
+                sim.fail(call, error="CUDA_ERROR_UNKNOWN", times=1_000_000)
+            with stream:
+                pass
+            memory.close()
+            assert sim.stats().live_handles == held + 1
+            sim.reset()
+            block.close()
+            assert _core.reclaim() == 0
+            assert (sim.stats().live_handles, sim.stats().registered_bytes) == (held, 0)
+            _core.synchronize(0)
+            free_everything()
+            """
+        assert_clean_exit(run_script(f"CALLS = {calls!r}\n", script, CUMEM_SLEEP_SIM_COPY_DELAY_US="200000"))
 
 
 class TestErrors:

@@ -159,6 +159,34 @@ class TestReadiness:
             [*pieces[:2], *store.backups[whole.id].pieces(), pieces[2]]
         )
 
+    @pytest.mark.parametrize("copied_before", [True, False])
+    def test_a_segment_that_turns_out_to_have_no_more_has_arrived(self, copied_before: bool) -> None:
+        (part,) = parts_of(16)
+        arrived: list[object] = []
+        transfer = Transfer([FakeLink(cycle([8]))], arrived.extend)
+        transfer.add(part, [Piece(Block(8), 0, part.address, 8)], more_follows=True)  # type: ignore[arg-type]
+        assert transfer.step() == 8
+        if copied_before:
+            transfer.finish()
+        transfer.add(part, [])  # type: ignore[arg-type]
+        transfer.finish()
+        assert arrived == [part]
+
+    @pytest.mark.parametrize("sizes", [(), (0,), (0, 8), (8, 0), (8, 0, 8, 0, 0)], ids=str)
+    def test_pieces_without_bytes_are_no_copies(self, sizes: tuple[int, ...]) -> None:
+        """Each segment arrives once, as without them."""
+        first, second = parts_of(16, 16)
+        arrived: list[object] = []
+        link = FakeLink(cycle([32]))
+        transfer = Transfer([link], arrived.extend)
+        for part in (first, second):
+            transfer.add(part, [Piece(Block(8), 0, part.address, size) for size in sizes])  # type: ignore[arg-type]
+        while transfer.step():
+            pass
+        transfer.finish()
+        assert arrived == [first, second]
+        assert all(piece.bytes for batch in link.batches for piece in batch.pieces)
+
     @pytest.mark.parametrize("nbytes", [32 << 10, 2 << 20])
     def test_ranges_of_a_segment(self, nbytes: int) -> None:
         """As blocks of a KV cache: many pieces, which are not all of the segment."""
