@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import os
@@ -22,6 +23,8 @@ import pytest
 from servers_of_tests import command
 
 from cumem_sleep.serve import hardware
+from cumem_sleep.serve.config import Config, ConfigError
+from cumem_sleep.serve.main import _Reloader
 from cumem_sleep.tools import cli
 from cumem_sleep.tools import serve as tools
 
@@ -212,6 +215,38 @@ def test_a_pipe_is_no_file_of_models(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert cli.main(["serve", str(file), "--check"]) == 2
     assert "expected a plain file" in capsys.readouterr().err
     assert cli.main(["serve", "/dev/zero", "--check"]) == 2
+
+
+def test_what_is_far_too_long_is_no_file_of_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is not even read: a reload of it would fill the front's memory."""
+    long, file = tmp_path / "long.yaml", write(tmp_path / "models.yaml", one={})
+    with long.open("wb") as sparse:
+        sparse.truncate(1 << 40)
+    for key in (f"front: {{admin_token: {{file: {long}}}}}\n", f"front: {{api_keys: [{{file: {long}}}]}}\n"):
+        file.write_text(f"{key}models: {{one: {{command: x}}}}")
+        assert cli.main(["serve", str(file), "--check"]) == 2
+        assert "expected at most 1048576 bytes" in capsys.readouterr().err
+    assert cli.main(["serve", str(long), "--check"]) == 2
+    assert "expected at most 1048576 bytes" in capsys.readouterr().err
+
+
+def test_requests_are_answered_while_the_file_is_read(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        loop, may_read = asyncio.get_running_loop(), threading.Event()
+
+        def load(_: Path) -> Config:
+            loop.call_soon_threadsafe(may_read.set)
+            assert may_read.wait(60)
+            raise ConfigError("it is wrong")
+
+        said = asyncio.Queue[str]()
+        reloader = _Reloader(None, tmp_path, load, said.put_nowait)  # type: ignore[arg-type]
+        reloader.wanted.set()
+        running = asyncio.create_task(reloader.run())
+        assert await said.get() == "the configuration stays as it is: it is wrong"
+        running.cancel()
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 @pytest.mark.slow
