@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import http.server
 import json
 import os
@@ -24,6 +25,7 @@ from servers_of_tests import command
 
 from cumem_sleep.serve import hardware
 from cumem_sleep.serve.config import Config, ConfigError
+from cumem_sleep.serve.lock import Lock
 from cumem_sleep.serve.main import _Reloader
 from cumem_sleep.tools import cli
 from cumem_sleep.tools import serve as tools
@@ -187,6 +189,35 @@ def test_a_second_front_on_the_same_file_is_refused(tmp_path: Path, capsys: pyte
         with running(str(other), log=tmp_path / "other.log") as second:
             assert second.url
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
+def test_a_lock_that_is_no_plain_file_is_named(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, lock = write(tmp_path / "models.yaml", one={}), tmp_path / ".models.yaml.lock"
+    {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda path: path.symlink_to(tmp_path / "other")}[kind](lock)
+    assert cli.main(["serve", str(file)]) != 0
+    assert str(lock) in "".join(capsys.readouterr().err.split("\n"))
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF])
+def test_where_no_file_can_be_locked_nobody_else_is_blamed(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(_descriptor: int, _how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(OSError, match=r"cannot be locked .* file system of this machine"):
+        Lock(write(tmp_path / "models.yaml", one={}))
+
+
+def test_an_ipv6_address_is_said_as_a_url(tmp_path: Path) -> None:
+    file = write(tmp_path / "models.yaml", one={"at_start": "stopped"})
+    with running(str(file), "--host", "::1", log=tmp_path / "log") as front:
+        url = front.says(r"listens at (http://\[::1\]:\d+);")[1]
+        with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
+            assert answer.status == 200
 
 
 @pytest.mark.slow
