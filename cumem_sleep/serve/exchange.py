@@ -136,7 +136,7 @@ class Exchange:
                 self._pieces.append(body)
             self._inbox.keep(len(body))
             finder.look(body)
-            if finder.name is not None and self._inbox.kept_bytes >= SETTLED_BYTES:
+            if finder.name is not None and self._inbox.kept_bytes >= SETTLED_BYTES and not self._inbox.complete:
                 return finder.name
             if finder.name is None and self._inbox.kept_bytes > self._ways.most_head_bytes:
                 raise Refused(413, self._too_late(f"more than {self._ways.most_head_bytes} bytes"))

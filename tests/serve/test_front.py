@@ -664,6 +664,24 @@ def test_a_lease_that_is_revoked_ends_the_request_at_both_ends(when: str) -> Non
     run(scenario)
 
 
+@pytest.mark.parametrize("more", [-40, 0, 1, 1000, 70_000])
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_a_body_that_ends_where_its_model_is_settled_is_passed_on_whole(is_chunked: bool, more: int) -> None:
+    async def scenario() -> None:
+        async with a_world("one") as world:
+            server = await world.server("one")
+            body = b'{"model": "one", "prompt": "' + b"x" * (exchange.SETTLED_BYTES + more) + b'"}'
+            request = post("/v1/completions", body)
+            if is_chunked:
+                lines = b"POST /v1/completions HTTP/1.1\r\nHost: front\r\nTransfer-Encoding: chunked\r\n\r\n"
+                request = lines + chunk(body) + b"0\r\n\r\n"
+            answer = await asyncio.wait_for(world.ask(request), 60)
+            assert answer.code == 200
+            assert server.asked[0].body == body
+
+    run(scenario)
+
+
 def test_requests_that_wait_do_not_fill_memory() -> None:
     async def scenario() -> None:
         async with a_world(max_held_bytes=1 << 20) as world:
