@@ -51,6 +51,9 @@ class Inbox:
 
     Reading is never cancelled, since a server may lose the message that it was about to deliver: a reader that stops
     waiting leaves the pending read to the next reader.
+
+    Attributes:
+        kept_bytes: of what was read, those that its reader still keeps, and has counted by `keep`.
     """
 
     def __init__(self, receive: Receive, held: HeldRequests) -> None:
@@ -58,7 +61,7 @@ class Inbox:
         self._held = held
         self._early: deque[Message] = deque()
         self._asked: asyncio.Future[Message] | None = None
-        self._nbytes = 0
+        self._nbytes = self.kept_bytes = 0
         self._news = asyncio.Event()
         self.complete = self.gone = False
 
@@ -122,6 +125,15 @@ class Inbox:
         await asyncio.wait({reading}, timeout=DRAIN_WITHIN_S)
         reading.cancel()
 
+    def keep(self, nbytes: int) -> None:
+        """Count more bytes that the reader keeps."""
+        self.kept_bytes += nbytes
+        self._held.nbytes += nbytes
+
+    def release(self) -> None:
+        """The reader keeps none of them any more."""
+        self.keep(-self.kept_bytes)
+
     def close(self) -> None:
         """Stop reading: nobody needs more messages."""
         self._count(-self._nbytes)
@@ -158,6 +170,7 @@ class Inbox:
     def _forget(self) -> None:
         self._early.clear()
         self._count(-self._nbytes)
+        self.release()
 
     def _count(self, nbytes: int) -> None:
         self._nbytes += nbytes

@@ -16,6 +16,7 @@ from . import hosts
 from .config import Front
 
 MODELS = "/models/"  # /models/NAME/v1/…: a model by path
+_LONGEST_REST = 512  # of a path, after a model's name: the next line has the longest
 _RESPONSE = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,256})(/cancel)?")
 _QUERY = re.compile(rb"[!-~]*")
 
@@ -74,7 +75,8 @@ def place_of(path: str) -> Place | None:
 
 
 def _by_path(path: str) -> Place | None:
-    for at in range(len(MODELS) + 1, len(path)):  # a name may have slashes: the longest rest that is known counts
+    # A name may have slashes: the longest rest that is known counts.
+    for at in range(max(len(MODELS) + 1, len(path) - _LONGEST_REST), len(path)):
         if path[at] != "/":
             continue
         rest, name = path[at:], path[len(MODELS) : at]
@@ -92,11 +94,12 @@ def query_is_plain(scope: Scope) -> bool:
     return _QUERY.fullmatch(bytes(scope.get("query_string", b""))) is not None
 
 
-def comes_from_elsewhere(scope: Scope) -> bool:
+def comes_from_elsewhere(scope: Scope, place: Place | None) -> bool:
     """Whether a browser sends this for a page that is not the front's own: any page may ask any address.
 
     What a page embeds, as an image, bears no `Origin`, and browsers say where it comes from (`Sec-Fetch-Site`) only to
-    addresses that they trust, such as localhost. `Referer` remains, but other clients set it to what they like.
+    addresses that they trust, such as localhost. `Referer` remains, but other clients set it to what they like, and
+    a page may have it left out: then nothing goes on to a server, which might have to be woken for it.
     """
     site = header(scope, b"sec-fetch-site")
     if site:
@@ -104,6 +107,8 @@ def comes_from_elsewhere(scope: Scope) -> bool:
     origin = header(scope, b"origin")
     if not origin and scope["method"] in ("GET", "HEAD") and "mozilla" in header(scope, b"user-agent").lower():
         origin = "/".join(header(scope, b"referer").split("/")[:3])
+        if not origin and place is not None and place.target:
+            return True
     return bool(origin) and origin.partition("://")[2].lower() != header(scope, b"host").lower()
 
 

@@ -34,6 +34,7 @@ _SIZE = {"": 1, "B": 1} | {
 }
 MOST_S = 3650 * 86400.0
 MOST_BYTES = 1 << 60
+MOST_FILE_BYTES = 1 << 20
 MOST_NODES = 100_000  # lists, mappings and values; a file of a few lines can name more, by aliases of aliases
 MOST_SHOWN = 100  # letters of a list or mapping that is wrong
 _SECRETS = ("api_keys", "api_key", "admin_token", "env")  # keys whose values are not to be repeated
@@ -177,13 +178,16 @@ def _text_of(path: Path) -> str:
     """What a file says, read without waiting for anybody to write it: this is done while requests are served.
 
     Raises:
-        OSError: it cannot be read, or is no plain file.
+        OSError: it cannot be read, is no plain file, or too long.
         UnicodeDecodeError: it is not UTF-8.
     """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "expected a plain file, not a pipe or a device", str(path))
-        return file.read()
+        content = file.read(MOST_FILE_BYTES + 1) or b""
+    if len(content) > MOST_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"expected at most {MOST_FILE_BYTES} bytes", str(path))
+    return content.decode()
 
 
 def _url(value: object) -> object:

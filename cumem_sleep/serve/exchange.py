@@ -76,7 +76,6 @@ class Exchange:
         self._finder: ModelFinder | None = None
         self._pieces: list[bytes] = []  # of the body, read to find its model
         self._has_all = False  # of the body, in these
-        self._held_bytes = 0
         self._connected: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
         self._answering: asyncio.Task[list[Message] | None] | None = None
         self._revoked = ""
@@ -135,18 +134,17 @@ class Exchange:
                 self._pieces[-1] += body
             else:
                 self._pieces.append(body)
-            self._held_bytes += len(body)
-            held.nbytes += len(body)
+            self._inbox.keep(len(body))
             finder.look(body)
-            if finder.name is not None and self._held_bytes >= SETTLED_BYTES:
+            if finder.name is not None and self._inbox.kept_bytes >= SETTLED_BYTES and not self._inbox.complete:
                 return finder.name
-            if finder.name is None and self._held_bytes > self._ways.most_head_bytes:
+            if finder.name is None and self._inbox.kept_bytes > self._ways.most_head_bytes:
                 raise Refused(413, self._too_late(f"more than {self._ways.most_head_bytes} bytes"))
             if held.nbytes > held.most_bytes:
                 self._release()  # at once, or others would be refused for what this one holds
                 raise TooMuchHeld
         self._has_all = self._inbox.complete
-        if not self._held_bytes:
+        if not self._inbox.kept_bytes:
             raise BadBody("the body is empty")
         finder.finish()
         return finder.name
@@ -284,7 +282,7 @@ class Exchange:
             name = _name_for(finder.name, lease)
             if name != finder.name:
                 body = renamed(body, finder.span, finder.written(name))
-                delta = sum(map(len, body)) - self._held_bytes
+                delta = sum(map(len, body)) - self._inbox.kept_bytes
         length = header(self._scope, b"content-length")
         dropped = (*_NOT_FOR_SERVERS, *((b"authorization",) if self._ways.access.is_ours(self._scope) else ()))
         kept = [each for each in headers if each[0] not in dropped]
@@ -325,8 +323,7 @@ class Exchange:
 
     def _release(self) -> None:
         """The body is no longer held."""
-        self._ways.held.nbytes -= self._held_bytes
-        self._held_bytes = 0
+        self._inbox.release()
         self._pieces = []
 
 

@@ -79,7 +79,7 @@ class Front:
         place = place_of(str(scope["path"]))
         need = Need.KEY if place is None else place.need
         is_link = need is Need.NOTHING and scope["method"] in ("GET", "HEAD")
-        if not is_link and comes_from_elsewhere(scope):
+        if not is_link and comes_from_elsewhere(scope, place):
             return None, refusal(403, "this comes from a page of another origin")
         if need is Need.ADMIN and not self._access.has_admin:
             return None, refusal(403, "there is no admin token: set `admin_token` in models.yaml to use this")

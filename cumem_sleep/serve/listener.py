@@ -28,6 +28,7 @@ PIECE_BYTES = 4 << 10  # that are parsed before it is seen what they were
 PIECES_AT_ONCE = 8  # before others have their turn: these may be 5,000 chunks
 LATE_BYTES, LATE_S = 64 << 20, 5.0  # of a body, read when its answer is complete: who only sends hears no answer
 LOOK_FOR_CLIENTS_EVERY_S = 1.0
+MOST_SILENT_LOOKS = 60  # at a client that owes the rest of a request; for its first lines, in all
 BACKLOG = 2048
 GRACE_S = 5
 MOST_FILES = 1 << 16  # two for each request that is answered: the client's connection and the server's
@@ -62,6 +63,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unanswered: deque[RequestResponseCycle] = deque()
         self._late_bytes: int | None = None  # that may still come of a request that is answered
         self._next_turn: asyncio.Handle | None = None
+        self._silent_looks = 0  # since what was awaited of the client came: seconds, but none while the loop is held up
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client is there."""
@@ -78,12 +80,22 @@ class HttpProtocol(HttpToolsProtocol):
         self._lost.set_result(None)
 
     def look_for_client(self) -> None:
-        """Notice that the client has left, although nothing is read of it."""
-        if self.flow.read_paused and not self.transport.is_closing():
+        """Notice that the client has left, although nothing is read of it, or says nothing although it should."""
+        if self.transport.is_closing():
+            return
+        if self.flow.read_paused:
+            self._silent_looks = 0
             look = select.poll()
             look.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
             if look.poll(0):
                 self.transport.abort()
+        elif not self._owes_answer():
+            self._silent_looks += 1
+            if self._silent_looks > MOST_SILENT_LOOKS:
+                self.transport.abort()  # or whoever opens many connections would have all that there can be
+
+    def _owes_answer(self) -> bool:
+        return any(cycle.response_started or not cycle.more_body for cycle in self._unanswered)
 
     # What is parsed
 
@@ -167,6 +179,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._parses_framing:
             return
         self._in_head = True
+        self._silent_looks = 0
         super().on_message_begin()
         self.scope[LOST] = self._lost  # type: ignore[literal-required]
 
@@ -179,7 +192,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """A request's first lines are read. The target's own host counts, if it has one (RFC 9112, 3.2.2)."""
-        self._in_head, self._other_bytes = False, 0
+        self._in_head, self._other_bytes, self._silent_looks = False, 0, 0
         if self._parses_framing:
             return
         if not self.url.startswith((b"/", b"*")):
@@ -190,7 +203,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of its body."""
-        self._other_bytes = 0
+        self._other_bytes = self._silent_looks = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -206,6 +219,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """A request is answered. If not all of it has come, it is the last one, and no more is read than is polite."""
         cycle = self._unanswered.popleft()
+        self._silent_looks = 0
         super().on_response_complete()
         if cycle.more_body and not self.transport.is_closing():
             self._late_bytes = LATE_BYTES

@@ -6,8 +6,10 @@ open: a front that is killed gives it up when the last of its servers has ended.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 import time
 from pathlib import Path
 
@@ -32,7 +34,7 @@ class Lock:
 
         Raises:
             AlreadyServed: another front lives, or servers of one that was killed do not end.
-            OSError: the file cannot be opened.
+            OSError: the file cannot be opened, or cannot be locked where it is.
         """
         models = models.resolve()
         self.path: Path | None = models.with_name(f".{models.name}.lock")
@@ -62,21 +64,28 @@ class Lock:
                 descriptor = os.open(models, os.O_RDONLY | flags)
             else:
                 descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags, 0o600)
-        except OSError:
-            if self.path is None:
+        except OSError as error:
+            if self.path is None or (os.path.lexists(self.path) and error.errno != errno.EROFS):
                 raise
             self.path = None  # nothing can be written there
             return None
+        where = str(self.path or models)
         try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "expected a plain file", where)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self.path is None or os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
                 return descriptor
         except FileNotFoundError:
             pass
-        except OSError:
+        except BlockingIOError:
             pid = os.pread(descriptor, 20, 0).decode(errors="replace").strip() if self.path is not None else ""
             os.close(descriptor)
             return pid
+        except OSError as error:  # some network file systems have no locks
+            os.close(descriptor)
+            why = f"cannot be locked ({error.strerror}): have models.yaml on a file system of this machine"
+            raise OSError(error.errno, why, where) from None
         os.close(descriptor)  # its owner has just removed it
         return None
 

@@ -113,7 +113,7 @@ class _Reloader:
 
     async def _reload(self, path: Path) -> None:
         try:
-            config = self._load(path)
+            config = await asyncio.to_thread(self._load, path)  # of a long file this takes seconds
         except ConfigError as error:
             self._say(f"the configuration stays as it is: {error}")
             return

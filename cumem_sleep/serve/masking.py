@@ -8,13 +8,14 @@ from collections.abc import Iterable
 MASK = "***"
 _LEAST_LETTERS = 12  # of a secret that is looked for inside of other words
 _LEAST_SHOWN = 6  # of a secret that is masked wherever it stands
-_NAME = r"(?:[\w-]*[-_])?(?:api[-_]?keys?|token|password|passwd|secret)"
+_WORD = r"(?:api[-_]?keys?|token|password|passwd|secret)"
+_NAME = rf"(?:[\w-]{{0,60}}[-_])?{_WORD}"  # bounded, or a long line of dashes in a log would stop everything
 _VALUE = r"""(?:"[^"]*"|'[^']*'|[^\s;&|]+)"""
 _MASKED = [
     # An option and its values, up to the next option; vLLM takes options that are cut short.
-    (rf"(--?(?:{_NAME}|ap(?:i(?:-(?:ke?)?)?)?))(?:=\s*{_VALUE}|(?:\s+(?!-){_VALUE})+)", rf"\1 {MASK}"),
-    (rf"(\b(?:{_NAME}|\w+_key)=){_VALUE}", rf"\1{MASK}"),
-    (rf"""(["']{_NAME}["']\s*:\s*)(?:\[[^\]]*\]|"[^"]*"|'[^']*')""", rf"\1{MASK}"),
+    (rf"((?<!-)--?(?:{_NAME}|ap(?:i(?:-(?:ke?)?)?)?))(?:=\s*{_VALUE}|(?:\s+(?!-){_VALUE})+)", rf"\1 {MASK}"),
+    (rf"(\b(?:(?:\w*_)?{_WORD}|\w+_key)=){_VALUE}", rf"\1{MASK}"),
+    (rf"""(["']{_NAME}["']\s*:\s*)(?:\[[^\[\]]*\]|"[^"]*"|'[^']*')""", rf"\1{MASK}"),
     (r"(\bbearer\s+)[^\s'\"]+", rf"\1{MASK}"),
     (r"(://[^\s/@:]*:)[^\s/@]{4,}@", rf"\1{MASK}@"),
 ]

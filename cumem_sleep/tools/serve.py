@@ -122,7 +122,8 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
         def started(port: int) -> None:
             models = f"{counted(len(config.models), 'model')}: {', '.join(config.models)}"
-            say(f"listens at http://{config.front.host}:{port}; {models}")
+            host = f"[{config.front.host}]" if ":" in config.front.host else config.front.host
+            say(f"listens at http://{host}:{port}; {models}")
             for line in demo.invitation(port, config.front.admin_token or "") if options.demo else ():
                 say(line)
             notify_systemd("READY=1")

@@ -664,6 +664,24 @@ def test_a_lease_that_is_revoked_ends_the_request_at_both_ends(when: str) -> Non
     run(scenario)
 
 
+@pytest.mark.parametrize("more", [-40, 0, 1, 1000, 70_000])
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_a_body_that_ends_where_its_model_is_settled_is_passed_on_whole(is_chunked: bool, more: int) -> None:
+    async def scenario() -> None:
+        async with a_world("one") as world:
+            server = await world.server("one")
+            body = b'{"model": "one", "prompt": "' + b"x" * (exchange.SETTLED_BYTES + more) + b'"}'
+            request = post("/v1/completions", body)
+            if is_chunked:
+                lines = b"POST /v1/completions HTTP/1.1\r\nHost: front\r\nTransfer-Encoding: chunked\r\n\r\n"
+                request = lines + chunk(body) + b"0\r\n\r\n"
+            answer = await asyncio.wait_for(world.ask(request), 60)
+            assert answer.code == 200
+            assert server.asked[0].body == body
+
+    run(scenario)
+
+
 def test_requests_that_wait_do_not_fill_memory() -> None:
     async def scenario() -> None:
         async with a_world(max_held_bytes=1 << 20) as world:
@@ -683,19 +701,23 @@ def test_requests_that_wait_do_not_fill_memory() -> None:
     run(scenario)
 
 
-def test_of_many_long_bodies_as_many_are_held_as_may_be() -> None:
+@pytest.mark.parametrize(("nbytes", "fit"), [(3 << 20, 6), (11 << 17, 14), (9 << 17, 17)])
+def test_of_many_long_bodies_as_many_are_held_as_may_be(nbytes: int, fit: int) -> None:
+    """The first MiB, in which a model is looked for, is held elsewhere than the rest."""
+
     async def scenario() -> None:
         async with a_world(max_held_bytes=20 << 20) as world:
             server = await world.server("one")
             world.fleet.held = asyncio.Event()
-            body = b'{"model": "one", "prompt": "' + b"x" * (3 << 20) + b'"}'
-            asking = [asyncio.create_task(world.ask(post("/v1/completions", body))) for _ in range(12)]
-            await until(lambda: sum(task.done() for task in asking) >= 6)
-            await until(lambda: world.front._ways.held.nbytes == 6 * len(body))
+            body = b'{"model": "one", "prompt": "' + b"x" * nbytes + b'"}'
+            asking = [asyncio.create_task(world.ask(post("/v1/completions", body))) for _ in range(2 * fit)]
+            await until(lambda: sum(task.done() for task in asking) >= fit)
+            await until(lambda: world.front._ways.held.nbytes % len(body) == 0)
+            assert world.front._ways.held.nbytes == fit * len(body)
             world.fleet.held.set()
             codes = sorted(answer.code for answer in await asyncio.gather(*asking))
-            assert codes == [200] * 6 + [503] * 6
-            assert len(server.asked) == 6
+            assert codes == [200] * fit + [503] * fit
+            assert len(server.asked) == fit
 
     run(scenario)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from front_world import World, a_world, ask, get, post, run, until
 from hypothesis import given, settings
@@ -129,6 +131,16 @@ def test_a_path_that_can_be_read_in_two_ways_is_not_canonical(path: str) -> None
     odd = "//" in "/" + path or "\\" in path or "%2f" in path or not path.isprintable()
     odd |= any(part in (".", "..") for part in path.split("/"))
     assert bool(not_canonical(scope)) == odd
+
+
+def test_a_long_path_costs_no_more_than_it_has_bytes() -> None:
+    began = time.process_time()
+    for _ in range(20):
+        assert place_of("/models/" + "a/" * 31_000) is None
+        place = place_of(f"/models/{'a/' * 300}b/v1/responses/{'x' * 256}/cancel")
+        assert place is not None
+        assert place.model == "a/" * 300 + "b"
+    assert time.process_time() - began < 1.0
 
 
 @pytest.mark.parametrize("lines", [(), (bearer("wrong"),), (bearer(KEY + "x"),), ("Authorization: Basic " + KEY,)])
@@ -272,6 +284,20 @@ def test_an_image_on_a_page_of_somebody_else_wakes_nothing(lines: tuple[str, ...
             assert len(server.asked) == 2 * (code == 200)
             assert (await world.ask(get("/", *lines))).code == 200, "a link may lead to the page"
             assert (await world.ask(get("/health", *lines))).code == 200
+
+    run(scenario)
+
+
+def test_an_image_that_does_not_say_whose_it_is_wakes_nothing() -> None:
+    """A page may have `Referer` left out. A person who types an address bears none either, and sees the status."""
+
+    async def scenario() -> None:
+        async with a_world("one") as world:
+            server = await world.server("one")
+            for path in ("/models/one/v1/responses/x", "/v1/responses/x"):
+                assert (await world.ask(get(path, "User-Agent: Mozilla/5.0"))).code == 403
+            assert server.asked == []
+            assert (await world.ask(get("/status", "User-Agent: Mozilla/5.0"))).code == 200
 
     run(scenario)
 

@@ -94,6 +94,65 @@ def test_what_has_no_end_is_cut_off_before_and_after_a_refusal(kind: str) -> Non
     run(scenario)
 
 
+OWED = {
+    "a first line": b"",
+    "an empty line": b"\r\n",
+    "the end of the head": b"GET /health HTTP/1.1\r\nHost: fr",
+    "the body": POST,
+    "the rest of the body": POST + b"2\r\n{}\r\n",
+    "the end of the next head": b"GET /health HTTP/1.1\r\nHost: front\r\n\r\nGET",
+    "the next first line": b"GET /health HTTP/1.1\r\nHost: front\r\n\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("owed", OWED)
+def test_a_client_that_owes_something_and_is_silent_is_let_go(owed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no more than a connection, but these are counted."""
+    monkeypatch.setattr(listener, "MOST_SILENT_LOOKS", 5)
+    monkeypatch.setattr(listener, "LOOK_FOR_CLIENTS_EVERY_S", 0.1)
+
+    async def scenario() -> None:
+        async with a_world("one") as world:
+            client = await world.client()
+            await client.send(OWED[owed])
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(client.reader.read(), 60.0)
+
+    run(scenario)
+
+
+def test_a_client_that_waits_or_is_slow_is_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "MOST_SILENT_LOOKS", 5)
+    monkeypatch.setattr(listener, "LOOK_FOR_CLIENTS_EVERY_S", 0.1)
+
+    async def answer(asked: Asked) -> None:
+        await asked.send(STREAM)
+        await asyncio.sleep(1.5)
+        await asked.send(chunk(b"data: 1\n\n") + chunk(b""))
+
+    async def scenario() -> None:
+        async with a_world("one") as world:
+            await world.server("one", answer)
+            world.fleet.held = asyncio.Event()
+            client = await world.client()
+            await client.send(POST)
+            for piece in (b'{"model": ', b'"one", ', b'"prompt": ""}'):
+                await asyncio.sleep(0.3)
+                await client.send(chunk(piece))
+            await client.send(chunk(b""))
+            long = await world.client()
+            await long.send(POST + chunk(b'{"model": "one", "prompt": "'))
+            for _ in range(40):  # more than is read ahead
+                long.writer.write(chunk(b"x" * (1 << 20)))
+            await asyncio.sleep(1.5)
+            world.fleet.held.set()
+            await long.send(chunk(b'"}') + chunk(b""))
+            assert (await client.answer()).body == b"data: 1\n\n"
+            assert (await long.answer()).body == b"data: 1\n\n"
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("nbytes", [60_000, 70_000, 200_000])
 def test_first_lines_are_bounded_however_many_come_at_once(nbytes: int) -> None:
     async def scenario() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from cumem_sleep.serve.masking import holds_any, masked
@@ -26,11 +28,41 @@ from cumem_sleep.serve.masking import holds_any, masked
         ('{"password": "k1"}', '{"password": ***}'),
         ("Authorization: Bearer k1", "Authorization: Bearer ***"),
         ("redis://user:longpassword@host/0", "redis://user:***@host/0"),
+        ("\x1b[36m--my-own-api-key k1 \x1b[0mdone", "\x1b[36m--my-own-api-key ***"),
+        (f"{'A_LONG_' * 12}API_KEY=k1", f"{'A_LONG_' * 12}API_KEY=***"),
+        ("the-api-key=k1", "the-api-key ***"),
         ("vllm serve Qwen/Qwen3-8B --uds /run/s.sock", "vllm serve Qwen/Qwen3-8B --uds /run/s.sock"),
     ],
 )
 def test_what_is_called_a_key_is_not_shown(text: str, shown: str) -> None:
     assert masked(text) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "-",
+        "a-",
+        "_",
+        "a",
+        "'-",
+        "'",
+        '"token":[',
+        "--token '",
+        "token='",
+        "bearer ",
+        "://a:",
+        "--token ",
+        "x_key",
+        "=",
+        " ",
+    ],
+)
+def test_any_log_is_masked_at_once(text: str) -> None:
+    """The last 64 KiB of one are masked while requests wait."""
+    began = time.process_time()
+    masked(text * ((64 << 10) // len(text)))
+    assert time.process_time() - began < 2.0
 
 
 def test_a_known_secret_is_not_shown_wherever_it_stands() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import http.server
 import json
 import os
@@ -22,6 +24,9 @@ import pytest
 from servers_of_tests import command
 
 from cumem_sleep.serve import hardware
+from cumem_sleep.serve.config import Config, ConfigError
+from cumem_sleep.serve.lock import Lock
+from cumem_sleep.serve.main import _Reloader
 from cumem_sleep.tools import cli
 from cumem_sleep.tools import serve as tools
 
@@ -186,6 +191,35 @@ def test_a_second_front_on_the_same_file_is_refused(tmp_path: Path, capsys: pyte
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
+def test_a_lock_that_is_no_plain_file_is_named(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, lock = write(tmp_path / "models.yaml", one={}), tmp_path / ".models.yaml.lock"
+    {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda path: path.symlink_to(tmp_path / "other")}[kind](lock)
+    assert cli.main(["serve", str(file)]) != 0
+    assert str(lock) in "".join(capsys.readouterr().err.split("\n"))
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF])
+def test_where_no_file_can_be_locked_nobody_else_is_blamed(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(_descriptor: int, _how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(OSError, match=r"cannot be locked .* file system of this machine"):
+        Lock(write(tmp_path / "models.yaml", one={}))
+
+
+def test_an_ipv6_address_is_said_as_a_url(tmp_path: Path) -> None:
+    file = write(tmp_path / "models.yaml", one={"at_start": "stopped"})
+    with running(str(file), "--host", "::1", log=tmp_path / "log") as front:
+        url = front.says(r"listens at (http://\[::1\]:\d+);")[1]
+        with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
+            assert answer.status == 200
+
+
 @pytest.mark.slow
 def test_a_front_after_one_that_was_killed_waits_for_its_servers(tmp_path: Path) -> None:
     """They have the GPU until they have ended."""
@@ -212,6 +246,38 @@ def test_a_pipe_is_no_file_of_models(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert cli.main(["serve", str(file), "--check"]) == 2
     assert "expected a plain file" in capsys.readouterr().err
     assert cli.main(["serve", "/dev/zero", "--check"]) == 2
+
+
+def test_what_is_far_too_long_is_no_file_of_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is not even read: a reload of it would fill the front's memory."""
+    long, file = tmp_path / "long.yaml", write(tmp_path / "models.yaml", one={})
+    with long.open("wb") as sparse:
+        sparse.truncate(1 << 40)
+    for key in (f"front: {{admin_token: {{file: {long}}}}}\n", f"front: {{api_keys: [{{file: {long}}}]}}\n"):
+        file.write_text(f"{key}models: {{one: {{command: x}}}}")
+        assert cli.main(["serve", str(file), "--check"]) == 2
+        assert "expected at most 1048576 bytes" in capsys.readouterr().err
+    assert cli.main(["serve", str(long), "--check"]) == 2
+    assert "expected at most 1048576 bytes" in capsys.readouterr().err
+
+
+def test_requests_are_answered_while_the_file_is_read(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        loop, may_read = asyncio.get_running_loop(), threading.Event()
+
+        def load(_: Path) -> Config:
+            loop.call_soon_threadsafe(may_read.set)
+            assert may_read.wait(60)
+            raise ConfigError("it is wrong")
+
+        said = asyncio.Queue[str]()
+        reloader = _Reloader(None, tmp_path, load, said.put_nowait)  # type: ignore[arg-type]
+        reloader.wanted.set()
+        running = asyncio.create_task(reloader.run())
+        assert await said.get() == "the configuration stays as it is: it is wrong"
+        running.cancel()
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 @pytest.mark.slow
