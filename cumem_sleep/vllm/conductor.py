@@ -59,6 +59,11 @@ class Conductor:
         """
         return "mode" in inspect.signature(self.engine.sleep).parameters
 
+    @property
+    def sleeps_again(self) -> bool:
+        """Whether the engine also sleeps while only its KV cache does (0.33)."""
+        return hasattr(self.engine, "release_kv_cache_memory")
+
     def handle(self, event: events.Event) -> None:
         """Tell the model, and those who wait for it."""
         before = self.model.state
@@ -280,7 +285,7 @@ class Conductor:
             Exception: the engine's own; the workers cannot sleep.
         """
         level = 2 if level == 0 and not self.has_sleep_modes else level
-        self.handle(events.Slept(level, kept, again=hasattr(self.engine, "release_kv_cache_memory")))
+        self.handle(events.Slept(level, kept, again=self.sleeps_again))
         await self._end()
         if level > 0 and self.model.state.disagrees and await self.ask_workers() and self.model.state.disagrees:
             await self.engine.collective_rpc("sleep", kwargs={"level": 1})
@@ -291,6 +296,19 @@ class Conductor:
         if level > 0 and (mapped := sorted(TAGS & self.model.state.mapped)):
             return f"the engine sleeps already, and leaves {' and '.join(mapped)} mapped: POST /wake_up first"
         return ""
+
+    async def complete_wake(self) -> None:
+        """Before a sleep, complete a wake that failed half-way, where the engine takes some tags alone to be asleep.
+
+        It would leave all of them alone, and never hear that its workers sleep: nothing else can tell it.
+
+        Raises:
+            Exception: the engine's own; the wake failed again.
+        """
+        taken = self.model.state.engine_asleep
+        leaves_all = "weights" in taken or (taken and not self.sleeps_again)
+        if self.model.state.disagrees and leaves_all and taken < TAGS:
+            await self._make(Call.WAKE_REST)
 
     async def sleep_failed(self) -> None:
         """A sleep failed. It may have stopped the scheduler before, which amounts to level 0."""

@@ -459,6 +459,10 @@ class SleepGate:
                 running = counted(max(self._in_engine(), self._door.unfinished), "request")
                 return refusal(503, f"still running in the engine: {running}; nothing has changed", late)
             await conductor.mend()
+            try:
+                await conductor.complete_wake()
+            except Exception as error:
+                return refusal(503, f"{model.why_disagrees or 'nothing has changed'}: {error}")
             code = 500
             try:
                 answer = await _called(self._app, scope, inbox, gone)

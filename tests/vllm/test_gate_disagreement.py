@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,6 +69,15 @@ class HalfWokenEngine(FakeEngine):
         return answer
 
 
+class LeavesTheRestAlone(HalfWokenEngine):
+    """vLLM before 0.33: its executor's sleep does nothing while any tag sleeps."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "release_kv_cache_memory":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
 async def half_woken(serve: Serve, level: int = 1, tags: str = "", **settings: Any) -> Any:
     client = serve(FakeVllm(HalfWokenEngine()), **settings)
     await client.post(f"/sleep?level={level}")
@@ -116,6 +126,53 @@ def test_a_repair_brings_engine_and_workers_together(serve: Serve, level: int, r
             assert (await client.post("/reload_weights")).code == 200
         assert (await client.ask()).body == {"text": "good"}
         assert (await client.get("/health")).code == 200
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("engine", [HalfWokenEngine, partial(LeavesTheRestAlone, again=False)])
+@pytest.mark.parametrize(("first", "second"), [("weights", "kv_cache"), ("kv_cache", "weights")])
+@pytest.mark.parametrize("repair", ["/wake_up", "/sleep", "/sleep?level=2", "/sleep?level=3"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_repair_after_one_tag_was_woken(
+    serve: Serve, engine: Any, first: str, second: str, repair: str, level: int
+) -> None:
+    """The engine takes some tags alone to be asleep, so that its next sleep would leave all of them alone."""
+
+    async def scenario() -> None:
+        client = serve(FakeVllm(engine()))
+        await client.post(f"/sleep?level={level}")
+        await client.post(f"/wake_up?tags={first}")
+        client.engine.failures = 1
+        with pytest.raises(RuntimeError, match="zero_"):
+            await client.post(f"/wake_up?tags={second}")
+        assert (await client.get("/health")).body["status"] == "disagreeing"
+        assert (await client.post(repair)).code == 200
+        if repair.startswith("/sleep"):
+            assert client.engine.asleep == client.engine.taken == TAGS
+            assert (await client.get("/health")).body["status"] == "asleep"
+            assert (await client.post("/wake_up")).code == 200
+        await client.post("/reload_weights")
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+def test_a_sleep_that_cannot_repair_says_so(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(LeavesTheRestAlone(again=False)))
+        await client.post("/sleep")
+        await client.post("/wake_up?tags=weights")
+        client.engine.failures = 2
+        with pytest.raises(RuntimeError, match="zero_"):
+            await client.post("/wake_up?tags=kv_cache")
+        response = await client.post("/sleep")
+        assert response.code == 503
+        assert "zero_() of the scales failed" in response.error["message"]
+        assert not client.engine.asleep
+        assert (await client.get("/health")).body["status"] == "disagreeing"
+        assert (await client.post("/sleep")).code == 200
+        assert client.engine.asleep == TAGS
 
     run(scenario())
 
@@ -259,15 +316,6 @@ def test_a_second_sleep_states_the_level_that_is(
         assert (await client.get("/health")).body["level"] == level
 
     run(scenario())
-
-
-class LeavesTheRestAlone(HalfWokenEngine):
-    """vLLM before 0.33: its executor's sleep does nothing while any tag sleeps."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "release_kv_cache_memory":
-            raise AttributeError(name)
-        return super().__getattribute__(name)
 
 
 @pytest.mark.parametrize("plugin", [True, False])
