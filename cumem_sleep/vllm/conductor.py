@@ -135,7 +135,11 @@ class Conductor:
         """Ask the engine; False if the answer is outdated, because something changed meanwhile."""
         changes = self._changes
         sleeps = bool(await asyncio.wait_for(self.engine.is_sleeping(), ASK_WITHIN_S))
-        ranks = await self._status.fresh(self.engine) if sleeps or self.model.is_doubtful else None
+        ranks = None
+        if self._changing:  # whatever the engine says: a worker may not have done what it was told
+            ranks = await self._status.fresh(self.engine, anew=True)
+        elif sleeps or self.model.is_doubtful:
+            ranks = await self._status.fresh(self.engine)
         # vLLM from 0.18 on also says that it sleeps while its scheduler is only paused. The workers know the
         # difference.
         is_paused = getattr(self.engine, "is_paused", None) if sleeps and ranks is None else None
@@ -232,8 +236,6 @@ class Conductor:
                 if not self._is_over:
                     await self._end()
                 self._changing = False
-                if self.model.phase is Phase.AWAKE:  # if it was asleep, the workers were asked just now
-                    self._status.ask(self.engine)
 
     async def _end(self) -> None:
         """The calls of a change have been made."""

@@ -112,9 +112,9 @@ class WorkerStatus:
             self._question = asyncio.create_task(self._ask(engine))
         return self._question
 
-    async def fresh(self, engine: Any) -> list[RankStatus] | None:
-        """The answer to a question asked now or still pending; None if none comes in time (or ever)."""
-        question = self.ask(engine)
+    async def fresh(self, engine: Any, anew: bool = False) -> list[RankStatus] | None:
+        """The answer to a question asked now (`anew`) or still pending; None if none comes in time (or ever)."""
+        question = asyncio.ensure_future(self.now(engine)) if anew else self.ask(engine)
         await asyncio.wait({question}, timeout=ANSWER_WITHIN_S)
         return question.result() if question.done() and not question.cancelled() else None
 

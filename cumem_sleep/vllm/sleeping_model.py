@@ -342,8 +342,8 @@ def _answered(state: State, event: events.Answered) -> State:
         # vLLM means memory but does not say which.
         return replace(known, asleep=TAGS, mapped=NOTHING) if is_unseen else known
     awake = replace(known, stopped=Stopped.NOBODY, kept=False)
-    if event.workers is not None:
-        return _heard(replace(awake, engine=NOTHING), event.workers)
+    if event.workers is not None:  # memory that others tag and put to sleep is theirs
+        return _heard(replace(awake, engine=NOTHING), replace(event.workers, asleep=event.workers.asleep & TAGS))
     if state.asleep - state.engine_asleep:  # the workers do not say that this is over
         return replace(awake, engine=NOTHING)
     return replace(awake, asleep=NOTHING, mapped=NOTHING, engine=None, checkpointed=False)

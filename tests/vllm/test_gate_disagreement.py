@@ -293,6 +293,49 @@ def test_another_server_knows_of_a_half_woken_model(serve: Serve) -> None:
     run(scenario())
 
 
+class OneSleepsOn(HalfWokenEngine):
+    """One of two workers sleeps on after a wake that succeeded, as far as the engine knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: set[str] = set()
+        self.leaves: set[str] = set()
+
+    def _wake_workers(self, tags: set[str]) -> None:
+        self.left, self.leaves = self.leaves & tags, set()
+        super()._wake_workers(tags)
+
+    def status(self, rank: int) -> dict[str, Any]:
+        asleep, self.asleep = self.asleep, self.asleep | self.left if rank == 1 else self.asleep
+        try:
+            return super().status(rank)
+        finally:
+            self.asleep = asleep
+
+
+@pytest.mark.parametrize("left", [{"weights"}, {"kv_cache"}, set(TAGS)])
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_worker_that_sleeps_on_after_a_wake_is_found(serve: Serve, policy: str, left: set[str], level: int) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(OneSleepsOn()), on_request=policy, request_deadline_s=0.1)
+        await client.post(f"/sleep?level={level}")
+        client.engine.leaves = left
+        assert (await client.post("/wake_up")).code == 200
+        assert client.engine.left == left
+        if policy == "wake" and (level == 1 or "weights" in left):
+            assert (await client.ask()).body == {"text": "good"}
+            assert not client.engine.left
+        else:
+            assert (await client.ask()).code == 503
+            assert (await client.get("/health")).body["status"] == "disagreeing"
+            assert (await client.get("/is_sleeping")).code == 503
+        assert (await client.post("/wake_up")).code == 200
+        await client.post("/reload_weights")
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
 # What a sleep says that changed nothing
 
 
