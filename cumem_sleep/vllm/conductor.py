@@ -137,7 +137,7 @@ class Conductor:
         sleeps = bool(await asyncio.wait_for(self.engine.is_sleeping(), ASK_WITHIN_S))
         ranks = None
         if self._changing:  # whatever the engine says: a worker may not have done what it was told
-            ranks = await self._status.fresh(self.engine, anew=True)
+            ranks = await self._ask_ranks()
         elif sleeps or self.model.is_doubtful:
             ranks = await self._status.fresh(self.engine)
         # vLLM from 0.18 on also says that it sleeps while its scheduler is only paused. The workers know the
@@ -151,13 +151,16 @@ class Conductor:
             self.failure = None
         return True
 
-    async def ask_workers(self) -> bool:
-        """Find out what is mapped, where the engine's word is not enough; False if they do not answer.
-
-        They are asked twice: the first answer may be lost, because vLLM's executors leave answers after a failure
-        unread.
+    async def _ask_ranks(self) -> list[metrics.RankStatus] | None:
+        """What the workers say now. They are asked twice: the first answer may be lost, because vLLM's executors leave
+        answers after a failure unread, and take them for those to the next call.
         """
-        ranks = await self._status.fresh(self.engine) or await self._status.fresh(self.engine)
+        ranks = await self._status.fresh(self.engine, anew=True)
+        return ranks or await self._status.fresh(self.engine, anew=True)
+
+    async def ask_workers(self) -> bool:
+        """Find out what is mapped, where the engine's word is not enough; False if they do not answer."""
+        ranks = await self._ask_ranks()
         if ranks:
             self.handle(events.WorkersSaid(metrics.said(ranks)))
         return bool(ranks)

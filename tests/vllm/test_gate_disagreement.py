@@ -248,7 +248,7 @@ def test_health_finds_out_that_a_wake_which_failed_has_mapped_nothing(serve: Ser
         client = serve()
         await client.post("/sleep")
         client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory")]
-        client.engine.fails["cumem_sleep_status"] = [RuntimeError("an answer to another question")] * 3
+        client.engine.fails["cumem_sleep_status"] = [RuntimeError("an answer to another question")] * 4
         with pytest.raises(RuntimeError, match="OutOfDeviceMemory"):
             await client.post("/wake_up")
         assert client.gate.model.phase is Phase.DISAGREEING
@@ -315,11 +315,17 @@ class OneSleepsOn(HalfWokenEngine):
 
 @pytest.mark.parametrize("left", [{"weights"}, {"kv_cache"}, set(TAGS)])
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_worker_that_sleeps_on_after_a_wake_is_found(serve: Serve, policy: str, left: set[str], level: int) -> None:
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_worker_that_sleeps_on_after_a_wake_is_found(
+    serve: Serve, policy: str, left: set[str], level: int, lost: bool
+) -> None:
+    """Also where vLLM's executor takes its failure for the answer to the next call."""
+
     async def scenario() -> None:
         client = serve(FakeVllm(OneSleepsOn()), on_request=policy, request_deadline_s=0.1)
         await client.post(f"/sleep?level={level}")
         client.engine.leaves = left
+        client.engine.fails["cumem_sleep_status"] = [RuntimeError("Worker failed with error")] * lost
         assert (await client.post("/wake_up")).code == 200
         assert client.engine.left == left
         if policy == "wake" and (level == 1 or "weights" in left):
