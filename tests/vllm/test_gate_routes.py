@@ -255,6 +255,8 @@ def test_a_redirect_needs_no_memory(serve: Serve, policy: str, path: str) -> Non
         ("application/json", b'{"model": "somebody", "prompt": null, "prompt_embeds": []}'),
         ("application/json", b'{"model": "somebody", "messages": [{}]}'),
         ("application/json", b'{"prompt": "hello", "max_tokens": -1}'),
+        ("application/json", b'{"prompt": "hello", "max_tokens": -1.0}'),
+        ("application/json", b'{"prompt": "hello", "max_tokens": "-1"}'),
         ("text/plain", b"{}"),
     ],
 )
@@ -280,6 +282,8 @@ def test_what_vllm_will_refuse_does_not_wake(serve: Serve, content_type: str, bo
     [
         ("/v1/completions", {"prompt": "hello"}, True),
         ("/v1/completions", {"prompt": [1, 2], "max_tokens": 0}, True),
+        ("/v1/completions", {"prompt": [1, 2], "max_tokens": "0"}, True),
+        ("/v1/completions", {"prompt": [1, 2], "max_tokens": ["-1"]}, True),
         ("/v1/completions", {"prompt_embeds": "AAAA", "model": None}, True),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}, True),
         ("/v1/chat/completions", {"prompt": "hello"}, False),
