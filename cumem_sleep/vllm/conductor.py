@@ -179,8 +179,8 @@ class Conductor:
     async def look_what_is_loaded(self) -> None:
         """After a load, before it is noted: what the workers say that it left out. Asked twice, as in `ask_workers`."""
         if self.model.state.weights is not Weights.LOADED and "weights" not in self.model.asleep:
-            ranks = await self._status.now(self.engine) or await self._status.now(self.engine) or ()
-            self.handle(events.LeftOut(metrics.not_loaded(ranks)))
+            ranks = await self._status.now(self.engine) or await self._status.now(self.engine)
+            self.handle(events.LeftOut(metrics.not_loaded(ranks) if ranks else None))
 
     # Calls that pass through the gate
 

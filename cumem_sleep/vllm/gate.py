@@ -51,7 +51,7 @@ WAKES = ("/wake_up", WAKE)
 WAKE_UP = {"path": "/wake_up", "raw_path": b"/wake_up", "root_path": ""}  # for ASGI: vLLM's own path
 WRITING_ROUTES = {
     "/start_weight_update": Effect.STARTS,
-    "/start_draft_weight_update": Effect.STARTS,
+    "/start_draft_weight_update": Effect.STARTS_DRAFT,
     "/update_weights": Effect.UPDATES,
     "/finish_weight_update": Effect.FINISHES,
     "/weight_checker": Effect.WRITES,

@@ -384,7 +384,41 @@ def test_a_sleep_that_leaves_weights_mapped_is_no_sleep(serve: Serve, plugin: bo
     run(scenario())
 
 
-# Loads that fail
+# Loads that fail, or are of a part
+
+
+@pytest.mark.parametrize("policy", ["wait", "wake"])
+@pytest.mark.parametrize("plugin", [True, False])
+def test_a_draft_model_alone_is_not_all_weights(serve: Serve, policy: str, plugin: bool) -> None:
+    async def scenario() -> None:
+        client = serve(on_request=policy, request_deadline_s=0.1)
+        client.engine.plugin = plugin
+        await client.post("/sleep?level=2")
+        await client.post("/wake_up")
+        client.engine.leaves_out = ["model.weight"] * 2
+        for path in ("/start_draft_weight_update", "/update_weights", "/finish_weight_update"):
+            await client.post(path)
+        response = await client.ask()
+        assert response.code == 503
+        assert ("model.weight" if plugin else "POST /reload_weights") in response.error["message"]
+        assert (await client.post("/reload_weights")).code == 200
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+def test_a_draft_model_may_be_the_last_of_all_weights(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve()
+        await client.post("/sleep?level=2")
+        await client.post("/wake_up")
+        client.engine.leaves_out = ["draft.weight"] * 2
+        assert (await client.post("/reload_weights")).code == 500
+        for path in ("/start_draft_weight_update", "/update_weights", "/finish_weight_update"):
+            await client.post(path)
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
 
 
 @pytest.mark.parametrize("policy", ["wait", "wake"])
