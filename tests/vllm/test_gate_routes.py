@@ -89,7 +89,7 @@ def server() -> Any:
     return app
 
 
-async def reach(app: Any, method: str, path: str, key: str = "", **scope: Any) -> int:
+async def reach(app: Any, method: str, path: str, key: str = "", body: bytes = b'{"method": "x"}', **scope: Any) -> int:
     headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
     scope = {
         **{"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers, "root_path": ""},
@@ -98,7 +98,7 @@ async def reach(app: Any, method: str, path: str, key: str = "", **scope: Any) -
     sent: list[Any] = []
 
     async def receive() -> Any:
-        return {"type": "http.request", "body": b'{"method": "x"}', "more_body": False}
+        return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -137,7 +137,7 @@ def test_the_token_opens_what_it_guards(server: Any, monkeypatch: pytest.MonkeyP
     async def scenario() -> None:
         calls = [("DELETE", "/adapters/x"), ("PUT", "/plugins_own"), ("POST", "/mounted/sleep"), ("POST", "/sleep")]
         for method, path in calls:
-            assert await reach(server, method, path, TOKEN) == 200, path
+            assert await reach(server, method, path, TOKEN, b"", query_string=b"level=0") == 200, path
         assert server.state.reached == ["DELETE", "PUT", "mounted", "/sleep"]
         assert await reach(server, "GET", "/mounted/look") == 200
 
