@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from ..asgi import ClientGone
-from . import events, metrics
+from . import data_parallel, events, metrics
 from .gate_settings import GateSettings
 from .siblings import Busy, Siblings
 from .sleeping_model import TAGS, Call, Phase, SleepingModel, State, Weights, why_left_out
@@ -134,7 +134,7 @@ class Conductor:
     async def _ask(self, seen: int | None = None) -> bool:
         """Ask the engine; False if the answer is outdated, because something changed meanwhile."""
         changes = self._changes
-        sleeps = bool(await asyncio.wait_for(self.engine.is_sleeping(), ASK_WITHIN_S))
+        sleeps = await asyncio.wait_for(data_parallel.is_any_sleeping(self.engine), ASK_WITHIN_S)
         ranks = None
         if self._changing:  # whatever the engine says: a worker may not have done what it was told
             ranks = await self._ask_ranks()

@@ -342,6 +342,59 @@ def test_a_worker_that_sleeps_on_after_a_wake_is_found(
     run(scenario())
 
 
+class TwoEngines(HalfWokenEngine):
+    """Data parallelism: calls go to both engines, and the answer is the first one's. The second one fails to wake."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = HalfWokenEngine()
+        self.engine_core.core_engines = [b"first", b"second"]
+        self.engine_core._call_utility_async = self._of_one
+
+    async def _of_one(self, utility: str, *arguments: Any, engine: bytes) -> Any:
+        one: Any = super() if engine == b"first" else self.second
+        return await getattr(one, utility)(*arguments)
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        await self.second.sleep(level, mode)
+        await super().sleep(level, mode)
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        await super().wake_up(tags)
+        return await self.second.wake_up(tags)
+
+    async def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        await self.second.collective_rpc(method, *args, **kwargs)
+        return await super().collective_rpc(method, *args, **kwargs)
+
+
+@pytest.mark.parametrize("repair", ["/wake_up", "/sleep", "/sleep?level=2", "request"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_one_of_two_engines_is_half_woken(serve: Serve, level: int, repair: str) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(TwoEngines()), on_request="wake" if repair == "request" else "reject")
+        await client.post(f"/sleep?level={level}")
+        client.engine.second.failures = 1
+        with pytest.raises(RuntimeError, match="zero_"):
+            await client.post("/wake_up")
+        assert (await client.get("/health")).body["status"] == "disagreeing"
+        if repair == "request":
+            assert (await client.ask()).body == {"text": "good"}
+        else:
+            assert (await client.ask()).code == 503
+            assert (await client.post(repair)).code == 200
+        if repair.startswith("/sleep"):
+            assert client.engine.asleep == client.engine.second.asleep == TAGS
+            assert client.engine.taken == client.engine.second.taken == TAGS
+            assert (await client.get("/health")).body["status"] == "asleep"
+            assert (await client.post("/wake_up")).code == 200
+        await client.post("/reload_weights")
+        assert (await client.ask()).body == {"text": "good"}
+        assert not client.engine.second.asleep | client.engine.second.taken
+
+    run(scenario())
+
+
 # What a sleep says that changed nothing
 
 
