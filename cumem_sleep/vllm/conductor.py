@@ -12,7 +12,7 @@ from typing import Any
 
 from ..asgi import ClientGone
 from ..settings import GateSettings
-from . import events, metrics
+from . import data_parallel, events, metrics
 from .siblings import Busy, Siblings
 from .sleeping_model import TAGS, Call, Phase, SleepingModel, State, Weights, why_left_out
 from .worker_methods import DEEPEN, Effect
@@ -58,6 +58,11 @@ class Conductor:
         Without modes, it releases memory under running requests, and level 0 drops everything, as level 2 does.
         """
         return "mode" in inspect.signature(self.engine.sleep).parameters
+
+    @property
+    def sleeps_again(self) -> bool:
+        """Whether the engine also sleeps while only its KV cache does (0.33)."""
+        return hasattr(self.engine, "release_kv_cache_memory")
 
     def handle(self, event: events.Event) -> None:
         """Tell the model, and those who wait for it."""
@@ -129,8 +134,12 @@ class Conductor:
     async def _ask(self, seen: int | None = None) -> bool:
         """Ask the engine; False if the answer is outdated, because something changed meanwhile."""
         changes = self._changes
-        sleeps = bool(await asyncio.wait_for(self.engine.is_sleeping(), ASK_WITHIN_S))
-        ranks = await self._status.fresh(self.engine) if sleeps or self.model.is_doubtful else None
+        sleeps = await asyncio.wait_for(data_parallel.is_any_sleeping(self.engine), ASK_WITHIN_S)
+        ranks = None
+        if self._changing:  # whatever the engine says: a worker may not have done what it was told
+            ranks = await self._ask_ranks()
+        elif sleeps or self.model.is_doubtful:
+            ranks = await self._status.fresh(self.engine)
         # vLLM from 0.18 on also says that it sleeps while its scheduler is only paused. The workers know the
         # difference.
         is_paused = getattr(self.engine, "is_paused", None) if sleeps and ranks is None else None
@@ -142,13 +151,16 @@ class Conductor:
             self.failure = None
         return True
 
-    async def ask_workers(self) -> bool:
-        """Find out what is mapped, where the engine's word is not enough; False if they do not answer.
-
-        They are asked twice: the first answer may be lost, because vLLM's executors leave answers after a failure
-        unread.
+    async def _ask_ranks(self) -> list[metrics.RankStatus] | None:
+        """What the workers say now. They are asked twice: the first answer may be lost, because vLLM's executors leave
+        answers after a failure unread, and take them for those to the next call.
         """
-        ranks = await self._status.fresh(self.engine) or await self._status.fresh(self.engine)
+        ranks = await self._status.fresh(self.engine, anew=True)
+        return ranks or await self._status.fresh(self.engine, anew=True)
+
+    async def ask_workers(self) -> bool:
+        """Find out what is mapped, where the engine's word is not enough; False if they do not answer."""
+        ranks = await self._ask_ranks()
         if ranks:
             self.handle(events.WorkersSaid(metrics.said(ranks)))
         return bool(ranks)
@@ -167,8 +179,8 @@ class Conductor:
     async def look_what_is_loaded(self) -> None:
         """After a load, before it is noted: what the workers say that it left out. Asked twice, as in `ask_workers`."""
         if self.model.state.weights is not Weights.LOADED and "weights" not in self.model.asleep:
-            ranks = await self._status.now(self.engine) or await self._status.now(self.engine) or ()
-            self.handle(events.LeftOut(metrics.not_loaded(ranks)))
+            ranks = await self._status.now(self.engine) or await self._status.now(self.engine)
+            self.handle(events.LeftOut(metrics.not_loaded(ranks) if ranks else None))
 
     # Calls that pass through the gate
 
@@ -227,8 +239,6 @@ class Conductor:
                 if not self._is_over:
                     await self._end()
                 self._changing = False
-                if self.model.phase is Phase.AWAKE:  # if it was asleep, the workers were asked just now
-                    self._status.ask(self.engine)
 
     async def _end(self) -> None:
         """The calls of a change have been made."""
@@ -280,7 +290,7 @@ class Conductor:
             Exception: the engine's own; the workers cannot sleep.
         """
         level = 2 if level == 0 and not self.has_sleep_modes else level
-        self.handle(events.Slept(level, kept, again=hasattr(self.engine, "release_kv_cache_memory")))
+        self.handle(events.Slept(level, kept, again=self.sleeps_again))
         await self._end()
         if level > 0 and self.model.state.disagrees and await self.ask_workers() and self.model.state.disagrees:
             await self.engine.collective_rpc("sleep", kwargs={"level": 1})
@@ -291,6 +301,19 @@ class Conductor:
         if level > 0 and (mapped := sorted(TAGS & self.model.state.mapped)):
             return f"the engine sleeps already, and leaves {' and '.join(mapped)} mapped: POST /wake_up first"
         return ""
+
+    async def complete_wake(self) -> None:
+        """Before a sleep, complete a wake that failed half-way, where the engine takes some tags alone to be asleep.
+
+        It would leave all of them alone, and never hear that its workers sleep: nothing else can tell it.
+
+        Raises:
+            Exception: the engine's own; the wake failed again.
+        """
+        taken = self.model.state.engine_asleep
+        leaves_all = "weights" in taken or (taken and not self.sleeps_again)
+        if self.model.state.disagrees and leaves_all and taken < TAGS:
+            await self._make(Call.WAKE_REST)
 
     async def sleep_failed(self) -> None:
         """A sleep failed. It may have stopped the scheduler before, which amounts to level 0."""

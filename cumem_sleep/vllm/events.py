@@ -131,9 +131,11 @@ class Wrote:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What the workers say that a load, which has not been noted yet, left out of the weights; "" if nothing."""
+    """What the workers say that a load, which has not been noted yet, left out of the weights; "" if nothing, None if
+    they do not say.
+    """
 
-    names: str
+    names: str | None
 
 
 @dataclass(frozen=True)

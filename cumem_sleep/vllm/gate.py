@@ -51,7 +51,7 @@ WAKES = ("/wake_up", WAKE)
 WAKE_UP = {"path": "/wake_up", "raw_path": b"/wake_up", "root_path": ""}  # for ASGI: vLLM's own path
 WRITING_ROUTES = {
     "/start_weight_update": Effect.STARTS,
-    "/start_draft_weight_update": Effect.STARTS,
+    "/start_draft_weight_update": Effect.STARTS_DRAFT,
     "/update_weights": Effect.UPDATES,
     "/finish_weight_update": Effect.FINISHES,
     "/weight_checker": Effect.WRITES,
@@ -459,6 +459,10 @@ class SleepGate:
                 running = counted(max(self._in_engine(), self._door.unfinished), "request")
                 return refusal(503, f"still running in the engine: {running}; nothing has changed", late)
             await conductor.mend()
+            try:
+                await conductor.complete_wake()
+            except Exception as error:
+                return refusal(503, f"{model.why_disagrees or 'nothing has changed'}: {error}")
             code = 500
             try:
                 answer = await _called(self._app, scope, inbox, gone)
@@ -655,27 +659,32 @@ class SleepGate:
         return 200 if serves else 503
 
     async def _health(self, scope: Scope, inbox: Inbox, send: Send) -> None:
-        model, conductor = self.model, self.conductor
+        model, conductor, is_said = self.model, self.conductor, True
         try:
             await asyncio.wait_for(conductor.look(), HEALTH_WITHIN_S)
             await conductor.engine.check_health()
             await conductor.look_how_deep()
         except Exception as error:
-            logger.debug("vLLM itself answers for its health: %s", error)
-            return await self._app(scope, inbox, send)
+            if not model.lacks_memory or await self._engine_is_dead():
+                logger.debug("vLLM itself answers for its health: %s", error)
+                return await self._app(scope, inbox, send)
+            is_said = False
         if model.serves:
             return await self._app(scope, inbox, send)
         awake = model.phase is Phase.AWAKE  # without its weights: no request will be served
-        disagrees = model.phase is Phase.DISAGREEING  # neither asleep nor awake can be said
+        disagrees = model.phase is Phase.DISAGREEING
+        is_said = is_said and not disagrees  # else neither asleep nor awake
         policy = self._settings.on_request
-        hopeless = awake or disagrees or model.decide(policy) is Decision.REFUSE
+        hopeless = awake or not is_said or model.decide(policy) is Decision.REFUSE
         hopeless = hopeless or (policy == "wake" and self._failure() is not None)
         code = 503 if hopeless and self._settings.health == "auto" else self._health_code()
         body: dict[str, Any] = {"status": model.phase.value, "asleep": True, "level": model.level}
         if awake:
             body |= {"status": "weights_missing", "asleep": False}
+        if not is_said:
+            body |= {"asleep": None, "level": None}
         if disagrees:
-            body |= {"asleep": None, "level": None, "why": model.why_disagrees}
+            body["why"] = model.why_disagrees
         headers = {"Retry-After": str(self._settings.retry_after_s)} if code == 503 else {}
         await deliver(scope, inbox, send, response(code, body, headers))
 

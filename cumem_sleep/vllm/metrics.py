@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, TypedDict
 
+from . import data_parallel
 from .events import Workers
 
 logger = logging.getLogger("cumem_sleep")
@@ -112,9 +113,9 @@ class WorkerStatus:
             self._question = asyncio.create_task(self._ask(engine))
         return self._question
 
-    async def fresh(self, engine: Any) -> list[RankStatus] | None:
-        """The answer to a question asked now or still pending; None if none comes in time (or ever)."""
-        question = self.ask(engine)
+    async def fresh(self, engine: Any, anew: bool = False) -> list[RankStatus] | None:
+        """The answer to a question asked now (`anew`) or still pending; None if none comes in time (or ever)."""
+        question = asyncio.ensure_future(self.now(engine)) if anew else self.ask(engine)
         await asyncio.wait({question}, timeout=ANSWER_WITHIN_S)
         return question.result() if question.done() and not question.cancelled() else None
 
@@ -128,7 +129,8 @@ class WorkerStatus:
         if not self._exists:
             return None
         try:
-            ranks = list(await engine.collective_rpc(STATUS_METHOD))
+            engines = await data_parallel.call_workers(engine, STATUS_METHOD)
+            ranks = [rank for engine_ranks in engines for rank in engine_ranks]
         except Exception as error:
             if "not implemented" in str(error):  # vLLM's words for a method that its workers do not have
                 self._exists = False
@@ -144,7 +146,7 @@ class WorkerStatus:
         if not all(isinstance(rank, dict) and RankStatus.__required_keys__ <= rank.keys() for rank in ranks):
             logger.debug("no answer to %s: %s", STATUS_METHOD, ranks)
             return None
-        self.ranks = ranks
+        self.ranks = engines[0]  # others have the same ranks, which tell samples apart
         return ranks
 
 

@@ -34,8 +34,15 @@ def will_be(scope: Scope, template: str, body: bytes) -> bool:
     needed = _NEEDED.get(template, ())
     if needed and not any(asked.get(name) for name in needed):
         return True
-    counts = [asked.get(name) for name in _COUNTS]
-    return any(isinstance(count, int) and count < 0 for count in counts) or _is_of_nobody(scope, asked.get("model"))
+    return any(_is_negative(asked.get(name)) for name in _COUNTS) or _is_of_nobody(scope, asked.get("model"))
+
+
+def _is_negative(count: Any) -> bool:
+    """As vLLM reads numbers: -1.0 and "-1", too."""
+    try:
+        return isinstance(count, (int, float, str)) and float(count) < 0
+    except (ValueError, OverflowError):
+        return False
 
 
 def _is_of_nobody(scope: Scope, model: Any) -> bool:

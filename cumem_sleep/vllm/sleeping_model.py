@@ -55,6 +55,7 @@ class Update(Enum):
     NONE = "none"
     OPEN = "open"  # started, nothing written yet
     WRITTEN = "written"  # not finished
+    DRAFT = "draft"  # of the draft model alone
     TORN = "torn"  # weights were dropped after it started: what was prepared or written is lost
 
 
@@ -96,7 +97,7 @@ class State:
         engine: the tags that the engine takes to be asleep, where that may differ from `asleep`: after a failure.
         weights: see `Weights`.
         cause: why loading them failed.
-        left_out: what the last load left out, as the workers say; "" if nothing.
+        left_out: what the last load left out, as the workers say; "" if nothing, None if they do not say.
         update: see `Update`.
         stopped: see `Stopped`.
         kept: a sleep may have left requests in the engine, which run when its scheduler resumes: a wake has to be
@@ -110,7 +111,7 @@ class State:
     engine: frozenset[str] | None = None
     weights: Weights = Weights.LOADED
     cause: str = ""
-    left_out: str = ""
+    left_out: str | None = ""
     update: Update = Update.NONE
     stopped: Stopped = Stopped.NOBODY
     kept: bool = False
@@ -342,8 +343,8 @@ def _answered(state: State, event: events.Answered) -> State:
         # vLLM means memory but does not say which.
         return replace(known, asleep=TAGS, mapped=NOTHING) if is_unseen else known
     awake = replace(known, stopped=Stopped.NOBODY, kept=False)
-    if event.workers is not None:
-        return _heard(replace(awake, engine=NOTHING), event.workers)
+    if event.workers is not None:  # memory that others tag and put to sleep is theirs
+        return _heard(replace(awake, engine=NOTHING), replace(event.workers, asleep=event.workers.asleep & TAGS))
     if state.asleep - state.engine_asleep:  # the workers do not say that this is over
         return replace(awake, engine=NOTHING)
     return replace(awake, asleep=NOTHING, mapped=NOTHING, engine=None, checkpointed=False)
@@ -397,13 +398,17 @@ def _wrote(state: State, effect: Effect) -> State:
     update = state.update
     if effect is Effect.STARTS:
         return replace(state, update=Update.OPEN)
+    if effect is Effect.STARTS_DRAFT:
+        return replace(state, update=Update.DRAFT)
     if effect is Effect.LOADS or (effect is Effect.UPDATES and update is Update.NONE):
         return _loaded(state)
     if effect is Effect.UPDATES and update is Update.OPEN:
         return replace(state, update=Update.WRITTEN)
     if effect is Effect.FINISHES:
         finished = replace(state, update=Update.NONE)
-        return _loaded(finished) if update in (Update.NONE, Update.WRITTEN) else finished
+        # Whether a draft model was the last of all weights to be loaded, the workers alone can say.
+        is_last = update is Update.DRAFT and state.left_out is not None
+        return _loaded(finished) if is_last or update in (Update.NONE, Update.WRITTEN) else finished
     return state
 
 
@@ -413,7 +418,7 @@ def _loaded(state: State) -> State:
     return replace(state, weights=Weights.LOADED, cause="") if is_whole else state
 
 
-def why_left_out(names: str) -> str:
+def why_left_out(names: str | None) -> str:
     """What to do about weights that a load left out; "" if it left out none."""
     if not names:
         return ""

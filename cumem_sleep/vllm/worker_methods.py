@@ -13,6 +13,7 @@ class Effect(Enum):
     CHANGES_SLEEP = "changes the sleep"  # without the engine's knowledge, which would run the model on sleeping memory
     RUNS = "runs the model"  # needs all memory awake and the weights loaded
     STARTS = "starts a weight update"  # nothing is loaded until it is finished
+    STARTS_DRAFT = "starts an update of the draft model's weights"  # which are not all
     UPDATES = "writes weights"  # all of them, unless an update was started
     FINISHES = "finishes a weight update"
     LOADS = "loads weights"  # all of them
@@ -33,7 +34,8 @@ _METHODS = {
         *("execute_model", "execute_dummy_batch", "sample_tokens", "take_draft_token_ids", "compile_or_warm_up_model"),
         *("compute_weight_checksums", "save_sharded_state", "save_tensorized_model", "determine_available_memory"),
     ),
-    Effect.STARTS: ("start_weight_update", "start_draft_weight_update"),
+    Effect.STARTS: ("start_weight_update",),
+    Effect.STARTS_DRAFT: ("start_draft_weight_update",),
     Effect.UPDATES: ("update_weights",),
     Effect.FINISHES: ("finish_weight_update",),
     Effect.LOADS: ("reload_weights",),

@@ -370,6 +370,7 @@ class FakeVllm:
             engine.write_weights()
         elif path not in (
             "/start_weight_update",
+            "/start_draft_weight_update",
             "/weight_checker",
             "/reset_prefix_cache",
             "/abort_requests",

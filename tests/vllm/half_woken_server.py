@@ -20,28 +20,32 @@ import raw_http
 from gate_episodes import BOUND_S, COMPLETIONS, POLICIES, Plan, Server, World
 from raw_http import Answer, Request
 
+FIRSTS = ("", "weights", "kv_cache")  # the tag that was woken before, if any
 REPAIRS = ("/wake_up", "/sleep", "/sleep?level=2", "a request")
 BODY = json.dumps({"model": "model", "prompt": "hello", "max_tokens": 2, "ignore_eos": True}).encode()
 
 
 class HalfWoken:
-    def __init__(self, world: World, policy: str, level: int, repair: str) -> None:
-        self.world, self.policy, self.level, self.repair = world, policy, level, repair
+    def __init__(self, world: World, policy: str, level: int, first: str, repair: str) -> None:
+        self.world, self.policy, self.level, self.first, self.repair = world, policy, level, first, repair
         self.found: list[str] = []
         self.port = 0
 
     async def run(self) -> list[str]:
-        plan = Plan(0, self.policy, False, False, True, 1, "", failing=[True])
+        plan = Plan(0, self.policy, False, False, True, 1, "", failing=[False] * bool(self.first) + [True])
         os.environ.update(CUMEM_SLEEP_ON_REQUEST=self.policy, CUMEM_SLEEP_REQUEST_DEADLINE_S="30")
         await self.world.reset(plan)
         async with AsyncExitStack() as stack:
             app = self.world.gated(plan, 0, self.found, Counter())
             self.port = (await stack.enter_async_context(Server(app))).port
             await self._episode()
-        return [f"{self.policy}, level {self.level}, {self.repair}: {each}" for each in self.found]
+        case = f"{self.policy}, level {self.level}, {self.first or 'nothing'} woken before, {self.repair}"
+        return [f"{case}: {each}" for each in self.found]
 
     async def _episode(self) -> None:
         await self._expect("POST", f"/sleep?level={self.level}", 200)
+        if self.first:
+            await self._expect("POST", f"/wake_up?tags={self.first}", 200)
         await self._expect("POST", "/wake_up", 500)
         state = await self.world.state()
         if state["asleep"] or not state["engine_asleep"]:
@@ -51,7 +55,8 @@ class HalfWoken:
         if json.loads(health.body)["status"] != "disagreeing":
             self.found.append(f"/health says {health.body!r}")
         if self.repair == "a request":
-            await self._expect("POST", COMPLETIONS, 200 if self.policy == "wake" else 503)
+            is_others = self.level == 2 and self.first == "weights"  # somebody is loading them
+            await self._expect("POST", COMPLETIONS, 200 if self.policy == "wake" and not is_others else 503)
             await self._expect("POST", "/wake_up", 200)
         else:
             if self.policy != "wake":
@@ -90,8 +95,8 @@ async def main() -> int:
         watched_server.prepare_process(pathlib.Path(name))
         async with AsyncExitStack() as stack:
             world = await World.make(pathlib.Path(name), stack)
-            for policy, level, repair in itertools.product(POLICIES, (1, 2), REPAIRS):
-                found += await HalfWoken(world, policy, level, repair).run()
+            for case in itertools.product(POLICIES, (1, 2), FIRSTS, REPAIRS):
+                found += await HalfWoken(world, *case).run()
     print("\n".join(found), flush=True)
     return 1 if found else 0
 

@@ -31,3 +31,13 @@ def test_what_is_queued_can_be_aborted_while_the_model_sleeps(vllm_version: tupl
 
     if "mode" in inspect.signature(AsyncLLM.sleep).parameters:
         assert {"mode", "clear_cache"} <= inspect.signature(AsyncLLM.pause_generation).parameters.keys()
+
+
+def test_each_engine_of_data_parallelism_can_be_asked(vllm_version: tuple[int, int]) -> None:
+    from vllm.v1.engine import core_client
+
+    client = core_client.AsyncMPClient
+    assert "engine" in inspect.signature(client._call_utility_async).parameters
+    assert "self.core_engines" in inspect.getsource(core_client.MPClient.__init__)
+    assert '"collective_rpc", method, timeout, args, kwargs' in inspect.getsource(client.collective_rpc_async)
+    assert '"is_sleeping"' in inspect.getsource(client.is_sleeping_async)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,6 +69,15 @@ class HalfWokenEngine(FakeEngine):
         return answer
 
 
+class LeavesTheRestAlone(HalfWokenEngine):
+    """vLLM before 0.33: its executor's sleep does nothing while any tag sleeps."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "release_kv_cache_memory":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
 async def half_woken(serve: Serve, level: int = 1, tags: str = "", **settings: Any) -> Any:
     client = serve(FakeVllm(HalfWokenEngine()), **settings)
     await client.post(f"/sleep?level={level}")
@@ -116,6 +126,53 @@ def test_a_repair_brings_engine_and_workers_together(serve: Serve, level: int, r
             assert (await client.post("/reload_weights")).code == 200
         assert (await client.ask()).body == {"text": "good"}
         assert (await client.get("/health")).code == 200
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("engine", [HalfWokenEngine, partial(LeavesTheRestAlone, again=False)])
+@pytest.mark.parametrize(("first", "second"), [("weights", "kv_cache"), ("kv_cache", "weights")])
+@pytest.mark.parametrize("repair", ["/wake_up", "/sleep", "/sleep?level=2", "/sleep?level=3"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_repair_after_one_tag_was_woken(
+    serve: Serve, engine: Any, first: str, second: str, repair: str, level: int
+) -> None:
+    """The engine takes some tags alone to be asleep, so that its next sleep would leave all of them alone."""
+
+    async def scenario() -> None:
+        client = serve(FakeVllm(engine()))
+        await client.post(f"/sleep?level={level}")
+        await client.post(f"/wake_up?tags={first}")
+        client.engine.failures = 1
+        with pytest.raises(RuntimeError, match="zero_"):
+            await client.post(f"/wake_up?tags={second}")
+        assert (await client.get("/health")).body["status"] == "disagreeing"
+        assert (await client.post(repair)).code == 200
+        if repair.startswith("/sleep"):
+            assert client.engine.asleep == client.engine.taken == TAGS
+            assert (await client.get("/health")).body["status"] == "asleep"
+            assert (await client.post("/wake_up")).code == 200
+        await client.post("/reload_weights")
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+def test_a_sleep_that_cannot_repair_says_so(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(LeavesTheRestAlone(again=False)))
+        await client.post("/sleep")
+        await client.post("/wake_up?tags=weights")
+        client.engine.failures = 2
+        with pytest.raises(RuntimeError, match="zero_"):
+            await client.post("/wake_up?tags=kv_cache")
+        response = await client.post("/sleep")
+        assert response.code == 503
+        assert "zero_() of the scales failed" in response.error["message"]
+        assert not client.engine.asleep
+        assert (await client.get("/health")).body["status"] == "disagreeing"
+        assert (await client.post("/sleep")).code == 200
+        assert client.engine.asleep == TAGS
 
     run(scenario())
 
@@ -191,7 +248,7 @@ def test_health_finds_out_that_a_wake_which_failed_has_mapped_nothing(serve: Ser
         client = serve()
         await client.post("/sleep")
         client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory")]
-        client.engine.fails["cumem_sleep_status"] = [RuntimeError("an answer to another question")] * 3
+        client.engine.fails["cumem_sleep_status"] = [RuntimeError("an answer to another question")] * 4
         with pytest.raises(RuntimeError, match="OutOfDeviceMemory"):
             await client.post("/wake_up")
         assert client.gate.model.phase is Phase.DISAGREEING
@@ -236,6 +293,108 @@ def test_another_server_knows_of_a_half_woken_model(serve: Serve) -> None:
     run(scenario())
 
 
+class OneSleepsOn(HalfWokenEngine):
+    """One of two workers sleeps on after a wake that succeeded, as far as the engine knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: set[str] = set()
+        self.leaves: set[str] = set()
+
+    def _wake_workers(self, tags: set[str]) -> None:
+        self.left, self.leaves = self.leaves & tags, set()
+        super()._wake_workers(tags)
+
+    def status(self, rank: int) -> dict[str, Any]:
+        asleep, self.asleep = self.asleep, self.asleep | self.left if rank == 1 else self.asleep
+        try:
+            return super().status(rank)
+        finally:
+            self.asleep = asleep
+
+
+@pytest.mark.parametrize("left", [{"weights"}, {"kv_cache"}, set(TAGS)])
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_worker_that_sleeps_on_after_a_wake_is_found(
+    serve: Serve, policy: str, left: set[str], level: int, lost: bool
+) -> None:
+    """Also where vLLM's executor takes its failure for the answer to the next call."""
+
+    async def scenario() -> None:
+        client = serve(FakeVllm(OneSleepsOn()), on_request=policy, request_deadline_s=0.1)
+        await client.post(f"/sleep?level={level}")
+        client.engine.leaves = left
+        client.engine.fails["cumem_sleep_status"] = [RuntimeError("Worker failed with error")] * lost
+        assert (await client.post("/wake_up")).code == 200
+        assert client.engine.left == left
+        if policy == "wake" and (level == 1 or "weights" in left):
+            assert (await client.ask()).body == {"text": "good"}
+            assert not client.engine.left
+        else:
+            assert (await client.ask()).code == 503
+            assert (await client.get("/health")).body["status"] == "disagreeing"
+            assert (await client.get("/is_sleeping")).code == 503
+        assert (await client.post("/wake_up")).code == 200
+        await client.post("/reload_weights")
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+class TwoEngines(HalfWokenEngine):
+    """Data parallelism: calls go to both engines, and the answer is the first one's. The second one fails to wake."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = HalfWokenEngine()
+        self.engine_core.core_engines = [b"first", b"second"]
+        self.engine_core._call_utility_async = self._of_one
+
+    async def _of_one(self, utility: str, *arguments: Any, engine: bytes) -> Any:
+        one: Any = super() if engine == b"first" else self.second
+        return await getattr(one, utility)(*arguments)
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        await self.second.sleep(level, mode)
+        await super().sleep(level, mode)
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        await super().wake_up(tags)
+        return await self.second.wake_up(tags)
+
+    async def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        await self.second.collective_rpc(method, *args, **kwargs)
+        return await super().collective_rpc(method, *args, **kwargs)
+
+
+@pytest.mark.parametrize("repair", ["/wake_up", "/sleep", "/sleep?level=2", "request"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_one_of_two_engines_is_half_woken(serve: Serve, level: int, repair: str) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(TwoEngines()), on_request="wake" if repair == "request" else "reject")
+        await client.post(f"/sleep?level={level}")
+        client.engine.second.failures = 1
+        with pytest.raises(RuntimeError, match="zero_"):
+            await client.post("/wake_up")
+        assert (await client.get("/health")).body["status"] == "disagreeing"
+        if repair == "request":
+            assert (await client.ask()).body == {"text": "good"}
+        else:
+            assert (await client.ask()).code == 503
+            assert (await client.post(repair)).code == 200
+        if repair.startswith("/sleep"):
+            assert client.engine.asleep == client.engine.second.asleep == TAGS
+            assert client.engine.taken == client.engine.second.taken == TAGS
+            assert (await client.get("/health")).body["status"] == "asleep"
+            assert (await client.post("/wake_up")).code == 200
+        await client.post("/reload_weights")
+        assert (await client.ask()).body == {"text": "good"}
+        assert not client.engine.second.asleep | client.engine.second.taken
+
+    run(scenario())
+
+
 # What a sleep says that changed nothing
 
 
@@ -261,15 +420,6 @@ def test_a_second_sleep_states_the_level_that_is(
     run(scenario())
 
 
-class LeavesTheRestAlone(HalfWokenEngine):
-    """vLLM before 0.33: its executor's sleep does nothing while any tag sleeps."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "release_kv_cache_memory":
-            raise AttributeError(name)
-        return super().__getattribute__(name)
-
-
 @pytest.mark.parametrize("plugin", [True, False])
 def test_a_sleep_that_leaves_weights_mapped_is_no_sleep(serve: Serve, plugin: bool) -> None:
     async def scenario() -> None:
@@ -287,7 +437,41 @@ def test_a_sleep_that_leaves_weights_mapped_is_no_sleep(serve: Serve, plugin: bo
     run(scenario())
 
 
-# Loads that fail
+# Loads that fail, or are of a part
+
+
+@pytest.mark.parametrize("policy", ["wait", "wake"])
+@pytest.mark.parametrize("plugin", [True, False])
+def test_a_draft_model_alone_is_not_all_weights(serve: Serve, policy: str, plugin: bool) -> None:
+    async def scenario() -> None:
+        client = serve(on_request=policy, request_deadline_s=0.1)
+        client.engine.plugin = plugin
+        await client.post("/sleep?level=2")
+        await client.post("/wake_up")
+        client.engine.leaves_out = ["model.weight"] * 2
+        for path in ("/start_draft_weight_update", "/update_weights", "/finish_weight_update"):
+            await client.post(path)
+        response = await client.ask()
+        assert response.code == 503
+        assert ("model.weight" if plugin else "POST /reload_weights") in response.error["message"]
+        assert (await client.post("/reload_weights")).code == 200
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+def test_a_draft_model_may_be_the_last_of_all_weights(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve()
+        await client.post("/sleep?level=2")
+        await client.post("/wake_up")
+        client.engine.leaves_out = ["draft.weight"] * 2
+        assert (await client.post("/reload_weights")).code == 500
+        for path in ("/start_draft_weight_update", "/update_weights", "/finish_weight_update"):
+            await client.post(path)
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
 
 
 @pytest.mark.parametrize("policy", ["wait", "wake"])

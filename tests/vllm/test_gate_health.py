@@ -49,6 +49,38 @@ def test_health_of_a_dead_engine_that_slept(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(("health", "code"), [("auto", 503), ("ok", 200), ("unavailable", 503)])
+@pytest.mark.parametrize("fails", [True, False])
+def test_health_where_the_engine_does_not_say_whether_it_still_sleeps(
+    serve: Serve, policy: str, health: str, code: int, fails: bool
+) -> None:
+    """Its requests are refused then, so it is not healthy. vLLM 0.33 says nothing where several engines disagree."""
+
+    async def scenario() -> None:
+        client = serve(on_request=policy, health=health)
+        await client.post("/sleep")
+        client.engine.fails["is_sleeping"] = [RuntimeError("Engines returned different is_sleeping results")] * 20
+        if fails:
+            client.engine.fails["wake_up"] = [RuntimeError("in one of them")]
+            with pytest.raises(RuntimeError, match="in one of them"):
+                await client.post("/wake_up")
+        else:
+            await client.post("/wake_up")
+        assert (await client.ask()).code == (503 if fails else 200)
+        response = await client.get("/health")
+        if fails:
+            assert response.code == code
+            assert response.body == {"status": "unknown", "asleep": None, "level": None}
+        else:
+            assert (response.code, response.body) == (200, None), "vLLM's own answer"
+        client.engine.fails["is_sleeping"].clear()
+        await client.post("/wake_up")
+        assert (await client.ask()).body == {"text": "good"}
+        assert (await client.get("/health")).body is None
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("health", "code"), [("auto", 503), ("ok", 200), ("unavailable", 503)])
 def test_health_without_weights(serve: Serve, health: str, code: int) -> None:
     async def scenario() -> None:
         client = serve(on_request="wake", health=health)

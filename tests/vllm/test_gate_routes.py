@@ -89,7 +89,7 @@ def server() -> Any:
     return app
 
 
-async def reach(app: Any, method: str, path: str, key: str = "", **scope: Any) -> int:
+async def reach(app: Any, method: str, path: str, key: str = "", body: bytes = b'{"method": "x"}', **scope: Any) -> int:
     headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
     scope = {
         **{"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers, "root_path": ""},
@@ -98,7 +98,7 @@ async def reach(app: Any, method: str, path: str, key: str = "", **scope: Any) -
     sent: list[Any] = []
 
     async def receive() -> Any:
-        return {"type": "http.request", "body": b'{"method": "x"}', "more_body": False}
+        return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -137,7 +137,7 @@ def test_the_token_opens_what_it_guards(server: Any, monkeypatch: pytest.MonkeyP
     async def scenario() -> None:
         calls = [("DELETE", "/adapters/x"), ("PUT", "/plugins_own"), ("POST", "/mounted/sleep"), ("POST", "/sleep")]
         for method, path in calls:
-            assert await reach(server, method, path, TOKEN) == 200, path
+            assert await reach(server, method, path, TOKEN, b"", query_string=b"level=0") == 200, path
         assert server.state.reached == ["DELETE", "PUT", "mounted", "/sleep"]
         assert await reach(server, "GET", "/mounted/look") == 200
 
@@ -255,6 +255,8 @@ def test_a_redirect_needs_no_memory(serve: Serve, policy: str, path: str) -> Non
         ("application/json", b'{"model": "somebody", "prompt": null, "prompt_embeds": []}'),
         ("application/json", b'{"model": "somebody", "messages": [{}]}'),
         ("application/json", b'{"prompt": "hello", "max_tokens": -1}'),
+        ("application/json", b'{"prompt": "hello", "max_tokens": -1.0}'),
+        ("application/json", b'{"prompt": "hello", "max_tokens": "-1"}'),
         ("text/plain", b"{}"),
     ],
 )
@@ -280,6 +282,8 @@ def test_what_vllm_will_refuse_does_not_wake(serve: Serve, content_type: str, bo
     [
         ("/v1/completions", {"prompt": "hello"}, True),
         ("/v1/completions", {"prompt": [1, 2], "max_tokens": 0}, True),
+        ("/v1/completions", {"prompt": [1, 2], "max_tokens": "0"}, True),
+        ("/v1/completions", {"prompt": [1, 2], "max_tokens": ["-1"]}, True),
         ("/v1/completions", {"prompt_embeds": "AAAA", "model": None}, True),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}, True),
         ("/v1/chat/completions", {"prompt": "hello"}, False),

@@ -551,6 +551,7 @@ class TestWhatVersionsLack:
             engine_core=types.SimpleNamespace(
                 sleep_async=engines,
                 pause_scheduler_async=engines,
+                pause_generation_async=engines,  # from 0.33 on
                 sleep=lambda *_: done.append("engine"),
             ),
             logger_manager=None,

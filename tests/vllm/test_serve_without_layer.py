@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -74,10 +75,21 @@ class Front:
         self.file = folder / "models.yaml"
         self.vllm_url = f"unix:{folder}/vllm.sock"
         self.vllm = start_vllm(ready_process, folder, self.vllm_url)
+        self.until_vllm_listens()  # else the front soon looks for it later, and calls that a start that failed
         self.configure(level=1)
         with self.log.open("wb") as log:
             line = [sys.executable, "-P", "-m", "cumem_sleep", "serve", str(self.file)]
             self.process = subprocess.Popen(line, stdout=log, stderr=log)
+
+    def until_vllm_listens(self) -> None:
+        end = time.monotonic() + WITHIN_S
+        while True:
+            with socket.socket(socket.AF_UNIX) as client:
+                if client.connect_ex(str(self.folder / "vllm.sock")) == 0:
+                    return
+            assert self.vllm.poll() is None, self.said()
+            assert time.monotonic() < end, self.said()
+            time.sleep(0.05)
 
     def configure(self, level: int) -> None:
         """The depth at which both sleep when the other one is asked."""
