@@ -1,4 +1,4 @@
-"""ASGI helpers of the gate and the front: canonical paths, reading a request's messages ahead, and answers."""
+"""ASGI helpers of the gate and the front: canonical paths, reading a request's messages ahead, waiting, and answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -175,6 +175,25 @@ class Inbox:
     def _count(self, nbytes: int) -> None:
         self._nbytes += nbytes
         self._held.nbytes += nbytes
+
+
+T = TypeVar("T")
+
+
+async def within(seconds: float, work: Awaitable[T]) -> T:
+    """What `work` returns, or its end. `asyncio.wait_for` loses a cancellation that comes as `work` ends, before 3.12.
+
+    Raises:
+        asyncio.TimeoutError: it took longer.
+    """
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be there to hear it
+    try:
+        if not (await asyncio.wait((task,), timeout=seconds))[0]:
+            raise asyncio.TimeoutError
+        return task.result()
+    finally:
+        task.cancel()
 
 
 # Paths, tokens and headers

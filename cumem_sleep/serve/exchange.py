@@ -26,12 +26,12 @@ from ..asgi import (
     header,
     lost,
     refusal,
+    within,
 )
 from .access import Access, Place
 from .body import BadBody, ModelFinder, finder_for, renamed
 from .fleet import Fleet, Lease, NotInTime, UnknownModel
 from .upstream import BrokenOff, Connection, Connections, Headers, Unreachable, passed_on, request_head
-from .waiting import within
 
 MOST_TRIES = 3  # of a request of which nothing was sent
 SETTLED_BYTES = 1 << 20  # of a body: once these are read its model counts, and must not be named anew

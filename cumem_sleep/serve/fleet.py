@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+from ..asgi import within
 from . import actions, events, hardware, servers
 from .address import Address
 from .config import Config
@@ -30,7 +31,6 @@ from .policy import STOP, Spec
 from .scheduler import Scheduler
 from .status import Counters, GpuStatus, Holder, HostStatus, ModelStatus, Phase, Status, VaultStatus
 from .units import HOST_RESERVE_BYTES, Unit, Units
-from .waiting import within
 
 __all__ = ["Address", "Fleet", "Lease", "NotInTime", "Refused", "ServeError", "ServerFailed", "UnknownModel"]
 

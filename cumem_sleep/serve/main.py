@@ -10,12 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from ..asgi import within
 from .config import Config, ConfigError
 from .fleet import Fleet, LookAtVaults
 from .front import Front
 from .listener import Listener, allow_many_connections
 from .lock import Lock
-from .waiting import within
 
 LOOK_AT_FILE_EVERY_S = 2.0
 

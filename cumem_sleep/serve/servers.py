@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from ..asgi import within
 from .address import Address, from_url
 from .command import is_vllm, listening_host, uses_socket, values
 from .config import Model
@@ -340,7 +341,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + STOP_WITHIN_S
     with suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(process.wait(), STOP_WITHIN_S)
+        await within(STOP_WITHIN_S, process.wait())
     while left := _members(process.pid):
         if loop.time() > ends_at:
             logger.warning("pid %d and what is below it did not end in time, and are killed", process.pid)

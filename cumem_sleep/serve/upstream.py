@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from ..asgi import within
 from .fleet import Address
-from .waiting import within
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
-from ..asgi import ClientGone
+from ..asgi import ClientGone, within
 from ..settings import GateSettings
 from . import data_parallel, events, metrics
 from .siblings import Busy, Siblings
@@ -134,7 +134,7 @@ class Conductor:
     async def _ask(self, seen: int | None = None) -> bool:
         """Ask the engine; False if the answer is outdated, because something changed meanwhile."""
         changes = self._changes
-        sleeps = await asyncio.wait_for(data_parallel.is_any_sleeping(self.engine), ASK_WITHIN_S)
+        sleeps = await within(ASK_WITHIN_S, data_parallel.is_any_sleeping(self.engine))
         ranks = None
         if self._changing:  # whatever the engine says: a worker may not have done what it was told
             ranks = await self._ask_ranks()
@@ -143,7 +143,7 @@ class Conductor:
         # vLLM from 0.18 on also says that it sleeps while its scheduler is only paused. The workers know the
         # difference.
         is_paused = getattr(self.engine, "is_paused", None) if sleeps and ranks is None else None
-        paused = bool(is_paused and await asyncio.wait_for(is_paused(), ASK_WITHIN_S))
+        paused = bool(is_paused and await within(ASK_WITHIN_S, is_paused()))
         if changes != self._changes or not (seen is None or self._still_holds(seen)):
             return False
         self.handle(events.Answered(sleeps, None if ranks is None else metrics.said(ranks), paused))

@@ -16,6 +16,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from ..asgi import within
+
 logger = logging.getLogger("cumem_sleep")
 
 ASK_EVERY_S = 0.01
@@ -95,7 +97,7 @@ class EngineDoor:
             self._empty.clear()
             left_s = deadline - asyncio.get_running_loop().time()
             try:
-                await asyncio.wait_for(self._empty.wait(), max(left_s, 0))
+                await within(max(left_s, 0), self._empty.wait())
             except asyncio.TimeoutError:
                 return False
         return True

@@ -33,6 +33,7 @@ from ..asgi import (
     response,
     status_of,
     whole_answer,
+    within,
 )
 from ..errors import counted
 from ..settings import GateSettings
@@ -398,7 +399,7 @@ class SleepGate:
             self._lease_ended.clear()
             left_s = deadline - asyncio.get_running_loop().time()
             try:
-                await asyncio.wait_for(self._lease_ended.wait(), max(left_s, 0))
+                await within(max(left_s, 0), self._lease_ended.wait())
             except asyncio.TimeoutError:
                 return False
         return True
@@ -645,7 +646,7 @@ class SleepGate:
     async def _is_sleeping(self, scope: Scope, inbox: Inbox, send: Send) -> None:
         """VLLM answers what its engine takes to be so: nothing, while its workers disagree."""
         try:
-            await asyncio.wait_for(self.conductor.look(), HEALTH_WITHIN_S)
+            await within(HEALTH_WITHIN_S, self.conductor.look())
         except Exception as error:
             logger.debug("vLLM itself says whether it sleeps: %s", error)
         if self.model.phase is Phase.DISAGREEING:
@@ -661,7 +662,7 @@ class SleepGate:
     async def _health(self, scope: Scope, inbox: Inbox, send: Send) -> None:
         model, conductor, is_said = self.model, self.conductor, True
         try:
-            await asyncio.wait_for(conductor.look(), HEALTH_WITHIN_S)
+            await within(HEALTH_WITHIN_S, conductor.look())
             await conductor.engine.check_health()
             await conductor.look_how_deep()
         except Exception as error:

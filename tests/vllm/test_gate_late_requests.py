@@ -9,6 +9,8 @@ import pytest
 from fake_vllm import Client, Crash, FakeEngine, FakeVllm, Held, OldEngine, SlowToAnswer, until_idle
 from gate_client import Serve, outcomes, run
 
+from cumem_sleep.vllm.engine_door import EngineDoor
+
 WAYS = ("tokenize", "body", "websocket")
 
 
@@ -384,3 +386,23 @@ def test_the_stand_in_crashes_where_vllm_would() -> None:
             await engine.generate()
 
     run(scenario())
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_cancellation_that_comes_as_the_last_request_has_passed_is_not_lost(turns: int) -> None:
+    """`asyncio.wait_for` loses it before Python 3.12."""
+
+    async def scenario() -> None:
+        door = EngineDoor(None)  # type: ignore[arg-type]
+        door._passing = 1
+        waiting = asyncio.create_task(door.empties(60))
+        await asyncio.sleep(0.01)
+        door._passing = 0
+        door._empty.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        was_told = waiting.cancel()
+        await asyncio.wait((waiting,))
+        assert waiting.cancelled() == was_told
+
+    asyncio.run(scenario())
