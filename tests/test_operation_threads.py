@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from pathlib import Path
 
@@ -143,6 +144,7 @@ class TestTheNextOperation:
         assert_clean_exit(process)
 
 
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer ends such a process itself")
 class TestNoMemory:
     """An error, not the end of the process: the C library ends it where it cannot allocate thread-local data."""
 
