@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -9,6 +10,8 @@ from .. import _core
 from ..extents import Piece
 from ..segments import total_bytes
 from .link import Batch, Link
+
+_LOOK_S = 50e-6  # between looks for a link that is free: a batch takes a hundred times as long
 
 
 class Transfer:
@@ -80,6 +83,7 @@ class Transfer:
                 if link.is_free():
                     return link
             _core.stop_if_asked()
+            time.sleep(_LOOK_S)
         return self._links[0]
 
     def _next_batch(self, most_bytes: int) -> Batch:
