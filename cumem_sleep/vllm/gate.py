@@ -25,6 +25,7 @@ from ..asgi import (
     Scope,
     Send,
     TooMuchHeld,
+    bearer,
     bears,
     deliver,
     not_canonical,
@@ -142,7 +143,8 @@ class SleepGate:
         if token and self._is_guarded(scope, taken):
             if not bears(scope, [token]):
                 unknown = "; the gate does not know this route" if taken.kind is Kind.UNKNOWN else ""
-                wanted = f"an admin token is needed{unknown}"
+                wrong = "the token is wrong: it is not the admin token"
+                wanted = f"{wrong if bearer(scope) else 'an admin token is needed'}{unknown}"
                 answer = refusal(401, wanted, {"WWW-Authenticate": "Bearer"})
                 return await self._answer(scope, inbox, send, answer, wanted)
             scope = _with_api_key(scope)

@@ -36,6 +36,7 @@ def test_the_admin_token(serve: Serve, path: str, dev_mode: str, monkeypatch: py
             assert response.code == 401
             assert response.headers["www-authenticate"] == "Bearer"
             assert response.error["type"] == "AuthenticationError"
+            assert ("the token is wrong" if key else "is needed") in response.error["message"]
         basic = [(b"authorization", b"Basic " + TOKEN.encode())]
         assert (await client.post(path, headers=basic)).code == 401
         assert client.engine.calls == client.vllm.seen == []
