@@ -144,7 +144,7 @@ class TestTheNextOperation:
         assert_clean_exit(process)
 
 
-@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer ends such a process itself")
+@pytest.mark.skipif("san.so" in os.environ.get("LD_PRELOAD", ""), reason="sanitizers end such a process themselves")
 class TestNoMemory:
     """An error, not the end of the process: the C library ends it where it cannot allocate thread-local data."""
 
