@@ -74,7 +74,7 @@ def test_what_the_front_costs_is_what_was_measured() -> None:
     for name in ("first streamed token", "whole answer"):
         more = overhead[name]["more"]
         assert table[name] == [f"{more['median_ms']:.1f} ms", f"{more['p99_ms']:.1f} ms"]
-    said = PAGE.partition("### What the front costs")[2].partition("\n## ")[0]
+    said = " ".join(PAGE.partition("### What the front costs")[2].partition("\n## ")[0].split())
     assert f"{overhead['cpu of the front']['us_per_piece']:.0f} µs" in said
     assert f"{measured['memory']['more_bytes'] / 2**20:.0f} MiB" in said
     assert f"{overhead['requests in flight']} streams of {overhead['pieces of an answer']} pieces" in said
