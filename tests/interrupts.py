@@ -28,9 +28,9 @@ from cumem_sleep.transfer import copiers, decoding, link, pacing, transfer
 
 _PACKAGE = pathlib.Path(allocator_module.__file__).parent
 # Which modules an operation runs. Each has to be reached: a rename would otherwise leave its test without places there.
-_OPERATION = (operation, agreement, deepen, backup, host, store, turns, digest_device, workbench, pinned, report)
-SLEEP = (*_OPERATION, compressor, filling, layer, link, sleep, transfer)
-WAKE = (*_OPERATION, wake, copiers, decoding, link, pacing, transfer)
+_OPERATION = (operation, agreement, backup, host, store, turns, digest_device, workbench, pinned, report)
+SLEEP = (*_OPERATION, compressor, deepen, filling, layer, link, sleep, transfer)
+WAKE = (*_OPERATION, wake, copiers, link, pacing, transfer)
 PREPARE = (allocator_module, operation, prepare, host, store, turns, compressor)
 MALLOC = (allocator_module, operation, deepen)
 CODEC = (compressor, encoding, runner, slots, workbench)

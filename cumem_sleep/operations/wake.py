@@ -43,6 +43,8 @@ def check_device_memory(layer: Layer, segments: Sequence[_core.Segment]) -> None
     Raises:
         OutOfDeviceMemory: a device has too little free memory.
     """
+    with _core.HeldSegments(segments) as held:
+        _core.begin_wake(held)  # which releases what a vault may still write to
     for device in by_device(segments):
         _core.release_waiter(device)  # whose page counts, too
     if short := _short(layer, segments):
@@ -78,7 +80,6 @@ def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
         restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
         restored.sort(key=lambda segment: layer.store.encoding_of(segment) is not None)  # as they are copied
         blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
-        _core.begin_wake(segments)
         expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
         checked = [segment for segment in restored if segment.id in expected]
         keep_bytes = {segment.id for segment in blank if segment.keeps_bytes}

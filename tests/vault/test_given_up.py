@@ -13,7 +13,7 @@ from support import BACKED_UP, PAGE, Memory
 from test_recovery import DEADLINE_S, once_it_goes_on, tier_of
 from test_sleeping import MakeAllocator, check, fill, leave
 
-from cumem_sleep import CuMemAllocator, OutOfDeviceMemory, _core, sim
+from cumem_sleep import CuMemAllocator, OutOfDeviceMemory, _core, operation, sim
 from cumem_sleep.backups.vault import VaultTransfers
 from cumem_sleep.errors import DriverError, VaultLost
 from cumem_sleep.levels import Group
@@ -228,7 +228,7 @@ class TestBorrowed:
             sim.reset()  # not before the operation has tried to release it, and failed
             return asleep_in(meant)
 
-        monkeypatch.setattr(wake_operation, "asleep", relents)
+        monkeypatch.setattr(operation, "asleep", relents)
         allocator.wake_up()
         contents[cache] = memory.fill_random(cache, 4 * PAGE)
         goes_on(vault, copied, 1)

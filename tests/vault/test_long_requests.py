@@ -75,7 +75,7 @@ class Many:
 
 @pytest.fixture
 def many(folder: pathlib.Path, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Many]:
-    allocator._entry.open()
+    allocator._operations.open()
     monkeypatch.setattr(selectors, "DefaultSelector", Watched)
     monkeypatch.setattr(_core.HostBlock, "prefault", lambda *_: None)
     address = Address(folder / "vault.sock")
