@@ -24,7 +24,7 @@ from cumem_sleep.backups import backup, filling, host, store, turns
 from cumem_sleep.codec import compressor, encoding, lent, runner, slots, workbench
 from cumem_sleep.digest import device as digest_device
 from cumem_sleep.operations import agreement, deepen, layer, prepare, sleep, wake
-from cumem_sleep.transfer import copiers, decoding, link, pacing, transfer
+from cumem_sleep.transfer import copiers, link, pacing, transfer
 
 _PACKAGE = pathlib.Path(allocator_module.__file__).parent
 # Which modules an operation runs. Each has to be reached: a rename would otherwise leave its test without places there.
