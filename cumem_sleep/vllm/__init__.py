@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
     from ..settings import GateSettings
     from .gate import SleepGate
 
-    # vLLM looks up the class before it serves, but creates the gate only in the ASGI lifespan, where uvicorn takes #
+    # vLLM looks up the class before it serves, but creates the gate only in the ASGI lifespan, where uvicorn takes
     # errors for "no lifespan". So a bad setting has to stop the server here.
     GateSettings.from_environment()
     return SleepGate
