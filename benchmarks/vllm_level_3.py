@@ -59,7 +59,7 @@ IN_TWO_STEPS = 2  # the cycle that stops at level 1 on its way
 ANSWERS: dict[str, Callable[[str], bool]] = {
     "/health": lambda said: json.loads(said)["level"] == 3,
     "/is_sleeping": lambda said: json.loads(said)["is_sleeping"] is True,
-    "/metrics": lambda said: re.search(r'^cumem_sleep:sleep_level\{rank="0"\} 3\.0$', said, re.MULTILINE) is not None,
+    "/metrics": lambda said: re.search(r'^cumem_sleep_sleep_level\{rank="0"\} 3\.0$', said, re.MULTILINE) is not None,
     "/v1/models": lambda said: len(json.loads(said)["data"]) == 1,
 }
 BUILT = re.compile("Graph capturing finished|torch.compile|Dynamo|[Cc]ompil(?:ing|ed) (?:a|the) graph")

@@ -9,8 +9,6 @@ from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .interpreter import is_main_interpreter
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -113,7 +111,20 @@ def _use_installed_package() -> None:
     spec.loader.exec_module(installed)
 
 
-if not is_main_interpreter():  # before loading the extension, which would hang up to Python 3.11
+def _is_main_interpreter() -> bool:
+    """False in a subinterpreter."""
+    if sys.version_info >= (3, 13):
+        from _thread import _is_main_interpreter
+
+        return _is_main_interpreter()
+    try:
+        import _xxsubinterpreters as interpreters
+    except ImportError:  # a Python built without them
+        return True
+    return bool(interpreters.get_current() == interpreters.get_main())
+
+
+if not _is_main_interpreter():  # before loading the extension, which would hang up to Python 3.11
     raise ImportError(
         "cumem-sleep does not work in a subinterpreter: there is one allocator for the process, and its extension can"
         " be loaded by the main interpreter only. Import it there, or use a process instead"

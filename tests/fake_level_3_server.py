@@ -124,7 +124,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/is_sleeping":
             self.answer(200, {"is_sleeping": model.asleep})
         elif self.path == "/metrics":
-            self.answer(200, f'# TYPE\ncumem_sleep:sleep_level{{rank="0"}} {float(level)}\n', "text/plain")
+            self.answer(200, f'# TYPE\ncumem_sleep_sleep_level{{rank="0"}} {float(level)}\n', "text/plain")
         elif self.path == "/v1/models":
             self.answer(200, {"data": [{"id": arguments.served_model_name}]})
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import functools
 import json
 import logging
 import os
@@ -489,54 +488,6 @@ def test_lines_of_sleeps_and_wakes_are_measured_ones_and_as_the_code_writes_them
         return re.sub(r"\d+(\.\d+)?( [KMG]?i?B\b(?!/))?", "N", line)
 
     assert [shape(line) for line in quoted] == [shape(f"cumem-sleep: {report}") for report in reports]
-
-
-# Metrics
-
-
-class Family:
-    """Stands for the families of prometheus_client, which need not be installed here."""
-
-    def __init__(self, name: str, _text: str, labels: list[str], suffix: str) -> None:
-        self.name, self.labels = name + suffix, set(labels)
-
-    def add_metric(self, labels: list[str], _value: float) -> None:
-        assert len(labels) == len(self.labels)
-
-
-@pytest.fixture
-def families(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
-    """The labels of every metric, by its name."""
-    core = types.ModuleType("prometheus_client.core")
-    core.GaugeMetricFamily = functools.partial(Family, suffix="")  # type: ignore[attr-defined]
-    core.CounterMetricFamily = functools.partial(Family, suffix="_total")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "prometheus_client", types.ModuleType("prometheus_client"))
-    monkeypatch.setitem(sys.modules, "prometheus_client.core", core)
-    status = metrics.WorkerStatus()
-    usage = dict.fromkeys(metrics.Usage.__annotations__, 1)
-    done = {"count": 1, "failures": 0, "seconds": 1.0, "phases": {"copy": 1.0}, "bytes": {"copied": 1}}
-    rank = {"rank": 0, "devices": [0], "simulated": True, "usage": {"weights": usage}, "operations": {"sleep": done}}
-    rank["place"] = {"vault": "/run/vault.sock", "lost": ""}
-    rank |= {"device_used_bytes": 1, "device_total_bytes": 2, "checkpointed": False}
-    status.ranks = [rank]  # type: ignore[list-item]
-    collector = metrics.Collector(status, Counter({"woke": 1}))
-    return {family.name: family.labels for family in collector.collect()}
-
-
-def test_every_metric_is_on_the_page_with_its_labels(families: dict[str, set[str]]) -> None:
-    on_the_page = {
-        row[0].strip("`"): set(re.findall(r"\w+", row[1]))
-        for row in rows(page("vllm"))
-        if row[0].startswith("`cumem_sleep:")
-    }
-    assert on_the_page == {name: labels - {"rank"} for name, labels in families.items()}
-    assert {name for name, labels in families.items() if "rank" not in labels} == {"cumem_sleep:gate_requests_total"}
-
-
-def test_queries_name_metrics_and_labels_that_exist(families: dict[str, set[str]]) -> None:
-    for name, selector in re.findall(r"(cumem_sleep:\w+)(?:\{([^}]*)\})?", page("vllm")):
-        assert name in families
-        assert set(re.findall(r"(\w+)=", selector)) <= families[name]
 
 
 # Levels and errors

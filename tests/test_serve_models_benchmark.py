@@ -18,7 +18,7 @@ from support import two_free_ports
 
 import cumem_sleep
 
-for package in ("uvicorn", "httptools", "httpx", "pydantic", "yaml", "prometheus_client", "uvloop"):
+for package in ("uvicorn", "httptools", "httpx", "pydantic", "yaml", "uvloop"):
     pytest.importorskip(package)
 
 BENCHMARK = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "serve_models.py"

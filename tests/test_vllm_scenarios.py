@@ -588,7 +588,7 @@ class Level3Server(Served):
             if deepens and self.level == 1 and not self.is_half_way:
                 self.level = 3
             each = [1, 3] if self.wrong == "splits" and self.level else [self.level] * self.ranks
-            lines = [f'cumem_sleep:sleep_level{{rank="{rank}"}} {level}.0' for rank, level in enumerate(each)]
+            lines = [f'cumem_sleep_sleep_level{{rank="{rank}"}} {level}.0' for rank, level in enumerate(each)]
             return 200, {}, "\n".join(["# HELP", *lines] if self.wrong != "no metrics" else [])
         if path == "/is_sleeping":
             return 200, {}, {"is_sleeping": self.level > 0 and self.wrong != "lies"}

@@ -96,7 +96,7 @@ def gate_rejects(folder: Path) -> Facts:
         server.expect(200, "POST", "/reload_weights")
         check("tokens after the reload", server.tokens(PROMPTS[0]) == (200, before))
         metrics = server.expect(200, "GET", "/metrics").splitlines()
-        facts["metrics"] = [line for line in metrics if line.startswith("cumem_sleep:")]
+        facts["metrics"] = [line for line in metrics if line.startswith("cumem_sleep_")]
         check("metrics", any("operations_total" in line for line in facts["metrics"]))
     return facts
 

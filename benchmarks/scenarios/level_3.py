@@ -19,7 +19,7 @@ DEEP_WITHIN_S = 30.0
 def levels(server: GatedServer) -> list[int]:
     """How deep each worker sleeps, by the gate's metrics."""
     lines = server.expect(200, "GET", "/metrics").splitlines()
-    found = [int(float(line.split()[-1])) for line in lines if line.startswith("cumem_sleep:sleep_level{")]
+    found = [int(float(line.split()[-1])) for line in lines if line.startswith("cumem_sleep_sleep_level{")]
     check("metrics say the level", found)
     return found
 

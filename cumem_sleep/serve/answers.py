@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from ..asgi import Inbox, Message, Scope, Send, deliver, lost, refusal, response
+from ..metrics import CONTENT_TYPE
 from .access import Access, Place
 from .fleet import Fleet, NotInTime, Refused, UnknownModel
 from .live import LiveStatus
@@ -78,8 +79,8 @@ class Answers:
         return response(200, self._view(self._fleet.status(), self._access.is_admin(scope)))
 
     async def _metrics(self, _place: Place, _scope: Scope, _inbox: Inbox) -> list[Message]:
-        content, content_type = exposition(self._fleet)
-        lines = [(b"content-type", content_type.encode()), (b"content-length", str(len(content)).encode())]
+        content = exposition(self._fleet).encode()
+        lines = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", str(len(content)).encode())]
         return [
             {"type": "http.response.start", "status": 200, "headers": lines},
             {"type": "http.response.body", "body": content},

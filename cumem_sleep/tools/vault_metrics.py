@@ -18,74 +18,29 @@ from types import TracebackType
 from typing import Any, cast
 
 from ..errors import CumemSleepError, VaultError
+from ..metrics import CONTENT_TYPE, VAULT, VAULT_CLIENT, VAULT_GPU, Metric, Samples
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PATH = "/metrics"
 _MOST_AT_ONCE = 16
 _DEADLINE_S = 10.0
 
-_METRICS = (
-    ("memory_bytes", "gauge", "what the vault may hold"),
-    ("pinned_bytes", "gauge", "what it has taken and pinned"),
-    ("adopted_bytes", "gauge", "what it has adopted from another vault"),
-    ("free_bytes", "gauge", "pinned, and no backup in it"),
-    ("left_bytes", "gauge", "room for further backups: free, evictable, or yet to be pinned"),
-    ("asleep_bytes", "gauge", "backups of segments that sleep"),
-    ("awake_bytes", "gauge", "retained backups of segments that are awake"),
-    ("shared_bytes", "gauge", "backups that several processes share"),
-    ("saved_bytes", "gauge", "what sharing saves"),
-    ("waiting", "gauge", "requests that wait for memory that is still being pinned"),
-    ("evicted_bytes", "counter", "retained backups that were evicted"),
-    ("refused", "counter", "requests that were refused"),
-    ("cut_off", "counter", "clients that were cut off"),
-)
-_GPU_METRICS = (
-    ("asleep_bytes", "gauge", "backups of segments of this GPU that sleep"),
-    ("awake_bytes", "gauge", "retained backups of segments of this GPU that are awake"),
-    ("shared_bytes", "gauge", "how much of both several processes share"),
-    ("copied_out_bytes", "counter", "copied from the GPU"),
-    ("copied_in_bytes", "counter", "copied to the GPU"),
-    ("busy_out_s", "counter", "seconds in which copies from the GPU were in flight"),
-    ("busy_in_s", "counter", "seconds in which copies to the GPU were in flight"),
-    ("last_out_gbps", "gauge", "rate of the last copies from the GPU, in 10^9 bytes per second"),
-    ("last_in_gbps", "gauge", "rate of the last copies to the GPU, in 10^9 bytes per second"),
-)
-_CLIENT_METRICS = (
-    ("asleep_bytes", "gauge", "backups of the client's segments that sleep"),
-    ("awake_bytes", "gauge", "retained backups of the client's segments that are awake"),
-    ("shared_bytes", "gauge", "how much of both others have, too"),
-)
-
 
 def prometheus(facts: Mapping[str, Any]) -> str:
     """The vault's status in the text format, version 0.0.4."""
-    lines: list[str] = []
-    for name, kind, text in _METRICS:
-        lines += _metric(f"cumem_sleep_vault_{name}", kind, text, [({}, facts[name])])
-    for name, kind, text in _GPU_METRICS:
-        samples = [({"gpu": gpu["uuid"]}, gpu[name]) for gpu in facts["gpus"]]
-        lines += _metric(f"cumem_sleep_vault_gpu_{name}", kind, text, samples)
-    clients = facts["clients"]
-    lines += _metric("cumem_sleep_vault_clients", "gauge", "clients that are connected", [({}, len(clients))])
-    for name, kind, text in _CLIENT_METRICS:
-        samples = [({"pid": str(each["pid"]), "name": each["name"]}, each[name]) for each in clients]
-        lines += _metric(f"cumem_sleep_vault_client_{name}", kind, text, samples)
-    return "\n".join(lines) + "\n"
+    samples = Samples({**VAULT, **VAULT_GPU, **VAULT_CLIENT})
+    _add(samples, VAULT, "vault_", {**facts, "clients": len(facts["clients"])})
+    for gpu in facts["gpus"]:
+        _add(samples, VAULT_GPU, "vault_gpu_", gpu, gpu=gpu["uuid"])
+    for client in facts["clients"]:
+        _add(samples, VAULT_CLIENT, "vault_client_", client, pid=str(client["pid"]), name=client["name"])
+    return samples.text()
 
 
-def _metric(name: str, kind: str, text: str, samples: list[tuple[dict[str, str], Any]]) -> list[str]:
-    """Samples without a value, as the rate of what was never copied, are left out."""
-    name += "_total" if kind == "counter" else ""
-    lines = [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-    for labels, value in samples:
-        if value is not None:
-            said = ",".join(f'{label}="{_escaped(each)}"' for label, each in labels.items())
-            lines.append(f"{name}{{{said}}} {value}" if said else f"{name} {value}")
-    return lines
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def _add(samples: Samples, table: Mapping[str, Metric], prefix: str, facts: Mapping[str, Any], **labels: str) -> None:
+    """What has no value, as the rate of what was never copied, is left out."""
+    for name in table:
+        if (value := facts[name.removeprefix(prefix)]) is not None:
+            samples.add(name, value, **labels)
 
 
 class MetricsServer(socketserver.ThreadingTCPServer):

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, TypedDict
 
+from ..metrics import ENGINE, Samples
 from . import data_parallel
 from .events import Workers
 
@@ -165,7 +166,7 @@ class Collector:
     def collect(self) -> Iterator[Any]:
         """All metric families with their latest values."""
         try:
-            families = self._families()
+            families = list(self._samples().families())
         except Exception:  # an error would also break vLLM's own metrics
             if not self._failed:
                 logger.exception("the cumem_sleep metrics are left out: the workers' answer could not be understood")
@@ -173,62 +174,38 @@ class Collector:
             return
         yield from families
 
-    def _families(self) -> list[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        families: dict[str, Any] = {}
-
-        def add(kind: Any, name: str, text: str, value: float, /, **labels: str) -> None:
-            if name not in families:
-                families[name] = kind(f"cumem_sleep:{name}", text, labels=list(labels))
-            families[name].add_metric(list(labels.values()), value)
-
-        def gauge(name: str, text: str, value: float, /, **labels: str) -> None:
-            add(GaugeMetricFamily, name, text, value, **labels)
-
-        def counter(name: str, text: str, value: float, /, **labels: str) -> None:
-            add(CounterMetricFamily, name, text, value, **labels)
-
+    def _samples(self) -> Samples:
+        samples = Samples(ENGINE)
         for worker in self._status.ranks:
             rank = str(worker["rank"])
-            simulated = str(worker["simulated"]).lower()
             devices = ",".join(map(str, worker["devices"]))
-            gauge("info", "Workers.", 1, rank=rank, devices=devices, simulated=simulated)
-            text = "How deep the worker sleeps: 0 to 3. At 3 the device's numbers are those of when it fell asleep."
-            gauge("sleep_level", text, sleep_level(worker), rank=rank)
-            text = "Device memory in use, by all processes."
-            gauge("device_used_bytes", text, worker["device_used_bytes"], rank=rank)
-            gauge("device_total_bytes", "Device memory.", worker["device_total_bytes"], rank=rank)
+            samples.add("info", 1, rank=rank, devices=devices, simulated=str(worker["simulated"]).lower())
+            samples.add("sleep_level", sleep_level(worker), rank=rank)
+            samples.add("device_used_bytes", worker["device_used_bytes"], rank=rank)
+            samples.add("device_total_bytes", worker["device_total_bytes"], rank=rank)
             if worker["place"]["vault"]:
-                text = "1 while the vault that keeps the backups can be asked, 0 once it is lost."
-                gauge("vault_up", text, 0 if worker["place"]["lost"] else 1, rank=rank)
+                samples.add("vault_up", 0 if worker["place"]["lost"] else 1, rank=rank)
             for tag, usage in worker["usage"].items():
-                asleep_bytes = usage["bytes"] - usage["mapped_bytes"]
-                text = "Segments' bytes, with device memory under them (mapped) or without (asleep)."
-                gauge("memory_bytes", text, usage["mapped_bytes"], rank=rank, tag=tag, state="mapped")
-                gauge("memory_bytes", text, asleep_bytes, rank=rank, tag=tag, state="asleep")
-                text = "Host memory held by backups, pinned by the worker or in a vault."
-                gauge("host_bytes", text, usage["host_bytes"], rank=rank, tag=tag)
-                gauge("vault_bytes", "Of these, in the vault.", usage["vault_bytes"], rank=rank, tag=tag)
-                text = "Of these, shared with other processes."
-                gauge("shared_bytes", text, usage["shared_bytes"], rank=rank, tag=tag)
-                text = "Segments' bytes with a complete backup, awake or asleep."
-                gauge("backed_up_bytes", text, usage["backed_up_bytes"], rank=rank, tag=tag)
-                gauge("segments", "Segments.", usage["segments"], rank=rank, tag=tag)
+                of = {"rank": rank, "tag": tag}
+                samples.add("memory_bytes", usage["mapped_bytes"], **of, state="mapped")
+                samples.add("memory_bytes", usage["bytes"] - usage["mapped_bytes"], **of, state="asleep")
+                samples.add("host_bytes", usage["host_bytes"], **of)
+                samples.add("vault_bytes", usage["vault_bytes"], **of)
+                samples.add("shared_bytes", usage["shared_bytes"], **of)
+                samples.add("backed_up_bytes", usage["backed_up_bytes"], **of)
+                samples.add("segments", usage["segments"], **of)
             for name, done in worker["operations"].items():
-                which = {"rank": rank, "operation": name}
-                text = "Sleeps, wakes and discards."
-                counter("operations", text, done["count"], **which, result="ok")
-                counter("operations", text, done["failures"], **which, result="failed")
-                counter("operation_seconds", "Time they took.", done["seconds"], **which)
+                of = {"rank": rank, "operation": name}
+                samples.add("operations", done["count"], **of, result="ok")
+                samples.add("operations", done["failures"], **of, result="failed")
+                samples.add("operation_seconds", done["seconds"], **of)
                 for phase, seconds in done["phases"].items():
-                    counter("operation_phase_seconds", "Time they took, by phase.", seconds, **which, phase=phase)
+                    samples.add("operation_phase_seconds", seconds, **of, phase=phase)
                 for kind, nbytes in done["bytes"].items():
-                    counter("operation_bytes", "Bytes they moved, by what was done.", nbytes, **which, kind=kind)
+                    samples.add("operation_bytes", nbytes, **of, kind=kind)
         for outcome, count in self._outcomes.items():
-            text = "Requests that met a sleeping model, by what became of them."
-            counter("gate_requests", text, count, outcome=outcome)
-        return list(families.values())
+            samples.add("gate_requests", count, outcome=outcome)
+        return samples
 
 
 _registered: Collector | None = None

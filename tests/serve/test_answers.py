@@ -221,7 +221,7 @@ def test_metrics() -> None:
             answer = await world.ask(get("/metrics"))
             assert answer.headers["content-type"].startswith("text/plain")
             samples = {
-                (sample.name.removeprefix("cumem_sleep:serve_"), *sorted(sample.labels.values())): sample.value
+                (sample.name.removeprefix("cumem_sleep_serve_"), *sorted(sample.labels.values())): sample.value
                 for family in text_string_to_metric_families(answer.body.decode())
                 for sample in family.samples
             }

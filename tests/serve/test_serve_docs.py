@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from front_world import StubFleet
 
 from cumem_sleep.serve.access import Need, place_of
 from cumem_sleep.serve.config import Front, parse
-from cumem_sleep.serve.metrics import FleetCollector
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "several-models.md").read_text()
@@ -24,22 +21,6 @@ def rows(after: str) -> list[list[str]]:
     lines = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert lines is not None
     return [[cell.strip() for cell in line.strip("\n")[1:-1].split("|")] for line in lines[0].splitlines()[2:]]
-
-
-def metrics() -> dict[str, set[str]]:
-    """The labels of every metric, by its name."""
-    families: list[Any] = list(FleetCollector(StubFleet("one")).collect())  # type: ignore[arg-type]
-    return {family.name + "_total" * (family.type == "counter"): set(family._labelnames) for family in families}
-
-
-def test_every_metric_is_on_the_page_with_its_labels() -> None:
-    assert {row[0].strip("`"): set(re.findall(r"\w+", row[1])) for row in rows("## Metrics")} == metrics()
-
-
-def test_queries_name_metrics_and_labels_that_exist() -> None:
-    known = metrics()
-    for name, selector in re.findall(r"\((cumem_sleep:serve_\w+)(?:\{([^}]*)\})?", PAGE):
-        assert set(re.findall(r"(\w+)=", selector)) <= known[name]
 
 
 def test_paths_on_the_page_need_what_it_says() -> None:

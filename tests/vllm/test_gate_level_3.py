@@ -246,6 +246,6 @@ def test_metrics_say_how_deep() -> None:
         status = metrics.WorkerStatus()
         status.ranks = [engine.status(0)]
         families = {family.name: family for family in metrics.Collector(status, Counter()).collect()}
-        levels.append(families["cumem_sleep:sleep_level"].samples[0].value)
-        assert families["cumem_sleep:device_used_bytes"].samples[0].value == 50
+        levels.append(families["cumem_sleep_sleep_level"].samples[0].value)
+        assert families["cumem_sleep_device_used_bytes"].samples[0].value == 50
     assert levels == [0, 0, 1, 2, 3]

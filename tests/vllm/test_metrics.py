@@ -199,12 +199,12 @@ def test_families() -> None:
     engine.asleep, engine.backed_up = {"weights"}, True
     found = samples(collector_of(engine, Counter(rejected=3, woke=1)))
     wanted = {
-        (f"cumem_sleep:{name}", frozenset({**labels, "rank": "0"}.items())): value
+        (f"cumem_sleep_{name}", frozenset({**labels, "rank": "0"}.items())): value
         for name, values in EXPECTED.items()
         for labels, value in values
     }
     for outcome, count in (("rejected", 3), ("woke", 1)):
-        wanted[("cumem_sleep:gate_requests_total", frozenset({("outcome", outcome)}))] = count
+        wanted[("cumem_sleep_gate_requests_total", frozenset({("outcome", outcome)}))] = count
     of_rank_1 = {key for key in found if ("rank", "1") in key[1]}
     assert {key: value for key, value in found.items() if key not in of_rank_1} == wanted
     assert len(of_rank_1) == sum(map(len, EXPECTED.values()))
@@ -216,10 +216,10 @@ def test_backups_in_a_vault(lost: str, up: int) -> None:
     engine = FakeEngine()
     engine.backed_up, engine.place = True, {"vault": "/run/vault.sock", "lost": lost}
     found = samples(collector_of(engine))
-    assert found["cumem_sleep:vault_up", frozenset({("rank", "1")})] == up
+    assert found["cumem_sleep_vault_up", frozenset({("rank", "1")})] == up
     for name, nbytes in (("host", 600), ("vault", 600), ("shared", 200)):
-        assert found[f"cumem_sleep:{name}_bytes", frozenset({("rank", "1"), ("tag", "weights")})] == nbytes
-        assert found[f"cumem_sleep:{name}_bytes", frozenset({("rank", "1"), ("tag", "kv_cache")})] == 0
+        assert found[f"cumem_sleep_{name}_bytes", frozenset({("rank", "1"), ("tag", "weights")})] == nbytes
+        assert found[f"cumem_sleep_{name}_bytes", frozenset({("rank", "1"), ("tag", "kv_cache")})] == 0
 
 
 def test_an_answer_that_is_not_understood_takes_nothing_down(caplog: pytest.LogCaptureFixture) -> None:
@@ -235,11 +235,11 @@ def test_the_text_that_a_scrape_gets() -> None:
     registry = client.CollectorRegistry(auto_describe=True)
     registry.register(collector_of(FakeEngine()))
     text = client.generate_latest(registry).decode()
-    assert 'cumem_sleep:memory_bytes{rank="0",state="mapped",tag="weights"} 600.0' in text
-    assert "# TYPE cumem_sleep:operation_seconds_total counter" in text
-    assert "# TYPE cumem_sleep:memory_bytes gauge" in text
+    assert 'cumem_sleep_memory_bytes{rank="0",state="mapped",tag="weights"} 600.0' in text
+    assert "# TYPE cumem_sleep_operation_seconds_total counter" in text
+    assert "# TYPE cumem_sleep_memory_bytes gauge" in text
     for line in text.splitlines():
-        assert line.startswith(("# HELP cumem_sleep:", "# TYPE cumem_sleep:", "cumem_sleep:"))
+        assert line.startswith(("# HELP cumem_sleep_", "# TYPE cumem_sleep_", "cumem_sleep_"))
 
 
 def test_a_later_gate_takes_the_place_over() -> None:
@@ -247,15 +247,15 @@ def test_a_later_gate_takes_the_place_over() -> None:
 
     async def scenario() -> None:
         first, second = serve(), serve()
-        assert "cumem_sleep:" not in client.generate_latest().decode(), "nothing is known yet"
+        assert "cumem_sleep_" not in client.generate_latest().decode(), "nothing is known yet"
         await first.post("/sleep")
         await first.ask()
-        assert "cumem_sleep:" not in client.generate_latest().decode()
+        assert "cumem_sleep_" not in client.generate_latest().decode()
         await second.post("/sleep")
         await second.ask()
         text = client.generate_latest().decode()
-        assert text.count('cumem_sleep:gate_requests_total{outcome="rejected"} 1.0') == 1
-        assert text.count('cumem_sleep:segments{rank="1",tag="weights"} 2.0') == 1
+        assert text.count('cumem_sleep_gate_requests_total{outcome="rejected"} 1.0') == 1
+        assert text.count('cumem_sleep_segments{rank="1",tag="weights"} 2.0') == 1
 
     run(scenario())
 

@@ -141,7 +141,7 @@ def test_answers_wakes_and_ends(server: Server) -> None:
     assert server.get("/health") == (200, {"status": "asleep", "asleep": True, "level": 3})
     assert server.get("/is_sleeping") == (200, {"is_sleeping": True})
     assert server.get("/v1/models")[0] == 200
-    assert 'cumem_sleep:sleep_level{rank="0"} 3.0' in server.get("/metrics")[1]
+    assert 'cumem_sleep_sleep_level{rank="0"} 3.0' in server.get("/metrics")[1]
     deepen(server)  # it is there
     assert "good" in complete(server), "the request woke it"
     assert server.get("/health")[1] == ""

@@ -1,0 +1,90 @@
+"""The table of metrics, the pages that are made from it, and what the exporters make of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import re
+
+import pytest
+
+from cumem_sleep import metrics
+from cumem_sleep.metrics import Samples
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "metrics.md").read_text()
+TABLES = (metrics.ENGINE, metrics.FRONT, metrics.VAULT, metrics.VAULT_GPU, metrics.VAULT_CLIENT)
+ALL = {metric.full_name: metric for table in TABLES for metric in table.values()}
+
+
+def test_no_two_metrics_have_the_same_name() -> None:
+    assert len(ALL) == sum(map(len, TABLES))
+
+
+def test_names_and_labels_are_what_prometheus_takes() -> None:
+    for metric in ALL.values():
+        assert re.fullmatch(r"cumem_sleep_[a-z_]+", metric.full_name)  # a colon is for rules
+        assert not metric.name.endswith("_total")
+        assert all(re.fullmatch(r"[a-z]+", label) for label in metric.labels)
+
+
+def test_a_text_is_a_sentence() -> None:
+    assert [metric.text for metric in ALL.values() if not re.fullmatch(r"(?s)[A-Z1].*[.…]", metric.text)] == []
+
+
+def test_the_page_is_made_from_the_table() -> None:
+    """After a change: `python tools/generated_tables.py`."""
+    for heading, table in metrics.tables().items():
+        assert f"\n{table}\n" in f"{PAGE.partition(f'## {heading}')[2].partition('## ')[0]}\n\n"
+
+
+def test_queries_name_metrics_and_labels_that_exist() -> None:
+    queries = re.findall(r"(cumem_sleep_\w+)(?:\{([^}]*)\})?", PAGE.partition("## Queries")[2])
+    assert len(queries) > 5
+    for name, selector in queries:
+        assert set(re.findall(r"(\w+)=", selector)) <= set(ALL[name].labels)
+
+
+@pytest.mark.parametrize("name", ["vllm", "several-models", "vault", "how-it-works", "benchmarks"])
+def test_other_pages_name_metrics_that_exist(name: str) -> None:
+    for found in re.findall(r"`(cumem_sleep_\w+)`", (ROOT / "docs" / f"{name}.md").read_text()):
+        assert found in ALL or found in ("cumem_sleep_status", "cumem_sleep_deepen"), found
+
+
+def test_a_sample_has_exactly_the_labels_of_its_metric() -> None:
+    samples = Samples(metrics.ENGINE)
+    with pytest.raises(KeyError):
+        samples.add("no_such", 1)
+    for labels in ({}, {"rank": "0", "tag": "weights"}):
+        with pytest.raises(AssertionError, match="labels of sleep_level"):
+            samples.add("sleep_level", 1, **labels)
+
+
+def filled() -> Samples:
+    samples = Samples(metrics.VAULT_CLIENT | metrics.VAULT)
+    samples.add("vault_client_asleep_bytes", 2 << 20, pid="7", name='a "b"\\\n')
+    samples.add("vault_client_asleep_bytes", 0.5, pid="8", name="")
+    samples.add("vault_refused", 3)
+    return samples
+
+
+def test_as_text() -> None:
+    assert filled().text().splitlines() == [
+        "# HELP cumem_sleep_vault_client_asleep_bytes Backups of the client's segments that sleep.",
+        "# TYPE cumem_sleep_vault_client_asleep_bytes gauge",
+        'cumem_sleep_vault_client_asleep_bytes{pid="7",name="a \\"b\\"\\\\\\n"} 2097152',
+        'cumem_sleep_vault_client_asleep_bytes{pid="8",name=""} 0.5',
+        "# HELP cumem_sleep_vault_refused_total Requests that were refused.",
+        "# TYPE cumem_sleep_vault_refused_total counter",
+        "cumem_sleep_vault_refused_total 3",
+    ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("prometheus_client") is None, reason="needs prometheus_client")
+def test_the_text_is_what_prometheus_client_would_write() -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    read = text_string_to_metric_families(filled().text())
+    assert [(family.name, family.type, family.samples) for family in read] == [
+        (family.name, family.type, family.samples) for family in filled().families()
+    ]
