@@ -37,9 +37,9 @@ def _if_switched(lines: Callable[[dict[str, Any]], list[str]]) -> list[str]:
 
 
 def of_the_vault() -> list[str]:
-    """Three tables."""
-    gpu_memory = vault.gpu_memory_table(load("vault_gpu_memory.json"))
-    return [*vault.table(load("vault.json")), "", vault.clients_together(load("vault.json")), "", *gpu_memory]
+    """Its steps, and two clients at once."""
+    result = load("vault.json")
+    return [*vault.table(result), "", vault.clients_together(result)]
 
 
 def of_torch_memory_saver() -> list[str]:
