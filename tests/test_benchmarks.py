@@ -221,17 +221,13 @@ def results(
     (folder / "peers.json").write_text(json.dumps({**peers[1], "machine": MACHINE}))
     (folder / "bench.json").write_text(json.dumps(bench_result()))
     kept = (
-        "decoder",
         "prepare_cost",
         "vllm_serve",
         "vllm_scenarios",
         "compressed",
-        "codec",
         "host_memory",
         "vault",
         "saver",
-        "bench_level_3",
-        "checkpoint_behaviour",
         "vllm_level_3",
         "vllm_level_3_own",
         "serve_models",
@@ -260,7 +256,7 @@ def test_tables_say_what_was_not_measured(results: pathlib.Path, tables: ModuleT
     first_sleep = next(line for line in peers.splitlines() if line.startswith("| first sleep | "))
     assert first_sleep.count("not measured") == 3
     assert re.search(r"^vLLM `cumem` was not measured: vllm (is not installed|needs a GPU)\.$", page, re.MULTILINE)
-    assert "| wake | 1.40 (1.30–1.50) | 65.0 | 46.7 | 1.15 |" in page
+    assert "| wake | 1.40 (1.30–1.50) | 1.15 |" in page
     hooks = next(line for line in page.splitlines() if line.startswith("| malloc and free of a 2 MiB segment, µs | "))
     assert hooks.count("not measured") == 3
 
@@ -333,20 +329,6 @@ def test_tables_of_the_vault_and_of_the_other_package(results: pathlib.Path, tab
         if line.startswith("| resume at once | ")
     )
     assert " | 0.500–1.00 | 1.00–2.00 (0.50 ×) | " in resumed
-
-
-@pytest.mark.slow
-def test_table_of_level_3(results: pathlib.Path, tables: ModuleType) -> None:
-    """Memory that many checkpoints leave is said to be the same only if it is."""
-    page = results.parent / "docs" / "benchmarks.md"
-    tables.main()
-    assert "20 times in a row" in page.read_text()
-    assert "the same after each." in page.read_text()
-    behaviour = json.loads((results / "checkpoint_behaviour.json").read_text())
-    behaviour["twenty_times"]["rounds"][7]["gpu_free_mib"] -= 1
-    (results / "checkpoint_behaviour.json").write_text(json.dumps(behaviour))
-    tables.main()
-    assert "DIFFER." in page.read_text()
 
 
 def cells_of(lines: list[str], head: str) -> list[str]:

@@ -19,8 +19,8 @@ BELOW = (
     "",
     f"![Seconds of sleep and wake by layer]({PLOT.name})",
     "",
-    "Weights wake from level 2 with undefined bytes; torch_memory_saver fixes where memory is allocated whether its"
-    " bytes are kept. What the layers do in these times differs: cumem-sleep also proves that the bytes are the same.",
+    "Weights wake from level 2 with undefined bytes; torch_memory_saver has no levels. In these times cumem-sleep also"
+    " proves that the bytes are the same; the others do not.",
 )
 
 
