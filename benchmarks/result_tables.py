@@ -41,12 +41,6 @@ def of_the_vault() -> list[str]:
     return [*vault.table(result), "", vault.clients_together(result)]
 
 
-def of_torch_memory_saver() -> list[str]:
-    """A table for each size."""
-    first, *others = torch_memory_saver.tables(load("saver.json"))
-    return [*first, *(line for table in others for line in ("", *table))]
-
-
 def of_vllm() -> list[str]:
     """What was tried with it: runs on several machines, each with a record of its own."""
     return scenarios.table(json.loads((results.RESULTS / "vllm_scenarios.json").read_text()))
@@ -68,7 +62,7 @@ BLOCKS: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
     },
     "docs/vllm-scenarios.md": {"scenarios": of_vllm},
     "docs/vault.md": {"vault": of_the_vault},
-    "docs/torch-memory-saver.md": {"saver": of_torch_memory_saver},
+    "docs/torch-memory-saver.md": {"saver": lambda: torch_memory_saver.table(load("saver.json"))},
 }
 
 
