@@ -45,9 +45,9 @@ def table(own: dict[str, Any], vault: dict[str, Any]) -> list[str]:
         row("`--gpu-memory-utilization`", shares),
         *(row(head, (way.get(head, "–") for way in measured.values())) for head in ROWS),
         "",
-        f"Two models in turns at level 3 through one vault, compressed, {said['shape']} and {said['second']}, in the"
-        f" run of the second column: each had at least {both['share of the GPU of each']} of the GPU while awake, and"
-        f" the same tokens after {both['switches of two, the same tokens']} of {2 * said['switches']} switches{early}."
-        f" To the last token a switch took {both['switch, to the last token']}; the first token of the request that"
-        f" wakes {both['first token of the switch']}.",
+        f"Two models in turns through one vault, {said['shape']} and {said['second']}, in the run of the second"
+        f" column: each had at least {both['share of the GPU of each']} of the GPU while awake, and the same tokens"
+        f" after {both['switches of two, the same tokens']} of {2 * said['switches']} switches{early}. To the last"
+        f" token a switch took {both['switch, to the last token']}; the first token of the request that wakes"
+        f" {both['first token of the switch']}.",
     ]
