@@ -16,7 +16,6 @@ from typing import Any
 from measured import (
     bench,
     compressed,
-    decoder,
     host_memory,
     peers,
     results,
@@ -37,15 +36,9 @@ def _if_switched(lines: Callable[[dict[str, Any]], list[str]]) -> list[str]:
 
 
 def of_the_vault() -> list[str]:
-    """Three tables."""
-    gpu_memory = vault.gpu_memory_table(load("vault_gpu_memory.json"))
-    return [*vault.table(load("vault.json")), "", vault.clients_together(load("vault.json")), "", *gpu_memory]
-
-
-def of_torch_memory_saver() -> list[str]:
-    """A table for each size."""
-    first, *others = torch_memory_saver.tables(load("saver.json"))
-    return [*first, *(line for table in others for line in ("", *table))]
+    """Its steps, and two clients at once."""
+    result = load("vault.json")
+    return [*vault.table(result), "", vault.clients_together(result)]
 
 
 def of_vllm() -> list[str]:
@@ -62,17 +55,14 @@ BLOCKS: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         "peers": lambda: peers.table(load("peers.json"), "Compared with its peers", peers.BELOW),
         "bench": lambda: bench.table(load("bench.json"), "A 32B model's memory"),
         "compressed": lambda: compressed.table(load("compressed.json")),
-        "codec": lambda: compressed.codec_table(load("codec.json")),
         "host memory": lambda: host_memory.table(load("host_memory.json")),
         "prepare": lambda: host_memory.prepare_table(load("prepare_cost.json")),
-        "decoder": lambda: decoder.table(load("decoder.json")),
-        "level 3": lambda: bench.level_3_table(load("bench_level_3.json"), load("checkpoint_behaviour.json")),
         "vLLM at level 3": lambda: vllm_level_3.table(load("vllm_level_3_own.json"), load("vllm_level_3.json")),
         "models": lambda: serve_models.table(load("serve_models.json")),
     },
     "docs/vllm-scenarios.md": {"scenarios": of_vllm},
     "docs/vault.md": {"vault": of_the_vault},
-    "docs/torch-memory-saver.md": {"saver": of_torch_memory_saver},
+    "docs/torch-memory-saver.md": {"saver": lambda: torch_memory_saver.table(load("saver.json"))},
 }
 
 

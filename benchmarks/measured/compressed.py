@@ -1,4 +1,4 @@
-"""Compressed backups (`compressed.py`), and the codec alone (`codec.py`)."""
+"""Compressed backups (`compressed.py`)."""
 
 from __future__ import annotations
 
@@ -40,20 +40,5 @@ def table(result: dict[str, Any]) -> list[str]:
         "",
         f"Of the compressed dirty sleep of bf16, {digits(backing_up['backing_up_s'])} s"
         f" ({backing_up['backing_up_times_link']:.2f} ×) pass until everything is backed up; in the rest the driver"
-        " releases device memory. Wakes follow right after their sleep, or some seconds later. The checkpoint is"
-        " all-MiniLM-L6-v2, repeated; before a dirty sleep each of its values was changed by about 1 %.",
+        " releases device memory. The checkpoint is all-MiniLM-L6-v2, repeated.",
     ]
-
-
-def codec_table(result: dict[str, Any]) -> list[str]:
-    """The codec's kernels alone."""
-    lines = [
-        f"**The codec alone**: stored bytes per byte, and GB/s of raw bytes, kernels only. {machine(result)}.",
-        "",
-        "| content | ratio | count | encode | decode |",
-        "|---|---|---|---|---|",
-    ]
-    for content, one in result["codec"].items():
-        rates = [f"{one[f'{phase}_gbps']['median']:.0f}" for phase in ("count", "encode", "decode")]
-        lines.append(f"| {content} | {one['ratio']:.3f} | {' | '.join(rates)} |")
-    return lines

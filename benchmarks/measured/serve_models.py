@@ -18,9 +18,8 @@ _EXECUTION = {
 
 def table(result: Facts) -> list[str]:
     """Three vLLM servers behind `cumem-sleep serve`: what a client waits for, by model."""
-    one, overhead, many = result["one after the other"], result["overhead"], result["many at once"]
+    one, many = result["one after the other"], result["many at once"]
     titles = {name: " ".join((shape, *options[1:])) for name, (shape, *options) in result["models"].items()}
-    at_once = f"{many['clients']} at once"
     to, away = (
         {name: [switch for switch in one["switches"] if switch[end] == name] for name in titles}
         for end in ("new", "old")
@@ -32,10 +31,6 @@ def table(result: Facts) -> list[str]:
     def spreads(head: str, seconds_of: Callable[[str], list[float]]) -> str:
         """A cell for each model: of its seconds median and range."""
         return row(head, (spread(seconds) if seconds else "not measured" for seconds in map(seconds_of, titles)))
-
-    def compared(how: str, what: str) -> str:
-        front, direct = (1000 * overhead[how][what][way]["median_s"] for way in ("through the front", "directly"))
-        return f"{what} {digits(front)} ms, and {digits(direct)} directly"
 
     restarts, awake = result["restarts"], one["first tokens of a model that is awake"]
     started = {switch["new"]: [switch["first_token_s"]] for switch in restarts["switches"]}
@@ -49,16 +44,13 @@ def table(result: Facts) -> list[str]:
         spreads("first token after a switch to it", lambda name: [switch["first_token_s"] for switch in to[name]]),
         spreads("its wake in such a switch", lambda name: [switch["own"][name] for switch in to[name]]),
         spreads("its sleep in a switch to another", lambda name: [switch["own"][name] for switch in away[name]]),
-        row("switches to it", (str(len(to[name])) for name in titles)),
         spreads("first token while it was awake", lambda name: awake.get(name, [])),
         spreads("first token after a restart instead", lambda name: started.get(name, [])),
         "",
         f"Of {one['compared']} first tokens after a switch {one['within the limit']} took no longer than 1.05 times"
         " sleep and wake, 20 ms, and the median first token of the same model while it was awake. Then"
         f" {many['clients']} clients at once, {many['requests']} requests: {digits(many['seconds'])} s,"
-        f" {sum(many['errors'].values())} errors. Through the front, medians: one at a time"
-        f" {compared('one at a time', 'first token')}, {compared('one at a time', 'whole answer')}; {at_once}"
-        f" {compared(at_once, 'first token')}, {compared(at_once, 'whole answer')}. A restart is the stop of the model"
-        f" that ran and the start of this one.{''.join(left_out)}"
+        f" {sum(many['errors'].values())} errors. A restart is the stop of the model that ran and the start of this"
+        f" one.{''.join(left_out)}"
         + "".join(f" Failed: {phase}: {why.splitlines()[0]}." for phase, why in result["failed"].items()),
     ]

@@ -18,7 +18,6 @@ ROWS = {
     "new model: weights read again": "reload_s",
     SWITCH: "switch_s",
     FIRST_TOKEN: "first_token_s",
-    "first token after a warm-up request": "warm_first_token_s",
     ANSWERED: "total_s",
 }
 PLOTTED = (SWITCH, FIRST_TOKEN, ANSWERED)
@@ -47,17 +46,17 @@ def table(result: dict[str, Any]) -> list[str]:
     loaded = "dummy weights" if workload["load_format"] == "dummy" else "weights from safetensors files"
     lines = [
         f"**Two models on one GPU, switched**: {' and '.join(models)} in bf16, {loaded}, {version}, each server with"
-        f" {workload['gpu_memory_utilization']:.0%} of the GPU; A → B → A → …, after each switch the model answers a"
-        f" prompt of {workload['prompt_tokens']} tokens with {workload['max_tokens']}, in each run with the same"
-        f" tokens as before the first switch. {machine(result)}. Seconds, as an HTTP client sees them, median and"
-        f" range:",
+        f" {workload['gpu_memory_utilization']:.0%} of the GPU. After each switch the model answers a prompt of"
+        f" {workload['prompt_tokens']} tokens with {workload['max_tokens']}, always the same ones. {machine(result)}."
+        " Seconds, as an HTTP client sees them, median and range:",
         "",
         *_rows(ways_of(result, None)),
         "",
         f"![Seconds per switch, by method]({PLOT.name})",
     ]
     if fp8 := ways_of(result, "fp8"):
-        lines += ["", "The same with weights quantised to FP8:", "", *_rows(fp8)]
+        taken = " and ".join(f"{_cell(way, SWITCH)} with {title_of(way)}" for way in fp8)
+        lines += ["", f"A switch between the same models in FP8: {taken}."]
     remarks = _remarks(result)
     return [*lines, "", " ".join(remarks)] if remarks else lines
 
@@ -80,13 +79,15 @@ def headline(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _rows(ways: list[dict[str, Any]]) -> list[str]:
-    def cell(way: dict[str, Any], key: str) -> str:
-        if values := seconds_of(way, key):
-            return spread(values)
-        return "–" if way["switches"] else "not measured"
+def _cell(way: dict[str, Any], head: str) -> str:
+    if values := seconds_of(way, ROWS[head]):
+        return spread(values)
+    return "–" if way["switches"] else "not measured"
 
-    def faster(way: dict[str, Any], key: str) -> str:
+
+def _rows(ways: list[dict[str, Any]]) -> list[str]:
+    def faster(way: dict[str, Any]) -> str:
+        key = ROWS[SWITCH]
         restarts = [value for other in ways if other["level"] is None for value in seconds_of(other, key)]
         mine = seconds_of(way, key)
         if way["level"] is None or not restarts or not mine:
@@ -100,10 +101,11 @@ def _rows(ways: list[dict[str, Any]]) -> list[str]:
     lines = header(map(title_of, ways))
     for model in ("A", "B"):
         lines.append(row(f"first sleep of {model}", [first_sleep(way, model) for way in ways]))
-    for head, key in ROWS.items():
-        lines.append(row(head, [cell(way, key) for way in ways]))
-        if head in (SWITCH, ANSWERED) and any(way["level"] is None for way in ways):
-            lines.append(row(f"{head}, faster than restart", [faster(way, key) for way in ways]))
+    for head in ROWS:
+        if head != ANSWERED:  # which the plot shows
+            lines.append(row(head, [_cell(way, head) for way in ways]))
+        if head == SWITCH and any(way["level"] is None for way in ways):
+            lines.append(row(f"{head}, faster than restart", [faster(way) for way in ways]))
     return [*lines, row("switches", [str(len(seconds_of(way, "switch_s"))) for way in ways])]
 
 
@@ -123,12 +125,9 @@ def _remarks(result: dict[str, Any]) -> list[str]:
         )
     if prepared := [_named(way) for way in ways if way["prepared_s"]]:
         remarks.append(f"First sleeps were prepared (`CUMEM_SLEEP_PREPARE=1`): {'; '.join(prepared)}.")
-    runs: dict[str | None, list[str]] = {}
-    for way in ways:
-        runs.setdefault(way["machine"].get("command"), []).append(_named(way))
+    runs = {way["machine"].get("command") for way in ways}
     if len(runs) > 1:
-        apart = " | ".join("; ".join(names) for names in runs.values())
-        remarks.append(f"Measured in {len(runs)} runs, on machines with such a GPU: {apart}.")
+        remarks.append(f"Measured in {len(runs)} runs, on machines with such a GPU.")
     for way in ways:
         if way["error"]:
             remarks.append(f"{_named(way)} failed: {way['error'].splitlines()[0]}.")

@@ -8,12 +8,9 @@ from .results import machine
 from .written import GIB, header, low_to_high, row
 
 
-def tables(result: dict[str, Any]) -> list[list[str]]:
-    """Of each size: the same calls with either package, and how many times as fast ours is with the same setting."""
-    return [_table(result, size, ways) for size, ways in result["results"].items()]
-
-
-def _table(result: dict[str, Any], size: str, ways: dict[str, Any]) -> list[str]:
+def table(result: dict[str, Any]) -> list[str]:
+    """The same calls with either package, and how many times as fast ours is with the same setting; the first size."""
+    size, ways = next(iter(result["results"].items()))
     titles = [way.replace("theirs", "torch_memory_saver").replace("ours", "this layer") for way in ways]
     version = ways["theirs"]["version"]
 

@@ -1,11 +1,11 @@
-"""The vault (`vault.py`, `vault_gpu_memory.py`)."""
+"""The vault (`vault.py`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from .results import machine
-from .written import GIB, MIB, digits, header, low_to_high, row
+from .written import GIB, digits, header, low_to_high, row
 
 WAYS = {
     "own": "own memory, its first use in that process",
@@ -19,12 +19,6 @@ STEPS = {
     "wake, later": "to_device",
     "later sleep, everything changed": "to_host",
     "later sleep, nothing changed": None,
-}
-BYTES = {
-    "copied by the first sleep, GiB": "copied_bytes",
-    "found in the vault, GiB": "found_bytes",
-    "stored by the first sleep, GiB": "stored_bytes",
-    "pinned by the process itself, GiB": "pinned_by_itself_bytes",
 }
 
 
@@ -69,9 +63,8 @@ def table(result: dict[str, Any]) -> list[str]:
     for step, direction in STEPS.items():
         lines.append(row(step, (cell(way, step, direction) for way in ways)))
     lines.append(row("in the first sleep the vault's link was busy for", map(busy, ways.values())))
-    layers = [way["first sleep"][0]["layer"] for way in ways.values()]
-    for head, key in BYTES.items():
-        lines.append(row(head, (f"{layer[key] / GIB:.2f}" for layer in layers)))
+    stored = [f"{way['first sleep'][0]['layer']['stored_bytes'] / GIB:.2f}" for way in ways.values()]
+    lines.append(row("stored by the first sleep, GiB", stored))
     left = [f"{way['first sleep'][0]['left_on_gpu_bytes'] / GIB:.2f}" for way in ways.values()]
     return [*lines, row("in use on the whole GPU asleep, GiB", left)]
 
@@ -86,34 +79,10 @@ def clients_together(result: dict[str, Any]) -> str:
         times = low_to_high([each * link[direction] / together["bytes"] for each in seconds], "{:.2f}".format)
         return f"{low_to_high(seconds)} s ({times} ×)"
 
-    taken_at_once = [*together["sleep at once"], *together["wake at once"]]
-    slower = max(max(pair["each"]) / min(pair["each"]) for pair in taken_at_once)
     return (
-        f"{len(clients)} clients on one GPU, of {clients[0]['bytes'] / GIB:.2f} GiB of weights each, slept for the"
-        " first time at the same moment, and woke at the same moment: both were asleep after"
-        f" {taken('first sleep', 'to_host')}, and awake again after {taken('wake', 'to_device')}. Then every weight"
-        " changed before each sleep: both were"
-        f" asleep after {taken('sleep at once', 'to_host')} at once, after {taken('sleeps in turn', 'to_host')} one"
-        f" after the other; and awake again after {taken('wake at once', 'to_device')} and"
-        f" {taken('wakes in turn', 'to_device')}. So at once both took {together['at once / in turn']['sleep']:.2f}"
-        f" times as long to sleep as in turn, and {together['at once / in turn']['wake']:.2f} times to wake; no client"
-        f" took longer than {slower:.2f} times what the other took meanwhile."
+        f"{len(clients)} clients on one GPU, of {clients[0]['bytes'] / GIB:.2f} GiB of weights each, at the same"
+        f" moment: both were asleep for the first time after {taken('first sleep', 'to_host')}, and awake again after"
+        f" {taken('wake', 'to_device')}. Then every weight changed before each sleep. Both were asleep after"
+        f" {taken('sleep at once', 'to_host')} at once, after {taken('sleeps in turn', 'to_host')} one after the other;"
+        f" and awake again after {taken('wake at once', 'to_device')} and {taken('wakes in turn', 'to_device')}."
     )
-
-
-def gpu_memory_table(result: dict[str, Any]) -> list[str]:
-    """What a vault without a client takes of a GPU, by its size and its pages."""
-    contexts = [each["bytes"] / MIB for each in result["context"]["contexts"]]
-    vaults = [vault for vault in result["vault"]["vaults"] if "not measured" not in vault]
-    return [
-        f"What a vault takes of a GPU before it has a client. {machine(result)}. A bare context takes"
-        f" {low_to_high(contexts)} MiB there.",
-        "",
-        "| memory of the vault, GiB | in | pinned after, s | GPU memory, MiB |",
-        "|---|---|---|---|",
-        *(
-            f"| {vault['memory_bytes'] / GIB:g} | {vault['pages']} | {digits(vault['pinned after s'])} |"
-            f" {vault['bytes'] / MIB:.0f} |"
-            for vault in vaults
-        ),
-    ]

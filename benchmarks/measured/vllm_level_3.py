@@ -13,23 +13,14 @@ ROWS = (  # as level_3_table.py calls them
     "cycles with the same tokens",
     "graphs and code made again",
     "first sleep",
-    "level 1 of later sleeps",
-    "the first checkpoint",
     "checkpoint",
     "restore",
     "rest of the wake",
-    "POST /wake_up",
     "first token of a request that wakes",
-    "first token after POST /wake_up",
-    "slowest answer at level 3",
     "kept on the GPU at level 1",
     "left on the GPU at level 3",
     "the vault's own GPU memory",
-    "pinned by the server itself",
     "GPU memory in use asleep grew by",
-    "GPU memory in use awake grew by",
-    "worker's host memory asleep grew by",
-    "worker's host memory awake grew by",
 )
 
 
@@ -47,16 +38,16 @@ def table(own: dict[str, Any], vault: dict[str, Any]) -> list[str]:
     shares = [f"{run['arguments']['gpu_memory_utilization']:.2f}" for run, _ in ways.values()]
     return [
         f"**`vllm serve` at level 3**, a Qwen3-{said['shape']}-shaped model, vLLM {vault['machine']['vllm']} with its"
-        f" default CUDA graphs, {options}. The first column: {machine(own)}. The second: {machine(vault)}. Medians of"
-        " the cycles after the first:",
+        f" default CUDA graphs, {options}. {'; '.join(dict.fromkeys((machine(own), machine(vault))))}. Medians of the"
+        " cycles after the first:",
         "",
         *header(ways),
         row("`--gpu-memory-utilization`", shares),
         *(row(head, (way.get(head, "–") for way in measured.values())) for head in ROWS),
         "",
-        f"Two models in turns at level 3 through one vault, compressed, {said['shape']} and {said['second']}, in the"
-        f" run of the second column: each had at least {both['share of the GPU of each']} of the GPU while awake, and"
-        f" the same tokens after {both['switches of two, the same tokens']} of {2 * said['switches']} switches{early}."
-        f" To the last token a switch took {both['switch, to the last token']}; the first token of the request that"
-        f" wakes {both['first token of the switch']}.",
+        f"Two models in turns through one vault, {said['shape']} and {said['second']}, in the run of the second"
+        f" column: each had at least {both['share of the GPU of each']} of the GPU while awake, and the same tokens"
+        f" after {both['switches of two, the same tokens']} of {2 * said['switches']} switches{early}. To the last"
+        f" token a switch took {both['switch, to the last token']}; the first token of the request that wakes"
+        f" {both['first token of the switch']}.",
     ]
