@@ -24,6 +24,7 @@ Headers = list[tuple[bytes, bytes]]
 CONNECT_WITHIN_S = 5.0
 IDLE_S = 2.0  # a server closes idle connections itself, uvicorn after 5 s: a request must not meet that
 MOST_IDLE = 256  # connections to one server
+MOST_HEAD_BYTES = 256 << 10  # of an answer, with the 1xx answers before it
 AHEAD_BYTES = 256 << 10  # of an answer: more is not read while the client takes no more
 OF_ONE_CONNECTION = frozenset(
     (
@@ -71,6 +72,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._pieces: list[bytes] = []
         self._nbytes = 0
+        self._head_bytes = 0
         self._has_head = self._complete = self._sent = False
         self._keeps = False
         self._news: asyncio.Future[None] | None = None
@@ -187,6 +189,8 @@ class Connection(asyncio.Protocol):
         """Read more of the answer."""
         if self._complete:  # nobody asked for more
             return self.close()
+        if not self._has_head:
+            self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -194,6 +198,9 @@ class Connection(asyncio.Protocol):
             self.close()
         except httptools.HttpParserError as error:
             self._fail(f"the server's answer is not HTTP ({error})")
+            self.close()
+        if not self._has_head and self._head_bytes > MOST_HEAD_BYTES:
+            self._fail(f"the head of the server's answer has more than {MOST_HEAD_BYTES} bytes")
             self.close()
         if self._nbytes > AHEAD_BYTES and not self._is_paused and self._transport is not None and not self._closed:
             self._transport.pause_reading()
@@ -225,8 +232,8 @@ class Connection(asyncio.Protocol):
     # httptools' parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header."""
-        if not self._complete:
+        """One header; what follows a body, as after its last chunk, is not passed on."""
+        if not self._has_head:
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:

@@ -176,10 +176,12 @@ def test_a_key_opens_the_models_and_the_token_everything_and_no_server_sees_them
         async with a_world(api_keys=["other", KEY], admin_token=TOKEN) as world:
             server = await world.server("one")
             for token in (KEY, "other", TOKEN):
-                request = post("/v1/completions", b'{"model": "one"}', bearer(token))
+                lines = (bearer(token), f"x-api-key: {token}")  # as clients of /v1/messages do
+                request = post("/v1/completions", b'{"model": "one"}', *lines)
                 assert (await world.ask(request)).code == 200
                 assert (await world.ask(get("/v1/models", bearer(token)))).code == 200
             assert [asked.header("authorization") for asked in server.asked] == [None] * 3
+            assert [asked.header("x-api-key") for asked in server.asked] == [None] * 3
             call = b'{"model": "one"}'
             assert (await world.ask(post("/admin/sleep", call, bearer(KEY)))).code == 401
             assert world.fleet.calls == []

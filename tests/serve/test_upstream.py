@@ -12,7 +12,7 @@ import uvloop
 from front_world import run
 
 from cumem_sleep.serve.address import Address
-from cumem_sleep.serve.upstream import BrokenOff, Connection, Connections, Unreachable
+from cumem_sleep.serve.upstream import MOST_HEAD_BYTES, BrokenOff, Connection, Connections, Unreachable
 
 
 class Transport:
@@ -110,6 +110,36 @@ def test_a_connection_that_is_closed_in_the_middle_of_a_body() -> None:
         with pytest.raises(BrokenOff):
             await reading
         assert transport.written == b"headbody"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("line", [b"x: " + b"a" * 997 + b"\r\n", b"HTTP/1.1 103 Early Hints\r\nx: y\r\n\r\n"])
+def test_a_head_without_end_is_refused(line: bytes) -> None:
+    async def scenario() -> None:
+        connection, _ = connected()
+        connection.send((b"head", b""), more=False)
+        if not line.startswith(b"HTTP"):
+            connection.data_received(b"HTTP/1.1 200 OK\r\n")
+        for _ in range(MOST_HEAD_BYTES // len(line) + 1):
+            connection.data_received(line)
+        with pytest.raises(BrokenOff, match="more than 262144 bytes"):
+            await connection.head()
+        assert not connection.is_open
+
+    run(scenario)
+
+
+def test_headers_after_a_body_are_not_kept() -> None:
+    async def scenario() -> None:
+        connection, _ = connected()
+        connection.send((b"head", b""), more=False)
+        connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n")
+        await connection.head()
+        connection.data_received(b"late: header\r\n\r\n")
+        assert await connection.read() == b"ok"
+        assert connection.headers == [(b"transfer-encoding", b"chunked")]
+        assert connection.may_be_reused()
 
     run(scenario)
 
