@@ -64,25 +64,25 @@ def _five_cycles(folder: Path, **options: Any) -> Facts:
 
 @scenario(alone=True, **IN_PROCESS)
 def graphs_and_compile(folder: Path) -> Facts:
-    """Levels 1 and 2 (with reload), tag by tag: same tokens, no memory left, nothing compiled or captured again."""
+    """Tag by tag, nothing compiled or captured again."""
     return _five_cycles(folder)
 
 
 @scenario(other_shape=True, **IN_PROCESS)
 def model_8b(folder: Path) -> Facts:
-    """The same with Qwen3-8B's shape."""
+    """Graphs and compile, with Qwen3-8B's shape."""
     return _five_cycles(checkpoint(folder, "8B"), gpu_memory_utilization=0.2)
 
 
 @scenario(other_shape=True, CUDA_VISIBLE_DEVICES="1", **IN_PROCESS)
 def model_32b(folder: Path) -> Facts:
-    """The same with Qwen3-32B's shape, on the second GPU: its files want a larger machine."""
+    """The same with Qwen3-32B's shape."""
     return _five_cycles(checkpoint(folder, "32B"), gpu_memory_utilization=0.5)
 
 
 @scenario(other_shape=True, alone=True)
 def tensor_parallel_2(folder: Path) -> Facts:
-    """Qwen3-8B's shape over two GPUs, with CUDA graphs: level 1, level 2 with reload, the status of both ranks."""
+    """Qwen3-8B's shape over two GPUs, with CUDA graphs."""
     facts: Facts = {}
     llm = engine(checkpoint(folder, "8B"), enforce_eager=False, tensor_parallel_size=2, gpu_memory_utilization=0.15)
     before = tokens(llm)
@@ -111,19 +111,19 @@ def _in_processes(folder: Path) -> Facts:
 
 @scenario(VLLM_WORKER_MULTIPROC_METHOD="spawn")
 def processes_spawned(folder: Path) -> Facts:
-    """The engine in a process of its own, spawned."""
+    """The engine in a spawned process."""
     return _in_processes(folder)
 
 
 @scenario(VLLM_WORKER_MULTIPROC_METHOD="fork")
 def processes_forked(folder: Path) -> Facts:
-    """The engine in a process of its own, forked."""
+    """The engine in a forked process."""
     return _in_processes(folder)
 
 
 @scenario(**IN_PROCESS)
 def second_engine(folder: Path) -> Facts:
-    """An engine is shut down, and another one started in the same process."""
+    """Started in the same process, after the first has ended."""
     facts: Facts = {}
     import torch
 
@@ -145,7 +145,7 @@ def second_engine(folder: Path) -> Facts:
 
 @scenario(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True", **IN_PROCESS)
 def expandable_segments(folder: Path) -> Facts:
-    """PyTorch's expandable segments are on for everything outside of the pools."""
+    """PyTorch's, for everything outside of the pools."""
     facts: Facts = {}
     llm = engine(folder)
     before = tokens(llm)

@@ -71,7 +71,7 @@ class GatedServer:
 
 @scenario(CUMEM_SLEEP_ON_REQUEST="reject", **DEV_MODE)
 def gate_rejects(folder: Path) -> Facts:
-    """`vllm serve` with the gate: 503 while asleep, /wake and /reload_weights, metrics, level 2 without a reload."""
+    """503 while asleep, metrics, level 2 without a reload."""
     facts: Facts = {}
     with GatedServer(folder, "reject", 8101) as server:
         _, before = server.tokens(PROMPTS[0])
@@ -103,7 +103,7 @@ def gate_rejects(folder: Path) -> Facts:
 
 @scenario(CUMEM_SLEEP_ON_REQUEST="wake", **DEV_MODE)
 def gate_wakes(folder: Path) -> Facts:
-    """Requests to a sleeping server wake it, once for all of them; at level 2 the weights are loaded as well."""
+    """Many requests wake the server once, at level 2 as well."""
     facts: Facts = {}
     with GatedServer(folder, "wake", 8102) as server:
         before = [server.tokens(prompt)[1] for prompt in PROMPTS[:4]]
@@ -128,7 +128,7 @@ def gate_wakes(folder: Path) -> Facts:
 
 @scenario(CUMEM_SLEEP_ON_REQUEST="wait", CUMEM_SLEEP_REQUEST_DEADLINE_S="4", **DEV_MODE)
 def gate_waits(folder: Path) -> Facts:
-    """Requests to a sleeping server are held until somebody wakes it, or until their deadline; running ones abort."""
+    """Requests are held until a wake, or their deadline."""
     facts: Facts = {}
     with GatedServer(folder, "wait", 8103) as server, ThreadPoolExecutor(2) as pool:
         _, before = server.tokens(PROMPTS[0])
@@ -159,7 +159,7 @@ def gate_waits(folder: Path) -> Facts:
 
 @scenario(CUMEM_SLEEP_ADMIN_TOKEN="sesame", CUMEM_SLEEP_ON_REQUEST="wake", **DEV_MODE)
 def gate_guards(folder: Path) -> Facts:
-    """Sleep and wake want the admin token; a request without the API key does not wake the model."""
+    """The admin token; no wake without an API key."""
     facts: Facts = {}
     with GatedServer(folder, "guard", 8104, "--api-key", "key") as server:
         _, before = server.tokens(PROMPTS[0], "key")

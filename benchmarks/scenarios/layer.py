@@ -10,7 +10,7 @@ from .registry import Facts, check, scenario
 
 @scenario(CUMEM_SLEEP_POISON="1", **IN_PROCESS)
 def poison(folder: Path) -> Facts:
-    """Weights that were dropped and not loaded again are NaN; loaded again, all is well."""
+    """Weights that were not loaded again are NaN."""
     import torch
 
     facts: Facts = {}
@@ -28,7 +28,7 @@ def poison(folder: Path) -> Facts:
 
 @scenario(CUMEM_SLEEP_PREPARE="1", **IN_PROCESS)
 def prepared(folder: Path) -> Facts:
-    """Backups are made after the warm-up, in the background; the first sleep copies what a later one copies."""
+    """Backups are made in the background, after the warm-up."""
     facts: Facts = {}
     llm = engine(folder, enforce_eager=False)
     before = tokens(llm)
@@ -73,19 +73,19 @@ def _compressed(folder: Path) -> Facts:
 
 @scenario(CUMEM_SLEEP_COMPRESS="auto", **IN_PROCESS)
 def compressed(folder: Path) -> Facts:
-    """Backups are compressed: same tokens after levels 1 and 2, backups a third smaller."""
+    """Backups are a third smaller."""
     return _compressed(folder)
 
 
 @scenario(CUMEM_SLEEP_COMPRESS="auto", CUMEM_SLEEP_PREPARE="1", **IN_PROCESS)
 def compressed_and_prepared(folder: Path) -> Facts:
-    """The same with backups made after the warm-up, in the background."""
+    """The same, made in the background."""
     return _compressed(folder)
 
 
 @scenario(CUMEM_SLEEP_COMPRESS="auto", **IN_PROCESS)
 def compressed_fp8_weights(folder: Path) -> Facts:
-    """Weights quantised while they are loaded, backups compressed."""
+    """Quantised while they are loaded."""
     facts: Facts = {}
     llm = engine(folder, quantization="fp8")
     cycles_keep_tokens(llm, facts, levels=(1, 1))
@@ -97,7 +97,7 @@ def compressed_fp8_weights(folder: Path) -> Facts:
 
 @scenario(**IN_PROCESS)
 def backend_by_name(folder: Path) -> Facts:
-    """The sleep-mode backend `cumem_sleep`, chosen by its name."""
+    """The sleep-mode backend `cumem_sleep`."""
     facts: Facts = {}
     llm = engine(folder)
     llm.llm_engine.vllm_config.model_config.sleep_mode_backend = "cumem_sleep"
@@ -110,7 +110,7 @@ def backend_by_name(folder: Path) -> Facts:
 
 @scenario(CUMEM_SLEEP_DISABLE="1", **IN_PROCESS)
 def disabled(folder: Path) -> Facts:
-    """The layer that vLLM comes with, as if this one was not there."""
+    """The layer of vLLM itself."""
     from vllm import LLM  # noqa: F401  loads vLLM
     from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -126,7 +126,7 @@ def disabled(folder: Path) -> Facts:
 
 @scenario(**IN_PROCESS)
 def kv_cache_released_alone(folder: Path) -> Facts:
-    """The KV cache is dropped while the weights stay; wake_up brings it back."""
+    """The weights stay; `wake_up` brings the cache back."""
     facts: Facts = {}
     llm = engine(folder)
     before = tokens(llm)
@@ -142,7 +142,7 @@ def kv_cache_released_alone(folder: Path) -> Facts:
 
 @scenario(CUMEM_SLEEP_HOST_BUDGET_BYTES="64MiB", **IN_PROCESS)
 def failed_sleep(folder: Path) -> Facts:
-    """Too little host memory for a sleep: an error that says so, and all goes on afterwards."""
+    """Too little host memory: an error, and all goes on."""
     facts: Facts = {}
     llm = engine(folder)
     before = tokens(llm)
@@ -159,7 +159,7 @@ def failed_sleep(folder: Path) -> Facts:
 
 @scenario(alone=True, **IN_PROCESS)
 def failed_wake(folder: Path) -> Facts:
-    """Too little GPU memory for a wake: an error that says so, and the same call works once there is room."""
+    """Too little GPU memory: an error, and the retry works."""
     import torch
 
     facts: Facts = {}

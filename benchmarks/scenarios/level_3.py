@@ -35,7 +35,7 @@ def refused_level_3(server: GatedServer) -> Any:
 
 @scenario(gpus=2, CUMEM_SLEEP_ON_REQUEST="wake", CUMEM_SLEEP_DEEP_AFTER_S=f"{DEEP_AFTER_S:g}", **DEV_MODE)
 def level_3_of_two_ranks(folder: Path) -> Facts:
-    """Tensor parallel 2 asked for level 3, and left asleep: it stays at level 1, says why, and a request wakes it."""
+    """It stays at level 1, and says why."""
     facts: Facts = {}
     with GatedServer(folder, "level_3_ranks", PORT, *TENSOR_PARALLEL) as server:
         _, before = server.tokens(PROMPTS[0])
@@ -51,7 +51,7 @@ def level_3_of_two_ranks(folder: Path) -> Facts:
 
 @scenario(alone=True, CUMEM_SLEEP_ON_REQUEST="reject", CUMEM_SLEEP_DEEP_AFTER_S=f"{DEEP_AFTER_S:g}", **DEV_MODE)
 def level_3_with_little_memory(folder: Path) -> Facts:
-    """A sleeping server goes to level 3 by itself; while another process has the GPU, no wake; afterwards the retry."""
+    """No wake while the GPU is full; then the retry works."""
     facts: Facts = {}
     with GatedServer(folder, "level_3_memory", PORT + 1) as server:
         _, before = server.tokens(PROMPTS[0])

@@ -13,7 +13,7 @@ from .registry import Facts, check, scenario
 
 @scenario(**IN_PROCESS)
 def fp8_weights(folder: Path) -> Facts:
-    """Weights quantised while they are loaded; level 2 reloads and quantises again."""
+    """Quantised while they are loaded, and again by a reload."""
     facts: Facts = {}
     llm = engine(folder, quantization="fp8")
     import torch
@@ -25,7 +25,7 @@ def fp8_weights(folder: Path) -> Facts:
 
 @scenario(**IN_PROCESS)
 def fp8_kv_cache(folder: Path) -> Facts:
-    """The KV cache in fp8, with its scales."""
+    """With its scales."""
     facts: Facts = {}
     llm = engine(folder, kv_cache_dtype="fp8")
     cycles_keep_tokens(llm, facts)
@@ -34,7 +34,7 @@ def fp8_kv_cache(folder: Path) -> Facts:
 
 @scenario(**IN_PROCESS)
 def lora(folder: Path) -> Facts:
-    """An adapter that changes the tokens goes on changing them in the same way."""
+    """The adapter's tokens stay the same."""
     from vllm.lora.request import LoRARequest
 
     adapter = folder.parent / "adapter"
@@ -93,7 +93,7 @@ def _write_adapter(folder: Path, adapter: Path) -> None:
 
 @scenario(**IN_PROCESS)
 def draft_model(folder: Path) -> Facts:
-    """Speculative decoding with a draft model; its weights sleep as well."""
+    """Speculative decoding; the draft's weights sleep as well."""
     facts: Facts = {}
     speculative = {"model": str(folder), "method": "draft_model", "num_speculative_tokens": 3}
     llm = engine(folder, speculative_config=speculative)
@@ -106,7 +106,7 @@ def draft_model(folder: Path) -> Facts:
 
 @scenario(**IN_PROCESS)
 def weights_updated_while_kv_cache_sleeps(folder: Path) -> Facts:
-    """As in reinforcement learning: level 2, weights awake, other weights written, then the KV cache."""
+    """As in reinforcement learning, at level 2."""
     other = folder.parent / "other"
     facts: Facts = {}
     llm = engine(other)

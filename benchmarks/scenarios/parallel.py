@@ -105,7 +105,7 @@ def cycles_of_ranks(llm: Any, facts: Facts, *, is_alone: bool = False, tokens_re
 
 @scenario(gpus=2, alone=True, limit_s=240)
 def ranks_agree(folder: Path) -> Facts:
-    """Tensor parallel 2, twenty cycles at level 1: what a sleep and a wake take, and how much of it is agreeing."""
+    """Twenty cycles at level 1, timed."""
     facts: Facts = {}
     llm = engine_of_ranks(checkpoint(folder, "8B"), tensor_parallel_size=2, gpu_memory_utilization=0.15)
     cycles_of_ranks(llm, facts, is_alone=True)
@@ -125,7 +125,7 @@ def ranks_agree(folder: Path) -> Facts:
 
 @scenario(gpus=2, **STRICT)
 def pipeline_parallel_2(folder: Path) -> Facts:
-    """Pipeline parallel 2: levels 1 and 2 with reload, the same tokens."""
+    """On two GPUs."""
     facts: Facts = {}
     cycles_of_ranks(engine_of_ranks(folder, pipeline_parallel_size=2), facts)
     return facts
@@ -133,7 +133,7 @@ def pipeline_parallel_2(folder: Path) -> Facts:
 
 @scenario(gpus=2, limit_s=240, **STRICT)
 def expert_parallel_2(folder: Path) -> Facts:
-    """A Mixture of Experts on two GPUs with `--enable-expert-parallel`: levels 1 and 2 with reload, the same tokens."""
+    """A Mixture of Experts, `--enable-expert-parallel`."""
     facts: Facts = {}
     # vLLM 0.26 warns here that the experts "were not loaded from checkpoint": it compares the names of parameters with
     # those of their loader, which leave `routed_experts` out. Checksums and poison show whether they were loaded.
@@ -168,7 +168,7 @@ def on_ray(folder: Path, *, tokens_repeat: bool = True) -> Facts:
 
 @scenario(gpus=2, limit_s=240, **ON_RAY)
 def tensor_parallel_2_on_ray(folder: Path) -> Facts:
-    """Tensor parallel 2 with `--distributed-executor-backend ray`: levels 1 and 2 with reload, the same tokens."""
+    """`--distributed-executor-backend ray`."""
     return on_ray(folder)
 
 
@@ -179,9 +179,7 @@ EARLIER_EXECUTOR = {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0", "CUDA_VISIBLE_DEVIC
 
 @scenario(gpus=2, limit_s=240, **EARLIER_EXECUTOR, **ON_RAY)
 def tensor_parallel_2_on_ray_compiled(folder: Path) -> Facts:
-    """The same with vLLM's earlier executor, on Ray's compiled graphs (`VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0`): the same
-    weights, and the same tokens if an engine without sleep mode repeats them there.
-    """
+    """On Ray's compiled graphs, by vLLM's earlier executor."""
     needs_ray()
     with ray_cluster(gpus=2):
         options = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "enable_sleep_mode": False}
@@ -196,9 +194,7 @@ def tensor_parallel_2_on_ray_compiled(folder: Path) -> Facts:
 
 @scenario(gpus=2, alone=True, limit_s=240, **PROBED, **DEV_MODE, **ON_RAY)
 def gate_on_ray(folder: Path) -> Facts:
-    """`vllm serve` on Ray, tensor parallel 2, with the gate: it rejects, wakes, refuses level 3; then a full GPU, and a
-    rank that is killed.
-    """
+    """It rejects, wakes, refuses level 3; a full GPU, a killed rank."""
     facts: Facts = {"ray": needs_ray()}
     with (
         ray_cluster(gpus=2),
@@ -226,7 +222,7 @@ def gate_on_ray(folder: Path) -> Facts:
 
 @scenario(gpus=2, alone=True, limit_s=240, **DEV_MODE)
 def data_parallel_2(folder: Path) -> Facts:
-    """Two engines of `--data-parallel-size 2` behind one port: both sleep and wake at levels 1 and 2 with reload."""
+    """Both engines behind one port sleep and wake."""
     from model_server import gpu_memory_in_use_bytes
 
     facts: Facts = {}

@@ -99,7 +99,7 @@ def fails(server: GatedServer, facts: Facts, path: str, rank: int, kept: list[bo
 
 @scenario(gpus=2, alone=True, CUMEM_SLEEP_ON_REQUEST="reject", **DEV_MODE)
 def rank_without_device_memory(folder: Path) -> Facts:
-    """Another process has the memory of one of two GPUs: no rank wakes, the error names the one, the retry works."""
+    """No rank wakes, the error names it, the retry works."""
     facts: Facts = {}
     with GatedServer(folder, "device_memory", PORT, *TENSOR_PARALLEL) as server:
         _, before = server.tokens(PROMPTS[0])
@@ -116,7 +116,7 @@ def rank_without_device_memory(folder: Path) -> Facts:
 
 @scenario(gpus=2, CUMEM_SLEEP_ON_REQUEST="reject", **DEV_MODE)
 def rank_without_host_memory(folder: Path) -> Facts:
-    """One of two ranks may take no host memory: no rank sleeps, the error names the one, the retry works."""
+    """No rank sleeps, the error names it, the retry works."""
     facts: Facts = {}
 
     def limit(rank: int, nbytes: str) -> None:
@@ -147,7 +147,7 @@ PROBED = {"CUMEM_SLEEP_ON_REQUEST": "reject", "CUMEM_SLEEP_HEALTH": "ok", "CUMEM
 
 @scenario(gpus=2, alone=True, **PROBED, **DEV_MODE)
 def rank_stopped_and_killed(folder: Path) -> Facts:
-    """A rank is stopped in a wake, and goes on: the retry works. Then it is killed: the engine ends, and says so."""
+    """Stopped in a wake, the retry works; killed, the engine ends."""
     from model_server import gpu_memory_in_use_bytes
 
     facts: Facts = {}

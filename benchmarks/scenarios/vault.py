@@ -51,7 +51,7 @@ def check_found(servers: list[GatedServer], first: dict[str, int], second: dict[
 
 @scenario(**DEV_MODE)
 def two_servers_through_the_vault(folder: Path) -> Facts:
-    """Two servers of one model through one vault: the second one's first sleep finds nearly all of it there."""
+    """The second finds nearly all bytes there."""
     from vault_process import Vault
 
     facts: Facts = {}
@@ -101,13 +101,13 @@ def _through_a_vault(folder: Path, nbytes: int, **options: Any) -> Facts:
 
 @scenario(gpus=2)
 def tensor_parallel_2_through_the_vault(folder: Path) -> Facts:
-    """Tensor parallel 2 through one vault that serves both GPUs: levels 1 and 2 with reload, the same tokens."""
+    """One vault serves both GPUs."""
     return _through_a_vault(folder, 4 * GIB, tensor_parallel_size=2)
 
 
 @scenario(gpus=2, **DEV_MODE)
 def replicas_on_two_gpus(folder: Path) -> Facts:
-    """Two servers of one model, each on a GPU of its own, through one vault: one copy is kept of what is equal."""
+    """Through one vault, which keeps one copy."""
     from vault_process import Vault
 
     facts: Facts = {}

@@ -25,19 +25,20 @@ COHERE = {("/cohere/v2/chat", "POST"), ("/cohere/v2/chat/render", "POST")}
 GATES_OWN = {("/wake", "POST"), ("/reload_weights", "POST")}
 
 HEAD = """\
-# Every route of vLLM, and what the gate does with it
+# Every route of vLLM
 
-- **guarded**: with `CUMEM_SLEEP_ADMIN_TOKEN` set it needs that token, whether the model is awake or asleep.
-- **held**: while the model cannot serve, `CUMEM_SLEEP_ON_REQUEST` decides: 503, wait, or wake. A route that is also
-  guarded never wakes it.
-- **answered**: the gate answers, or takes vLLM's answer into account: afterwards it knows what is asleep.
-- **refused asleep**: 409 while weights sleep. Otherwise it waits for its turn: it never runs during a sleep or a wake.
+This page says what [the gate](vllm.md#the-gate) does with each request.
+
+- **guarded**: it needs `CUMEM_SLEEP_ADMIN_TOKEN`, if that is set, whether the model is awake or asleep.
+- **held**: while the model cannot serve, `CUMEM_SLEEP_ON_REQUEST` decides: 503, wait, or wake. A guarded route never
+  wakes it.
+- **answered**: the gate answers, or learns from vLLM's answer what is asleep.
+- **refused asleep**: 409 while weights sleep. It never runs during a sleep or a wake.
 - **passes**: untouched.
 
-A POST, PUT, PATCH, DELETE or websocket route that is not in this table is guarded and held, and wakes nothing. A GET,
-HEAD or OPTIONS route that is not in it passes. `/metrics` and `/static` are whole applications. Written by
-`python tests/vllm/route_table.py` from the routes that each vLLM registers with all tasks and options, and compared
-with them by `tests/vllm/test_routes.py`.
+Any other POST, PUT, PATCH, DELETE or websocket route is guarded and held, and wakes nothing. Any other GET passes. The
+last column says which of these versions have the route; empty: all three. `tests/vllm/route_table.py` writes this page
+from the routes that vLLM registers.
 
 """
 
@@ -110,23 +111,19 @@ def documented(text: str) -> dict[str, set[Route]]:
     """What a document says that each version has."""
     routes: dict[str, set[Route]] = {version: set() for version in VERSIONS}
     for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("| `"):
-            path, method, _, *marks = cells
-            for version, mark in zip(VERSIONS, marks, strict=True):
-                if mark:
-                    routes[version].add((path.strip("`"), method))
+            path, method, _, versions = (cell.strip() for cell in line.strip("|").split("|"))
+            for version in versions.split(", ") if versions else VERSIONS:
+                routes[version].add((path.strip("`"), method))
     return routes
 
 
 def document(routes: dict[str, set[Route]]) -> str:
-    rows = [
-        "| Route | Method | Gate | " + " | ".join(VERSIONS) + " |",
-        "|---|---|---|" + "---|" * len(VERSIONS),
-    ]
+    rows = [f"| Route | Method | Gate | {', '.join(VERSIONS)} |", "|---|---|---|---|"]
     for path, method in sorted(set().union(*routes.values())):
-        marks = ["✓" if (path, method) in routes[version] else "" for version in VERSIONS]
-        rows.append(f"| `{path}` | {method} | {treatment(path, method)} | " + " | ".join(marks) + " |")
+        versions = [version for version in VERSIONS if (path, method) in routes[version]]
+        some = f" {', '.join(versions)}" if len(versions) < len(VERSIONS) else ""
+        rows.append(f"| `{path}` | {method} | {treatment(path, method)} |{some} |")
     return HEAD + "\n".join(rows) + "\n"
 
 

@@ -171,28 +171,25 @@ def now() -> str:
 
 
 HEAD = """\
-# The gate's model: states and events
+# The gate's states
 
-What the gate knows is a state machine without clock or I/O (`cumem_sleep/vllm/sleeping_model.py`). What is mapped comes
-from the workers. Written by `python tests/vllm/state_table.py` from the table that `tests/vllm/test_sleeping_model.py`
-tests the machine with, every event in every state.
+This page says what [the gate](vllm.md#the-gate) knows of its model, what a request meets then, and what changes it.
+`tests/vllm/state_table.py` writes it, from the table by which every event is tested in every state.
 
-## States, and what a request meets
+## What a request meets
 
-- **pass**: vLLM gets it. **refuse**: 503 at once. **hold**: it waits, at most `CUMEM_SLEEP_REQUEST_DEADLINE_S`.
-  **wake**: it waits, and the model is woken. Columns are the values of `CUMEM_SLEEP_ON_REQUEST`.
-- **Half awake** and **half asleep** come of a wake or sleep that failed midway. `/health` and `/is_sleeping` answer
-  503, writes of weights 409, until `/wake_up`, `/sleep` or a request that wakes has brought engine and workers
-  together.
+- **pass**: vLLM gets it. **refuse**: it gets 503 at once. **hold**: it waits, at most `CUMEM_SLEEP_REQUEST_DEADLINE_S`.
+  **wake**: it waits, and the model is woken. The columns are the values of `CUMEM_SLEEP_ON_REQUEST`.
+- **Half awake** and **half asleep** come of a wake or a sleep that failed midway. `/health` and `/is_sleeping` answer
+  503, and writes of weights 409. `/wake_up`, `/sleep` or a request that wakes brings engine and workers together.
 
 """
 
 BETWEEN = """
-## Events
+## What changes it
 
-In each row an event, below each state what it becomes; empty where it stays the same. "Sleeps" and "awake" are the
-engine's own words, and "mapped", "asleep" and "dropped" the workers'. Other facts (requests kept over a sleep, an
-update under way) change no state's name.
+In each row an event, then **what state it leads to**, and from which ones. The other states stay. "Sleeps" and "awake"
+are the engine's own words; "mapped", "asleep" and "dropped" are the workers'.
 
 """
 
@@ -205,13 +202,27 @@ def document() -> str:
         if name == "unknown":
             decided = ["(ask)"] * 3
         lines.append(f"| **{name}** | {meaning} | " + " | ".join(decided) + " |")
-    matrix = ["| | " + " | ".join(f"**{name}**" for name in STATES) + " |", "|---|" + "---|" * len(STATES)]
+    becomes = ["| event | leads to: from |", "|---|---|"]
+    becomes += [f"| {event} | {_changes(event)} |" for event in EVENTS]
+    return HEAD + "\n".join(lines) + "\n" + BETWEEN + "\n".join(becomes) + "\n"
+
+
+def _changes(event: str) -> str:
+    """What becomes of which states, for each state that comes of it."""
     says = expected()
-    for event in EVENTS:
-        cells = [says[state, event] for state in STATES]
-        cells = ["" if cell == state else cell for state, cell in zip(STATES, cells, strict=True)]
-        matrix.append(f"| {event} | " + " | ".join(cells) + " |")
-    return HEAD + "\n".join(lines) + "\n" + BETWEEN + "\n".join(matrix) + "\n"
+    before: dict[str, list[str]] = {}
+    for state in STATES:
+        if says[state, event] != state:
+            before.setdefault(says[state, event], []).append(state)
+    return "; ".join(f"**{after}**: {_in_short(states, after)}" for after, states in before.items()) or "–"
+
+
+def _in_short(states: list[str], after: str) -> str:
+    """These states, or "all but" the others, if those are fewer; that which they become is none of them."""
+    others = [state for state in STATES if state not in (*states, after)]
+    if len(others) < len(states):
+        return f"all but {', '.join(others)}" if others else "all"
+    return ", ".join(states)
 
 
 if __name__ == "__main__":
