@@ -174,10 +174,11 @@ def tables() -> dict[str, str]:
     """The tables of docs/metrics.md, by the heading above each."""
     sections = {"An engine": ENGINE, "The front": FRONT, "The vault": {**VAULT, **VAULT_GPU, **VAULT_CLIENT}}
     return {
-        heading: "| metric | labels | |\n|---|---|---|\n"
-        + "".join(
-            f"| `{metric.full_name}` | {', '.join(f'`{label}`' for label in metric.labels)} | {metric.text} |\n"
-            for metric in table.values()
-        )
+        heading: "| metric | |\n|---|---|\n"
+        + "".join(f"| `{metric.full_name}{_braced(metric.labels)}` | {metric.text} |\n" for metric in table.values())
         for heading, table in sections.items()
     }
+
+
+def _braced(labels: Sequence[str]) -> str:
+    return f"{{{','.join(labels)}}}" if labels else ""

@@ -284,7 +284,10 @@ class Exchange:
                 body = renamed(body, finder.span, finder.written(name))
                 delta = sum(map(len, body)) - self._inbox.kept_bytes
         length = header(self._scope, b"content-length")
-        dropped = (*_NOT_FOR_SERVERS, *((b"authorization", b"x-api-key") if self._ways.access.is_ours(self._scope) else ()))
+        dropped = (
+            *_NOT_FOR_SERVERS,
+            *((b"authorization", b"x-api-key") if self._ways.access.is_ours(self._scope) else ()),
+        )
         kept = [each for each in headers if each[0] not in dropped]
         if self._is_chunked():
             kept.append((b"transfer-encoding", b"chunked"))
