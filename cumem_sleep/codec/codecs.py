@@ -2,45 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Collection
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from .. import _core, log
+from ..errors import CodecError
 from . import exponent
 from .codec import CHUNK_BYTES, Bytes, Code, Codec, Kernels, Layout
+from .kernels import SimulatedKernels, codec_errors
 
 
 class Listed(NamedTuple):
-    """A codec, and how to import its kernels, which need PyTorch and Triton."""
+    """A codec, and the name of the module with its kernels, which needs PyTorch and Triton."""
 
-    codec: Codec[Any, Any]
-    import_kernels: Callable[[], Kernels[Any]]
-
-
-def _exponent_kernels() -> Kernels[Any]:
-    from . import exponent_kernel
-
-    return exponent_kernel
+    codec: Codec
+    kernels: str
 
 
-CODECS = (Listed(exponent, _exponent_kernels),)
+CODECS = (Listed(exponent, "exponent_kernel"),)
 
 
-def codec_of(layout: Layout) -> Codec[Any, Any]:
-    """The codec that has this layout."""
-    return next(listed.codec for listed in CODECS if layout in listed.codec.LAYOUTS)
+def listed(layout: Layout) -> Listed:
+    """The entry of the codec that has this layout."""
+    return next(each for each in CODECS if layout in each.codec.LAYOUTS)
+
+
+def kernels_of(layout: Layout) -> Kernels:
+    """The kernels for this layout; on the simulated driver, what takes their place.
+
+    Raises:
+        ImportError: PyTorch or Triton is missing.
+    """
+    codec, kernels = listed(layout)
+    if _core.driver_is_simulated():
+        return SimulatedKernels(codec)
+    module: Any = import_module(f".{kernels}", __package__)
+    return module  # type: ignore[no-any-return]
+
+
+def require_kernels() -> None:
+    """Import the kernels of all codecs.
+
+    Raises:
+        CodecError: PyTorch or Triton is missing, or does not reach the GPU.
+    """
+    with codec_errors():
+        if not _core.driver_is_simulated():
+            import torch
+
+            if not torch.cuda.is_available():
+                raise CodecError("PyTorch does not reach the GPU")
+        for layout in all_layouts():
+            kernels_of(layout)
+
+
+class ReadyKernels:
+    """For which layouts, on which devices, kernels are compiled and tested: elsewhere the first use takes seconds."""
+
+    def __init__(self) -> None:
+        self._ready: set[tuple[Layout, int]] = set()
+
+    def __contains__(self, layout_and_device: tuple[Layout, int]) -> bool:
+        return layout_and_device in self._ready
+
+    def require(self, layout: Layout, device: int) -> None:
+        """Compile, load and test them, before anything is stored that only they can read.
+
+        Raises:
+            CodecError: they fail, or give wrong results.
+        """
+        if (layout, device) in self._ready:
+            return
+        if not _core.device_info(device).host_pointers:
+            raise CodecError(f"kernels of device {device} cannot access pinned host memory by its host address")
+        begin = time.perf_counter()
+        with codec_errors():
+            kernels_of(layout).warm_up(layout, device)
+        self._ready.add((layout, device))
+        seconds = time.perf_counter() - begin
+        log.debug("the kernels for %s are ready on device %d after %.2f s", layout.name, device, seconds)
 
 
 def all_layouts() -> list[Layout]:
     """Those of all codecs."""
-    return [layout for listed in CODECS for layout in listed.codec.LAYOUTS]
+    return [layout for codec, _ in CODECS for layout in codec.LAYOUTS]
 
 
 def usual_layouts() -> list[Layout]:
     """The first layout of each codec, whose kernels are made ready before the first sleep."""
-    return [listed.codec.LAYOUTS[0] for listed in CODECS]
+    return [codec.LAYOUTS[0] for codec, _ in CODECS]
 
 
 def choose_codes(samples: Bytes, worth: float, without: Collection[Layout] = ()) -> list[Code | None]:
@@ -51,18 +106,15 @@ def choose_codes(samples: Bytes, worth: float, without: Collection[Layout] = ())
         worth: None is chosen where no code is expected to get below this share of the size.
         without: layouts that are left out.
     """
-    if not samples.size:
-        return [None] * len(samples)
-    samples = np.ascontiguousarray(samples)
     best = np.full(len(samples), worth)
     chosen: list[Code | None] = [None] * len(samples)
-    for codec, _ in CODECS:
+    for codec, _ in CODECS if samples.size else ():
         for layout in (each for each in codec.LAYOUTS if each not in without):
-            parameters, ratios = codec.rank(layout, samples)
+            parameters, ratios = codec.rank(layout, np.ascontiguousarray(samples))
             better = np.flatnonzero(ratios < best)
             best[better] = ratios[better]
             for segment, mine in zip(better.tolist(), parameters[better].astype(np.uint8), strict=True):
-                chosen[segment] = codec.code_of(layout, mine.tobytes())
+                chosen[segment] = Code(layout, mine.tobytes())
     return chosen
 
 
@@ -73,4 +125,4 @@ def least_bytes(content_bytes: int) -> int:
 
 def decode(code: Code, stored: Bytes, sizes: npt.ArrayLike) -> Bytes:
     """By the reference: the content of encoded chunks of these sizes, which lie in `stored` one after another."""
-    return codec_of(code.layout).decode(code, stored, sizes)
+    return listed(code.layout).codec.decode(code, stored, sizes)

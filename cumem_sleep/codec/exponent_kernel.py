@@ -18,10 +18,9 @@ from .. import _core
 from ..errors import CodecError
 from ..pinned import pinned_block
 from . import exponent as codec
-from .codec import CHUNK_BYTES
-from .exponent import ALIGN_BYTES, BLOCK_VALUES, LEVEL_0_BYTES, PASSED_ON, PLACES, Code, Layout
-from .streams import current_in_torch
-from .table import ROW_BYTES, rows
+from .codec import CHUNK_BYTES, ROW_BYTES, Code, parameters_of, rows
+from .exponent import ALIGN_BYTES, BLOCK_VALUES, LEVEL_0_BYTES, PASSED_ON, PLACES, Layout
+from .kernels import launching
 
 _VALUES = tl.constexpr(BLOCK_VALUES)
 _LEVEL_0_BYTES = tl.constexpr(LEVEL_0_BYTES)
@@ -72,34 +71,27 @@ def warm_up(layout: Layout, device: int) -> None:
     Raises:
         CodecError: they do not.
     """
-    code = Code(layout, tuple(range(PLACES)))
+    code = Code(layout, bytes(range(PLACES)))
     content = _trial_chunk(layout)
-    encoded_bytes = int(codec.chunk_bytes(code, content)[0])
-    table_at = 2 * CHUNK_BYTES + encoded_bytes
-    counters_at = table_at + 3 * ROW_BYTES
+    (size,) = codec.chunk_bytes(code, content).tolist()
+    # In the block: the content, what is decoded, two counters, the tables, what is encoded.
+    counters_at, tables_at, encoded_at = 2 * CHUNK_BYTES, 2 * CHUNK_BYTES + 32, 2 * CHUNK_BYTES + 32 + 3 * ROW_BYTES
     # The stream is closed first: whatever happens, nothing runs when the block is freed.
-    with closing(pinned_block(counters_at + 2 * 16, device)) as block, _core.CopyStream(device) as stream:
-        memory = np.frombuffer(memoryview(block), np.uint8)
+    with closing(pinned_block(encoded_at + size, device)) as block, _core.CopyStream(device) as stream:
+        memory, at = np.frombuffer(memoryview(block), np.uint8), block.address
         memory[:] = 0
         memory[:CHUNK_BYTES] = content
-        chunk, encoded, decoded = block.address, block.address + 2 * CHUNK_BYTES, block.address + CHUNK_BYTES
-        counters = block.address + counters_at
-        memory[table_at:counters_at].view(np.uint64).reshape(-1, 4)[:] = np.concatenate(
-            [
-                rows(code, chunk, counters + 16),
-                rows(code, chunk, encoded, encoded_bytes),
-                rows(code, encoded, decoded, encoded_bytes),
-            ]
-        )
-        table = block.address + table_at
-        with current_in_torch(stream):
-            count(layout, table, 1)
-            encode(layout, table + ROW_BYTES, counters, 1)
-            decode(layout, table + 2 * ROW_BYTES, 1)
+        sources, targets = [0, 0, encoded_at], [counters_at + 16, encoded_at, CHUNK_BYTES]
+        table = rows(parameters_of([code]), np.add(sources, at), np.add(targets, at), size)
+        memory[tables_at:encoded_at] = table.reshape(-1).view(np.uint8)
+        with launching(stream):
+            count(layout, at + tables_at, 1)
+            encode(layout, at + tables_at + ROW_BYTES, at + counters_at, 1)
+            decode(layout, at + tables_at + 2 * ROW_BYTES, 1)
             stream.synchronize()
-        taken, counted = memory[counters_at:].view(np.uint32)[[0, 4]]
-        same = np.array_equal(memory[CHUNK_BYTES : 2 * CHUNK_BYTES], content)
-        if not same or counted != encoded_bytes or taken + layout.header_bytes != encoded_bytes:
+        taken, counted = memory[counters_at:tables_at].view(np.uint32)[[0, 4]]
+        same = np.array_equal(memory[CHUNK_BYTES:counters_at], content)
+        if not same or counted != size or taken + layout.header_bytes != size:
             raise CodecError(f"the kernels for {layout.name} give wrong results on device {device}")
 
 
@@ -119,8 +111,7 @@ def _grid(layout: Layout, chunks: int) -> tuple[int]:
 
 def _constants(layout: Layout) -> tuple[int, int, int, tuple[tuple[int, int], ...]]:
     """BLOCKS in a chunk, BITS of a value, RAW bits of those, and the PLANES: width, and lowest bit in a value."""
-    planes = tuple((width, sum(layout.planes[:plane])) for plane, width in enumerate(layout.planes))
-    return layout.blocks_per_chunk, layout.value_bits, layout.raw_bits, planes
+    return layout.blocks_per_chunk, layout.value_bits, layout.raw_bits, layout.placed
 
 
 # What follows is compiled. Parameters have no types because Triton reads annotations.
