@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ def kernels_of(layout: Layout) -> Kernels:
     return module  # type: ignore[no-any-return]
 
 
+@cache
 def require_kernels() -> None:
     """Import the kernels of all codecs.
 
@@ -52,40 +54,28 @@ def require_kernels() -> None:
         CodecError: PyTorch or Triton is missing, or does not reach the GPU.
     """
     with codec_errors():
-        if not _core.driver_is_simulated():
-            import torch
-
-            if not torch.cuda.is_available():
-                raise CodecError("PyTorch does not reach the GPU")
         for layout in all_layouts():
             kernels_of(layout)
+        if not _core.driver_is_simulated() and not import_module("torch").cuda.is_available():
+            raise CodecError("PyTorch does not reach the GPU")
 
 
-class ReadyKernels:
-    """For which layouts, on which devices, kernels are compiled and tested: elsewhere the first use takes seconds."""
+def make_ready(ready: set[tuple[Layout, int]], layout: Layout, device: int) -> None:
+    """Compile, load and test kernels, unless `ready` has them, before anything is stored that only they can read.
 
-    def __init__(self) -> None:
-        self._ready: set[tuple[Layout, int]] = set()
-
-    def __contains__(self, layout_and_device: tuple[Layout, int]) -> bool:
-        return layout_and_device in self._ready
-
-    def require(self, layout: Layout, device: int) -> None:
-        """Compile, load and test them, before anything is stored that only they can read.
-
-        Raises:
-            CodecError: they fail, or give wrong results.
-        """
-        if (layout, device) in self._ready:
-            return
-        if not _core.device_info(device).host_pointers:
-            raise CodecError(f"kernels of device {device} cannot access pinned host memory by its host address")
-        begin = time.perf_counter()
-        with codec_errors():
-            kernels_of(layout).warm_up(layout, device)
-        self._ready.add((layout, device))
-        seconds = time.perf_counter() - begin
-        log.debug("the kernels for %s are ready on device %d after %.2f s", layout.name, device, seconds)
+    Raises:
+        CodecError: they fail, or give wrong results.
+    """
+    if (layout, device) in ready:
+        return
+    if not _core.device_info(device).host_pointers:
+        raise CodecError(f"kernels of device {device} cannot access pinned host memory by its host address")
+    begin = time.perf_counter()
+    with codec_errors():
+        kernels_of(layout).warm_up(layout, device)
+    ready.add((layout, device))
+    seconds = time.perf_counter() - begin
+    log.debug("the kernels for %s are ready on device %d after %.2f s", layout.name, device, seconds)
 
 
 def all_layouts() -> list[Layout]:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from .. import _core, log
 from ..errors import CodecError
 from ..tuning import Tuning
-from .codecs import ReadyKernels, require_kernels, usual_layouts
-from .memory import workbench_bytes
+from .codec import Layout
+from .codecs import make_ready, require_kernels, usual_layouts
 from .workbench import Workbench
 
 
@@ -21,15 +21,14 @@ class Compressor:
     def __init__(self, wanted: bool, tuning: Tuning) -> None:
         self._wanted = wanted
         self._tuning = tuning
-        self._has_kernels = False
-        self._ready = ReadyKernels()
+        self._ready: set[tuple[Layout, int]] = set()  # kernels, by device: elsewhere the first use takes seconds
 
     @property
     def on(self) -> bool:
         """Whether backups should be compressed (known once the driver is open)."""
         if self._wanted:
             try:
-                self._require_kernels()
+                require_kernels()
             except CodecError as error:
                 self.give_up(error)
         return self._wanted
@@ -48,14 +47,9 @@ class Compressor:
         if self.on:
             try:
                 for layout in usual_layouts():
-                    self._ready.require(layout, device)
+                    make_ready(self._ready, layout, device)
             except CodecError as error:
                 self.give_up(error)
-
-    def _require_kernels(self) -> None:
-        if not self._has_kernels:
-            require_kernels()
-            self._has_kernels = True
 
     def workbench(
         self,
@@ -79,17 +73,5 @@ class Compressor:
             CodecError: the kernels are not available.
             DriverError, OutOfHostMemory: the driver refused.
         """
-        self._require_kernels()
-        tuning = self._tuning
-        if small:
-            spare_bytes = min(spare_bytes, workbench_bytes(tuning, tuning.slots, tuning.slot_bytes[-1]))
-        return Workbench(
-            device,
-            tuning,
-            spare_bytes,
-            lenders,
-            self._ready,
-            keep_bytes=keep_bytes,
-            worth_compiling_bytes=0 if small else tuning.worth_compiling_bytes,
-            count_rows=tuning.few_rows if small else tuning.rows,
-        )
+        require_kernels()
+        return Workbench(device, self._tuning, spare_bytes, lenders, self._ready, keep_bytes=keep_bytes, small=small)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -116,11 +117,8 @@ class Batch:
 
     def pieces(self, address: int) -> list[Piece]:
         """The encoded chunks, as they are copied between the extents and a slot whose chunks begin at `address`."""
-        pieces = []
-        for run in self.runs:
-            pieces.append(Piece(run.extent, run.offset, address, run.bytes))
-            address += run.bytes
-        return pieces
+        starts = accumulate((run.bytes for run in self.runs), initial=address)
+        return [Piece(run.extent, run.offset, start, run.bytes) for run, start in zip(self.runs, starts, strict=False)]
 
     def check_sizes(self, counters: npt.NDArray[np.uint32]) -> None:
         """Compare what was encoded, without headers, with what was planned.
@@ -130,8 +128,7 @@ class Batch:
         """
         encoded = counters + self.layout.header_bytes
         if (differing := np.flatnonzero(encoded != self.sizes)).size:
-            ends = np.cumsum([len(run) for run in self.runs])
-            segment = self.runs[int(np.searchsorted(ends, differing[0], side="right"))].segment
+            segment = [run.segment for run in self.runs for _ in range(len(run))][differing[0]]
             raise ChangedMeanwhile(
                 f"the segment at 0x{segment.address:x} was written to while it was backed up: run no work on"
                 " the GPU during sleep, and call again; everything is awake"

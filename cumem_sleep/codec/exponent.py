@@ -42,8 +42,6 @@ LEVEL_0_BYTES = BLOCK_VALUES // 4
 PASSED_ON = 3
 CODES_PER_WORD = 16
 
-_SAMPLES_AT_ONCE = 1 << 20  # values: the working set of `rank` stays in a core's cache
-
 Values = npt.NDArray[np.integer[Any]]
 _Size = TypeVar("_Size", int, Integers)
 
@@ -130,19 +128,11 @@ def rank(layout: Layout, samples: Bytes) -> tuple[Integers, npt.NDArray[np.float
 
 def _histograms(layout: Layout, samples: Bytes) -> Integers:
     """How often each symbol occurs in each sample, of shape (segments, symbols)."""
-    values = samples.view(layout.dtype)
-    symbols = 1 << layout.symbol_bits
     # Shifting out the sign leaves the symbol in the highest bits.
-    shifted = (values << 1) >> (layout.value_bits - layout.symbol_bits)
-    counts = np.empty((len(values), symbols), np.int64)
-    step = max(1, _SAMPLES_AT_ONCE // values.shape[1])
-    for first in range(0, len(values), step):
-        part = shifted[first : first + step]
-        numbered = part + (np.arange(len(part)) << layout.symbol_bits)[:, None]
-        counts[first : first + step] = np.bincount(numbered.reshape(-1), minlength=len(part) * symbols).reshape(
-            -1, symbols
-        )
-    return counts
+    symbols = (samples.view(layout.dtype) << 1) >> (layout.value_bits - layout.symbol_bits)
+    numbered = symbols + (np.arange(len(samples)) << layout.symbol_bits)[:, None]
+    counts = np.bincount(numbered.reshape(-1), minlength=len(samples) << layout.symbol_bits)
+    return counts.reshape(len(samples), -1)
 
 
 def chunk_bytes(code: Code, content: Bytes) -> Integers:
@@ -165,12 +155,9 @@ def encode(code: Code, content: Bytes) -> Bytes:
 
 def decode(code: Code, stored: Bytes, sizes: npt.ArrayLike) -> Bytes:
     """The content of encoded chunks of the given sizes, which lie in `stored` one after another."""
-    lengths = np.asarray(sizes, np.int64)
-    starts = np.cumsum(lengths) - lengths
-    content = np.empty((lengths.size, CHUNK_BYTES), np.uint8)
-    for chunk, start, length in zip(content, starts.tolist(), lengths.tolist(), strict=True):
-        _decode_chunk(code, stored[start : start + length], chunk.view(code.layout.dtype))
-    return content.reshape(-1)
+    spans = zip(np.cumsum(sizes, dtype=np.int64).tolist(), np.ravel(sizes).tolist(), strict=True)
+    chunks = [_decode_chunk(code, stored[end - nbytes : end]) for end, nbytes in spans]
+    return np.concatenate([np.zeros(0, np.uint8), *chunks])
 
 
 def _encode_chunk(code: Code, chunk: Bytes) -> Bytes:
@@ -199,7 +186,7 @@ def _encode_block(fixed: Bytes, places: Bytes, symbols: Bytes) -> Bytes:
     return _padded(np.concatenate(parts), ALIGN_BYTES)
 
 
-def _decode_chunk(code: Code, stored: Bytes, values: Values) -> None:
+def _decode_chunk(code: Code, stored: Bytes) -> Bytes:
     layout = code.layout
     limit = stored.size & -ALIGN_BYTES
     # A block starts at the limit at the latest, so it ends within this, and nothing below needs a bounds check.
@@ -208,7 +195,7 @@ def _decode_chunk(code: Code, stored: Bytes, values: Values) -> None:
     starts = np.minimum(padded[: 4 * layout.blocks_per_chunk].view("<u4").astype(np.int64) & -ALIGN_BYTES, limit)
 
     fixed = padded.view("<u8")[starts[:, None] // 8 + np.arange(layout.fixed_bytes // 8)].view(np.uint8)
-    rotated = np.zeros(len(values), layout.dtype)
+    rotated = np.zeros(len(fixed) * BLOCK_VALUES, layout.dtype)
     for width, shift in layout.placed:
         plane = fixed[:, BLOCK_VALUES * shift // 8 : BLOCK_VALUES * (shift + width) // 8]
         rotated |= _unpacked(plane, width).reshape(-1).astype(layout.dtype) << shift
@@ -231,7 +218,8 @@ def _decode_chunk(code: Code, stored: Bytes, values: Values) -> None:
         found[left[level]] = symbols
         symbols = found
     rotated |= symbols.astype(layout.dtype) << layout.raw_bits
-    values[:] = (rotated >> 1) | (rotated << (layout.value_bits - 1))
+    values: Values = (rotated >> 1) | (rotated << (layout.value_bits - 1))
+    return values.view(np.uint8)
 
 
 def _rotated(layout: Layout, content: Bytes) -> Values:
@@ -287,7 +275,6 @@ def _unpacked(packed: Bytes, width: int) -> Bytes:
 @lru_cache
 def _fields(width: int) -> Values:
     """For each byte the fields in it, one to a byte of a word."""
-    per_byte = 8 // width
-    fields = np.arange(256)[:, None] >> (width * np.arange(per_byte)) & ((1 << width) - 1)
-    words: Values = fields.astype(np.uint8).view(f"<u{per_byte}").reshape(-1)
+    fields = np.arange(256)[:, None] >> np.arange(0, 8, width) & ((1 << width) - 1)
+    words: Values = fields.astype(np.uint8).view(f"<u{8 // width}").reshape(-1)
     return words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import product
 
 from .. import _core
 from ..errors import DriverError, OutOfDeviceMemory
@@ -19,57 +20,6 @@ def workbench_bytes(tuning: Tuning, slots: int, slot_bytes: int) -> int:
     return -(-nbytes // CHUNK_BYTES) * CHUNK_BYTES
 
 
-class SlotMemory:
-    """Memory for the slots of one device.
-
-    Args:
-        spare_bytes: how much may be free memory.
-        lenders: segments that may lend theirs.
-        keep_bytes: whether their bytes are put back.
-
-    Attributes:
-        address: where it begins; 0: there is no memory.
-        slots: for how many slots it is.
-        slot_bytes: for how many bytes of encoded chunks in each.
-    """
-
-    def __init__(
-        self, device: int, tuning: Tuning, spare_bytes: int, lenders: Sequence[_core.Segment], *, keep_bytes: bool
-    ) -> None:
-        self._memory: _core.Scratch | LentMemory | None = None
-        self.address = 0
-        shapes = [(tuning.most_slots, tuning.slot_bytes[0]), *((tuning.slots, each) for each in tuning.slot_bytes)]
-        for self.slots, self.slot_bytes in shapes:
-            nbytes = workbench_bytes(tuning, self.slots, self.slot_bytes)
-            with suppress(OutOfDeviceMemory):
-                if nbytes <= spare_bytes:
-                    self._memory = _core.Scratch(device, nbytes)
-                    self.address = self._memory.address
-                    return
-        self.slots, self.slot_bytes = tuning.slots, tuning.lent_slot_bytes
-        nbytes = workbench_bytes(tuning, self.slots, self.slot_bytes)
-        large = [segment for segment in lenders if segment.device == device and segment.bytes >= nbytes]
-        if large:
-            segment = min(large, key=lambda segment: segment.bytes)  # mapping may wait for the driver to scrub
-            segment.map()
-            self._memory = LentMemory(segment, nbytes, keep_bytes=keep_bytes)
-            self.address = segment.address
-
-    def use(self) -> None:
-        """From now on it may be written to."""
-        if isinstance(self._memory, LentMemory):
-            self._memory.lend()
-
-    def close(self) -> None:
-        """Give it back. If it raises, call it again; otherwise a second call does nothing.
-
-        Raises:
-            DriverError: the bytes of a segment that lent it could not be put back; that segment is dropped.
-        """
-        if self._memory is not None:
-            self._memory.close()
-
-
 class LentMemory:
     """The start of a segment, while it is used for something else. Afterwards its bytes are there again, or zeros.
 
@@ -77,6 +27,7 @@ class LentMemory:
     """
 
     def __init__(self, segment: _core.Segment, nbytes: int, *, keep_bytes: bool) -> None:
+        self.address = segment.address
         self._segment = segment
         self._bytes = nbytes
         self._is_back = False
@@ -115,7 +66,32 @@ class LentMemory:
 
     def _put_back(self) -> None:
         if self._kept is None:
-            self._stream.zero(self._segment.address, self._bytes)
+            self._stream.zero(self.address, self._bytes)
         else:
-            self._stream.to_device(self._segment.address, self._kept, 0, self._bytes)
+            self._stream.to_device(self.address, self._kept, 0, self._bytes)
         self._stream.synchronize()
+
+
+def take_memory(
+    device: int, tuning: Tuning, spare_bytes: int, lenders: Sequence[_core.Segment], *, keep_bytes: bool
+) -> tuple[_core.Scratch | LentMemory | None, int, int]:
+    """Memory for slots (None: there is none), how many they are, and how many bytes of encoded chunks each takes.
+
+    Args:
+        spare_bytes: how much may be free memory.
+        lenders: segments that may lend theirs.
+        keep_bytes: whether their bytes are put back.
+    """
+    for slots, slot_bytes in ((tuning.most_slots, tuning.slot_bytes[0]), *product([tuning.slots], tuning.slot_bytes)):
+        nbytes = workbench_bytes(tuning, slots, slot_bytes)
+        with suppress(OutOfDeviceMemory):
+            if nbytes <= spare_bytes:
+                return _core.Scratch(device, nbytes), slots, slot_bytes
+    slots, slot_bytes = tuning.slots, tuning.lent_slot_bytes
+    nbytes = workbench_bytes(tuning, slots, slot_bytes)
+    large = [segment for segment in lenders if segment.device == device and segment.bytes >= nbytes]
+    if not large:
+        return None, slots, slot_bytes
+    segment = min(large, key=lambda segment: segment.bytes)  # mapping may wait for the driver to scrub
+    segment.map()
+    return LentMemory(segment, nbytes, keep_bytes=keep_bytes), slots, slot_bytes

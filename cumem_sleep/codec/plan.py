@@ -5,15 +5,16 @@ where it goes. Codes are chosen by samples, and sizes are counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 
 import numpy as np
 
 from .. import _core
 from ..pinned import pinned_block
+from ..tuning import Tuning
 from .codec import CHUNK_BYTES, Bytes, Code, Integers, Layout, parameters_of
-from .codecs import ReadyKernels, all_layouts, choose_codes, usual_layouts
+from .codecs import all_layouts, choose_codes, make_ready, usual_layouts
 from .encoding import Encoding
 from .slots import Slot
 
@@ -27,15 +28,15 @@ class Planner:
     """What the plans of one workbench have in common.
 
     Args:
-        worth_compiling_bytes: for less than this no kernels are compiled.
-        count_rows: chunks counted by one launch.
+        ready: kernels that are compiled and tested, with their devices.
+        small: few chunks are counted by one launch, and kernels are compiled however little they are for.
     """
 
-    def __init__(self, device: int, ready: ReadyKernels, worth_compiling_bytes: int, count_rows: int) -> None:
+    def __init__(self, device: int, tuning: Tuning, ready: set[tuple[Layout, int]], *, small: bool) -> None:
         self.device = device
         self.ready = ready
-        self.count_rows = count_rows
-        self._worth_compiling_bytes = worth_compiling_bytes
+        self.count_rows = tuning.few_rows if small else tuning.rows
+        self._worth_compiling_bytes = 0 if small else tuning.worth_compiling_bytes
         self._bytes_of: Counter[Layout] = Counter()  # planned so far: those that suit the layout best
         self._samples: list[Samples] = []  # as many as were ever in use at once
 
@@ -136,7 +137,7 @@ class Plan:
             if code is not None:
                 by_layout.setdefault(code.layout, []).append((segment, code))
         for layout, chosen in by_layout.items():
-            self._planner.ready.require(layout, self._planner.device)
+            make_ready(self._planner.ready, layout, self._planner.device)
             chunks = [segment.bytes // CHUNK_BYTES for segment, _ in chosen]
             parameters = np.repeat(parameters_of([code for _, code in chosen]), chunks, axis=0)
             sources = np.concatenate([np.arange(s.address, s.address + s.bytes, CHUNK_BYTES) for s, _ in chosen])
@@ -189,15 +190,14 @@ class Samples:
             pass
 
 
-def parts_to_plan(segments: Iterable[_core.Segment], part_bytes: int) -> Iterator[list[_core.Segment]]:
+def parts_to_plan(segments: Iterable[_core.Segment], part_bytes: int) -> list[list[_core.Segment]]:
     """Parts in order, each of one device, and no larger than the limit unless a single segment is."""
-    part: list[_core.Segment] = []
-    nbytes = 0
+    parts: list[list[_core.Segment]] = []
+    nbytes = 0  # of the last one
     for segment in segments:
-        if part and (nbytes + segment.bytes > part_bytes or segment.device != part[0].device):
-            yield part
-            part, nbytes = [], 0
-        part.append(segment)
         nbytes += segment.bytes
-    if part:
-        yield part
+        if not parts or nbytes > part_bytes or segment.device != parts[-1][0].device:
+            parts.append([])
+            nbytes = segment.bytes
+        parts[-1].append(segment)
+    return parts

@@ -111,10 +111,6 @@ class Slot:
             kernels_of(batch.layout).decode(batch.layout, self.table, len(batch))
         self.is_busy = True
 
-    def join(self) -> None:
-        """Make kernels launched on its stream from here on see what was copied to it."""
-        self.opened_lane.join()
-
     def synchronize(self) -> None:
         """Wait for the pending work on its stream, including copies to and from extents."""
         (self.lane or self.stream).synchronize()

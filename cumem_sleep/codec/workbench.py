@@ -16,10 +16,9 @@ from ..extents import Lane, Transfers
 from ..pinned import bounce_block, pinned_block
 from ..tuning import Tuning
 from . import codecs
-from .codec import CHUNK_BYTES, Code
-from .codecs import ReadyKernels
+from .codec import CHUNK_BYTES, Code, Layout
 from .encoding import Batch, EncodedRun, Encoding, batches
-from .memory import SlotMemory
+from .memory import LentMemory, take_memory, workbench_bytes
 from .plan import PLANNED_AT_ONCE, Plan, Planner
 from .slots import Slot, head_bytes
 
@@ -39,27 +38,27 @@ class Workbench:
         tuning: Tuning,
         spare_bytes: int,
         lenders: Sequence[_core.Segment],
-        ready: ReadyKernels,
+        ready: set[tuple[Layout, int]],
         *,
         keep_bytes: bool,
-        worth_compiling_bytes: int,
-        count_rows: int,
+        small: bool,
     ) -> None:
         self._device = device
         self._most_rows = tuning.rows
         self._turn = 0
         self._warned = False
         self._slots: list[Slot] = []  # before the memory: destroyed in this order if nobody closes them
-        self._blocks: list[_core.HostBlock] = []  # for the slots' tables, and for `_staging`
-        self._planner = Planner(device, ready, worth_compiling_bytes, count_rows)
-        self._memory = SlotMemory(device, tuning, spare_bytes, lenders, keep_bytes=keep_bytes)
-        self.has_memory = bool(self._memory.address)
-        self.slot_bytes = self._memory.slot_bytes
+        self._blocks: list[_core.HostBlock] = []  # the slots' tables, and what is copied without memory
+        self._planner = Planner(device, tuning, ready, small=small)
+        if small:
+            spare_bytes = min(spare_bytes, workbench_bytes(tuning, tuning.slots, tuning.slot_bytes[-1]))
+        self._memory, slots, self.slot_bytes = take_memory(device, tuning, spare_bytes, lenders, keep_bytes=keep_bytes)
+        self.has_memory = self._memory is not None
         try:
             head = head_bytes(tuning.rows)
-            self._blocks.append(pinned_block(self._memory.slots * head, device, -1))
-            for number in range(self._memory.slots):
-                at = self._memory.address and self._memory.address + number * (head + self.slot_bytes)
+            self._blocks.append(pinned_block(slots * head, device, -1))
+            for number in range(slots):
+                at = self._memory.address + number * (head + self.slot_bytes) if self._memory is not None else 0
                 self._slots.append(Slot(device, at, tuning.rows, self._blocks[0], number))
         except BaseException:
             self.close()
@@ -78,7 +77,8 @@ class Workbench:
             DriverError: the bytes of a segment that lent its memory could not be put back; that segment is dropped.
         """
         with ExitStack() as stack:
-            stack.callback(self._memory.close)
+            if self._memory is not None:
+                stack.callback(self._memory.close)
             stack.callback(self._planner.close)
             for block in self._blocks:
                 stack.callback(block.close)
@@ -227,7 +227,8 @@ class Workbench:
 
     def next_slot(self) -> Slot:
         """Wait for the slot that was begun first, and return it."""
-        self._memory.use()
+        if isinstance(self._memory, LentMemory):
+            self._memory.lend()
         self._turn = (self._turn + 1) % len(self._slots)
         slot = self._slots[self._turn]
         slot.finish()
@@ -236,11 +237,6 @@ class Workbench:
     def finish_next_slot(self) -> None:
         """Wait for it, so that `next_slot` will not."""
         self._slots[(self._turn + 1) % len(self._slots)].finish()
-
-    @property
-    def slot_count(self) -> int:
-        """How many batches can be at work."""
-        return len(self._slots)
 
 
 def close_all(workbenches: Iterable[Workbench]) -> None:

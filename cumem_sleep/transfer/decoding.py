@@ -43,6 +43,7 @@ class Decoding:
         nbytes = sum(run.bytes for run in runs) if workbench.has_memory else 0
         self._copier = copiers.open(device, lanes, nbytes, tuning.slots_timed_bytes)
         self._workbench = workbench
+        self._slots = len(lanes)
         self._batches = workbench.batches(runs)
         self._mapped = mapped
         self._completed = completed
@@ -99,7 +100,7 @@ class Decoding:
             slot.synchronize()
             self._copier.pace.record(batch.bytes, time.perf_counter() - begin)
         # Keep this many copies in flight while the first batch waits for its segment to be mapped.
-        if len(self._copied) > self._workbench.slot_count - 2:
+        if len(self._copied) > self._slots - 2:
             self._decode_next()
         if not choice.alone:
             self._workbench.finish_next_slot()
@@ -110,7 +111,7 @@ class Decoding:
         slot, batch, sources = self._copied.popleft()
         for segment_id in dict.fromkeys(run.segment.id for run in batch.runs):
             self._mapped(segment_id)
-        slot.join()
+        slot.opened_lane.join()
         if sources is None:
             self._workbench.decode_without_memory(slot, batch)
         else:

@@ -77,7 +77,7 @@ def test_a_layout_of_much_memory_is_compiled(allocator: CuMemAllocator, compiled
 
 
 def test_a_layout_that_is_ready_serves_the_smallest_segment(allocator: CuMemAllocator, compiled: list[str]) -> None:
-    allocator._compressor._ready._ready.update({(layout, 0) for layout in named("fp32", "e4m3")})
+    allocator._compressor._ready.update({(layout, 0) for layout in named("fp32", "e4m3")})
     contents = fill(allocator, fp32, e4m3, nbytes=PAGE)
     cycle(allocator, contents)
     assert encodings(allocator, contents) == ["fp32", "e4m3"]
@@ -89,7 +89,7 @@ def test_a_backup_keeps_its_layout_when_it_is_rewritten(allocator: CuMemAllocato
     contents = fill(allocator, fp32, nbytes=WORTH_BYTES)
     cycle(allocator, contents)
     assert compiled == ["fp32"]
-    allocator._compressor._ready._ready.clear()
+    allocator._compressor._ready.clear()
     CuMemAllocator.tuning.worth_compiling_bytes = 2 * WORTH_BYTES
     (address,) = contents
     contents[address] = content_of(fp32, WORTH_BYTES, seed=1)
