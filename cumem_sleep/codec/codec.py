@@ -1,7 +1,8 @@
 """What a codec is: a lossless code for chunks of segments.
 
 A codec is two modules: a reference in NumPy (`Codec`), which also runs on the simulated driver, and kernels for a GPU
-(`Kernels`). `codecs` lists them, and nothing else names one. `tests/codec/test_codecs.py` tests each reference.
+(`Kernels`), which need PyTorch and Triton. `codecs` lists the first, and nothing else names one.
+`tests/codec/test_codecs.py` tests each reference.
 
 What the rest of the package relies on:
 
@@ -57,6 +58,8 @@ class Code:
 
 class Codec(Protocol):
     """The reference: a module with these names. Its layouts are of a type of its own."""
+
+    __name__: str
 
     @property
     def LAYOUTS(self) -> tuple[Any, ...]:  # noqa: N802  (a constant of the module)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,20 +17,12 @@ from . import exponent
 from .codec import CHUNK_BYTES, Bytes, Code, Codec, Kernels, Layout
 from .kernels import SimulatedKernels, codec_errors
 
-
-class Listed(NamedTuple):
-    """A codec, and the name of the module with its kernels, which needs PyTorch and Triton."""
-
-    codec: Codec
-    kernels: str
+CODECS: tuple[Codec, ...] = (exponent,)  # the kernels of each are in the module of that name with `_kernel` after it
 
 
-CODECS = (Listed(exponent, "exponent_kernel"),)
-
-
-def listed(layout: Layout) -> Listed:
-    """The entry of the codec that has this layout."""
-    return next(each for each in CODECS if layout in each.codec.LAYOUTS)
+def codec_of(layout: Layout) -> Codec:
+    """The codec that has this layout."""
+    return next(codec for codec in CODECS if layout in codec.LAYOUTS)
 
 
 def kernels_of(layout: Layout) -> Kernels:
@@ -39,11 +31,10 @@ def kernels_of(layout: Layout) -> Kernels:
     Raises:
         ImportError: PyTorch or Triton is missing.
     """
-    codec, kernels = listed(layout)
+    codec = codec_of(layout)
     if _core.driver_is_simulated():
         return SimulatedKernels(codec)
-    module: Any = import_module(f".{kernels}", __package__)
-    return module  # type: ignore[no-any-return]
+    return cast(Kernels, import_module(f"{codec.__name__}_kernel"))
 
 
 @cache
@@ -80,12 +71,12 @@ def make_ready(ready: set[tuple[Layout, int]], layout: Layout, device: int) -> N
 
 def all_layouts() -> list[Layout]:
     """Those of all codecs."""
-    return [layout for codec, _ in CODECS for layout in codec.LAYOUTS]
+    return [layout for codec in CODECS for layout in codec.LAYOUTS]
 
 
 def usual_layouts() -> list[Layout]:
     """The first layout of each codec, whose kernels are made ready before the first sleep."""
-    return [codec.LAYOUTS[0] for codec, _ in CODECS]
+    return [codec.LAYOUTS[0] for codec in CODECS]
 
 
 def choose_codes(samples: Bytes, worth: float, without: Collection[Layout] = ()) -> list[Code | None]:
@@ -98,7 +89,7 @@ def choose_codes(samples: Bytes, worth: float, without: Collection[Layout] = ())
     """
     best = np.full(len(samples), worth)
     chosen: list[Code | None] = [None] * len(samples)
-    for codec, _ in CODECS if samples.size else ():
+    for codec in CODECS if samples.size else ():
         for layout in (each for each in codec.LAYOUTS if each not in without):
             parameters, ratios = codec.rank(layout, np.ascontiguousarray(samples))
             better = np.flatnonzero(ratios < best)
@@ -115,4 +106,4 @@ def least_bytes(content_bytes: int) -> int:
 
 def decode(code: Code, stored: Bytes, sizes: npt.ArrayLike) -> Bytes:
     """By the reference: the content of encoded chunks of these sizes, which lie in `stored` one after another."""
-    return listed(code.layout).codec.decode(code, stored, sizes)
+    return codec_of(code.layout).decode(code, stored, sizes)

@@ -38,6 +38,7 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     one_page_bench(monkeypatch)
     QuickCodec(monkeypatch)
     current = World(device_bytes={"ample": None, "tight": 3 * PAGE}[request.param], compress="auto")
+    current.allocator._compressor.warm_up(0)  # once: its calls are not to be looked for again
     yield current
     free_everything()
     reset_simulation()
