@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 
 import numpy as np
 
@@ -38,15 +38,15 @@ class Planner:
         self.count_rows = tuning.few_rows if small else tuning.rows
         self._worth_compiling_bytes = 0 if small else tuning.worth_compiling_bytes
         self._bytes_of: Counter[Layout] = Counter()  # planned so far: those that suit the layout best
-        self._samples: list[Samples] = []  # as many as were ever in use at once
+        self.samples: list[Samples] = []  # as many as were ever in use at once
 
     def idle_samples(self, segments: int) -> Samples:
         """For so many segments. They are used again, because pinning memory takes long while copies are in flight."""
-        for samples in self._samples:
+        for samples in self.samples:
             if not samples.segments and samples.room >= segments:
                 return samples
-        self._samples.append(Samples(max(segments, PLANNED_AT_ONCE), self.device))
-        return self._samples[-1]
+        self.samples.append(Samples(max(segments, PLANNED_AT_ONCE), self.device))
+        return self.samples[-1]
 
     def choose(self, segments: Sequence[_core.Segment], content: Bytes) -> list[Code | None]:
         """A code for each segment by its sample; None where none is worth it.
@@ -69,12 +69,6 @@ class Planner:
         for number, code in zip(others, choose_codes(content[others], _WORTH, without), strict=True):
             codes[number] = code
         return codes
-
-    def close(self) -> None:
-        """Wait for what is in flight, and free the memory of the samples. If it raises, call it again."""
-        with ExitStack() as stack:
-            for samples in self._samples:
-                stack.callback(samples.close)
 
 
 class Plan:

@@ -1,7 +1,8 @@
 """Compressed backups: chunks are encoded on the GPU on their way to a tier, and decoded on their way back.
 
-How they are coded is up to the codecs. Here chunks pass through a few slots of device memory, each with its own stream,
-so that one slot's copies overlap with another's kernels.
+First `plan` says how, and so how large, they become; then `encode` brings them to the extents that were taken for them,
+and later `transfer.decoding` brings them back. How they are coded is up to the codecs. Here chunks pass through a few
+slots of device memory, each with its own stream, so that one slot's copies overlap with another's kernels.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Workbench:
         with ExitStack() as stack:
             if self._memory is not None:
                 stack.callback(self._memory.close)
-            stack.callback(self._planner.close)
+            for samples in self._planner.samples:
+                stack.callback(samples.close)
             for block in self._blocks:
                 stack.callback(block.close)
             for slot in self._slots:  # first, because callbacks run from the last to the first

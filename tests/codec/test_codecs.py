@@ -11,7 +11,7 @@ import pytest
 from compression import MakeAllocator, at, bf16, check_bytes, cycle, encodings, fill, noise, write
 from support import PAGE
 
-from cumem_sleep import CuMemAllocator
+from cumem_sleep import CuMemAllocator, _core
 from cumem_sleep.codec import codecs
 from cumem_sleep.codec.codec import CHUNK_BYTES, PARAMETER_BYTES, Bytes, Code, Codec, Layout, parameters_of, rows
 from cumem_sleep.codec.codecs import CODECS
@@ -108,6 +108,15 @@ class TestReference:
 def both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codecs, "CODECS", BOTH)
     assert codecs.least_bytes(PAGE) == min(layout.smallest_chunk_bytes for codec in BOTH for layout in codec.LAYOUTS)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.__name__)
+def test_a_codec_has_kernels_under_its_name(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="kernels need Triton, which comes with PyTorch for CUDA")
+    monkeypatch.setattr(_core, "driver_is_simulated", lambda: False)
+    for layout in codec.LAYOUTS:
+        kernels = codecs.kernels_of(layout)
+        assert all(callable(getattr(kernels, name)) for name in ("count", "encode", "decode", "warm_up"))
 
 
 def test_no_two_layouts_have_the_same_name() -> None:
