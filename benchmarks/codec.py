@@ -29,6 +29,7 @@ from cumem_sleep.codec import exponent as codec
 from cumem_sleep.codec import exponent_kernel as codec_kernel
 from cumem_sleep.codec.codec import CHUNK_BYTES, Code, parameters_of, rows
 from cumem_sleep.codec.codecs import choose_codes
+from cumem_sleep.codec.kernels import try_kernels
 
 SEGMENT_BYTES = 64 << 20  # each with a code of its own, as segments of a model have
 SAMPLE_BYTES = 8192
@@ -179,7 +180,7 @@ def measure_codec(make: Make, nbytes: int, runs: int) -> dict[str, Any]:
     for run in range(runs + 1):
         coded, layouts = chosen(make(nbytes, run))
         if not run:
-            codec_kernel.warm_up(coded.layout, torch.cuda.current_device())
+            try_kernels(codec, codec_kernel, coded.layout, torch.cuda.current_device())
         sizes, counting = counted(coded)
         stored, encoding, zeroing = encoded(coded, sizes)
         decoding = decode_seconds(coded, stored, sizes)

@@ -97,13 +97,6 @@ class Kernels(Protocol):
     def decode(self, layout: Any, table: int, chunks: int) -> None:
         """Decode each row's source to its target; reads nothing but the row's encoded bytes, whatever they are."""
 
-    def warm_up(self, layout: Any, device: int) -> None:
-        """Compile and load all three, and compare them with the reference.
-
-        Raises:
-            CodecError: they give other results.
-        """
-
 
 def parameters_of(codes: Sequence[Code]) -> Bytes:
     """The parameters of each code, of shape (codes, PARAMETER_BYTES)."""

@@ -15,7 +15,7 @@ from .. import _core, log
 from ..errors import CodecError
 from . import exponent
 from .codec import CHUNK_BYTES, Bytes, Code, Codec, Kernels, Layout
-from .kernels import SimulatedKernels, codec_errors
+from .kernels import SimulatedKernels, codec_errors, try_kernels
 
 CODECS: tuple[Codec, ...] = (exponent,)  # the kernels of each are in the module of that name with `_kernel` after it
 
@@ -63,7 +63,7 @@ def make_ready(ready: set[tuple[Layout, int]], layout: Layout, device: int) -> N
         raise CodecError(f"kernels of device {device} cannot access pinned host memory by its host address")
     begin = time.perf_counter()
     with codec_errors():
-        kernels_of(layout).warm_up(layout, device)
+        try_kernels(codec_of(layout), kernels_of(layout), layout, device)
     ready.add((layout, device))
     seconds = time.perf_counter() - begin
     log.debug("the kernels for %s are ready on device %d after %.2f s", layout.name, device, seconds)

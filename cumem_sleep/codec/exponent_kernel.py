@@ -7,19 +7,10 @@ addresses are passed, so a table in pinned memory, a segment and host memory are
 
 from __future__ import annotations
 
-from contextlib import closing
-
-import numpy as np
 import triton
 import triton.language as tl
 
-from .. import _core
-from ..errors import CodecError
-from ..pinned import pinned_block
-from . import exponent as codec
-from .codec import CHUNK_BYTES, ROW_BYTES, Code, parameters_of, rows
 from .exponent import ALIGN_BYTES, BLOCK_VALUES, LEVEL_0_BYTES, PASSED_ON, PLACES, Layout
-from .kernels import launching
 
 _VALUES = tl.constexpr(BLOCK_VALUES)
 _LEVEL_0_BYTES = tl.constexpr(LEVEL_0_BYTES)
@@ -60,39 +51,6 @@ def decode(layout: Layout, table: int, chunks: int) -> None:
     Nothing outside of the row's encoded bytes is read, and nothing outside of the chunk written, whatever the bytes.
     """
     _decode_blocks[_grid(layout, chunks)](table, *_constants(layout), **_DECODE_OPTIONS)
-
-
-def warm_up(layout: Layout, device: int) -> None:
-    """Compile and load the kernels, and check them against the reference before anything depends on them.
-
-    Meanwhile they read and write only a little pinned host memory.
-
-    Raises:
-        CodecError: they do not.
-    """
-    code = Code(layout, bytes(range(PLACES)))
-    # Few bits are set, so that there are symbols of all levels, and some that have no code.
-    content = np.bitwise_and.reduce(np.random.default_rng(0).integers(0, 256, (3, CHUNK_BYTES), np.uint8))
-    (size,) = codec.chunk_bytes(code, content).tolist()
-    # In the block: the content, what is decoded, two counters, the tables, what is encoded.
-    counters_at, tables_at, encoded_at = 2 * CHUNK_BYTES, 2 * CHUNK_BYTES + 32, 2 * CHUNK_BYTES + 32 + 3 * ROW_BYTES
-    # The stream is closed first: whatever happens, nothing runs when the block is freed.
-    with closing(pinned_block(encoded_at + size, device)) as block, _core.CopyStream(device) as stream:
-        memory, at = np.frombuffer(memoryview(block), np.uint8), block.address
-        memory[:] = 0
-        memory[:CHUNK_BYTES] = content
-        sources, targets = [0, 0, encoded_at], [counters_at + 16, encoded_at, CHUNK_BYTES]
-        table = rows(parameters_of([code]), np.add(sources, at), np.add(targets, at), size)
-        memory[tables_at:encoded_at] = table.reshape(-1).view(np.uint8)
-        with launching(stream):
-            count(layout, at + tables_at, 1)
-            encode(layout, at + tables_at + ROW_BYTES, at + counters_at, 1)
-            decode(layout, at + tables_at + 2 * ROW_BYTES, 1)
-            stream.synchronize()
-        taken, counted = memory[counters_at:tables_at].view(np.uint32)[[0, 4]]
-        same = np.array_equal(memory[CHUNK_BYTES:counters_at], content)
-        if not same or counted != size or taken + layout.header_bytes != size:
-            raise CodecError(f"the kernels for {layout.name} give wrong results on device {device}")
 
 
 def _grid(layout: Layout, chunks: int) -> tuple[int]:

@@ -116,7 +116,7 @@ def test_a_codec_has_kernels_under_its_name(codec: Codec, monkeypatch: pytest.Mo
     monkeypatch.setattr(_core, "driver_is_simulated", lambda: False)
     for layout in codec.LAYOUTS:
         kernels = codecs.kernels_of(layout)
-        assert all(callable(getattr(kernels, name)) for name in ("count", "encode", "decode", "warm_up"))
+        assert all(callable(getattr(kernels, name)) for name in ("count", "encode", "decode"))
 
 
 def test_no_two_layouts_have_the_same_name() -> None:
