@@ -69,7 +69,7 @@ class Layout:
         return sum(self.planes)
 
     @property
-    def placed(self) -> tuple[tuple[int, int], ...]:
+    def placed_planes(self) -> tuple[tuple[int, int], ...]:
         """The width of each plane, and which bit of a value is its lowest."""
         return tuple((width, sum(self.planes[:plane])) for plane, width in enumerate(self.planes))
 
@@ -165,7 +165,7 @@ def _encode_chunk(code: Code, chunk: Bytes) -> Bytes:
     rotated = _rotated(layout, chunk)
     symbols = (rotated >> layout.raw_bits).astype(np.uint8)
     places = _places(code)[symbols]
-    fields = ((rotated >> shift, width) for width, shift in layout.placed)
+    fields = ((rotated >> shift, width) for width, shift in layout.placed_planes)
     planes = [_packed(values.astype(np.uint8) & ((1 << width) - 1), width) for values, width in fields]
     planes.append(_packed(np.minimum(places, PASSED_ON), 2))
     fixed = np.concatenate([plane.reshape(layout.blocks_per_chunk, -1) for plane in planes], axis=1)
@@ -196,7 +196,7 @@ def _decode_chunk(code: Code, stored: Bytes) -> Bytes:
 
     fixed = padded.view("<u8")[starts[:, None] // 8 + np.arange(layout.fixed_bytes // 8)].view(np.uint8)
     rotated = np.zeros(len(fixed) * BLOCK_VALUES, layout.dtype)
-    for width, shift in layout.placed:
+    for width, shift in layout.placed_planes:
         plane = fixed[:, BLOCK_VALUES * shift // 8 : BLOCK_VALUES * (shift + width) // 8]
         rotated |= _unpacked(plane, width).reshape(-1).astype(layout.dtype) << shift
 

@@ -59,7 +59,7 @@ def _grid(layout: Layout, chunks: int) -> tuple[int]:
 
 def _constants(layout: Layout) -> tuple[int, int, int, tuple[tuple[int, int], ...]]:
     """BLOCKS in a chunk, BITS of a value, RAW bits of those, and the PLANES: width, and lowest bit in a value."""
-    return layout.blocks_per_chunk, layout.value_bits, layout.raw_bits, layout.placed
+    return layout.blocks_per_chunk, layout.value_bits, layout.raw_bits, layout.placed_planes
 
 
 # What follows is compiled. Parameters have no types because Triton reads annotations.
