@@ -126,11 +126,9 @@ class Plan:
 
     def _count(self, coded: Iterable[tuple[_core.Segment, Code | None]]) -> None:
         """Begin to count the encoded sizes of those segments that have codes, layout by layout."""
-        by_layout: dict[Layout, list[tuple[_core.Segment, Code]]] = {}
-        for segment, code in coded:
-            if code is not None:
-                by_layout.setdefault(code.layout, []).append((segment, code))
-        for layout, chosen in by_layout.items():
+        with_codes = [(segment, code) for segment, code in coded if code is not None]
+        for layout in dict.fromkeys(code.layout for _, code in with_codes):
+            chosen = [(segment, code) for segment, code in with_codes if code.layout == layout]
             make_ready(self._planner.ready, layout, self._planner.device)
             chunks = [segment.bytes // CHUNK_BYTES for segment, _ in chosen]
             parameters = np.repeat(parameters_of([code for _, code in chosen]), chunks, axis=0)
@@ -142,8 +140,8 @@ class Plan:
                 slot = self._next_slot()
                 slot.count(layout, parameters[part], sources[part], sizes[part])
                 self._at_work.append((slot, sizes[part]))
-            for (segment, code), mine in zip(chosen, np.split(sizes, np.cumsum(chunks)[:-1]), strict=True):
-                self._coded.append((segment, code, mine))
+            parts = zip(chosen, np.split(sizes, np.cumsum(chunks)[:-1]), strict=True)
+            self._coded += [(segment, code, mine) for (segment, code), mine in parts]
 
 
 class Samples:

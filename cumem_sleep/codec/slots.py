@@ -40,7 +40,7 @@ class Slot:
         self._is_copied = True
         self._unchecked: list[Batch] = []  # encoded, with counters that have not been read
         self._counted = 0  # counters of these, and of what is being counted
-        self._sizes: Integers | None = None  # what is being counted
+        self._sizes: Integers | None = None  # where `finish` puts what is being counted
         self._most_rows = most_rows
         self._address = address
         self.chunks_address = address + head_bytes(most_rows)
