@@ -27,9 +27,9 @@ from safetensors import safe_open
 from cumem_sleep import _core
 from cumem_sleep.codec import exponent as codec
 from cumem_sleep.codec import exponent_kernel as codec_kernel
-from cumem_sleep.codec.codec import CHUNK_BYTES, Code
+from cumem_sleep.codec.codec import CHUNK_BYTES, Code, parameters_of, rows
 from cumem_sleep.codec.codecs import choose_codes
-from cumem_sleep.codec.table import rows
+from cumem_sleep.codec.kernels import try_kernels
 
 SEGMENT_BYTES = 64 << 20  # each with a code of its own, as segments of a model have
 SAMPLE_BYTES = 8192
@@ -103,7 +103,7 @@ class Coded:
         per_segment = SEGMENT_BYTES // CHUNK_BYTES
         arrays = [np.broadcast_to(np.asarray(x, np.int64), self.chunks) for x in (sources, targets, sizes)]
         parts = [
-            rows(code, *(array[start : start + per_segment] for array in arrays))
+            rows(parameters_of([code]), *(array[start : start + per_segment] for array in arrays))
             for start, code in zip(range(0, self.chunks, per_segment), self.codes, strict=True)
         ]
         return torch.from_numpy(np.concatenate(parts).view(np.int64)).cuda()
@@ -180,7 +180,7 @@ def measure_codec(make: Make, nbytes: int, runs: int) -> dict[str, Any]:
     for run in range(runs + 1):
         coded, layouts = chosen(make(nbytes, run))
         if not run:
-            codec_kernel.warm_up(coded.layout, torch.cuda.current_device())
+            try_kernels(codec, codec_kernel, coded.layout, torch.cuda.current_device())
         sizes, counting = counted(coded)
         stored, encoding, zeroing = encoded(coded, sizes)
         decoding = decode_seconds(coded, stored, sizes)

@@ -21,7 +21,7 @@ from world import Phase, World, begin_anew
 from cumem_sleep import _core, operation, pinned, report
 from cumem_sleep import allocator as allocator_module
 from cumem_sleep.backups import backup, filling, host, store, turns
-from cumem_sleep.codec import compressor, encoding, lent, runner, slots, workbench
+from cumem_sleep.codec import compressor, encoding, kernels, memory, plan, slots, workbench
 from cumem_sleep.digest import device as digest_device
 from cumem_sleep.operations import agreement, deepen, layer, prepare, sleep, wake
 from cumem_sleep.transfer import copiers, link, pacing, transfer
@@ -33,9 +33,8 @@ SLEEP = (*_OPERATION, compressor, deepen, filling, layer, link, sleep, transfer)
 WAKE = (*_OPERATION, wake, copiers, link, pacing, transfer)
 PREPARE = (allocator_module, operation, prepare, host, store, turns, compressor)
 MALLOC = (allocator_module, operation, deepen)
-CODEC = (compressor, encoding, runner, slots, workbench)
-CODEC_IN_LENT_MEMORY = (*CODEC, lent)
-_TRACED_FILES = {str(module.__file__) for module in (*SLEEP, *WAKE, *PREPARE, *MALLOC, *CODEC, *CODEC_IN_LENT_MEMORY)}
+CODEC = (compressor, encoding, kernels, memory, plan, slots, workbench)
+_TRACED_FILES = {str(module.__file__) for module in (*SLEEP, *WAKE, *PREPARE, *MALLOC, *CODEC)}
 Place = types.ModuleType | Callable[..., object]
 Position = tuple[str, int, str]  # file and function, line, event
 # What the handlers raise, one after the other, at one place; and what the caller is to get.

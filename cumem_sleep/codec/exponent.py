@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .codec import CHUNK_BYTES, Bytes, Integers
+from .codec import CHUNK_BYTES, Bytes, Code, Integers
 
 BLOCK_VALUES = 4096
 
@@ -41,8 +41,6 @@ ALIGN_BYTES = 16
 LEVEL_0_BYTES = BLOCK_VALUES // 4
 PASSED_ON = 3
 CODES_PER_WORD = 16
-
-_SAMPLES_AT_ONCE = 1 << 20  # values: the working set of `rank` stays in a core's cache
 
 Values = npt.NDArray[np.integer[Any]]
 _Size = TypeVar("_Size", int, Integers)
@@ -69,6 +67,11 @@ class Layout:
     def raw_bits(self) -> int:
         """How many bits of a value are stored as they are."""
         return sum(self.planes)
+
+    @property
+    def placed_planes(self) -> tuple[tuple[int, int], ...]:
+        """The width of each plane, and which bit of a value is its lowest."""
+        return tuple((width, sum(self.planes[:plane])) for plane, width in enumerate(self.planes))
 
     @property
     def blocks_per_chunk(self) -> int:
@@ -110,33 +113,6 @@ LAYOUTS = (
 )
 
 
-@dataclass(frozen=True)
-class Code:
-    """How a segment is coded: nine different symbols of `layout`, the most frequent first.
-
-    Raises:
-        ValueError: not nine symbols, not all different, or one outside of the layout's range.
-    """
-
-    layout: Layout
-    symbols: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        different = set(self.symbols) & set(range(1 << self.layout.symbol_bits))
-        if not len(different) == len(self.symbols) == PLACES:
-            raise ValueError(f"a code has {PLACES} different symbols of {self.layout.symbol_bits} bits: {self.symbols}")
-
-    @property
-    def parameters(self) -> bytes:
-        """The symbols."""
-        return bytes(self.symbols)
-
-
-def code_of(layout: Layout, parameters: bytes) -> Code:
-    """The code with the symbols at the start of `parameters`."""
-    return Code(layout, tuple(parameters[:PLACES]))
-
-
 def rank(layout: Layout, samples: Bytes) -> tuple[Integers, npt.NDArray[np.float64]]:
     """The nine most frequent symbols of each sample, and the ratio expected of a code with them."""
     counts = _histograms(layout, samples)
@@ -152,88 +128,65 @@ def rank(layout: Layout, samples: Bytes) -> tuple[Integers, npt.NDArray[np.float
 
 def _histograms(layout: Layout, samples: Bytes) -> Integers:
     """How often each symbol occurs in each sample, of shape (segments, symbols)."""
-    values = samples.view(layout.dtype)
-    symbols = 1 << layout.symbol_bits
     # Shifting out the sign leaves the symbol in the highest bits.
-    shifted = (values << 1) >> (layout.value_bits - layout.symbol_bits)
-    counts = np.empty((len(values), symbols), np.int64)
-    step = max(1, _SAMPLES_AT_ONCE // values.shape[1])
-    for first in range(0, len(values), step):
-        part = shifted[first : first + step]
-        numbered = part + (np.arange(len(part)) << layout.symbol_bits)[:, None]
-        counts[first : first + step] = np.bincount(numbered.reshape(-1), minlength=len(part) * symbols).reshape(
-            -1, symbols
-        )
-    return counts
+    symbols = (samples.view(layout.dtype) << 1) >> (layout.value_bits - layout.symbol_bits)
+    numbered = symbols + (np.arange(len(samples)) << layout.symbol_bits)[:, None]
+    counts = np.bincount(numbered.reshape(-1), minlength=len(samples) << layout.symbol_bits)
+    return counts.reshape(len(samples), -1)
 
 
 def chunk_bytes(code: Code, content: Bytes) -> Integers:
     """The encoded size of each chunk of `content`, which is a whole number of chunks."""
+    layout, places_of = code.layout, _places(code)
     sizes = []
     for chunk in content.reshape(-1, CHUNK_BYTES):
-        places = _places(code)[_symbols(code.layout, _rotated(code.layout, chunk))].reshape(-1, BLOCK_VALUES)
-        passed_on = [np.count_nonzero(places >= 3 * (level + 1), axis=1) for level in range(LEVELS)]
-        sizes.append(code.layout.header_bytes + int(_block_bytes(code.layout, *passed_on).sum()))
+        places = places_of[_rotated(layout, chunk) >> layout.raw_bits].reshape(-1, BLOCK_VALUES)
+        *levels, last = (np.count_nonzero(places >= PASSED_ON * (level + 1), axis=1) for level in range(LEVELS))
+        blocks = _aligned(layout.fixed_bytes + sum(4 * _word_counts(passed_on) for passed_on in levels) + last)
+        sizes.append(layout.header_bytes + int(blocks.sum()))
     return np.array(sizes, np.int64)
 
 
 def encode(code: Code, content: Bytes) -> Bytes:
     """The encoded chunks of `content` (whole chunks) one after another; `chunk_bytes` gives their sizes."""
     chunks = [_encode_chunk(code, chunk) for chunk in content.reshape(-1, CHUNK_BYTES)]
-    return np.concatenate(chunks) if chunks else np.zeros(0, np.uint8)
+    return np.concatenate([np.zeros(0, np.uint8), *chunks])
 
 
 def decode(code: Code, stored: Bytes, sizes: npt.ArrayLike) -> Bytes:
     """The content of encoded chunks of the given sizes, which lie in `stored` one after another."""
-    lengths = np.asarray(sizes, np.int64)
-    starts = np.cumsum(lengths) - lengths
-    content = np.empty((lengths.size, CHUNK_BYTES), np.uint8)
-    for chunk, start, length in zip(content, starts.tolist(), lengths.tolist(), strict=True):
-        _decode_chunk(code, stored[start : start + length], chunk.view(code.layout.dtype))
-    return content.reshape(-1)
+    spans = zip(np.cumsum(sizes, dtype=np.int64).tolist(), np.ravel(sizes).tolist(), strict=True)
+    chunks = [_decode_chunk(code, stored[end - nbytes : end]) for end, nbytes in spans]
+    return np.concatenate([np.zeros(0, np.uint8), *chunks])
 
 
 def _encode_chunk(code: Code, chunk: Bytes) -> Bytes:
     layout = code.layout
     rotated = _rotated(layout, chunk)
-    symbols = _symbols(layout, rotated)
+    symbols = (rotated >> layout.raw_bits).astype(np.uint8)
     places = _places(code)[symbols]
+    fields = ((rotated >> shift, width) for width, shift in layout.placed_planes)
+    planes = [_packed(values.astype(np.uint8) & ((1 << width) - 1), width) for values, width in fields]
+    planes.append(_packed(np.minimum(places, PASSED_ON), 2))
+    fixed = np.concatenate([plane.reshape(layout.blocks_per_chunk, -1) for plane in planes], axis=1)
+    columns = zip(fixed, places.reshape(-1, BLOCK_VALUES), symbols.reshape(-1, BLOCK_VALUES), strict=True)
+    blocks = [_encode_block(*each) for each in columns]
+    sizes = np.array([block.size for block in blocks])
+    header = np.zeros(layout.header_bytes, np.uint8)
+    header[: 4 * len(blocks)].view("<u4")[:] = layout.header_bytes + np.cumsum(sizes) - sizes
+    return np.concatenate([header, *blocks])
 
-    fixed = np.empty((layout.blocks_per_chunk, layout.fixed_bytes), np.uint8)
-    shift = column = 0
-    for width in layout.planes:
-        fields = (rotated >> shift).astype(np.uint8) & np.uint8((1 << width) - 1)
-        plane = _packed(fields, width).reshape(len(fixed), -1)
-        fixed[:, column : column + plane.shape[1]] = plane
-        shift += width
-        column += plane.shape[1]
-    fixed[:, column:] = _packed(np.minimum(places, PASSED_ON), 2).reshape(len(fixed), -1)
 
-    counts = np.full(len(fixed), BLOCK_VALUES)  # that reach the level, by block
-    levels, passed_on = [], []
-    for level in range(LEVELS):
-        if level:
-            levels.append(_words_of(np.minimum(places, PASSED_ON), counts))
+def _encode_block(fixed: Bytes, places: Bytes, symbols: Bytes) -> Bytes:
+    parts = [fixed]
+    for level in range(1, LEVELS + 1):
         left = np.flatnonzero(places >= PASSED_ON)
-        counts = _count_by_block(left, counts)
-        places, symbols = places[left] - np.uint8(3), symbols[left]
-        passed_on.append(counts)
-
-    block_bytes = _block_bytes(layout, *passed_on)
-    ends = layout.header_bytes + np.cumsum(block_bytes)
-    starts = ends - block_bytes
-    stored = np.zeros(int(ends[-1]), np.uint8)
-    stored[: 4 * len(starts)].view("<u4")[:] = starts
-    stored.view("<u8")[starts[:, None] // 8 + np.arange(layout.fixed_bytes // 8)] = fixed.view("<u8")
-    at = starts + layout.fixed_bytes
-    for words, reached in zip(levels, passed_on, strict=False):
-        stored.view("<u4")[_ranges(at // 4, _word_counts(reached))] = words
-        at = at + 4 * _word_counts(reached)
-    stored[_ranges(at, passed_on[-1])] = symbols
-    return stored
+        places, symbols = places[left] - np.uint8(PASSED_ON), symbols[left]
+        parts.append(_packed(np.minimum(places, PASSED_ON), 2) if level < LEVELS else symbols)
+    return _padded(np.concatenate(parts), ALIGN_BYTES)
 
 
-def _decode_chunk(code: Code, stored: Bytes, values: Values) -> None:
+def _decode_chunk(code: Code, stored: Bytes) -> Bytes:
     layout = code.layout
     limit = stored.size & -ALIGN_BYTES
     # A block starts at the limit at the latest, so it ends within this, and nothing below needs a bounds check.
@@ -242,15 +195,12 @@ def _decode_chunk(code: Code, stored: Bytes, values: Values) -> None:
     starts = np.minimum(padded[: 4 * layout.blocks_per_chunk].view("<u4").astype(np.int64) & -ALIGN_BYTES, limit)
 
     fixed = padded.view("<u8")[starts[:, None] // 8 + np.arange(layout.fixed_bytes // 8)].view(np.uint8)
-    rotated = np.zeros(len(values), layout.dtype)
-    shift = column = 0
-    for width in layout.planes:
-        plane = fixed[:, column : column + BLOCK_VALUES * width // 8]
+    rotated = np.zeros(len(fixed) * BLOCK_VALUES, layout.dtype)
+    for width, shift in layout.placed_planes:
+        plane = fixed[:, BLOCK_VALUES * shift // 8 : BLOCK_VALUES * (shift + width) // 8]
         rotated |= _unpacked(plane, width).reshape(-1).astype(layout.dtype) << shift
-        shift += width
-        column += plane.shape[1]
 
-    codes = [_unpacked(fixed[:, column:], 2).reshape(-1)]
+    codes = [_unpacked(fixed[:, -LEVEL_0_BYTES:], 2).reshape(-1)]
     left = []  # indices, among the values that reach a level, of those that it passes on
     counts = np.full(len(fixed), BLOCK_VALUES)
     at = starts + layout.fixed_bytes
@@ -264,11 +214,12 @@ def _decode_chunk(code: Code, stored: Bytes, values: Values) -> None:
             at = at + 4 * words
     symbols = padded[_ranges(at, counts)]  # too large ones, from damaged bytes, are shifted out below
     for level in reversed(range(LEVELS)):
-        found = np.array([*code.symbols[3 * level : 3 * level + 3], 0], np.uint8)[codes[level]]
+        found = np.array([*code.parameters[3 * level : 3 * level + 3], 0], np.uint8)[codes[level]]
         found[left[level]] = symbols
         symbols = found
     rotated |= symbols.astype(layout.dtype) << layout.raw_bits
-    values[:] = (rotated >> 1) | (rotated << (layout.value_bits - 1))
+    values: Values = (rotated >> 1) | (rotated << (layout.value_bits - 1))
+    return values.view(np.uint8)
 
 
 def _rotated(layout: Layout, content: Bytes) -> Values:
@@ -277,21 +228,11 @@ def _rotated(layout: Layout, content: Bytes) -> Values:
     return rotated
 
 
-def _symbols(layout: Layout, rotated: Values) -> Bytes:
-    return (rotated >> layout.raw_bits).astype(np.uint8)
-
-
 def _places(code: Code) -> Bytes:
     """The place of each symbol."""
     places = np.full(256, PLACES, np.uint8)
-    places[list(code.symbols)] = np.arange(PLACES)
+    places[list(code.parameters[:PLACES])] = np.arange(PLACES)
     return places
-
-
-def _block_bytes(layout: Layout, *passed_on: Integers) -> Integers:
-    """The sizes of blocks, from how many values each level passes on."""
-    *reached, symbols = passed_on
-    return _aligned(layout.fixed_bytes + sum(4 * _word_counts(counts) for counts in reached) + symbols)
 
 
 def _word_counts(codes: Integers) -> Integers:
@@ -300,14 +241,6 @@ def _word_counts(codes: Integers) -> Integers:
 
 def _aligned(nbytes: _Size) -> _Size:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _words_of(codes: Bytes, counts: Integers) -> npt.NDArray[np.uint32]:
-    """Codes of 2 bits as words: `counts` codes for each block, which begins a new word."""
-    words = _word_counts(counts)
-    fields = np.zeros(CODES_PER_WORD * int(words.sum()), np.uint8)
-    fields[_ranges(CODES_PER_WORD * (np.cumsum(words) - words), counts)] = codes
-    return _packed(fields, 2).view("<u4")
 
 
 def _count_by_block(places: Integers, counts: Integers) -> Integers:
@@ -321,31 +254,27 @@ def _ranges(starts: Integers, counts: Integers) -> Integers:
     return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
 
 
+def _padded(content: Bytes, multiple: int) -> Bytes:
+    """With zeros after it, up to a multiple of so many."""
+    return np.concatenate([content, np.zeros(-content.size % multiple, np.uint8)])
+
+
 def _packed(fields: Bytes, width: int) -> Bytes:
-    """Fields (each below 1 << width) side by side, the first in a byte's lowest bits."""
-    if width == 8:
-        return fields
-    per_byte = 8 // width
-    words: Values = fields.view(f"<u{per_byte}")
-    packed = words.copy()
-    for place in range(1, per_byte):
-        packed |= words >> (place * (8 - width))
-    lowest: Bytes = packed.astype(np.uint8)
-    return lowest
+    """Fields (each below 1 << width) side by side, the first in a byte's lowest bits; they fill whole words."""
+    fields, per_byte = _padded(fields, CODES_PER_WORD), 8 // width
+    packed: Bytes = np.bitwise_or.reduce([fields[place::per_byte] << (place * width) for place in range(per_byte)])
+    return packed
 
 
 def _unpacked(packed: Bytes, width: int) -> Bytes:
     """The fields of `_packed` along the last axis."""
-    if width == 8:
-        return packed
-    fields: Bytes = _fields(width)[packed].view(np.uint8)
+    fields: Bytes = packed if width == 8 else _fields(width)[packed].view(np.uint8)
     return fields
 
 
 @lru_cache
 def _fields(width: int) -> Values:
     """For each byte the fields in it, one to a byte of a word."""
-    per_byte = 8 // width
-    fields = np.arange(256)[:, None] >> (width * np.arange(per_byte)) & ((1 << width) - 1)
-    words: Values = fields.astype(np.uint8).view(f"<u{per_byte}").reshape(-1)
+    fields = np.arange(256)[:, None] >> np.arange(0, 8, width) & ((1 << width) - 1)
+    words: Values = fields.astype(np.uint8).view(f"<u{8 // width}").reshape(-1)
     return words

@@ -7,21 +7,10 @@ addresses are passed, so a table in pinned memory, a segment and host memory are
 
 from __future__ import annotations
 
-from contextlib import closing
-
-import numpy as np
-import numpy.typing as npt
 import triton
 import triton.language as tl
 
-from .. import _core
-from ..errors import CodecError
-from ..pinned import pinned_block
-from . import exponent as codec
-from .codec import CHUNK_BYTES
-from .exponent import ALIGN_BYTES, BLOCK_VALUES, LEVEL_0_BYTES, PASSED_ON, PLACES, Code, Layout
-from .streams import current_in_torch
-from .table import ROW_BYTES, rows
+from .exponent import ALIGN_BYTES, BLOCK_VALUES, LEVEL_0_BYTES, PASSED_ON, PLACES, Layout
 
 _VALUES = tl.constexpr(BLOCK_VALUES)
 _LEVEL_0_BYTES = tl.constexpr(LEVEL_0_BYTES)
@@ -64,63 +53,13 @@ def decode(layout: Layout, table: int, chunks: int) -> None:
     _decode_blocks[_grid(layout, chunks)](table, *_constants(layout), **_DECODE_OPTIONS)
 
 
-def warm_up(layout: Layout, device: int) -> None:
-    """Compile and load the kernels, and check them against the reference before anything depends on them.
-
-    Meanwhile they read and write only a little pinned host memory.
-
-    Raises:
-        CodecError: they do not.
-    """
-    code = Code(layout, tuple(range(PLACES)))
-    content = _trial_chunk(layout)
-    encoded_bytes = int(codec.chunk_bytes(code, content)[0])
-    table_at = 2 * CHUNK_BYTES + encoded_bytes
-    counters_at = table_at + 3 * ROW_BYTES
-    # The stream is closed first: whatever happens, nothing runs when the block is freed.
-    with closing(pinned_block(counters_at + 2 * 16, device)) as block, _core.CopyStream(device) as stream:
-        memory = np.frombuffer(memoryview(block), np.uint8)
-        memory[:] = 0
-        memory[:CHUNK_BYTES] = content
-        chunk, encoded, decoded = block.address, block.address + 2 * CHUNK_BYTES, block.address + CHUNK_BYTES
-        counters = block.address + counters_at
-        memory[table_at:counters_at].view(np.uint64).reshape(-1, 4)[:] = np.concatenate(
-            [
-                rows(code, chunk, counters + 16),
-                rows(code, chunk, encoded, encoded_bytes),
-                rows(code, encoded, decoded, encoded_bytes),
-            ]
-        )
-        table = block.address + table_at
-        with current_in_torch(stream):
-            count(layout, table, 1)
-            encode(layout, table + ROW_BYTES, counters, 1)
-            decode(layout, table + 2 * ROW_BYTES, 1)
-            stream.synchronize()
-        taken, counted = memory[counters_at:].view(np.uint32)[[0, 4]]
-        same = np.array_equal(memory[CHUNK_BYTES : 2 * CHUNK_BYTES], content)
-        if not same or counted != encoded_bytes or taken + layout.header_bytes != encoded_bytes:
-            raise CodecError(f"the kernels for {layout.name} give wrong results on device {device}")
-
-
-def _trial_chunk(layout: Layout) -> npt.NDArray[np.uint8]:
-    """Symbols of all levels, and some that have no code."""
-    random = np.random.default_rng(0)
-    count = CHUNK_BYTES // layout.value_bytes
-    symbols = np.minimum(random.geometric(0.3, count) - 1, (1 << layout.symbol_bits) - 1)
-    rotated = symbols << layout.raw_bits | random.integers(0, 1 << layout.raw_bits, count)
-    values = rotated >> 1 | (rotated & 1) << (layout.value_bits - 1)
-    return values.astype(layout.dtype).view(np.uint8)
-
-
 def _grid(layout: Layout, chunks: int) -> tuple[int]:
     return (chunks * layout.blocks_per_chunk,)
 
 
 def _constants(layout: Layout) -> tuple[int, int, int, tuple[tuple[int, int], ...]]:
     """BLOCKS in a chunk, BITS of a value, RAW bits of those, and the PLANES: width, and lowest bit in a value."""
-    planes = tuple((width, sum(layout.planes[:plane])) for plane, width in enumerate(layout.planes))
-    return layout.blocks_per_chunk, layout.value_bits, layout.raw_bits, planes
+    return layout.blocks_per_chunk, layout.value_bits, layout.raw_bits, layout.placed_planes
 
 
 # What follows is compiled. Parameters have no types because Triton reads annotations.

@@ -2,92 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
 from .. import _core
 from ..extents import Lane, Transfers
-from .codec import Bytes
-from .table import ROW_BYTES, set_rows
+from .codec import ROW_BYTES, Bytes, Integers, Layout, rows
+from .codecs import kernels_of
+from .encoding import Batch
+from .kernels import launching
 
 
-def head_bytes(rows: int) -> int:
-    """The size of what precedes a slot's chunks: a table of `rows` rows, a counter for each, and alignment."""
-    return -(-rows * (ROW_BYTES + 4) // _HEAD_ALIGN_BYTES) * _HEAD_ALIGN_BYTES
+def head_bytes(most_rows: int) -> int:
+    """The size of what precedes a slot's chunks: a table of so many rows, a counter for each, and alignment."""
+    return -(-most_rows * (ROW_BYTES + 4) // _HEAD_ALIGN_BYTES) * _HEAD_ALIGN_BYTES
 
 
 _HEAD_ALIGN_BYTES = 64 << 10
 
 
 class Slot:
-    """Device memory for one batch, its table, and its stream.
+    """Device memory for one batch, its table and counters, and its stream.
 
     Args:
         block: pinned host memory for the tables of all slots: to pin it takes as long as to pin one.
         number: which of these slots this is.
 
     Attributes:
-        segments: ids of the segments that are being encoded.
+        batch: what is being encoded, or copied after that.
+        is_busy: `finish` has something to wait for.
         lane: copies encoded chunks, in the order of its stream; `use` sets it.
     """
 
-    def __init__(self, device: int, address: int, rows: int, block: _core.HostBlock, number: int) -> None:
-        self._finished: Callable[[Slot], None] | None = None
-        self._copies: Callable[[], None] | None = None
-        self._readers: list[tuple[slice, Callable[[npt.NDArray[np.uint32]], None]]] = []
-        self._counted = 0  # counters in use
-        self.segments: set[int] = set()
-        counters_at = rows * ROW_BYTES
-        self._counters_at = counters_at
-        self._counters_address = address + counters_at
-        self.chunks_address = address + head_bytes(rows)
+    def __init__(self, device: int, address: int, most_rows: int, block: _core.HostBlock, number: int) -> None:
+        self.batch: Batch | None = None
+        self.is_busy = False
+        self._is_copied = True
+        self._unchecked: list[Batch] = []  # encoded, with counters that have not been read
+        self._counted = 0  # counters of these, and of what is being counted
+        self._sizes: Integers | None = None  # where `finish` puts what is being counted
+        self._most_rows = most_rows
+        self._address = address
+        self.chunks_address = address + head_bytes(most_rows)
         self.stream = _core.CopyStream(device)  # before the block: destroyed in this order if nobody closes the slot
         self.lane: Lane | None = None
-        self._block, self._offset = block, number * head_bytes(rows)
-        content = np.frombuffer(memoryview(block), np.uint8)[self._offset :]
-        self._rows = content[:counters_at].view("<u8").reshape(-1, 4)
-        self._counters = content[counters_at : counters_at + 4 * rows].view("<u4")
-        self._address = address
+        self._block, self._offset = block, number * head_bytes(most_rows)
         self.table = address or block.address + self._offset
 
     def close(self) -> None:
         """Wait for what is in flight. Closing again does nothing."""
-        self._finished = self._copies = None
-        self._readers = []
         with self.stream:
             pass
-
-    def set_rows(self, parameters: Bytes, sources: npt.ArrayLike, targets: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
-        """Set the table of the next kernel; `parameters` are those of each chunk's code."""
-        set_rows(self._rows[: len(parameters)], parameters, sources, targets, sizes)
-        if self._address:
-            self.stream.to_device(self.table, self._block, self._offset, len(parameters) * ROW_BYTES)
-
-    def counters_for(self, chunks: int, found: Callable[[npt.NDArray[np.uint32]], None]) -> int:
-        """The address of a counter for each of so many chunks, all zero. `read_counters` gives them to `found`."""
-        if self._counted + chunks > len(self._counters):
-            self.read_counters()
-        mine = slice(self._counted, self._counted + chunks)
-        self._readers.append((mine, found))
-        self._counted = mine.stop
-        address = self._counters_address + 4 * mine.start
-        self.stream.zero(address, 4 * chunks)
-        return address
-
-    def read_counters(self) -> None:
-        """Wait for the kernels, and give their counters to whoever asked for them since the last time.
-
-        Not after each kernel: as a copy to the host, however small, it would queue behind those of other slots.
-        """
-        readers, self._readers = self._readers, []
-        counted, self._counted = self._counted, 0
-        if readers:
-            self.stream.to_host(self._block, self._offset + self._counters_at, self._counters_address, 4 * counted)
-            self.stream.synchronize()
-        for mine, found in readers:
-            found(self._counters[mine])
 
     def use(self, transfers: Transfers) -> Lane:
         """A lane of `transfers`, for everything that is begun from here on."""
@@ -100,42 +65,106 @@ class Slot:
         assert self.lane is not None
         return self.lane
 
-    def join(self) -> None:
-        """Make kernels launched on its stream from here on see what was copied to it."""
-        if self.lane is not None:
-            self.lane.join()
+    def count(self, layout: Layout, parameters: Bytes, sources: Integers, sizes: Integers) -> None:
+        """Begin to count the encoded sizes of chunks at `sources`; `finish` puts them into `sizes`."""
+        counters = self._zero_counters(len(sizes))
+        self._set_rows(rows(parameters, sources, counters + 4 * np.arange(len(sizes))))
+        with launching(self.stream):
+            kernels_of(layout).count(layout, self.table, len(sizes))
+        self._sizes = sizes
+        self.is_busy = True
+
+    def encode(self, batch: Batch) -> None:
+        """Begin to encode a batch; `copy`, or at the latest `finish`, begins to copy it."""
+        self._set_rows(rows(batch.parameters, batch.addresses, self.chunks_address + batch.starts, batch.sizes))
+        self.stream.zero(self.chunks_address, batch.bytes)
+        counters = self._zero_counters(len(batch))
+        with launching(self.stream):
+            kernels_of(batch.layout).encode(batch.layout, self.table, counters, len(batch))
+        self._unchecked.append(batch)
+        self.batch, self._is_copied, self.is_busy = batch, False, True
+
+    def copy(self) -> None:
+        """Begin to copy the batch to its extents, once it is encoded.
+
+        A lane may have to wait for the kernel. So one slot's copies begin when the next one's kernel is at work.
+        """
+        if not self._is_copied:
+            assert self.batch is not None
+            self._is_copied = True
+            for piece in self.batch.pieces(self.chunks_address):
+                self.opened_lane.write(piece.extent, piece.offset, piece.address, piece.bytes)
+
+    def decode(self, batch: Batch, sources: Integers, targets: Integers | None = None) -> None:
+        """Begin to decode a batch.
+
+        Args:
+            sources: where the kernel finds each encoded chunk.
+            targets: where its content goes; None: to its segment.
+
+        Raises:
+            DriverError: the driver refused.
+            CodecError: the kernel failed.
+        """
+        self._set_rows(rows(batch.parameters, sources, batch.addresses if targets is None else targets, batch.sizes))
+        with launching(self.stream):
+            kernels_of(batch.layout).decode(batch.layout, self.table, len(batch))
+        self.is_busy = True
 
     def synchronize(self) -> None:
         """Wait for the pending work on its stream, including copies to and from extents."""
         (self.lane or self.stream).synchronize()
 
-    def copy_later(self, copies: Callable[[], None]) -> None:
-        """Let `copy`, or at the latest `finish`, call `copies`, which begins to copy what a kernel on its stream wrote.
-
-        A lane may have to wait for the kernel. So one slot's copies begin when the next one's kernel is at work. They
-        begin before `finish` returns.
-        """
-        self._copies = copies
-
-    def copy(self) -> None:
-        """Begin the copies that were left for later, if there are any."""
-        copies, self._copies = self._copies, None
-        if copies is not None:
-            copies()
-
-    def begun(self, then: Callable[[Slot], None] | None = None) -> None:
-        """Note that `finish` has something to wait for; after that it calls `then` with the slot."""
-        self._finished = then or _nothing
-
     def finish(self) -> None:
-        """Wait for the pending work, then run its completion callback. Does nothing if nothing is pending."""
-        finished, self._finished = self._finished, None
-        if finished is not None:
+        """Begin what was left for later, and wait for everything that was begun.
+
+        Raises:
+            ChangedMeanwhile: as `read_counters`.
+            DriverError: a copy or kernel failed.
+        """
+        if self.is_busy:
+            self.is_busy = False
             self.copy()
             self.synchronize()
-            self.segments = set()
-            finished(self)
+            self.batch = None
+            if self._sizes is not None:
+                self.read_counters()
 
+    def read_counters(self) -> None:
+        """Wait for the kernels, and look at their counters: of encoded batches, and of what was counted.
 
-def _nothing(_: Slot) -> None:
-    pass
+        Not after each kernel: as a copy to the host, however small, it would queue behind those of other slots.
+
+        Raises:
+            ChangedMeanwhile: a chunk does not have the planned size.
+        """
+        batches, sizes, counted = self._unchecked, self._sizes, self._counted
+        self._unchecked, self._sizes, self._counted = [], None, 0
+        if not counted:
+            return
+        at = self._most_rows * ROW_BYTES
+        self.stream.to_host(self._block, self._offset + at, self._address + at, 4 * counted)
+        self.stream.synchronize()
+        *encoded, rest = np.split(self._in_block(at, 4 * counted).view("<u4"), np.cumsum([len(b) for b in batches]))
+        if sizes is not None:
+            sizes[:] = rest
+        for batch, counters in zip(batches, encoded, strict=True):
+            batch.check_sizes(counters)
+
+    def _set_rows(self, table: npt.NDArray[np.uint64]) -> None:
+        """Set the table of the next kernel."""
+        self._in_block(0, table.nbytes)[:] = table.reshape(-1).view(np.uint8)
+        if self._address:
+            self.stream.to_device(self.table, self._block, self._offset, table.nbytes)
+
+    def _zero_counters(self, chunks: int) -> int:
+        """The address of a counter for each of so many chunks, all zero."""
+        if self._counted + chunks > self._most_rows:
+            self.read_counters()
+        address = self._address + self._most_rows * ROW_BYTES + 4 * self._counted
+        self._counted += chunks
+        self.stream.zero(address, 4 * chunks)
+        return address
+
+    def _in_block(self, at: int, nbytes: int) -> Bytes:
+        return np.frombuffer(memoryview(self._block), np.uint8, nbytes, self._offset + at)

@@ -12,8 +12,8 @@ from .. import _core, log
 from ..backups.backup import Backup
 from ..backups.tier import NotYet
 from ..codec.codec import CHUNK_BYTES
-from ..codec.encoding import EncodedRun, Encoding
-from ..codec.workbench import ChangedMeanwhile, Workbench
+from ..codec.encoding import ChangedMeanwhile, EncodedRun, Encoding
+from ..codec.workbench import Workbench
 from ..digest.device import DigestRun
 from ..errors import CodecError, CumemSleepError, InvalidArgument, InvalidArgumentType, InvalidState
 from ..extents import Piece

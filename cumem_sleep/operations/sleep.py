@@ -13,7 +13,8 @@ from itertools import chain
 from .. import _core, log
 from ..codec.codec import Code
 from ..codec.encoding import Encoding
-from ..codec.workbench import Plan, Workbench, close_all, parts_to_plan
+from ..codec.plan import Plan, parts_to_plan
+from ..codec.workbench import Workbench, close_all
 from ..digest.device import DigestRun
 from ..digest.reference import Digest
 from ..errors import CodecError, CumemSleepError, DriverError, InvalidState, OutOfHostMemory, counted

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from .. import _core
 from ..codec.codec import CHUNK_BYTES
-from ..codec.encoding import EncodedRun
+from ..codec.encoding import Batch, EncodedRun
 from ..codec.slots import Slot
-from ..codec.workbench import Batch, Workbench
+from ..codec.workbench import Workbench
 from ..extents import Transfers
 from ..tuning import Tuning
 from .copiers import Copiers
@@ -43,11 +43,13 @@ class Decoding:
         nbytes = sum(run.bytes for run in runs) if workbench.has_memory else 0
         self._copier = copiers.open(device, lanes, nbytes, tuning.slots_timed_bytes)
         self._workbench = workbench
+        self._slots = len(lanes)
         self._batches = workbench.batches(runs)
         self._mapped = mapped
         self._completed = completed
         # Or being copied. With where kernels find each chunk; None: nowhere on the device.
         self._copied: deque[tuple[Slot, Batch, npt.NDArray[np.int64] | None]] = deque()
+        self._decoded: deque[tuple[Slot, list[_core.Segment]]] = deque()  # or being decoded: what is whole then
 
     def step(self) -> int:
         """Begin to copy the next batch, and decode one that has been copied.
@@ -64,6 +66,7 @@ class Decoding:
         if batch is None:
             return 0
         slot = self._workbench.next_slot()
+        self._tell_of_decoded()
         begin = time.perf_counter()  # before pinning, because copies in flight go on meanwhile
         slot.opened_lane.pin(run.extent for run in batch.runs)
         if self._workbench.has_memory:
@@ -82,6 +85,7 @@ class Decoding:
         while self._copied:
             self._decode_next()
         self._workbench.finish()
+        self._tell_of_decoded()
 
     def _copy(self, slot: Slot, batch: Batch, begin: float) -> None:
         choice = self._copier.pace.next()
@@ -96,20 +100,24 @@ class Decoding:
             slot.synchronize()
             self._copier.pace.record(batch.bytes, time.perf_counter() - begin)
         # Keep this many copies in flight while the first batch waits for its segment to be mapped.
-        if len(self._copied) > self._workbench.slot_count - 2:
+        if len(self._copied) > self._slots - 2:
             self._decode_next()
         if not choice.alone:
             self._workbench.finish_next_slot()
+            self._tell_of_decoded()
             self._copier.pace.record(batch.bytes, time.perf_counter() - begin)
 
     def _decode_next(self) -> None:
         slot, batch, sources = self._copied.popleft()
         for segment_id in dict.fromkeys(run.segment.id for run in batch.runs):
             self._mapped(segment_id)
-        slot.join()
+        slot.opened_lane.join()
         if sources is None:
             self._workbench.decode_without_memory(slot, batch)
         else:
-            self._workbench.decode(slot, batch, sources)
-        whole = [run.segment for run in batch.runs if run.is_last]
-        slot.begun(then=lambda _: self._completed(whole))
+            slot.decode(batch, sources)
+        self._decoded.append((slot, [run.segment for run in batch.runs if run.is_last]))
+
+    def _tell_of_decoded(self) -> None:
+        while self._decoded and not self._decoded[0][0].is_busy:
+            self._completed(self._decoded.popleft()[1])

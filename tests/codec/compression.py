@@ -14,8 +14,8 @@ from support import AWAKE, MIB, PAGE, SIMULATED, bf16_weights, quick_sums
 
 from cumem_sleep import CuMemAllocator, _core, host_facts, sim
 from cumem_sleep.codec.codec import Bytes, Code
-from cumem_sleep.codec.runner import SimulatedRunner
-from cumem_sleep.codec.workbench import workbench_bytes
+from cumem_sleep.codec.kernels import SimulatedKernels
+from cumem_sleep.codec.memory import workbench_bytes
 
 MakeAllocator = Callable[..., CuMemAllocator]
 Contents = dict[int, bytes]  # by address
@@ -157,7 +157,7 @@ def cycle(allocator: CuMemAllocator, contents: Contents) -> None:
 
 
 def failing(name: str, monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None:
-    real, calls = getattr(SimulatedRunner, name), []
+    real, calls = getattr(SimulatedKernels, name), []
 
     def fail(*arguments: Any) -> None:
         calls.append(name)
@@ -165,7 +165,7 @@ def failing(name: str, monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None:
             raise RuntimeError("no such kernel")
         real(*arguments)
 
-    monkeypatch.setattr(SimulatedRunner, name, fail)
+    monkeypatch.setattr(SimulatedKernels, name, fail)
 
 
 class QuickCodec:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cumem_sleep.codec.codec import CHUNK_BYTES, Bytes, Integers
+from cumem_sleep.codec.codec import CHUNK_BYTES, Bytes, Code, Integers
 
 HEADER_BYTES = 16
 
@@ -23,26 +23,12 @@ class Layout:
     smallest_chunk_bytes: int
 
 
-@dataclass(frozen=True)
-class Code:
-    layout: Layout
-    odd: int
-
-    @property
-    def parameters(self) -> bytes:
-        return bytes([self.odd])
-
-
 LAYOUTS = (Layout("even_bytes", HEADER_BYTES, HEADER_BYTES + CHUNK_BYTES // 2),)
 
 
 def rank(_: Layout, samples: Bytes) -> tuple[Bytes, npt.NDArray[np.float64]]:
     odd = samples[:, 1::2]
     return odd[:, :1], np.where((odd == odd[:, :1]).all(axis=1), 0.5, 1.0)
-
-
-def code_of(layout: Layout, parameters: bytes) -> Code:
-    return Code(layout, parameters[0])
 
 
 def chunk_bytes(code: Code, content: Bytes) -> Integers:
@@ -61,7 +47,7 @@ def decode(code: Code, stored: Bytes, sizes: npt.ArrayLike) -> Bytes:
         encoded = stored[end - length : end]
         kept = encoded[HEADER_BYTES:]
         if encoded[:1].any():
-            chunk[1::2] = code.odd
+            chunk[1::2] = code.parameters[0]
             chunk[::2][: kept.size] = kept[: CHUNK_BYTES // 2]
         else:
             chunk[: kept.size] = kept[:CHUNK_BYTES]
@@ -69,7 +55,7 @@ def decode(code: Code, stored: Bytes, sizes: npt.ArrayLike) -> Bytes:
 
 
 def _encoded(code: Code, chunk: Bytes) -> Bytes:
-    is_short = bool((chunk[1::2] == code.odd).all())
+    is_short = bool((chunk[1::2] == code.parameters[0]).all())
     header = np.zeros(HEADER_BYTES, np.uint8)
     header[0] = is_short
     return np.concatenate([header, chunk[::2] if is_short else chunk])

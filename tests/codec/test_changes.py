@@ -34,8 +34,9 @@ from support import AWAKE, PAGE, digest_by_the_kernel, patch_prefault
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, _core, sim
 from cumem_sleep.backups.filling import Filling
 from cumem_sleep.codec.compressor import Compressor
-from cumem_sleep.codec.runner import SimulatedRunner
-from cumem_sleep.codec.workbench import Samples, Workbench
+from cumem_sleep.codec.kernels import SimulatedKernels
+from cumem_sleep.codec.plan import Samples
+from cumem_sleep.codec.workbench import Workbench
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.digest.kernel import GpuSums
 from cumem_sleep.digest.reference import Digest
@@ -52,13 +53,13 @@ class TestChanges:
         contents[second] = content[:-1] + bytes([content[-1] ^ 0x80])
         write(second, contents[second])
         encoded = []
-        encode = SimulatedRunner.encode
+        encode = SimulatedKernels.encode
 
         def counted(*arguments: Any) -> None:
             encoded.append(arguments[-1])
             encode(*arguments)
 
-        monkeypatch.setattr(SimulatedRunner, "encode", counted)
+        monkeypatch.setattr(SimulatedKernels, "encode", counted)
         report = allocator.sleep()
         assert (report.copied_bytes, report.clean_bytes) == (2 * PAGE, 2 * PAGE)
         assert sum(encoded) == 2
@@ -113,7 +114,7 @@ class TestChanges:
             return call
 
         for name in ("count", "encode"):
-            monkeypatch.setattr(SimulatedRunner, name, noted(name, getattr(SimulatedRunner, name)))
+            monkeypatch.setattr(SimulatedKernels, name, noted(name, getattr(SimulatedKernels, name)))
         allocator.sleep()
         # The second is noise by now; the fourth is counted once more, with a code for zeros.
         assert calls == ["count", "count", "encode", "count", "count", "encode", "count", "encode"]
@@ -135,7 +136,7 @@ class TestChanges:
             write(address, contents[address])
         places = {segment.id: place for place, segment in enumerate(_core.segments())}
         calls: list[object] = []
-        start, encode = DigestRun.start, SimulatedRunner.encode
+        start, encode = DigestRun.start, SimulatedKernels.encode
 
         def noted_start(run: DigestRun, segments: Sequence[_core.Segment]) -> None:
             calls.append([places[segment.id] for segment in segments])
@@ -147,7 +148,7 @@ class TestChanges:
 
         with monkeypatch.context() as patch:
             patch.setattr(DigestRun, "start", noted_start)
-            patch.setattr(SimulatedRunner, "encode", noted_encode)
+            patch.setattr(SimulatedKernels, "encode", noted_encode)
             report = allocator.sleep()
         assert (report.copied_bytes, report.clean_bytes) == (10 * PAGE, 0)
         assert calls == [[0], [1], [2, 3], "encode", "encode", [4], "encode", "encode", [1, 2], [0, 3, 4]]

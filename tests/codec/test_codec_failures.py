@@ -32,8 +32,7 @@ from preparing import finished
 from support import BACKED_UP, DROPPED, PAGE
 
 from cumem_sleep import BackupMismatch, CodecError, CuMemAllocator, CumemSleepError, _core, sim
-from cumem_sleep.codec.exponent import Layout
-from cumem_sleep.codec.runner import SimulatedRunner
+from cumem_sleep.codec.codec import Codec, Kernels, Layout
 
 pytestmark = pytest.mark.sim
 
@@ -90,12 +89,12 @@ class TestCodecFails:
         """Kernels of any layout are tried before anything is stored that only they can read."""
         tried = []
 
-        def refuse(self: SimulatedRunner, layout: Layout, device: int) -> None:
+        def refuse(codec: Codec, kernels: Kernels, layout: Layout, device: int) -> None:
             tried.append(layout.name)
             if layout.name == "fp16":
                 raise RuntimeError("no such kernel")
 
-        monkeypatch.setattr(SimulatedRunner, "warm_up", refuse)
+        monkeypatch.setattr("cumem_sleep.codec.codecs.try_kernels", refuse)
         contents = fill(allocator, bf16)
         cycle(allocator, contents)
         assert (tried, encodings(allocator, contents)) == (["bf16"], ["bf16"])
@@ -209,10 +208,10 @@ class TestCodecFails:
     def test_kernels_cannot_be_had(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        def refuse() -> SimulatedRunner:
-            raise ImportError("no Triton here")
+        def refuse() -> None:
+            raise CodecError("no Triton here")
 
-        monkeypatch.setattr("cumem_sleep.codec.compressor.choose_runner", refuse)
+        monkeypatch.setattr("cumem_sleep.codec.compressor.require_kernels", refuse)
         contents = fill(allocator, bf16)
         for _ in range(2):
             assert finished(allocator.prepare()).error is None

@@ -13,18 +13,12 @@ from support import PAGE
 
 from cumem_sleep import CuMemAllocator, _core
 from cumem_sleep.codec import codecs
-from cumem_sleep.codec.codec import CHUNK_BYTES, PARAMETER_BYTES, Bytes, Code, Codec, Layout
-from cumem_sleep.codec.codecs import CODECS, Listed
-from cumem_sleep.codec.runner import SimulatedRunner
-from cumem_sleep.codec.table import ROW_BYTES, parameters_of, set_rows
+from cumem_sleep.codec.codec import CHUNK_BYTES, PARAMETER_BYTES, Bytes, Code, Codec, Layout, parameters_of, rows
+from cumem_sleep.codec.codecs import CODECS
+from cumem_sleep.codec.kernels import SimulatedKernels
 
-
-def no_kernels() -> Any:
-    raise AssertionError("has none")
-
-
-BOTH = (*CODECS, Listed(even_bytes, no_kernels))
-EVERY_LAYOUT = [pytest.param(codec, layout, id=layout.name) for codec, _ in BOTH for layout in codec.LAYOUTS]
+BOTH: tuple[Codec, ...] = (*CODECS, even_bytes)
+EVERY_LAYOUT = [pytest.param(codec, layout, id=layout.name) for codec in BOTH for layout in codec.LAYOUTS]
 every_layout = pytest.mark.parametrize(("codec", "layout"), EVERY_LAYOUT)
 
 
@@ -46,10 +40,9 @@ def content_of(*kinds: str) -> Bytes:
     return np.frombuffer(b"".join(make[kind]() for kind in kinds), np.uint8)
 
 
-def code_for(codec: Codec[Any, Any], layout: Layout, chunk: Bytes) -> Code:
+def code_for(codec: Codec, layout: Layout, chunk: Bytes) -> Code:
     (parameters,), _ = codec.rank(layout, chunk[None, :8192])
-    code: Code = codec.code_of(layout, parameters.astype(np.uint8).tobytes())
-    return code
+    return Code(layout, parameters.astype(np.uint8).tobytes())
 
 
 ALL_KINDS = ("zeros", "ones", "noise", "weights", "numbers")
@@ -60,7 +53,7 @@ class TestReference:
     @pytest.mark.parametrize(
         "of", ["weights", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ALL_KINDS if kind != "weights")]
     )
-    def test_any_content_comes_back_with_any_code(self, codec: Codec[Any, Any], layout: Layout, of: str) -> None:
+    def test_any_content_comes_back_with_any_code(self, codec: Codec, layout: Layout, of: str) -> None:
         content = content_of(*ALL_KINDS)
         code = code_for(codec, layout, content_of(of))
         sizes, stored = codec.chunk_bytes(code, content), codec.encode(code, content)
@@ -69,7 +62,7 @@ class TestReference:
         assert np.array_equal(codec.decode(code, stored, sizes), content)
 
     @every_layout
-    def test_chunks_are_independent(self, codec: Codec[Any, Any], layout: Layout) -> None:
+    def test_chunks_are_independent(self, codec: Codec, layout: Layout) -> None:
         content = content_of("weights", "noise", "weights")
         code = code_for(codec, layout, content[:CHUNK_BYTES])
         sizes, stored = codec.chunk_bytes(code, content), codec.encode(code, content)
@@ -77,22 +70,25 @@ class TestReference:
             assert np.array_equal(codec.decode(code, stored[end - size : end], [size]), chunk)
 
     @every_layout
-    def test_no_chunk_becomes_smaller_than_it_says(self, codec: Codec[Any, Any], layout: Layout) -> None:
+    def test_no_chunk_becomes_smaller_than_it_says(self, codec: Codec, layout: Layout) -> None:
         for kind in ALL_KINDS:
             chunk = content_of(kind)
             sizes = codec.chunk_bytes(code_for(codec, layout, chunk), chunk)
             assert layout.header_bytes < layout.smallest_chunk_bytes <= sizes.min()
 
     @every_layout
-    def test_a_code_is_its_parameters(self, codec: Codec[Any, Any], layout: Layout) -> None:
-        code = code_for(codec, layout, content_of("weights"))
+    def test_zeros_after_its_parameters_change_no_code(self, codec: Codec, layout: Layout) -> None:
+        """As a kernel finds them in a row."""
+        chunk = content_of("weights")
+        code = code_for(codec, layout, chunk)
         assert len(code.parameters) <= PARAMETER_BYTES
-        again = codec.code_of(layout, code.parameters.ljust(PARAMETER_BYTES, b"\0"))
-        assert (again, hash(again)) == (code, hash(code))
-        assert code.layout is layout
+        same = Code(layout, code.parameters.ljust(PARAMETER_BYTES, b"\0"))
+        stored = codec.encode(same, chunk)
+        assert np.array_equal(stored, codec.encode(code, chunk))
+        assert np.array_equal(codec.decode(same, stored, [stored.size]), chunk)
 
     @every_layout
-    def test_damaged_bytes_harm_nobody(self, codec: Codec[Any, Any], layout: Layout) -> None:
+    def test_damaged_bytes_harm_nobody(self, codec: Codec, layout: Layout) -> None:
         chunk = content_of("weights")
         code = code_for(codec, layout, chunk)
         stored = codec.encode(code, chunk)
@@ -101,7 +97,7 @@ class TestReference:
             assert codec.decode(code, damaged, [damaged.size]).size == CHUNK_BYTES
 
     @every_layout
-    def test_of_nothing(self, codec: Codec[Any, Any], layout: Layout) -> None:
+    def test_of_nothing(self, codec: Codec, layout: Layout) -> None:
         nothing = np.zeros(0, np.uint8)
         code = code_for(codec, layout, content_of("weights"))
         assert codec.encode(code, nothing).size == codec.chunk_bytes(code, nothing).size == 0
@@ -111,11 +107,20 @@ class TestReference:
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codecs, "CODECS", BOTH)
-    assert codecs.least_bytes(PAGE) == min(layout.smallest_chunk_bytes for codec, _ in BOTH for layout in codec.LAYOUTS)
+    assert codecs.least_bytes(PAGE) == min(layout.smallest_chunk_bytes for codec in BOTH for layout in codec.LAYOUTS)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.__name__)
+def test_a_codec_has_kernels_under_its_name(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="kernels need Triton, which comes with PyTorch for CUDA")
+    monkeypatch.setattr(_core, "driver_is_simulated", lambda: False)
+    for layout in codec.LAYOUTS:
+        kernels = codecs.kernels_of(layout)
+        assert all(callable(getattr(kernels, name)) for name in ("count", "encode", "decode"))
 
 
 def test_no_two_layouts_have_the_same_name() -> None:
-    names = [layout.name for codec, _ in BOTH for layout in codec.LAYOUTS]
+    names = [layout.name for codec in BOTH for layout in codec.LAYOUTS]
     assert len(set(names)) == len(names)
 
 
@@ -125,9 +130,7 @@ class TestTogether:
     """In everything but the codecs themselves, which chunks they are is the only question."""
 
     @every_layout
-    def test_the_simulated_driver_runs_them(
-        self, codec: Codec[Any, Any], layout: Layout, allocator: CuMemAllocator
-    ) -> None:
+    def test_the_simulated_driver_runs_them(self, codec: Codec, layout: Layout, allocator: CuMemAllocator) -> None:
         allocator.free(allocator.malloc(PAGE))  # the driver is open
         content = content_of("weights", "numbers", "noise")
         code = code_for(codec, layout, content[:CHUNK_BYTES])
@@ -137,21 +140,16 @@ class TestTogether:
         chunks = content.ctypes.data + CHUNK_BYTES * np.arange(3)
         places = stored.ctypes.data + np.cumsum(sizes) - sizes
 
-        def table(sources: Any, targets: Any, nbytes: Any) -> Any:
-            rows = np.zeros((3, ROW_BYTES // 8), np.uint64)
-            set_rows(rows, parameters_of([code] * 3), sources, targets, nbytes)
-            return rows
-
-        runner = SimulatedRunner()
-        with _core.CopyStream(0) as stream:
-            to_count = table(chunks, totals.ctypes.data + 4 * np.arange(3), 0)
-            runner.count(stream, layout, to_count.ctypes.data, 3)
-            assert totals.tolist() == sizes.tolist()
-            to_encode = table(chunks, places, sizes)
-            runner.encode(stream, layout, to_encode.ctypes.data, counters.ctypes.data, 3)
-            assert (counters + layout.header_bytes).tolist() == sizes.tolist()
-            to_decode = table(places, decoded.ctypes.data + CHUNK_BYTES * np.arange(3), sizes)
-            runner.decode(stream, layout, to_decode.ctypes.data, 3)
+        parameters, kernels = parameters_of([code] * 3), codecs.kernels_of(layout)
+        assert isinstance(kernels, SimulatedKernels)
+        to_count = rows(parameters, chunks, totals.ctypes.data + 4 * np.arange(3))
+        kernels.count(layout, to_count.ctypes.data, 3)
+        assert totals.tolist() == sizes.tolist()
+        to_encode = rows(parameters, chunks, places, sizes)
+        kernels.encode(layout, to_encode.ctypes.data, counters.ctypes.data, 3)
+        assert (counters + layout.header_bytes).tolist() == sizes.tolist()
+        to_decode = rows(parameters, places, decoded.ctypes.data + CHUNK_BYTES * np.arange(3), sizes)
+        kernels.decode(layout, to_decode.ctypes.data, 3)
         assert np.array_equal(decoded, content)
 
     def test_each_segment_gets_the_one_that_suits_it(self, allocator: CuMemAllocator) -> None:
@@ -193,14 +191,14 @@ class TestTogether:
     ) -> None:
         contents = fill(allocator, small_numbers)
         (address,) = contents
-        encode = SimulatedRunner.encode
+        encode = SimulatedKernels.encode
 
         def change_and_encode(*arguments: Any) -> None:
             ctypes.memset(address + 1, 7, 1)  # one odd byte, so the whole chunk needs twice the room
             encode(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(SimulatedRunner, "encode", change_and_encode)
+            patch.setattr(SimulatedKernels, "encode", change_and_encode)
             with pytest.raises(Exception, match="was written to while it was backed up"):
                 allocator.sleep()
         contents[address] = contents[address][:1] + b"\7" + contents[address][2:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 
 from cumem_sleep.codec import codecs
 from cumem_sleep.codec import exponent as codec
-from cumem_sleep.codec.codec import CHUNK_BYTES
-from cumem_sleep.codec.exponent import BLOCK_VALUES, LAYOUTS, Code, Layout
+from cumem_sleep.codec.codec import CHUNK_BYTES, Code
+from cumem_sleep.codec.exponent import BLOCK_VALUES, LAYOUTS, Layout
 
 Bytes = npt.NDArray[np.uint8]
 BF16, FP16, E4M3, E5M2, FP32 = LAYOUTS
@@ -84,14 +83,11 @@ def values_of(layout: Layout, symbols: npt.ArrayLike, seed: int = 0) -> Bytes:
 
 def code_of(layout: Layout, first: int = 0) -> Code:
     """Nine symbols that need not suit the content."""
-    return Code(layout, tuple(range(first, first + 9)))
+    return Code(layout, bytes(range(first, first + 9)))
 
 
 def choose_codes(samples: Bytes, worth: float = 0.95) -> list[Code | None]:
-    """Of this codec: it is the only one that has a code for weights."""
-    chosen = codecs.choose_codes(samples, worth)
-    assert all(code is None or isinstance(code, Code) for code in chosen)
-    return cast(list[Code | None], chosen)
+    return codecs.choose_codes(samples, worth)
 
 
 def choose_code(sample: Bytes, worth: float = 0.95) -> Code | None:
@@ -156,12 +152,13 @@ class TestDefinition:
         shuffled[: BF16.header_bytes].view("<u4")[order] = BF16.header_bytes + np.cumsum(lengths) - lengths
         assert np.array_equal(codec.decode(code, shuffled, [stored.size]), content)
 
-    @pytest.mark.parametrize(
-        "symbols", [(0,) * 9, tuple(range(8)), tuple(range(10)), tuple(range(8, 17)), (-1, *range(8))]
-    )
-    def test_a_code_has_nine_different_symbols(self, symbols: tuple[int, ...]) -> None:
-        with pytest.raises(ValueError, match="9 different symbols"):
-            Code(E4M3, symbols)
+    @every_layout
+    @pytest.mark.parametrize("kinds", [1, 8, 256])
+    def test_a_code_has_nine_different_symbols(self, layout: Layout, kinds: int) -> None:
+        """However few there are in the sample."""
+        sample = (random_bytes(8192).astype(np.int64) % kinds).astype(np.uint8)
+        ((symbols,), _) = codec.rank(layout, sample[None])
+        assert len(set(symbols.tolist()) & set(range(1 << layout.symbol_bits))) == 9
 
 
 def plainly_encoded(layout: Layout, raw: bytes, first: int = 0) -> bytes:
@@ -281,7 +278,7 @@ class TestRoundTrip:
     )
     def test_any_pattern(self, pattern: bytes, layout: Layout, seed: int) -> None:
         symbols = np.random.default_rng(seed).permutation(1 << layout.symbol_bits)[:9]
-        assert_round_trip(Code(layout, tuple(symbols.tolist())), tiled(pattern))
+        assert_round_trip(Code(layout, bytes(symbols.tolist())), tiled(pattern))
 
 
 class TestRatio:
@@ -303,7 +300,7 @@ class TestRatio:
     def test_the_expected_ratio_is_what_comes_out(self, layout: Layout) -> None:
         content = weights(layout)
         ((symbols,), (ratio,)) = codec.rank(layout, content[None])
-        sizes = codec.chunk_bytes(Code(layout, tuple(symbols.tolist())), content)
+        sizes = codec.chunk_bytes(Code(layout, bytes(symbols.tolist())), content)
         excess = (sizes.sum() - ratio * content.size) / layout.blocks_per_chunk
         assert 4 < excess < 24  # of each block: its place in the header, words that are not full, padding
 
@@ -363,7 +360,7 @@ class TestChoice:
     def test_the_most_frequent_symbols_come_first(self) -> None:
         symbols = np.repeat(np.arange(100, 112), np.arange(12, 0, -1))
         code = choose_code(values_of(BF16, symbols)[: 2 * 78 * 64])
-        assert code == Code(BF16, tuple(range(100, 109)))
+        assert code == Code(BF16, bytes(range(100, 109)))
 
     @pytest.mark.slow
     def test_many_at_once_equal_each_alone(self) -> None:

@@ -19,7 +19,7 @@ from compression import (
 from support import BACKED_UP, in_thread
 
 from cumem_sleep import CuMemAllocator, InvalidState, _core
-from cumem_sleep.codec.runner import SimulatedRunner
+from cumem_sleep.codec.kernels import SimulatedKernels
 
 pytestmark = pytest.mark.sim
 
@@ -30,7 +30,7 @@ class TestFree:
         contents = fill(allocator, bf16, noise, bf16)
         freed = list(contents)[place]
         del contents[freed]
-        encode = SimulatedRunner.encode
+        encode = SimulatedKernels.encode
 
         def free_and_encode(*arguments: Any) -> None:
             if any(segment.address == freed for segment in _core.segments()):
@@ -39,7 +39,7 @@ class TestFree:
             encode(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(SimulatedRunner, "encode", free_and_encode)
+            patch.setattr(SimulatedKernels, "encode", free_and_encode)
             allocator.sleep()
         assert {segment.address for segment in _core.segments()} == set(contents)
         check_host_bytes(allocator)
@@ -52,7 +52,7 @@ class TestFree:
         allocator.sleep()
         freed = list(contents)[place]
         del contents[freed]
-        decode = SimulatedRunner.decode
+        decode = SimulatedKernels.decode
         calls: list[int] = []
 
         def free_and_decode(*arguments: Any) -> None:
@@ -61,7 +61,7 @@ class TestFree:
                 in_thread(lambda: allocator.free(freed))
             decode(*arguments)
 
-        monkeypatch.setattr(SimulatedRunner, "decode", free_and_decode)
+        monkeypatch.setattr(SimulatedKernels, "decode", free_and_decode)
         allocator.wake_up()
         assert {segment.address for segment in _core.segments()} == set(contents)
         check_bytes(contents)
@@ -69,7 +69,7 @@ class TestFree:
     def test_sleeps_from_several_threads(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
         """A second sleep during the first finds nothing to do."""
         contents = fill(allocator, bf16)
-        encode = SimulatedRunner.encode
+        encode = SimulatedKernels.encode
         begun: list[threading.Thread] = []
 
         def sleep_and_encode(*arguments: Any) -> None:
@@ -78,7 +78,7 @@ class TestFree:
                 begun[0].start()
             encode(*arguments)
 
-        monkeypatch.setattr(SimulatedRunner, "encode", sleep_and_encode)
+        monkeypatch.setattr(SimulatedKernels, "encode", sleep_and_encode)
         allocator.sleep()
         begun[0].join(30)
         assert states() == {BACKED_UP}

@@ -15,19 +15,19 @@ CODEC_SETUP = """
     import numpy as np
     from cumem_sleep.codec import exponent as codec
     from cumem_sleep.codec import exponent_kernel as kernel
-    from cumem_sleep.codec.table import rows
+    from cumem_sleep.codec.codec import Code, parameters_of, rows
 
-    codec.CHUNK_BYTES = kernel.CHUNK_BYTES = 1 << 15  # the interpreter is slow
+    codec.CHUNK_BYTES = 1 << 15  # the interpreter is slow
     layout = {layout.name: layout for layout in codec.LAYOUTS}[os.environ["LAYOUT"]]
     random = np.random.default_rng(7)
-    code = codec.Code(layout, tuple(random.permutation(1 << layout.symbol_bits)[:9].tolist()))
+    code = Code(layout, bytes(random.permutation(1 << layout.symbol_bits)[:9].tolist()))
 
     def content_of(chunks):
         '''Of each chunk most values have symbols of the code, but one has none of them, and one is random.'''
         count = codec.CHUNK_BYTES // layout.value_bytes
         weights = 2.0 ** -np.arange(9)
-        symbols = random.choice(code.symbols, (chunks, count), p=weights / weights.sum())
-        symbols[1] = next(symbol for symbol in range(10) if symbol not in code.symbols)
+        symbols = random.choice([*code.parameters], (chunks, count), p=weights / weights.sum())
+        symbols[1] = next(symbol for symbol in range(10) if symbol not in code.parameters)
         rotated = symbols.astype(np.uint64) << np.uint64(layout.raw_bits)
         rotated |= random.integers(0, 1 << layout.raw_bits, rotated.shape, np.uint64)
         rotated[2] = random.integers(0, 1 << layout.value_bits, count, np.uint64)
@@ -49,7 +49,7 @@ CODEC_SETUP = """
     def decode(stored, sizes, chunks):
         decoded, intact = guarded(chunks * codec.CHUNK_BYTES, 0xEE)
         at = addresses(decoded, np.full(chunks, codec.CHUNK_BYTES))
-        table = rows(code, addresses(stored, sizes), at, sizes)
+        table = rows(parameters_of([code]), addresses(stored, sizes), at, sizes)
         kernel.decode(layout, table.ctypes.data, chunks)
         assert intact()
         return decoded
@@ -58,7 +58,7 @@ CODEC_SETUP = """
         stored, intact = guarded(sizes.sum())
         counters = np.zeros(len(sizes), np.uint32)
         sources = addresses(content, np.full(len(sizes), codec.CHUNK_BYTES))
-        table = rows(code, sources, addresses(stored, sizes), sizes)
+        table = rows(parameters_of([code]), sources, addresses(stored, sizes), sizes)
         kernel.encode(layout, table.ctypes.data, counters.ctypes.data, len(sizes))
         assert intact()
         return stored, counters + np.uint32(layout.header_bytes)
@@ -112,7 +112,7 @@ def test_the_codec_equals_the_reference_in_the_interpreter(layout: str) -> None:
 
         totals, intact = guarded(12)
         sources = addresses(content, np.full(3, codec.CHUNK_BYTES))
-        table = rows(code, sources, totals.ctypes.data + 4 * np.arange(3))
+        table = rows(parameters_of([code]), sources, totals.ctypes.data + 4 * np.arange(3))
         kernel.count(layout, table.ctypes.data, 3)
         assert totals.view(np.uint32).tolist() == sizes.tolist() and intact()
 
@@ -189,7 +189,7 @@ def test_the_codec_decodes_damaged_bytes_as_the_reference_does(layout: str) -> N
 
 @pytest.mark.sim
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_codec_warms_up_in_host_memory(layout: str) -> None:
+def test_the_codec_is_tried_in_host_memory(layout: str) -> None:
     in_the_interpreter(
         layout,
         """
@@ -197,8 +197,11 @@ def test_the_codec_warms_up_in_host_memory(layout: str) -> None:
         from unittest import mock
         import torch
         from cumem_sleep import CodecError
+        from cumem_sleep.codec import kernels
+        from cumem_sleep.codec.kernels import try_kernels
         from cumem_sleep.driver import open_driver
 
+        kernels.CHUNK_BYTES = codec.CHUNK_BYTES
         open_driver("sim")
         launched = []
         for name in ("count", "encode", "decode"):
@@ -206,13 +209,13 @@ def test_the_codec_warms_up_in_host_memory(layout: str) -> None:
             setattr(kernel, name, lambda *arguments, real=real, name=name: (launched.append(name), real(*arguments)))
         nothing = lambda *arguments, **options: contextlib.nullcontext()
         with mock.patch.multiple(torch.cuda, device=nothing, stream=nothing, ExternalStream=nothing):
-            kernel.warm_up(layout, 0)
+            try_kernels(codec, kernel, layout, 0)
             assert launched == ["count", "encode", "decode"]
             assert sim.stats().registered_bytes == 0
             for name in ("count", "encode", "decode"):  # one that does nothing is found out
                 with mock.patch.object(kernel, name, lambda *arguments: None):
                     try:
-                        kernel.warm_up(layout, 0)
+                        try_kernels(codec, kernel, layout, 0)
                     except CodecError as error:
                         assert layout.name in str(error)
                     else:

@@ -49,7 +49,7 @@ from support import (
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, sim
 from cumem_sleep.codec.compressor import Compressor
 from cumem_sleep.codec.encoding import EncodedRun
-from cumem_sleep.codec.runner import SimulatedRunner
+from cumem_sleep.codec.kernels import SimulatedKernels
 from cumem_sleep.codec.workbench import Workbench
 from cumem_sleep.extents import Transfers
 
@@ -144,7 +144,7 @@ class TestPrepare:
 
             return wait_and_work
 
-        for place, name in [(Compressor, "workbench"), (Workbench, "plan"), (SimulatedRunner, "count")]:
+        for place, name in [(Compressor, "workbench"), (Workbench, "plan"), (SimulatedKernels, "count")]:
             monkeypatch.setattr(place, name, noted(getattr(place, name), name))
         preparation = allocator.prepare()
         returned.set()
@@ -156,13 +156,13 @@ class TestPrepare:
         contents = fill(allocator, bf16, nbytes=5 * PAGE)
         monkeypatch.setattr(CuMemAllocator.tuning, "few_rows", 2)
         counted: list[int] = []
-        count = SimulatedRunner.count
+        count = SimulatedKernels.count
 
         def noted(*arguments: Any) -> None:
             counted.append(arguments[-1])
             count(*arguments)
 
-        monkeypatch.setattr(SimulatedRunner, "count", noted)
+        monkeypatch.setattr(SimulatedKernels, "count", noted)
         assert finished(allocator.prepare()).error is None
         assert counted == [2, 2, 1]
         assert encodings(allocator, contents) == ["bf16"]
@@ -213,14 +213,14 @@ class TestPrepare:
         contents = fill(allocator, bf16, bf16, some_noise)
         freed = list(contents)[place]
         del contents[freed]
-        count = SimulatedRunner.count
+        count = SimulatedKernels.count
 
         def free_and_count(*arguments: Any) -> None:
             with suppress(InvalidState):
                 in_thread(lambda: allocator.free(freed))
             count(*arguments)
 
-        monkeypatch.setattr(SimulatedRunner, "count", free_and_count)
+        monkeypatch.setattr(SimulatedKernels, "count", free_and_count)
         assert finished(allocator.prepare()).error is None
         assert {segment.address for segment in _core.segments()} == set(contents)
         check_host_bytes(allocator)
@@ -399,7 +399,7 @@ class TestPrepare:
             """
             import threading, time
             import numpy as np
-            from cumem_sleep.codec import runner as coders
+            from cumem_sleep.codec import kernels as coders
             from cumem_sleep.codec import workbench as compress
 
             reset_simulation()
@@ -408,14 +408,14 @@ class TestPrepare:
                 address = allocator.malloc(2 * PAGE, "weights")
                 memory.write(address, bf16_weights(2 * PAGE, np.random.default_rng(0)))
             memory.close()
-            counting, count = threading.Event(), coders.SimulatedRunner.count
+            counting, count = threading.Event(), coders.SimulatedKernels.count
 
             def count_slowly(*arguments):
                 counting.set()
                 time.sleep(0.2)
                 count(*arguments)
 
-            coders.SimulatedRunner.count = count_slowly
+            coders.SimulatedKernels.count = count_slowly
             preparation = allocator.prepare()
             assert counting.wait(30)
             """,
@@ -429,7 +429,7 @@ class TestPrepare:
         process = run_script(
             f"""
             import numpy as np
-            from cumem_sleep.codec import runner as coders
+            from cumem_sleep.codec import kernels as coders
             from cumem_sleep.codec import workbench as compress
 
             reset_simulation()
@@ -439,13 +439,13 @@ class TestPrepare:
             memory = Memory()
             memory.write(address, bf16_weights(2 * PAGE, np.random.default_rng(0)))
             memory.close()
-            encode, failures = coders.SimulatedRunner.encode, 0
+            encode, failures = coders.SimulatedKernels.encode, 0
 
             def encode_and_fail(*arguments):
                 encode(*arguments)
                 sim.fail({call!r}, position, "CUDA_ERROR_UNKNOWN")
 
-            coders.SimulatedRunner.encode = encode_and_fail
+            coders.SimulatedKernels.encode = encode_and_fail
             for position in range(4):
                 preparation = allocator.prepare()
                 assert preparation.wait(30)

@@ -33,9 +33,9 @@ from compression import (
 from support import AWAKE, BACKED_UP, MIB, PAGE, patch_map
 
 from cumem_sleep import CuMemAllocator, DriverError, _core, sim
-from cumem_sleep.codec import workbench
+from cumem_sleep.codec.encoding import Batch
 from cumem_sleep.codec.exponent import Layout
-from cumem_sleep.codec.runner import SimulatedRunner
+from cumem_sleep.codec.kernels import SimulatedKernels
 from cumem_sleep.codec.slots import Slot
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.transfer.decoding import Decoding
@@ -273,14 +273,13 @@ class TestRoundTrips:
             monkeypatch.setattr(CuMemAllocator.tuning, name, slots)
         contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
         allocator.sleep()
-        decode, map_segment, copy = SimulatedRunner.decode, _core.Segment.map, Decoding._copy
+        decode, map_segment, copy = SimulatedKernels.decode, _core.Segment.map, Decoding._copy
         events: list[str] = []
 
-        def look_and_decode(kernels: SimulatedRunner, stream: _core.CopyStream, layout: Layout, *more: int) -> None:
-            stream.synchronize()
-            for _, _, target, _ in kernels._rows(stream, layout, *more):
+        def look_and_decode(kernels: SimulatedKernels, layout: Layout, *more: int) -> None:
+            for _, _, target, _ in kernels._rows(layout, *more):
                 assert any(s.address <= target < s.address + s.bytes and s.has_memory for s in _core.segments())
-            decode(kernels, stream, layout, *more)
+            decode(kernels, layout, *more)
             events.append("decode")
 
         def map_slowly(segment: _core.Segment) -> None:
@@ -291,7 +290,7 @@ class TestRoundTrips:
             events.append("copy")
             copy(*arguments)
 
-        monkeypatch.setattr(SimulatedRunner, "decode", look_and_decode)
+        monkeypatch.setattr(SimulatedKernels, "decode", look_and_decode)
         patch_map(monkeypatch, map_slowly)
         monkeypatch.setattr(Decoding, "_copy", note_and_copy)
         allocator.wake_up()
@@ -307,25 +306,26 @@ class TestRoundTrips:
         for name in ("slots", "most_slots"):
             monkeypatch.setattr(CuMemAllocator.tuning, name, slots)
         contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
-        encode, write, read = SimulatedRunner.encode, workbench._write, Slot.read_counters
+        encode, copy, read = SimulatedKernels.encode, Slot.copy, Slot.read_counters
         events: list[str] = []
 
         def note_and_encode(*arguments: Any) -> None:
             events.append("encode")
             encode(*arguments)
 
-        def note_and_write(*arguments: Any) -> None:
-            events.append("copy")
-            write(*arguments)
+        def note_and_copy(slot: Slot) -> None:
+            if not slot._is_copied:
+                events.append("copy")
+            copy(slot)
 
-        monkeypatch.setattr(SimulatedRunner, "encode", note_and_encode)
+        monkeypatch.setattr(SimulatedKernels, "encode", note_and_encode)
 
         def note_and_read(slot: Slot) -> None:
-            if slot._readers and events:
+            if slot._unchecked:
                 events.append("read")
             read(slot)
 
-        monkeypatch.setattr(workbench, "_write", note_and_write)
+        monkeypatch.setattr(Slot, "copy", note_and_copy)
         monkeypatch.setattr(Slot, "read_counters", note_and_read)
         allocator.sleep()
         copied = ["encode", "copy"] * 8 if slots == 1 else ["encode", *["encode", "copy"] * 7, "copy"]
@@ -339,9 +339,9 @@ class TestRoundTrips:
         monkeypatch.setattr(CuMemAllocator.tuning, "rows", 3)
         contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
         counted: list[int] = []
-        check = workbench.Batch.check_sizes
+        check = Batch.check_sizes
         monkeypatch.setattr(
-            workbench.Batch, "check_sizes", lambda batch, found: (counted.append(len(found)), check(batch, found))
+            Batch, "check_sizes", lambda batch, found: (counted.append(len(found)), check(batch, found))
         )
         cycle(allocator, contents)
         assert sum(counted) == 16

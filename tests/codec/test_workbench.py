@@ -29,7 +29,8 @@ from compression import (
 from support import AWAKE, DEVICE_BYTES, DROPPED, MIB, PAGE, is_accessible
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, _core, sim
-from cumem_sleep.codec.workbench import workbench_bytes
+from cumem_sleep.codec.codec import ROW_BYTES
+from cumem_sleep.codec.memory import workbench_bytes
 
 pytestmark = pytest.mark.sim
 
@@ -259,8 +260,8 @@ def test_slots_have_tables_of_their_own(allocator: CuMemAllocator, spare_bytes: 
     """They lie in one block. The simulated driver runs one kernel at a time, so a wake would not notice."""
     fill(allocator, bf16)  # so that the driver is open
     with allocator._compressor.workbench(0, spare_bytes) as workbench:
-        parts = [part for slot in workbench._slots for part in (slot._rows, slot._counters)]
-        assert not any(np.shares_memory(one, other) for one, other in itertools.combinations(parts, 2))
+        heads = [slot._in_block(0, slot._most_rows * (ROW_BYTES + 4)) for slot in workbench._slots]
+        assert not any(np.shares_memory(one, other) for one, other in itertools.combinations(heads, 2))
         assert len({slot.table for slot in workbench._slots}) == len(workbench._slots) > 1
         if not spare_bytes:
-            assert [slot.table for slot in workbench._slots] == [slot._rows.ctypes.data for slot in workbench._slots]
+            assert [slot.table for slot in workbench._slots] == [head.ctypes.data for head in heads]

@@ -16,10 +16,10 @@ from test_torch_processes import check_clean, run
 
 from cumem_sleep import BackupMismatch, CuMemAllocator, InvalidState, _core
 from cumem_sleep.codec import exponent as codec
-from cumem_sleep.codec import table
-from cumem_sleep.codec.codec import CHUNK_BYTES
-from cumem_sleep.codec.exponent import Bytes, Code, Layout
-from cumem_sleep.codec.workbench import Workbench, workbench_bytes
+from cumem_sleep.codec.codec import CHUNK_BYTES, Bytes, Code, parameters_of, rows
+from cumem_sleep.codec.exponent import Layout
+from cumem_sleep.codec.memory import workbench_bytes
+from cumem_sleep.codec.workbench import Workbench
 from cumem_sleep.transfer.pacing import Choice, Pace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
@@ -205,9 +205,7 @@ class OnGpu:
         return first + CHUNK_BYTES * np.arange(len(self._codes))
 
     def _table(self, sources: Any, targets: Any, sizes: Any) -> Any:
-        columns = zip(self._codes, sources, targets, sizes, strict=True)
-        rows = [table.rows(code, [source], [target], [size]) for code, source, target, size in columns]
-        return torch.from_numpy(np.concatenate(rows).view(np.int64)).cuda()
+        return torch.from_numpy(rows(parameters_of(self._codes), sources, targets, sizes).view(np.int64)).cuda()
 
 
 def starts_of(sizes: Sequence[int]) -> Any:
@@ -222,7 +220,7 @@ def code_of(layout: Layout, chunk: Bytes, *, worst: bool = False) -> Code:
     """Its nine most frequent symbols, or its least frequent ones."""
     symbols = (chunk.view(layout.dtype) << 1) >> (layout.value_bits - layout.symbol_bits)
     order = np.argsort(-np.bincount(symbols, minlength=1 << layout.symbol_bits), kind="stable").tolist()
-    return Code(layout, tuple(order[::-1][:9] if worst else order[:9]))
+    return Code(layout, bytes(order[::-1][:9] if worst else order[:9]))
 
 
 def kinds_of_chunks(layout: Layout) -> dict[str, Bytes]:

@@ -13,7 +13,7 @@ from support import MIB, PAGE, digest_by_the_kernel, forget_devices, fresh_alloc
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, _core, sim
 from cumem_sleep.backups.store import BackupStore
-from cumem_sleep.codec.lent import Cleared, Kept
+from cumem_sleep.codec.memory import LentMemory
 from cumem_sleep.pinned import pinned_block, pinned_table
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("nothing_left_behind")]
@@ -164,16 +164,16 @@ class TestStreams:
         assert streams_in(sim.stats().calls) == (1, 1)
         region.free()
 
-    @pytest.mark.parametrize("kind", [Cleared, Kept])
-    def test_of_what_lent_memory_are_free_when_it_is_back(self, kind: type[Cleared | Kept]) -> None:
+    @pytest.mark.parametrize("keep_bytes", [False, True])
+    def test_of_what_lent_memory_are_free_when_it_is_back(self, keep_bytes: bool) -> None:
         """Not when Python happens to drop the object, perhaps in another operation."""
         region = Region(1, backup=False)
         forget_devices()
         sim.reset()
-        lent = kind(_core.segments()[0], MIB)
+        lent = LentMemory(_core.segments()[0], MIB, keep_bytes=keep_bytes)
         lent.lend()
         for _ in range(2):
-            lent.put_back()
+            lent.close()
             _core.release_idle(0)
             assert streams_in(sim.stats().calls) == (1, 1)
         region.free()

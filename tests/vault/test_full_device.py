@@ -14,7 +14,7 @@ from support import MIB, PAGE, bf16_weights
 
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core, sim
 from cumem_sleep.backups.vault import VaultTier
-from cumem_sleep.codec.runner import SimulatedRunner
+from cumem_sleep.codec.kernels import SimulatedKernels
 
 pytestmark = pytest.mark.sim
 
@@ -128,7 +128,7 @@ def test_where_the_driver_pins_no_copy_the_cpu_decodes(
         pin(block, device)
 
     monkeypatch.setattr(_core.HostBlock, "pin", refuse_large)
-    monkeypatch.setattr(SimulatedRunner, "decode", None)
+    monkeypatch.setattr(SimulatedKernels, "decode", None)
     allocator.wake_up()
     check(contents)
 
@@ -143,13 +143,13 @@ def test_all_is_mapped_before_anything_else_takes_memory(
     allocator.sleep(1)
     leave_free(0)
     without_memory: list[bool] = []
-    decode = SimulatedRunner.decode
+    decode = SimulatedKernels.decode
 
     def note(*arguments: Any) -> None:
         without_memory.append(any(not segment.has_memory for segment in _core.segments()))
         decode(*arguments)
 
-    monkeypatch.setattr(SimulatedRunner, "decode", note)
+    monkeypatch.setattr(SimulatedKernels, "decode", note)
     allocator.wake_up()
     assert without_memory
     assert not any(without_memory)
