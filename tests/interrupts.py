@@ -18,7 +18,7 @@ import pytest
 from support import AWAKE, HANGS_S, assert_no_threads, in_thread
 from world import Phase, World, begin_anew
 
-from cumem_sleep import _core, operation, pinned, report
+from cumem_sleep import _core, cuda_state, operation, pinned, report
 from cumem_sleep import allocator as allocator_module
 from cumem_sleep.backups import backup, filling, host, store, turns
 from cumem_sleep.codec import compressor, encoding, lent, runner, slots, workbench
@@ -32,7 +32,7 @@ _OPERATION = (operation, agreement, backup, host, store, turns, digest_device, w
 SLEEP = (*_OPERATION, compressor, deepen, filling, layer, link, sleep, transfer)
 WAKE = (*_OPERATION, wake, copiers, link, pacing, transfer)
 PREPARE = (allocator_module, operation, prepare, host, store, turns, compressor)
-MALLOC = (allocator_module, operation, deepen)
+MALLOC = (allocator_module, operation, cuda_state)
 CODEC = (compressor, encoding, runner, slots, workbench)
 CODEC_IN_LENT_MEMORY = (*CODEC, lent)
 _TRACED_FILES = {str(module.__file__) for module in (*SLEEP, *WAKE, *PREPARE, *MALLOC, *CODEC, *CODEC_IN_LENT_MEMORY)}

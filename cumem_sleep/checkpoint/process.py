@@ -162,7 +162,7 @@ class ProcessCheckpoint:
         if not _core.suspend_driver_calls(self.deadlines.calls_end_s):
             raise Refused(
                 f"CUDA was in use for longer than {self.deadlines.calls_end_s:.0f} s: by calls of other threads of this"
-                " process, or by a block of using_cuda() that has not ended"
+                " process, or by a block of using_cuda(), or of a memory pool or region, that has not ended"
             )
         try:
             last_check()

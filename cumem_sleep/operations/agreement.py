@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from .. import _core, log
 from ..errors import CumemSleepError, InvalidState, RankFailed
+from ..operation import Call
 from ..ranks.decisions import GO, Decision, Why
 from ..ranks.mesh import Kind, Mesh, Message
 from ..report import PhaseTimer
@@ -35,33 +36,6 @@ class _Heard:
     operations: dict[int, str] = field(default_factory=dict)
     votes: dict[int, Decision] = field(default_factory=dict)
     yours: set[int] = field(default_factory=set)
-
-
-class Call:
-    """One operation, of a process that is alone: it agrees with itself.
-
-    A context manager: of several ranks, the others are told of what fails before the operation begins, too.
-    """
-
-    def __enter__(self) -> Call:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        pass
-
-    def begin(self) -> None:
-        """The operation begins; with the lock held, as the others."""
-
-    def agree(self, timer: PhaseTimer) -> None:
-        """Return if the second half is to follow.
-
-        Raises:
-            RankFailed: another rank failed.
-            OperationStopped: this one was asked to stop.
-        """
-
-    def refuse(self, error: BaseException) -> None:
-        """The operation failed; unless the ranks have agreed already, they undo their half."""
 
 
 class Agreement:

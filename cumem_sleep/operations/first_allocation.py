@@ -7,9 +7,8 @@ from contextlib import closing
 from .. import _core, log
 from ..backups.turns import Turns
 from ..errors import CumemSleepError
-from ..segments import by_device
+from ..segments import by_device, everything_sleeps
 from ..tuning import Tuning
-from .deepen import everything_sleeps
 
 _BYTES = 2 << 20  # the least that the driver allocates
 
@@ -52,10 +51,11 @@ class FirstAllocation:
         is_over = False
         while not is_over and not worker.pause(pause_s):
             pause_s = self._tuning.first_allocation_retry_s
-            with self._turns.if_free() as is_held, _core.DriverCalls() as allowed:
+            with self._turns.if_free() as is_held:
                 is_over = is_held
                 # Beside memory that is awake something may run, which should not wait for this.
-                devices = by_device(_core.segments()) if is_held and allowed and everything_sleeps() else ()
+                may = is_held and not _core.driver_calls_suspended() and everything_sleeps()
+                devices = by_device(_core.segments()) if may else ()
                 for device in devices:
                     if not worker.asked_to_stop:
                         try:

@@ -18,9 +18,9 @@ from ..digest.device import DigestRun
 from ..digest.reference import Digest
 from ..errors import CodecError, CumemSleepError, DriverError, InvalidState, OutOfHostMemory, counted
 from ..levels import Choice, Group
+from ..operation import Call
 from ..report import PhaseTimer, SleepReport
 from ..segments import by_device, describe, total_bytes
-from .agreement import Call
 from .layer import Layer, quiesce
 
 _Sleep = _core.Segment.Sleep

@@ -101,7 +101,7 @@ class TestAnAllocatorThatCannotBeMade:
         def refused() -> None:
             raise OutOfDeviceMemory(2, 1, 0)
 
-        monkeypatch.setattr(joined._operations, "come_back", refused)
+        monkeypatch.setattr(joined._cuda, "lease", refused)
 
         def make(group: Group) -> None:
             with pytest.raises(OutOfDeviceMemory):
