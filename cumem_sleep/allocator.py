@@ -52,7 +52,6 @@ from .operations.agreement import Agreement
 from .operations.deepen import deepen, why_not_for_ranks
 from .operations.first_allocation import FirstAllocation
 from .operations.layer import Layer
-from .operations.left import LeftOnDevices
 from .operations.look import read_backup, usage
 from .operations.prepare import Preparation, wanted_ahead
 from .operations.sleep import sleep
@@ -283,8 +282,7 @@ class CuMemAllocator:
         for device, taken in nbytes.items():
             check_integer("device", device, minimum=0)
             check_integer(f"bytes of device {device}", taken, minimum=0)
-        for device, taken in nbytes.items():
-            self._layer.left.note_communicators(device, taken)
+        self._layer.left.by_communicators.update(nbytes)
 
     @property
     def regions(self) -> Regions:
@@ -316,7 +314,13 @@ class CuMemAllocator:
         else:
             tag, backup = checked_tag(tag), _core.Backup.BY_LEVEL
         with self._cuda.lease():
-            allocation = _allocated(self._layer.left, nbytes, tag, device, backup)
+            if device >= (count := _core.device_count()):
+                raise InvalidArgument(f"device={device}: there are {count}, numbered from 0")
+            free_bytes, total_on_device = _core.memory_info(device)
+            if nbytes > total_on_device:  # beyond what the driver can be asked for, it answers "invalid value"
+                raise OutOfDeviceMemory(nbytes, free_bytes, device)
+            self._layer.left.note_before(device)
+            allocation = _core.Allocation(nbytes, tag, device, backup)
         (self._used_tags if backup == _core.Backup.BY_LEVEL else self._region_tags).add(tag)
         return allocation.handed_out  # no call, no signal may come after this: the address could be lost
 
@@ -699,16 +703,6 @@ def _forget_freed_backups() -> None:
 def _deepen() -> None:
     if CuMemAllocator.instance is not None:
         CuMemAllocator.instance.deepen()
-
-
-def _allocated(left: LeftOnDevices, nbytes: int, tag: str, device: int, backup: _core.Backup) -> _core.Allocation:
-    if device >= (count := _core.device_count()):
-        raise InvalidArgument(f"device={device}: there are {count}, numbered from 0")
-    free_bytes, total_bytes = _core.memory_info(device)
-    if nbytes > total_bytes:  # beyond what the driver can be asked for, it answers "invalid value"
-        raise OutOfDeviceMemory(nbytes, free_bytes, device)
-    left.note_used(device, total_bytes - free_bytes)
-    return _core.Allocation(nbytes, tag, device, backup)
 
 
 def _all(segment: _core.Segment) -> bool:  # noqa: ARG001
