@@ -313,7 +313,7 @@ class TestSleepAndWake:
     @pytest.mark.parametrize(
         ("patched", "error", "said"),
         [
-            ((process._thread, "start_new_thread"), RuntimeError("can't start new thread"), "can't start new thread"),
+            ((_core.Worker, "start"), InvalidState("no thread can be started"), "no thread can be started"),
             ((_core, "wait_for_running_work"), DriverError("cuMemFree", "CUDA_ERROR_UNKNOWN", "", ""), "cuMemFree"),
         ],
     )
