@@ -21,8 +21,11 @@ def free_bytes(pid: int, uuids: Sequence[str]) -> dict[str, int]:
     if _core.driver_is_simulated():
         memory = {uuid: sim.process_memory(pid, uuid) for uuid in uuids}
         return {uuid: total - used for uuid, (used, total) in memory.items()}
-    with _nvml() as nvml:
-        return {uuid: nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid)).free for uuid in uuids}
+    free = {}
+    for uuid in uuids:  # for none of them NVML need not be there
+        with _nvml() as nvml:
+            free[uuid] = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid)).free
+    return free
 
 
 def used_bytes(pid: int, uuids: Sequence[str]) -> dict[str, int]:
