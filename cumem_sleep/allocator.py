@@ -40,11 +40,9 @@ from .levels import (
     DEFERRABLE_TAGS,
     IsDropped,
     dropped_at_level,
-    dropped_unless,
     in_pools,
     in_regions,
     is_deep,
-    with_tag,
     woken_in_pools,
 )
 from .operation import Call, CudaUse, Operation, Operations
@@ -118,9 +116,7 @@ class CuMemAllocator:
         self._digester = DeviceDigester(self.tuning)
         self._copiers = Copiers(self.tuning)
         self._compressor = Compressor(self.settings.compress == "auto", self.tuning)
-        self._layer = Layer(
-            self.settings, self.tuning, self._lock, self._store, self._digester, self._compressor, self._copiers
-        )
+        self._layer = Layer(self.settings, self.tuning, self._store, self._digester, self._compressor, self._copiers)
         self._pools = Pools()
         self._cuda = CudaState(self._lock, THIS_PROCESS.bring_back, _deepen, self.settings.deep_after_s)
         self._first_allocation = FirstAllocation(self._store.turns, self.tuning)
@@ -387,7 +383,7 @@ class CuMemAllocator:
             if is_dropped is None:
                 note = "level 0 keeps all memory; nothing was done"
                 return SleepReport(note=note, simulated=_core.driver_is_simulated())
-            arguments = (self._layer, call, in_pools(), with_tag(is_dropped))
+            arguments = (self._layer, call, in_pools(), lambda segment: is_dropped(segment.tag))
             if is_deep(level):
                 return self._go_deep(lambda: sleep(*arguments), call, CudaUse.LEASE_UNLESS_AWAY)
             return Operation(
@@ -412,7 +408,8 @@ class CuMemAllocator:
             level, offload_tags = None, level
         if offload_tags is None:
             return dropped_at_level(level)
-        return dropped_unless(self._used_tags.to_back_up(offload_tags))
+        kept = self._used_tags.to_back_up(offload_tags)
+        return lambda tag: tag not in kept
 
     def _go_deep(self, sleep_first: Callable[[], SleepReport], call: Call, uses_cuda: CudaUse) -> SleepReport:
         """A sleep at level 1, and then on to level 3."""
@@ -566,7 +563,7 @@ class CuMemAllocator:
 
     def _begin_preparing(self) -> Preparation:
         self._stop_preparing()
-        preparation = Preparation(wanted_ahead(self._layer), self._layer, self._warm_up)
+        preparation = Preparation(wanted_ahead(self._layer), self._layer)
         self._preparation = preparation  # before it starts: whatever happens, it can be stopped
         preparation.start()
         return preparation
@@ -576,7 +573,7 @@ class CuMemAllocator:
         pools = self._pools.found
         if pools is not None and not pools.is_capturing():
             try:
-                log.run(self._lock, self._warm_up)
+                log.run(self._lock, self._layer.warm_up)
             except CumemSleepError as error:  # no reason for what was allocated to fail
                 log.warning("sleep and wake were not made ready, the first ones take longer: %s", error)
         if self.settings.prepare and self.prepares_after_pools:
@@ -584,10 +581,6 @@ class CuMemAllocator:
                 self.prepare()
             except CumemSleepError as error:
                 log.warning("prepare did not begin, the next sleep copies everything: %s", error)
-
-    def _warm_up(self) -> None:
-        """Load or compile what operations need."""
-        self._layer.warm_up()
 
     def _stop_preparing(self) -> None:
         """May be called with or without the lock held, which the thread never waits for."""

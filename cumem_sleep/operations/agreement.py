@@ -185,22 +185,16 @@ class RankCall(Call):
     def agree(self, timer: PhaseTimer) -> None:
         """See `Call.agree`."""
         with timer("agree"):
-            self._agree()
-
-    def _agree(self) -> None:
-        stopped: _core.OperationStopped | None = None
-        try:
-            _core.stop_if_asked()
-            self._mesh.send(Message(Kind.VOTE, self._round))
-            wanted = self._outcome_of_votes()
-        except _core.OperationStopped as error:
-            stopped, wanted = error, Decision(self._mesh.rank, Why.INTERRUPTED)
-        try:
+            try:
+                _core.stop_if_asked()
+                self._mesh.send(Message(Kind.VOTE, self._round))
+                wanted = self._outcome_of_votes()
+            except _core.OperationStopped:
+                with suppress(RankFailed):
+                    self._conclude(Decision(self._mesh.rank, Why.INTERRUPTED))
+                    return
+                raise
             self._conclude(wanted)
-        except RankFailed:
-            if stopped is not None:
-                raise stopped from None
-            raise
 
     def refuse(self, error: BaseException) -> None:
         """See `Call.refuse`. The error is told to the others, and says which rank it was."""

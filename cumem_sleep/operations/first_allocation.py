@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 from .. import _core, log
 from ..backups.turns import Turns
 from ..errors import CumemSleepError
@@ -69,5 +67,4 @@ class FirstAllocation:
         with _core.RelaxedCapture():
             # Otherwise others have probably taken the memory since, and made that allocation. They may need the rest.
             if _core.memory_info(device)[0] >= self._tuning.first_allocation_least_bytes:
-                with closing(_core.Scratch(device, _BYTES)):
-                    pass
+                _core.Scratch(device, _BYTES).close()

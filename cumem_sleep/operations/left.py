@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 
 from .. import _core
-from ..errors import CumemSleepError
+from ..errors import CumemSleepError, DriverError
 from ..scopes import scoped
 
 
@@ -48,8 +48,15 @@ class LeftOnDevices:
                 grown = max(0, nbytes - self._before_warm_up.get(device, nbytes))
                 self._by_warm_up[device] = self._by_warm_up.get(device, 0) + grown
 
-    def items(self, devices: Collection[int], left_bytes: int) -> dict[str, int]:
-        """`left_bytes` of these devices by name, as in `SleepReport.left`; empty if nothing is known."""
+    def look(self, devices: Collection[int]) -> tuple[int, dict[str, int]]:
+        """Bytes in use on these devices, and about how they are made up by name (`SleepReport.left`), if that is known.
+
+        0 if the driver does not say: no reason for a sleep to fail, since all is asleep by now.
+        """
+        try:
+            left_bytes = sum(_used(device) for device in devices)
+        except DriverError:
+            return 0, {}
         known = {"awake": _core.bytes_with_memory(set(devices))}
         before = {}
         if all(device in self._before for device in devices):
@@ -61,7 +68,7 @@ class LeftOnDevices:
             # PyTorch's unused cache counts as part of the warm-up, and is gone when memory sleeps.
             known |= {**before, "modules_and_graphs": min(warm_up, others)}
         known = {name: nbytes for name, nbytes in known.items() if nbytes}
-        return {**known, "rest": max(0, left_bytes - sum(known.values()))} if known else {}
+        return left_bytes, {**known, "rest": max(0, left_bytes - sum(known.values()))} if known else {}
 
 
 def _used(device: int) -> int:
