@@ -46,7 +46,7 @@ from .levels import (
     woken_in_pools,
 )
 from .operation import Call, CudaUse, Operation, Operations
-from .operations.agreement import Agreement
+from .operations.agreement import Agreement, RankCall
 from .operations.deepen import deepen, why_not_for_ranks
 from .operations.first_allocation import FirstAllocation
 from .operations.layer import Layer
@@ -137,6 +137,7 @@ class CuMemAllocator:
         self._region_tags = UsedTags(in_regions(), "no region ever had such a tag")
         agreement = None if group is None else self._connected(group)
         try:
+            self._cuda.why_not = why_not_for_ranks(1 if agreement is None else agreement.mesh.size)
             if other is not None:
                 other._give_way()  # what else can fail has not, so that one that works is given up for one that works
         except BaseException:
@@ -144,7 +145,6 @@ class CuMemAllocator:
                 agreement.mesh.close()
             raise
         self._agreement = agreement
-        self._cuda.why_not = why_not_for_ranks(1 if agreement is None else agreement.mesh.size)
         # Nothing fails, and no signal is handled, between these two: there is always one that can be used.
         CuMemAllocator.instance = self
         if other is not None:
@@ -215,7 +215,7 @@ class CuMemAllocator:
 
     def _call(self, operation: str) -> Call:
         """Through which the ranks agree on one operation."""
-        return Call() if self._agreement is None else self._agreement.call(operation, self._lock)
+        return Call() if self._agreement is None else RankCall(self._agreement, operation, self._lock)
 
     # Allocating
 
@@ -404,7 +404,8 @@ class CuMemAllocator:
         if level is not None and offload_tags is not None:
             given = f"level={shown(level)}, offload_tags={shown(offload_tags)}"
             raise InvalidArgument(f"sleep({given}): give one of the two")
-        if isinstance(level, Iterable) and not (isinstance(level, str) and _is_number(level)):
+        is_number = isinstance(level, str) and level.strip().lstrip("+-").isdecimal()
+        if isinstance(level, Iterable) and not is_number:
             level, offload_tags = None, level
         if offload_tags is None:
             return dropped_at_level(level)
@@ -490,7 +491,7 @@ class CuMemAllocator:
             InvalidState, DriverError, RankFailed: as `sleep`.
         """
         with self._call("discard") as call:
-            arguments = (self._layer, call, in_pools(self._used_tags.checked(tags)), _all, "discard")
+            arguments = (self._layer, call, in_pools(self._used_tags.checked(tags)), lambda _: True, "discard")
             return Operation(
                 self._operations,
                 "discard",
@@ -698,10 +699,6 @@ def _deepen() -> None:
         CuMemAllocator.instance.deepen()
 
 
-def _all(segment: _core.Segment) -> bool:  # noqa: ARG001
-    return True
-
-
 def _all_asleep_still() -> SleepReport:
     """The report of a sleep at level 1 that finds nothing awake.
 
@@ -730,7 +727,3 @@ def _stop_at_exit() -> None:
         allocator._stop_background_work()
     for store in list(_stores):
         store.stop()
-
-
-def _is_number(text: str) -> bool:
-    return text.strip().lstrip("+-").isdecimal()

@@ -89,7 +89,7 @@ class Operation(Generic[_Result]):
     frees_unused: bool = False
     needs: Callable[[], Mapping[int, int]] = dict
     check_room: Callable[[], None] | None = None
-    _may_make_room: bool = False
+    _pools: TorchPools | None = None
     _came_back_s: Mapping[str, float] = field(default_factory=dict)
     _notes: log.Notes = field(default_factory=log.Notes)
 
@@ -101,24 +101,22 @@ class Operation(Generic[_Result]):
         """
         shared = self.shared
         shared.open()
-        pools = shared.pools.find()
-        self._may_make_room = self.check_room is not None and pools is not None
+        self._pools = shared.pools.find()
         try:
             with nullcontext() if self.uses_cuda is CudaUse.NONE else shared.cuda.hold():
-                self._prepare_thread(pools)
-                try:
-                    return shared.lock.run(self._perform)
-                except _DoesNotFit:
-                    self._may_make_room, self.frees_unused = False, True
-                    gc.collect()
-                    self._prepare_thread(pools)
-                    return shared.lock.run(self._perform)
+                while True:
+                    self._prepare_thread()
+                    try:
+                        return shared.lock.run(self._perform)
+                    except _DoesNotFit:
+                        self.frees_unused = True
+                        gc.collect()
         finally:
             self._notes.log()
 
-    def _prepare_thread(self, pools: TorchPools | None) -> None:
+    def _prepare_thread(self) -> None:
         """On the caller's thread, and without the lock: what the garbage collector runs may call the allocator."""
-        if pools is None:
+        if (pools := self._pools) is None:
             return
         with _core.DriverCalls() as allowed:
             if not allowed:
@@ -139,9 +137,9 @@ class Operation(Generic[_Result]):
                     try:
                         self.check_room()
                     except OutOfDeviceMemory:
-                        if self._may_make_room:
-                            raise _DoesNotFit from None
-                        raise
+                        if self._pools is None or self.frees_unused:
+                            raise
+                        raise _DoesNotFit from None
                 self.call.begin()
                 return self._counted(self.work(*self.arguments))
             except _DoesNotFit:

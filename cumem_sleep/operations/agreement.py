@@ -49,10 +49,6 @@ class Agreement:
         self._heard: dict[int, _Heard] = {}
         self._told: dict[int, Decision] = {}  # where there is no record: what rank 0 said
 
-    def call(self, operation: str, lock: _core.OperationLock) -> Call:
-        """The call for one operation, which has the lock."""
-        return RankCall(self, operation, lock)
-
     def heard(self, round_: int) -> _Heard:
         """What is known of a round."""
         return self._heard.setdefault(round_, _Heard())
@@ -75,10 +71,8 @@ class Agreement:
                 break
             self.missed |= was_missing
             self.round += 1
-        for number in [number for number in self._heard if number < self.round]:
-            del self._heard[number]
-        for number in [number for number in self._told if number < self.round]:
-            del self._told[number]
+        self._heard = {number: heard for number, heard in self._heard.items() if number >= self.round}
+        self._told = {number: decision for number, decision in self._told.items() if number >= self.round}
         return self.round
 
     def decision(self, round_: int) -> Decision | None:
@@ -143,7 +137,7 @@ class Agreement:
 
 
 class RankCall(Call):
-    """One operation of one rank of several."""
+    """One operation of one rank of several; `lock` is the allocator's."""
 
     def __init__(self, agreement: Agreement, operation: str, lock: _core.OperationLock) -> None:
         self._agreement = agreement

@@ -621,6 +621,13 @@ class TestByItself:
             block.__exit__(None, None, None)
         assert counting.may_deepen
 
+    def test_not_once_it_was_said_why(self, counting: CuMemAllocator, caplog: pytest.LogCaptureFixture) -> None:
+        counting.stay_at_level_1("somebody needs it")
+        assert counting.sleep(level=3).why_not_deeper == "somebody needs it"
+        assert not counting.may_deepen
+        assert "does not go deeper than this level by itself: somebody needs it" in caplog.text
+        assert_nothing_asked()
+
     def test_not_without_memory(self, counting: CuMemAllocator) -> None:
         counting.free(_core.segments()[0].address)
         assert not counting.may_deepen
