@@ -39,7 +39,6 @@ class CudaState:
         self._bring_back = bring_back
         self._deepen = deepen
         self._deep_after_s = deep_after_s
-        self._held: set[object] = set()
         self._timer: _core.Worker | None = None
         self.why_not = ""
 
@@ -56,15 +55,19 @@ class CudaState:
             OutOfDeviceMemory, CheckpointFailed: the state cannot come back; nothing was called.
             InvalidState: this process is a fork of one at level 3.
         """
-        with self.hold():
+        self.stop_counting()
+        try:
             while True:
-                with _core.DriverCalls() as allowed:
+                with _core.DriverCalls(is_lease=True) as allowed:
                     if allowed:
                         yield
                         return
                 if _core.driver_is_forked():
                     _core.device_count()  # raises, and says why
                 log.run(self._lock, self._come_back)  # it may go deeper again before the next look
+        finally:
+            if self._deep_after_s is not None:
+                self.count()
 
     def _come_back(self) -> None:
         with self._lock.hold():
@@ -88,22 +91,13 @@ class CudaState:
             log.info("cumem-sleep: back from level 3 in %.3f s, at level 1 now", sum(phases.values()))
         return phases
 
-    @scoped
-    def hold(self) -> Iterator[None]:
-        """The lease of an operation, which comes back with the lock held, or stays at level 3."""
-        mine = object()
-        try:
-            self._held.add(mine)
-            self._stop_counting()
-            yield
-        finally:
-            self._held.discard(mine)
-            self._count()
-
-    def _count(self) -> None:
-        """Call `deepen` once, on a thread of its own, if nobody takes a lease for so long."""
+    def count(self) -> None:
+        """Count from now on, if everything sleeps and there is no lease: call `deepen` once, on a thread of its own."""
+        self.stop_counting()
         seconds = self._deep_after_s
-        if seconds is None or self._held or self.may_deepen or _core.driver_is_forked() or not everything_sleeps():
+        if seconds is None or _core.driver_is_leased() or _core.driver_calls_suspended() or _core.driver_is_forked():
+            return
+        if not everything_sleeps():
             return
         if self.why_not:
             log.warning("this process does not go deeper than this level by itself: %s", self.why_not)
@@ -111,7 +105,7 @@ class CudaState:
         timer = self._timer = _core.Worker("cumem-deepen")
 
         def wait() -> None:
-            if timer.pause(seconds) or self._timer is not timer or self._held:  # others count then
+            if timer.pause(seconds) or self._timer is not timer or _core.driver_is_leased():  # who counts again
                 return
             try:
                 self._deepen()
@@ -124,8 +118,8 @@ class CudaState:
         except CumemSleepError as error:  # no thread can be started, which is no reason for the sleep to fail
             log.warning("this process does not go from level 1 to level 3 by itself: %s", error)
 
-    def _stop_counting(self) -> None:
-        """Does not wait for the thread, if that has already begun to go deeper."""
+    def stop_counting(self) -> None:
+        """An operation does so when it begins. Does not wait for the thread, if that has already begun to go deeper."""
         if self._timer is not None:
             self._timer.ask_to_stop()
             self._timer = None

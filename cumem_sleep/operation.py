@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Generic, TypeVar, cast
@@ -103,16 +103,19 @@ class Operation(Generic[_Result]):
         shared.open()
         self._pools = shared.pools.find()
         try:
-            with nullcontext() if self.uses_cuda is CudaUse.NONE else shared.cuda.hold():
-                while True:
-                    self._prepare_thread()
-                    try:
-                        return shared.lock.run(self._perform)
-                    except _DoesNotFit:
-                        self.frees_unused = True
-                        gc.collect()
+            if self.uses_cuda is not CudaUse.NONE:
+                shared.cuda.stop_counting()
+            while True:
+                self._prepare_thread()
+                try:
+                    return shared.lock.run(self._perform)
+                except _DoesNotFit:
+                    self.frees_unused = True
+                    gc.collect()
         finally:
             self._notes.log()
+            if self.uses_cuda is not CudaUse.NONE:
+                shared.cuda.count()
 
     def _prepare_thread(self) -> None:
         """On the caller's thread, and without the lock: what the garbage collector runs may call the allocator."""

@@ -698,8 +698,7 @@ class TestByItself:
         monkeypatch.setattr(allocator._cuda, "_deep_after_s", 0.0)
         monkeypatch.setattr(allocator._cuda, "_deepen", lambda: (began.set(), allocator.deepen()))
         with allocator._lock.hold():
-            with allocator._cuda.hold():
-                pass
+            allocator._cuda.count()
             began.wait()
             allocator._cuda.stop()
         assert_no_threads("cumem-deepen")
