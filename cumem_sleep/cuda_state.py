@@ -45,7 +45,8 @@ class CudaState:
     @property
     def may_deepen(self) -> bool:
         """Whether the process is at level 3, or goes there by itself at some time."""
-        return _core.driver_calls_suspended() or (self._timer is not None and self._timer.running)
+        timer = self._timer
+        return _core.driver_calls_suspended() or (timer is not None and timer.running)
 
     @scoped
     def lease(self) -> Iterator[None]:
@@ -120,11 +121,12 @@ class CudaState:
 
     def stop_counting(self) -> None:
         """An operation does so when it begins. Does not wait for the thread, if that has already begun to go deeper."""
-        if self._timer is not None:
-            self._timer.ask_to_stop()
-            self._timer = None
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.ask_to_stop()
 
     def stop(self) -> None:
         """End the thread that counts, and wait for that."""
-        if self._timer is not None:
-            self._timer.stop()
+        timer = self._timer
+        if timer is not None:
+            timer.stop()

@@ -8,8 +8,8 @@ version and with every executor. To refuse in the gate would not do: vLLM's engi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -77,16 +77,23 @@ def deepen(worker: Any) -> str:
 
     It never raises: the memory sleeps, whatever becomes of this, and vLLM is to know it.
     """
+    allocator = _allocator_of(worker)
     try:
-        return _allocator_of(worker).deepen().why_not_deeper
+        _note_memory(allocator)
+        return allocator.deepen().why_not_deeper
     except CumemSleepError as error:
         logger.warning("level 3 was not reached: %s", error)
         return str(error)
 
 
-def using_cuda(worker: Any) -> AbstractContextManager[None]:
+@contextmanager
+def using_cuda(worker: Any) -> Iterator[None]:
     """As `CuMemAllocator.using_cuda`, for a call of the worker that puts memory to sleep and then calls CUDA."""
-    return _allocator_of(worker).using_cuda()
+    allocator = _allocator_of(worker)
+    with allocator.using_cuda():
+        yield
+        if allocator.settings.deep_after_s is not None:
+            _note_memory(allocator)
 
 
 def _allocator_of(worker: Any) -> CuMemAllocator:
@@ -98,8 +105,11 @@ def _allocator_of(worker: Any) -> CuMemAllocator:
     parallel = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
     ranks = getattr(parallel, "world_size", 1) * getattr(parallel, "data_parallel_size", 1)
     allocator.stay_at_level_1(why_not_for_ranks(ranks))
-    device_memory(allocator, sorted({segment.device for segment in _core.segments()}))
     return allocator
+
+
+def _note_memory(allocator: CuMemAllocator) -> None:
+    device_memory(allocator, sorted({segment.device for segment in _core.segments()}))
 
 
 def device_memory(allocator: CuMemAllocator, devices: Sequence[int]) -> list[tuple[int, int]]:
