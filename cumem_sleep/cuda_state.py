@@ -45,8 +45,7 @@ class CudaState:
     @property
     def may_deepen(self) -> bool:
         """Whether the process is at level 3, or goes there by itself at some time."""
-        timer = self._timer
-        return _core.driver_calls_suspended() or (timer is not None and timer.running)
+        return _core.driver_calls_suspended() or ((timer := self._timer) is not None and timer.running)
 
     @scoped
     def lease(self) -> Iterator[None]:
@@ -127,6 +126,5 @@ class CudaState:
 
     def stop(self) -> None:
         """End the thread that counts, and wait for that."""
-        timer = self._timer
-        if timer is not None:
+        if (timer := self._timer) is not None:
             timer.stop()

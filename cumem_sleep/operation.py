@@ -145,11 +145,10 @@ class Operation(Generic[_Result]):
                         raise _DoesNotFit from None
                 self.call.begin()
                 return self._counted(self.work(*self.arguments))
-            except _DoesNotFit:
-                raise
             except BaseException as error:
-                self.call.refuse(error)  # with the lock held still: no other operation comes between
-                self.shared.count_failure(self.counts_as)
+                if not isinstance(error, _DoesNotFit):
+                    self.call.refuse(error)  # with the lock held still: no other operation comes between
+                    self.shared.count_failure(self.counts_as)
                 raise
 
     def _come_back(self) -> None:
