@@ -25,6 +25,7 @@ std::atomic<bool> forked{false};  // a hook reads it eight times; getpid, a syst
 std::atomic<bool> suspended{false};
 std::atomic<int> calls_under_way{0};  // or blocks of them
 thread_local int calls_of_this_thread = 0;
+std::atomic<int> leases{0};
 using EnteredHere = OpenScopes<ScopeOfDriverCalls::Entered>;
 
 std::string sentence(const std::string& call, const std::string& error, const std::string& detail,
@@ -89,6 +90,7 @@ bool ScopeOfDriverCalls::enter() {
     EnteredHere::prune();
     entered_ = std::make_shared<Entered>();
     EnteredHere::add(entered_);
+    if (is_lease_) ++leases;
     return true;
 }
 
@@ -96,9 +98,12 @@ void ScopeOfDriverCalls::leave() {
     if (!entered_) return;
     entered_->open = false;
     entered_.reset();
+    if (is_lease_) --leases;
     --calls_under_way;
     EnteredHere::prune();
 }
+
+bool driver_is_leased() noexcept { return leases > 0; }
 
 DriverError::DriverError(std::string call_name, std::string error_name, std::string detail_text,
                          std::string segment_text)

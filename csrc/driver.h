@@ -67,7 +67,8 @@ class DriverCalls {
 // The same for a scope of Python's, which may end on another thread than it began on, in any order with others.
 class ScopeOfDriverCalls {
   public:
-    ScopeOfDriverCalls() = default;
+    // `is_lease`: it counts in `driver_is_leased`.
+    explicit ScopeOfDriverCalls(bool is_lease) : is_lease_(is_lease) {}
     ~ScopeOfDriverCalls() { leave(); }
     ScopeOfDriverCalls(const ScopeOfDriverCalls&) = delete;
     ScopeOfDriverCalls& operator=(const ScopeOfDriverCalls&) = delete;
@@ -81,8 +82,12 @@ class ScopeOfDriverCalls {
     };
 
   private:
+    const bool is_lease_;
     std::shared_ptr<Entered> entered_;
 };
+
+// Whether any lease is open.
+bool driver_is_leased() noexcept;
 
 // One driver call. Calling it throws DriverError unless CUDA_SUCCESS comes back, and InvalidState while calls are
 // suspended; `attempt`, which answers CUDA_ERROR_NOT_PERMITTED then, is for destructors and for callers that handle the

@@ -59,6 +59,7 @@ void bind_driver(py::module_& module) {
         py::arg("timeout_s"), NoGil(), "Let driver calls fail from now on; False: some did not end in time.");
     module.def("resume_driver_calls", &resume_driver_calls);
     module.def("driver_calls_suspended", &driver_calls_suspended);
+    module.def("driver_is_leased", &driver_is_leased);
 
     module.def("device_count", &device_count, NoGil());
     module.def("device_info", &device_info, py::arg("device"), NoGil());
@@ -246,7 +247,7 @@ void bind_thread_state(py::module_& module) {
         module, "DriverCalls",
         "Driver calls of the thread, also PyTorch's: they are not suspended meanwhile. `with` gives\n"
         "whether they are allowed.")
-        .def(py::init<>())
+        .def(py::init<bool>(), py::arg("is_lease") = false)
         .def("__enter__", &ScopeOfDriverCalls::enter)
         .def("__exit__", [](ScopeOfDriverCalls& self, const py::args&) { self.leave(); });
     using RelaxedCapture = Entered<RelaxedCaptureScope>;

@@ -22,6 +22,7 @@ from . import _core, log
 from .backups.store import BackupStore
 from .checkpoint.process import THIS_PROCESS, Checkpointed
 from .codec.compressor import Compressor
+from .cuda_state import CudaState
 from .digest.device import DeviceDigester
 from .errors import (
     MOST_ADDRESS,
@@ -39,29 +40,26 @@ from .levels import (
     DEFERRABLE_TAGS,
     IsDropped,
     dropped_at_level,
-    dropped_unless,
     in_pools,
     in_regions,
     is_deep,
-    with_tag,
     woken_in_pools,
 )
-from .operation import Operation, Operations
-from .operations.agreement import Agreement, Call
-from .operations.deepen import awake_in_words, everything_sleeps
+from .operation import Call, CudaUse, Operation, Operations
+from .operations.agreement import Agreement, RankCall
+from .operations.deepen import deepen, why_not_for_ranks
+from .operations.first_allocation import FirstAllocation
 from .operations.layer import Layer
-from .operations.left import LeftOnDevices
-from .operations.look import read_backup
+from .operations.look import read_backup, usage
 from .operations.prepare import Preparation, wanted_ahead
-from .operations.room import trim
 from .operations.sleep import sleep
-from .operations.wake import wake
+from .operations.wake import wake, waking
 from .pools import Pools
 from .ranks.mesh import connect
 from .regions import Regions
 from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
 from .scopes import scoped
-from .segments import total_bytes
+from .segments import awake_in_words, total_bytes
 from .settings import Settings
 from .tags import DEFAULT_TAG, GRAPH_TAG, UsedTags, checked_tag, tag_or_default
 from .transfer.copiers import Copiers
@@ -100,8 +98,6 @@ class CuMemAllocator:
     tuning: ClassVar[Tuning] = Tuning()
     # Whether `Settings.prepare` takes effect when a pool is left; vLLM's plugin begins after the warm-up instead.
     prepares_after_pools: ClassVar[bool] = True
-    # Whether `Settings.deep_after_s` is counted from the end of a sleep; vLLM's workers call the driver after that.
-    deepens_after_sleeps: ClassVar[bool] = True
     _instance_lock: ClassVar[_core.OperationLock] = _core.OperationLock()
 
     def __init__(self, settings: Settings | None = None, group: Any = None) -> None:
@@ -120,18 +116,28 @@ class CuMemAllocator:
         self._digester = DeviceDigester(self.tuning)
         self._copiers = Copiers(self.tuning)
         self._compressor = Compressor(self.settings.compress == "auto", self.tuning)
-        self._layer = Layer(
-            self.settings, self.tuning, self._lock, self._store, self._digester, self._compressor, self._copiers
-        )
+        self._layer = Layer(self.settings, self.tuning, self._store, self._digester, self._compressor, self._copiers)
         self._pools = Pools()
+        self._cuda = CudaState(self._lock, THIS_PROCESS.bring_back, _deepen, self.settings.deep_after_s)
+        self._first_allocation = FirstAllocation(self._store.turns, self.tuning)
         self._operations: Operations = Operations(
-            self._layer, self._pools, _left_pool, _forget_freed_backups, _when_idle
+            settings=self.settings,
+            lock=self._lock,
+            pools=self._pools,
+            cuda=self._cuda,
+            turn=self._store.turns.operation,
+            place=self._store.place,
+            note_before=self._layer.left.note_before,
+            left_pool=_left_pool,
+            freed_by_hook=_forget_freed_backups,
+            has_slept=self._first_allocation.after,
         )
         _allocators.add(self)  # only now: stopping it at exit uses what was set above
         self._used_tags = UsedTags(in_pools(), "no memory was ever given such a tag", DEFERRABLE_TAGS)
         self._region_tags = UsedTags(in_regions(), "no region ever had such a tag")
         agreement = None if group is None else self._connected(group)
         try:
+            self._cuda.why_not = why_not_for_ranks(1 if agreement is None else agreement.mesh.size)
             if other is not None:
                 other._give_way()  # what else can fail has not, so that one that works is given up for one that works
         except BaseException:
@@ -193,6 +199,7 @@ class CuMemAllocator:
         """Not while an operation agrees by the one before: it would find its connections closed."""
         with self._lock.hold():
             before, self._agreement = self._agreement, agreement
+            self._cuda.why_not = why_not_for_ranks(1 if agreement is None else agreement.mesh.size)
             if before is not None:
                 before.mesh.close()
 
@@ -208,7 +215,7 @@ class CuMemAllocator:
 
     def _call(self, operation: str) -> Call:
         """Through which the ranks agree on one operation."""
-        return Call() if self._agreement is None else self._agreement.call(operation, self._lock)
+        return Call() if self._agreement is None else RankCall(self._agreement, operation, self._lock)
 
     # Allocating
 
@@ -271,8 +278,7 @@ class CuMemAllocator:
         for device, taken in nbytes.items():
             check_integer("device", device, minimum=0)
             check_integer(f"bytes of device {device}", taken, minimum=0)
-        for device, taken in nbytes.items():
-            self._layer.left.note_communicators(device, taken)
+        self._layer.left.by_communicators.update(nbytes)
 
     @property
     def regions(self) -> Regions:
@@ -303,7 +309,14 @@ class CuMemAllocator:
             tag, backup = _core.thread_tag(), _core.thread_backup()
         else:
             tag, backup = checked_tag(tag), _core.Backup.BY_LEVEL
-        allocation = self._operations.on_the_gpu(partial(_allocated, self._layer.left, nbytes, tag, device, backup))
+        with self._cuda.lease():
+            if device >= (count := _core.device_count()):
+                raise InvalidArgument(f"device={device}: there are {count}, numbered from 0")
+            free_bytes, total_on_device = _core.memory_info(device)
+            if nbytes > total_on_device:  # beyond what the driver can be asked for, it answers "invalid value"
+                raise OutOfDeviceMemory(nbytes, free_bytes, device)
+            self._layer.left.note_before(device)
+            allocation = _core.Allocation(nbytes, tag, device, backup)
         (self._used_tags if backup == _core.Backup.BY_LEVEL else self._region_tags).add(tag)
         return allocation.handed_out  # no call, no signal may come after this: the address could be lost
 
@@ -317,8 +330,16 @@ class CuMemAllocator:
         """
         check_integer("address", address, minimum=0, maximum=MOST_ADDRESS)
         self._operations.open()
-        self._operations.on_the_gpu(partial(_core.free, address))
-        self._operations.after_a_free()
+        with self._cuda.lease():
+            _core.free(address)
+        self._after_a_free()
+
+    def _after_a_free(self) -> None:
+        """Forget the backup of what was freed, unless an operation is at work, which does so at its end."""
+        if _core.has_freed():
+            log.run(self._lock, self._store.turns.after_a_free)
+        else:
+            _core.reclaim()
 
     # Sleeping and waking
 
@@ -362,10 +383,19 @@ class CuMemAllocator:
             if is_dropped is None:
                 note = "level 0 keeps all memory; nothing was done"
                 return SleepReport(note=note, simulated=_core.driver_is_simulated())
-            arguments = (self._layer, call, in_pools(), with_tag(is_dropped))
+            arguments = (self._layer, call, in_pools(), lambda segment: is_dropped(segment.tag))
             if is_deep(level):
-                return self._go_deep(lambda: sleep(*arguments), call)
-            return self._operations.of_sleep("sleep", sleep, *arguments, call=call, make_way=trim).run()
+                return self._go_deep(lambda: sleep(*arguments), call, CudaUse.LEASE_UNLESS_AWAY)
+            return Operation(
+                self._operations,
+                "sleep",
+                sleep,
+                arguments,
+                call=call,
+                counts_as="sleep",
+                uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
+                frees_unused=True,
+            ).run()
 
     def _dropped(
         self, level: int | str | Iterable[str] | None, offload_tags: str | Iterable[str] | None
@@ -374,32 +404,34 @@ class CuMemAllocator:
         if level is not None and offload_tags is not None:
             given = f"level={shown(level)}, offload_tags={shown(offload_tags)}"
             raise InvalidArgument(f"sleep({given}): give one of the two")
-        if isinstance(level, Iterable) and not (isinstance(level, str) and _is_number(level)):
+        is_number = isinstance(level, str) and level.strip().lstrip("+-").isdecimal()
+        if isinstance(level, Iterable) and not is_number:
             level, offload_tags = None, level
         if offload_tags is None:
             return dropped_at_level(level)
-        return dropped_unless(self._used_tags.to_back_up(offload_tags))
+        kept = self._used_tags.to_back_up(offload_tags)
+        return lambda tag: tag not in kept
 
-    def _go_deep(self, sleep_first: Callable[[], SleepReport], call: Call, *, ends_idle: bool = True) -> SleepReport:
+    def _go_deep(self, sleep_first: Callable[[], SleepReport], call: Call, uses_cuda: CudaUse) -> SleepReport:
         """A sleep at level 1, and then on to level 3."""
-        deep = self._operations.deep
-        deep.expect()
-        ranks = 1 if self._agreement is None else self._agreement.mesh.size
+        if not _core.driver_calls_suspended():
+            gc.collect()  # a finaliser that runs later might call the driver, and wait forever
+        return Operation(
+            self._operations,
+            "sleep",
+            self._deepen,
+            (sleep_first,),
+            call=call,
+            counts_as="sleep",
+            uses_cuda=uses_cuda,
+            frees_unused=True,
+        ).run()
 
-        def settled() -> SleepReport:
-            """Wait until host memory that is not needed is given back, too: at level 3 that is impossible."""
-            report = sleep_first()
-            if not deep.is_away:
-                self._store.settle()
-            return report
-
-        def deepen() -> SleepReport:
-            self._stop_preparing()
-            atexit.unregister(_come_back_at_exit)
-            atexit.register(_come_back_at_exit)
-            return deep.deepen(settled, self._store.unpin, ranks)
-
-        return self._operations.of_sleep("sleep", deepen, call=call, make_way=trim, ends_idle=ends_idle).run()
+    def _deepen(self, sleep_first: Callable[[], SleepReport]) -> SleepReport:
+        self._stop_preparing()
+        atexit.unregister(_come_back_at_exit)
+        atexit.register(_come_back_at_exit)
+        return deepen(self._store, sleep_first, self._cuda.why_not)
 
     def deepen(self) -> SleepReport:
         """Go on from level 1 or 2 to level 3, as `sleep(level=3)` does after it has put the memory to sleep.
@@ -411,29 +443,18 @@ class CuMemAllocator:
             InvalidState: memory is awake, or there is none.
             CheckpointFailed: as `sleep`.
         """
-        return self._go_deep(_all_asleep_still, Call(), ends_idle=False)
-
-    def deepen_when_idle(self) -> None:
-        """Begin to count the seconds after which a process that sleeps at level 1 or 2 goes on to level 3.
-
-        If memory is awake, or there is none, they are not counted any more. Does nothing if `Settings.deep_after_s` is
-        not set.
-        """
-        seconds = self.settings.deep_after_s
-        if seconds is None or self._operations.deep.is_away:
-            return
-        if everything_sleeps():
-            self._operations.deep.after(seconds, self.deepen)
-        else:
-            self._operations.deep.stay()
+        return self._go_deep(_all_asleep_still, Call(), CudaUse.NONE)
 
     @property
     def may_deepen(self) -> bool:
         """Whether the process is at level 3, or may go there by itself at any time."""
-        return self._operations.deep.is_away or self._operations.deep.waits
+        return self._cuda.may_deepen
 
-    @scoped
-    def using_cuda(self) -> Iterator[None]:
+    def stay_at_level_1(self, why: str) -> None:
+        """From now on this process does not go deeper; it says why. vLLM's plugin calls this for ranks."""
+        self._cuda.why_not = why
+
+    def using_cuda(self) -> AbstractContextManager[None]:
         """Put this around CUDA calls that are not this layer's own: at level 3 they would wait forever.
 
         The process comes back to level 1 first, and stays there until the block ends. Then `Settings.deep_after_s` is
@@ -442,15 +463,7 @@ class CuMemAllocator:
         Raises:
             OutOfDeviceMemory, CheckpointFailed: it cannot come back; nothing was called.
         """
-        try:
-            while True:
-                self._operations.come_back()
-                with _core.DriverCalls() as allowed:  # or it went deeper again meanwhile
-                    if allowed:
-                        yield
-                        break
-        finally:
-            self.deepen_when_idle()
+        return self._cuda.lease()
 
     def prepare_to_end(self) -> None:
         """Come back from level 3 before this process ends, so that libraries can let go of the GPU.
@@ -458,9 +471,9 @@ class CuMemAllocator:
         If that fails the process ends at once: the libraries' calls would wait forever.
         """
         if not _core.driver_is_forked():
-            self._operations.deep.stop()
+            self._cuda.stop()
             # A signal handler may raise meanwhile, and call this.
-            log.run(self._lock, self._operations.deep.end_with_process)
+            log.run(self._lock, THIS_PROCESS.end_with_process)
 
     @property
     def checkpoint(self) -> Checkpointed | None:
@@ -468,7 +481,7 @@ class CuMemAllocator:
 
         None unless the process is at level 3. Touches no GPU.
         """
-        return self._operations.deep.taken
+        return THIS_PROCESS.taken
 
     def discard(self, tags: str | Iterable[str]) -> SleepReport:
         """Drop these tags, without a backup, and leave the rest as it is. What is already asleep keeps its backup.
@@ -478,8 +491,16 @@ class CuMemAllocator:
             InvalidState, DriverError, RankFailed: as `sleep`.
         """
         with self._call("discard") as call:
-            arguments = (self._layer, call, in_pools(self._used_tags.checked(tags)), _all, "discard")
-            return self._operations.of_sleep("discard", sleep, *arguments, call=call).run()
+            arguments = (self._layer, call, in_pools(self._used_tags.checked(tags)), lambda _: True, "discard")
+            return Operation(
+                self._operations,
+                "discard",
+                sleep,
+                arguments,
+                call=call,
+                counts_as="discard",
+                uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
+            ).run()
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
         """Take device memory again, at the same addresses, and restore what was backed up.
@@ -505,7 +526,7 @@ class CuMemAllocator:
         """
         with self._call("wake_up") as call:
             meant = woken_in_pools(None if tags is None else self._used_tags.checked(tags))
-            return self._operations.of_wake(wake, self._layer, call, meant, call=call, woken=meant).run()
+            return waking(self._operations, self._layer, meant, wake, self._layer, call, meant, call=call).run()
 
     @contextmanager
     def filling(self, fill: Callable[[Sequence[_core.Segment]], None]) -> Iterator[None]:
@@ -543,7 +564,7 @@ class CuMemAllocator:
 
     def _begin_preparing(self) -> Preparation:
         self._stop_preparing()
-        preparation = Preparation(wanted_ahead(self._layer), self._layer, self._warm_up)
+        preparation = Preparation(wanted_ahead(self._layer), self._layer)
         self._preparation = preparation  # before it starts: whatever happens, it can be stopped
         preparation.start()
         return preparation
@@ -553,7 +574,7 @@ class CuMemAllocator:
         pools = self._pools.found
         if pools is not None and not pools.is_capturing():
             try:
-                log.run(self._lock, self._warm_up)
+                log.run(self._lock, self._layer.warm_up)
             except CumemSleepError as error:  # no reason for what was allocated to fail
                 log.warning("sleep and wake were not made ready, the first ones take longer: %s", error)
         if self.settings.prepare and self.prepares_after_pools:
@@ -561,10 +582,6 @@ class CuMemAllocator:
                 self.prepare()
             except CumemSleepError as error:
                 log.warning("prepare did not begin, the next sleep copies everything: %s", error)
-
-    def _warm_up(self) -> None:
-        """Load or compile what operations need."""
-        self._layer.warm_up()
 
     def _stop_preparing(self) -> None:
         """May be called with or without the lock held, which the thread never waits for."""
@@ -574,15 +591,21 @@ class CuMemAllocator:
     def _give_way(self) -> None:
         """Let go of everything, for the allocator that takes this one's place."""
         if not _core.driver_is_forked():
-            self._operations.come_back()
+            with self._cuda.lease():
+                pass
         self._stop_background_work()
         self._leave()
         if not _core.driver_is_forked():
-            self._operations.leave_store()  # what its thread has left, which nobody could ask it for any more
+            log.run(self._lock, self._leave_store)  # what its thread has left, which nobody could ask it for any more
+
+    def _leave_store(self) -> None:
+        """Forget all backups, and whoever keeps them. Does not open the driver, so nothing refuses it."""
+        with self._lock.hold():
+            self._store.leave()
 
     def _stop_background_work(self) -> None:
-        self._operations.deep.stop()
-        self._operations.first_allocation.stop()
+        self._cuda.stop()
+        self._first_allocation.stop()
         self._stop_preparing()
         self._store.stop()
 
@@ -590,7 +613,7 @@ class CuMemAllocator:
 
     def usage(self) -> dict[str, TagUsage]:
         """What the segments of each tag hold, and their backups; those of regions are in `regions.usage`."""
-        return self._operations.usage(in_pools())
+        return usage(self._operations, self._layer, in_pools())
 
     def backup_place(self) -> BackupPlace:
         """Where backups lie: in memory of this process, or in which vault. Touches no GPU."""
@@ -648,7 +671,7 @@ class CuMemAllocator:
             with self.using_cuda():
                 gc.collect()
                 self._pools.found.release()
-                self._operations.after_a_free()
+                self._after_a_free()
 
     def close(self) -> None:
         """`release_pools`, and the host memory of backups of awake segments. The allocator stays usable."""
@@ -671,25 +694,9 @@ def _forget_freed_backups() -> None:
         instance._store.turns.after_a_free()
 
 
-def _when_idle() -> None:
-    """A call is over that put memory to sleep, or that kept the process from level 3."""
-    instance = CuMemAllocator.instance
-    if instance is not None and instance.deepens_after_sleeps and not _core.driver_is_forked():
-        instance.deepen_when_idle()
-
-
-def _allocated(left: LeftOnDevices, nbytes: int, tag: str, device: int, backup: _core.Backup) -> _core.Allocation:
-    if device >= (count := _core.device_count()):
-        raise InvalidArgument(f"device={device}: there are {count}, numbered from 0")
-    free_bytes, total_bytes = _core.memory_info(device)
-    if nbytes > total_bytes:  # beyond what the driver can be asked for, it answers "invalid value"
-        raise OutOfDeviceMemory(nbytes, free_bytes, device)
-    left.note_used(device, total_bytes - free_bytes)
-    return _core.Allocation(nbytes, tag, device, backup)
-
-
-def _all(segment: _core.Segment) -> bool:  # noqa: ARG001
-    return True
+def _deepen() -> None:
+    if CuMemAllocator.instance is not None:
+        CuMemAllocator.instance.deepen()
 
 
 def _all_asleep_still() -> SleepReport:
@@ -720,7 +727,3 @@ def _stop_at_exit() -> None:
         allocator._stop_background_work()
     for store in list(_stores):
         store.stop()
-
-
-def _is_number(text: str) -> bool:
-    return text.strip().lstrip("+-").isdecimal()

@@ -52,11 +52,6 @@ def is_deep(level: object) -> bool:
     return level == _DEEP
 
 
-def dropped_unless(kept: set[str]) -> IsDropped:
-    """A function that says that all tags but these are dropped."""
-    return lambda tag: tag not in kept
-
-
 def in_pools(tags: set[str] | None = None) -> Group:
     """The segments of pools with these tags (None: all)."""
     return partial(_core.segments_in, regions=False, tags=tags)
@@ -65,11 +60,6 @@ def in_pools(tags: set[str] | None = None) -> Group:
 def in_regions(tags: set[str] | None = None) -> Group:
     """The segments of regions with these tags (None: all)."""
     return partial(_core.segments_in, regions=True, tags=tags)
-
-
-def with_tag(is_chosen: IsDropped) -> Choice:
-    """Choose the segments whose tag `is_chosen` accepts."""
-    return lambda segment: is_chosen(segment.tag)
 
 
 def without_backup(segment: _core.Segment) -> bool:

@@ -1,85 +1,97 @@
 """`Operation`: one call that looks at this layer's memory or changes it, from the caller's thread to its report.
 
 On the caller's thread the driver is opened, and PyTorch makes way. The rest runs with the lock held, on a thread of its
-own (`csrc/operation.h`): the process comes back from level 3 or stays there, the ranks begin, a sequence of
-`operations` does its work, and what it did is counted. Its log messages follow when it has ended.
+own (`csrc/operation.h`): the process comes back from level 3 or stays there, a sequence of `operations` does its work,
+and what it did is counted. Its log messages follow when it has ended.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from . import _core, log
+from .cuda_state import CudaState
 from .driver import open_driver
 from .errors import InvalidState, OutOfDeviceMemory
 from .integrations.torch import TorchPools
-from .levels import Group
-from .operations.agreement import Call
-from .operations.deepen import DeepSleep
-from .operations.first_allocation import FirstAllocation
-from .operations.layer import Layer
-from .operations.look import usage_by_tag
-from .operations.room import make_room
-from .operations.wake import asleep, check_device_memory, wanting
 from .pools import Pools
-from .report import OperationTotals, SleepReport, TagUsage, WakeReport
+from .report import BackupPlace, OperationTotals, PhaseTimer, SleepReport, WakeReport
 from .scopes import scoped
+from .settings import Settings
 
 _Result = TypeVar("_Result")
 
 
-class AtLevel3(Enum):
-    """What an operation does if the process is at level 3 when it begins."""
+class CudaUse(Enum):
+    """What an operation needs of the CUDA state."""
 
-    COME_BACK = "it calls the driver, so the CUDA state comes back first"
-    STAY = "it calls no driver then, and the process stays there"
+    LEASE = "it calls the driver, so the process comes back from level 3 first"
+    LEASE_UNLESS_AWAY = "it has nothing to do at level 3, and the process stays there"
+    NONE = "it calls no driver, or ends at level 3: the time until the process goes there is not counted anew"
 
 
+class Call:
+    """One operation, of a process that is alone: it agrees with itself.
+
+    A context manager: of several ranks, the others are told of what fails before the operation begins, too.
+    """
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        pass
+
+    def begin(self) -> None:
+        """The operation begins; with the lock held, as the others."""
+
+    def agree(self, timer: PhaseTimer) -> None:
+        """Return if the second half is to follow.
+
+        Raises:
+            RankFailed: another rank failed.
+            OperationStopped: this one was asked to stop.
+        """
+
+    def refuse(self, error: BaseException) -> None:
+        """The operation failed; unless the ranks have agreed already, they undo their half."""
+
+
+@dataclass(eq=False)
 class Operation(Generic[_Result]):
     """One operation, to be `run` once.
 
-    Args:
+    Attributes:
         shared: what it shares with the other operations of its allocator.
         name: what errors call it.
         work: its sequence; called with `arguments`, and with the lock held.
-        call: through which the ranks agree; None: it is this process's alone.
+        call: through which the ranks agree.
         counts_as: the name by which its report is counted; "": it has none.
-        at_level_3: what becomes of level 3.
-        make_way: frees what PyTorch does not use, on the caller's thread and without the lock: so what the garbage
-            collector runs there may call the allocator.
-        woken: for a wake: what it wakes. PyTorch's unused memory is freed only if that does not fit beside it.
-        ends_idle: if everything sleeps when it has ended, the time until level 3 is counted anew.
+        uses_cuda: whether it comes back from level 3.
+        frees_unused: PyTorch's unused memory is freed first; for what sleeps, which need not be backed up then.
+        needs: for a wake: bytes by device that it takes.
+        check_room: for a wake: raises OutOfDeviceMemory if there is too little. PyTorch's unused memory is freed then,
+            and the operation begins again.
     """
 
-    def __init__(
-        self,
-        shared: Operations,
-        name: str,
-        work: Callable[..., _Result],
-        *arguments: object,
-        call: Call | None = None,
-        counts_as: str = "",
-        at_level_3: AtLevel3 = AtLevel3.COME_BACK,
-        make_way: Callable[[TorchPools], None] | None = None,
-        woken: Group | None = None,
-        ends_idle: bool = True,
-    ) -> None:
-        self._shared = shared
-        self._name = name
-        self._work = work
-        self._arguments = arguments
-        self._call = call
-        self._counts_as = counts_as
-        self._at_level_3 = at_level_3
-        self._make_way = make_way
-        self._woken = woken
-        self._ends_idle = ends_idle
-        self._may_make_room = False
-        self._came_back_s: Mapping[str, float] = {}
-        self._notes = log.Notes()
+    shared: Operations
+    name: str
+    work: Callable[..., _Result]
+    arguments: tuple[Any, ...] = ()
+    call: Call = field(default_factory=Call)
+    counts_as: str = ""
+    uses_cuda: CudaUse = CudaUse.LEASE
+    frees_unused: bool = False
+    needs: Callable[[], Mapping[int, int]] = dict
+    check_room: Callable[[], None] | None = None
+    _pools: TorchPools | None = None
+    _came_back_s: Mapping[str, float] = field(default_factory=dict)
+    _notes: log.Notes = field(default_factory=log.Notes)
 
     def run(self) -> _Result:
         """The result of `work`. If it raises, that is counted among the failures, and the other ranks are told.
@@ -87,28 +99,27 @@ class Operation(Generic[_Result]):
         Raises:
             InvalidState: this thread captures a CUDA graph, or this allocator was replaced.
         """
-        shared = self._shared
+        shared = self.shared
         shared.open()
-        pools = shared.pools.find()
-        self._may_make_room = self._woken is not None and pools is not None
+        self._pools = shared.pools.find()
         try:
-            if self._woken is not None:
-                shared.deep.stay()
-            self._prepare_thread(pools, self._make_way)
-            try:
-                return shared.lock.run(self._perform)
-            except _DoesNotFit:
-                self._may_make_room = False
-                self._prepare_thread(pools, make_room)
-                return shared.lock.run(self._perform)
+            if self.uses_cuda is not CudaUse.NONE:
+                shared.cuda.stop_counting()
+            while True:
+                self._prepare_thread()
+                try:
+                    return shared.lock.run(self._perform)
+                except _DoesNotFit:
+                    self.frees_unused = True
+                    gc.collect()
         finally:
             self._notes.log()
-            if self._ends_idle:
-                shared.when_idle()
+            if self.uses_cuda is not CudaUse.NONE:
+                shared.cuda.count()
 
-    def _prepare_thread(self, pools: TorchPools | None, make_way: Callable[[TorchPools], None] | None) -> None:
-        """What is to be done on the caller's thread, and without the lock."""
-        if pools is None:
+    def _prepare_thread(self) -> None:
+        """On the caller's thread, and without the lock: what the garbage collector runs may call the allocator."""
+        if (pools := self._pools) is None:
             return
         with _core.DriverCalls() as allowed:
             if not allowed:
@@ -116,57 +127,48 @@ class Operation(Generic[_Result]):
             with _core.CurrentContext():
                 if pools.is_capturing():
                     raise InvalidState(
-                        f"{self._name} while this thread captures a CUDA graph: call it after the capture"
+                        f"{self.name} while this thread captures a CUDA graph: call it after the capture"
                     )
-                if make_way is not None:
-                    make_way(pools)
+                if self.frees_unused:
+                    pools.trim()
 
     def _perform(self) -> _Result:
         """On the operation's own thread."""
-        stays = self._at_level_3 is AtLevel3.STAY
-        with self._notes, self._shared.turns.operation(None if stays else self._come_back):
+        with self._notes, self.shared.turn(self._come_back if self.uses_cuda is CudaUse.LEASE else None):
             try:
-                if self._woken is not None:
-                    self._check_room(self._woken)
-                if self._call is not None:
-                    self._call.begin()
-                return self._counted(self._work(*self._arguments))
-            except _DoesNotFit:
-                raise
+                if self.check_room is not None:
+                    try:
+                        self.check_room()
+                    except OutOfDeviceMemory:
+                        if self._pools is None or self.frees_unused:
+                            raise
+                        raise _DoesNotFit from None
+                self.call.begin()
+                return self._counted(self.work(*self.arguments))
             except BaseException as error:
-                if self._call is not None:
-                    self._call.refuse(error)  # with the lock held still: no other operation comes between
-                self._shared.count_failure(self._counts_as)
+                if not isinstance(error, _DoesNotFit):
+                    self.call.refuse(error)  # with the lock held still: no other operation comes between
+                    self.shared.count_failure(self.counts_as)
                 raise
-
-    def _check_room(self, woken: Group) -> None:
-        try:
-            check_device_memory(self._shared.layer, asleep(woken))
-        except OutOfDeviceMemory:
-            if self._may_make_room:
-                raise _DoesNotFit from None
-            raise
 
     def _come_back(self) -> None:
         try:
-            needed = {} if self._woken is None else wanting(self._shared.layer, asleep(self._woken))
-            self._came_back_s = self._shared.deep.come_back(needed)
+            self._came_back_s = self.shared.cuda.come_back(self.needs())
         except BaseException:
-            self._shared.count_failure(self._counts_as)
+            self.shared.count_failure(self.counts_as)
             raise
 
     def _counted(self, result: _Result) -> _Result:
         if not isinstance(result, (SleepReport, WakeReport)):
             return result
-        came_back_s = self._came_back_s
         report = replace(
             result,
             simulated=_core.driver_is_simulated(),
-            place=result.place if result.note else self._shared.layer.store.place(),
-            seconds=result.seconds + sum(came_back_s.values()),
-            phases={**came_back_s, **result.phases},
+            place=result.place if result.note else self.shared.place(),
+            seconds=result.seconds + sum(self._came_back_s.values()),
+            phases={**self._came_back_s, **result.phases},
         )
-        self._shared.count(self._counts_as, report)
+        self.shared.count(self.counts_as, report)
         return cast(_Result, report)
 
 
@@ -174,45 +176,36 @@ class _DoesNotFit(Exception):
     """A wake needs the memory that PyTorch keeps and does not use; nothing has begun."""
 
 
+@dataclass(eq=False)
 class Operations:
     """What the operations of one allocator share.
 
-    Args:
+    Attributes:
+        lock: the allocator's.
+        cuda: level 3.
+        turn: entered for an operation: it has the lock inside. Called with what comes back from level 3, or None.
+        place: says where backups lie.
+        note_before: called before a pool is entered, with the device that PyTorch uses.
         left_pool: called when a thread has left a pool in which it allocated.
         freed_by_hook: called, on a thread of its own, after PyTorch freed segments through the hook.
-        when_idle: called after what put memory to sleep, and what kept the process from level 3: if everything sleeps
-            then, the time until it goes there is counted anew.
-
-    Attributes:
-        layer, pools, when_idle: as given.
-        lock: the layer's.
-        turns: of whoever has the lock.
-        deep: level 3 of this process.
-        first_allocation: what is done after a sleep.
+        has_slept: called after a sleep with the bytes that it freed, unless the process is at level 3.
         totals: what was done so far, by operation.
         retired: a newer allocator has taken this one's place.
     """
 
-    def __init__(
-        self,
-        layer: Layer,
-        pools: Pools,
-        left_pool: Callable[[], None],
-        freed_by_hook: Callable[[], None],
-        when_idle: Callable[[], None],
-    ) -> None:
-        self.layer = layer
-        self.lock = layer.lock
-        self.turns = layer.store.turns
-        self.pools = pools
-        self._left_pool = left_pool
-        self._freed_by_hook = freed_by_hook
-        self.when_idle = when_idle
-        self._driver_checked = False
-        self.deep = DeepSleep()
-        self.first_allocation = FirstAllocation(self.turns, layer.tuning)
-        self.totals: dict[str, OperationTotals] = {}
-        self.retired = False
+    settings: Settings
+    lock: _core.OperationLock
+    pools: Pools
+    cuda: CudaState
+    turn: Callable[[Callable[[], None] | None], AbstractContextManager[None]]
+    place: Callable[[], BackupPlace]
+    note_before: Callable[[int], None]
+    left_pool: Callable[[], None]
+    freed_by_hook: Callable[[], None]
+    has_slept: Callable[[int], None]
+    totals: dict[str, OperationTotals] = field(default_factory=dict)
+    retired: bool = False
+    _driver_checked: bool = False
 
     def open(self) -> None:
         """Open the driver at the first use.
@@ -224,65 +217,24 @@ class Operations:
         if self.retired:
             raise InvalidState("this CuMemAllocator was replaced by a newer one: use CuMemAllocator.get_instance()")
         if not self._driver_checked:
-            open_driver(self.layer.settings.driver)
-            log.info("cumem-sleep: memory pools come from this layer (%s)", self.layer.settings.summary())
-            _core.on_free(self._freed_by_hook)
+            open_driver(self.settings.driver)
+            log.info("cumem-sleep: memory pools come from this layer (%s)", self.settings.summary())
+            _core.on_free(self.freed_by_hook)
             self._driver_checked = True
         if _core.driver_is_forked():
             _core.device_count()  # raises, and says why
 
-    # What there is to do
-
-    def of_sleep(
-        self,
-        name: str,
-        work: Callable[..., SleepReport],
-        *arguments: object,
-        call: Call | None = None,
-        make_way: Callable[[TorchPools], None] | None = None,
-        ends_idle: bool = True,
-    ) -> Operation[SleepReport]:
-        """One that puts memory to sleep, after which nothing of it may be left on the GPU."""
-        stay = AtLevel3.STAY
-        return Operation(
-            self,
-            name,
-            work,
-            *arguments,
-            call=call,
-            counts_as=name,
-            at_level_3=stay,
-            make_way=make_way,
-            ends_idle=ends_idle,
-        )
-
-    def of_wake(
-        self, work: Callable[..., WakeReport], *arguments: object, woken: Group, call: Call | None = None
-    ) -> Operation[WakeReport]:
-        """One that wakes these."""
-        return Operation(self, "wake_up", work, *arguments, call=call, counts_as="wake", woken=woken)
-
     def look(self, name: str, work: Callable[..., _Result], *arguments: object) -> _Result:
-        """The result of `work`, which calls no driver: the process stays at level 3, and the time until it goes there
-        is not counted anew.
-        """
-        return Operation(self, name, work, *arguments, at_level_3=AtLevel3.STAY, ends_idle=False).run()
-
-    def usage(self, meant: Group) -> dict[str, TagUsage]:
-        """What the segments of each tag hold, and their backups."""
-        if not _core.driver_is_open():
-            return {}
-        return self.look("usage", usage_by_tag, self.layer, meant)
-
-    # Counting
+        """The result of `work`, which calls no driver."""
+        return Operation(self, name, work, arguments, uses_cuda=CudaUse.NONE).run()
 
     def count(self, counts_as: str, report: SleepReport | WakeReport) -> None:
         """Add what was done to the totals, and log it."""
         if not report.note:
             self.totals[counts_as] = self.totals.get(counts_as, OperationTotals()).plus(report)
         log.info("cumem-sleep: %s", report)
-        if isinstance(report, SleepReport) and not self.deep.is_away:
-            self.first_allocation.after(report.freed_bytes)
+        if isinstance(report, SleepReport) and not _core.driver_calls_suspended():
+            self.has_slept(report.freed_bytes)
 
     def count_failure(self, counts_as: str) -> None:
         """Add a failure; of what is not counted, none."""
@@ -296,67 +248,33 @@ class Operations:
     def allocating(
         self, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL, *, ordinary: bool = False
     ) -> Iterator[None]:
-        """As `Pools.allocating`, with the driver open and the process back from level 3; then the pool was left."""
+        """What this task allocates inside has this tag and plan; `ordinary`: PyTorch's comes from no pool."""
         self.open()
-        self.come_back()
-        try:
+        with self.cuda.lease():
             pools = self.pools.find(import_torch=True)
             if pools is not None and (device := pools.device_in_use()) is not None:
-                self.layer.left.note_before(device)
-            with self.pools.allocating(tag, backup, ordinary=ordinary):
-                yield
-            if not ordinary:
-                self._left_pool()
-        finally:
-            self.when_idle()
+                self.note_before(device)
+            with _core.ThreadLabel(tag, backup):
+                if pools is None:
+                    yield
+                else:
+                    self.pools.warn_of_overlap()
+                    with pools.leave() if ordinary else pools.use():
+                        yield
+        if not ordinary:
+            self.left_pool()
 
     @scoped
     def capturing(self, call: str, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL) -> Iterator[TorchPools]:
-        """As `Pools.capturing`, with the driver open and the process back from level 3."""
-        self.open()
-        self.come_back()
-        try:
-            with self.pools.capturing(call, tag, backup) as pools:
-                yield pools
-        finally:
-            self.when_idle()
+        """As `allocating`, for CUDA graphs, whose pool the caller chooses.
 
-    def on_the_gpu(self, work: Callable[[], _Result]) -> _Result:
-        """The result of `work`, which calls the driver; the process does not go to level 3 meanwhile.
-
-        As `CuMemAllocator.using_cuda`. But that is a generator, in which signal handlers may raise.
+        Raises:
+            InvalidState: PyTorch does not reach a GPU here, which `call` needs.
         """
-        try:
-            while True:
-                self.come_back()
-                with _core.DriverCalls() as allowed:  # or it went deeper again meanwhile
-                    if allowed:
-                        return work()
-        finally:
-            self.when_idle()
-
-    def come_back(self) -> None:
-        """If the process sleeps at level 3, it is at level 1 afterwards; whoever calls this says when it is idle."""
-        if self.deep.is_away:
-            Operation(self, "coming back from level 3", _nothing, ends_idle=False).run()
-
-    # What a free leaves
-
-    def after_a_free(self) -> None:
-        """Forget the backup of what was freed, unless an operation is at work, which does so at its end."""
-        if _core.has_freed():
-            log.run(self.lock, self.turns.after_a_free)
-        else:
-            _core.reclaim()
-
-    def leave_store(self) -> None:
-        """Forget all backups, and whoever keeps them. Does not open the driver, so nothing refuses it."""
-        log.run(self.lock, self._leave_store)
-
-    def _leave_store(self) -> None:
-        with self.lock.hold():
-            self.layer.store.leave()
-
-
-def _nothing() -> None:
-    pass
+        self.open()
+        with self.cuda.lease():
+            pools = self.pools.find(import_torch=True)
+            if pools is None:
+                raise InvalidState(f"{call} needs PyTorch and a GPU that it reaches")
+            with _core.ThreadLabel(tag, backup):
+                yield pools

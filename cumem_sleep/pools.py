@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import ClassVar
 
 from . import _core, log
-from .errors import InvalidState
 from .integrations.torch import TorchPools, torch_with_cuda
-from .scopes import scoped
 from .tags import DEFAULT_TAG
 
 _NEVER_EMPTY = ("weights", "kv_cache")
@@ -36,32 +33,7 @@ class Pools:
                 self.found = TorchPools(torch)
         return self.found
 
-    @scoped
-    def allocating(self, tag: str, backup: _core.Backup, *, ordinary: bool) -> Iterator[None]:
-        """What this task allocates inside has this tag and plan; `ordinary`: PyTorch's comes from no pool."""
-        pools = self.find(import_torch=True)
-        with _core.ThreadLabel(tag, backup):
-            if pools is None:
-                yield
-            else:
-                self._warn_of_overlap()
-                with pools.leave() if ordinary else pools.use():
-                    yield
-
-    @scoped
-    def capturing(self, call: str, tag: str, backup: _core.Backup) -> Iterator[TorchPools]:
-        """As `allocating`, for CUDA graphs, whose pool the caller chooses.
-
-        Raises:
-            InvalidState: PyTorch does not reach a GPU here, which `call` needs.
-        """
-        pools = self.find(import_torch=True)
-        if pools is None:
-            raise InvalidState(f"{call} needs PyTorch and a GPU that it reaches")
-        with _core.ThreadLabel(tag, backup):
-            yield pools
-
-    def _warn_of_overlap(self) -> None:
+    def warn_of_overlap(self) -> None:
         """Say once what PyTorch does while tasks of this thread are in different pools."""
         if _core.labels_overlap() and not Pools.warned_of_overlap:
             Pools.warned_of_overlap = True

@@ -11,11 +11,11 @@ from .driver import driver_path
 from .errors import InvalidArgument, InvalidState, check_bool, check_integer
 from .integrations import preload
 from .levels import Group, in_regions, without_backup
-from .operation import Operations
-from .operations.agreement import Call
+from .operation import Call, CudaUse, Operation, Operations
 from .operations.layer import Layer
+from .operations.look import usage
 from .operations.sleep import sleep
-from .operations.wake import asleep, wake
+from .operations.wake import asleep, wake, waking
 from .report import SleepReport, TagUsage, WakeReport
 from .scopes import scoped
 from .tags import DEFAULT_TAG, UsedTags, checked_tag, tag_or_default
@@ -70,17 +70,13 @@ class Regions:
         """
         tag = tag_or_default(tag)
         self._operations.open()
-        self._operations.come_back()
         return self._labelled(tag, _plan(backup))
 
     @scoped
     def _labelled(self, tag: str, plan: _core.Backup) -> Iterator[None]:
-        try:
-            with _core.ThreadLabel(tag, plan):
-                self._tags.add(tag)
-                yield
-        finally:
-            self._operations.when_idle()
+        with self._operations.cuda.lease(), _core.ThreadLabel(tag, plan):
+            self._tags.add(tag)
+            yield
 
     def outside(self) -> AbstractContextManager[None]:
         """What this thread's PyTorch allocates inside is ordinary memory, even in a region or pool.
@@ -164,8 +160,14 @@ class Regions:
         """
         check_bool("with_left", with_left)
         meant = self._meant(tags)
-        arguments = (self._layer, Call(), meant, without_backup)
-        return self._operations.of_sleep("sleep", partial(sleep, with_left=with_left), *arguments).run()
+        return Operation(
+            self._operations,
+            "sleep",
+            partial(sleep, with_left=with_left),
+            (self._layer, Call(), meant, without_backup),
+            counts_as="sleep",
+            uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
+        ).run()
 
     def wake(
         self,
@@ -201,7 +203,7 @@ class Regions:
                 self._layer.store.settle()
             return report
 
-        return self._operations.of_wake(work, woken=meant).run()
+        return waking(self._operations, self._layer, meant, work, call=Call()).run()
 
     def has(self, tag: str) -> bool:
         """Whether a region with this tag has memory, asleep or awake. Waits for nothing."""
@@ -212,7 +214,7 @@ class Regions:
 
     def usage(self) -> dict[str, TagUsage]:
         """What the segments of regions of each tag hold, and their backups."""
-        return self._operations.usage(in_regions())
+        return usage(self._operations, self._layer, in_regions())
 
     def _meant(self, tags: str | Iterable[str] | None) -> Group:
         return in_regions(None if tags is None else self._tags.checked(tags))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from . import _core
-from .errors import InvalidArgument, format_bytes
+from .errors import InvalidArgument, counted, format_bytes
 
 
 def total_bytes(segments: Iterable[_core.Segment]) -> int:
@@ -36,3 +36,16 @@ def segment_around(address: int, nbytes: int) -> _core.Segment:
         if segment.address <= address and address + nbytes <= segment.address + segment.bytes:
             return segment
     raise InvalidArgument(f"address=0x{address:x}, nbytes={nbytes}: not in one segment of this layer")
+
+
+def everything_sleeps() -> bool:
+    """Whether this layer has memory, none of which is on a device."""
+    segments = _core.segments()
+    return bool(segments) and not any(segment.has_memory for segment in segments)
+
+
+def awake_in_words() -> str:
+    """What of this layer's memory is on a device; "" if nothing is."""
+    awake = [segment for segment in _core.segments() if segment.has_memory]
+    tags = sorted({segment.tag for segment in awake})
+    return f"{counted(len(awake), 'segment')} (tags {', '.join(tags)}) still have device memory" if awake else ""

@@ -6,12 +6,10 @@ environment follows below them. `--help`, the doctor and the page of the docs ar
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from enum import Enum
 from typing import Any, TypeVar
@@ -57,164 +55,122 @@ class Variable:
 # Kinds of values. `name` is that of a field or of a variable, as errors are to say
 
 
-class Kind(ABC):
+def parse_bytes(name: str, text: str) -> int:
+    """`"30GiB"`, `"500 MB"` or `"1073741824"` in bytes.
+
+    Raises:
+        InvalidArgument: not a number of bytes; the message starts with `name`.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if not match or match[2].upper() not in _UNITS:
+        raise InvalidArgument(f"{name}={text!r}: expected a number of bytes, such as 1073741824, 30GiB or 500MB")
+    nbytes = int(Decimal(match[1]) * _UNITS[match[2].upper()])
+    check_integer(name, nbytes, minimum=0)
+    return nbytes
+
+
+def parse_bool(name: str, text: str) -> bool:
+    """`"1"`, `"true"`, `"yes"`, `"on"`, and their opposites.
+
+    Raises:
+        InvalidArgument: none of these; the message starts with `name`.
+    """
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise InvalidArgument(f"{name}={text!r}: expected one of {', '.join(_TRUE + _FALSE)}")
+
+
+@dataclass(frozen=True)
+class Kind:
     """What a setting may be: as a value of a field, and as the text of a variable.
 
-    Both raise InvalidArgument: not allowed; the message names the setting, the value, and what is expected.
+    Attributes:
+        types: of a value.
+        expected: what is allowed, in words.
+        allows: whether a value of these types is allowed.
+        parse: the value that a text stands for; called with the variable's name, and raises ValueError.
+        is_optional: whether None is allowed.
+        is_secret: no message shows it. An empty one is refused: it would leave open what somebody wanted to protect.
     """
 
-    @abstractmethod
-    def check(self, name: str, value: object) -> None:
-        """Refuse a bad value."""
-
-    def parse(self, name: str, text: str) -> Any:
-        """The value that a text stands for."""
-        self.check(name, text)
-        return text
-
-
-@dataclass(frozen=True)
-class Choice(Kind):
-    """One of some words."""
-
-    allowed: tuple[str, ...]
-
-    def check(self, name: str, value: object) -> None:
-        """Refuse other words."""
-        expected = f"one of {', '.join(self.allowed)}"
-        if not isinstance(value, str):
-            raise InvalidArgumentType(f"{name}={value!r}: expected a string, {expected}")
-        if value not in self.allowed:
-            raise InvalidArgument(f"{name}={value!r}: expected {expected}")
-
-
-class Flag(Kind):
-    """Yes or no."""
-
-    def check(self, name: str, value: object) -> None:
-        """Refuse all but True and False."""
-        if not isinstance(value, bool):
-            raise InvalidArgumentType(f"{name}={value!r}: expected True or False")
-
-    def parse(self, name: str, text: str) -> bool:
-        """See `parse_bool`."""
-        return parse_bool(name, text)
-
-
-@dataclass(frozen=True)
-class Whole(Kind):
-    """A whole number."""
-
-    least: int = 0
-    most: int = MOST_BYTES
+    types: tuple[type, ...]
+    expected: str
+    allows: Callable[[Any], bool]
+    parse: Callable[[str, str], Any] = lambda _name, text: text
     is_optional: bool = False
-    are_bytes: bool = False
+    is_secret: bool = False
 
-    def check(self, name: str, value: object) -> None:
-        """Refuse fractions, and what is out of range."""
+    def check(self, name: str, value: object, said: str = "") -> None:
+        """
+        Raises:
+            InvalidArgument: not allowed; the message names the setting, the value (or what is `said` of it), and what
+                is expected.
+        """
         if value is None and self.is_optional:
             return
-        if isinstance(value, bool) or not isinstance(value, int):
-            or_none = " or None" if self.is_optional else ""
-            raise InvalidArgumentType(f"{name}={value!r}: {self._expected}{or_none}")
-        if not self.least <= value <= self.most:
-            raise InvalidArgument(f"{name}={shown(value)}: {self._expected}")
+        given = name if self.is_secret else f"{name}={said or shown(value)}"
+        if not isinstance(value, self.types) or (isinstance(value, bool) and bool not in self.types):
+            raise InvalidArgumentType(f"{given}: expected {self.expected}")
+        if not self.allows(value):
+            raise InvalidArgument(f"{given}: expected {self.expected}")
 
-    def parse(self, name: str, text: str) -> int:
-        """Bytes may have a unit."""
-        if self.are_bytes:
-            return parse_bytes(name, text)
-        # Python refuses to convert thousands of digits.
-        if not re.fullmatch(r"[+-]?\d{1,20}", text):
-            raise InvalidArgument(f"{name}={text!r}: {self._expected}")
-        if not self.least <= int(text) <= self.most:
-            raise InvalidArgument(f"{name}={text!r}: {self._expected}")
-        return int(text)
+    def read(self, name: str, text: str) -> Any:
+        """The value of the variable `name`.
 
-    @property
-    def _expected(self) -> str:
-        if self.most < MOST_BYTES:
-            return f"expected a whole number from {self.least} to {self.most}"
-        return f"expected a whole number of at least {self.least}"
-
-
-@dataclass(frozen=True)
-class Seconds(Kind):
-    """A time."""
-
-    least: float = 0.1
-    is_optional: bool = False
-    are_whole: bool = False
-
-    def check(self, name: str, value: object) -> None:
-        """Refuse what is out of range, NaN too."""
-        if value is None and self.is_optional:
-            return
-        wanted: tuple[type, ...] = (int,) if self.are_whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, wanted):
-            raise InvalidArgumentType(f"{name}={value!r}: {self._expected}")
-        assert isinstance(value, (int, float))
-        if not self.least <= value <= _DAY_S:
-            raise InvalidArgument(f"{name}={shown(value)}: {self._expected}")
-
-    def parse(self, name: str, text: str) -> float:
-        """As Python reads numbers."""
+        Raises:
+            InvalidArgument: as `check`.
+        """
         try:
-            seconds: float = int(text) if self.are_whole else float(text)
+            value = self.parse(name, text)
+        except InvalidArgument:
+            raise
         except ValueError:
-            seconds = math.nan
-        if not self.least <= seconds <= _DAY_S:
-            raise InvalidArgument(f"{name}={text!r}: {self._expected}")
-        return seconds
-
-    @property
-    def _expected(self) -> str:
-        return f"expected {'a whole number of ' * self.are_whole}seconds from {self.least} to {_DAY_S}"
+            raise InvalidArgument(f"{name}={text!r}: expected {self.expected}") from None
+        self.check(name, value, repr(text))
+        return value
 
 
-class VaultPlace(Kind):
-    """`off`, `auto`, or a socket."""
-
-    def check(self, name: str, value: object) -> None:
-        """A path is known by its slash."""
-        expected = "expected off, auto, or the path of a vault's socket (with a slash)"
-        if not isinstance(value, str):
-            raise InvalidArgumentType(f"{name}={value!r}: {expected}")
-        if value not in ("off", "auto") and ("/" not in value or "\0" in value):
-            raise InvalidArgument(f"{name}={value!r}: {expected}")
+def _one_of(*words: str) -> Kind:
+    return Kind((str,), f"one of {', '.join(words)}", words.__contains__)
 
 
-class Methods(Kind):
-    """Names of methods; separated by commas in a variable."""
-
-    def check(self, name: str, value: object) -> None:
-        """Refuse what is no identifier."""
-        if not isinstance(value, tuple) or not all(isinstance(method, str) for method in value):
-            raise InvalidArgumentType(f"{name}={value!r}: expected a tuple of method names")
-        if bad := [method for method in value if not method.isidentifier()]:
-            names = ",".join(value)
-            raise InvalidArgument(f"{name}={names!r}: {bad[0]!r} is not a method name (names are separated by commas)")
-
-    def parse(self, name: str, text: str) -> tuple[str, ...]:
-        """Spaces around them do not count."""
-        methods = tuple(method.strip() for method in text.split(","))
-        self.check(name, methods)
-        return methods
+def _whole(least: int, most: int, what: str = "a whole number", *, is_optional: bool = False) -> Kind:
+    expected = f"{what} from {least} to {most}" if most < MOST_BYTES else f"{what} of at least {least}"
+    return Kind((int,), expected, lambda value: least <= value <= most, lambda _, text: int(text), is_optional)
 
 
-class Token(Kind):
-    """A secret, which no message shows. An empty one would leave open what somebody wanted to protect."""
+def _bytes(*, is_optional: bool = False) -> Kind:
+    return replace(_whole(0, MOST_BYTES, is_optional=is_optional), parse=parse_bytes)
 
-    def check(self, name: str, value: object) -> None:
-        """Refuse what HTTP's headers do not take."""
-        if value is None:
-            return
-        if not isinstance(value, str):
-            raise InvalidArgumentType(f"{name}: expected a string")
-        if not value or not all("!" <= letter <= "~" for letter in value):
-            raise InvalidArgument(
-                f"{name}: expected printable ASCII without spaces, at least one character (unset: no token)"
-            )
+
+def _seconds(least: float, *, is_optional: bool = False) -> Kind:
+    expected = f"seconds from {least} to {_DAY_S}"
+    return Kind(
+        (int, float), expected, lambda value: least <= value <= _DAY_S, lambda _, text: float(text), is_optional
+    )
+
+
+_FLAG = Kind((bool,), "True or False", lambda _: True, parse_bool)
+_VAULT_PLACE = Kind(
+    (str,),
+    "off, auto, or the path of a vault's socket (with a slash)",
+    lambda place: place in ("off", "auto") or ("/" in place and "\0" not in place),
+)
+_METHODS = Kind(
+    (tuple,),
+    "a tuple of method names (in a variable, names are separated by commas)",
+    lambda methods: all(isinstance(method, str) and method.isidentifier() for method in methods),
+    lambda _, text: tuple(method.strip() for method in text.split(",")),
+)
+_TOKEN = Kind(  # what HTTP's headers take
+    (str,),
+    "printable ASCII without spaces, at least one character (unset: no token)",
+    lambda token: token != "" and all("!" <= letter <= "~" for letter in token),
+    is_optional=True,
+    is_secret=True,
+)
 
 
 # The dataclasses
@@ -230,7 +186,7 @@ def _setting(kind: Kind, default: Any, text: str, said: str = "") -> Any:
         said: how the page writes the default.
     """
     metadata = {"kind": kind, "text": text, "said": said or _said(default)}
-    return field(default=default, metadata=metadata, repr=not isinstance(kind, Token))
+    return field(default=default, metadata=metadata, repr=not kind.is_secret)
 
 
 def _said(default: object) -> str:
@@ -265,11 +221,10 @@ class _FromEnvironment:
         for each in fields(cls):  # type: ignore[arg-type]
             variable, kind = PREFIX + each.name.upper(), each.metadata["kind"]
             text = environment.get(variable, "")
-            if isinstance(kind, Token):
-                if variable in environment:
-                    values[each.name] = kind.parse(variable, text)
+            if kind.is_secret and variable in environment:
+                values[each.name] = kind.read(variable, text)
             elif text.strip():
-                values[each.name] = kind.parse(variable, text.strip())
+                values[each.name] = kind.read(variable, text.strip())
         return cls(**values)
 
     def summary(self) -> str:
@@ -294,60 +249,60 @@ class Settings(_FromEnvironment):
     """How the layer behaves. Immutable; `Settings.from_environment()` is what the allocator uses by default."""
 
     driver: str = _setting(
-        Choice(("cuda", "sim")),
+        _one_of("cuda", "sim"),
         "cuda",
         "`cuda`: libcuda. `sim`: the simulated driver, which needs no GPU, and whose times mean nothing.",
     )
     host_budget_bytes: int | None = _setting(
-        Whole(is_optional=True, are_bytes=True),
+        _bytes(is_optional=True),
         None,
         "The most pinned host memory that backups may take: `30GiB`, `500MB`, `1073741824`.",
     )
     retain_backups: bool = _setting(
-        Flag(), True, "`0`: every wake releases the host memory, and every sleep copies everything."
+        _FLAG, True, "`0`: every wake releases the host memory, and every sleep copies everything."
     )
     verify: str = _setting(
-        Choice(("off", "wake")), "wake", "`wake`: check the digest of every restored segment. `off`: trust the copies."
+        _one_of("off", "wake"), "wake", "`wake`: check the digest of every restored segment. `off`: trust the copies."
     )
     poison: bool = _setting(
-        Flag(),
+        _FLAG,
         False,
         "`1`: fill dropped memory with NaN (0xFF) at the wake, except `kv_cache`, so that missing reloads show up.",
     )
     prefault_threads: int | None = _setting(
-        Whole(1, 1024, is_optional=True),
+        _whole(1, 1024, is_optional=True),
         None,
         "Threads that prefault new host memory ahead of the copies, up to 1024.",
         "¾ of the cores, at most 16",
     )
     prepare: bool = _setting(
-        Flag(), False, "`1`: start `prepare()` whenever a memory pool is left; in vLLM, after its warm-up."
+        _FLAG, False, "`1`: start `prepare()` whenever a memory pool is left; in vLLM, after its warm-up."
     )
     prepare_bytes_per_second: int = _setting(
-        Whole(are_bytes=True),
+        _bytes(),
         5_000_000_000,
         "The most that `prepare()` copies per second while the model runs; `0`: no limit.",
         "`5GB`",
     )
     compress: str = _setting(
-        Choice(("off", "auto")),
+        _one_of("off", "auto"),
         "off",
         "`auto`: compress backups, without loss, where it pays off. `off`: store the bytes as they are.",
     )
     vault: str = _setting(
-        VaultPlace(),
+        _VAULT_PLACE,
         "off",
         "Where backups are stored. `off`: in pinned memory of the process. `auto`: in [the vault](vault.md) if one"
         " answers at its default socket, otherwise as `off`. A path: in the vault with that socket.",
     )
     agreement_timeout_s: float = _setting(
-        Seconds(),
+        _seconds(0.1),
         60.0,
         "Where several ranks sleep and wake together: how many seconds a rank that is ready waits for the others"
         " before all undo their half.",
     )
     deep_after_s: float | None = _setting(
-        Seconds(is_optional=True),
+        _seconds(0.1, is_optional=True),
         None,
         "After how many seconds a process that sleeps at level 1 or 2 goes on to"
         " [level 3](how-it-works.md#level-3) by itself.",
@@ -360,43 +315,41 @@ class GateSettings(_FromEnvironment):
     """How the gate answers for a sleeping model. Immutable; `CUMEM_SLEEP_<FIELD>` in the environment."""
 
     on_request: str = _setting(
-        Choice(("reject", "wait", "wake")),
+        _one_of("reject", "wait", "wake"),
         "reject",
         "What happens to a request while the model sleeps. `reject`: it gets 503. `wait`: it is held until somebody"
         " wakes the model. `wake`: it wakes the model.",
     )
     request_deadline_s: float = _setting(
-        Seconds(0),
+        _seconds(0),
         60.0,
         "How long `wait` and `wake` hold a request before its 503, and how long a sleep waits for running requests,"
         " in seconds.",
         "`60`",
     )
     retry_after_s: int = _setting(
-        Seconds(1, are_whole=True),
+        _whole(1, _DAY_S, "a whole number of seconds"),
         5,
         "The `Retry-After` of the 503, and the pause after a failed wake, in whole seconds.",
     )
     health: str = _setting(
-        Choice(("auto", "ok", "unavailable")),
+        _one_of("auto", "ok", "unavailable"),
         "auto",
         "`/health` and `/ping` while the model sleeps. `auto`: 200 with `wait` and `wake` (503 while wakes fail), 503"
         " with `reject`. `ok`: 200. `unavailable`: 503.",
     )
     admin_token: str | None = _setting(
-        Token(),
+        _TOKEN,
         None,
         "With it, whatever changes the server's state (sleep, wake, pause, reload, weight updates, adapters, …) needs"
         " `Authorization: Bearer <token>`; otherwise it gets 401. [Every route](vllm-routes.md).",
     )
     max_held_requests: int = _setting(
-        Whole(), 4096, "How many requests `wait` and `wake` hold at once. Beyond that they get 503."
+        _whole(0, MOST_BYTES), 4096, "How many requests `wait` and `wake` hold at once. Beyond that they get 503."
     )
-    max_held_bytes: int = _setting(
-        Whole(are_bytes=True), 256 << 20, "How many bytes their bodies may have in total.", "`256MiB`"
-    )
+    max_held_bytes: int = _setting(_bytes(), 256 << 20, "How many bytes their bodies may have in total.", "`256MiB`")
     loading_methods: tuple[str, ...] = _setting(
-        Methods(),
+        _METHODS,
         (),
         "A trainer's own worker methods that load all weights when `/collective_rpc` calls them, separated by commas.",
     )
@@ -500,30 +453,3 @@ def _variables() -> dict[str, Variable]:
 
 # By name, in the order of the page.
 VARIABLES: Mapping[str, Variable] = _variables()
-
-
-def parse_bytes(name: str, text: str) -> int:
-    """`"30GiB"`, `"500 MB"` or `"1073741824"` in bytes.
-
-    Raises:
-        InvalidArgument: not a number of bytes; the message starts with `name`.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if not match or match[2].upper() not in _UNITS:
-        raise InvalidArgument(f"{name}={text!r}: expected a number of bytes, such as 1073741824, 30GiB or 500MB")
-    nbytes = int(Decimal(match[1]) * _UNITS[match[2].upper()])
-    check_integer(name, nbytes, minimum=0)
-    return nbytes
-
-
-def parse_bool(name: str, text: str) -> bool:
-    """`"1"`, `"true"`, `"yes"`, `"on"`, and their opposites.
-
-    Raises:
-        InvalidArgument: none of these; the message starts with `name`.
-    """
-    if text.lower() in _TRUE:
-        return True
-    if text.lower() in _FALSE:
-        return False
-    raise InvalidArgument(f"{name}={text!r}: expected one of {', '.join(_TRUE + _FALSE)}")

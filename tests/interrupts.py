@@ -18,21 +18,21 @@ import pytest
 from support import AWAKE, HANGS_S, assert_no_threads, in_thread
 from world import Phase, World, begin_anew
 
-from cumem_sleep import _core, operation, pinned, report
+from cumem_sleep import _core, cuda_state, operation, pinned, report
 from cumem_sleep import allocator as allocator_module
 from cumem_sleep.backups import backup, filling, host, store, turns
 from cumem_sleep.codec import compressor, encoding, kernels, memory, plan, slots, workbench
 from cumem_sleep.digest import device as digest_device
-from cumem_sleep.operations import agreement, deepen, layer, prepare, sleep, wake
+from cumem_sleep.operations import layer, prepare, sleep, wake
 from cumem_sleep.transfer import copiers, link, pacing, transfer
 
 _PACKAGE = pathlib.Path(allocator_module.__file__).parent
 # Which modules an operation runs. Each has to be reached: a rename would otherwise leave its test without places there.
-_OPERATION = (operation, agreement, backup, host, store, turns, digest_device, workbench, pinned, report)
-SLEEP = (*_OPERATION, compressor, deepen, filling, layer, link, sleep, transfer)
+_OPERATION = (operation, backup, host, store, turns, digest_device, workbench, pinned, report)
+SLEEP = (*_OPERATION, compressor, filling, layer, link, sleep, transfer)
 WAKE = (*_OPERATION, wake, copiers, link, pacing, transfer)
 PREPARE = (allocator_module, operation, prepare, host, store, turns, compressor)
-MALLOC = (allocator_module, operation, deepen)
+MALLOC = (allocator_module, operation, cuda_state)
 CODEC = (compressor, encoding, kernels, memory, plan, slots, workbench)
 _TRACED_FILES = {str(module.__file__) for module in (*SLEEP, *WAKE, *PREPARE, *MALLOC, *CODEC)}
 Place = types.ModuleType | Callable[..., object]

@@ -413,7 +413,7 @@ class TestInstances:
         """At exit all that there are still are ended, and an error there would leave the others running."""
         made: list[CuMemAllocator] = []
 
-        def interrupted(*_: object) -> None:
+        def interrupted(*_: object, **__: object) -> None:
             made.extend(allocator_module._allocators)
             raise KeyboardInterrupt
 

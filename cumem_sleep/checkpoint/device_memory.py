@@ -19,12 +19,13 @@ def free_bytes(pid: int, uuids: Sequence[str]) -> dict[str, int]:
         OSError: nothing on this host can tell.
     """
     if _core.driver_is_simulated():
-        free = {}
-        for uuid in uuids:
-            used, total = sim.process_memory(pid, uuid)
-            free[uuid] = total - used
-        return free
-    return _by_nvml(uuids)
+        memory = {uuid: sim.process_memory(pid, uuid) for uuid in uuids}
+        return {uuid: total - used for uuid, (used, total) in memory.items()}
+    free = {}
+    for uuid in uuids:  # for none of them NVML need not be there
+        with _nvml() as nvml:
+            free[uuid] = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid)).free
+    return free
 
 
 def used_bytes(pid: int, uuids: Sequence[str]) -> dict[str, int]:
@@ -42,14 +43,6 @@ def used_bytes(pid: int, uuids: Sequence[str]) -> dict[str, int]:
             if mine := [each.usedGpuMemory for each in running if each.pid == pid and each.usedGpuMemory]:
                 found[uuid] = sum(mine)
     return found
-
-
-def _by_nvml(uuids: Sequence[str]) -> dict[str, int]:
-    free = {}
-    for uuid in uuids:
-        with _nvml() as nvml:
-            free[uuid] = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid)).free
-    return free
 
 
 @contextmanager

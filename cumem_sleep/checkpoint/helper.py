@@ -12,7 +12,7 @@ import os
 import resource
 import select
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,6 @@ _MARGINS = (_UNCOUNTED_BYTES, _CONTEXT_BYTES, _SLACK_BYTES)
 _REQUESTS, _ANSWERS = 0, 1  # standard input and output
 
 
-class TooLittleMemory(Exception):
-    """For a restore; the argument says for each GPU that is short of it: (needed, free) bytes."""
-
-
 class Target:
     """The process that is checkpointed and restored. Every method goes by the state in which CUDA says it is.
 
@@ -49,10 +45,6 @@ class Target:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._seconds: dict[str, float] = {}
-
-    def examine(self) -> dict[str, Any]:
-        """Whether this driver can checkpoint processes at all."""
-        return {"can_checkpoint": _core.can_checkpoint()}
 
     def checkpoint(self, lock_timeout_s: float, uuids: Sequence[str], in_use: Sequence[str]) -> dict[str, Any]:
         """Lock it and take its CUDA state off these GPUs; if that fails, unlock it again.
@@ -96,13 +88,13 @@ class Target:
             needed_bytes: by GPU, what must be free for that. After a restore fails for want of memory, every later one
                 fails too.
 
-        Raises:
-            TooLittleMemory: less is. Nothing was done.
+        Returns:
+            If less is (`too_little`), what is needed and what is free on those GPUs; nothing was done then.
         """
         if _core.process_state(self._pid) == _State.CHECKPOINTED:
             free = free_bytes(self._pid, list(needed_bytes))
             if short := {uuid: (needed, free[uuid]) for uuid, needed in needed_bytes.items() if needed > free[uuid]}:
-                raise TooLittleMemory(short)
+                return {"too_little": short}
             with self._timed("restore"):
                 _core.restore_process(self._pid)
         if _core.process_state(self._pid) == _State.LOCKED:
@@ -113,23 +105,17 @@ class Target:
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Do what one request says, and describe what came of it."""
         self._seconds = {}
-        actions: dict[str, Callable[..., dict[str, Any]]] = {
-            "examine": self.examine,
-            "checkpoint": self.checkpoint,
-            "restore": self.restore,
-        }
         arguments = dict(request)
         try:
-            answer = actions[arguments.pop("do")](**arguments)
-        except TooLittleMemory as error:
-            answer = {"too_little": error.args[0]}
+            answer: dict[str, Any] = getattr(self, arguments.pop("do"))(**arguments)  # `checkpoint` or `restore`
         except DriverError as error:
             answer = {"call": error.call, "error": error.error, "detail": error.detail}
         except (CumemSleepError, OSError) as error:
             answer = {"call": "", "error": "", "detail": str(error)}
-        return {**answer, "seconds": self._seconds, "state": self._state()}
+        return {**answer, "seconds": self._seconds, "state": self.state()}
 
-    def _state(self) -> str:
+    def state(self) -> str:
+        """As CUDA tells it, such as `RUNNING`; in words, if it does not."""
         try:
             return _core.process_state(self._pid).name
         except (CumemSleepError, OSError) as error:
@@ -194,20 +180,16 @@ def _needed_bytes(grown_bytes: int, counted_bytes: int, in_use: bool) -> int:
 
 def main(pid: int, driver: str) -> None:
     """Answer requests until nobody can make any."""
-    with suppress(BrokenPipeError):  # the process has ended meanwhile
-        _serve(pid, driver)
-
-
-def _serve(pid: int, driver: str) -> None:
     target = Target(pid)
-    try:
-        _core.open_driver(driver)
-        _write(target.answer({"do": "examine"}))
-    except CumemSleepError as error:
-        _write({"detail": str(error), "state": "not known"})
-        return
-    for line in _requests(pid):
-        _write(target.answer(json.loads(line)))
+    with suppress(BrokenPipeError):  # the process has ended meanwhile
+        try:
+            _core.open_driver(driver)
+        except CumemSleepError as error:
+            _write({"detail": str(error), "state": "not known"})
+            return
+        _write({"is_ready": True, "state": target.state()})
+        for line in _requests(pid):
+            _write(target.answer(json.loads(line)))
 
 
 def _write(answer: Mapping[str, Any]) -> None:

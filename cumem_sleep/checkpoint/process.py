@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from .. import _core
-from ..errors import CheckpointFailed, CumemSleepError, OutOfDeviceMemory
+from ..errors import CheckpointFailed, CumemSleepError, InvalidState, OutOfDeviceMemory
 
 # What driver 580 says of a restore without enough memory, and of every one after that
 # (benchmarks/results/checkpoint_behaviour.json).
@@ -73,24 +72,11 @@ class Checkpointed:
     seconds: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class Examination:
-    """What a helper finds out about this process without a checkpoint.
-
-    Attributes:
-        can_checkpoint: whether its driver is new enough, and has the calls.
-        state: in which state CUDA tells it that this process is, such as `RUNNING`; in words, if CUDA does not tell it.
-    """
-
-    can_checkpoint: bool
-    state: str
-
-
-def examine() -> Examination:
-    """Start a helper of its own, and end it again.
+def examine() -> str:
+    """In which state CUDA tells a helper that this process is, such as `RUNNING`; in words, if it does not tell that.
 
     Raises:
-        Refused: it cannot be started, or cannot use the driver.
+        Refused: the helper cannot be started, or cannot use the driver.
     """
     try:
         helper = _Helper(Deadlines())
@@ -116,17 +102,12 @@ class ProcessCheckpoint:
 
     def __init__(self) -> None:
         self.taken: Checkpointed | None = None
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
         self.stays = False
         self.deadlines = Deadlines()
         self._uuids: dict[int, str] = {}  # by device
         self._helper: _Helper | None = None
         self._ran_out = False  # a restore of this checkpoint had too little memory
-
-    @property
-    def is_away(self) -> bool:
-        """Whether the state is not on the GPU, or cannot be used there because a checkpoint failed half-way."""
-        return _core.driver_calls_suspended()
 
     def begin_helper(self) -> None:
         """Start the helper, if there is none, and do not wait until it is ready."""
@@ -148,54 +129,54 @@ class ProcessCheckpoint:
         with self._turn:
             if self.stays:
                 raise Refused("this process ends")
-            return self._take(unpin, last_check)
+            devices = {device: _core.device_info(device) for device in range(_core.device_count())}
+            self._uuids = {device: info.uuid for device, info in devices.items()}
+            try:
+                helper = self._ready_helper()
+            except _HelperLost as error:
+                raise Refused(str(error)) from None
+            self._wait_for_work()
+            unpin()
+            if not _core.suspend_driver_calls(self.deadlines.calls_end_s):
+                raise Refused(
+                    f"CUDA was in use for longer than {self.deadlines.calls_end_s:.0f} s: by calls of other threads of"
+                    " this process, or by a block of using_cuda(), or of a memory pool or region, that has not ended"
+                )
+            try:
+                last_check()
+            except Refused:
+                _core.resume_driver_calls()
+                raise
+            answer = self._checkpointed(helper)
+            self._ran_out = False
+            freed, needed, free = (
+                {device: answer[what][uuid] for device, uuid in self._uuids.items()}
+                for what in ("freed_bytes", "needed_bytes", "free_bytes")
+            )
+            total = {device: info.total_bytes for device, info in devices.items()}
+            self.taken = Checkpointed(freed, needed, free, total, answer["seconds"])
+            return self.taken
 
-    def _take(self, unpin: Callable[[], None], last_check: Callable[[], None]) -> Checkpointed:
-        devices = {device: _core.device_info(device) for device in range(_core.device_count())}
-        self._uuids = {device: info.uuid for device, info in devices.items()}
+    def _checkpointed(self, helper: _Helper) -> dict[str, Any]:
+        """The helper's answer. If it refuses, driver calls are let through again.
+
+        Raises:
+            Refused, CheckpointFailed: as `take`.
+        """
+        in_use = sorted({self._uuids[segment.device] for segment in _core.segments()})
+        request = {"lock_timeout_s": self.deadlines.lock_s, "uuids": list(self._uuids.values()), "in_use": in_use}
         try:
-            helper = self._ready_helper()
-        except _HelperLost as error:
-            raise Refused(str(error)) from None
-        self._wait_for_work()
-        unpin()
-        if not _core.suspend_driver_calls(self.deadlines.calls_end_s):
-            raise Refused(
-                f"CUDA was in use for longer than {self.deadlines.calls_end_s:.0f} s: by calls of other threads of this"
-                " process, or by a block of using_cuda() that has not ended"
-            )
-        try:
-            last_check()
-        except Refused:
-            _core.resume_driver_calls()
-            raise
-        try:
-            answer = helper.ask(
-                {
-                    "do": "checkpoint",
-                    "lock_timeout_s": self.deadlines.lock_s,
-                    "uuids": list(self._uuids.values()),
-                    "in_use": sorted({self._uuids[segment.device] for segment in _core.segments()}),
-                }
-            )
+            answer = helper.ask({"do": "checkpoint", **request})
         except _HelperLost as error:
             answer = {"detail": str(error), "state": "not known"}
-        if answer["state"] != "CHECKPOINTED" or "freed_bytes" not in answer:
-            reason = _reason(answer)
-            # Where the lock was refused, somebody else has it, and is to give it back.
-            if answer["state"] != "RUNNING" and answer.get("call") != "cuCheckpointProcessLock":
-                self._bring_back({}, f"a checkpoint that failed ({reason})")
-            _core.resume_driver_calls()
-            raise Refused(reason)
-        self._ran_out = False
-        self.taken = Checkpointed(
-            {device: answer["freed_bytes"][uuid] for device, uuid in self._uuids.items()},
-            {device: answer["needed_bytes"][uuid] for device, uuid in self._uuids.items()},
-            {device: answer["free_bytes"][uuid] for device, uuid in self._uuids.items()},
-            {device: info.total_bytes for device, info in devices.items()},
-            answer["seconds"],
-        )
-        return self.taken
+        if answer["state"] == "CHECKPOINTED" and "freed_bytes" in answer:
+            return answer
+        reason = _reason(answer)
+        # Where the lock was refused, somebody else has it, and is to give it back.
+        if answer["state"] != "RUNNING" and answer.get("call") != "cuCheckpointProcessLock":
+            self._bring_back({}, f"a checkpoint that failed ({reason})")
+        _core.resume_driver_calls()
+        raise Refused(reason)
 
     def _wait_for_work(self) -> None:
         """Wait for what runs on the GPUs, as the lock will, and not longer.
@@ -206,7 +187,6 @@ class ProcessCheckpoint:
             Refused: it took too long, or the driver or the system refused.
         """
         errors: list[CumemSleepError] = []
-        ended = threading.Event()
 
         def wait() -> None:
             try:
@@ -215,18 +195,13 @@ class ProcessCheckpoint:
                     _core.release_waiter(device)
             except CumemSleepError as error:
                 errors.append(error)
-            finally:
-                ended.set()
 
-        # Not `threading.Thread`: that would keep an entry for the thread of this operation, which Python did not start.
+        worker = _core.Worker("cumem-wait")
         try:
-            _thread.start_new_thread(wait, ())
-        except RuntimeError as error:  # at a limit, or Python is exiting
-            raise Refused(f"a thread that waits for work on the GPU cannot be started: {error}") from None
-        ends_at = time.monotonic() + self.deadlines.lock_s
-        while not ended.wait(0.05) and time.monotonic() < ends_at:
-            _core.stop_if_asked()
-        if not ended.is_set():
+            worker.start(wait)
+        except InvalidState as error:  # at a limit, or Python is exiting
+            raise Refused(f"work on the GPU cannot be waited for: {error}") from None
+        if not worker.wait(self.deadlines.lock_s):
             raise Refused(f"work on the GPU did not end within {self.deadlines.lock_s:.0f} s")
         if errors:
             raise Refused(str(errors[0]))
@@ -245,19 +220,17 @@ class ProcessCheckpoint:
             CheckpointFailed: the driver refused; it says whether trying again makes sense.
         """
         with self._turn:
-            return self._brought_back(also_needed_bytes)
-
-    def _brought_back(self, also_needed_bytes: Mapping[int, int]) -> Mapping[str, float]:
-        if not self.is_away:
-            return {}
-        own_bytes: Mapping[int, int] = self.taken.needed_bytes if self.taken is not None else {}
-        needed = {
-            uuid: own_bytes.get(device, 0) + also_needed_bytes.get(device, 0) for device, uuid in self._uuids.items()
-        }
-        seconds = self._bring_back(needed, "level 3")
-        self.taken = None
-        _core.resume_driver_calls()
-        return seconds
+            if not _core.driver_calls_suspended():
+                return {}
+            own_bytes = {} if self.taken is None else self.taken.needed_bytes
+            needed = {
+                uuid: own_bytes.get(device, 0) + also_needed_bytes.get(device, 0)
+                for device, uuid in self._uuids.items()
+            }
+            seconds = self._bring_back(needed, "level 3")
+            self.taken = None
+            _core.resume_driver_calls()
+            return seconds
 
     def _bring_back(self, needed_bytes: Mapping[str, int], what: str) -> Mapping[str, float]:
         """Ask a helper, and if that one is lost a new one, to restore and unlock."""
@@ -288,7 +261,7 @@ class ProcessCheckpoint:
         """
         with self._turn:
             try:
-                self._brought_back({})
+                self.bring_back({})
             except CumemSleepError as error:
                 _end_at_once(f"its CUDA state did not come back: {error}")
             self._end_helper()
@@ -337,7 +310,7 @@ class _Helper:
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
         self._owner = os.getpid()
-        self._found: Examination | None = None
+        self._state = ""  # of this process, once the helper is ready
         self._received = b""
         if not sys.executable:
             raise _HelperLost("the helper process cannot be started: sys.executable names no Python")
@@ -355,13 +328,13 @@ class _Helper:
     def runs(self) -> bool:
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def wait_until_ready(self) -> Examination:
-        if self._found is None:
+    def wait_until_ready(self) -> str:
+        if not self._state:
             answer = self._answer()
-            if "can_checkpoint" not in answer:
+            if "is_ready" not in answer:
                 raise _HelperLost(f"the helper process cannot use the driver: {answer.get('detail')}")
-            self._found = Examination(answer["can_checkpoint"], answer["state"])
-        return self._found
+            self._state = answer["state"]
+        return self._state
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -374,18 +347,18 @@ class _Helper:
     def _answer(self) -> dict[str, Any]:
         """The next answer that it writes. An interrupt does not end the wait: what was begun has to be finished."""
         end = time.monotonic() + self._deadlines.answer_s
-        while True:
-            line = self._line(end)
-            with suppress(ValueError):  # not an answer: whatever is started with every Python may write there as well
-                answer = json.loads(line)
-                if isinstance(answer, dict) and "state" in answer:
-                    return answer
-
-    def _line(self, end: float) -> bytes:
         output = _pipe(self._process.stdout).fileno()
         poll = select.poll()
         poll.register(output, select.POLLIN)
-        while b"\n" not in self._received:
+        while True:
+            *lines, self._received = self._received.split(b"\n", 1)
+            for line in lines:
+                with suppress(ValueError):  # whatever is started with every Python may write there as well
+                    answer = json.loads(line)
+                    if isinstance(answer, dict) and "state" in answer:
+                        return answer
+            if lines:
+                continue
             is_there = poll.poll(max(0.0, end - time.monotonic()) * 1000)
             part = os.read(output, 1 << 16) if is_there else b""
             if not part:
@@ -393,8 +366,6 @@ class _Helper:
                 why = "has ended" if is_there else f"has not answered within {self._deadlines.answer_s:.0f} s"
                 raise _HelperLost(f"the helper process {why}")
             self._received += part
-        line, _, self._received = self._received.partition(b"\n")
-        return line
 
     def end(self) -> None:
         if self._owner != os.getpid():

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from .. import _core, log
 from ..errors import CumemSleepError, InvalidState, RankFailed
+from ..operation import Call
 from ..ranks.decisions import GO, Decision, Why
 from ..ranks.mesh import Kind, Mesh, Message
 from ..report import PhaseTimer
@@ -37,33 +38,6 @@ class _Heard:
     yours: set[int] = field(default_factory=set)
 
 
-class Call:
-    """One operation, of a process that is alone: it agrees with itself.
-
-    A context manager: of several ranks, the others are told of what fails before the operation begins, too.
-    """
-
-    def __enter__(self) -> Call:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        pass
-
-    def begin(self) -> None:
-        """The operation begins; with the lock held, as the others."""
-
-    def agree(self, timer: PhaseTimer) -> None:
-        """Return if the second half is to follow.
-
-        Raises:
-            RankFailed: another rank failed.
-            OperationStopped: this one was asked to stop.
-        """
-
-    def refuse(self, error: BaseException) -> None:
-        """The operation failed; unless the ranks have agreed already, they undo their half."""
-
-
 class Agreement:
     """What one rank knows of the rounds."""
 
@@ -74,10 +48,6 @@ class Agreement:
         self.missed = False  # the others have decided a round without this rank, just before its current one
         self._heard: dict[int, _Heard] = {}
         self._told: dict[int, Decision] = {}  # where there is no record: what rank 0 said
-
-    def call(self, operation: str, lock: _core.OperationLock) -> Call:
-        """The call for one operation, which has the lock."""
-        return RankCall(self, operation, lock)
 
     def heard(self, round_: int) -> _Heard:
         """What is known of a round."""
@@ -101,10 +71,8 @@ class Agreement:
                 break
             self.missed |= was_missing
             self.round += 1
-        for number in [number for number in self._heard if number < self.round]:
-            del self._heard[number]
-        for number in [number for number in self._told if number < self.round]:
-            del self._told[number]
+        self._heard = {number: heard for number, heard in self._heard.items() if number >= self.round}
+        self._told = {number: decision for number, decision in self._told.items() if number >= self.round}
         return self.round
 
     def decision(self, round_: int) -> Decision | None:
@@ -169,7 +137,7 @@ class Agreement:
 
 
 class RankCall(Call):
-    """One operation of one rank of several."""
+    """One operation of one rank of several; `lock` is the allocator's."""
 
     def __init__(self, agreement: Agreement, operation: str, lock: _core.OperationLock) -> None:
         self._agreement = agreement
@@ -211,22 +179,16 @@ class RankCall(Call):
     def agree(self, timer: PhaseTimer) -> None:
         """See `Call.agree`."""
         with timer("agree"):
-            self._agree()
-
-    def _agree(self) -> None:
-        stopped: _core.OperationStopped | None = None
-        try:
-            _core.stop_if_asked()
-            self._mesh.send(Message(Kind.VOTE, self._round))
-            wanted = self._outcome_of_votes()
-        except _core.OperationStopped as error:
-            stopped, wanted = error, Decision(self._mesh.rank, Why.INTERRUPTED)
-        try:
+            try:
+                _core.stop_if_asked()
+                self._mesh.send(Message(Kind.VOTE, self._round))
+                wanted = self._outcome_of_votes()
+            except _core.OperationStopped:
+                with suppress(RankFailed):
+                    self._conclude(Decision(self._mesh.rank, Why.INTERRUPTED))
+                    return
+                raise
             self._conclude(wanted)
-        except RankFailed:
-            if stopped is not None:
-                raise stopped from None
-            raise
 
     def refuse(self, error: BaseException) -> None:
         """See `Call.refuse`. The error is told to the others, and says which rank it was."""

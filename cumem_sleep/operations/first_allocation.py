@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 from .. import _core, log
 from ..backups.turns import Turns
 from ..errors import CumemSleepError
-from ..segments import by_device
+from ..segments import by_device, everything_sleeps
 from ..tuning import Tuning
-from .deepen import everything_sleeps
 
 _BYTES = 2 << 20  # the least that the driver allocates
 
@@ -52,10 +49,11 @@ class FirstAllocation:
         is_over = False
         while not is_over and not worker.pause(pause_s):
             pause_s = self._tuning.first_allocation_retry_s
-            with self._turns.if_free() as is_held, _core.DriverCalls() as allowed:
+            with self._turns.if_free() as is_held:
                 is_over = is_held
                 # Beside memory that is awake something may run, which should not wait for this.
-                devices = by_device(_core.segments()) if is_held and allowed and everything_sleeps() else ()
+                may = is_held and not _core.driver_calls_suspended() and everything_sleeps()
+                devices = by_device(_core.segments()) if may else ()
                 for device in devices:
                     if not worker.asked_to_stop:
                         try:
@@ -69,5 +67,4 @@ class FirstAllocation:
         with _core.RelaxedCapture():
             # Otherwise others have probably taken the memory since, and made that allocation. They may need the rest.
             if _core.memory_info(device)[0] >= self._tuning.first_allocation_least_bytes:
-                with closing(_core.Scratch(device, _BYTES)):
-                    pass
+                _core.Scratch(device, _BYTES).close()

@@ -24,7 +24,6 @@ class Layer:
 
     settings: Settings
     tuning: Tuning
-    lock: _core.OperationLock
     store: BackupStore
     digester: DeviceDigester
     compressor: Compressor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 
@@ -50,9 +50,10 @@ class Preparation:
 
     Attributes:
         wanted_bytes: the size of all segments that it is to back up.
+        error: why it ended early, or None; what was backed up by then stays.
     """
 
-    def __init__(self, segments: Sequence[_core.Segment], layer: Layer, warm_up: Callable[[], None]) -> None:
+    def __init__(self, segments: Sequence[_core.Segment], layer: Layer) -> None:
         self.wanted_bytes = total_bytes(segments)
         self._segments = segments
         self._store = layer.store
@@ -60,24 +61,19 @@ class Preparation:
         self._compressor = layer.compressor
         self._tuning = layer.tuning
         self._bytes_per_second = layer.settings.prepare_bytes_per_second
-        self._warm_up = warm_up
+        self._warm_up = layer.warm_up
         self._workbenches: dict[int, Workbench] = {}  # by device
         self._checked_devices: set[int] = set()  # had room for all of it uncompressed when checked
         self._is_ended_by_finaliser = False
         self._is_cut_short = False
         self._due = time.monotonic()  # when the next piece may be copied
-        self._error: CumemSleepError | None = None
+        self.error: CumemSleepError | None = None
         self._worker = _core.Worker("cumem-prepare")
 
     @property
     def running(self) -> bool:
         """Whether it still works."""
         return self._worker.running
-
-    @property
-    def error(self) -> CumemSleepError | None:
-        """Why it ended early; what was backed up by then stays."""
-        return self._error
 
     def start(self) -> None:
         """Begin (`CuMemAllocator.prepare` has done so).
@@ -123,7 +119,7 @@ class Preparation:
                         "prepare was ended by a finaliser, which the garbage collector happened to run on its thread"
                     )
         except BaseException as error:
-            self._error = error if isinstance(error, CumemSleepError) else InvalidState(f"prepare failed: {error!r}")
+            self.error = error if isinstance(error, CumemSleepError) else InvalidState(f"prepare failed: {error!r}")
             log.warning("prepare ended early, the next sleep copies the rest: %s", error)
         finally:
             while self._workbenches:

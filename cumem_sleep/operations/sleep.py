@@ -17,11 +17,11 @@ from ..codec.plan import Plan, parts_to_plan
 from ..codec.workbench import Workbench, close_all
 from ..digest.device import DigestRun
 from ..digest.reference import Digest
-from ..errors import CodecError, CumemSleepError, DriverError, InvalidState, OutOfHostMemory, counted
+from ..errors import CodecError, CumemSleepError, InvalidState, OutOfHostMemory, counted
 from ..levels import Choice, Group
+from ..operation import Call
 from ..report import PhaseTimer, SleepReport
 from ..segments import by_device, describe, total_bytes
-from .agreement import Call
 from .layer import Layer, quiesce
 
 _Sleep = _core.Segment.Sleep
@@ -81,7 +81,7 @@ def sleep(
             freed_bytes = _core.put_to_sleep(backed_up, dropped, partial(_agree, call, timer, copying))
     copied_bytes = total_bytes(copied)
     devices = {segment.device for segment in segments}
-    left_bytes = _left_on(devices) if with_left else 0
+    left_bytes, left = layer.left.look(devices) if with_left else (0, {})
     return SleepReport(
         freed_bytes=freed_bytes,
         copied_bytes=copied_bytes,
@@ -90,7 +90,7 @@ def sleep(
         found_bytes=total_bytes(found),
         dropped_bytes=total_bytes(dropped),
         left_bytes=left_bytes,
-        left=layer.left.items(devices, left_bytes) if left_bytes else {},
+        left=left,
         seconds=timer.seconds,
         phases=timer.phases,
         operation=operation,
@@ -418,12 +418,3 @@ def _check_unchanged(
             f"{describe(changed[0])} was written to while it was backed up ({counted(len(changed), 'segment')} in all):"
             " let no work run on the GPU during sleep, and call again; everything is awake"
         )
-
-
-def _left_on(devices: Iterable[int]) -> int:
-    """Bytes in use on these devices. 0 if the driver does not say: no reason to fail, since all is asleep by now."""
-    try:
-        information = [_core.memory_info(device) for device in devices]
-    except DriverError:
-        return 0
-    return sum(total_bytes - free_bytes for free_bytes, total_bytes in information)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 
@@ -14,15 +14,31 @@ from ..digest.reference import Digest
 from ..errors import BackupMismatch, OutOfDeviceMemory, counted
 from ..extents import Transfers
 from ..levels import Group
+from ..operation import Call, Operation, Operations
 from ..report import PhaseTimer, WakeReport
 from ..segments import by_device, describe, total_bytes
 from ..transfer.decoding import Decoding
 from ..transfer.link import LinkIn
 from ..transfer.transfer import Together, Transfer
-from .agreement import Call
 from .layer import Layer
 
 _Sleep = _core.Segment.Sleep
+
+
+def waking(
+    shared: Operations, layer: Layer, meant: Group, work: Callable[..., WakeReport], *arguments: object, call: Call
+) -> Operation[WakeReport]:
+    """The operation that wakes `meant` by `work`."""
+    return Operation(
+        shared,
+        "wake_up",
+        work,
+        arguments,
+        call=call,
+        counts_as="wake",
+        needs=lambda: wanting(layer, asleep(meant)),
+        check_room=lambda: check_device_memory(layer, asleep(meant)),
+    )
 
 
 def asleep(meant: Group) -> list[_core.Segment]:

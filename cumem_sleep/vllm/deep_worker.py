@@ -8,7 +8,8 @@ version and with every executor. To refuse in the gate would not do: vLLM's engi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -76,27 +77,39 @@ def deepen(worker: Any) -> str:
 
     It never raises: the memory sleeps, whatever becomes of this, and vLLM is to know it.
     """
-    allocator = CuMemAllocator.get_instance()
-    if not (why := _why_not(worker)):
-        device_memory(allocator, sorted({segment.device for segment in _core.segments()}))
-        try:
-            return allocator.deepen().why_not_deeper
-        except CumemSleepError as error:
-            why = str(error)
-    logger.warning("level 3 was not reached: %s", why)
-    return why
+    allocator = _allocator_of(worker)
+    try:
+        _note_memory(allocator)
+        return allocator.deepen().why_not_deeper
+    except CumemSleepError as error:
+        logger.warning("level 3 was not reached: %s", error)
+        return str(error)
 
 
-def deepen_when_idle(worker: Any) -> None:
-    """As `CuMemAllocator.deepen_when_idle`, where level 3 is possible."""
+@contextmanager
+def using_cuda(worker: Any) -> Iterator[None]:
+    """As `CuMemAllocator.using_cuda`, for a call of the worker that puts memory to sleep and then calls CUDA."""
+    allocator = _allocator_of(worker)
+    with allocator.using_cuda():
+        yield
+        if allocator.settings.deep_after_s is not None:
+            _note_memory(allocator)
+
+
+def _allocator_of(worker: Any) -> CuMemAllocator:
+    """The allocator, which knows how many ranks there are.
+
+    Engines of data parallelism that know of each other share communicators, though each sleeps by itself.
+    """
     allocator = CuMemAllocator.get_instance()
-    if allocator.settings.deep_after_s is None:
-        return
-    if why := _why_not(worker):
-        logger.warning("this process does not go deeper than this level by itself: %s", why)
-        return
+    parallel = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
+    ranks = getattr(parallel, "world_size", 1) * getattr(parallel, "data_parallel_size", 1)
+    allocator.stay_at_level_1(why_not_for_ranks(ranks))
+    return allocator
+
+
+def _note_memory(allocator: CuMemAllocator) -> None:
     device_memory(allocator, sorted({segment.device for segment in _core.segments()}))
-    allocator.deepen_when_idle()
 
 
 def device_memory(allocator: CuMemAllocator, devices: Sequence[int]) -> list[tuple[int, int]]:
@@ -118,9 +131,3 @@ def _shut_down(allocator: CuMemAllocator, method: Callable[[], Any]) -> Any:
     """What follows in vLLM lets go of the GPU, and calls CUDA for that."""
     allocator.prepare_to_end()
     return method()
-
-
-def _why_not(worker: Any) -> str:
-    """Engines of data parallelism that know of each other share communicators, though each sleeps by itself."""
-    parallel = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
-    return why_not_for_ranks(getattr(parallel, "world_size", 1) * getattr(parallel, "data_parallel_size", 1))

@@ -127,7 +127,7 @@ def _take_over() -> None:
         )
     compatibility.copy_to_ray_workers(PREFIX)
     compatibility.before_init_device(communicators.watch)
-    CuMemAllocator.prepares_after_pools = CuMemAllocator.deepens_after_sleeps = False
+    CuMemAllocator.prepares_after_pools = False
     WorkerWrapperBase.load_model = load_model
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
     WorkerWrapperBase.sleep = sleep
@@ -179,7 +179,8 @@ def sleep(self: Any, level: int = 1, **kwargs: Any) -> Any:
     own_level = 1 if is_deep(level) else level
     try:
         call = partial(worker.sleep, level=own_level, **kwargs)
-        result = engine_group.told_once(worker, partial(undone_if_it_fails, worker, call))
+        with deep_worker.using_cuda(worker):
+            result = engine_group.told_once(worker, partial(undone_if_it_fails, worker, call))
     except AssertionError as error:
         allocator = CuMemAllocator.instance
         usages = [] if allocator is None else list(allocator.usage().values())
@@ -189,8 +190,6 @@ def sleep(self: Any, level: int = 1, **kwargs: Any) -> Any:
         result = None
     if is_deep(level):
         deep_worker.deepen(worker)
-    else:
-        deep_worker.deepen_when_idle(worker)
     return result
 
 
@@ -200,12 +199,8 @@ def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
     Weights that come back without their bytes are marked before the worker restores some of them.
     """
     worker = deep_worker.of(self)
-    try:
-        with loaded.marking(worker):
-            return engine_group.told_once(worker, partial(worker.wake_up, *args, **kwargs))
-    except CumemSleepError:
-        deep_worker.deepen_when_idle(worker)  # everything may sleep still
-        raise
+    with loaded.marking(worker):
+        return engine_group.told_once(worker, partial(worker.wake_up, *args, **kwargs))
 
 
 def reload_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -222,11 +217,9 @@ def discard(self: Any, *args: Any, **kwargs: Any) -> Any:
     if _core.driver_calls_suspended():
         return None
     worker = deep_worker.of(self)
-    try:
-        call = partial(worker.discard, *args, **kwargs)
+    call = partial(worker.discard, *args, **kwargs)
+    with deep_worker.using_cuda(worker):
         return engine_group.told_once(worker, partial(undone_if_it_fails, worker, call))
-    finally:
-        deep_worker.deepen_when_idle(worker)
 
 
 def cumem_sleep_deepen(self: Any) -> dict[str, Any]:

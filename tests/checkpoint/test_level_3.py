@@ -313,7 +313,7 @@ class TestSleepAndWake:
     @pytest.mark.parametrize(
         ("patched", "error", "said"),
         [
-            ((process._thread, "start_new_thread"), RuntimeError("can't start new thread"), "can't start new thread"),
+            ((_core.Worker, "start"), InvalidState("no thread can be started"), "no thread can be started"),
             ((_core, "wait_for_running_work"), DriverError("cuMemFree", "CUDA_ERROR_UNKNOWN", "", ""), "cuMemFree"),
         ],
     )
@@ -609,6 +609,25 @@ class TestByItself:
         counting.free(address)
         assert counting.may_deepen
 
+    def test_not_while_a_block_may_call_the_driver(self, counting: CuMemAllocator) -> None:
+        """Only the last of several that overlap ends the wait."""
+        blocks = [counting.using_cuda(), counting.use_memory_pool("weights")]
+        for block in blocks:
+            block.__enter__()
+            counting.free(counting.malloc(PAGE))
+            assert not counting.may_deepen
+        for block in blocks:
+            assert not counting.may_deepen
+            block.__exit__(None, None, None)
+        assert counting.may_deepen
+
+    def test_not_once_it_was_said_why(self, counting: CuMemAllocator, caplog: pytest.LogCaptureFixture) -> None:
+        counting.stay_at_level_1("somebody needs it")
+        assert counting.sleep(level=3).why_not_deeper == "somebody needs it"
+        assert not counting.may_deepen
+        assert "does not go deeper than this level by itself: somebody needs it" in caplog.text
+        assert_nothing_asked()
+
     def test_not_without_memory(self, counting: CuMemAllocator) -> None:
         counting.free(_core.segments()[0].address)
         assert not counting.may_deepen
@@ -666,16 +685,22 @@ class TestByItself:
         assert_no_threads("cumem-deepen")
 
     def test_not_once_it_was_told_to_stay(
-        self, make_allocator: Callable[..., CuMemAllocator], caplog: pytest.LogCaptureFixture
+        self,
+        make_allocator: Callable[..., CuMemAllocator],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         """While it waited for an operation: that is no failure."""
         allocator = make_allocator(deep_after_s=60)
         allocator.malloc(PAGE, "weights")
+        allocator.sleep()
+        began = threading.Event()
+        monkeypatch.setattr(allocator._cuda, "_deep_after_s", 0.0)
+        monkeypatch.setattr(allocator._cuda, "_deepen", lambda: (began.set(), allocator.deepen()))
         with allocator._lock.hold():
-            began = threading.Event()
-            allocator._operations.deep.after(0.0, lambda: (began.set(), allocator.deepen()))
+            allocator._cuda.count()
             began.wait()
-            allocator._operations.deep.stop()
+            allocator._cuda.stop()
         assert_no_threads("cumem-deepen")
         assert allocator.checkpoint is None
         assert "did not go" not in caplog.text
@@ -695,10 +720,10 @@ def test_no_thread_allocates_there(
     monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_least_bytes", PAGE)
     allocator.malloc(PAGE, "weights")
     assert allocator.sleep(level=3).checkpointed_bytes
-    assert allocator._operations.first_allocation._worker is None
+    assert allocator._first_allocation._worker is None
     monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_after_s", 0.0)
-    allocator._operations.first_allocation.after(1 << 50)  # as if it had gone there meanwhile
-    worker = allocator._operations.first_allocation._worker
+    allocator._first_allocation.after(1 << 50)  # as if it had gone there meanwhile
+    worker = allocator._first_allocation._worker
     assert worker is not None
     with caplog.at_level(logging.INFO, "cumem_sleep"):
         assert worker.wait(20)
@@ -797,11 +822,23 @@ class TestRefused:
         allocator.wake_up()
 
     @pytest.mark.usefixtures("weights")
-    def test_a_block_of_using_cuda_until_it_ends(
-        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        "block",
+        [
+            lambda allocator: allocator.using_cuda(),
+            lambda allocator: allocator.use_memory_pool("weights"),
+            lambda allocator: allocator.regions.use_without_pool(),
+            lambda allocator: allocator.regions.outside(),
+        ],
+    )
+    def test_a_block_that_may_call_the_driver_until_it_ends(
+        self,
+        allocator: CuMemAllocator,
+        monkeypatch: pytest.MonkeyPatch,
+        block: Callable[[CuMemAllocator], AbstractContextManager[None]],
     ) -> None:
         monkeypatch.setattr(process.THIS_PROCESS.deadlines, "calls_end_s", 0.05)
-        with allocator.using_cuda():
+        with block(allocator):
             self.assert_refused(allocator, allocator.sleep(level=3), "using_cuda()")
         allocator.sleep(level=3)
         assert_deep(allocator)

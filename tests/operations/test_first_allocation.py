@@ -46,7 +46,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
 
 
 def worker_of(allocator: CuMemAllocator) -> _core.Worker:
-    worker = allocator._operations.first_allocation._worker
+    worker = allocator._first_allocation._worker
     assert worker is not None
     return worker
 
@@ -63,7 +63,7 @@ def begin(allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> _core.W
     """The time has come, as after a sleep; from here on it comes at once."""
     monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_after_s", 0.0)
     monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_retry_s", 0.001)
-    allocator._operations.first_allocation.after(MUCH)
+    allocator._first_allocation.after(MUCH)
     return worker_of(allocator)
 
 
@@ -100,7 +100,7 @@ def test_a_small_sleep_needs_none(allocator: CuMemAllocator, monkeypatch: pytest
     monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_least_bytes", PAGE + 1)
     allocator.malloc(PAGE, "weights")
     allocator.sleep()
-    assert allocator._operations.first_allocation._worker is None
+    assert allocator._first_allocation._worker is None
 
 
 @pytest.mark.sim
@@ -212,7 +212,7 @@ def test_the_thread_ends_with_the_process() -> None:
         allocator.malloc(PAGE, "weights")
         allocator.sleep()
         """,
-        thread="allocator._operations.first_allocation._worker",
+        thread="allocator._first_allocation._worker",
     )
 
 
@@ -223,7 +223,7 @@ def test_a_sleep_is_over_without_it_where_no_thread_can_be_started(
     with threads_refused(after=1), caplog.at_level(logging.INFO, "cumem_sleep"):  # the first is the operation's own
         assert allocator.sleep().freed_bytes == PAGE
     assert "the next wake makes the first allocation itself: " in caplog.text
-    allocator._operations.first_allocation.stop()
+    allocator._first_allocation.stop()
     allocator.wake_up()
 
 
@@ -232,6 +232,6 @@ def test_nothing_is_allocated_once_it_was_told_to_stop(
 ) -> None:
     with asleep._lock.hold():
         worker = begin(asleep, monkeypatch)
-        asleep._operations.first_allocation.stop()
+        asleep._first_allocation.stop()
         assert not worker.running
     assert made.devices == []

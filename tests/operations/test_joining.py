@@ -12,7 +12,7 @@ import pytest
 from support import HANGS_S, PAGE, run_script
 
 from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, OutOfDeviceMemory, _core
-from cumem_sleep.operations.agreement import Agreement
+from cumem_sleep.operations.agreement import Agreement, RankCall
 from cumem_sleep.ranks.decisions import Place, Record
 from cumem_sleep.ranks.mesh import Mesh, connect
 from cumem_sleep.report import PhaseTimer
@@ -101,7 +101,7 @@ class TestAnAllocatorThatCannotBeMade:
         def refused() -> None:
             raise OutOfDeviceMemory(2, 1, 0)
 
-        monkeypatch.setattr(joined._operations, "come_back", refused)
+        monkeypatch.setattr(joined._cuda, "lease", refused)
 
         def make(group: Group) -> None:
             with pytest.raises(OutOfDeviceMemory):
@@ -128,7 +128,7 @@ class TestAnAllocatorThatCannotBeMade:
 
 
 def sleep_as_rank_1(mesh: Mesh) -> None:
-    call = Agreement(mesh, HANGS_S).call("sleep", _core.OperationLock())
+    call = RankCall(Agreement(mesh, HANGS_S), "sleep", _core.OperationLock())
     call.begin()
     call.agree(PhaseTimer())
 

@@ -521,9 +521,10 @@ def test_free_memory_that_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_nvml_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(_core, "driver_is_simulated", lambda: False)
     with pytest.raises(OSError, match="pip install nvidia-ml-py"):
-        device_memory._by_nvml(["GPU-0"])
-    assert device_memory._by_nvml([]) == {}
+        device_memory.free_bytes(0, ["GPU-0"])
+    assert device_memory.free_bytes(0, []) == {}
 
 
 # All together

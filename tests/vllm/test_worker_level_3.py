@@ -245,7 +245,6 @@ class TestByItself:
     @pytest.fixture(autouse=True)
     def _soon(self, plugged: Stock, outside: int) -> None:
         fresh_allocator(deep_after_s=0.1)
-        CuMemAllocator.deepens_after_sleeps = False
 
     def test_goes_deeper_and_wakes(self, executor: Any, contents: Contents) -> None:
         executor.sleep(level=1)
@@ -314,7 +313,6 @@ class TestRefused:
     ) -> None:
         monkeypatch.setattr(logging.getLogger("cumem_sleep"), "propagate", True)
         fresh_allocator(deep_after_s=deep_after_s)
-        CuMemAllocator.deepens_after_sleeps = False
         contents = Contents(worker, memory)
         worker.vllm_config.parallel_config = types.SimpleNamespace(**parallel)
         executor.sleep(level=1 if deep_after_s else 3)

@@ -33,15 +33,15 @@ def helper() -> Check:
     """Whether the helper process can be started, and CUDA lets it ask about this one."""
     name = "level 3 helper"
     try:
-        found = examine()
+        state = examine()
     except Refused as refused:
         advice = "look at what it wrote to standard error; until it starts, a sleep at level 3 stays at level 1"
         return Check(name, Status.WARN, str(refused), advice)
-    if found.state == "RUNNING":
+    if state == "RUNNING":
         text = "it starts, and CUDA lets it ask about this process; only a sleep shows whether it may checkpoint it"
         return Check(name, Status.OK, text)
     advice = "does a container, or a security module, forbid that one process looks at another of the same user?"
-    return Check(name, Status.WARN, f"it starts, but the state of this process is {found.state}", advice)
+    return Check(name, Status.WARN, f"it starts, but the state of this process is {state}", advice)
 
 
 def free_memory(devices: Sequence[int]) -> Check:
