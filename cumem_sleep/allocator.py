@@ -35,7 +35,6 @@ from .errors import (
     check_integer,
     shown,
 )
-from .integrations.torch import as_group
 from .levels import (
     DEFERRABLE_TAGS,
     IsDropped,
@@ -55,6 +54,7 @@ from .operations.prepare import Preparation, wanted_ahead
 from .operations.sleep import sleep
 from .operations.wake import wake, waking
 from .pools import Pools
+from .ranks.group import as_group
 from .ranks.mesh import connect
 from .regions import Regions
 from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport

@@ -18,11 +18,11 @@ from . import _core, log
 from .cuda_state import CudaState
 from .driver import open_driver
 from .errors import InvalidState, OutOfDeviceMemory
-from .integrations.torch import TorchPools
 from .pools import Pools
 from .report import BackupPlace, OperationTotals, PhaseTimer, SleepReport, WakeReport
 from .scopes import scoped
 from .settings import Settings
+from .torch_pools import TorchPools
 
 _Result = TypeVar("_Result")
 

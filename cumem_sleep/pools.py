@@ -6,8 +6,8 @@ import sys
 from typing import ClassVar
 
 from . import _core, log
-from .integrations.torch import TorchPools, torch_with_cuda
 from .tags import DEFAULT_TAG
+from .torch_pools import TorchPools, torch_with_cuda
 
 _NEVER_EMPTY = ("weights", "kv_cache")
 

@@ -11,8 +11,8 @@ import types
 import pytest
 
 import cumem_sleep
-from cumem_sleep.integrations.torch import OLDEST_TORCH
 from cumem_sleep.tools.doctor.gpus import OLDEST_CUDA
+from cumem_sleep.torch_pools import OLDEST_TORCH
 from cumem_sleep.vllm import compatibility
 
 ROOT = pathlib.Path(__file__).parent.parent

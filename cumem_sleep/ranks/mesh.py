@@ -19,36 +19,16 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
 
 from ..errors import InvalidState
 from .decisions import GO, Decision, Place, Record, Why
+from .group import Group
 
 _TOKEN_BYTES = 32
 _MOST_TEXT = 2000  # of an error; a message is never larger than a socket's buffer
 _HELLO_BYTES = _TOKEN_BYTES + 4
 
 _meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
-
-
-class Group(Protocol):
-    """The processes that belong together. `all_gather` is called by all of them, in the same order.
-
-    Attributes:
-        rank: of this process, from 0.
-        size: how many there are.
-        address: where processes of other hosts reach this one.
-    """
-
-    @property
-    def rank(self) -> int: ...  # noqa: D102
-    @property
-    def size(self) -> int: ...  # noqa: D102
-    @property
-    def address(self) -> str: ...  # noqa: D102
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """What every rank gave, by rank; values are plain and can be pickled."""
 
 
 class Kind(str, Enum):

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..allocator import CuMemAllocator
 from ..errors import CumemSleepError, RankFailed
-from ..integrations.torch import address_of_this_host
+from ..ranks.group import address_of_this_host
 from .compatibility import WHAT_ENABLES_THE_ALLOCATOR
 
 logger = logging.getLogger("cumem_sleep")

@@ -42,7 +42,7 @@ from cumem_sleep import (
     sim,
 )
 from cumem_sleep.checkpoint import process
-from cumem_sleep.integrations.torch import TorchPools
+from cumem_sleep.torch_pools import TorchPools
 from cumem_sleep.tuning import Tuning
 
 BYTES = bytes(range(256)) * (PAGE // 256)

@@ -11,8 +11,8 @@ import pytest
 from support import AWAKE, BACKED_UP, PAGE, Memory, in_thread
 
 from cumem_sleep import CuMemAllocator, _core
-from cumem_sleep.integrations.torch import TorchPools
 from cumem_sleep.integrations.torch_memory_saver import TorchMemorySaver
+from cumem_sleep.torch_pools import TorchPools
 
 PoolId = tuple[int, int]
 OWN_CACHE: PoolId = (0, 0)

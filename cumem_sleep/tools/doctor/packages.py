@@ -7,8 +7,8 @@ from importlib import metadata
 from pathlib import Path
 
 from ...errors import CumemSleepError
-from ...integrations.torch import CONF_VARIABLES, OLDEST_TORCH, POOLS_IGNORE_EXPANDABLE_SEGMENTS
 from ...settings import PREFIX, Settings, parse_bool
+from ...torch_pools import CONF_VARIABLES, OLDEST_TORCH, POOLS_IGNORE_EXPANDABLE_SEGMENTS
 from ...vllm import compatibility, plugin
 from ..machine import TRITON_DISTRIBUTIONS, Machine
 from .report import Check, Status

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import socket
 import threading
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from .. import _core
-from ..errors import InvalidArgument, InvalidArgumentType
-from ..ranks.mesh import Group
-from ..scopes import scoped
+from . import _core
+from .scopes import scoped
 
 OLDEST_TORCH = (2, 8)
 # From this version on (seen with 2.11) such pools simply do not use them.
@@ -34,54 +31,6 @@ def torch_with_cuda() -> Any:
     import torch
 
     return torch if torch.cuda.is_available() else None
-
-
-def as_group(group: Any) -> Group:
-    """The group of the ranks that sleep and wake together: one of `torch.distributed`, or what is one already.
-
-    Raises:
-        InvalidArgument: neither, or not one with a CPU backend that this process is in.
-    """
-    if all(hasattr(group, name) for name in ("rank", "size", "address", "all_gather")):
-        return group  # type: ignore[no-any-return]
-    wanted = "expected a torch.distributed process group with a CPU backend (gloo)"
-    if importlib.util.find_spec("torch") is None:
-        raise InvalidArgumentType(f"group={group!r}: {wanted}, but PyTorch is not installed")
-    from torch import distributed
-
-    if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
-        raise InvalidArgumentType(f"group={group!r}: {wanted}")
-    backend = str(distributed.get_backend(group))
-    if backend == "nccl":
-        raise InvalidArgument(f"group with backend {backend!r}: {wanted}")
-    return TorchGroup(group)
-
-
-class TorchGroup:
-    """A process group of `torch.distributed`, as `ranks` wants it."""
-
-    def __init__(self, group: Any) -> None:
-        from torch import distributed
-
-        self._distributed = distributed
-        self._group = group
-        self.rank = int(distributed.get_rank(group))
-        self.size = int(distributed.get_world_size(group))
-        self.address = address_of_this_host()
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """By gloo, which has to be whole for that."""
-        gathered: list[Any] = [None] * self.size
-        self._distributed.all_gather_object(gathered, value, group=self._group)
-        return gathered
-
-
-def address_of_this_host() -> str:
-    """Where other hosts reach it, as gloo finds out: by its name."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
 
 
 class TorchPools:
